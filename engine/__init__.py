@@ -1,0 +1,1 @@
+"""The mmkv engine: bounded-memory decoding over a paged, ragged KV cache."""

@@ -1,0 +1,1 @@
+"""Attention over ragged paged rows, and over the chunk being prefilled."""

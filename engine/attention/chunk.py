@@ -1,0 +1,43 @@
+"""Causal attention inside a prefill chunk, with its log-sum-exp."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def chunk_attention_reference(
+    query: Tensor, key: Tensor, value: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """The slow, obvious form of :func:`chunk_attention`: the whole score matrix in float32."""
+    group = query.shape[0] // key.shape[0]
+    key, value = key.repeat_interleave(group, 0), value.repeat_interleave(group, 0)
+    scores = query.float() @ key.float().transpose(1, 2) * scale
+    count = scores.shape[-1]
+    future = torch.ones(count, count, dtype=torch.bool, device=query.device).triu(1)
+    scores = scores.masked_fill(future, -torch.inf)
+    return (scores.softmax(-1) @ value.float()).to(query.dtype), scores.logsumexp(-1)
+
+
+def chunk_attention(
+    query: Tensor, key: Tensor, value: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Causal attention of a chunk to itself.
+
+    Args:
+        query: ``[Hq, C, D]``; key, value: ``[H, C, D]``; Hq is a multiple of H.
+        scale: factor on the logits.
+
+    Returns:
+        output ``[Hq, C, D]`` in the query's dtype, log-sum-exp ``[Hq, C]`` float32.
+    """
+    group = query.shape[0] // key.shape[0]
+    key, value = key.repeat_interleave(group, 0)[None], value.repeat_interleave(group, 0)[None]
+    if query.device.type == "cpu":
+        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        out, lse = kernel(query[None], key, value, 0.0, True, scale=scale)
+    else:
+        kernel = torch.ops.aten._scaled_dot_product_efficient_attention
+        out, lse, *_ = kernel(query[None], key, value, None, True, 0.0, True, scale=scale)
+        lse = lse[..., : query.shape[1]]  # the kernel pads its length to a multiple of 32
+    return out[0], lse[0].float()

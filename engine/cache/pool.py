@@ -1,0 +1,124 @@
+"""The page pool: the only place where keys and values live."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from engine.errors import BudgetError
+
+
+class PagePool:
+    """Pages of ``page_size`` slots; a slot is one entry of one (sequence, layer, KV head) row.
+
+    Attributes:
+        keys, values: ``[pages, P, D]`` in the model's dtype; keys are stored after RoPE.
+        log_beta: ``[pages, P]`` float32, log of the retention of design section 3.
+        position: ``[pages, P]`` int32, 0-based token index (not the rope position).
+        modality: ``[pages, P]`` uint8: 0 text, 1 image, 2 video.
+        limit: most pages the pool may grow to, or None.
+    """
+
+    def __init__(
+        self,
+        page_size: int,
+        head_dim: int,
+        num_pages: int,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        limit: int | None = None,
+    ) -> None:
+        self.page_size, self.head_dim, self.limit = page_size, head_dim, limit
+        self.device = torch.device(device)
+        self.keys = torch.zeros(num_pages, page_size, head_dim, dtype=dtype, device=device)
+        self.values = torch.zeros_like(self.keys)
+        shape = (num_pages, page_size)
+        self.log_beta = torch.zeros(shape, dtype=torch.float32, device=device)
+        self.position = torch.zeros(shape, dtype=torch.int32, device=device)
+        self.modality = torch.zeros(shape, dtype=torch.uint8, device=device)
+        # A stack of free page ids: the last `_free` of them, lowest id on top.
+        self._stack = torch.arange(num_pages - 1, -1, -1, device=device)
+        self._free = num_pages
+
+    @property
+    def num_pages(self) -> int:
+        """Pages allocated, free ones included."""
+        return self.keys.shape[0]
+
+    @property
+    def free_pages(self) -> int:
+        """Pages no row holds."""
+        return self._free
+
+    @property
+    def kv_page_bytes(self) -> int:
+        """Bytes of keys and values in one page."""
+        return 2 * self.page_size * self.head_dim * self.keys.element_size()
+
+    @property
+    def metadata_page_bytes(self) -> int:
+        """Bytes of log_beta (4), position (4) and modality (1) in one page."""
+        return self.page_size * 9
+
+    @property
+    def page_bytes(self) -> int:
+        """All bytes of one page."""
+        return self.kv_page_bytes + self.metadata_page_bytes
+
+    def take(self, count: int) -> Tensor:
+        """Hand out ``count`` free pages as int64 ids ``[count]``; grows the pool when short.
+
+        Raises:
+            BudgetError: the pool would pass its limit; nothing has changed then.
+        """
+        if count > self._free:
+            short = count - self._free
+            # Growing copies the pool, so it grows by an eighth at least.
+            self.grow(min(self.num_pages + max(short, self.num_pages // 8), self._cap(short)))
+        self._free -= count
+        return self._stack[self._free : self._free + count].flip(0)
+
+    def give(self, pages: Tensor) -> None:
+        """Return pages ``[n]``; the most recently returned are handed out first."""
+        count = pages.numel()
+        self._stack[self._free : self._free + count] = pages
+        self._free += count
+
+    def reserve(self, count: int) -> None:
+        """Make sure ``count`` pages are free, so that a later :meth:`take` cannot fail.
+
+        Raises:
+            BudgetError: the pool would pass its limit; nothing has changed then.
+        """
+        short = count - self._free
+        if short > 0:
+            self.grow(min(self.num_pages + short, self._cap(short)))
+
+    def grow(self, num_pages: int) -> None:
+        """Enlarge the pool to ``num_pages``; one tensor is copied at a time."""
+        old = self.num_pages
+        if num_pages <= old:
+            return
+        for name in ("keys", "values", "log_beta", "position", "modality"):
+            tensor: Tensor = getattr(self, name)
+            larger = tensor.new_zeros(num_pages, *tensor.shape[1:])
+            larger[:old] = tensor
+            setattr(self, name, larger)
+            del tensor, larger
+        fresh = torch.arange(num_pages - 1, old - 1, -1, device=self.device)
+        free = self._stack[: self._free]
+        self._stack = torch.cat([fresh, free, self._stack.new_zeros(old - self._free)])
+        self._free += num_pages - old
+
+    def free_list(self) -> Tensor:
+        """Ids of all free pages, for the invariant checks."""
+        return self._stack[: self._free]
+
+    def _cap(self, short: int) -> int:
+        wanted = self.num_pages + short
+        if self.limit is not None and wanted > self.limit:
+            raise BudgetError(
+                f"{wanted:,} pages of {self.page_bytes:,} bytes are needed, the limit is "
+                f"{self.limit:,}; lower the budget or the prefill chunk, or close a session"
+            )
+        return self.limit if self.limit is not None else 2**62

@@ -1,0 +1,205 @@
+"""Ragged rows over the page pool: append, drop, fork, and the invariants that hold in between."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.cache.pool import PagePool
+
+_COLUMNS = ("keys", "values", "log_beta", "position", "modality")
+
+
+@dataclass(frozen=True)
+class Entries:
+    """Every live entry of one sequence, row-major (layer, then KV head, then storage order).
+
+    Attributes:
+        row: ``[N]`` int64, ``layer * kv_heads + head``.
+        offset: ``[N]`` int64, storage index inside the row.
+        slot: ``[N]`` int64, flat slot ``page * P + offset % P`` in the pool.
+    """
+
+    row: Tensor
+    offset: Tensor
+    slot: Tensor
+
+
+class RaggedCache:
+    """Rows (sequence, layer, KV head) of unequal length; a page belongs to one row only.
+
+    Attributes:
+        length: ``[S, L, H]`` int64, entries of each row.
+        table: ``[S, L, H, W]`` int64 page ids; columns past ``ceil(length / P)`` mean nothing.
+
+    The order of entries inside a row is free (keys carry their rotation, every slot its
+    position), which is what lets :meth:`drop` fill a hole with the row's last entry.
+    """
+
+    def __init__(self, pool: PagePool, layers: int, kv_heads: int) -> None:
+        self.pool, self.layers, self.kv_heads = pool, layers, kv_heads
+        self.rows = layers * kv_heads
+        self.length = torch.zeros(0, layers, kv_heads, dtype=torch.int64, device=pool.device)
+        self.table = torch.zeros(0, layers, kv_heads, 1, dtype=torch.int64, device=pool.device)
+        self._open: list[bool] = []
+
+    def open(self) -> int:
+        """Start an empty sequence and return its slot."""
+        if False in self._open:
+            seq = self._open.index(False)
+            self._open[seq] = True
+            return seq
+        self._open.append(True)
+        self.length = torch.cat([self.length, self.length.new_zeros(1, *self.length.shape[1:])])
+        self.table = torch.cat([self.table, self.table.new_zeros(1, *self.table.shape[1:])])
+        return len(self._open) - 1
+
+    def close(self, seq: int) -> None:
+        """Free a sequence and return every page it held."""
+        self.pool.give(self._pages(seq))
+        self.length[seq] = 0
+        self._open[seq] = False
+
+    def fork(self, seq: int) -> int:
+        """Copy a sequence into new pages, in the same storage order; returns the new slot."""
+        pages = self._pages(seq)
+        copies = self.pool.take(pages.numel())
+        for name in _COLUMNS:
+            column: Tensor = getattr(self.pool, name)
+            column[copies] = column[pages]
+        other = self.open()
+        self.length[other] = self.length[seq]
+        self.table[other][self._page_mask(other)] = copies
+        return other
+
+    def append(self, seqs: Tensor, count: int) -> Tensor:
+        """Make room for ``count`` new entries in every row of the sequences ``seqs [B]``.
+
+        Returns:
+            flat slots ``[B, L, H, count]`` int64 for the caller to fill; lengths are advanced.
+        """
+        size, rows = self.pool.page_size, self.rows
+        row = (seqs[:, None] * rows + torch.arange(rows, device=seqs.device)).flatten()
+        before = self.length.view(-1)[row]
+        held, needed = _ceil(before, size), _ceil(before + count, size)
+        self._widen(int(needed.max()))
+        fresh = needed - held
+        # Pages first: if the pool refuses, no row has changed.
+        pages = self.pool.take(int(fresh.sum()))
+        which = torch.repeat_interleave(fresh)
+        first = fresh.cumsum(0) - fresh
+        column = held[which] + torch.arange(pages.numel(), device=row.device) - first[which]
+        width = self.table.shape[-1]
+        table = self.table.view(-1)
+        table[row[which] * width + column] = pages
+        self.length.view(-1)[row] = before + count
+        index = before[:, None] + torch.arange(count, device=row.device)
+        page = table[row[:, None] * width + index.div(size, rounding_mode="floor")]
+        slot = page * size + index % size
+        return slot.view(seqs.numel(), self.layers, self.kv_heads, count)
+
+    def entries(self, seq: int) -> Entries:
+        """All live entries of one sequence."""
+        length = self.length[seq].reshape(-1)
+        row = torch.repeat_interleave(length)
+        start = length.cumsum(0) - length
+        offset = torch.arange(row.numel(), device=row.device) - start[row]
+        size = self.pool.page_size
+        page = self.table[seq].reshape(self.rows, -1)[row, offset // size]
+        return Entries(row, offset, page * size + offset % size)
+
+    def drop(self, seq: int, victims: Tensor, entries: Entries | None = None) -> None:
+        """Evict entries, given as indices ``[K]`` into :meth:`entries` of this sequence.
+
+        A victim's slot is refilled from the tail of its row; emptied pages go back to the pool.
+        """
+        live = self.entries(seq) if entries is None else entries
+        size = self.pool.page_size
+        keep = torch.ones(live.row.numel(), dtype=torch.bool, device=live.row.device)
+        keep[victims] = False
+        before = self.length[seq].reshape(-1)
+        after = before - torch.bincount(live.row[victims], minlength=self.rows)
+        inside = live.offset < after[live.row]
+        # Row by row there are as many holes inside the new length as survivors beyond it, and
+        # both lists are row-major, so they pair up one to one.
+        hole, mover = live.slot[~keep & inside], live.slot[keep & ~inside]
+        for name in _COLUMNS:
+            column: Tensor = getattr(self.pool, name).flatten(0, 1)
+            column[hole] = column[mover]
+        table = self.table[seq].reshape(self.rows, -1)
+        column_index = torch.arange(table.shape[1], device=table.device)
+        freed = (column_index >= _ceil(after, size)[:, None]) & (
+            column_index < _ceil(before, size)[:, None]
+        )
+        self.pool.give(table[freed])
+        self.length[seq] = after.view(self.layers, self.kv_heads)
+
+    def held_pages(self, seq: int) -> int:
+        """Pages that the rows of one sequence hold."""
+        return int(_ceil(self.length[seq], self.pool.page_size).sum())
+
+    def export(self, seq: int) -> dict[str, Tensor]:
+        """The content of one sequence as compact CPU tensors, in storage order.
+
+        Returns:
+            ``length [L, H]`` and, for the N live entries row-major, ``keys``/``values [N, D]``,
+            ``log_beta``, ``position``, ``modality [N]``.
+        """
+        slot = self.entries(seq).slot
+        columns = {
+            name: getattr(self.pool, name).flatten(0, 1)[slot].cpu().contiguous()
+            for name in _COLUMNS
+        }
+        return {"length": self.length[seq].cpu().clone(), **columns}
+
+    def import_(self, tensors: dict[str, Tensor]) -> int:
+        """Open a sequence with the content that :meth:`export` gave; returns its slot."""
+        length = tensors["length"].to(self.pool.device)
+        needed = _ceil(length, self.pool.page_size)
+        pages = self.pool.take(int(needed.sum()))
+        self._widen(int(needed.max()))
+        seq = self.open()
+        self.length[seq] = length
+        self.table[seq][self._page_mask(seq)] = pages
+        slot = self.entries(seq).slot
+        for name in _COLUMNS:
+            column: Tensor = getattr(self.pool, name).flatten(0, 1)
+            column[slot] = tensors[name].to(device=column.device, dtype=column.dtype)
+        return seq
+
+    def check(self) -> None:
+        """Verify that every page is free or in exactly one row.
+
+        Raises:
+            AssertionError: naming the broken invariant.
+        """
+        held = [self._pages(seq) for seq in range(len(self._open))]
+        closed = [n for seq, n in enumerate(held) if not self._open[seq] and n.numel()]
+        assert not closed, "a closed sequence holds pages"
+        pages = torch.cat([self.pool.free_list(), *held])
+        assert pages.numel() == self.pool.num_pages, (
+            f"{pages.numel()} pages are free or held, the pool has {self.pool.num_pages}"
+        )
+        assert pages.unique().numel() == pages.numel(), "a page is free or held twice"
+        assert bool((self.length >= 0).all()), "a row has a negative length"
+
+    def _page_mask(self, seq: int) -> Tensor:
+        column = torch.arange(self.table.shape[-1], device=self.table.device)
+        return column < _ceil(self.length[seq], self.pool.page_size)[..., None]
+
+    def _pages(self, seq: int) -> Tensor:
+        return self.table[seq][self._page_mask(seq)]
+
+    def _widen(self, width: int) -> None:
+        have = self.table.shape[-1]
+        if width > have:
+            extra = max(width, 2 * have) - have
+            self.table = torch.cat(
+                [self.table, self.table.new_zeros(*self.table.shape[:-1], extra)], -1
+            )
+
+
+def _ceil(length: Tensor, size: int) -> Tensor:
+    return (length + size - 1).div(size, rounding_mode="floor")

@@ -1,0 +1,33 @@
+"""Errors a user can cause: each message is one line that names the cause and the remedy."""
+
+
+class MmkvError(Exception):
+    """Base of every error that is the user's to mend; anything else is a bug in mmkv."""
+
+
+class ModelError(MmkvError):
+    """A checkpoint cannot be found, read, or run by this engine."""
+
+
+class GateError(MmkvError):
+    """Retention gates are missing, malformed, or belong to another model."""
+
+
+class PolicyError(MmkvError):
+    """An unknown policy, or a policy setting outside its range."""
+
+
+class BudgetError(MmkvError):
+    """A KV budget that cannot be met: below one entry per row, or above the memory limit."""
+
+
+class ContextError(MmkvError):
+    """The tokens asked for do not fit the positions the checkpoint was trained for."""
+
+
+class SessionError(MmkvError):
+    """A closed session, or a session file that is unreadable or belongs to another model."""
+
+
+class InputError(MmkvError):
+    """Malformed model inputs: pictures, videos, token ids, messages, requests."""

@@ -1,0 +1,285 @@
+"""What every model family gives the engine: a turn as embeddings and rope positions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from engine.errors import InputError
+
+TEXT, IMAGE, VIDEO = 0, 1, 2
+_NOUNS = {IMAGE: "image", VIDEO: "video"}
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One turn, ready for the decoder. T tokens, of which V stand for visual features.
+
+    Attributes:
+        token_ids: int64 ``[T]``; a visual token keeps its placeholder id.
+        modality: uint8 ``[T]``: 0 text, 1 image, 2 video.
+        positions: int64 ``[A, T]`` rope positions, already offset (A = 3 for M-RoPE, else 1).
+        visual: ``[V, hidden]`` features that replace the embeddings of the visual tokens, in
+            token order; None without visual tokens.
+        deepstack: ``deepstack[i]`` is ``[V, hidden]``, added to the states of the visual tokens
+            after decoder layer i.
+        next_position: rope position of the text token that follows the turn.
+    """
+
+    token_ids: Tensor
+    modality: Tensor
+    positions: Tensor
+    visual: Tensor | None
+    deepstack: tuple[Tensor, ...]
+    next_position: int
+
+
+@dataclass(frozen=True)
+class Features:
+    """Output of the vision side for one modality: rows ``[V, hidden]``, deepstack likewise."""
+
+    rows: Tensor
+    deepstack: tuple[Tensor, ...] = ()
+
+
+class Family:
+    """How one model family reads its checkpoint and turns processor output into a :class:`Turn`.
+
+    A subclass names its ``model_types`` and, if it sees, overrides :meth:`image_features` and
+    :meth:`video_features` (and :meth:`positions` where they are not one per token). Nothing a
+    conversation changes is kept here: sessions share the family.
+
+    Attributes:
+        auto_class: name of the transformers class that loads the checkpoint.
+        pixel_keys: processor outputs that carry pictures and videos.
+        eos_token_ids: tokens that end a reply, from the generation config or the config.
+    """
+
+    model_types: ClassVar[tuple[str, ...]] = ()
+    auto_class: ClassVar[str] = "AutoModelForImageTextToText"
+    has_vision: ClassVar[bool] = True
+    pixel_keys: ClassVar[dict[int, str]] = {IMAGE: "pixel_values"}
+    rope_axes: ClassVar[int] = 1
+
+    def __init__(self, hf_model: Any) -> None:
+        self.hf = hf_model
+        self.config = hf_model.config
+        embedding: Any = self.text_model(hf_model).embed_tokens
+        self.vocab_size = int(embedding.weight.shape[0])
+        self.eos_token_ids = _eos_ids(hf_model)
+        tokens = {IMAGE: "image_token_id", VIDEO: "video_token_id"}
+        self.placeholder = {
+            modality: int(getattr(self.config, tokens[modality]))
+            for modality in (self.pixel_keys if self.has_vision else ())
+        }
+
+    @staticmethod
+    def text_model(hf_model: Any) -> nn.Module:
+        """The module with embed_tokens, layers, norm and rotary_emb."""
+        return hf_model.model.language_model
+
+    @staticmethod
+    def output_head(hf_model: Any) -> Tensor:
+        """The output projection ``[vocab, hidden]`` (the embedding itself when tied)."""
+        return hf_model.get_output_embeddings().weight
+
+    @torch.inference_mode()
+    def turn(
+        self, inputs: Mapping[str, Any], offset: int, device: torch.device | str = "cpu"
+    ) -> Turn:
+        """Build the turn that follows ``offset`` rope positions.
+
+        Args:
+            inputs: what the processor returns for this turn alone: ``input_ids`` of one row,
+                optionally ``attention_mask`` (its zeros are dropped) and pixels.
+            offset: rope position of the first token.
+            device: where the tensors of the turn are put.
+
+        Raises:
+            InputError: malformed inputs, or placeholders and features that do not match.
+        """
+        token_ids = self._token_ids(inputs)
+        modality = torch.zeros(token_ids.shape, dtype=torch.uint8)
+        for kind, token in self.placeholder.items():
+            modality[token_ids == token] = kind
+        features = self._features(inputs, modality, device)
+        visual, deepstack = _in_token_order(features, modality)
+        positions = self.positions(token_ids, modality, inputs)
+        following = int(positions.max()) + 1 if token_ids.numel() else 0
+        return Turn(
+            token_ids=token_ids.to(device),
+            modality=modality.to(device),
+            positions=(positions + offset).to(device),
+            visual=visual,
+            deepstack=deepstack,
+            next_position=offset + following,
+        )
+
+    def positions(self, token_ids: Tensor, modality: Tensor, inputs: Mapping[str, Any]) -> Tensor:
+        """Rope positions int64 ``[A, T]`` of this turn alone, counted from 0."""
+        return torch.arange(token_ids.numel())[None]
+
+    def image_features(self, inputs: Mapping[str, Any], device: torch.device | str) -> Features:
+        """Features of all pictures of a turn, in order."""
+        raise NotImplementedError
+
+    def video_features(self, inputs: Mapping[str, Any], device: torch.device | str) -> Features:
+        """Features of all videos of a turn, in order."""
+        raise NotImplementedError
+
+    def _token_ids(self, inputs: Mapping[str, Any]) -> Tensor:
+        if inputs.get("input_ids") is None:
+            raise InputError("the inputs have no input_ids; pass what the processor returns")
+        token_ids = as_tensor(inputs["input_ids"], "input_ids")
+        if token_ids.is_floating_point() or token_ids.dim() not in (1, 2):
+            raise InputError(
+                f"input_ids must be integers of shape [1, tokens], not {token_ids.dtype} "
+                f"{list(token_ids.shape)}"
+            )
+        mask = inputs.get("attention_mask")
+        if token_ids.dim() == 2:
+            if token_ids.shape[0] != 1:
+                raise InputError(
+                    f"a turn is one row, not a batch of {token_ids.shape[0]}; open one session "
+                    "for each row"
+                )
+            token_ids = token_ids[0]
+        if mask is not None:
+            mask = as_tensor(mask, "attention_mask").reshape(-1)
+            if mask.numel() != token_ids.numel():
+                raise InputError(
+                    f"attention_mask covers {mask.numel()} tokens and input_ids has "
+                    f"{token_ids.numel()}; pass the mask of this turn alone"
+                )
+            token_ids = token_ids[mask.bool()]
+        token_ids = token_ids.long()
+        if token_ids.numel() and not 0 <= int(token_ids.min()) <= int(token_ids.max()) < (
+            self.vocab_size
+        ):
+            raise InputError(
+                f"input_ids hold an id outside 0 .. {self.vocab_size - 1}; use the tokenizer "
+                "of this checkpoint"
+            )
+        return token_ids
+
+    def _features(
+        self, inputs: Mapping[str, Any], modality: Tensor, device: torch.device | str
+    ) -> dict[int, Features]:
+        """Features per modality, each as many as its placeholders."""
+        for key in ("pixel_values", "pixel_values_videos"):
+            if inputs.get(key) is not None and key not in self.placeholder_keys():
+                raise InputError(
+                    f"a {self.config.model_type} model takes no {key}; send text"
+                    + (" or pictures" if self.has_vision else " only")
+                )
+        made: dict[int, Features] = {}
+        readers: dict[int, Callable[..., Features]] = {
+            IMAGE: self.image_features,
+            VIDEO: self.video_features,
+        }
+        for kind in self.placeholder:
+            wanted, noun = int((modality == kind).sum()), _NOUNS[kind]
+            pixels = inputs.get(self.pixel_keys[kind])
+            # Processors of some versions hand on an empty tensor for "no pictures".
+            given = pixels is not None and as_tensor(pixels, self.pixel_keys[kind]).numel() > 0
+            if not given:
+                if wanted:
+                    raise InputError(
+                        f"the prompt has {wanted} {noun} tokens but no {noun} came with it; pass "
+                        f"{self.pixel_keys[kind]} as the processor returns it"
+                    )
+                continue
+            if not wanted:
+                raise InputError(
+                    f"{self.pixel_keys[kind]} came without {noun} tokens in the prompt; name the "
+                    f"{noun} in the message and let the processor expand it"
+                )
+            features = readers[kind](inputs, device)
+            if features.rows.shape[0] != wanted:
+                raise InputError(
+                    f"the prompt has {wanted} {noun} tokens and its {noun}s give "
+                    f"{features.rows.shape[0]} features; pass the processor's output unchanged"
+                )
+            made[kind] = features
+        return made
+
+    def placeholder_keys(self) -> tuple[str, ...]:
+        """The pixel inputs this family reads."""
+        return tuple(self.pixel_keys.values()) if self.has_vision else ()
+
+
+def as_tensor(value: Any, name: str) -> Tensor:
+    """``value`` as a tensor on the CPU's terms: tensors pass through, lists are converted.
+
+    Raises:
+        InputError: for ragged or non-numeric values.
+    """
+    if isinstance(value, Tensor):
+        return value
+    try:
+        return torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InputError(
+            f"{name} is not a tensor ({type(value).__name__}); ask the processor for "
+            "return_tensors='pt'"
+        ) from error
+
+
+def required(inputs: Mapping[str, Any], key: str) -> Tensor:
+    """``inputs[key]`` as a tensor.
+
+    Raises:
+        InputError: when the processor output lacks it.
+    """
+    if inputs.get(key) is None:
+        raise InputError(f"the inputs have no {key}; pass everything the processor returns")
+    return as_tensor(inputs[key], key)
+
+
+def rows_of(features: Any) -> Tensor:
+    """Features as ``[V, hidden]``, whether they come as one tensor or as a list per picture."""
+    if isinstance(features, (list, tuple)):
+        return torch.cat([rows_of(part) for part in features])
+    return features.reshape(-1, features.shape[-1])
+
+
+def _in_token_order(
+    features: dict[int, Features], modality: Tensor
+) -> tuple[Tensor | None, tuple[Tensor, ...]]:
+    """Merge the features of all modalities into the order of their tokens."""
+    if not features:
+        return None, ()
+    if len(features) == 1:
+        (only,) = features.values()
+        return only.rows, only.deepstack
+    kinds = modality[modality != TEXT]
+
+    def merge(parts: dict[int, Tensor]) -> Tensor:
+        first = next(iter(parts.values()))
+        merged = first.new_empty(kinds.numel(), first.shape[-1])
+        for kind, part in parts.items():
+            merged[(kinds == kind).to(first.device)] = part
+        return merged
+
+    levels = min(len(part.deepstack) for part in features.values())
+    return (
+        merge({kind: part.rows for kind, part in features.items()}),
+        tuple(
+            merge({kind: part.deepstack[i] for kind, part in features.items()})
+            for i in range(levels)
+        ),
+    )
+
+
+def _eos_ids(hf_model: Any) -> tuple[int, ...]:
+    """End tokens: the generation config knows turn ends that the config does not."""
+    text_config = hf_model.config.get_text_config()
+    for holder in (getattr(hf_model, "generation_config", None), hf_model.config, text_config):
+        ids = getattr(holder, "eos_token_id", None)
+        if ids is not None:
+            return tuple(int(i) for i in ids) if isinstance(ids, (list, tuple)) else (int(ids),)
+    return ()

@@ -1,0 +1,114 @@
+"""Gate files: our safetensors + gates.json, and the published ``trimkv_weights.pth``."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+from pathlib import Path
+
+import torch
+from huggingface_hub import snapshot_download
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from engine.errors import GateError
+from engine.gates.module import Gates, make_random_gates, tied_gates
+from engine.gates.published import published_gates
+from engine.spec import DecoderSpec
+
+FORMAT = "mmkv-gates-1"
+_TENSORS, _INFO, _PUBLISHED = "gates.safetensors", "gates.json", "trimkv_weights.pth"
+
+
+def load_gates(source: str | Path, spec: DecoderSpec) -> Gates:
+    """Read gates for a model of the shape ``spec``.
+
+    Args:
+        source: a folder (ours or a published one), a gate file, a hub id, or ``"random"``.
+
+    Raises:
+        GateError: not found, unreadable, or made for a model of another shape (both named).
+    """
+    if str(source) == "random":
+        return make_random_gates(spec)
+    path = _locate(source)
+    try:
+        if path.name.endswith(".pth"):
+            tensors = torch.load(path, map_location="cpu", weights_only=True)
+            return published_gates(tensors, spec)
+        info = json.loads((path.parent / _INFO).read_text())
+        tensors = load_file(path)
+    except FileNotFoundError as error:
+        raise GateError(f"{path.parent} has no {_INFO}; copy it beside {path.name}") from error
+    except (
+        SafetensorError, ValueError, pickle.UnpicklingError, RuntimeError, EOFError, OSError,
+    ) as error:  # fmt: skip
+        reason = str(error).splitlines()[0][:120] if str(error) else type(error).__name__
+        raise GateError(f"cannot read gates from {path}: {reason}; fetch the file again") from error
+    if not isinstance(info, dict) or info.get("format") != FORMAT:
+        raise GateError(f"{path} is not in the format {FORMAT}; save it with this mmkv version")
+    _check_shape(info, spec)
+    return tied_gates(tensors, spec, info)
+
+
+def save_gates(gates: Gates, folder: str | Path, spec: DecoderSpec, **info: object) -> None:
+    """Write ``gates.safetensors`` and ``gates.json`` (sizes, base model, training settings).
+
+    Raises:
+        GateError: for published layouts, which stay in their own files.
+    """
+    if gates.kind != "tied":
+        raise GateError(f"gates of kind {gates.kind!r} keep their own file; only 'tied' is saved")
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file({k: v.contiguous() for k, v in gates.tensors.items()}, folder / _TENSORS)
+    readout = gates.tensors["readout.weight"]
+    described = {
+        "format": FORMAT,
+        "tying": "paper",
+        "hidden_size": spec.hidden_size,
+        "num_layers": spec.num_layers,
+        "num_kv_heads": spec.num_kv_heads,
+        "d_gate": readout.numel() * spec.num_kv_heads,
+        **gates.info,
+        **info,
+    }
+    (folder / _INFO).write_text(json.dumps(described, indent=2) + "\n")
+
+
+def _locate(source: str | Path) -> Path:
+    path = Path(source)
+    if path.is_file():
+        return path
+    if not path.is_dir():
+        if os.sep in str(source)[:1] or str(source).count("/") != 1:
+            raise GateError(f"no gates at {source}; give a folder, a file, a hub id or 'random'")
+        try:
+            path = Path(
+                snapshot_download(str(source), allow_patterns=["gates.*", "*.pth", "*.json"])
+            )
+        except Exception as error:  # the hub client has a dozen error types, all meaning this
+            raise GateError(
+                f"no gates at {source}: not a folder, and the hub gave {type(error).__name__}; "
+                "check the path or the network"
+            ) from error
+    for name in (_TENSORS, _PUBLISHED):
+        if (path / name).is_file():
+            return path / name
+    raise GateError(f"{path} holds neither {_TENSORS} nor {_PUBLISHED}; name another folder")
+
+
+def _check_shape(info: dict[str, object], spec: DecoderSpec) -> None:
+    names = ("hidden_size", "num_layers", "num_kv_heads")
+    theirs = {name: info.get(name) for name in names}
+    ours = {name: getattr(spec, name) for name in names}
+    if theirs != ours:
+
+        def words(sizes: dict[str, object]) -> str:
+            return ", ".join(f"{key} {value}" for key, value in sizes.items())
+
+        raise GateError(
+            f"the gates are for a model with {words(theirs)}; this model has {words(ours)}; "
+            "use gates trained for it"
+        )

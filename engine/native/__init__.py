@@ -1,0 +1,20 @@
+"""The decode step of one float32 sequence on the CPU, in C."""
+
+from __future__ import annotations
+
+from engine.native.binding import library
+from engine.native.decoder import NativeDecoder
+from engine.native.evictor import NativeEvictor
+
+__all__ = ["NativeDecoder", "NativeEvictor", "available", "reason"]
+
+
+def available() -> bool:
+    """Whether the compiled library can be used."""
+    return not isinstance(library(), str)
+
+
+def reason() -> str:
+    """Why it cannot; empty when it can."""
+    found = library()
+    return found if isinstance(found, str) else ""

@@ -1,0 +1,142 @@
+"""NativeDecoder: a model's weights laid out for the C step."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from engine.cache import RaggedCache
+from engine.gates import Gates, LayerGate
+from engine.native.binding import MAX_TRUNK, Layer, Linear, Model, Step, byref, library
+from engine.native.cache_view import lent
+from engine.spec import DecoderSpec
+from engine.weights import DecoderWeights, LayerWeights
+
+# Below this many weight bytes per thread and step, waiting for each other costs more than it saves.
+_BYTES_PER_THREAD = 2**20
+
+
+class NativeDecoder:
+    """Runs a decode step of one sequence in C: embedding row to logits, cache included.
+
+    It reads the weight tensors where they lie and keeps them alive; values may change in place,
+    but a tensor put in another's place later is not seen.
+    """
+
+    def __init__(self, spec: DecoderSpec, weights: DecoderWeights, gates: Gates | None) -> None:
+        refused = self.refusal(weights, gates)
+        loaded = library()
+        if refused or isinstance(loaded, str):
+            raise RuntimeError(refused)
+        self._library, self._kept = loaded, (weights, gates)
+        self._layers = (Layer * spec.num_layers)()
+        for index, layer in enumerate(weights.layers):
+            gate = None if gates is None else gates.layers[index]
+            self._layers[index] = _layer(layer, gate)
+        self._model = Model(
+            layers=spec.num_layers,
+            hidden=spec.hidden_size,
+            heads=spec.num_heads,
+            kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            rotary=2 * spec.rope.inv_freq.numel(),
+            trunk=0 if gates is None else len(gates.layers[0].trunk),
+            eps=spec.rms_eps,
+            embed=weights.embed.data_ptr(),
+            norm=weights.norm.data_ptr(),
+            head=_linear(weights.head, None),
+            layer=self._layers,
+        )
+        self._vocab = weights.head.shape[0]
+        self._most_threads = max(1, weights.nbytes() // _BYTES_PER_THREAD)
+        self._scratch, self._scratch_for = torch.empty(0), (0, 0)
+
+    @staticmethod
+    def refusal(weights: DecoderWeights, gates: Gates | None) -> str:
+        """Why these weights cannot run in C, in a few words; empty when they can."""
+        loaded = library()
+        if isinstance(loaded, str):
+            return loaded
+        if weights.embed.device.type != "cpu":
+            return f"weights on {weights.embed.device}"
+        if gates is not None and any(len(gate.trunk) > MAX_TRUNK for gate in gates.layers):
+            return f"gates with more than {MAX_TRUNK} trunk stages"
+        for tensor in _tensors(weights, gates):
+            if tensor.dtype != torch.float32:
+                return f"{str(tensor.dtype).removeprefix('torch.')} weights"
+            if not tensor.is_contiguous():
+                return "weights that are not contiguous"
+        return ""
+
+    def step(
+        self, cache: RaggedCache, seq: int, token: int, position: int, cos: Tensor, sin: Tensor
+    ) -> Tensor:
+        """Append one text token to sequence ``seq``.
+
+        Args:
+            position: token index; cos, sin: ``[rot]`` at its rope position.
+
+        Returns:
+            float32 logits ``[vocab]``.
+
+        Raises:
+            BudgetError: the pool would pass its limit; nothing has changed then.
+        """
+        need = (ctypes.c_int64 * 3)()
+        with lent(cache, seq) as view:
+            self._library.mmkv_plan(byref(view), need)
+        if need[0] > cache.pool.free_pages:
+            # take() grows the pool by an eighth at least; handed back in the order they lay.
+            cache.pool.give(cache.pool.take(need[0]).flip(0))
+        if need[1] > cache.table.shape[-1]:
+            cache._widen(need[1])
+        threads = min(torch.get_num_threads(), self._most_threads)
+        self._make_scratch(need[2], threads)
+        logits = torch.empty(self._vocab)
+        order = Step(
+            token, position, threads, need[2],
+            cos.data_ptr(), sin.data_ptr(), self._scratch.data_ptr(), logits.data_ptr(),
+        )  # fmt: skip
+        with lent(cache, seq) as view:
+            self._library.mmkv_step(byref(self._model), byref(view), byref(order))
+        return logits
+
+    def _make_scratch(self, longest: int, threads: int) -> None:
+        have = self._scratch_for
+        if longest > have[0] or threads > have[1]:
+            room = max(longest + 256, 2 * have[0]) if longest > have[0] else have[0]
+            count = self._library.mmkv_scratch(byref(self._model), room, threads)
+            self._scratch, self._scratch_for = torch.empty(count), (room, threads)
+
+
+def _linear(weight: Tensor, bias: Tensor | None) -> Linear:
+    rows, width = weight.shape
+    return Linear(weight.data_ptr(), None if bias is None else bias.data_ptr(), rows, width)
+
+
+def _layer(layer: LayerWeights, gate: LayerGate | None) -> Layer:
+    made = Layer(
+        input_norm=layer.input_norm.data_ptr(),
+        post_norm=layer.post_norm.data_ptr(),
+        qk_norm=None if layer.qk_norm is None else layer.qk_norm.data_ptr(),
+        qkv=_linear(layer.qkv, layer.qkv_bias),
+        out=_linear(layer.out, layer.out_bias),
+        gate_up=_linear(layer.gate_up, layer.gate_up_bias),
+        down=_linear(layer.down, layer.down_bias),
+    )
+    if gate is not None:
+        for index, (weight, bias) in enumerate(gate.trunk):
+            made.trunk[index] = _linear(weight, bias)
+        made.readout = _linear(gate.readout, gate.bias)
+    return made
+
+
+def _tensors(weights: DecoderWeights, gates: Gates | None) -> list[Tensor]:
+    found = [weights.embed, weights.norm, weights.head]
+    for layer in weights.layers:
+        found += [tensor for tensor in vars(layer).values() if tensor is not None]
+    for gate in [] if gates is None else gates.layers:
+        found += [*(tensor for pair in gate.trunk for tensor in pair), gate.readout, gate.bias]
+    return found

@@ -1,0 +1,74 @@
+"""NativeEvictor: eviction of one sequence in C, for the policies a decode loop runs on."""
+
+from __future__ import annotations
+
+import torch
+
+from engine.cache import RaggedCache
+from engine.native.binding import Eviction, byref, library
+from engine.native.cache_view import lent
+from engine.policies.allocation import GlobalAllocation, HeadAllocation
+from engine.policies.base import Policy
+from engine.policies.scoring import Recency, Retention
+
+_SCORERS: dict[type, int] = {Retention: 0, Recency: 1}
+_ALLOCATIONS: dict[type, int] = {GlobalAllocation: 0, HeadAllocation: 1}
+
+# The C code keeps the victims in a heap: right for the few of a decode step, while torch's
+# selection is as fast for the many of a prefill chunk.
+_MOST_VICTIMS = 1024
+
+
+class NativeEvictor:
+    """Scores, selects and drops like :meth:`engine.policies.Policy.victims` and ``drop``.
+
+    Both leave the same pages in the same order, so the two paths can take turns on one session.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        loaded = library()
+        if isinstance(loaded, str) or not self.supports(policy):
+            raise RuntimeError(f"no native eviction for policy {policy.name!r}")
+        self._library = loaded
+        scoring = policy.scoring
+        self._order = Eviction(
+            scorer=_SCORERS[type(scoring)],
+            allocation=_ALLOCATIONS[type(policy.allocation)],
+            protect_first=policy.protect_first,
+            protect_recent=policy.protect_recent,
+            lookahead=scoring.lookahead if isinstance(scoring, Retention) else 1,
+        )
+        self._scratch = torch.empty(0, dtype=torch.int64)
+
+    @staticmethod
+    def supports(policy: Policy) -> bool:
+        """Whether C knows this scoring, allocation and admission."""
+        return (
+            type(policy.scoring) in _SCORERS
+            and type(policy.allocation) in _ALLOCATIONS
+            and not policy.admission.selective
+        )
+
+    @property
+    def dropped(self) -> int:
+        """How many entries the last :meth:`evict` dropped."""
+        return self._order.dropped
+
+    def evict(self, cache: RaggedCache, seq: int, seen: int, entries: int, budget: int) -> bool:
+        """Drop the lowest of the ``entries`` of sequence ``seq`` until ``budget`` holds.
+
+        Returns:
+            whether it was done; if not (too many victims for this way of selecting), nothing
+            has changed.
+        """
+        order = self._order
+        order.dropped = 0
+        if entries - budget > _MOST_VICTIMS:
+            return False
+        needed = self._library.mmkv_evict_scratch(entries, _MOST_VICTIMS)
+        if needed > self._scratch.nbytes:
+            self._scratch = torch.empty(needed // 8 + entries, dtype=torch.int64)
+        order.seen, order.budget, order.entries = seen, budget, entries
+        order.most, order.scratch = _MOST_VICTIMS, self._scratch.data_ptr()
+        with lent(cache, seq) as view:
+            return bool(self._library.mmkv_evict(byref(view), byref(order)))

@@ -1,0 +1,79 @@
+/* Matrix times vector, and RMSNorm.
+ *
+ * Rows go four at a time, and callers cut work between threads at multiples of four: every row
+ * is then summed in the same order whatever the number of threads. */
+#include <math.h>
+
+#include "native.h"
+
+static inline void dot4(const float *weight, int64_t width, const float *restrict x, float *sum)
+{
+    const float *a = weight, *b = a + width, *c = b + width, *d = c + width;
+    float p = 0, q = 0, r = 0, s = 0;
+#pragma omp simd reduction(+ : p, q, r, s)
+    for (int64_t i = 0; i < width; i++) {
+        p += a[i] * x[i];
+        q += b[i] * x[i];
+        r += c[i] * x[i];
+        s += d[i] * x[i];
+    }
+    sum[0] = p, sum[1] = q, sum[2] = r, sum[3] = s;
+}
+
+static inline float dot(const float *a, int64_t width, const float *restrict x)
+{
+    float sum = 0;
+#pragma omp simd reduction(+ : sum)
+    for (int64_t i = 0; i < width; i++)
+        sum += a[i] * x[i];
+    return sum;
+}
+
+static inline void dots(const float *weight, int64_t rows, int64_t width, const float *x, float *y)
+{
+    int64_t row = 0;
+    for (; row + 4 <= rows; row += 4)
+        dot4(weight + row * width, width, x, y + row);
+    for (; row < rows; row++)
+        y[row] = dot(weight + row * width, width, x);
+}
+
+/* y[rows] = weight[rows, width] x. The usual head sizes are unrolled by the compiler. */
+void dot_rows(const float *weight, int64_t rows, int64_t width, const float *x, float *y)
+{
+    switch (width) {
+    case 32: dots(weight, rows, 32, x, y); break;
+    case 64: dots(weight, rows, 64, x, y); break;
+    case 128: dots(weight, rows, 128, x, y); break;
+    default: dots(weight, rows, width, x, y);
+    }
+}
+
+/* Rows from .. to-1 of y = weight x + bias. */
+void linear_rows(const struct linear *map, const float *x, float *y, int64_t from, int64_t to)
+{
+    dots(map->weight + from * map->in, to - from, map->in, x, y + from);
+    if (map->bias)
+        for (int64_t row = from; row < to; row++)
+            y[row] += map->bias[row];
+}
+
+/* Rows from .. to-1 of y += weight x + bias. */
+void linear_add_rows(const struct linear *map, const float *x, float *y, int64_t from, int64_t to)
+{
+    for (int64_t row = from; row < to; row += 4) {
+        float sum[4];
+        int64_t count = to - row < 4 ? to - row : 4;
+        dots(map->weight + row * map->in, count, map->in, x, sum);
+        for (int64_t i = 0; i < count; i++)
+            y[row + i] += sum[i] + (map->bias ? map->bias[row + i] : 0.0f);
+    }
+}
+
+void rms_norm(const float *x, const float *gain, int64_t size, float eps, float *y)
+{
+    float scale = 1.0f / sqrtf(dot(x, size, x) / (float)size + eps);
+#pragma omp simd
+    for (int64_t i = 0; i < size; i++)
+        y[i] = x[i] * scale * gain[i];
+}

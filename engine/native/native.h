@@ -1,0 +1,89 @@
+/* The structures that Python fills and C reads. engine/native/binding.py mirrors them field by
+ * field; the loader compares their sizes, so a library built from older sources is refused. */
+#ifndef MMKV_NATIVE_H
+#define MMKV_NATIVE_H
+
+#include <stdint.h>
+
+#ifdef _WIN32
+#define EXPORT __declspec(dllexport)
+#else
+#define EXPORT __attribute__((visibility("default")))
+#endif
+
+#define MAX_TRUNK 2 /* stages of a gate's trunk: 1 (rg) or 2 (tied, rg10) */
+
+/* y = weight x + bias; weight [out, in] row-major, bias [out] or NULL. */
+struct linear {
+    const float *weight, *bias;
+    int64_t out, in;
+};
+
+struct layer {
+    const float *input_norm, *post_norm; /* [hidden] */
+    const float *qk_norm;                /* [heads + kv_heads, head_dim] or NULL */
+    struct linear qkv, out, gate_up, down;
+    struct linear trunk[MAX_TRUNK], readout;
+};
+
+struct model {
+    int64_t layers, hidden, heads, kv_heads, head_dim, rotary, trunk; /* trunk 0: no gates */
+    double eps;
+    const float *embed, *norm;
+    struct linear head;
+    const struct layer *layer;
+};
+
+/* The pool, and the rows of one sequence (row = layer * kv_heads + head). */
+struct cache {
+    float *keys, *values, *log_beta; /* [pages, P, D], [pages, P, D], [pages, P] */
+    int32_t *position;               /* [pages, P] */
+    uint8_t *modality;               /* [pages, P] */
+    int64_t *length, *table;         /* [rows], [rows, width] */
+    int64_t *stack;                  /* free page ids; the last `free` pushed are on top */
+    int64_t free, rows, width, page_size, head_dim;
+};
+
+struct step {
+    int64_t token, position, threads, longest;
+    const float *cos, *sin; /* [rotary] of this position; sin with its first half negated */
+    float *scratch, *logits;
+};
+
+enum { SCORE_RETENTION, SCORE_RECENCY };
+enum { COMPETE_GLOBAL, COMPETE_HEAD };
+
+struct eviction {
+    int64_t scorer, allocation, seen, budget, protect_first, protect_recent;
+    double lookahead;
+    int64_t entries, most, dropped; /* held before; victims there is room for; gone after */
+    void *scratch;
+};
+
+static inline int64_t pages_of(const struct cache *cache, int64_t length)
+{
+    return (length + cache->page_size - 1) / cache->page_size;
+}
+
+/* Flat slot of the entry with storage index `offset` in `row`. */
+static inline int64_t slot_of(const struct cache *cache, int64_t row, int64_t offset)
+{
+    int64_t page = cache->table[row * cache->width + offset / cache->page_size];
+    return page * cache->page_size + offset % cache->page_size;
+}
+
+/* linear.c */
+void linear_rows(const struct linear *map, const float *x, float *y, int64_t from, int64_t to);
+void linear_add_rows(const struct linear *map, const float *x, float *y, int64_t from, int64_t to);
+void dot_rows(const float *weight, int64_t rows, int64_t width, const float *x, float *y);
+void rms_norm(const float *x, const float *gain, int64_t size, float eps, float *y);
+
+/* attention.c */
+void attend_row(const struct cache *cache, int64_t row, const float *query, int64_t group,
+                float *scores, float *out);
+
+/* pages.c */
+void append_entry(struct cache *cache, int64_t position);
+void drop_entries(struct cache *cache, int64_t *victims, int64_t count);
+
+#endif

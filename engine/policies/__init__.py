@@ -1,0 +1,54 @@
+"""The registry: one row per published method (design section 6)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from engine.errors import PolicyError
+from engine.policies.admission import AdmitAll
+from engine.policies.allocation import GlobalAllocation, HeadAllocation
+from engine.policies.base import CacheView, Policy
+from engine.policies.budget import Budget
+from engine.policies.scoring import Recency, Retention, WindowAttention
+
+__all__ = ["PRESETS", "Budget", "CacheView", "Policy", "make_policy"]
+
+PRESETS: dict[str, Callable[[float], Policy]] = {
+    "full": lambda n: Policy("full", AdmitAll(), Recency(), None, source="baseline"),
+    "dbtrimkv": lambda n: Policy(
+        "dbtrimkv", AdmitAll(), Retention(n), GlobalAllocation(), source="arXiv 2605.09649"
+    ),
+    "trimkv": lambda n: Policy(
+        "trimkv", AdmitAll(), Retention(1), HeadAllocation(), source="TRIM-KV (000)"
+    ),
+    "streamingllm": lambda n: Policy(
+        "streamingllm",
+        AdmitAll(),
+        Recency(),
+        HeadAllocation(),
+        protect_first=4,
+        source="arXiv 2309.17453",
+    ),
+    "snapkv": lambda n: Policy(
+        "snapkv",
+        AdmitAll(),
+        WindowAttention(window=16, kernel=5),
+        HeadAllocation(),
+        protect_recent=16,
+        source="arXiv 2404.14469",
+    ),
+}
+
+
+def make_policy(name: str, lookahead: float = 2) -> Policy:
+    """The preset ``name``; ``lookahead`` (n = T - t of 001, equation 9) is read by dbtrimkv only.
+
+    Raises:
+        PolicyError: for an unknown name or a lookahead below 1.
+    """
+    if name not in PRESETS:
+        raise PolicyError(f"unknown policy {name!r}; choose one of {', '.join(PRESETS)}")
+    if not (math.isinf(lookahead) and lookahead > 0) and (lookahead < 1 or lookahead % 1):
+        raise PolicyError(f"lookahead {lookahead} is not a whole number >= 1 or inf")
+    return PRESETS[name](lookahead)

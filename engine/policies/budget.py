@@ -1,0 +1,78 @@
+"""A KV budget in any of its three units."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from engine.errors import BudgetError
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How much of a sequence may stay.
+
+    Attributes:
+        kind: ``entries``: value = M, mean entries per (layer, KV head), the papers' unit;
+            ``bytes``: value = physical bytes of pages after an eviction;
+            ``fraction``: value = share of the tokens seen, in (0, 1].
+    """
+
+    kind: Literal["entries", "bytes", "fraction"]
+    value: float
+
+    @classmethod
+    def bytes(cls, count: int) -> Budget:
+        """A budget of ``count`` physical bytes per sequence."""
+        return cls("bytes", count)
+
+    @classmethod
+    def fraction(cls, share: float) -> Budget:
+        """A budget that keeps ``share`` of the tokens seen."""
+        return cls("fraction", share)
+
+    @classmethod
+    def of(cls, budget: Budget | float) -> Budget:
+        """``budget`` itself, or M entries per row from a number.
+
+        Raises:
+            BudgetError: for a number that cannot be a budget.
+        """
+        made = budget if isinstance(budget, Budget) else cls("entries", float(budget))
+        if not math.isfinite(made.value) or made.value <= 0:
+            raise BudgetError(f"a budget of {made.value} keeps nothing; give a positive number")
+        if made.kind == "fraction" and made.value > 1:
+            raise BudgetError(f"a budget fraction of {made.value} is above 1; give one in (0, 1]")
+        return made
+
+    def entries(self, rows: int, seen: int, page_size: int, page_bytes: int) -> int:
+        """M_global: the entries one sequence may hold after eviction.
+
+        Bytes are turned into entries with every row's last page counted as nearly empty, so
+        the pages really held never pass them.
+
+        Raises:
+            BudgetError: when fewer than one entry per row would be left.
+        """
+        if self.kind == "fraction":
+            return max(rows, math.floor(self.value * seen * rows))
+        if self.kind == "entries":
+            total = math.floor(self.value * rows)
+        else:
+            total = int(self.value) // page_bytes * page_size - rows * (page_size - 1)
+        if total < rows:
+            least = rows * page_bytes
+            raise BudgetError(
+                f"the budget of {self.describe()} leaves {max(total, 0)} entries for {rows} rows "
+                f"(layers x KV heads); give at least 1 entry per row ({least:,} bytes of pages)"
+            )
+        return total
+
+    def describe(self) -> str:
+        """The budget in words."""
+        return {
+            "entries": f"{self.value:g} entries per row",
+            "bytes": f"{int(self.value):,} bytes",
+            "fraction": f"{self.value:g} of the tokens seen",
+        }[self.kind]

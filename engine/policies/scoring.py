@@ -1,0 +1,58 @@
+"""Scorers: one small dataclass per published score."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.policies.base import CacheView
+from engine.policies.score import lookahead_log_score
+
+
+@dataclass(frozen=True)
+class Retention:
+    """Learned retention, summed over ``lookahead`` steps (001, equation 9; n = 1 is TRIM-KV)."""
+
+    lookahead: float = 2
+    window: ClassVar[int] = 0
+    needs_gates: ClassVar[bool] = True
+
+    def score(self, view: CacheView) -> Tensor:
+        """``log G`` of each entry at age ``seen - position``."""
+        return lookahead_log_score(view.log_beta, view.seen - view.position, self.lookahead)
+
+
+@dataclass(frozen=True)
+class Recency:
+    """The newer the better (StreamingLLM, arXiv 2309.17453, together with protected sinks)."""
+
+    window: ClassVar[int] = 0
+    needs_gates: ClassVar[bool] = False
+
+    def score(self, view: CacheView) -> Tensor:
+        """The position itself."""
+        return view.position.float()
+
+
+@dataclass(frozen=True)
+class WindowAttention:
+    """Attention paid by the last ``window`` queries, smoothed over neighbouring positions.
+
+    SnapKV (arXiv 2404.14469), applied at every eviction, also while decoding.
+    """
+
+    window: int = 16
+    kernel: int = 5
+    needs_gates: ClassVar[bool] = False
+
+    def score(self, view: CacheView) -> Tensor:
+        """Window attention, average-pooled over each row in ascending order of position."""
+        attention = view.to_rows(view.attention(), 0.0)
+        order = view.to_rows(view.position.float(), float("inf")).argsort(-1)
+        pooled = F.avg_pool1d(
+            attention.gather(-1, order)[:, None], self.kernel, stride=1, padding=self.kernel // 2
+        )[:, 0]
+        return pooled.scatter(-1, order, pooled)[view.live()]

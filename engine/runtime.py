@@ -1,0 +1,246 @@
+"""The engine: one model, one page pool, many sessions."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from engine.cache import PagePool, RaggedCache
+from engine.decoder import Decoder
+from engine.errors import GateError, InputError, PolicyError, SessionError
+from engine.families.base import Family
+from engine.families.loading import load, resolve_device
+from engine.gates import Gates, load_gates
+from engine.policies import Budget, Policy, make_policy
+from engine.rope import Rope
+from engine.session import Session
+from engine.session_file import load_session
+from engine.spec import DecoderSpec
+from engine.step import DecodeStep
+from engine.weights import DecoderWeights
+
+
+class Engine:
+    """Decodes with a bounded KV cache.
+
+    Args:
+        policy: a :class:`Policy`; budget: the default of new sessions.
+        evict_every: decode steps between evictions (s of design section 4).
+        prefill_chunk: tokens per prefill chunk; page_size: entries per page (8 .. 64).
+        kv_limit: most bytes the page pool may take, or None.
+    """
+
+    def __init__(
+        self,
+        family: Family,
+        spec: DecoderSpec,
+        weights: DecoderWeights,
+        gates: Gates | None,
+        policy: Policy,
+        budget: Budget | float = 256,
+        evict_every: int = 1,
+        prefill_chunk: int = 2048,
+        page_size: int = 16,
+        kv_limit: int | None = None,
+    ) -> None:
+        for name, value in (("evict_every", evict_every), ("prefill_chunk", prefill_chunk)):
+            if value < 1:
+                raise PolicyError(f"{name} is {value}; give a whole number of at least 1")
+        if page_size < 1:
+            raise PolicyError(f"page_size is {page_size}; give a whole number, 16 is usual")
+        self.family, self.spec, self.policy = family, spec, policy
+        self.device, self.dtype = weights.embed.device, weights.embed.dtype
+        self.budget = Budget.of(budget)
+        self.evict_every, self.prefill_chunk = evict_every, prefill_chunk
+        if gates is not None:
+            gates = gates.to(self.device, self.dtype)
+        self._gates = gates
+        self.decoder = Decoder(spec, weights, gates)
+        self.rope = Rope(spec.rope, self.device, self.dtype)
+        pool = PagePool(page_size, spec.head_dim, 0, self.dtype, self.device)
+        if kv_limit is not None:
+            pool.limit = kv_limit // pool.page_bytes
+        self.cache = RaggedCache(pool, spec.num_layers, spec.num_kv_heads)
+        self.policy_note: str | None = None
+        # A budget that can never hold is the user's mistake now, not at the first eviction.
+        self.budget.entries(spec.rows, 0, pool.page_size, pool.page_bytes)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        path_or_hub_id: str | Path,
+        policy: str | None = None,
+        budget: Budget | float = 256,
+        lookahead: float = 2,
+        evict_every: int = 1,
+        prefill_chunk: int = 2048,
+        page_size: int = 16,
+        gates: str | Path | None = None,
+        device: str = "auto",
+        dtype: str | torch.dtype = "auto",
+        kv_limit: int | None = None,
+        progress: Callable[[str], None] | None = None,
+    ) -> Self:
+        """Load a checkpoint and its gates.
+
+        Args:
+            path_or_hub_id: a transformers checkpoint folder, or the id of one on the hub.
+            policy: a preset of :data:`engine.policies.PRESETS`. None takes ``dbtrimkv`` when
+                there are gates and ``streamingllm`` otherwise (``policy_note`` says so).
+            budget: M, mean entries kept per (layer, KV head), or a :class:`Budget`.
+            gates: a gate folder, file or hub id; ``"random"`` for tests and speed runs; None
+                takes the checkpoint's own ``gates/`` folder if it has one.
+            progress: called with a few words on what is being loaded.
+
+        Raises:
+            ModelError, GateError, PolicyError, BudgetError.
+        """
+        chosen = make_policy(policy or "dbtrimkv", lookahead)
+        where = resolve_device(device)
+        family, spec, weights = load(str(path_or_hub_id), dtype, where, progress)
+        if gates is None and (Path(path_or_hub_id) / "gates" / "gates.safetensors").is_file():
+            gates = Path(path_or_hub_id) / "gates"
+        loaded = None if gates is None else load_gates(gates, spec)
+        note = None
+        if loaded is None and chosen.scoring.needs_gates and chosen.evicts:
+            if policy is not None:
+                raise GateError(
+                    f"policy {policy!r} needs retention gates and {path_or_hub_id} has none; name "
+                    "them with gates=PATH (--gates PATH), train them with `python -m "
+                    "training.distill`, or choose policy 'streamingllm' or 'snapkv'"
+                )
+            chosen = make_policy("streamingllm")
+            note = f"{path_or_hub_id} has no retention gates: running policy 'streamingllm'"
+        engine = cls(
+            family, spec, weights, loaded, chosen, budget, evict_every, prefill_chunk,
+            page_size, kv_limit,
+        )  # fmt: skip
+        engine.policy_note = note
+        return engine
+
+    def gates(self, layer: int, hidden: Tensor) -> Tensor:
+        """log_beta float32 ``[tokens, kv_heads]`` of ``hidden [tokens, d]`` (input_layernorm's).
+
+        Raises:
+            GateError: the engine was loaded without gates.
+        """
+        if self._gates is None:
+            raise GateError("this engine has no gates; load it with gates=PATH")
+        return self._gates.log_beta(layer, hidden)
+
+    def session(self, budget: Budget | float | None = None) -> Session:
+        """Open an empty session.
+
+        Raises:
+            BudgetError: for a budget below one entry per row.
+        """
+        return self._open(self._checked(budget))
+
+    def load_session(self, path: str | Path) -> tuple[Session, dict[str, str]]:
+        """Open a saved session: the session and the strings saved beside it.
+
+        Raises:
+            SessionError: unreadable, or made with another model, gates or policy.
+        """
+        return load_session(self, Path(path))
+
+    def identity(self) -> dict[str, Any]:
+        """What a session file must agree with to continue on this engine."""
+        gates = "none"
+        if self._gates is not None:
+            digest = hashlib.sha256()
+            for layer in self._gates.layers:
+                for tensor in (*(t for pair in layer.trunk for t in pair), layer.readout):
+                    digest.update(tensor.float().cpu().numpy().tobytes())
+            gates = digest.hexdigest()[:16]
+        return {
+            "model": self.decoder.weights.fingerprint(),
+            "dtype": str(self.dtype),
+            "gates": gates,
+            "policy": repr(self.policy.scoring) + " " + self.policy.name,
+            "evict_every": self.evict_every,
+        }
+
+    @torch.inference_mode()
+    def decode(self, sessions: Sequence[Session], token_ids: Sequence[int]) -> Tensor:
+        """Append one token to each of B sessions in one batched step.
+
+        Args:
+            sessions: B different open sessions of this engine; token_ids: B ids.
+
+        Returns:
+            float32 logits ``[B, vocab]``.
+
+        Raises:
+            InputError, SessionError, ContextError: before anything has changed.
+        """
+        self._check_step(sessions, token_ids)
+        for session in sessions:
+            if session.long_rope is None:
+                session.long_rope = False
+        seqs = torch.tensor([session.seq for session in sessions], device=self.device)
+        position = torch.tensor([session.seen for session in sessions], device=self.device)
+        rope = self._decode_rope(sessions)
+        ids = torch.tensor([int(token) for token in token_ids], device=self.device)
+        seen = max(session.seen for session in sessions) + 1
+        windows = [session.window for session in sessions]
+        try:
+            step = DecodeStep(self.cache, self.spec, seqs, position, seen, windows)
+            hidden, log_beta = self.decoder.forward(self.decoder.embed(ids), rope, step)
+        except BaseException:
+            for session in sessions:
+                session._roll_back()
+            raise
+        if log_beta is not None:
+            step.store_gates(log_beta)
+        logits = self.decoder.logits(hidden)
+        for session in sessions:
+            session.seen += 1
+            session.next_position += 1
+            session.entries += self.spec.rows
+            session._enforce(slack=(self.evict_every - 1) * self.spec.rows)
+        return logits
+
+    def _open(self, budget: Budget) -> Session:
+        return Session(self, budget)
+
+    def _checked(self, budget: Budget | float | None) -> Budget:
+        made = self.budget if budget is None else Budget.of(budget)
+        pool = self.cache.pool
+        made.entries(self.spec.rows, 0, pool.page_size, pool.page_bytes)
+        return made
+
+    def _decode_rope(self, sessions: Sequence[Session]) -> tuple[Tensor, Tensor]:
+        parts = []
+        for long in {bool(session.long_rope) for session in sessions}:
+            mine = [s.next_position for s in sessions if bool(s.long_rope) == long]
+            self.rope.cover(max(mine) + 1, long)
+            parts.append(long)
+        if len(parts) == 1:
+            where = torch.tensor([s.next_position for s in sessions], device=self.device)
+            return self.rope.text(where, parts[0])
+        rows = [
+            self.rope.text(torch.tensor([s.next_position], device=self.device), bool(s.long_rope))
+            for s in sessions
+        ]
+        return torch.cat([cos for cos, _ in rows]), torch.cat([sin for _, sin in rows])
+
+    def _check_step(self, sessions: Sequence[Session], token_ids: Sequence[int]) -> None:
+        if not sessions or len(sessions) != len(token_ids):
+            raise InputError(
+                f"{len(sessions)} sessions and {len(token_ids)} tokens; give one token a session"
+            )
+        if len({id(session) for session in sessions}) != len(sessions):
+            raise InputError("a session stands twice in the batch; fork it to decode it twice")
+        for session, token in zip(sessions, token_ids, strict=True):
+            if session.engine is not self:
+                raise SessionError("a session of another engine; decode it with its own engine")
+            session._require_open()
+            session._require_context(1, session.next_position + 1)
+            if not 0 <= token < self.decoder.weights.embed.shape[0]:
+                raise InputError(f"token id {token} is outside the vocabulary")

@@ -1,0 +1,164 @@
+"""The public interface: an engine that takes messages, and sessions that talk."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+
+from engine.errors import InputError
+from engine.policies.budget import Budget
+from engine.runtime import Engine as CoreEngine
+from mmkv.media import load_image
+from mmkv.messages import is_blank, take_media
+from mmkv.processing import Processor, load_processor
+from mmkv.reply import Reply, ReplyWriter
+from mmkv.sampling import Sampling
+from mmkv.session import Session
+from mmkv.video import load_video
+
+if TYPE_CHECKING:
+    from mmkv.template import Message
+
+__all__ = ["Engine", "Session"]
+
+
+class Engine(CoreEngine):
+    """An engine together with its checkpoint's tokenizer, chat template and processor."""
+
+    _source: str | Path | None = None
+    _pixels: tuple[int | None, int | None] = (None, None)
+    _processor: Processor | None = None
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        path_or_hub_id: str | Path,
+        *args: Any,
+        min_pixels: int | None = None,
+        max_pixels: int | None = None,
+        **options: Any,
+    ) -> Self:
+        """Load a checkpoint; the options are those of engine.runtime.Engine.from_pretrained.
+
+        ``min_pixels``, ``max_pixels`` bound a picture's size for models that take any size. The
+        tokenizer and processor are loaded when they are first needed.
+        """
+        engine = super().from_pretrained(path_or_hub_id, *args, **options)
+        engine._source, engine._pixels = path_or_hub_id, (min_pixels, max_pixels)
+        return engine
+
+    @property
+    def processor(self) -> Processor:
+        """Tokenizer, template and picture processing. Raises ModelError when files are missing."""
+        if self._processor is None:
+            if self._source is None:
+                raise InputError("this engine was built without a checkpoint; set engine.processor")
+            self._processor = load_processor(self._source, *self._pixels)
+        return self._processor
+
+    @processor.setter
+    def processor(self, processor: Processor) -> None:
+        self._processor = processor
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """Ids that end a reply: the checkpoint's, and the tokenizer's own."""
+        own = self.processor.tokenizer.eos_token_id
+        return frozenset(self.family.eos_token_ids) | ({own} if own is not None else set())
+
+    def session(self, budget: Budget | float | None = None) -> Session:
+        """Open an empty session that talks. Raises BudgetError below one entry per row."""
+        return self._open(self._checked(budget))
+
+    def load_session(self, path: str | Path) -> tuple[Session, dict[str, str]]:
+        """Open a saved session with its conversation. Raises SessionError."""
+        session, extra = super().load_session(path)
+        assert isinstance(session, Session)
+        try:
+            session.restore_dialogue(extra)
+        except BaseException:
+            session.close()
+            raise
+        return session, extra
+
+    def generate(
+        self,
+        conversations: Sequence[Sequence[Message]] | Sequence[Message],
+        sampling: Sampling | None = None,
+        budget: Budget | float | None = None,
+    ) -> list[Reply]:
+        """Answer a batch of conversations, each in a session (and budget) of its own.
+
+        A conversation is a list of messages in the transformers chat format, ending with the
+        user's; pictures and videos are named inside the messages. Decoding is batched; each reply
+        is what the conversation alone would get. Raises MmkvError before anything is decoded;
+        no session stays open.
+        """
+        batch: list[Any] = list(conversations)
+        if batch and isinstance(batch[0], dict):
+            batch = [batch]
+        sampling = sampling or Sampling()
+        prepared = [self.inputs(conversation) for conversation in batch]
+        sessions: list[Session] = []
+        try:
+            writers: list[ReplyWriter] = []
+            running: list[tuple[Session, ReplyWriter, int]] = []
+            for inputs in prepared:
+                sessions.append(self.session(budget))
+                writers.append(ReplyWriter(self.processor.tokenizer, sampling, self.eos_token_ids))
+                token = writers[-1].advance(sessions[-1].prefill(inputs))
+                if token is not None:
+                    running.append((sessions[-1], writers[-1], token))
+            self._decode_all(running)
+            return [
+                writer.reply(inputs["input_ids"].shape[-1], session.memory())
+                for session, writer, inputs in zip(sessions, writers, prepared, strict=True)
+            ]
+        finally:
+            for session in sessions:
+                session.close()
+
+    def inputs(self, conversation: Sequence[Message]) -> dict[str, torch.Tensor]:
+        """Model inputs of a whole conversation, ready for the assistant's next message."""
+        messages, images, videos = take_media(conversation)
+        if messages[-1]["role"] != "user" or is_blank(messages[-1]):
+            raise InputError("the conversation must end with a user message that says something")
+        processor = self.processor
+        return processor.encode(
+            processor.template.render(messages, opening=True),
+            [load_image(image) for image in images],
+            [load_video(video, size_rule=processor.size_rule) for video in videos],
+        )
+
+    def _decode_all(self, running: list[tuple[Session, ReplyWriter, int]]) -> None:
+        """Step every unfinished reply in one batch until none is left."""
+        while running:
+            running = self._without_full(running)
+            if not running:
+                return
+            for _, writer, _ in running:
+                writer.feeding()
+            logits = self.decode([s for s, _, _ in running], [token for _, _, token in running])
+            following = []
+            for (session, writer, _), row in zip(running, logits, strict=True):
+                writer.fed()
+                token = writer.advance(row)
+                if token is not None:
+                    following.append((session, writer, token))
+            running = following
+
+    def _without_full(
+        self, running: list[tuple[Session, ReplyWriter, int]]
+    ) -> list[tuple[Session, ReplyWriter, int]]:
+        """End replies whose sequence has no position left, so that they do not stop the others."""
+        limit = self.spec.max_position
+        for session, writer, _ in running:
+            if session.next_position >= limit:
+                writer.finish("context")
+        return [entry for entry in running if entry[1].finish_reason is None]
+
+    def _open(self, budget: Budget) -> Session:
+        return Session(self, budget)

@@ -1,0 +1,1 @@
+"""``mmkv chat``: one-shot answers and the interactive conversation."""

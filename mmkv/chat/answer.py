@@ -1,0 +1,66 @@
+"""Sending one turn and printing the reply, as both forms of ``mmkv chat`` do it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from mmkv.chat.record import record
+
+if TYPE_CHECKING:
+    from mmkv.api import Engine, Session
+    from mmkv.chat.display import Display
+    from mmkv.chat.options import ChatOptions
+    from mmkv.sampling import Sampling
+
+
+def answer(
+    engine: Engine,
+    session: Session,
+    options: ChatOptions,
+    display: Display,
+    text: str,
+    images: Sequence[Any],
+    videos: Sequence[Any],
+    system: str | None,
+    sampling: Sampling,
+    indent: int | None = None,
+) -> bool:
+    """Send a turn and print the reply; False when Ctrl-C stopped it.
+
+    stdout gets the reply's text (as it comes, or whole) or its JSON (``indent``), and nothing
+    else. Raises MmkvError with the session as it was before.
+    """
+    whole = options.no_stream or options.json
+    finished, line_open = True, False
+    with display.prefilling() as bar:
+        pieces = session.send(
+            text, images=images, videos=videos, system=system, sampling=sampling, progress=bar
+        )
+        before = len(session.history)
+        try:
+            for piece in pieces:
+                bar.close()
+                if not whole:
+                    sys.stdout.write(piece)
+                    sys.stdout.flush()
+                    line_open = True
+        except KeyboardInterrupt:
+            finished = False
+        finally:
+            pieces.close()
+    if len(session.history) == before:  # stopped while the prompt was read: nothing was appended
+        return False
+    if options.json and session.last is not None:
+        print(json.dumps(record(engine, session, str(options.model)), indent=indent), flush=True)
+    elif whole and session.last is not None:
+        print(session.last.text, flush=True)
+    elif finished or line_open:
+        print(flush=True)
+    if session.note:
+        display.note(session.note)
+    if session.last is not None and session.last.finish_reason == "context":
+        display.note("the reply ends here: the model has no positions left; /clear starts anew")
+    return finished

@@ -1,0 +1,185 @@
+"""The slash commands."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from rich.table import Table
+
+from engine.errors import InputError
+from mmkv.chat.display import memory_line, statistics
+from mmkv.chat.options import parse_budget
+from mmkv.media import load_image
+from mmkv.video import check_sampling
+
+if TYPE_CHECKING:
+    from mmkv.chat.repl import Repl
+
+
+class Leave(Exception):
+    """Ends the conversation."""
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command: what it takes, what it does (for /help), and the doing."""
+
+    takes: str
+    does: str
+    run: Callable[[Repl, str], None]
+
+
+def _image(repl: Repl, source: str) -> None:
+    if source == "-":
+        repl.images, repl.videos = [], []
+    elif source:
+        if not repl.engine.processor.sees:
+            raise InputError("this model reads text only; it cannot take a picture")
+        repl.images.append(load_image(source))
+    queued = [f"picture {image.width} x {image.height}" for image in repl.images]
+    queued += [f"video of {len(clip.frames)} frames" for clip in repl.videos]
+    repl.display.say("queued for the next message: " + (", ".join(queued) or "nothing"))
+
+
+def _video(repl: Repl, source: str) -> None:
+    if source:
+        if not repl.engine.processor.watches:
+            raise InputError("this model takes no videos here; it cannot take this one")
+        repl.add_video(source)
+    _image(repl, "")
+
+
+def _system(repl: Repl, text: str) -> None:
+    if text:
+        repl.system = text
+        if repl.session.history:
+            repl.display.say("a system message opens a conversation: /clear starts one with it")
+            return
+    repl.display.say(f"system message: {repl.system or '(none)'}")
+
+
+def _set(repl: Repl, rest: str) -> None:
+    name, _, value = rest.replace("=", " ", 1).partition(" ")
+    name, value = name.replace("-", "_"), value.strip()
+    if name in _SETTINGS:
+        try:
+            _SETTINGS[name](repl, value)
+        except ValueError as error:
+            raise InputError(f"{value!r} does not fit {name}; give a number") from error
+    elif name:
+        raise InputError(f"no setting {name!r}; there are {', '.join(_SETTINGS)}")
+    values = asdict(repl.sampling) | {"fps": repl.fps, "num_frames": repl.num_frames}
+    values["stop"] = list(values["stop"])
+    repl.display.say(", ".join(f"{key} {value}" for key, value in values.items()))
+
+
+def _sampling_setting(name: str, parse: Callable[[str], Any]) -> Callable[[Repl, str], None]:
+    def change(repl: Repl, value: str) -> None:
+        repl.set_sampling(**{name: parse(value)})
+
+    return change
+
+
+def _set_fps(repl: Repl, value: str) -> None:
+    fps = float(value) if value else None
+    check_sampling(fps, None)
+    repl.fps, repl.num_frames = fps, None
+
+
+def _set_num_frames(repl: Repl, value: str) -> None:
+    count = int(value) if value else None
+    check_sampling(None, count)
+    repl.fps, repl.num_frames = None, count
+
+
+_SETTINGS: dict[str, Callable[[Repl, str], None]] = {
+    "max_new_tokens": _sampling_setting("max_new_tokens", int),
+    "temperature": _sampling_setting("temperature", float),
+    "top_p": _sampling_setting("top_p", float),
+    "top_k": _sampling_setting("top_k", int),
+    "seed": _sampling_setting("seed", lambda value: int(value) if value else None),
+    "stop": _sampling_setting("stop", lambda value: (value,) if value else ()),
+    "fps": _set_fps,
+    "num_frames": _set_num_frames,
+}
+
+
+def _stats(repl: Repl, _: str) -> None:
+    repl.display.show(statistics(repl.engine, repl.session))
+
+
+def _budget(repl: Repl, value: str) -> None:
+    if value:
+        repl.session.set_budget(parse_budget(value))
+    repl.display.say(memory_line(repl.engine, repl.session))
+
+
+def _undo(repl: Repl, _: str) -> None:
+    taken = repl.session.undo()
+    repl.display.say("took back the latest turn" if taken else "there is no turn to take back")
+
+
+def _clear(repl: Repl, _: str) -> None:
+    repl.switch(repl.new_session())
+    repl.images, repl.videos = [], []
+    repl.display.say("started a new conversation")
+
+
+def _save(repl: Repl, path: str) -> None:
+    repl.session.save(_named(path, "/save"))
+    repl.display.say(f"saved to {path}")
+
+
+def _load(repl: Repl, path: str) -> None:
+    session, _ = repl.engine.load_session(_named(path, "/load"))
+    repl.switch(session)
+    turns = sum(message["role"] == "user" for message in session.history)
+    repl.display.say(f"loaded {path}: {turns} turn(s), {session.seen:,} tokens")
+
+
+def _fork(repl: Repl, name: str) -> None:
+    if name and name in repl.branches:
+        repl.branch, repl.session = name, repl.branches[name]
+    elif name:
+        repl.branches[name] = repl.session.fork()
+        repl.branch, repl.session = name, repl.branches[name]
+    names = [f"[{name}]" if name == repl.branch else name for name in repl.branches]
+    repl.display.say("conversations: " + ", ".join(names))
+
+
+def _help(repl: Repl, _: str) -> None:
+    table = Table.grid(padding=(0, 2))
+    for name, command in COMMANDS.items():
+        table.add_row(f"/{name} {command.takes}", command.does)
+    repl.display.show(table)
+    repl.display.say('A trailing \\ continues a line; """ opens and closes a block of lines.')
+
+
+def _exit(repl: Repl, _: str) -> None:
+    raise Leave
+
+
+def _named(path: str, command: str) -> str:
+    if not path:
+        raise InputError(f"{command} needs a file name; for example {command} talk.mmkv")
+    return path
+
+
+COMMANDS = {
+    "image": Command("PATH|URL", "queue a picture for the next message (- drops all)", _image),
+    "video": Command("PATH|URL", "queue a video for the next message", _video),
+    "system": Command("[TEXT]", "system message of the next conversation", _system),
+    "set": Command("[NAME VALUE]", "show or change sampling settings", _set),
+    "stats": Command("", "tokens, entries by modality, memory, entries per layer", _stats),
+    "budget": Command("[256|25%|64MiB]", "show or change the budget", _budget),
+    "undo": Command("", "take back the latest turn", _undo),
+    "clear": Command("", "start a new conversation", _clear),
+    "save": Command("PATH", "save the conversation with its cache", _save),
+    "load": Command("PATH", "go on with a saved conversation", _load),
+    "fork": Command("[NAME]", "copy the conversation under a name, or go to that one", _fork),
+    "help": Command("", "this list", _help),
+    "exit": Command("", "leave (also /quit, Ctrl-D)", _exit),
+}
+COMMANDS["quit"] = Command("", "leave", _exit)

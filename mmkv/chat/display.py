@@ -1,0 +1,154 @@
+"""What is shown besides answers: notes, progress bars, memory. All of it goes to stderr."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from rich.bar import Bar
+from rich.console import Console, Group
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
+from rich.table import Table
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from engine.session import Memory
+    from mmkv.api import Engine, Session
+    from mmkv.chat.options import ChatOptions
+
+
+class Display:
+    """Writes to stderr; ``animated`` tells whether that is a terminal that wants bars."""
+
+    def __init__(self, options: ChatOptions) -> None:
+        self.quiet = options.quiet
+        self.console = Console(stderr=True, highlight=False)
+        self.animated = self.console.is_terminal and not self.quiet
+
+    def note(self, text: str) -> None:
+        """A remark; silenced by --quiet."""
+        if not self.quiet:
+            self.say(f"mmkv: {text}")
+
+    def say(self, text: str) -> None:
+        """A line that was asked for, such as a command's answer."""
+        self.console.print(Text(text), soft_wrap=True)
+
+    def error(self, error: Exception) -> None:
+        """The one line of an error that does not end the conversation."""
+        print(f"mmkv: error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+
+    def show(self, content: RenderableType) -> None:
+        """A table or chart."""
+        self.console.print(content)
+
+    @contextmanager
+    def loading(self, name: str) -> Iterator[Callable[[str], None]]:
+        """A moving bar while a model loads; gives a function to say what is being done."""
+        if not self.animated:
+            yield lambda _: None
+            return
+        columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(bar_width=24))
+        with Progress(*columns, console=self.console, transient=True) as bar:
+            task = bar.add_task(f"loading {name}", total=None)
+            yield lambda what: bar.update(task, description=f"loading {name}: {what}")
+
+    @contextmanager
+    def prefilling(self) -> Iterator[PrefillBar]:
+        """A bar that appears when a prompt takes more than one chunk."""
+        bar = PrefillBar(self.console if self.animated else None)
+        try:
+            yield bar
+        finally:
+            bar.close()
+
+
+class PrefillBar:
+    """Called with (tokens done, tokens in all); draws nothing without a console."""
+
+    def __init__(self, console: Console | None) -> None:
+        self._console = console
+        self._bar: Progress | None = None
+
+    def __call__(self, done: int, total: int) -> None:
+        """Draw the state; the bar appears with the first call that is not the last."""
+        if self._console is None or (self._bar is None and done >= total):
+            return
+        if self._bar is None:
+            columns = (TextColumn("reading the prompt"), BarColumn(), MofNCompleteColumn())
+            self._bar = Progress(*columns, console=self._console, transient=True)
+            self._bar.start()
+            self._bar.add_task("prefill", total=total)
+        self._bar.update(self._bar.task_ids[0], completed=done)
+
+    def close(self) -> None:
+        """Take the bar off the screen (again: no effect)."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+
+def size(count: float) -> str:
+    """Bytes for people: 264.0 KiB."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024 or unit == "GiB":
+            return f"{count:.0f} B" if unit == "B" else f"{count:,.1f} {unit}"
+        count /= 1024
+    raise AssertionError("unreachable")
+
+
+def total_entries(engine: Engine, memory: Memory) -> int:
+    """Entries that a full cache would hold for the tokens seen."""
+    return memory.tokens_seen * engine.spec.num_layers * engine.spec.num_kv_heads
+
+
+def memory_line(engine: Engine, session: Session) -> str:
+    """One line: what was kept, what it takes, and who decided."""
+    memory = session.memory()
+    total = total_entries(engine, memory)
+    share = 100 * memory.entries / total if total else 100
+    physical = size(memory.kv_bytes + memory.metadata_bytes)
+    line = (
+        f"kept {memory.entries:,} of {total:,} entries ({share:.0f} %), {physical} physical in "
+        f"{memory.pages:,} pages; policy {engine.policy.name}"
+    )
+    if not engine.policy.evicts:
+        return f"{line} never evicts"
+    line += f", budget {session.budget.describe()}"
+    return line if memory.evicted else f"{line}: nothing had to be evicted"
+
+
+def statistics(engine: Engine, session: Session) -> RenderableType:
+    """The table and chart of /stats."""
+    memory = session.memory()
+    total = total_entries(engine, memory)
+    facts = Table.grid(padding=(0, 2))
+    kept = ", ".join(f"{count:,} {kind}" for kind, count in memory.by_modality.items())
+    rows = [
+        ("tokens seen", f"{memory.tokens_seen:,}"),
+        ("entries kept", f"{memory.entries:,} of {total:,} ({kept})"),
+        ("entries evicted", f"{memory.evicted:,}"),
+        ("keys and values", f"{size(memory.kv_bytes)} in {memory.pages:,} pages"),
+        ("metadata", size(memory.metadata_bytes)),
+        ("held for /undo", size(session.snapshot_bytes)),
+        ("policy, budget", f"{engine.policy.name}, {session.budget.describe()}"),
+    ]
+    if session.last is not None:
+        rows.append(("latest reply", f"{session.last.tokens_per_second:.1f} tokens/s"))
+    for name, value in rows:
+        facts.add_row(name, value)
+    return Group(facts, layer_chart(session.entries_per_layer(), engine.spec.num_kv_heads))
+
+
+def layer_chart(entries: list[int], heads: int) -> Table:
+    """Bars of entries per layer; the number is the mean per KV head."""
+    chart = Table.grid(padding=(0, 1))
+    longest = max([*entries, 1])
+    for layer, count in enumerate(entries):
+        bar = Bar(longest, 0, count, width=30)
+        chart.add_row(f"layer {layer}", bar, f"{count:,} ({count / heads:.1f} per head)")
+    return chart

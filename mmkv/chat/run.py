@@ -1,0 +1,88 @@
+"""From options to a loaded engine, and on to one answer or a conversation."""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from engine.errors import InputError
+from mmkv.chat.display import Display
+from mmkv.chat.options import ChatOptions
+
+if TYPE_CHECKING:
+    from mmkv.api import Engine
+
+
+def run_chat(options: ChatOptions) -> int:
+    """Run ``mmkv chat`` and return the exit code. Raises MmkvError."""
+    display = Display(options)
+    prompt = _prompt(options)
+    engine = load_engine(options, display)
+    if prompt is not None and not options.interactive:
+        from mmkv.chat.oneshot import answer_once
+
+        return answer_once(engine, options, display, prompt)
+    from mmkv.chat.repl import Repl
+
+    return Repl(engine, options, display).run(prompt)
+
+
+def load_engine(options: ChatOptions, display: Display) -> Engine:
+    """Load the model that the options name; notes go to stderr. Raises MmkvError."""
+    from mmkv.assets import bundled_model
+
+    name = options.model if options.model is not None else str(bundled_model())
+    options.model = name
+    budget = options.chosen_budget()
+    with display.loading(name) as progress:
+        _hush_libraries(keep_downloads=display.animated and not Path(name).is_dir())
+        from mmkv.api import Engine
+
+        engine = Engine.from_pretrained(
+            name,
+            policy=options.policy,
+            budget=budget,
+            lookahead=options.lookahead,
+            evict_every=options.evict_every,
+            prefill_chunk=options.prefill_chunk,
+            page_size=options.page_size,
+            gates=options.gates,
+            device=options.device,
+            dtype=options.dtype,
+            progress=progress,
+            min_pixels=options.min_pixels,
+            max_pixels=options.max_pixels,
+        )
+        progress("tokenizer and processor")
+        _ = engine.processor
+    if engine.policy_note:
+        display.note(engine.policy_note)
+    return engine
+
+
+def _prompt(options: ChatOptions) -> str | None:
+    """The question of a one-shot run, None for a conversation. Raises InputError."""
+    prompt = options.prompt
+    piped = not sys.stdin.isatty()
+    if prompt == "-" or (prompt is None and piped and not options.interactive):
+        prompt = sys.stdin.buffer.read().decode("utf-8", errors="replace").rstrip("\n")
+    if prompt is not None and not prompt.strip():
+        raise InputError("the prompt is empty; write a question after -p or pipe one in")
+    return prompt
+
+
+def _hush_libraries(keep_downloads: bool) -> None:
+    """Keep transformers' warnings and bars off the screen; our own display says what matters."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    warnings.filterwarnings("ignore")
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    if not keep_downloads:
+        from huggingface_hub.utils import disable_progress_bars
+
+        disable_progress_bars()

@@ -1,0 +1,209 @@
+"""The ``mmkv`` command: ``mmkv chat``, ``mmkv env``, ``mmkv --version``.
+
+Exit codes: 0 done, 1 failed (one line on stderr says why and what to do), 2 wrong usage,
+130 stopped with Ctrl-C. Nothing here imports torch: help and usage errors come at once.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+
+from engine.errors import MmkvError
+from mmkv import __version__
+from mmkv.chat.options import ChatOptions, UsageError
+
+app = typer.Typer(
+    name="mmkv",
+    help="Vision-language decoding with a bounded KV cache.",
+    no_args_is_help=True,
+    pretty_exceptions_show_locals=False,
+    rich_markup_mode="rich",
+)
+
+# typer carries its own copy of click in some versions and uses the package in others; the class
+# that both derive usage mistakes from is the base of typer's own public one.
+_CLICK_USAGE_ERROR: Any = typer.BadParameter.__mro__[1]
+
+_MEDIA, _SAMPLING, _CACHE, _OUTPUT = "Pictures and videos", "Sampling", "Model and cache", "Output"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line; always ends with SystemExit."""
+    sys.exit(run(arguments))
+
+
+def run(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return the exit code."""
+    try:
+        code = app(args=arguments, prog_name="mmkv", standalone_mode=False)
+    except (UsageError, _CLICK_USAGE_ERROR) as error:
+        text = error.format_message() if hasattr(error, "format_message") else str(error)
+        return _fail(f"{' '.join(text.split()).rstrip('.')}; see mmkv --help", 2)
+    except MmkvError as error:
+        return _fail(" ".join(str(error).split()), 1)
+    except (KeyboardInterrupt, typer.Abort):
+        return 130
+    except BrokenPipeError:
+        # The reader of our output has gone (mmkv ... | head). Python would complain once more
+        # when it flushes stdout at exit, so that has to lead somewhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    return code if isinstance(code, int) else 0
+
+
+def _fail(message: str, code: int) -> int:
+    print(f"mmkv: error: {message}", file=sys.stderr)
+    return code
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"mmkv {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version."),
+    ] = False,
+) -> None:
+    """Vision-language decoding with a bounded KV cache."""
+
+
+@app.command()
+def env() -> None:
+    """Show versions, devices, and which optional packages are usable."""
+    from mmkv.environment import describe
+
+    print(describe())
+
+
+@app.command()
+def chat(
+    model: Annotated[
+        str | None,
+        typer.Argument(help="Model folder or hub id. Default: the small bundled model."),
+    ] = None,
+    prompt: Annotated[
+        str | None,
+        typer.Option("--prompt", "-p", help="Ask this and exit; - reads it from stdin."),
+    ] = None,
+    interactive: Annotated[
+        bool,
+        typer.Option("--interactive", "-i", help="Converse, also after -p or with piped input."),
+    ] = False,
+    system: Annotated[str | None, typer.Option(help="System message.")] = None,
+    image: Annotated[
+        list[str] | None,
+        typer.Option(help="Picture: path, URL or data: URI. Repeatable.", rich_help_panel=_MEDIA),
+    ] = None,
+    video: Annotated[
+        list[str] | None,
+        typer.Option(help="Video: path or URL. Repeatable.", rich_help_panel=_MEDIA),
+    ] = None,
+    fps: Annotated[
+        float | None,
+        typer.Option(help="Frames per second to take (default 2).", rich_help_panel=_MEDIA),
+    ] = None,
+    num_frames: Annotated[
+        int | None,
+        typer.Option(help="Frames to take in all, instead of --fps.", rich_help_panel=_MEDIA),
+    ] = None,
+    min_pixels: Annotated[
+        int | None,
+        typer.Option(help="Enlarge pictures below this.", rich_help_panel=_MEDIA),
+    ] = None,
+    max_pixels: Annotated[
+        int | None,
+        typer.Option(help="Shrink pictures above this.", rich_help_panel=_MEDIA),
+    ] = None,
+    max_new_tokens: Annotated[
+        int, typer.Option(help="Longest reply, in tokens.", rich_help_panel=_SAMPLING)
+    ] = 512,
+    temperature: Annotated[
+        float, typer.Option(help="0 takes the likeliest token.", rich_help_panel=_SAMPLING)
+    ] = 0.0,
+    top_p: Annotated[
+        float, typer.Option(help="Sample from this much probability.", rich_help_panel=_SAMPLING)
+    ] = 1.0,
+    top_k: Annotated[
+        int, typer.Option(help="Sample from so many tokens; 0: all.", rich_help_panel=_SAMPLING)
+    ] = 0,
+    seed: Annotated[
+        int | None, typer.Option(help="Makes sampling repeatable.", rich_help_panel=_SAMPLING)
+    ] = None,
+    stop: Annotated[
+        list[str] | None,
+        typer.Option(help="End the reply before this text. Repeatable.", rich_help_panel=_SAMPLING),
+    ] = None,
+    policy: Annotated[
+        str | None,
+        typer.Option(
+            help="What to keep. Default: dbtrimkv with gates, else streamingllm.",
+            rich_help_panel=_CACHE,
+        ),
+    ] = None,
+    budget: Annotated[
+        float | None,
+        typer.Option(
+            help="Entries to keep per layer and KV head, on average (default 256).",
+            rich_help_panel=_CACHE,
+        ),
+    ] = None,
+    budget_bytes: Annotated[
+        str | None,
+        typer.Option(help="Budget as memory, for example 64MiB.", rich_help_panel=_CACHE),
+    ] = None,
+    budget_fraction: Annotated[
+        float | None,
+        typer.Option(help="Budget as a share of the tokens seen.", rich_help_panel=_CACHE),
+    ] = None,
+    lookahead: Annotated[
+        float, typer.Option(help="Steps that scores look ahead, or inf.", rich_help_panel=_CACHE)
+    ] = 2,
+    evict_every: Annotated[
+        int, typer.Option(help="Decode steps between evictions.", rich_help_panel=_CACHE)
+    ] = 1,
+    prefill_chunk: Annotated[
+        int, typer.Option(help="Prompt tokens per prefill chunk.", rich_help_panel=_CACHE)
+    ] = 2048,
+    page_size: Annotated[
+        int, typer.Option(help="Entries per cache page.", rich_help_panel=_CACHE)
+    ] = 16,
+    gates: Annotated[
+        str | None,
+        typer.Option(
+            help="Retention gates: path, hub id, or 'random' for speed runs.",
+            rich_help_panel=_CACHE,
+        ),
+    ] = None,
+    device: Annotated[
+        str, typer.Option(help="auto, cpu, cuda, cuda:1, ...", rich_help_panel=_CACHE)
+    ] = "auto",
+    dtype: Annotated[
+        str, typer.Option(help="auto, float32, bfloat16 or float16.", rich_help_panel=_CACHE)
+    ] = "auto",
+    no_stream: Annotated[
+        bool, typer.Option("--no-stream", help="Print replies whole.", rich_help_panel=_OUTPUT)
+    ] = False,
+    json: Annotated[
+        bool, typer.Option("--json", help="Print replies as JSON.", rich_help_panel=_OUTPUT)
+    ] = False,
+    quiet: Annotated[
+        bool,
+        typer.Option("--quiet", "-q", help="No notes or progress.", rich_help_panel=_OUTPUT),
+    ] = False,
+) -> None:
+    """Talk with a model about pictures; one answer with -p or piped input."""
+    options = ChatOptions(**{**locals(), "image": image or [], "video": video or []})
+    options.check()
+    from mmkv.chat.run import run_chat
+
+    raise typer.Exit(run_chat(options))

@@ -1,0 +1,77 @@
+"""What ``mmkv env`` prints: versions, devices, optional packages."""
+
+from __future__ import annotations
+
+import platform
+from importlib import metadata
+from importlib.util import find_spec
+
+from mmkv import __version__
+
+_CORE = ("torch", "transformers", "tokenizers", "safetensors", "huggingface_hub", "pillow", "numpy")
+_EXTRAS = {"triton": "cuda", "qwen_vl_utils": "qwen", "lmms_eval": "eval", "accelerate": "train"}
+
+
+def versions() -> dict[str, str | None]:
+    """Versions of mmkv, Python and the packages that decide what a model computes."""
+    return {
+        "mmkv": __version__,
+        "python": platform.python_version(),
+        "torch": _version("torch"),
+        "transformers": _version("transformers"),
+    }
+
+
+def describe() -> str:
+    """A report of one fact per line."""
+    lines = [f"mmkv: {__version__}", f"python: {platform.python_version()} ({platform.platform()})"]
+    lines += [f"{name}: {_version(name) or 'missing'}" for name in _CORE]
+    lines += _devices()
+    lines += _video_readers()
+    lines += [
+        f"{name}: {'present' if find_spec(name) else f'absent (extra: {extra})'}"
+        for name, extra in _EXTRAS.items()
+    ]
+    lines.append(f"bundled model: {_bundled()}")
+    return "\n".join(lines)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _devices() -> list[str]:
+    import torch
+
+    found = [f"device: cpu ({torch.get_num_threads()} threads)"]
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        memory = properties.total_memory / 2**30
+        found.append(f"device: cuda:{index} ({properties.name}, {memory:.0f} GiB)")
+    return found
+
+
+def _video_readers() -> list[str]:
+    from mmkv.video import READERS, import_reader
+
+    lines = []
+    for package in READERS:
+        if find_spec(package) is None:
+            state = "absent (extra: video)"
+        else:
+            state = "usable" if import_reader(package) is not None else "installed but broken"
+        lines.append(f"video reader {package}: {state}")
+    return lines
+
+
+def _bundled() -> str:
+    from engine.errors import ModelError
+    from mmkv.assets import bundled_model
+
+    try:
+        return str(bundled_model())
+    except ModelError:
+        return "not found"

@@ -1,0 +1,125 @@
+"""One reply while it is written, and what is known about it afterwards."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from mmkv.sampling import Sampler, Sampling
+from mmkv.text import Detokenizer, StopStrings
+
+if TYPE_CHECKING:
+    import torch
+
+    from engine.session import Memory
+
+
+@dataclass(frozen=True)
+class Reply:
+    """A finished reply.
+
+    ``text``: without stop strings and special tokens. ``token_ids``: as sampled, without the
+    end-of-turn token. ``prompt_tokens``: tokens this turn appended before the reply.
+    ``finish_reason``: ``eos``, ``length``, ``stop`` (a stop string), ``context`` (the model's
+    positions are used up) or ``interrupted``. ``memory``: the session's afterwards, None when
+    it was closed meanwhile. Times in seconds; ``tokens_per_second`` counts decoding alone.
+    """
+
+    text: str
+    token_ids: list[int] = field(repr=False)
+    prompt_tokens: int
+    finish_reason: str
+    seconds_to_first_token: float
+    tokens_per_second: float
+    memory: Memory | None = None
+
+
+class ReplyWriter:
+    """Samples the tokens of one reply and turns them into text; knows when it is over.
+
+    ``unfed`` is the token that was sampled but that the session does not hold yet: part of the
+    reply, so whoever ends the reply must see to it that it is appended before the next turn.
+    """
+
+    def __init__(self, tokenizer: Any, sampling: Sampling, eos: Collection[int]) -> None:
+        self._sampler, self._eos = Sampler(sampling), frozenset(eos)
+        self._detokenizer, self._stops = Detokenizer(tokenizer), StopStrings(sampling.stop)
+        self._tokenizer, self._limit = tokenizer, sampling.max_new_tokens
+        self._ready = ""
+        self._text: list[str] = []
+        self._started = self._mark = time.perf_counter()
+        self._first: float | None = None
+        self._decoding = 0.0
+        self.token_ids: list[int] = []
+        self.unfed: int | None = None
+        self.finish_reason: str | None = None
+
+    def start_clock(self, at: float) -> None:
+        """Count the time to the first token from ``at`` (time.perf_counter())."""
+        self._started = at
+
+    def advance(self, logits: torch.Tensor) -> int | None:
+        """Sample from ``logits`` [vocab]; the token to feed next, or None when the reply ends."""
+        token = self._sampler.draw(logits)
+        now = time.perf_counter()
+        if self._first is None:
+            self._first = now - self._started
+        else:
+            self._decoding += now - self._mark
+        if token in self._eos:
+            self.finish("eos")
+            return None
+        self.token_ids.append(token)
+        self.unfed = token
+        self._ready += self._stops.push(self._detokenizer.push(token))
+        if self._stops.hit:
+            self.finish("stop")
+            return None
+        if len(self.token_ids) >= self._limit:
+            self.finish("length")
+            return None
+        self._mark = time.perf_counter()
+        return token
+
+    def fed(self) -> None:
+        """The session now holds every token sampled so far."""
+        self.unfed = None
+
+    def feeding(self) -> None:
+        """Decoding of the next token begins: the reader's own time does not count."""
+        self._mark = time.perf_counter()
+
+    def finish(self, reason: str) -> None:
+        """End the reply (again: no effect) and release the text that was held back."""
+        if self.finish_reason is None:
+            self.finish_reason = reason
+            rest = self._stops.push(self._detokenizer.flush())
+            self._ready += rest + self._stops.flush()
+
+    def take(self) -> str:
+        """Text that became certain since the last call."""
+        piece, self._ready = self._ready, ""
+        if piece:
+            self._text.append(piece)
+        return piece
+
+    def held_text(self) -> str:
+        """The text of all sampled tokens, as the session holds them (stop strings included)."""
+        return self._tokenizer.decode(
+            self.token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+
+    def reply(self, prompt_tokens: int, memory: Memory | None) -> Reply:
+        """The finished reply."""
+        decoded = len(self.token_ids) - 1 + (self.finish_reason == "eos")
+        return Reply(
+            text="".join(self._text) + self._ready,
+            token_ids=list(self.token_ids),
+            prompt_tokens=prompt_tokens,
+            finish_reason=self.finish_reason or "interrupted",
+            seconds_to_first_token=self._first or 0.0,
+            tokens_per_second=decoded / self._decoding if self._decoding > 0 else 0.0,
+            memory=memory,
+        )

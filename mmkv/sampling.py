@@ -1,0 +1,95 @@
+"""How the next token is chosen: settings, their checks, and the draw itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from engine.errors import InputError
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Settings of one reply. The default is greedy decoding.
+
+    ``temperature`` 0 takes the likeliest token and ignores ``top_p`` and ``top_k``; ``top_k`` 0
+    and ``top_p`` 1 switch those filters off; ``seed`` None draws a fresh seed for each reply;
+    ``stop`` holds strings that end the reply (they are not part of the shown text).
+    Raises InputError when a value is out of its range.
+    """
+
+    max_new_tokens: int = 512
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        # A single string is what people type; without this it would be read as its letters.
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        object.__setattr__(self, "stop", stop)
+        _require(self.max_new_tokens >= 1, "max_new_tokens", self.max_new_tokens, "1 or more")
+        _require(0.0 <= self.temperature <= 100.0, "temperature", self.temperature, "0 to 100")
+        _require(0.0 < self.top_p <= 1.0, "top_p", self.top_p, "above 0 and at most 1")
+        _require(self.top_k >= 0, "top_k", self.top_k, "0 (off) or more")
+        _require(
+            self.seed is None or 0 <= self.seed < 2**63, "seed", self.seed, "0 or more, below 2^63"
+        )
+        _require(all(stop), "stop", "an empty string", "at least one character")
+
+
+def _require(holds: bool, name: str, value: object, wanted: str) -> None:
+    if not holds:
+        raise InputError(f"{name} is {value}; it must be {wanted}")
+
+
+class Sampler:
+    """Draws token ids for one reply, with a random state of its own.
+
+    The generator is private, so two replies (or a batch and a single run) with the same seed draw
+    the same tokens whatever else runs in the process.
+    """
+
+    def __init__(self, sampling: Sampling) -> None:
+        self.sampling = sampling
+        self._generator: torch.Generator | None = None
+
+    def draw(self, logits: torch.Tensor) -> int:
+        """Return a token id for ``logits`` [vocab] (any float dtype, any device)."""
+        import torch
+
+        if self.sampling.temperature == 0:
+            return int(logits.argmax())
+        if self._generator is None:
+            self._generator = torch.Generator()  # on the CPU: the same draws for every device
+            if self.sampling.seed is None:
+                self._generator.seed()
+            else:
+                self._generator.manual_seed(self.sampling.seed)
+        probabilities = distribution(logits, self.sampling).cpu()
+        return int(torch.multinomial(probabilities, 1, generator=self._generator))
+
+
+def distribution(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    """Return float32 probabilities [vocab] after temperature, then top-k, then top-p.
+
+    top-p keeps the smallest set of likeliest tokens whose mass reaches ``top_p``; the likeliest
+    token always stays.
+    """
+    import torch
+
+    scaled = logits.float() / sampling.temperature
+    if 0 < sampling.top_k < scaled.numel():
+        threshold = scaled.topk(sampling.top_k).values[-1]
+        scaled = scaled.masked_fill(scaled < threshold, -torch.inf)
+    probabilities = scaled.softmax(-1)
+    if sampling.top_p < 1.0:
+        ordered, order = probabilities.sort(descending=True, stable=True)
+        mass_before = ordered.cumsum(-1) - ordered
+        probabilities[order[mass_before >= sampling.top_p]] = 0.0
+        probabilities = probabilities / probabilities.sum()
+    return probabilities

@@ -1,0 +1,265 @@
+"""A session that talks: text in, a stream of text out, one turn's tokens appended at a time."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Generator, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self, cast
+
+import torch
+
+from engine.errors import ContextError, InputError, SessionError
+from engine.session import Session as CoreSession
+from mmkv.interrupts import CtrlC
+from mmkv.media import load_image
+from mmkv.messages import is_blank, take_media
+from mmkv.reply import Reply, ReplyWriter
+from mmkv.sampling import Sampling
+from mmkv.video import load_video
+
+if TYPE_CHECKING:
+    from engine.policies.budget import Budget
+    from mmkv.api import Engine
+    from mmkv.template import Message
+
+Progress = Callable[[int, int], None]
+Pieces = Generator[str, None, None]
+
+
+@dataclass
+class _Turn:
+    """A user's turn, ready to be appended."""
+
+    messages: list[Message]
+    inputs: dict[str, torch.Tensor]
+    note: str | None
+    started: float
+
+    @property
+    def tokens(self) -> int:
+        return self.inputs["input_ids"].shape[-1]
+
+
+class Session(CoreSession):
+    """One conversation.
+
+    ``history``: its messages in the transformers chat format (pictures and videos as bare
+    placeholders). ``last``: the latest Reply. ``note``: a line worth telling the user about how
+    the turn was rendered, or None. ``undo_depth``: how many turns :meth:`undo` can take back; each
+    costs a copy of the cache, so it is 0 unless asked for.
+    """
+
+    engine: Engine
+
+    def __init__(self, engine: Engine, budget: Budget) -> None:
+        super().__init__(engine, budget)
+        self.history: list[Message] = []
+        self.last: Reply | None = None
+        self.note: str | None = None
+        self.undo_depth = 0
+        # Sampled tokens that are part of the latest reply but not yet in the cache; the next turn
+        # begins with them. (The last token of a reply is never needed to produce the reply.)
+        self._unfed: list[int] = []
+        self._snapshots: list[Session] = []
+
+    def send(
+        self,
+        text: str | Sequence[dict[str, Any]],
+        images: Sequence[Any] = (),
+        videos: Sequence[Any] = (),
+        system: str | None = None,
+        sampling: Sampling | None = None,
+        fps: float | None = None,
+        num_frames: int | None = None,
+        progress: Progress | None = None,
+    ) -> Pieces:
+        """Append a user's turn and stream the reply as pieces of text.
+
+        ``text``: the question, or a list of parts in the chat format to place pictures inside it;
+        ``images``, ``videos``: paths, URLs or objects, put before the text; ``system`` only with
+        the first turn; ``progress(done, total)`` is called while the prompt is prefilled.
+
+        Nothing changes until the first piece is asked for, and an error before that piece leaves
+        the session as it was. Ctrl-C, or closing the iterator, ends the reply where it stands
+        (Ctrl-C while a prompt of several chunks is prefilled takes the turn back); the session
+        holds what was shown. Raises MmkvError.
+        """
+        turn = self._compose(text, images, videos, system, fps, num_frames)
+        return self._stream(turn, sampling or Sampling(), progress)
+
+    def undo(self) -> bool:
+        """Take back the latest turn (question and reply); False when there is none to take back."""
+        self._require_open()
+        if not self._snapshots:
+            return False
+        self._become(self._snapshots.pop())
+        return True
+
+    @property
+    def snapshot_bytes(self) -> int:
+        """Bytes of pages held so that turns can be taken back."""
+        return sum(snapshot.memory().kv_bytes for snapshot in self._snapshots)
+
+    def fork(self) -> Session:
+        """An independent copy of cache and conversation (turns in it cannot be undone)."""
+        other = cast(Session, super().fork())
+        other.history, other.last = deepcopy(self.history), self.last
+        other._unfed, other.undo_depth = list(self._unfed), self.undo_depth
+        return other
+
+    def save(self, path: str | Path, extra: dict[str, str] | None = None) -> None:
+        """Write cache and conversation to one file, atomically. Raises SessionError."""
+        dialogue = {"mmkv.history": json.dumps(self.history), "mmkv.unfed": json.dumps(self._unfed)}
+        super().save(path, (extra or {}) | dialogue)
+
+    @classmethod
+    def load(cls, engine: Engine, path: str | Path) -> Session:
+        """Open a session file on ``engine``. Raises SessionError; nothing is held then."""
+        return engine.load_session(path)[0]
+
+    def restore_dialogue(self, extra: dict[str, str]) -> None:
+        """Take over the conversation from a session file's strings. Raises SessionError."""
+        try:
+            history = json.loads(extra.get("mmkv.history", "[]"))
+            unfed = json.loads(extra.get("mmkv.unfed", "[]"))
+            take_media([{"role": m["role"], "content": _text(m)} for m in history] or [_NOBODY])
+            self.history, self._unfed = history, [int(token) for token in unfed]
+        except (ValueError, TypeError, KeyError, AttributeError, InputError) as error:
+            raise SessionError(
+                f"the conversation in the session file is damaged ({error}); use another file"
+            ) from error
+
+    def close(self) -> None:
+        """Return every page, also those held for undo."""
+        while self._snapshots:
+            self._snapshots.pop().close()
+        super().close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def _compose(
+        self,
+        text: str | Sequence[dict[str, Any]],
+        images: Sequence[Any],
+        videos: Sequence[Any],
+        system: str | None,
+        fps: float | None,
+        num_frames: int | None,
+    ) -> _Turn:
+        """Everything about a turn that can be wrong, before the session is touched."""
+        self._require_open()
+        started = time.perf_counter()
+        if system is not None and self.history:
+            raise InputError("a system message opens a conversation; start a new session for it")
+        parts = [{"type": "text", "text": text}] if isinstance(text, str) else list(text)
+        media = [{"type": "image", "image": image} for image in images]
+        media += [{"type": "video", "video": video} for video in videos]
+        opening = [] if system is None else [{"role": "system", "content": system}]
+        messages, pictures, films = take_media(
+            [*opening, {"role": "user", "content": [*media, *parts]}]
+        )
+        if is_blank(messages[-1]):
+            raise InputError("the prompt is empty; write a question")
+        processor = self.engine.processor
+        addition = processor.template.addition(self.history, messages)
+        inputs = processor.encode(
+            addition.text,
+            [load_image(picture) for picture in pictures],
+            [load_video(film, fps, num_frames, processor.size_rule) for film in films],
+            addition.continuing,
+        )
+        return _Turn(messages, self._with_unfed(inputs), addition.note, started)
+
+    def _with_unfed(self, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Put the tokens of the latest reply that the cache lacks before the new ones."""
+        if not self._unfed:
+            return inputs
+        front = torch.tensor([self._unfed])
+        fills = {
+            "input_ids": front,
+            "attention_mask": torch.ones_like(front),
+            "mm_token_type_ids": torch.zeros_like(front),
+            "token_type_ids": torch.zeros_like(front),
+        }
+        return {
+            key: torch.cat([fills[key].to(value.dtype), value], dim=1) if key in fills else value
+            for key, value in inputs.items()
+        }
+
+    def _stream(self, turn: _Turn, sampling: Sampling, progress: Progress | None) -> Pieces:
+        writer = ReplyWriter(self.engine.processor.tokenizer, sampling, self.engine.eos_token_ids)
+        writer.start_clock(turn.started)
+        with CtrlC() as control:
+            logits = self._append(turn, control, progress)
+            self.history += [*turn.messages, {"role": "assistant", "content": ""}]
+            self._unfed, self.note, self.last = [], turn.note, None
+        try:
+            with CtrlC():
+                token = writer.advance(logits)
+            while token is not None:
+                if piece := writer.take():
+                    yield piece
+                writer.feeding()
+                with CtrlC():
+                    logits = self.decode(token)
+                    writer.fed()
+                    token = writer.advance(logits)
+        except ContextError:
+            writer.finish("context")
+        finally:
+            writer.finish("interrupted")
+            self._unfed = [] if writer.unfed is None else [writer.unfed]
+            self.history[-1]["content"] = writer.held_text()
+            self.last = writer.reply(turn.tokens, None if self.closed else self.memory())
+        if piece := writer.take():
+            yield piece
+
+    def _append(self, turn: _Turn, control: CtrlC, progress: Progress | None) -> torch.Tensor:
+        """Prefill a turn whole, or leave the session as it was."""
+        if not self.undo_depth and turn.tokens <= self.engine.prefill_chunk:
+            # One chunk: the engine takes it back itself when it fails. A Ctrl-C meanwhile is
+            # delivered once the turn stands in the history, as an interrupted empty reply.
+            return self.prefill(turn.inputs, progress)
+        snapshot = self.fork()
+
+        def report(done: int, total: int) -> None:
+            control.check()
+            if progress is not None:
+                progress(done, total)
+
+        try:
+            logits = self.prefill(turn.inputs, report)
+        except BaseException:
+            self._become(snapshot)
+            raise
+        self._remember(snapshot)
+        return logits
+
+    def _remember(self, snapshot: Session) -> None:
+        self._snapshots.append(snapshot)
+        while len(self._snapshots) > self.undo_depth:
+            self._snapshots.pop(0).close()
+
+    def _become(self, other: Session) -> None:
+        """Take over the state of ``other`` (a fork of this session) and close what was held."""
+        snapshots, self._snapshots = self._snapshots, []
+        # Objects trade places, so that whoever holds this session keeps holding the live one.
+        self.__dict__, other.__dict__ = other.__dict__, self.__dict__
+        other.close()
+        self._snapshots = snapshots
+
+
+_NOBODY: Message = {"role": "user", "content": ""}
+
+
+def _text(message: Message) -> Any:
+    """A stored message's content with its bare media placeholders given a source to read."""
+    content = message["content"]
+    if isinstance(content, str):
+        return content
+    return [part if part["type"] == "text" else {**part, "url": "stored"} for part in content]

@@ -1,0 +1,112 @@
+"""Chat templates, rendered one turn at a time.
+
+A session holds the tokens of the dialogue so far. What a new turn adds is the text that the
+template puts after the latest reply: the end-of-turn marker, the new messages, and the opening of
+the next reply. It is found by rendering the dialogue with a marker in place of that reply, so it
+does not depend on what the reply was, and the tokens the model sampled stay as they are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from engine.errors import InputError
+
+Message = dict[str, Any]
+_MARKER = "MMKV-REPLY-HERE-5b1d"
+
+NO_TEMPLATE = "this model's tokenizer has no chat template: the text is continued as it stands"
+REWRITES = (
+    "the chat template rewrites earlier turns in later ones; "
+    "the cache keeps each turn as it was first sent"
+)
+
+
+@dataclass(frozen=True)
+class Addition:
+    """Text that a turn appends. ``continuing``: something (a reply) stands before it."""
+
+    text: str
+    continuing: bool
+    note: str | None = None
+
+
+class ChatTemplate:
+    """The template of one tokenizer; messages are in the transformers chat format.
+
+    ``parts``: whether message contents are passed as lists of parts (vision models) or as plain
+    strings (text models). ``source``: the Jinja text, or None for plain continuation.
+    ``placeholders``: per kind of part, what stands for it when there is no template.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        source: str | None,
+        parts: bool,
+        placeholders: dict[str, str] | None = None,
+    ) -> None:
+        self._tokenizer, self.source, self._parts = tokenizer, source, parts
+        self._placeholders = placeholders or {}
+
+    def addition(self, history: list[Message], turn: list[Message]) -> Addition:
+        """What to append for ``turn`` (its last message is the user's) after ``history``."""
+        if self.source is None:
+            text = "".join(self._plain(message) for message in turn)
+            return Addition(text, bool(history), NO_TEMPLATE)
+        if not any(message["role"] == "assistant" for message in history):
+            return Addition(self.render(history + turn, opening=True), False)
+        latest = max(i for i, message in enumerate(history) if message["role"] == "assistant")
+        marked = [*history[:latest], {"role": "assistant", "content": _MARKER}]
+        whole = self.render(marked + history[latest + 1 :] + turn, opening=True)
+        before, found, after = whole.rpartition(_MARKER)
+        if not found:
+            raise InputError(
+                "this model's chat template drops earlier replies, so a turn cannot be appended; "
+                "start a new conversation"
+            )
+        stable = before == self.render(history[:latest], opening=True)
+        return Addition(after, True, None if stable else REWRITES)
+
+    def render(self, messages: list[Message], opening: bool) -> str:
+        """The template's text; ``opening`` adds the beginning of the assistant's reply."""
+        if self.source is None:
+            return "".join(self._plain(message) for message in messages)
+        from jinja2 import TemplateError
+
+        shaped = [self._shape(message) for message in messages]
+        try:
+            return self._tokenizer.apply_chat_template(
+                shaped,
+                chat_template=self.source,
+                tokenize=False,
+                add_generation_prompt=opening,
+            )
+        except TemplateError as error:
+            raise InputError(
+                f"the model's chat template refuses these messages ({error}); "
+                "drop the system message or reorder the turns"
+            ) from error
+
+    def _shape(self, message: Message) -> Message:
+        parts = as_parts(message["content"])
+        if self._parts:
+            return {**message, "content": parts}
+        for part in parts:
+            if part["type"] != "text":
+                raise InputError(
+                    f"this model reads text only; it cannot take a message with {part['type']}s"
+                )
+        return {**message, "content": "".join(part["text"] for part in parts)}
+
+    def _plain(self, message: Message) -> str:
+        return "".join(
+            part["text"] if part["type"] == "text" else self._placeholders.get(part["type"], "")
+            for part in as_parts(message["content"])
+        )
+
+
+def as_parts(content: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A message's content as a list of parts."""
+    return [{"type": "text", "text": content}] if isinstance(content, str) else list(content)

@@ -1,0 +1,251 @@
+"""Small checkpoints with tokenizers, for tests of the chat: random weights, one token a byte."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    LlavaOnevisionConfig,
+    LlavaOnevisionForConditionalGeneration,
+    PreTrainedTokenizerFast,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+)
+
+import mmkv.reply
+from mmkv import Engine
+from mmkv.session import Session
+
+SPECIAL = [
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|image_pad|>",
+    "<|video_pad|>",
+    "<image>",
+]
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
+    "{% if m.content is string %}{{ m.content }}"
+    "{% else %}{% for p in m.content %}"
+    "{% if p.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
+    "{% elif p.type == 'video' %}<|vision_start|><|video_pad|><|vision_end|>"
+    "{% else %}{{ p.text }}{% endif %}{% endfor %}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def byte_tokenizer(template: str | None = CHATML) -> PreTrainedTokenizerFast:
+    """A tokenizer whose ordinary tokens are single bytes: any text is tokenized in one way."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {symbol: index for index, symbol in enumerate(alphabet)}
+    inner = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=inner, eos_token="<|im_end|>", pad_token="<|endoftext|>"
+    )
+    tokenizer.add_special_tokens({"additional_special_tokens": SPECIAL})
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def _text_sizes(vocabulary: int) -> dict[str, object]:
+    return {
+        "vocab_size": vocabulary,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 2048,
+    }
+
+
+def save_llama(folder: Path, template: str | None = CHATML, seed: int = 0) -> Path:
+    """A text-only checkpoint."""
+    tokenizer = byte_tokenizer(template)
+    torch.manual_seed(seed)
+    eos = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    config = LlamaConfig(**_text_sizes(len(tokenizer)), eos_token_id=eos, bos_token_id=None)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def save_qwen3_vl(folder: Path, seed: int = 0) -> Path:
+    """A Qwen3-VL checkpoint: 8-pixel patches, 2 x 2 of them a token; pictures of any size."""
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    tokenizer = byte_tokenizer()
+    ids = {name: tokenizer.convert_tokens_to_ids(name) for name in SPECIAL}
+    text = _text_sizes(len(tokenizer)) | {
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "mrope_section": [2, 1, 1],
+            "mrope_interleaved": True,
+        },
+        "eos_token_id": ids["<|im_end|>"],
+    }
+    vision = {
+        "depth": 2,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_heads": 2,
+        "patch_size": 8,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+        "out_hidden_size": 32,
+        "num_position_embeddings": 64,
+        "deepstack_visual_indexes": [0],
+    }
+    torch.manual_seed(seed)
+    config = Qwen3VLConfig(
+        text_config=text,
+        vision_config=vision,
+        image_token_id=ids["<|image_pad|>"],
+        video_token_id=ids["<|video_pad|>"],
+        vision_start_token_id=ids["<|vision_start|>"],
+        vision_end_token_id=ids["<|vision_end|>"],
+    )
+    Qwen3VLForConditionalGeneration(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    sizes = {"patch_size": 8, "temporal_patch_size": 2, "merge_size": 2}
+    Qwen2VLImageProcessorPil(
+        **sizes,
+        size={"shortest_edge": 16 * 16, "longest_edge": 64 * 64},
+        image_mean=[0.5] * 3,
+        image_std=[0.5] * 3,
+    ).save_pretrained(folder)
+    rules = sizes | {"size": {"shortest_edge": 2 * 16 * 16, "longest_edge": 8 * 32 * 32}}
+    (folder / "video_preprocessor_config.json").write_text(json.dumps(rules))
+    return folder
+
+
+LLAVA_TEMPLATE = (
+    "{% for m in messages %}{{ m.role | upper }}: "
+    "{% for p in m.content %}{{ '<image>\n' if p.type == 'image' else p.text }}{% endfor %}"
+    "{{ ' ' if m.role == 'user' else '<|im_end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}ASSISTANT: {% endif %}"
+)
+
+
+def save_llava(folder: Path, seed: int = 0) -> Path:
+    """A LLaVA-1.5 checkpoint with its transformers processor: 16 tokens a picture."""
+    from transformers import LlavaProcessor
+    from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+
+    tokenizer = byte_tokenizer(LLAVA_TEMPLATE)
+    torch.manual_seed(seed)
+    text = _text_sizes(len(tokenizer)) | {"model_type": "llama"}
+    vision = {
+        "model_type": "clip_vision_model",
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+        "image_size": 32,
+        "patch_size": 8,
+        "projection_dim": 32,
+    }
+    config = LlavaConfig(
+        text_config=text,
+        vision_config=vision,
+        image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
+        image_seq_length=16,
+    )
+    LlavaForConditionalGeneration(config).save_pretrained(folder)
+    images = CLIPImageProcessorPil(
+        size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32}
+    )
+    LlavaProcessor(
+        image_processor=images,
+        tokenizer=tokenizer,
+        patch_size=8,
+        vision_feature_select_strategy="default",
+        chat_template=LLAVA_TEMPLATE,
+        num_additional_image_tokens=1,
+    ).save_pretrained(folder)
+    return folder
+
+
+def save_llava_onevision(folder: Path, seed: int = 0) -> Path:
+    """A LLaVA-OneVision checkpoint without the part of its processor that needs torchvision."""
+    from transformers.models.llava_onevision import image_processing_pil_llava_onevision as theirs
+
+    tokenizer = byte_tokenizer(LLAVA_TEMPLATE)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<video>"]})
+    tiles = [[32, 32], [32, 64], [64, 32], [64, 64]]
+    torch.manual_seed(seed)
+    vision = {
+        "model_type": "siglip_vision_model",
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+        "image_size": 32,
+        "patch_size": 8,
+    }
+    config = LlavaOnevisionConfig(
+        text_config=_text_sizes(len(tokenizer)) | {"model_type": "qwen2"},
+        vision_config=vision,
+        image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
+        video_token_index=tokenizer.convert_tokens_to_ids("<video>"),
+        image_grid_pinpoints=tiles,
+    )
+    LlavaOnevisionForConditionalGeneration(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    theirs.LlavaOnevisionImageProcessorPil(
+        size={"height": 32, "width": 32}, image_grid_pinpoints=tiles
+    ).save_pretrained(folder)
+    settings = {
+        "processor_class": "LlavaOnevisionProcessor",
+        "num_image_tokens": 16,
+        "vision_feature_select_strategy": "full",
+    }
+    (folder / "processor_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def picture(colour: str = "red", size: tuple[int, int] = (40, 24)) -> Image.Image:
+    return Image.new("RGB", size, colour)
+
+
+def script(monkeypatch: pytest.MonkeyPatch, engine: Engine, replies: list[str]) -> None:
+    """Make the model say ``replies``: each is spelled out and ended, whatever the logits are."""
+    tokenizer = engine.processor.tokenizer
+    spelled = [tokenizer(text)["input_ids"] + [tokenizer.eos_token_id] for text in replies]
+    queue = [token for reply in spelled for token in reply]
+    monkeypatch.setattr(mmkv.reply.Sampler, "draw", lambda *_: queue.pop(0))
+
+
+def watch(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Record the ids that sessions are fed, in order."""
+    fed: list[int] = []
+    prefill, decode = Session.prefill, Session.decode
+
+    def prefilling(self: Session, inputs: Any, progress: Any = None) -> torch.Tensor:
+        fed.extend(inputs["input_ids"][0].tolist())
+        return prefill(self, inputs, progress)
+
+    def decoding(self: Session, token: int) -> torch.Tensor:
+        fed.append(token)
+        return decode(self, token)
+
+    monkeypatch.setattr(Session, "prefill", prefilling)
+    monkeypatch.setattr(Session, "decode", decoding)
+    return fed

@@ -1,0 +1,88 @@
+"""Settings and fixtures shared by all tests."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+# Before transformers is imported: no test may reach for the network.
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import pytest
+import torch
+from torch import Tensor
+from transformers.utils import logging as transformers_logging
+
+from engine.runtime import Engine
+from engine.spec import DecoderSpec, RopeSpec
+from tests.session_kit import SMALL_CONTEXT, load, qwen3_vl, save_checkpoint
+
+torch.set_num_threads(1)
+transformers_logging.set_verbosity_error()
+transformers_logging.disable_progress_bar()
+
+
+@pytest.fixture
+def generator() -> torch.Generator:
+    """A seeded source of randomness, fresh for each test."""
+    return torch.Generator().manual_seed(1234)
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Checkpoints of the session tests, by what they are."""
+    root = tmp_path_factory.mktemp("sessions")
+    made = {
+        "vl": qwen3_vl(),
+        "text": SMALL_CONTEXT,
+        "other weights": qwen3_vl(seed=1),
+        "other config": qwen3_vl(layers=3),
+    }
+    return {name: save_checkpoint(spec, root / name) for name, spec in made.items()}
+
+
+@pytest.fixture
+def engine(folders: dict[str, Path]) -> Iterator[Engine]:
+    """A Qwen3-VL engine; every test must leave its pool consistent."""
+    made = load(folders["vl"])
+    yield made
+    made.cache.check()
+
+
+def make_spec(
+    layers: int = 2, kv_heads: int = 2, hidden: int = 24, group: int = 2, head_dim: int = 8
+) -> DecoderSpec:
+    """The sizes of a small decoder, for tests that need no weights."""
+    inv_freq: Tensor = 1.0 / 10000 ** (torch.arange(0, head_dim, 2).float() / head_dim)
+    return DecoderSpec(
+        vocab_size=100,
+        hidden_size=hidden,
+        num_layers=layers,
+        num_heads=group * kv_heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        rms_eps=1e-6,
+        max_position=4096,
+        sliding_window=(None,) * layers,
+        rope=RopeSpec("default", inv_freq),
+    )
+
+
+# (case, calls compared, evictions, swaps, worst relative logit error), filled by test_oracle.py.
+ORACLE_REPORT: list[tuple[str, int, int, int, float]] = []
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Show what the oracle comparison found, passing or not."""
+    if ORACLE_REPORT:
+        calls, evictions, swaps = (sum(row[i] for row in ORACLE_REPORT) for i in (1, 2, 3))
+        worst = max(row[4] for row in ORACLE_REPORT)
+        terminalreporter.write_line(
+            f"oracle: {len(ORACLE_REPORT)} dialogues, {calls} calls and {evictions} evictions "
+            f"compared, {swaps} swaps of near-ties, worst relative logit error {worst:.1e}"
+        )
+        for name, _, _, count, _ in ORACLE_REPORT:
+            if count:
+                terminalreporter.write_line(f"oracle: {count} swaps in {name}")

@@ -1,0 +1,382 @@
+"""Small random checkpoints of every family, and inputs shaped like a processor's. No network.
+
+Weights are scaled so that attention is uneven and greedy tokens vary: with tiny standard
+deviations every model repeats one token and most bugs stay invisible.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from transformers.image_processing_utils import select_best_resolution
+
+VOCAB = 160
+IMAGE_ID, VIDEO_ID, VISION_START, VISION_END = 150, 151, 152, 153
+# Random text draws from ids below this: never a placeholder or a special token.
+TEXT_IDS = 148
+NO_SPECIALS: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+TILE, PATCH = 16, 4
+SIDE = TILE // PATCH
+PINPOINTS = [[16, 32], [32, 16], [32, 32], [16, 48], [48, 16]]
+
+_home = tempfile.TemporaryDirectory(prefix="mmkv-checkpoints-")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One random checkpoint: its family's ``model_type`` and the shape that makes it special."""
+
+    model_type: str
+    heads: int
+    kv_heads: int
+    head_dim: int
+    layers: int = 2
+    tied: bool = False
+    seed: int = 0
+    text_type: str = ""
+    text: dict[str, Any] = field(default_factory=dict)
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def group(self) -> int:
+        """Query heads per KV head."""
+        return self.heads // self.kv_heads
+
+
+def _long_rope(rot: int, original: int) -> dict[str, Any]:
+    return {
+        "max_position_embeddings": 512,
+        "original_max_position_embeddings": original,
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 10000.0,
+            "short_factor": [1.0 + 0.05 * i for i in range(rot // 2)],
+            "long_factor": [1.5 + 0.4 * i for i in range(rot // 2)],
+            "original_max_position_embeddings": original,
+            "partial_rotary_factor": 0.5,
+        },
+    }
+
+
+_LLAMA3 = {
+    "rope_parameters": {
+        "rope_type": "llama3",
+        "rope_theta": 10000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    }
+}
+_YARN = {"rope_parameters": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0,
+                             "original_max_position_embeddings": 64}}  # fmt: skip
+
+CHECKPOINTS: dict[str, Checkpoint] = {
+    "qwen3_vl": Checkpoint("qwen3_vl", 6, 2, 32, layers=3, tied=True),
+    "qwen3_vl_group8": Checkpoint("qwen3_vl", 8, 1, 64, layers=3, seed=1),
+    "qwen3_vl_dim128": Checkpoint("qwen3_vl", 2, 2, 128, layers=3, seed=2),
+    "llava": Checkpoint("llava", 8, 2, 64, text_type="llama"),
+    "llava_mistral": Checkpoint(
+        "llava", 3, 3, 32, text_type="mistral",
+        text={"sliding_window": None},
+        extra={"vision_feature_layer": [-3, -1], "vision_feature_select_strategy": "full"},
+    ),
+    "llava_qwen2": Checkpoint("llava", 6, 2, 32, tied=True, text_type="qwen2"),
+    "llava_next": Checkpoint("llava_next", 2, 2, 128, text_type="llama"),
+    "llava_next_mistral": Checkpoint(
+        "llava_next", 8, 2, 32, text_type="mistral", text={"sliding_window": None}
+    ),
+    "llava_onevision": Checkpoint("llava_onevision", 6, 2, 32, tied=True, text_type="qwen2"),
+    "qwen3": Checkpoint("qwen3", 4, 1, 128, tied=True),
+    "qwen3_yarn": Checkpoint("qwen3", 2, 2, 64, text=_YARN),
+    "qwen2": Checkpoint("qwen2", 4, 4, 64),
+    "qwen2_sliding": Checkpoint(
+        "qwen2", 6, 2, 32, layers=3, tied=True,
+        text={"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1},
+    ),
+    "llama": Checkpoint("llama", 3, 1, 64, tied=True, text=_LLAMA3),
+    "llama_biased": Checkpoint(
+        "llama", 8, 2, 32, text={"attention_bias": True, "mlp_bias": True}
+    ),
+    "mistral": Checkpoint("mistral", 8, 1, 32, text={"sliding_window": 24}),
+    "phi3": Checkpoint("phi3", 4, 4, 64, text=_long_rope(32, original=256)),
+    "phi3_long": Checkpoint("phi3", 3, 1, 32, text=_long_rope(16, original=16), seed=1),
+    "phi3_sliding": Checkpoint("phi3", 6, 2, 32, tied=True, text={"sliding_window": 24}),
+}  # fmt: skip
+
+
+@functools.cache
+def checkpoint(name: str) -> Path:
+    """The folder of checkpoint ``name``, built on first use and removed with the process."""
+    folder = Path(_home.name) / name
+    make_model(CHECKPOINTS[name]).save_pretrained(folder)
+    return folder
+
+
+def make_model(spec: Checkpoint) -> Any:
+    """The transformers model of a checkpoint, float32, with lively random weights."""
+    build = {
+        "qwen3_vl": _qwen3_vl, "llava": _llava, "llava_next": _llava_next,
+        "llava_onevision": _llava_onevision,
+    }.get(spec.model_type)  # fmt: skip
+    if build is None:
+        model = transformers.AutoModelForCausalLM.from_config(_text_config(spec, spec.model_type))
+    else:
+        model = transformers.AutoModelForImageTextToText.from_config(build(spec))
+    enliven(model, spec.seed)
+    model.generation_config = transformers.GenerationConfig()
+    return model.float().eval()
+
+
+@torch.no_grad()
+def enliven(model: Any, seed: int) -> None:
+    """Fill every parameter with seeded noise of a size that keeps signals alive."""
+    source = torch.Generator().manual_seed(seed)
+    for name, weight in model.named_parameters():
+        noise = torch.randn(weight.shape, generator=source)
+        if "norm" in name and name.endswith("weight"):
+            # Sharper attention where queries and keys are normed: their matrices cannot do it.
+            weight.copy_((2 if "q_norm" in name else 1) + 0.2 * noise)
+        elif weight.dim() == 1:
+            weight.copy_(0.2 * noise)
+        elif "embed" in name and "patch" not in name:
+            # Small beside the layers' output, or a tied model echoes its input.
+            weight.copy_(0.1 * noise)
+        else:
+            sharp = any(part in name for part in ("q_proj", "k_proj", "qkv_proj"))
+            weight.copy_((1.5 if sharp else 1.0) * noise / math.sqrt(weight[0].numel()))
+
+
+def _text_config(spec: Checkpoint, text_type: str) -> Any:
+    hidden = spec.heads * spec.head_dim
+    values: dict[str, Any] = {
+        "vocab_size": VOCAB,
+        "hidden_size": hidden,
+        "intermediate_size": 2 * hidden,
+        "num_hidden_layers": spec.layers,
+        "num_attention_heads": spec.heads,
+        "num_key_value_heads": spec.kv_heads,
+        "head_dim": spec.head_dim,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": spec.tied,
+        **NO_SPECIALS,
+        **spec.text,
+    }
+    return transformers.CONFIG_MAPPING[text_type](**values)
+
+
+def _clip(spec: Checkpoint) -> Any:
+    return transformers.CLIPVisionConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=2,
+        image_size=TILE, patch_size=PATCH, projection_dim=16,
+    )  # fmt: skip
+
+
+def _llava(spec: Checkpoint) -> Any:
+    values = {"vision_feature_layer": -2, "vision_feature_select_strategy": "default", **spec.extra}
+    return transformers.LlavaConfig(
+        vision_config=_clip(spec), text_config=_text_config(spec, spec.text_type),
+        image_token_index=IMAGE_ID, tie_word_embeddings=spec.tied, **values,
+    )  # fmt: skip
+
+
+def _llava_next(spec: Checkpoint) -> Any:
+    return transformers.LlavaNextConfig(
+        vision_config=_clip(spec), text_config=_text_config(spec, spec.text_type),
+        image_token_index=IMAGE_ID, image_grid_pinpoints=PINPOINTS,
+        tie_word_embeddings=spec.tied, **spec.extra,
+    )  # fmt: skip
+
+
+def _llava_onevision(spec: Checkpoint) -> Any:
+    vision = transformers.SiglipVisionConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=2,
+        image_size=TILE, patch_size=PATCH, vision_use_head=False,
+    )  # fmt: skip
+    return transformers.LlavaOnevisionConfig(
+        vision_config=vision, text_config=_text_config(spec, spec.text_type),
+        image_token_index=IMAGE_ID, video_token_index=VIDEO_ID, image_grid_pinpoints=PINPOINTS,
+        # Fewer tiles than the largest grid has, so that the shrinking path runs too.
+        vision_aspect_ratio="anyres_max_2", tie_word_embeddings=spec.tied, **spec.extra,
+    )  # fmt: skip
+
+
+def _qwen3_vl(spec: Checkpoint) -> Any:
+    half = spec.head_dim // 2
+    side = half // 3
+    text = _text_config(spec, "qwen3_vl_text")
+    text.rope_parameters = {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "mrope_section": [half - 2 * side, side, side],
+        "mrope_interleaved": True,
+    }
+    vision = {
+        "depth": 3, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2,
+        "patch_size": PATCH, "spatial_merge_size": 2, "temporal_patch_size": 2,
+        "out_hidden_size": spec.heads * spec.head_dim, "num_position_embeddings": 64,
+        "deepstack_visual_indexes": [0, 1],
+    }  # fmt: skip
+    return transformers.Qwen3VLConfig(
+        text_config=text.to_dict(), vision_config=vision, image_token_id=IMAGE_ID,
+        video_token_id=VIDEO_ID, vision_start_token_id=VISION_START,
+        vision_end_token_id=VISION_END, tie_word_embeddings=spec.tied,
+    )  # fmt: skip
+
+
+# A turn is written as pieces: 12 (so many text tokens), ("image", height, width) in pixels,
+# or ("video", frames, height, width).
+Piece = int | tuple[Any, ...]
+
+
+def make_turn(name: str, pieces: Sequence[Piece], seed: int = 0) -> dict[str, Tensor]:
+    """Inputs of one turn for checkpoint ``name``, as its processor would return them."""
+    source = torch.Generator().manual_seed(seed)
+    family = CHECKPOINTS[name].model_type
+    ids: list[int] = []
+    pictures: list[tuple[int, int]] = []
+    videos: list[tuple[int, int, int]] = []
+    lone = sum(not isinstance(piece, int) and piece[0] == "image" for piece in pieces) == 1
+    for piece in pieces:
+        if isinstance(piece, int):
+            ids += torch.randint(3, TEXT_IDS, (piece,), generator=source).tolist()
+        elif piece[0] == "image":
+            pictures.append(piece[1:])
+            ids += _image_ids(CHECKPOINTS[name], piece[1:], lone)
+        else:
+            videos.append(piece[1:])
+            ids += _video_ids(family, piece[1:], source)
+    tokens = torch.tensor([ids])
+    turn = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+    noise = functools.partial(torch.randn, generator=source)
+    if family == "qwen3_vl":
+        # As the processor does, also for text.
+        kinds = (tokens == IMAGE_ID).int() + 2 * (tokens == VIDEO_ID).int()
+        turn["mm_token_type_ids"] = kinds
+        if pictures:
+            turn |= _patches([(1, *size) for size in pictures], "pixel_values", "image", noise)
+        if videos:
+            # Two frames make one temporal patch.
+            grids = [(frames // 2, high, wide) for frames, high, wide in videos]
+            turn |= _patches(grids, "pixel_values_videos", "video", noise)
+        return turn
+    if pictures:
+        turn |= _tiles(family, pictures, lone, noise)
+    if videos:
+        frames = [noise(count, 3, TILE, TILE) for count, _, _ in videos]
+        turn["pixel_values_videos"] = torch.stack(frames)
+    return turn
+
+
+def join_turns(*turns: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The whole conversation at once, for the transformers reference."""
+    joined: dict[str, Tensor] = {}
+    for key in {key: None for turn in turns for key in turn}:
+        parts = [turn[key] for turn in turns if key in turn]
+        row_wise = key in ("input_ids", "attention_mask", "mm_token_type_ids")
+        if key == "pixel_values" and parts[0].dim() == 5:
+            parts = _pad_tiles(parts)
+        joined[key] = torch.cat(parts, dim=1 if row_wise else 0)
+    return joined
+
+
+def pad_left(turns: Sequence[dict[str, Tensor]], pad_id: int = 0) -> dict[str, Tensor]:
+    """A left-padded batch of several turns, for the transformers reference."""
+    width = max(turn["input_ids"].shape[1] for turn in turns)
+    rows: dict[str, list[Tensor]] = {}
+    for turn in turns:
+        missing = width - turn["input_ids"].shape[1]
+        for key, value in turn.items():
+            if key in ("input_ids", "attention_mask", "mm_token_type_ids"):
+                fill = pad_id if key == "input_ids" else 0
+                value = torch.nn.functional.pad(value, (missing, 0), value=fill)
+            rows.setdefault(key, []).append(value)
+    if "pixel_values" in rows and rows["pixel_values"][0].dim() == 5:
+        rows["pixel_values"] = _pad_tiles(rows["pixel_values"])
+    return {key: torch.cat(values) for key, values in rows.items()}
+
+
+def _image_ids(spec: Checkpoint, size: tuple[int, int], lone: bool) -> list[int]:
+    family = spec.model_type
+    if family == "qwen3_vl":
+        count = (size[0] // PATCH // 2) * (size[1] // PATCH // 2)
+        return [VISION_START, *[IMAGE_ID] * count, VISION_END]
+    if family == "llava":
+        whole = spec.extra.get("vision_feature_select_strategy") == "full"
+        return [IMAGE_ID] * (SIDE * SIDE + whole)
+    if family == "llava_onevision" and not lone:
+        return [IMAGE_ID] * (SIDE * SIDE + 1)
+    return [IMAGE_ID] * _anyres_tokens(size, 2 if family == "llava_onevision" else None)
+
+
+def _video_ids(family: str, size: tuple[int, int, int], source: torch.Generator) -> list[int]:
+    frames, high, wide = size
+    if family == "llava_onevision":
+        return [VIDEO_ID] * (frames * math.ceil(SIDE / 2) ** 2 + 1)
+    ids: list[int] = []
+    for _ in range(frames // 2):
+        # A timestamp of a few text tokens stands before each temporal patch.
+        ids += torch.randint(3, TEXT_IDS, (3,), generator=source).tolist()
+        ids += [VISION_START, *[VIDEO_ID] * ((high // PATCH // 2) * (wide // PATCH // 2))]
+        ids.append(VISION_END)
+    return ids
+
+
+def _patches(
+    grids: Sequence[tuple[int, int, int]], key: str, noun: str, noise: Callable[..., Tensor]
+) -> dict[str, Tensor]:
+    grid = torch.tensor([(time, high // PATCH, wide // PATCH) for time, high, wide in grids])
+    return {
+        key: noise(int(grid.prod(-1).sum()), 3 * 2 * PATCH * PATCH),
+        f"{noun}_grid_thw": grid,
+    }
+
+
+def _tiles(
+    family: str, sizes: Sequence[tuple[int, int]], lone: bool, noise: Callable[..., Tensor]
+) -> dict[str, Tensor]:
+    if family == "llava":
+        return {"pixel_values": noise(len(sizes), 3, TILE, TILE)}
+    tiled = family == "llava_next" or lone
+    counts = [_tile_count(size) if tiled else 1 for size in sizes]
+    pixels = [noise(1, count, 3, TILE, TILE) for count in counts]
+    made = {"pixel_values": torch.cat(_pad_tiles(pixels)), "image_sizes": torch.tensor(sizes)}
+    if family == "llava_onevision":
+        made["batch_num_images"] = torch.tensor([len(sizes)])
+    return made
+
+
+def _tile_count(size: tuple[int, int]) -> int:
+    high, wide = select_best_resolution(size, PINPOINTS)
+    return 1 + (high // TILE) * (wide // TILE)
+
+
+def _anyres_tokens(size: tuple[int, int], most_tiles: int | None) -> int:
+    """Thumbnail plus the tiles, without the rows or columns that were padding, plus row ends."""
+    high, wide = (edge // TILE * SIDE for edge in select_best_resolution(size, PINPOINTS))
+    if size[1] / size[0] > wide / high:
+        high -= 2 * ((high - int(round(size[0] * (wide / size[1]), 7))) // 2)
+    else:
+        wide -= 2 * ((wide - int(round(size[1] * (high / size[0]), 7))) // 2)
+    if most_tiles is not None:
+        ratio = math.sqrt(high * wide / (most_tiles * SIDE * SIDE))
+        if ratio > 1.1:
+            high, wide = int(high // ratio), int(wide // ratio)
+    return SIDE * SIDE + high * (wide + 1)
+
+
+def _pad_tiles(pixels: list[Tensor]) -> list[Tensor]:
+    most = max(part.shape[1] for part in pixels)
+    return [
+        torch.nn.functional.pad(part, (0, 0, 0, 0, 0, 0, 0, most - part.shape[1]))
+        for part in pixels
+    ]

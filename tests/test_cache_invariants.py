@@ -1,0 +1,258 @@
+"""A hypothesis state machine over the ragged cache (design section 5).
+
+The model is a dictionary: sequence slot -> rows -> list of serial numbers. Every entry is
+written with keys, values, log_beta, position and modality computed from its serial number, so
+that reading any column back says which entry it is. After every operation all invariants hold.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+
+import pytest
+import torch
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+from torch import Tensor
+
+from engine.cache import PagePool, RaggedCache
+from engine.errors import BudgetError
+
+Rows = list[list[int]]  # [layers * heads] -> serial numbers
+EXAMPLES = int(os.environ.get("MMKV_CACHE_EXAMPLES", "100"))
+STEPS = 60
+
+
+def columns(serial: Tensor, head_dim: int) -> dict[str, Tensor]:
+    """What an entry with this serial number holds; every column tells entries apart."""
+    ramp = torch.arange(head_dim, dtype=torch.float32)
+    return {
+        "keys": serial[..., None].float() + ramp / 64,
+        "values": -serial[..., None].float() - ramp / 64,
+        "log_beta": -serial.float() / 8,
+        "position": serial.int(),
+        "modality": (serial % 3).to(torch.uint8),
+    }
+
+
+class CacheMachine(RuleBasedStateMachine):
+    """Open, append (to one or several sequences), evict, fork, export, import, close, grow."""
+
+    @initialize(
+        page_size=st.sampled_from([1, 2, 8, 16, 64]),
+        layers=st.integers(1, 4),
+        heads=st.integers(1, 4),
+        head_dim=st.sampled_from([2, 5]),
+        pages=st.integers(0, 40),
+    )
+    def start(self, page_size: int, layers: int, heads: int, head_dim: int, pages: int) -> None:
+        self.pool = PagePool(page_size, head_dim, pages)
+        self.cache = RaggedCache(self.pool, layers, heads)
+        self.model: dict[int, Rows] = {}
+        self.saved: list[tuple[dict[str, Tensor], Rows]] = []
+        self.serial = 0
+
+    @rule()
+    @precondition(lambda self: len(self.model) < 6)
+    def open(self) -> None:
+        seq = self.cache.open()
+        assert seq not in self.model, "an open slot was handed out again"
+        self.model[seq] = [[] for _ in range(self.cache.rows)]
+
+    @rule(data=st.data(), count=st.one_of(st.just(1), st.integers(1, 40)))
+    @precondition(lambda self: self.model)
+    def append(self, data: st.DataObject, count: int) -> None:
+        some = st.lists(st.sampled_from(sorted(self.model)), min_size=1, unique=True)
+        seqs = data.draw(some)
+        slots = self.cache.append(torch.tensor(seqs), count)
+        assert slots.shape == (len(seqs), self.cache.layers, self.cache.kv_heads, count)
+        assert slots.unique().numel() == slots.numel(), "two new entries share a slot"
+        serial = self.serial + torch.arange(slots.numel()).view(slots.shape)
+        self.serial += slots.numel()
+        for name, column in columns(serial, self.pool.head_dim).items():
+            getattr(self.pool, name).flatten(0, 1)[slots] = column
+        for seq, mine in zip(seqs, serial.flatten(1, 2).tolist(), strict=True):
+            for row, new in zip(self.model[seq], mine, strict=True):
+                row.extend(new)
+
+    @rule(data=st.data(), share=st.sampled_from([0.0, 0.02, 0.3, 0.9, 1.0]), given_=st.booleans())
+    @precondition(lambda self: self.model)
+    def evict(self, data: st.DataObject, share: float, given_: bool) -> None:
+        """Drop a random share of all entries of a sequence, unevenly over its rows."""
+        seq = data.draw(st.sampled_from(sorted(self.model)))
+        generator = torch.Generator().manual_seed(data.draw(st.integers(0, 2**31)))
+        entries = self.cache.entries(seq)
+        serials = self.pool.position.view(-1)[entries.slot]
+        tilt = torch.rand(self.cache.rows, generator=generator)[entries.row]
+        chance = torch.rand(entries.row.numel(), generator=generator)
+        victims = (chance < share * (1 if share == 1.0 else 2 * tilt)).nonzero().flatten()
+        victims = victims[torch.randperm(victims.numel(), generator=generator)]
+        gone = set(serials[victims].tolist())
+        self.cache.drop(seq, victims, entries if given_ else None)
+        self.model[seq] = [[s for s in row if s not in gone] for row in self.model[seq]]
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.model and len(self.model) < 6)
+    def fork(self, data: st.DataObject) -> None:
+        seq = data.draw(st.sampled_from(sorted(self.model)))
+        order = self._stored(seq)
+        other = self.cache.fork(seq)
+        assert other not in self.model
+        self.model[other] = [list(row) for row in self.model[seq]]
+        assert self._stored(other) == order, "a fork keeps the storage order"
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.model)
+    def save(self, data: st.DataObject) -> None:
+        seq = data.draw(st.sampled_from(sorted(self.model)))
+        # The order in storage must survive too: a continued session is bit-identical.
+        self.saved.append((self.cache.export(seq), self._stored(seq)))
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.saved and len(self.model) < 6)
+    def load(self, data: st.DataObject) -> None:
+        tensors, order = data.draw(st.sampled_from(self.saved))
+        seq = self.cache.import_(tensors)
+        assert seq not in self.model
+        assert self._stored(seq) == order
+        self.model[seq] = [list(row) for row in order]
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.model)
+    def close(self, data: st.DataObject) -> None:
+        seq = data.draw(st.sampled_from(sorted(self.model)))
+        free, held = self.pool.free_pages, self.cache.held_pages(seq)
+        self.cache.close(seq)
+        assert self.pool.free_pages == free + held, "closing returns every page"
+        del self.model[seq]
+
+    @rule(extra=st.integers(1, 20))
+    def grow(self, extra: int) -> None:
+        assume(self.pool.num_pages < 2000)
+        self.pool.grow(self.pool.num_pages + extra)
+
+    @rule(data=st.data(), count=st.integers(1, 40))
+    @precondition(lambda self: self.model)
+    def refused(self, data: st.DataObject, count: int) -> None:
+        """An append that the pool refuses changes nothing (the invariants then see to it)."""
+        seq = data.draw(st.sampled_from(sorted(self.model)))
+        size = self.pool.page_size
+        lengths = [len(row) for row in self.model[seq]]
+        need = sum(math.ceil((n + count) / size) - math.ceil(n / size) for n in lengths)
+        assume(need > self.pool.free_pages)
+        self.pool.limit = self.pool.num_pages + (need - self.pool.free_pages) - 1
+        with pytest.raises(BudgetError):
+            self.cache.append(torch.tensor([seq]), count)
+        self.pool.limit = None
+
+    def teardown(self) -> None:
+        if not hasattr(self, "model"):
+            return
+        for seq in list(self.model):
+            self.cache.close(seq)
+        assert self.pool.free_pages == self.pool.num_pages, "pages were lost"
+        self.cache.check()
+
+    @invariant()
+    def pages(self) -> None:
+        """Every page is free or in exactly one row; a row holds ceil(len / P) pages."""
+        cache, size = self.cache, self.pool.page_size
+        cache.check()
+        held: list[int] = []
+        for seq, rows in self.model.items():
+            lengths = cache.length[seq].flatten().tolist()
+            assert lengths == [len(row) for row in rows]
+            mine = []
+            for table, length in zip(cache.table[seq].flatten(0, 1).tolist(), lengths, strict=True):
+                mine += table[: math.ceil(length / size)]
+            assert cache.held_pages(seq) == len(mine)
+            held += mine
+        free = self.pool.free_list().tolist()
+        assert len(free) == self.pool.free_pages
+        assert sorted(held + free) == list(range(self.pool.num_pages))
+
+    @invariant()
+    def contents(self) -> None:
+        """Each row holds exactly its entries, in every column, in some order."""
+        for seq, rows in self.model.items():
+            entries = self.cache.entries(seq)
+            expected = torch.tensor([r for r, row in enumerate(rows) for _ in row]).long()
+            assert torch.equal(entries.row, expected), "entries are row-major"
+            assert [sorted(row) for row in self._stored(seq)] == [sorted(row) for row in rows]
+            serial = self.pool.position.view(-1)[entries.slot]
+            for name, column in columns(serial, self.pool.head_dim).items():
+                stored = getattr(self.pool, name).flatten(0, 1)[entries.slot]
+                assert torch.equal(stored, column), f"{name} no longer belongs to its position"
+
+    def _stored(self, seq: int) -> Rows:
+        """Serial numbers per row, in storage order."""
+        entries = self.cache.entries(seq)
+        serial = self.pool.position.view(-1)[entries.slot]
+        rows: Rows = [[] for _ in range(self.cache.rows)]
+        for row, value in zip(entries.row.tolist(), serial.tolist(), strict=True):
+            rows[row].append(value)
+        return rows
+
+
+def test_cache_state_machine() -> None:
+    """About EXAMPLES x STEPS operations on random shapes, all invariants after each."""
+    run_state_machine_as_test(
+        CacheMachine,
+        settings=settings(
+            max_examples=EXAMPLES,
+            stateful_step_count=STEPS,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    lengths=st.lists(st.integers(0, 100), min_size=1, max_size=30),
+    size=st.sampled_from([1, 8, 16, 64]),
+)
+def test_pages_never_pass_the_bound(lengths: list[int], size: int) -> None:
+    """sum(ceil(len / P)) <= (entries + rows (P - 1)) / P: what pools are sized from."""
+    held = sum(math.ceil(n / size) for n in lengths)
+    assert held <= (sum(lengths) + len(lengths) * (size - 1)) / size
+
+
+def test_check_names_what_is_broken() -> None:
+    """The invariant checker itself can fail."""
+    cache = RaggedCache(PagePool(4, 2, 8), 1, 2)
+    seq = cache.open()
+    cache.append(torch.tensor([seq]), 5)
+    cache.check()
+    good = cache.table.clone()
+    cache.table[seq, 0, 0, 0] = cache.table[seq, 0, 1, 0]
+    with pytest.raises(AssertionError, match="twice"):
+        cache.check()
+    cache.table.copy_(good)
+    cache.length[seq, 0, 0] = 1
+    with pytest.raises(AssertionError, match="free or held"):
+        cache.check()
+    cache.length[seq, 0, 0] = 5
+    cache.check()
+
+
+def test_freed_pages_are_used_again() -> None:
+    """A long life under a budget needs no more pages than its peak."""
+    cache = RaggedCache(PagePool(16, 2, 0), 2, 2)
+    seq = cache.open()
+    for _ in range(300):
+        cache.append(torch.tensor([seq]), 1)
+        entries = cache.entries(seq)
+        excess = entries.row.numel() - 128
+        if excess > 0:
+            cache.drop(seq, torch.arange(excess))
+    assert cache.pool.num_pages <= (128 + 4 * 16 + 4) // 16 + 4
