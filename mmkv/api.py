@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import mmkv.torchvision_guard  # noqa: F401 (before anything that imports transformers)
+
+# isort: split
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self

@@ -54,6 +54,12 @@ def describe(source: object) -> str:
     return text.split(",", 1)[0][:40] + ",..." if text.startswith("data:") else text
 
 
+def check_source(source: str) -> None:
+    """Raise InputError when ``source`` is a path at which there is no file; fetches nothing."""
+    if not source.startswith("data:") and not _is_url(source):
+        _require_file(Path(source).expanduser(), source)
+
+
 @contextmanager
 def local_file(source: str | Path) -> Iterator[Path]:
     """Give a path for ``source``; an http(s) URL is fetched to a temporary file meanwhile."""

@@ -338,7 +338,8 @@ class Oracle:
             assert wrong.shape[-1] <= self.last.score.shape[-1], f"{counts}; first {shown}"
             scores = self.last.score[cut][wrong[..., : self.last.score.shape[-1]]]
             gap = float(scores.max() - scores.min())
-            close = gap <= RELATIVE_TIE * float(scores.abs().max())
+            # A protected entry (inf) is never a near-tie of anything.
+            close = math.isfinite(gap) and gap <= RELATIVE_TIE * float(scores.abs().max())
             assert close, f"retained sets differ: {counts}; scores {scores.tolist()[:8]}; {shown}"
         self.keep = theirs
         self.swaps += int(differing.sum()) // 2

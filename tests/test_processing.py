@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -131,3 +134,23 @@ def test_llava_answers_as_with_transformers(tmp_path: Path, save: Callable[[Path
         made = model.generate(**inputs, max_new_tokens=8, do_sample=False)
         theirs = made[0, inputs["input_ids"].shape[1] :].tolist()
         assert theirs[: len(reply.token_ids)] == reply.token_ids
+
+
+def test_a_broken_torchvision_does_no_harm(qwen: Path, tmp_path: Path) -> None:
+    fake = tmp_path / "torchvision"
+    fake.mkdir()
+    (fake / "__init__.py").write_text("raise RuntimeError('operator nms does not exist')")
+    facts = tmp_path / "torchvision-0.28.0.dist-info"
+    facts.mkdir()
+    (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: torchvision\nVersion: 0.28.0\n")
+    code = (
+        "import sys; from mmkv import Engine, Sampling; from PIL import Image;"
+        "session = Engine.from_pretrained(sys.argv[1]).session();"
+        "image, few = Image.new('RGB', (32, 32)), Sampling(max_new_tokens=2);"
+        "list(session.send('what?', images=[image], sampling=few))"
+    )
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", code, str(qwen)]
+    made = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert made.returncode == 0, made.stderr[-500:]

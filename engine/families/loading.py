@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -111,6 +112,8 @@ def _source(name: str) -> str:
         ModelError: for a folder without a model, or a path that is not there.
     """
     folder = Path(name).expanduser()
+    if not name.strip():
+        raise ModelError("the model's name is empty; name a checkpoint folder or a hub id")
     if folder.is_dir():
         if not (folder / "config.json").is_file():
             raise ModelError(f"{name} has no config.json; name a transformers checkpoint folder")
@@ -118,7 +121,7 @@ def _source(name: str) -> str:
     if folder.is_file():
         raise ModelError(f"{name} is a file; name the checkpoint's folder")
     # A hub id is "name" or "owner/name"; all else was meant as a path.
-    if not name or name[0] in "./~" or name.count("/") > 1 or "\\" in name or name.endswith("/"):
+    if name[0] in "./~" or name.count("/") > 1 or "\\" in name or name.endswith("/"):
         raise ModelError(f"no folder {name!r}; name a transformers checkpoint folder or a hub id")
     return name
 
@@ -164,21 +167,31 @@ def _model(
 
 def _explained(name: str, source: str, error: Exception) -> Exception:
     """A :class:`ModelError` of one line for what reading a checkpoint can raise."""
-    first = (str(error).strip().splitlines() or [""])[0].strip()
+    first = _first_sentence(str(error)) or type(error).__name__
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return ModelError(f"not enough memory for {name}; use a smaller model or dtype='bfloat16'")
     if isinstance(error, SafetensorError):
         return ModelError(
             f"the weights of {name} are corrupt ({first}); copy or download them again"
         )
-    if isinstance(error, ValueError | KeyError) and "model_type" in first + str(error.args):
-        return ModelError(f"{name} has a model type that transformers does not know; {first}")
+    unknown = re.search(r"model type `([^`]+)`", str(error))
+    if unknown:
+        return ModelError(
+            f"{name} has model type {unknown[1]!r}, which transformers {transformers.__version__} "
+            "does not know; update transformers or use another model"
+        )
     if Path(source).is_dir():
-        return ModelError(f"{name} is not a readable checkpoint: {first or type(error).__name__}")
+        return ModelError(f"{name} is not a readable checkpoint: {first}")
     return ModelError(
         f"cannot get {name!r} from the hub and no such folder is here; check the name and the "
         "network, or give the path of a downloaded checkpoint"
     )
+
+
+def _first_sentence(text: str, longest: int = 160) -> str:
+    """The start of a library's message that fits one line."""
+    line = (text.strip().splitlines() or [""])[0].strip()
+    return line if len(line) <= longest else line[:longest].rsplit(" ", 1)[0] + " ..."
 
 
 @contextmanager

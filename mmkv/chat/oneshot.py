@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from mmkv.chat.answer import answer
 from mmkv.chat.display import memory_line
-from mmkv.media import load_image
-from mmkv.video import load_video
 
 if TYPE_CHECKING:
     from mmkv.api import Engine
@@ -15,11 +14,15 @@ if TYPE_CHECKING:
     from mmkv.chat.options import ChatOptions
 
 
-def answer_once(engine: Engine, options: ChatOptions, display: Display, prompt: str) -> int:
+def answer_once(
+    engine: Engine,
+    options: ChatOptions,
+    display: Display,
+    prompt: str,
+    images: Sequence[Any],
+    videos: Sequence[Any],
+) -> int:
     """Answer ``prompt`` and return the exit code (130 after Ctrl-C). Raises MmkvError."""
-    images = [load_image(source) for source in options.image]
-    rule = engine.processor.size_rule
-    videos = [load_video(v, options.fps, options.num_frames, rule) for v in options.video]
     with engine.session() as session:
         finished = answer(
             engine,

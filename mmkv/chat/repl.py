@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +10,6 @@ from engine.errors import MmkvError
 from mmkv.chat.answer import answer
 from mmkv.chat.commands import COMMANDS, Leave
 from mmkv.chat.lines import LineReader
-from mmkv.media import load_image
 from mmkv.video import load_video
 
 if TYPE_CHECKING:
@@ -24,15 +24,19 @@ UNDO_DEPTH = 4
 class Repl:
     """State of one interactive run: the conversation, its branches, what is queued for sending."""
 
-    def __init__(self, engine: Engine, options: ChatOptions, display: Display) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        options: ChatOptions,
+        display: Display,
+        images: Sequence[Any],
+        videos: Sequence[Any],
+    ) -> None:
         self.engine, self.options, self.display = engine, options, display
         self.sampling = options.sampling()
         self.fps, self.num_frames = options.fps, options.num_frames
         self.system = options.system
-        self.images: list[Any] = [load_image(source) for source in options.image]
-        self.videos: list[Any] = []
-        for source in options.video:
-            self.add_video(source)
+        self.images, self.videos = list(images), list(videos)
         self.session = self.new_session()
         self.branches: dict[str, Session] = {"main": self.session}
         self.branch = "main"

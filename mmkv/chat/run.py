@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 from engine.errors import InputError
 from mmkv.chat.display import Display
 from mmkv.chat.options import ChatOptions
+from mmkv.media import check_source, load_image
+from mmkv.video import check_sampling, load_video
 
 if TYPE_CHECKING:
     from mmkv.api import Engine
@@ -20,14 +22,21 @@ def run_chat(options: ChatOptions) -> int:
     """Run ``mmkv chat`` and return the exit code. Raises MmkvError."""
     display = Display(options)
     prompt = _prompt(options)
+    # What can be wrong without a model is found before the wait for one.
+    images = [load_image(source) for source in options.image]
+    check_sampling(options.fps, options.num_frames)
+    for source in options.video:
+        check_source(source)
     engine = load_engine(options, display)
+    rule = engine.processor.size_rule
+    videos = [load_video(v, options.fps, options.num_frames, rule) for v in options.video]
     if prompt is not None and not options.interactive:
         from mmkv.chat.oneshot import answer_once
 
-        return answer_once(engine, options, display, prompt)
+        return answer_once(engine, options, display, prompt, images, videos)
     from mmkv.chat.repl import Repl
 
-    return Repl(engine, options, display).run(prompt)
+    return Repl(engine, options, display, images, videos).run(prompt)
 
 
 def load_engine(options: ChatOptions, display: Display) -> Engine:
@@ -38,9 +47,9 @@ def load_engine(options: ChatOptions, display: Display) -> Engine:
     options.model = name
     budget = options.chosen_budget()
     with display.loading(name) as progress:
-        _hush_libraries(keep_downloads=display.animated and not Path(name).is_dir())
         from mmkv.api import Engine
 
+        _hush_libraries(keep_downloads=display.animated and not Path(name).is_dir())
         engine = Engine.from_pretrained(
             name,
             policy=options.policy,
