@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
+import socket
+import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
+import huggingface_hub.constants as hub
 import torch
 import transformers
 from safetensors import SafetensorError
@@ -48,12 +53,13 @@ def load(
     say = progress or (lambda _: None)
     name, where = str(path_or_hub_id), resolve_device(device)
     source = _source(name)
+    local = Path(source).is_dir() or not _hub_in_reach()
     say("reading the config")
-    config = _config(name, source)
+    config = _config(name, source, local)
     family_type = family_for(config)
     precision = resolve_dtype(dtype, config, where)
     say("reading the weights")
-    hf_model = _model(name, source, family_type, config, precision, where)
+    hf_model = _model(name, source, local, family_type, config, precision, where)
     say("preparing the decoder")
     text_model = family_type.text_model(hf_model)
     family = family_type(hf_model)
@@ -126,9 +132,25 @@ def _source(name: str) -> str:
     return name
 
 
-def _config(name: str, source: str) -> Any:
+def _hub_in_reach() -> bool:
+    """Whether to ask the hub at all: its client retries for half a minute before it gives up."""
+    if hub.is_offline_mode():
+        return False
+    host = urlsplit(hub.ENDPOINT).hostname
+    if host is None or urllib.request.getproxies():
+        return True
     try:
-        return transformers.AutoConfig.from_pretrained(source, trust_remote_code=False)
+        socket.getaddrinfo(host, None)
+    except OSError:
+        return False
+    return True
+
+
+def _config(name: str, source: str, local: bool) -> Any:
+    try:
+        return transformers.AutoConfig.from_pretrained(
+            source, trust_remote_code=False, local_files_only=local
+        )
     except Exception as error:
         raise _explained(name, source, error) from error
 
@@ -136,14 +158,18 @@ def _config(name: str, source: str) -> Any:
 def _model(
     name: str,
     source: str,
+    local: bool,
     family_type: type[Family],
     config: Any,
     dtype: torch.dtype,
     device: torch.device,
 ) -> Any:
     auto_class = getattr(transformers, family_type.auto_class)
+    # With accelerate at hand the shards go straight to the GPU, else by way of the CPU.
+    direct = device.type != "cpu" and importlib.util.find_spec("accelerate") is not None
     try:
-        with _quiet():
+        # A download of gigabytes keeps its progress bar.
+        with _quiet(bars=not local):
             model, report = auto_class.from_pretrained(
                 source,
                 config=config,
@@ -153,6 +179,8 @@ def _model(
                 # A pickle can run code when it is read.
                 use_safetensors=True,
                 trust_remote_code=False,
+                local_files_only=local,
+                device_map={"": device} if direct else None,
             )
     except Exception as error:
         raise _explained(name, source, error) from error
@@ -195,11 +223,12 @@ def _first_sentence(text: str, longest: int = 160) -> str:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Without transformers' own progress bars and reports: the caller shows its own."""
+def _quiet(bars: bool) -> Iterator[None]:
+    """Without transformers' reports and, unless ``bars``, progress bars: callers show their own."""
     shown = transformers_logging.is_progress_bar_enabled()
     level = transformers_logging.get_verbosity()
-    transformers_logging.disable_progress_bar()
+    if not bars:
+        transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
     try:
         yield
