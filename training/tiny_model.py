@@ -146,6 +146,7 @@ def save(
     """Write a complete Hugging Face directory, weights in bfloat16."""
     folder.mkdir(parents=True, exist_ok=True)
     state = {k: v.to(torch.bfloat16) for k, v in model.state_dict().items()}
+    del state["lm_head.weight"]  # tied to the embedding
     model.config.dtype = torch.bfloat16
     model.save_pretrained(folder, state_dict=state)
     tokenizer.save_pretrained(folder)
