@@ -21,7 +21,6 @@ class Rope:
         self._inv_freq = {False: spec.inv_freq.to(device)}
         if spec.long_inv_freq is not None:
             self._inv_freq[True] = spec.long_inv_freq.to(device)
-        self._table: dict[bool, tuple[Tensor, Tensor]] = {}
 
     def at(self, positions: Tensor, long: bool = False) -> tuple[Tensor, Tensor]:
         """cos and signed sin at the rope positions ``[A, T]`` (A = 1 or 3), each ``[T, rot]``."""
@@ -35,21 +34,11 @@ class Rope:
         return self._finish(angle)
 
     def text(self, positions: Tensor, long: bool = False) -> tuple[Tensor, Tensor]:
-        """As :meth:`at`, for text tokens ``[T]`` (all axes equal), from a table grown on demand.
+        """As :meth:`at` for text tokens at ``positions [T]``, whose axes are all equal.
 
-        The caller guarantees ``positions`` lies below the table size given to :meth:`cover`.
+        Nothing is tabulated: a table would grow with the sequence, and bounded memory with it.
         """
-        cos, sin = self._table[long]
-        return cos[positions], sin[positions]
-
-    def cover(self, count: int, long: bool = False) -> None:
-        """Make the table of :meth:`text` hold positions 0 .. count-1."""
-        have = self._table[long][0].shape[0] if long in self._table else 0
-        if count <= have:
-            return
-        size = max(count, 2 * have, 256)
-        positions = torch.arange(size, device=self.device)[None]
-        self._table[long] = self.at(positions, long)
+        return self._finish(positions[:, None].float() * self._inv_freq[long])
 
     def _finish(self, angle: Tensor) -> tuple[Tensor, Tensor]:
         cos, sin = angle.cos() * self.spec.scale, angle.sin() * self.spec.scale

@@ -216,19 +216,17 @@ class Engine:
         return made
 
     def _decode_rope(self, sessions: Sequence[Session]) -> tuple[Tensor, Tensor]:
-        parts = []
-        for long in {bool(session.long_rope) for session in sessions}:
-            mine = [s.next_position for s in sessions if bool(s.long_rope) == long]
-            self.rope.cover(max(mine) + 1, long)
-            parts.append(long)
-        if len(parts) == 1:
-            where = torch.tensor([s.next_position for s in sessions], device=self.device)
-            return self.rope.text(where, parts[0])
-        rows = [
-            self.rope.text(torch.tensor([s.next_position], device=self.device), bool(s.long_rope))
-            for s in sessions
-        ]
-        return torch.cat([cos for cos, _ in rows]), torch.cat([sin for _, sin in rows])
+        where = torch.tensor([s.next_position for s in sessions], device=self.device)
+        long = [bool(s.long_rope) for s in sessions]
+        if len(set(long)) == 1:
+            return self.rope.text(where, long[0])
+        chosen = torch.tensor(long, device=self.device)[:, None]
+        short_cos, short_sin = self.rope.text(where, False)
+        long_cos, long_sin = self.rope.text(where, True)
+        return (
+            torch.where(chosen, long_cos, short_cos),
+            torch.where(chosen, long_sin, short_sin),
+        )
 
     def _check_step(self, sessions: Sequence[Session], token_ids: Sequence[int]) -> None:
         if not sessions or len(sessions) != len(token_ids):

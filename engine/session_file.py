@@ -106,7 +106,6 @@ def load_session(engine: Engine, path: Path) -> tuple[Session, dict[str, str]]:
         session.window.restore(query, tensors["window.position"].to(engine.device))
     for name in _STATE:
         setattr(session, name, state[name])
-    engine.rope.cover(session.next_position + 1, bool(session.long_rope))
     return session, extra
 
 

@@ -38,13 +38,17 @@ class PrefillChunk:
         count = position.numel()
         self.past = None
         if int(cache.length[seq].max()) > 0:
-            self.past = build_worklist(cache.length[ids], cache.table[ids], page_size)
+            self.past = build_worklist(
+                cache.length[ids], cache.table[ids], page_size, cache.pool.keys.dtype
+            )
         self.slots = cache.append(ids, count)[0]
         cache.pool.position.view(-1)[self.slots] = position.int()
         cache.pool.modality.view(-1)[self.slots] = modality
         self.now = None
         if any(window and window < self.seen for window in spec.sliding_window):
-            self.now = build_worklist(cache.length[ids], cache.table[ids], page_size)
+            self.now = build_worklist(
+                cache.length[ids], cache.table[ids], page_size, cache.pool.keys.dtype
+            )
         if self.window is not None:
             self.window.advance(position)
 
@@ -107,7 +111,9 @@ class DecodeStep:
         pool = cache.pool
         pool.position.view(-1)[self.slots] = position.int()[:, None, None].expand_as(self.slots)
         pool.modality.view(-1)[self.slots.flatten()] = 0
-        self.work = build_worklist(cache.length[seqs], cache.table[seqs], pool.page_size)
+        self.work = build_worklist(
+            cache.length[seqs], cache.table[seqs], pool.page_size, pool.keys.dtype
+        )
         self._layer_slots = self.slots.transpose(0, 1).flatten(1).unbind(0)
         self._keys, self._values = pool.keys.flatten(0, 1), pool.values.flatten(0, 1)
         for index, window in enumerate(windows):

@@ -25,14 +25,14 @@ DECODED = 32
 
 
 def build_model(folder: Path) -> None:
-    """Write a random Qwen3 checkpoint: 4 layers, 2 KV heads of 32, context 256k."""
+    """Write a random Qwen3 checkpoint: 8 layers, 4 KV heads of 32, context 256k."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(0)
     config = Qwen3Config(
-        vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=4,
-        num_attention_heads=2, num_key_value_heads=2, head_dim=32, tie_word_embeddings=True,
+        vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=8,
+        num_attention_heads=4, num_key_value_heads=4, head_dim=32, tie_word_embeddings=True,
         max_position_embeddings=262144,
     )  # fmt: skip
     Qwen3ForCausalLM(config).save_pretrained(folder)

@@ -50,11 +50,10 @@ def ragged_attention(
     """
     key = keys[work.pages].flatten(1, 2)
     value = values[work.pages].flatten(1, 2)
-    # A finite minimum instead of -inf keeps pieces of empty rows free of NaN.
-    bias = torch.zeros(work.valid.shape, dtype=query.dtype, device=query.device)
-    bias.masked_fill_(~work.valid, torch.finfo(query.dtype).min)
     piece = query if work.whole else query[work.row]
-    out, lse = _attend(piece, key, value, bias, scale)
+    out, lse = _attend(piece, key, value, work.bias, scale)
+    if work.whole and not work.empty:
+        return out, lse
     if work.whole:
         empty = ~work.valid[:, :1]
         return out.masked_fill(empty[..., None], 0), lse.masked_fill(empty, -torch.inf)

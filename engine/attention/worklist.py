@@ -20,18 +20,25 @@ class LayerWork:
         row: ``[W]`` int64, the row (sequence in the batch x KV head) a piece belongs to.
         pages: ``[W, c]`` int64 page ids, padded with page 0.
         valid: ``[W, c * P]`` bool, which slots of the pages hold live entries.
+        bias: ``[W, c * P]`` in the model's dtype: 0 at live slots, else its most negative
+            number (not -inf, so that pieces of empty rows stay free of NaN).
         rows: R.
+        empty: whether some row has no entry at all.
         whole: every row is exactly one piece, in order, so nothing needs merging.
     """
 
     row: Tensor
     pages: Tensor
     valid: Tensor
+    bias: Tensor
     rows: int
     whole: bool
+    empty: bool
 
 
-def build_worklist(length: Tensor, table: Tensor, page_size: int) -> list[LayerWork]:
+def build_worklist(
+    length: Tensor, table: Tensor, page_size: int, dtype: torch.dtype = torch.float32
+) -> list[LayerWork]:
     """Cut the rows ``length [B, L, H]``, ``table [B, L, H, W]`` into pieces, per layer.
 
     Either every row is one piece, padded to the longest, or all are cut every
@@ -53,11 +60,14 @@ def build_worklist(length: Tensor, table: Tensor, page_size: int) -> list[LayerW
     pages = table[row[:, None], column.clamp(max=table.shape[1] - 1)].masked_fill(~live, 0)
     slot = torch.arange(span * page_size, device=row.device)
     valid = slot < (length[row] - index * span * page_size)[:, None]
+    bias = torch.zeros(valid.shape, dtype=dtype, device=valid.device)
+    bias.masked_fill_(~valid, torch.finfo(dtype).min)
+    empty = int(held.min()) == 0
     counts = pieces.view(layers, rows).sum(1).tolist()
     row = row % rows
     work, start = [], 0
     for count in counts:
         part = slice(start, start + count)
-        work.append(LayerWork(row[part], pages[part], valid[part], rows, whole))
+        work.append(LayerWork(row[part], pages[part], valid[part], bias[part], rows, whole, empty))
         start += count
     return work
