@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import importlib.util
 import re
-import socket
-import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
-import huggingface_hub.constants as hub
 import torch
 import transformers
 from safetensors import SafetensorError
 from transformers.utils import logging as transformers_logging
 
+from engine import hub
 from engine.errors import ModelError
 from engine.families import Family, family_for
 from engine.spec import DecoderSpec
@@ -53,7 +50,7 @@ def load(
     say = progress or (lambda _: None)
     name, where = str(path_or_hub_id), resolve_device(device)
     source = _source(name)
-    local = Path(source).is_dir() or not _hub_in_reach()
+    local = Path(source).is_dir() or not hub.in_reach()
     say("reading the config")
     config = _config(name, source, local)
     family_type = family_for(config)
@@ -130,20 +127,6 @@ def _source(name: str) -> str:
     if name[0] in "./~" or name.count("/") > 1 or "\\" in name or name.endswith("/"):
         raise ModelError(f"no folder {name!r}; name a transformers checkpoint folder or a hub id")
     return name
-
-
-def _hub_in_reach() -> bool:
-    """Whether to ask the hub at all: its client retries for half a minute before it gives up."""
-    if hub.is_offline_mode():
-        return False
-    host = urlsplit(hub.ENDPOINT).hostname
-    if host is None or urllib.request.getproxies():
-        return True
-    try:
-        socket.getaddrinfo(host, None)
-    except OSError:
-        return False
-    return True
 
 
 def _config(name: str, source: str, local: bool) -> Any:

@@ -12,6 +12,7 @@ from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from engine import hub
 from engine.errors import GateError
 from engine.gates.module import Gates, make_random_gates, tied_gates
 from engine.gates.published import published_gates
@@ -86,7 +87,11 @@ def _locate(source: str | Path) -> Path:
             raise GateError(f"no gates at {source}; give a folder, a file, a hub id or 'random'")
         try:
             path = Path(
-                snapshot_download(str(source), allow_patterns=["gates.*", "*.pth", "*.json"])
+                snapshot_download(
+                    str(source),
+                    allow_patterns=["gates.*", _PUBLISHED, "*.json"],
+                    local_files_only=not hub.in_reach(),
+                )
             )
         except Exception as error:  # the hub client has a dozen error types, all meaning this
             raise GateError(
