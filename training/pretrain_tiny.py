@@ -29,7 +29,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path, default=Path("runs/tiny"), help="checkpoints")
     parser.add_argument("--export", type=Path, help="where the finished model is written")
-    parser.add_argument("--init", type=Path, help="a saved model to start from instead of scratch")
+    parser.add_argument("--init", type=Path, help="a saved model to go on from, on full grids only")
     parser.add_argument("--steps", type=int, default=4000)
     parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--lr", type=float, default=1e-3)
@@ -53,7 +53,9 @@ def main() -> None:
     start = 0
     if last:
         start = json.loads((Path(last) / "trainer_state.json").read_text())["global_step"]
-    data = DialogueBatches(tokenizer, args.steps, args.batch_size, args.seed, start)
+    data = DialogueBatches(
+        tokenizer, args.steps, args.batch_size, args.seed, start, curriculum=args.init is None
+    )
     settings = TrainingArguments(
         output_dir=str(args.output),
         max_steps=args.steps,

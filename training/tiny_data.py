@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 from transformers import PreTrainedTokenizerFast
 
-from eval.scenes import Turn, dialogue, questions, render
+from eval.scenes import Turn, dialogue, make_scene, questions, render
 
 PATCH, MERGE = 16, 2
 # (largest grid side, share of the run) from easy to hard: straight on 4 x 4 grids nothing is
@@ -78,23 +78,27 @@ def largest_grid(progress: float) -> int:
 
 
 def lesson(seed: int, pictures: int, side: int) -> list[Turn]:
-    """A training dialogue: naming every cell comes first where there are cells to name.
+    """A training dialogue.
 
-    That answer alone holds a target per cell; without it the same run learns nothing for
-    hundreds of steps.
+    On the small grids of the curriculum, naming every cell comes first: that answer alone holds
+    a target per cell, and without it the same run learns nothing for hundreds of steps. On full
+    grids it mostly stays away, for a list in the text is easier to read than the picture: a
+    model that always has one never learns to answer from the picture.
     """
-    turns = dialogue(seed, "train", pictures, 4 if pictures == 1 else 2 * pictures, side)
     rng = random.Random(seed)
-    taught: list[Turn] = []
-    for turn in turns:
-        named = None
-        if turn.pictures and turn.pictures[-1].kind == "grid" and turn.question.kind != "list":
-            named = next(q for q in questions(turn.pictures[-1], rng) if q.kind == "list")
-        if named is None:
-            taught.append(turn)
-        else:
-            taught += [Turn(turn.pictures, named), Turn((), turn.question)]
-    return taught
+    if pictures > 1:
+        return dialogue(seed, "train", pictures, 2 * pictures, side)
+    scene = make_scene(rng, "train", side)
+    asked = questions(scene, rng)
+    named = [q for q in asked if q.kind == "list"]
+    others = [q for q in asked if q.kind != "list"]
+    if side < CURRICULUM[-1][0] or (named and rng.random() < 0.15):
+        asked = [*named, *others[:3]]
+    elif named:
+        more = [q for q in questions(scene, rng) + questions(scene, rng) if q.kind != "list"]
+        asked = (others + more)[:7]
+        rng.shuffle(asked)
+    return [Turn((scene,) if i == 0 else (), question) for i, question in enumerate(asked)]
 
 
 class DialogueBatches(IterableDataset[dict[str, Tensor]]):
@@ -102,6 +106,7 @@ class DialogueBatches(IterableDataset[dict[str, Tensor]]):
 
     Args:
         start: first step, so that a resumed run goes on where it stopped.
+        curriculum: begin with small grids; without it every step is of the last phase.
     """
 
     def __init__(
@@ -111,9 +116,10 @@ class DialogueBatches(IterableDataset[dict[str, Tensor]]):
         batch: int,
         seed: int = 0,
         start: int = 0,
+        curriculum: bool = True,
     ) -> None:
         self.tokenizer, self.steps, self.batch = tokenizer, steps, batch
-        self.seed, self.start = seed, start
+        self.seed, self.start, self.curriculum = seed, start, curriculum
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         for step in range(self.start, self.steps):
@@ -121,7 +127,7 @@ class DialogueBatches(IterableDataset[dict[str, Tensor]]):
 
     def make(self, step: int) -> dict[str, Tensor]:
         """The batch of one step, right-padded."""
-        side = largest_grid(step / self.steps)
+        side = largest_grid(step / self.steps if self.curriculum else 1.0)
         # One count of pictures a batch, so that little of it is padding.
         pictures = (1, 1, 1, 2, 1, 1, 3)[step % 7] if side == CURRICULUM[-1][0] else 1
         encoded = []
