@@ -1,27 +1,32 @@
 /* One decode step of one sequence, from the embedding row to the logits.
  *
- * One parallel region spans the step. Threads split the rows of every matrix and the KV heads of
- * attention, and meet at a barrier wherever one needs what another computed; norms are so cheap
- * that each thread takes its own. */
+ * The step is a sequence of phases, each cut into chunks: some rows of a matrix, or one KV head
+ * of attention. Threads claim chunks as they come free, and a phase begins when all chunks of the
+ * one before are done. Nobody waits for a thread that holds no chunk: on a busy machine one of
+ * them may be off its core for milliseconds, and meeting at a barrier in every phase would cost
+ * such a pause each time. Norms are so cheap that each thread takes its own. */
 #include <math.h>
+#include <sched.h>
 #include <string.h>
-#ifdef _OPENMP
-#include <omp.h>
-#endif
 
 #include "native.h"
 #include "vmath.h"
 
-#ifdef _OPENMP
-#define BARRIER _Pragma("omp barrier")
-#else
-#define BARRIER
-#endif
+#define PHASES 5                  /* per layer; the head is one more */
+#define CHUNK_FLOATS (16 * 1024)  /* of weights in one chunk */
+#define SPINS 2000                /* looks at a counter before the core is offered to others */
 
-/* Shared activations, then one private block per thread. */
-struct scratch {
-    float *hidden, *qkv, *mixed, *act, *trunk[MAX_TRUNK]; /* shared */
-    float *normed, *scores;                              /* this thread's */
+struct phase {
+    int64_t next, done; /* chunks claimed and finished */
+    int64_t line[6];    /* a cache line of its own */
+};
+
+/* Activations shared by all threads, and what belongs to one. */
+struct worker {
+    float *hidden, *qkv, *mixed, *act, *trunk[MAX_TRUNK];
+    struct phase *phase; /* the current one */
+    int64_t chunks, chunks_before;
+    float *normed, *scores;
 };
 
 static int64_t lines(int64_t floats)
@@ -29,15 +34,17 @@ static int64_t lines(int64_t floats)
     return (floats + 15) / 16 * 16; /* whole cache lines: threads do not share one */
 }
 
-/* Lay out the scratch of one thread at `base` (or only measure it); returns all floats needed. */
+/* Lay out one thread's view of the scratch at `base`, a cache line's start (NULL to measure);
+ * returns the floats needed for all threads. The phases come first. */
 static int64_t carve(const struct model *model, int64_t longest, int64_t threads, int64_t thread,
-                     float *base, struct scratch *to)
+                     float *base, struct worker *to)
 {
     const struct layer *layer = model->layer;
-    int64_t at = 0;
     float **shared[] = {&to->hidden, &to->qkv, &to->mixed, &to->act, &to->trunk[0], &to->trunk[1]};
-    int64_t size[] = {model->hidden,        layer->qkv.out,       model->heads * model->head_dim,
-                      layer->gate_up.out,   layer->trunk[0].out,  layer->trunk[1].out};
+    int64_t size[] = {model->hidden,      layer->qkv.out,      model->heads * model->head_dim,
+                      layer->gate_up.out, layer->trunk[0].out, layer->trunk[1].out};
+    int64_t at = (PHASES * model->layers + 1) * (int64_t)(sizeof(struct phase) / sizeof(float));
+    to->phase = (struct phase *)base;
     for (int i = 0; i < 6; i++) {
         *shared[i] = base ? base + at : 0;
         at += lines(size[i]);
@@ -52,15 +59,61 @@ static int64_t carve(const struct model *model, int64_t longest, int64_t threads
 /* Floats of scratch that mmkv_step needs for rows of up to `longest` entries. */
 EXPORT int64_t mmkv_scratch(const struct model *model, int64_t longest, int64_t threads)
 {
-    struct scratch unused;
+    struct worker unused;
     return carve(model, longest, threads, 0, 0, &unused);
 }
 
-/* The first of `count` rows that thread `thread` of `threads` takes; see linear.c on the fours. */
-static int64_t share(int64_t count, int64_t thread, int64_t threads)
+static void begin(struct worker *me, int64_t chunks)
 {
-    int64_t first = (count + 3) / 4 * thread / threads * 4;
-    return first < count ? first : count;
+    me->chunks = chunks;
+}
+
+static void end(struct worker *me)
+{
+    me->chunks_before = me->chunks;
+    me->phase++;
+}
+
+/* Claim a chunk of the current phase: its number, or -1 when none is left. What the chunk reads
+ * stays as it is until the chunk is finished. */
+static int64_t claim(struct worker *me)
+{
+    struct phase *now = me->phase, *before = now - 1;
+    if (__atomic_load_n(&now->next, __ATOMIC_RELAXED) >= me->chunks)
+        return -1;
+    if (me->chunks_before)
+        for (int spin = 0; __atomic_load_n(&before->done, __ATOMIC_ACQUIRE) < me->chunks_before;)
+            if (++spin > SPINS)
+                sched_yield();
+    int64_t chunk = __atomic_fetch_add(&now->next, 1, __ATOMIC_RELAXED);
+    return chunk < me->chunks ? chunk : -1;
+}
+
+static void finish(struct worker *me)
+{
+    __atomic_fetch_add(&me->phase->done, 1, __ATOMIC_RELEASE);
+}
+
+/* Rows in one chunk of a matrix; a multiple of four, see linear.c. */
+static int64_t chunk_rows(int64_t width)
+{
+    int64_t rows = CHUNK_FLOATS / width / 4 * 4;
+    return rows > 4 ? rows : 4;
+}
+
+static int64_t chunks_of(int64_t rows, int64_t width)
+{
+    return (rows + chunk_rows(width) - 1) / chunk_rows(width);
+}
+
+struct span {
+    int64_t from, to;
+};
+
+static struct span rows_of(int64_t rows, int64_t width, int64_t chunk)
+{
+    int64_t from = chunk * chunk_rows(width), to = from + chunk_rows(width);
+    return (struct span){from, to < rows ? to : rows};
 }
 
 static void rotate(float *x, const struct step *step, int64_t rotary)
@@ -75,13 +128,13 @@ static void rotate(float *x, const struct step *step, int64_t rotary)
 
 /* Finish one KV head: norm and turn its queries and key, store key and value, attend. */
 static void attend_head(const struct model *model, const struct layer *layer, struct cache *cache,
-                        const struct step *step, int64_t index, int64_t head, struct scratch *at)
+                        const struct step *step, int64_t index, int64_t head, struct worker *me)
 {
     int64_t dim = model->head_dim, group = model->heads / model->kv_heads;
     int64_t row = index * model->kv_heads + head;
-    float *query = at->qkv + head * group * dim;
-    float *key = at->qkv + (model->heads + head) * dim;
-    const float *value = at->qkv + (model->heads + model->kv_heads + head) * dim;
+    float *query = me->qkv + head * group * dim;
+    float *key = me->qkv + (model->heads + head) * dim;
+    const float *value = me->qkv + (model->heads + model->kv_heads + head) * dim;
     for (int64_t i = 0; i <= group; i++) {
         float *x = i < group ? query + i * dim : key;
         int64_t of = i < group ? head * group + i : model->heads + head;
@@ -92,7 +145,7 @@ static void attend_head(const struct model *model, const struct layer *layer, st
     int64_t slot = slot_of(cache, row, cache->length[row] - 1);
     memcpy(cache->keys + slot * dim, key, sizeof(float) * dim);
     memcpy(cache->values + slot * dim, value, sizeof(float) * dim);
-    attend_row(cache, row, query, group, at->scores, at->mixed + head * group * dim);
+    attend_row(cache, row, query, group, me->scores, me->mixed + head * group * dim);
 }
 
 static void silu(float *x, int64_t from, int64_t to)
@@ -102,34 +155,24 @@ static void silu(float *x, int64_t from, int64_t to)
         x[i] = x[i] / (1.0f + exp_float(-x[i]));
 }
 
-static void trunk_rows(const struct linear *map, const float *x, float *y, int64_t thread,
-                       int64_t threads)
+static void trunk_chunk(const struct linear *map, const float *x, float *y, int64_t chunk)
 {
-    int64_t from = share(map->out, thread, threads), to = share(map->out, thread + 1, threads);
-    linear_rows(map, x, y, from, to);
-    silu(y, from, to);
+    struct span rows = rows_of(map->out, map->in, chunk);
+    linear_rows(map, x, y, rows.from, rows.to);
+    silu(y, rows.from, rows.to);
 }
 
-/* Rows of silu(gate) * up, left in the first half of `y`; the two halves of the matrix are the
- * gate and the up projection. */
-static void swiglu_rows(const struct linear *map, const float *x, float *y, int64_t thread,
-                        int64_t threads)
+/* silu(gate) * up into the first half of `y`; the matrix is the gate above the up projection. */
+static void swiglu_chunk(const struct linear *map, const float *x, float *y, int64_t chunk)
 {
     int64_t inner = map->out / 2;
-    int64_t from = share(inner, thread, threads), to = share(inner, thread + 1, threads);
-    linear_rows(map, x, y, from, to);
-    linear_rows(map, x, y, inner + from, inner + to);
-    silu(y, from, to);
+    struct span rows = rows_of(inner, map->in, chunk);
+    linear_rows(map, x, y, rows.from, rows.to);
+    linear_rows(map, x, y, inner + rows.from, inner + rows.to);
+    silu(y, rows.from, rows.to);
 #pragma omp simd
-    for (int64_t i = from; i < to; i++)
+    for (int64_t i = rows.from; i < rows.to; i++)
         y[i] *= y[inner + i];
-}
-
-static void add_rows(const struct linear *map, const float *x, float *y, int64_t thread,
-                     int64_t threads)
-{
-    linear_add_rows(map, x, y, share(map->out, thread, threads),
-                    share(map->out, thread + 1, threads));
 }
 
 /* log_beta = logsigmoid(z) of this layer's heads, in the form that keeps 1 - beta = 1.5e-8. */
@@ -146,59 +189,114 @@ static void store_gates(const struct model *model, const struct layer *layer, st
     }
 }
 
-static void run_layer(const struct model *model, struct cache *cache, const struct step *step,
-                      int64_t index, int64_t thread, int64_t threads, struct scratch *at)
+/* Normed input of a phase, taken with a thread's first chunk of it. */
+static const float *normed(const struct model *model, const float *gain, struct worker *me,
+                           int *taken)
+{
+    if (!*taken)
+        rms_norm(me->hidden, gain, model->hidden, (float)model->eps, me->normed);
+    *taken = 1;
+    return me->normed;
+}
+
+static void project(const struct model *model, const struct layer *layer, struct worker *me)
+{
+    const struct linear *trunk = &layer->trunk[0];
+    int64_t qkv = chunks_of(layer->qkv.out, layer->qkv.in);
+    int taken = 0;
+    begin(me, qkv + (model->trunk > 0 ? chunks_of(trunk->out, trunk->in) : 0));
+    for (int64_t chunk; (chunk = claim(me)) >= 0; finish(me)) {
+        const float *x = normed(model, layer->input_norm, me, &taken);
+        struct span rows = rows_of(layer->qkv.out, layer->qkv.in, chunk);
+        if (chunk < qkv)
+            linear_rows(&layer->qkv, x, me->qkv, rows.from, rows.to);
+        else
+            trunk_chunk(trunk, x, me->trunk[0], chunk - qkv);
+    }
+    end(me);
+}
+
+static void attend(const struct model *model, struct cache *cache, const struct step *step,
+                   int64_t index, struct worker *me)
 {
     const struct layer *layer = model->layer + index;
-    float eps = (float)model->eps;
-    rms_norm(at->hidden, layer->input_norm, model->hidden, eps, at->normed);
-    linear_rows(&layer->qkv, at->normed, at->qkv, share(layer->qkv.out, thread, threads),
-                share(layer->qkv.out, thread + 1, threads));
-    if (model->trunk > 0)
-        trunk_rows(&layer->trunk[0], at->normed, at->trunk[0], thread, threads);
-    BARRIER;
-    for (int64_t head = thread; head < model->kv_heads; head += threads)
-        attend_head(model, layer, cache, step, index, head, at);
-    if (model->trunk > 1)
-        trunk_rows(&layer->trunk[1], at->trunk[0], at->trunk[1], thread, threads);
-    BARRIER;
-    add_rows(&layer->out, at->mixed, at->hidden, thread, threads);
-    if (model->trunk > 0 && thread == threads - 1)
-        store_gates(model, layer, cache, index, at->trunk[model->trunk - 1]);
-    BARRIER;
-    rms_norm(at->hidden, layer->post_norm, model->hidden, eps, at->normed);
-    swiglu_rows(&layer->gate_up, at->normed, at->act, thread, threads);
-    BARRIER;
-    add_rows(&layer->down, at->act, at->hidden, thread, threads);
-    BARRIER;
+    const struct linear *trunk = &layer->trunk[1];
+    begin(me, model->kv_heads + (model->trunk > 1 ? chunks_of(trunk->out, trunk->in) : 0));
+    for (int64_t chunk; (chunk = claim(me)) >= 0; finish(me)) {
+        if (chunk < model->kv_heads)
+            attend_head(model, layer, cache, step, index, chunk, me);
+        else
+            trunk_chunk(trunk, me->trunk[0], me->trunk[1], chunk - model->kv_heads);
+    }
+    end(me);
+}
+
+/* hidden += map x; one chunk more reads the gates when `cache` is given. */
+static void add(const struct model *model, const struct linear *map, const float *x,
+                struct cache *cache, int64_t index, struct worker *me)
+{
+    int64_t chunks = chunks_of(map->out, map->in);
+    begin(me, chunks + (cache != 0));
+    for (int64_t chunk; (chunk = claim(me)) >= 0; finish(me)) {
+        struct span rows = rows_of(map->out, map->in, chunk);
+        if (chunk < chunks)
+            linear_add_rows(map, x, me->hidden, rows.from, rows.to);
+        else
+            store_gates(model, model->layer + index, cache, index, me->trunk[model->trunk - 1]);
+    }
+    end(me);
+}
+
+static void widen(const struct model *model, const struct layer *layer, struct worker *me)
+{
+    int taken = 0;
+    begin(me, chunks_of(layer->gate_up.out / 2, layer->gate_up.in));
+    for (int64_t chunk; (chunk = claim(me)) >= 0; finish(me))
+        swiglu_chunk(&layer->gate_up, normed(model, layer->post_norm, me, &taken), me->act, chunk);
+    end(me);
+}
+
+static void read_out(const struct model *model, float *logits, struct worker *me)
+{
+    const struct linear *head = &model->head;
+    int taken = 0;
+    begin(me, chunks_of(head->out, head->in));
+    for (int64_t chunk; (chunk = claim(me)) >= 0; finish(me)) {
+        struct span rows = rows_of(head->out, head->in, chunk);
+        linear_rows(head, normed(model, model->norm, me, &taken), logits, rows.from, rows.to);
+    }
+    end(me);
 }
 
 static void run_thread(const struct model *model, struct cache *cache, const struct step *step,
-                       int64_t thread, int64_t threads)
+                       struct worker *me)
 {
-    struct scratch at;
-    carve(model, step->longest, threads, thread, step->scratch, &at);
-    if (thread == 0)
-        memcpy(at.hidden, model->embed + step->token * model->hidden,
-               sizeof(float) * model->hidden);
-    BARRIER;
-    for (int64_t index = 0; index < model->layers; index++)
-        run_layer(model, cache, step, index, thread, threads, &at);
-    rms_norm(at.hidden, model->norm, model->hidden, (float)model->eps, at.normed);
-    linear_rows(&model->head, at.normed, step->logits, share(model->head.out, thread, threads),
-                share(model->head.out, thread + 1, threads));
+    me->chunks_before = 0;
+    for (int64_t index = 0; index < model->layers; index++) {
+        const struct layer *layer = model->layer + index;
+        project(model, layer, me);
+        attend(model, cache, step, index, me);
+        add(model, &layer->out, me->mixed, model->trunk > 0 ? cache : 0, index, me);
+        widen(model, layer, me);
+        add(model, &layer->down, me->act, 0, index, me);
+    }
+    read_out(model, step->logits, me);
 }
 
 /* Append one token and compute its logits. mmkv_plan has been asked and its wishes granted. */
 EXPORT void mmkv_step(const struct model *model, struct cache *cache, const struct step *step)
 {
     append_entry(cache, step->position);
-#ifdef _OPENMP
-#pragma omp parallel num_threads((int)step->threads)
-    run_thread(model, cache, step, omp_get_thread_num(), omp_get_num_threads());
-#else
-    run_thread(model, cache, step, 0, 1);
-#endif
+    memset(step->scratch, 0, sizeof(struct phase) * (size_t)(PHASES * model->layers + 1));
+    struct worker first;
+    carve(model, step->longest, step->threads, 0, step->scratch, &first);
+    memcpy(first.hidden, model->embed + step->token * model->hidden, sizeof(float) * model->hidden);
+#pragma omp parallel for num_threads((int)step->threads) schedule(static, 1) if (step->threads > 1)
+    for (int64_t thread = 0; thread < step->threads; thread++) {
+        struct worker me;
+        carve(model, step->longest, step->threads, thread, step->scratch, &me);
+        run_thread(model, cache, step, &me);
+    }
 }
 
 /* Sizes of the structures, for the loader to compare with its own. */
