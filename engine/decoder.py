@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.families.base import Turn
 from engine.gates import Gates
 from engine.rope import rotate
 from engine.spec import DecoderSpec
@@ -40,6 +41,15 @@ class Decoder:
         """Embeddings ``[T, d]`` of ``token_ids [T]``."""
         return F.embedding(token_ids, self.weights.embed)
 
+    def embed_turn(self, turn: Turn) -> tuple[Tensor, tuple[tuple[Tensor, Tensor], ...]]:
+        """Input states ``[T, d]`` of a turn and its deepstack as :meth:`forward` takes it."""
+        hidden = self.embed(turn.token_ids)
+        if turn.visual is None or not turn.visual.numel():
+            return hidden, ()
+        where = (turn.modality > 0).nonzero().flatten()
+        hidden = hidden.index_copy(0, where, turn.visual.to(hidden.dtype))
+        return hidden, tuple((where, level.to(hidden.dtype)) for level in turn.deepstack)
+
     def forward(
         self,
         hidden: Tensor,
@@ -61,23 +71,41 @@ class Decoder:
             without gates).
         """
         gate_logits: list[Tensor] = []
-        for index, layer in enumerate(self.weights.layers):
-            x = self._norm(hidden, layer.input_norm)
+        for index in range(len(self.weights.layers)):
+            x = self.gate_input(index, hidden)
             if self.on_gate_input is not None:
                 self.on_gate_input(index, x)
             if self.gates is not None:
                 gate_logits.append(self.gates.logits(index, x))
-            query, key, value = self._project(x, layer, rope)
-            mixed = step.attend(index, query, key, value)
-            hidden = hidden + F.linear(mixed, layer.out, layer.out_bias)
-            x = self._norm(hidden, layer.post_norm)
-            gate, up = F.linear(x, layer.gate_up, layer.gate_up_bias).chunk(2, -1)
-            hidden = hidden + F.linear(F.silu(gate) * up, layer.down, layer.down_bias)
-            if index < len(deepstack):
-                where, features = deepstack[index]
-                hidden = hidden.index_add(0, where, features)
+            hidden = self.layer(index, hidden, x, rope, step, deepstack)
         log_beta = F.logsigmoid(torch.stack(gate_logits, 1)) if gate_logits else None
         return hidden, log_beta
+
+    def gate_input(self, index: int, hidden: Tensor) -> Tensor:
+        """Output ``[T, d]`` of the input_layernorm of layer ``index``: what its gate reads."""
+        return self._norm(hidden, self.weights.layers[index].input_norm)
+
+    def layer(
+        self,
+        index: int,
+        hidden: Tensor,
+        x: Tensor,
+        rope: tuple[Tensor, Tensor],
+        step: StepAttention,
+        deepstack: tuple[tuple[Tensor, Tensor], ...] = (),
+    ) -> Tensor:
+        """States ``[T, d]`` after one layer, from those before it and :meth:`gate_input` ``x``."""
+        layer = self.weights.layers[index]
+        query, key, value = self._project(x, layer, rope)
+        mixed = step.attend(index, query, key, value)
+        hidden = hidden + F.linear(mixed, layer.out, layer.out_bias)
+        x = self._norm(hidden, layer.post_norm)
+        gate, up = F.linear(x, layer.gate_up, layer.gate_up_bias).chunk(2, -1)
+        hidden = hidden + F.linear(F.silu(gate) * up, layer.down, layer.down_bias)
+        if index < len(deepstack):
+            where, features = deepstack[index]
+            hidden = hidden.index_add(0, where, features)
+        return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Float32 logits ``[T, vocab]`` of states ``[T, d]``."""

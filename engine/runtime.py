@@ -16,6 +16,7 @@ from engine.errors import GateError, InputError, PolicyError, SessionError
 from engine.families.base import Family
 from engine.families.loading import load, resolve_device
 from engine.gates import Gates, load_gates
+from engine.native import NativeDecoder, NativeEvictor
 from engine.policies import Budget, Policy, make_policy
 from engine.rope import Rope
 from engine.session import Session
@@ -67,6 +68,13 @@ class Engine:
             pool.limit = kv_limit // pool.page_bytes
         self.cache = RaggedCache(pool, spec.num_layers, spec.num_kv_heads)
         self.policy_note: str | None = None
+        self._torch_because = NativeDecoder.refusal(weights, gates)
+        self.native: NativeDecoder | None = None
+        self.evictor: NativeEvictor | None = None
+        if not self._torch_because:
+            self.native = NativeDecoder(spec, weights, gates)
+            if NativeEvictor.supports(policy):
+                self.evictor = NativeEvictor(policy)
         # A budget that can never hold is the user's mistake now, not at the first eviction.
         self.budget.entries(spec.rows, 0, pool.page_size, pool.page_bytes)
 
@@ -183,28 +191,66 @@ class Engine:
         for session in sessions:
             if session.long_rope is None:
                 session.long_rope = False
-        seqs = torch.tensor([session.seq for session in sessions], device=self.device)
-        position = torch.tensor([session.seen for session in sessions], device=self.device)
-        rope = self._decode_rope(sessions)
-        ids = torch.tensor([int(token) for token in token_ids], device=self.device)
-        seen = max(session.seen for session in sessions) + 1
-        windows = [session.window for session in sessions]
         try:
-            step = DecodeStep(self.cache, self.spec, seqs, position, seen, windows)
-            hidden, log_beta = self.decoder.forward(self.decoder.embed(ids), rope, step)
+            if len(sessions) == 1 and not self._why_torch(sessions[0]):
+                logits = self._native_step(sessions[0], token_ids[0])
+            else:
+                logits = self._torch_step(sessions, token_ids)
         except BaseException:
             for session in sessions:
                 session._roll_back()
             raise
-        if log_beta is not None:
-            step.store_gates(log_beta)
-        logits = self.decoder.logits(hidden)
         for session in sessions:
             session.seen += 1
             session.next_position += 1
             session.entries += self.spec.rows
             session._enforce(slack=(self.evict_every - 1) * self.spec.rows)
         return logits
+
+    @property
+    def decode_path(self) -> str:
+        """``native``, or ``torch: `` and why: what the step of a session alone runs on.
+
+        Batches of several sessions run on torch, and so does a session past its sliding window
+        (:attr:`engine.session.Session.decode_path`).
+        """
+        return self._path_of(None)
+
+    def _path_of(self, session: Session | None) -> str:
+        why = self._why_torch(session)
+        return f"torch: {why}" if why else "native"
+
+    def _why_torch(self, session: Session | None) -> str:
+        if self.native is None:
+            return self._torch_because or "switched off"
+        if self.decoder.on_gate_input is not None:
+            return "on_gate_input is set"
+        if self.policy.scoring.window and self.policy.evicts:
+            return f"policy {self.policy.name!r} keeps recent queries"
+        if session is not None and any(w and w <= session.seen for w in self.spec.sliding_window):
+            return "a sliding window is in effect"
+        return ""
+
+    def _native_step(self, session: Session, token: int) -> Tensor:
+        assert self.native is not None
+        logits = self.native.step(
+            self.cache, session.seq, int(token), session.seen, session.next_position,
+            bool(session.long_rope),
+        )  # fmt: skip
+        return logits[None]
+
+    def _torch_step(self, sessions: Sequence[Session], token_ids: Sequence[int]) -> Tensor:
+        seqs = torch.tensor([session.seq for session in sessions], device=self.device)
+        position = torch.tensor([session.seen for session in sessions], device=self.device)
+        rope = self._decode_rope(sessions)
+        ids = torch.tensor([int(token) for token in token_ids], device=self.device)
+        seen = max(session.seen for session in sessions) + 1
+        windows = [session.window for session in sessions]
+        step = DecodeStep(self.cache, self.spec, seqs, position, seen, windows)
+        hidden, log_beta = self.decoder.forward(self.decoder.embed(ids), rope, step)
+        if log_beta is not None:
+            step.store_gates(log_beta)
+        return self.decoder.logits(hidden)
 
     def _open(self, budget: Budget) -> Session:
         return Session(self, budget)

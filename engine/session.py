@@ -95,7 +95,12 @@ class Session:
         """
         self._require_open()
         engine = self.engine
-        turn = engine.family.turn(inputs, self.next_position, engine.device)
+        return self.extend(engine.family.turn(inputs, self.next_position, engine.device), progress)
+
+    def extend(self, turn: Turn, progress: Callable[[int, int], None] | None = None) -> Tensor:
+        """:meth:`prefill` of a turn already built, whose positions follow this session's."""
+        self._require_open()
+        engine = self.engine
         total = turn.token_ids.numel()
         if not total:
             raise InputError("the prompt is empty; give at least one token")
@@ -111,6 +116,11 @@ class Session:
                 progress(min(start + engine.prefill_chunk, total), total)
         self.next_position = turn.next_position
         return engine.decoder.logits(hidden[-1:])[0]
+
+    @property
+    def decode_path(self) -> str:
+        """What :meth:`decode` runs on now; as :attr:`engine.runtime.Engine.decode_path`."""
+        return self.engine._path_of(self)
 
     def decode(self, token_id: int) -> Tensor:
         """Append one token; float32 logits ``[vocab]`` of the next."""
@@ -206,21 +216,12 @@ class Session:
 
     def _run_chunk(self, turn: Turn, start: int, stop: int) -> Tensor:
         engine, part = self.engine, slice(start, stop)
-        token_ids, modality = turn.token_ids[part], turn.modality[part]
-        hidden = engine.decoder.embed(token_ids)
-        visual = modality > 0
-        deepstack: tuple[tuple[Tensor, Tensor], ...] = ()
-        if turn.visual is not None and bool(visual.any()):
-            first = int((turn.modality[:start] > 0).sum())
-            features = slice(first, first + int(visual.sum()))
-            where = visual.nonzero().flatten()
-            hidden = hidden.index_copy(0, where, turn.visual[features].to(hidden.dtype))
-            deepstack = tuple((where, level[features].to(hidden.dtype)) for level in turn.deepstack)
+        hidden, deepstack = engine.decoder.embed_turn(turn.part(start, stop))
         position = torch.arange(self.seen, self.seen + stop - start, device=engine.device)
         rope = engine.rope.at(turn.positions[:, part], bool(self.long_rope))
         try:
             step = PrefillChunk(
-                engine.cache, engine.spec, self.seq, position, modality, self.window
+                engine.cache, engine.spec, self.seq, position, turn.modality[part], self.window
             )
             hidden, log_beta = engine.decoder.forward(hidden, rope, step, deepstack)
         except BaseException:
@@ -243,9 +244,21 @@ class Session:
         if not policy.evicts:
             return
         allowed = self.allowed_entries
-        if self.entries > allowed + slack:
+        if self.entries > allowed + slack and not self._evict_natively(allowed):
             entries = self.engine.cache.entries(self.seq)
             self._drop(policy.victims(self.view(entries), allowed), entries)
+
+    def _evict_natively(self, allowed: int) -> bool:
+        evictor = self.engine.evictor
+        if evictor is None:
+            return False
+        before = evictor.dropped
+        try:
+            return evictor.evict(self.engine.cache, self.seq, self.seen, self.entries, allowed)
+        finally:  # Ctrl-C may land the moment C returns
+            dropped = evictor.dropped - before
+            self.entries -= dropped
+            self.evicted += dropped
 
     def _drop(self, victims: Tensor, entries: Entries) -> None:
         self.engine.cache.drop(self.seq, victims, entries)
@@ -257,7 +270,7 @@ class Session:
         engine = self.engine
         live = engine.cache.entries(self.seq) if entries is None else entries
         pool = engine.cache.pool
-        view = CacheView(
+        return CacheView(
             seen=self.seen,
             layers=engine.spec.num_layers,
             kv_heads=engine.spec.num_kv_heads,
@@ -266,9 +279,10 @@ class Session:
             position=pool.position.view(-1)[live.slot].long(),
             log_beta=pool.log_beta.view(-1)[live.slot],
             modality=pool.modality.view(-1)[live.slot],
-            attention=lambda: self._window_attention(live, view),
+            # Takes the view as an argument: a view that held itself would keep its tensors
+            # until the next garbage collection.
+            attention=lambda view: self._window_attention(live, view),
         )
-        return view
 
     def _window_attention(self, entries: Entries, view: CacheView) -> Tensor:
         assert self.window is not None, "the policy's scorer has no query window"

@@ -27,6 +27,7 @@ def describe() -> str:
     lines = [f"mmkv: {__version__}", f"python: {platform.python_version()} ({platform.platform()})"]
     lines += [f"{name}: {_version(name) or 'missing'}" for name in _CORE]
     lines += _devices()
+    lines.append(f"decode step on the CPU: {_native()}")
     lines += _video_readers()
     lines += [
         f"{name}: {'present' if find_spec(name) else f'absent (extra: {extra})'}"
@@ -52,6 +53,13 @@ def _devices() -> list[str]:
         memory = properties.total_memory / 2**30
         found.append(f"device: cuda:{index} ({properties.name}, {memory:.0f} GiB)")
     return found
+
+
+def _native() -> str:
+    from engine import native
+
+    why = native.reason()
+    return f"torch ({why})" if why else "native"
 
 
 def _video_readers() -> list[str]:

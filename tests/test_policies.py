@@ -20,7 +20,7 @@ from engine.policies.scoring import Recency, Retention, WindowAttention
 from tests.oracle import log_score
 
 
-def no_attention() -> Tensor:
+def no_attention(view: CacheView) -> Tensor:
     raise AssertionError("this scorer must not ask for attention")
 
 
@@ -28,7 +28,7 @@ def make_view(
     lengths: list[list[int]],
     seen: int = 50,
     seed: int = 0,
-    attention: Callable[[], Tensor] = no_attention,
+    attention: Callable[[CacheView], Tensor] = no_attention,
 ) -> CacheView:
     """Rows of the given lengths with random distinct positions, in random storage order."""
     generator = torch.Generator().manual_seed(seed)
@@ -141,7 +141,7 @@ def test_recency_scorer() -> None:
 def test_window_attention_scorer(lengths: list[list[int]], kernel: int, seed: int) -> None:
     """Average pooling over neighbours in ascending position, zeros counted at the ends."""
     values = torch.rand(sum(map(sum, lengths)), generator=torch.Generator().manual_seed(seed))
-    view = make_view(lengths, seed=seed, attention=lambda: values)
+    view = make_view(lengths, seed=seed, attention=lambda _: values)
     got = WindowAttention(window=16, kernel=kernel).score(view)
     expected = torch.zeros_like(got)
     for row in range(view.rows):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from pathlib import Path
 
@@ -211,3 +212,25 @@ def test_closing_returns_every_page(engine: Engine) -> None:
     ):
         with pytest.raises(SessionError, match="closed"):
             action()
+
+
+@pytest.mark.parametrize("policy", ["dbtrimkv", "snapkv"])
+def test_a_long_prompt_leaves_nothing_to_the_garbage_collector(
+    policy: str, folders: dict[str, Path]
+) -> None:
+    """Tensors caught in a reference cycle would pile up with the length of the prompt."""
+    engine = load(folders["vl"], policy=policy, budget=20, prefill_chunk=16)
+    session = engine.session()
+    gc.collect()
+    gc.disable()
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    try:
+        session.prefill(turn(64, seed=8))
+        run(session, text_ids(3, 9))
+        gc.collect()
+        caught = [found for found in gc.garbage if isinstance(found, torch.Tensor)]
+    finally:
+        gc.set_debug(0)
+        gc.enable()
+        gc.garbage.clear()
+    assert not caught

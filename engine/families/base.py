@@ -37,6 +37,20 @@ class Turn:
     deepstack: tuple[Tensor, ...]
     next_position: int
 
+    def part(self, start: int, stop: int) -> Turn:
+        """Tokens ``start`` to ``stop`` as a turn of their own, positions unchanged."""
+        span = slice(start, stop)
+        visual, deepstack = self.visual, self.deepstack
+        if visual is not None:
+            first = int((self.modality[:start] > 0).sum())
+            rows = slice(first, first + int((self.modality[span] > 0).sum()))
+            visual, deepstack = visual[rows], tuple(level[rows] for level in deepstack)
+        positions = self.positions[:, span]
+        return Turn(
+            self.token_ids[span], self.modality[span], positions, visual, deepstack,
+            int(self.positions[:, :stop].max()) + 1,
+        )  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Features:

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from engine import hub
 from engine.errors import GateError
-from engine.gates.module import Gates, make_random_gates, tied_gates
+from engine.gates.module import Gates, make_random_gates, tied_gates, tying_of
 from engine.gates.published import published_gates
 from engine.spec import DecoderSpec
 
@@ -67,11 +67,11 @@ def save_gates(gates: Gates, folder: str | Path, spec: DecoderSpec, **info: obje
     readout = gates.tensors["readout.weight"]
     described = {
         "format": FORMAT,
-        "tying": "paper",
+        "tying": tying_of(readout),
         "hidden_size": spec.hidden_size,
         "num_layers": spec.num_layers,
         "num_kv_heads": spec.num_kv_heads,
-        "d_gate": readout.numel() * spec.num_kv_heads,
+        "d_gate": readout.shape[-1] * spec.num_kv_heads,
         **gates.info,
         **info,
     }

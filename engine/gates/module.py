@@ -82,21 +82,38 @@ class Gates:
 def tied_gates(
     tensors: dict[str, Tensor], spec: DecoderSpec, info: dict[str, object] | None = None
 ) -> Gates:
-    """Gates with one readout ``(w_g, b_g)`` for all layers and heads.
+    """Gates in our own layout, tied as the main paper ties them or less.
 
     Names: ``layers.{l}.linear1.weight [d_g, d]``, ``.linear1.bias``, ``.linear2.weight
-    [d_g, d_g]``, ``.linear2.bias``; ``readout.weight [d_g / H]``; ``readout.bias []``. KV head h
-    reads the h-th of H equal blocks of the trunk's output: ``Proj_{l,h}``.
+    [d_g, d_g]``, ``.linear2.bias``. KV head h reads the h-th of H equal blocks (of width
+    b = d_g / H) of the trunk's output, ``Proj_{l,h}``, through the readout ``(w_g, b_g)``:
+
+    - ``readout.weight [b]``, ``readout.bias []``: one for all layers and heads (001, section 4);
+    - ``[L, b]``, ``[L]``: one per layer;
+    - ``[L, H, b]``, ``[L, H]``: one per layer and head.
+
+    Gradients flow to ``tensors``: training builds its gates here too.
 
     Raises:
         GateError: when tensors are missing or do not have these shapes.
     """
     heads, layers = spec.num_kv_heads, []
-    weight, bias = _get(tensors, "readout.weight"), _get(tensors, "readout.bias")
-    width = weight.numel() * heads
-    # Block h of row h holds w_g, so that the per-head dot products are one small matmul.
-    readout = torch.block_diag(*[weight.float().reshape(1, -1)] * heads)
+    weight = _get(tensors, "readout.weight")
+    block = weight.shape[-1] if weight.dim() else 0
+    width = block * heads
+    tying = tying_of(weight)
+    if tying is None or weight.shape[:-1] not in ((), (spec.num_layers,), (spec.num_layers, heads)):
+        raise GateError(
+            f"gate tensor 'readout.weight' is {list(weight.shape)}, the model has "
+            f"{spec.num_layers} layers of {heads} KV heads; use gates trained for this model"
+        )
+    bias = _get(tensors, "readout.bias", tuple(weight.shape[:-1]))
+    every = {"paper": (1, 1), "layer": (-1, 1), "none": (-1, heads)}[tying]
+    weights = weight.float().reshape(*every, block).expand(spec.num_layers, heads, block)
+    biases = bias.float().reshape(*every).expand(spec.num_layers, heads)
     for index in range(spec.num_layers):
+        # Row h holds its readout in block h: the per-head dot products are one small matmul.
+        readout = torch.block_diag(*weights[index].split(1))
         name = f"layers.{index}"
         first = _get(tensors, f"{name}.linear1.weight", (width, spec.hidden_size))
         second = _get(tensors, f"{name}.linear2.weight", (width, width))
@@ -104,7 +121,7 @@ def tied_gates(
             (first, _get(tensors, f"{name}.linear1.bias", (width,))),
             (second, _get(tensors, f"{name}.linear2.bias", (width,))),
         ]
-        layers.append(LayerGate(trunk, readout, bias.float().expand(heads).clone()))
+        layers.append(LayerGate(trunk, readout, biases[index].contiguous()))
     extra = sum(name.startswith("layers.") for name in tensors) - 4 * spec.num_layers
     if extra:
         raise GateError(
@@ -112,6 +129,11 @@ def tied_gates(
             f"{spec.num_layers}; use gates trained for this model"
         )
     return Gates("tied", layers, tensors, info or {})
+
+
+def tying_of(readout: Tensor) -> str | None:
+    """``paper``, ``layer`` or ``none`` by the shape of ``readout.weight``; None for no such."""
+    return {1: "paper", 2: "layer", 3: "none"}.get(readout.dim())
 
 
 def make_random_gates(spec: DecoderSpec, seed: int = 0, d_gate: int = 64) -> Gates:

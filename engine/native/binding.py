@@ -70,8 +70,11 @@ class Step(Structure):
     """``struct step``."""
 
     _fields_ = [
-        *((name, c_int64) for name in ("token", "position", "threads", "longest")),
-        *((name, c_void_p) for name in ("cos", "sin", "scratch", "logits")),
+        *((name, c_int64) for name in ("token", "position", "rope_position", "threads", "longest")),
+        ("inv_freq", c_void_p),
+        ("rope_scale", c_double),
+        ("scratch", c_void_p),
+        ("logits", c_void_p),
     ]
 
 

@@ -50,6 +50,9 @@ class NativeDecoder:
             head=_linear(weights.head, None),
             layer=self._layers,
         )
+        long = spec.rope.inv_freq if spec.rope.long_inv_freq is None else spec.rope.long_inv_freq
+        self._inv_freq = (spec.rope.inv_freq.contiguous(), long.contiguous())
+        self._rope_scale = spec.rope.scale
         self._vocab = weights.head.shape[0]
         self._most_threads = max(1, weights.nbytes() // _BYTES_PER_THREAD)
         self._scratch, self._scratch_for = torch.empty(0), (0, 0)
@@ -72,12 +75,18 @@ class NativeDecoder:
         return ""
 
     def step(
-        self, cache: RaggedCache, seq: int, token: int, position: int, cos: Tensor, sin: Tensor
+        self,
+        cache: RaggedCache,
+        seq: int,
+        token: int,
+        position: int,
+        rope_position: int,
+        long: bool = False,
     ) -> Tensor:
         """Append one text token to sequence ``seq``.
 
         Args:
-            position: token index; cos, sin: ``[rot]`` at its rope position.
+            position: token index; long: take the long rope frequencies.
 
         Returns:
             float32 logits ``[vocab]``.
@@ -97,8 +106,9 @@ class NativeDecoder:
         self._make_scratch(need[2], threads)
         logits = torch.empty(self._vocab)
         order = Step(
-            token, position, threads, need[2],
-            cos.data_ptr(), sin.data_ptr(), self._scratch.data_ptr(), logits.data_ptr(),
+            token, position, rope_position, threads, need[2],
+            self._inv_freq[long].data_ptr(), self._rope_scale,
+            self._scratch.data_ptr(), logits.data_ptr(),
         )  # fmt: skip
         with lent(cache, seq) as view:
             self._library.mmkv_step(byref(self._model), byref(view), byref(order))

@@ -31,16 +31,8 @@ static float log1mexp(float x)
     return x > -0.6931472f ? logf(-expm1f(x)) : log1pf(-expf(x));
 }
 
-/* The part of eq. 9 that does not depend on age, for horizons other than 1 and 2. */
-static float summed_ahead(float log_beta, double lookahead)
-{
-    if (isinf(lookahead))
-        return -log1mexp(log_beta);
-    float n = (float)lookahead;
-    return logf(log_beta == 0 ? n : expm1f(n * log_beta) / expm1f(log_beta));
-}
-
-/* score[i] becomes the score of an entry: log_beta and position in, both padded. */
+/* score[i] becomes the score of an entry: log_beta and position in, both padded. `ahead` is the
+ * part of eq. 9 that does not depend on age. */
 static void score_retention(const float *log_beta, const int32_t *position, int64_t count,
                             int64_t seen, double lookahead, float *ahead, float *score)
 {
@@ -52,7 +44,7 @@ static void score_retention(const float *log_beta, const int32_t *position, int6
             ahead[i] = log1p_exp(log_beta[i]);
     else
         for (int64_t i = 0; i < count; i++)
-            ahead[i] = summed_ahead(log_beta[i], lookahead);
+            ahead[i] = -log1mexp(log_beta[i]);
     int32_t now = (int32_t)seen;
 #pragma omp simd
     for (int64_t i = 0; i < count; i++)
@@ -189,6 +181,6 @@ EXPORT int64_t mmkv_evict(struct cache *cache, struct eviction *what)
         victims[i] = heap[i].index;
     qsort(victims, (size_t)wanted, sizeof *victims, by_index);
     drop_entries(cache, victims, wanted);
-    what->dropped = wanted;
+    what->dropped += wanted;
     return 1;
 }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from engine.cache import RaggedCache
@@ -12,6 +14,9 @@ from engine.policies.base import Policy
 from engine.policies.scoring import Recency, Retention
 
 _SCORERS: dict[type, int] = {Retention: 0, Recency: 1}
+# At other horizons torch forms a ratio whose last bits depend on its vector code, and for gates
+# near 1 those bits order the entries: C would choose other victims.
+_LOOKAHEADS = (1, 2, math.inf)
 _ALLOCATIONS: dict[type, int] = {GlobalAllocation: 0, HeadAllocation: 1}
 
 # The C code keeps the victims in a heap: right for the few of a decode step, while torch's
@@ -43,15 +48,17 @@ class NativeEvictor:
     @staticmethod
     def supports(policy: Policy) -> bool:
         """Whether C knows this scoring, allocation and admission."""
+        scoring = policy.scoring
         return (
-            type(policy.scoring) in _SCORERS
+            type(scoring) in _SCORERS
+            and (not isinstance(scoring, Retention) or scoring.lookahead in _LOOKAHEADS)
             and type(policy.allocation) in _ALLOCATIONS
             and not policy.admission.selective
         )
 
     @property
     def dropped(self) -> int:
-        """How many entries the last :meth:`evict` dropped."""
+        """How many entries :meth:`evict` has dropped so far, in all calls."""
         return self._order.dropped
 
     def evict(self, cache: RaggedCache, seq: int, seen: int, entries: int, budget: int) -> bool:
@@ -62,7 +69,6 @@ class NativeEvictor:
             has changed.
         """
         order = self._order
-        order.dropped = 0
         if entries - budget > _MOST_VICTIMS:
             return False
         needed = self._library.mmkv_evict_scratch(entries, _MOST_VICTIMS)

@@ -45,8 +45,9 @@ struct cache {
 };
 
 struct step {
-    int64_t token, position, threads, longest;
-    const float *cos, *sin; /* [rotary] of this position; sin with its first half negated */
+    int64_t token, position, rope_position, threads, longest;
+    const float *inv_freq; /* [rotary / 2] */
+    double rope_scale;     /* on cos and sin */
     float *scratch, *logits;
 };
 
@@ -55,8 +56,9 @@ enum { COMPETE_GLOBAL, COMPETE_HEAD };
 
 struct eviction {
     int64_t scorer, allocation, seen, budget, protect_first, protect_recent;
-    double lookahead;
-    int64_t entries, most, dropped; /* held before; victims there is room for; gone after */
+    double lookahead; /* 1, 2 or infinity */
+    int64_t entries, most; /* held before; victims there is room for */
+    int64_t dropped;       /* by all calls so far */
     void *scratch;
 };
 

@@ -21,9 +21,9 @@ struct phase {
     int64_t line[6];    /* a cache line of its own */
 };
 
-/* Activations shared by all threads, and what belongs to one. */
+/* Shared by all threads: rotation and activations; then what belongs to one. */
 struct worker {
-    float *hidden, *qkv, *mixed, *act, *trunk[MAX_TRUNK];
+    float *cos, *sin, *hidden, *qkv, *mixed, *act, *trunk[MAX_TRUNK];
     struct phase *phase; /* the current one */
     int64_t chunks, chunks_before;
     float *normed, *scores;
@@ -40,12 +40,19 @@ static int64_t carve(const struct model *model, int64_t longest, int64_t threads
                      float *base, struct worker *to)
 {
     const struct layer *layer = model->layer;
-    float **shared[] = {&to->hidden, &to->qkv, &to->mixed, &to->act, &to->trunk[0], &to->trunk[1]};
-    int64_t size[] = {model->hidden,      layer->qkv.out,      model->heads * model->head_dim,
-                      layer->gate_up.out, layer->trunk[0].out, layer->trunk[1].out};
+    float **shared[] = {&to->cos,   &to->sin, &to->hidden,   &to->qkv,
+                        &to->mixed, &to->act, &to->trunk[0], &to->trunk[1]};
+    int64_t size[] = {model->rotary / 2,
+                      model->rotary / 2,
+                      model->hidden,
+                      layer->qkv.out,
+                      model->heads * model->head_dim,
+                      layer->gate_up.out,
+                      layer->trunk[0].out,
+                      layer->trunk[1].out};
     int64_t at = (PHASES * model->layers + 1) * (int64_t)(sizeof(struct phase) / sizeof(float));
     to->phase = (struct phase *)base;
-    for (int i = 0; i < 6; i++) {
+    for (int i = 0; i < 8; i++) {
         *shared[i] = base ? base + at : 0;
         at += lines(size[i]);
     }
@@ -116,19 +123,18 @@ static struct span rows_of(int64_t rows, int64_t width, int64_t chunk)
     return (struct span){from, to < rows ? to : rows};
 }
 
-static void rotate(float *x, const struct step *step, int64_t rotary)
+static void rotate(float *x, const struct worker *me, int64_t half)
 {
-    int64_t half = rotary / 2;
     for (int64_t i = 0; i < half; i++) {
         float low = x[i], high = x[i + half];
-        x[i] = low * step->cos[i] + high * step->sin[i];
-        x[i + half] = high * step->cos[i + half] + low * step->sin[i + half];
+        x[i] = low * me->cos[i] - high * me->sin[i];
+        x[i + half] = high * me->cos[i] + low * me->sin[i];
     }
 }
 
 /* Finish one KV head: norm and turn its queries and key, store key and value, attend. */
 static void attend_head(const struct model *model, const struct layer *layer, struct cache *cache,
-                        const struct step *step, int64_t index, int64_t head, struct worker *me)
+                        int64_t index, int64_t head, struct worker *me)
 {
     int64_t dim = model->head_dim, group = model->heads / model->kv_heads;
     int64_t row = index * model->kv_heads + head;
@@ -140,7 +146,7 @@ static void attend_head(const struct model *model, const struct layer *layer, st
         int64_t of = i < group ? head * group + i : model->heads + head;
         if (layer->qk_norm)
             rms_norm(x, layer->qk_norm + of * dim, dim, (float)model->eps, x);
-        rotate(x, step, model->rotary);
+        rotate(x, me, model->rotary / 2);
     }
     int64_t slot = slot_of(cache, row, cache->length[row] - 1);
     memcpy(cache->keys + slot * dim, key, sizeof(float) * dim);
@@ -216,15 +222,15 @@ static void project(const struct model *model, const struct layer *layer, struct
     end(me);
 }
 
-static void attend(const struct model *model, struct cache *cache, const struct step *step,
-                   int64_t index, struct worker *me)
+static void attend(const struct model *model, struct cache *cache, int64_t index,
+                   struct worker *me)
 {
     const struct layer *layer = model->layer + index;
     const struct linear *trunk = &layer->trunk[1];
     begin(me, model->kv_heads + (model->trunk > 1 ? chunks_of(trunk->out, trunk->in) : 0));
     for (int64_t chunk; (chunk = claim(me)) >= 0; finish(me)) {
         if (chunk < model->kv_heads)
-            attend_head(model, layer, cache, step, index, chunk, me);
+            attend_head(model, layer, cache, index, chunk, me);
         else
             trunk_chunk(trunk, me->trunk[0], me->trunk[1], chunk - model->kv_heads);
     }
@@ -268,19 +274,19 @@ static void read_out(const struct model *model, float *logits, struct worker *me
     end(me);
 }
 
-static void run_thread(const struct model *model, struct cache *cache, const struct step *step,
+static void run_thread(const struct model *model, struct cache *cache, float *logits,
                        struct worker *me)
 {
     me->chunks_before = 0;
     for (int64_t index = 0; index < model->layers; index++) {
         const struct layer *layer = model->layer + index;
         project(model, layer, me);
-        attend(model, cache, step, index, me);
+        attend(model, cache, index, me);
         add(model, &layer->out, me->mixed, model->trunk > 0 ? cache : 0, index, me);
         widen(model, layer, me);
         add(model, &layer->down, me->act, 0, index, me);
     }
-    read_out(model, step->logits, me);
+    read_out(model, logits, me);
 }
 
 /* Append one token and compute its logits. mmkv_plan has been asked and its wishes granted. */
@@ -291,11 +297,16 @@ EXPORT void mmkv_step(const struct model *model, struct cache *cache, const stru
     struct worker first;
     carve(model, step->longest, step->threads, 0, step->scratch, &first);
     memcpy(first.hidden, model->embed + step->token * model->hidden, sizeof(float) * model->hidden);
+    for (int64_t i = 0; i < model->rotary / 2; i++) {
+        float angle = (float)step->rope_position * step->inv_freq[i];
+        first.cos[i] = cosf(angle) * (float)step->rope_scale;
+        first.sin[i] = sinf(angle) * (float)step->rope_scale;
+    }
 #pragma omp parallel for num_threads((int)step->threads) schedule(static, 1) if (step->threads > 1)
     for (int64_t thread = 0; thread < step->threads; thread++) {
         struct worker me;
         carve(model, step->longest, step->threads, thread, step->scratch, &me);
-        run_thread(model, cache, step, &me);
+        run_thread(model, cache, step->logits, &me);
     }
 }
 

@@ -19,8 +19,9 @@ class CacheView:
         row: ``[N]`` int64, ``layer * kv_heads + head``; ascending.
         length: ``[layers * kv_heads]`` int64, entries per row.
         position: ``[N]`` int64 token index; log_beta: ``[N]`` float32; modality: ``[N]`` uint8.
-        attention: computes ``[N]`` float32 window-attention probabilities, averaged over the
-            window's queries and the KV group; only for scorers with ``window > 0``.
+        attention: given this view, computes ``[N]`` float32 window-attention probabilities,
+            averaged over the window's queries and the KV group; only for scorers with
+            ``window > 0``.
     """
 
     seen: int
@@ -31,7 +32,7 @@ class CacheView:
     position: Tensor
     log_beta: Tensor
     modality: Tensor
-    attention: Callable[[], Tensor]
+    attention: Callable[[CacheView], Tensor]
 
     @property
     def rows(self) -> int:

@@ -50,7 +50,7 @@ class WindowAttention:
 
     def score(self, view: CacheView) -> Tensor:
         """Window attention, average-pooled over each row in ascending order of position."""
-        attention = view.to_rows(view.attention(), 0.0)
+        attention = view.to_rows(view.attention(view), 0.0)
         order = view.to_rows(view.position.float(), float("inf")).argsort(-1)
         pooled = F.avg_pool1d(
             attention.gather(-1, order)[:, None], self.kernel, stride=1, padding=self.kernel // 2
