@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +20,8 @@ from engine.runtime import Engine
 from engine.spec import DecoderSpec, RopeSpec
 from tests.session_kit import SMALL_CONTEXT, load, qwen3_vl, save_checkpoint
 
+# A shell starts background jobs with Ctrl-C ignored, which children inherit; tests press it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 torch.set_num_threads(1)
 transformers_logging.set_verbosity_error()
 transformers_logging.disable_progress_bar()

@@ -61,12 +61,17 @@ def test_a_pool_limit_refuses_before_anything_changes(folders: dict[str, Path]) 
 
 
 @pytest.mark.parametrize("policy", ["dbtrimkv", "snapkv"])
-@pytest.mark.parametrize("where", ["prefill", "decode", "batch"])
+@pytest.mark.parametrize("where", ["prefill", "decode", "native", "batch"])
 def test_an_interrupted_pass_is_undone(
     where: str, policy: str, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ctrl-C inside a layer: as if the call (or the chunk) had never been made."""
+    """Ctrl-C inside a layer: as if the call (or the chunk) had never been made.
+
+    In the native step it is seen when C returns, with all layers appended.
+    """
     engine = load(folders["vl"], policy=policy, budget=28)
+    if where == "native" and engine.decode_path != "native":
+        pytest.skip(f"runs on {engine.decode_path}")
     session, twin, other = engine.session(), engine.session(), engine.session()
     for each in (session, twin, other):
         each.prefill(PICTURES)
@@ -87,11 +92,20 @@ def test_an_interrupted_pass_is_undone(
         step.attend = stop
         return forward(hidden, rope, step, deepstack)
 
+    def interrupted_step(*args: Any) -> Tensor:
+        native_step(*args)
+        raise KeyboardInterrupt
+
+    if where == "native":
+        native_step = engine.native.step
+        monkeypatch.setattr(engine.native, "step", interrupted_step)
+    elif where == "decode":
+        monkeypatch.setattr(engine, "native", None)
     monkeypatch.setattr(engine.decoder, "forward", interrupted)
     with pytest.raises(KeyboardInterrupt):
         if where == "prefill":
             session.prefill(turn(10))
-        elif where == "decode":
+        elif where in ("decode", "native"):
             session.decode(5)
         else:
             engine.decode([session, other], [5, 6])
