@@ -97,6 +97,7 @@ class Session:
         engine = self.engine
         return self.extend(engine.family.turn(inputs, self.next_position, engine.device), progress)
 
+    @torch.inference_mode()
     def extend(self, turn: Turn, progress: Callable[[int, int], None] | None = None) -> Tensor:
         """:meth:`prefill` of a turn already built, whose positions follow this session's."""
         self._require_open()

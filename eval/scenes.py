@@ -68,21 +68,42 @@ class Question:
     """A question with its one right answer.
 
     Attributes:
-        kind: ``cell``, ``locate``, ``colour``, ``count``, ``exists``, ``read``, ``list`` or
-            ``compare``.
+        kind: ``cell``, ``locate``, ``colour``, ``count``, ``exists``, ``read``, ``list``,
+            ``compare``, or one of those of :mod:`eval.dialogues`.
+        about: ``latest`` picture of the dialogue, or an ``earlier`` one.
     """
 
     kind: str
     text: str
     answer: str
+    about: Literal["latest", "earlier"] = "latest"
+
+
+@dataclass(frozen=True)
+class Clip:
+    """A short video before it is drawn: equal-sized frames, one temporal patch each."""
+
+    frames: tuple[Scene, ...]
 
 
 @dataclass(frozen=True)
 class Turn:
-    """One user turn: the pictures new in it, the question, the answer."""
+    """One user turn: the pictures new in it, the question, the answer.
 
-    pictures: tuple[Scene, ...]
+    Attributes:
+        captions: the words right before each picture; empty for none at all.
+    """
+
+    pictures: tuple[Scene | Clip, ...]
     question: Question
+    captions: tuple[str, ...] = ()
+
+    def parts(self) -> list[str | Scene | Clip]:
+        """Captions and pictures in reading order, then the question."""
+        found: list[str | Scene | Clip] = []
+        for index, picture in enumerate(self.pictures):
+            found += [*self.captions[index : index + 1], picture]
+        return [*found, self.question.text]
 
 
 @cache

@@ -11,6 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
+from eval.dialogues import clip, sparse
 from eval.scenes import (
     CELL,
     COLOURS,
@@ -24,6 +25,9 @@ from eval.scenes import (
     render,
     tile,
 )
+from mmkv.assets import bundled_model
+from mmkv.processing import load_processor
+from mmkv.video import Clip
 from training.tiny_data import DialogueBatches, encode, patches
 from training.tiny_model import IMAGE_PROCESSOR, build_tokenizer
 
@@ -155,26 +159,51 @@ def test_training_patches_equal_the_image_processor(size) -> None:
 
 def test_training_text_equals_the_chat_template() -> None:
     tokenizer = build_tokenizer()
-    turns = dialogue(3, "train", pictures=2, turns=4)
-    ids, labels, pixels, grids = encode(turns, tokenizer)
+    turns = dialogue(3, "train", pictures=2, turns=4) + sparse(3, "train", 6, 2, 4)
+    made = encode(turns, tokenizer)
     messages = []
     for turn in turns:
-        content = [{"type": "image"} for _ in turn.pictures]
-        content.append({"type": "text", "text": turn.question.text})
+        content = [
+            {"type": "text", "text": part} if isinstance(part, str) else {"type": "image"}
+            for part in turn.parts()
+        ]
         messages.append({"role": "user", "content": content})
         messages.append({"role": "assistant", "content": turn.question.answer})
     rendered = tokenizer.apply_chat_template(messages, tokenize=False)
-    squeezed = re.sub(r"(<\|image_pad\|>)+", "<|image_pad|>", tokenizer.decode(ids))
+    squeezed = re.sub(r"(<\|image_pad\|>)+", "<|image_pad|>", tokenizer.decode(made.ids))
     assert squeezed == rendered
-    learned = tokenizer.decode([label for label in labels if label != -100])
+    learned = tokenizer.decode([label for label in made.labels if label != -100])
     assert learned == "".join(turn.question.answer + "<|im_end|>" for turn in turns)
-    assert [len(block) for block in pixels] == [h * w for _, h, w in grids]
+    assert [len(block) for block in made.pixels] == [h * w for _, h, w in made.grids]
 
 
-def test_a_resumed_run_sees_the_same_batches() -> None:
+def test_a_training_clip_is_what_chat_feeds_the_model() -> None:
+    processor = load_processor(bundled_model())
+    turns = clip(4, "train", 1)
+    made = encode(turns, build_tokenizer())
+    drawn = [np.asarray(render(frame)) for frame in turns[0].pictures[0].frames]
+    frames = np.stack([frame for frame in drawn for _ in range(2)])
+    video = Clip(frames, tuple(range(len(frames))), 2.0)
+    messages = [
+        {
+            "role": "user",
+            "content": [{"type": "video"}, {"type": "text", "text": turns[0].question.text}],
+        },
+        {"role": "assistant", "content": turns[0].question.answer},
+    ]
+    text = build_tokenizer().apply_chat_template(messages, tokenize=False)
+    inputs = processor.encode(text, clips=[video])
+    assert inputs["input_ids"][0].tolist() == made.ids
+    assert inputs["video_grid_thw"].tolist() == [list(grid) for grid in made.clip_grids]
+    block = torch.from_numpy(np.concatenate(made.clips))
+    torch.testing.assert_close(block, inputs["pixel_values_videos"], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("curriculum", [True, False])
+def test_a_resumed_run_sees_the_same_batches(curriculum) -> None:
     tokenizer = build_tokenizer()
-    whole = list(DialogueBatches(tokenizer, steps=6, batch=2))
-    resumed = list(DialogueBatches(tokenizer, steps=6, batch=2, start=4))
+    whole = list(DialogueBatches(tokenizer, 6, batch=2, curriculum=curriculum))
+    resumed = list(DialogueBatches(tokenizer, 6, batch=2, start=4, curriculum=curriculum))
     assert len(resumed) == 2
     for a, b in zip(whole[4:], resumed, strict=True):
         assert all(torch.equal(a[key], b[key]) for key in a)

@@ -12,7 +12,12 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import Qwen3VLForConditionalGeneration, Trainer, TrainingArguments
+from transformers import (
+    PreTrainedTokenizerFast,
+    Qwen3VLForConditionalGeneration,
+    Trainer,
+    TrainingArguments,
+)
 from transformers.trainer_utils import get_last_checkpoint
 
 from training.tiny_data import DialogueBatches
@@ -24,17 +29,38 @@ def only(examples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     return examples[0]
 
 
+def carry_over(
+    model: Qwen3VLForConditionalGeneration, tokenizer: PreTrainedTokenizerFast, folder: Path
+) -> Qwen3VLForConditionalGeneration:
+    """The trained weights of ``folder`` in ``model``; tokens that it lacked stay as they are."""
+    old = Qwen3VLForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)
+    words = PreTrainedTokenizerFast.from_pretrained(folder).get_vocab()
+    kept = {word: index for word, index in tokenizer.get_vocab().items() if word in words}
+    state = old.state_dict()
+    name = "model.language_model.embed_tokens.weight"
+    fresh = model.state_dict()[name].clone()
+    fresh[list(kept.values())] = state[name][[words[word] for word in kept]]
+    state[name] = state["lm_head.weight"] = fresh
+    model.load_state_dict(state)
+    return model
+
+
 def arguments() -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path, default=Path("runs/tiny"), help="checkpoints")
     parser.add_argument("--export", type=Path, help="where the finished model is written")
-    parser.add_argument("--init", type=Path, help="a saved model to go on from, on full grids only")
+    parser.add_argument(
+        "--init",
+        type=Path,
+        help="a saved model to go on from, with the lessons of the second round",
+    )
     parser.add_argument("--steps", type=int, default=4000)
     parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=0, help="torch threads, 0 for its default")
+    parser.add_argument("--bf16", action="store_true", help="autocast to bfloat16")
     parser.add_argument("--save-every", type=int, default=500, help="steps between checkpoints")
     parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint")
     return parser.parse_args()
@@ -48,7 +74,7 @@ def main() -> None:
     tokenizer = build_tokenizer()
     model = build_model(tokenizer, args.seed)
     if args.init:
-        model = Qwen3VLForConditionalGeneration.from_pretrained(args.init, dtype=torch.float32)
+        model = carry_over(model, tokenizer, args.init)
     last = get_last_checkpoint(str(args.output)) if args.resume else None
     start = 0
     if last:
@@ -69,6 +95,7 @@ def main() -> None:
         save_steps=args.save_every,
         save_total_limit=2,
         seed=args.seed,
+        bf16=args.bf16,
         ignore_data_skip=True,  # the dataset itself starts at the resumed step
         remove_unused_columns=False,
         dataloader_num_workers=1,

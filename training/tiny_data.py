@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -12,9 +13,10 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 from transformers import PreTrainedTokenizerFast
 
-from eval.scenes import Turn, dialogue, make_scene, questions, render
+from eval.dialogues import clip, dense, grid, sparse
+from eval.scenes import Scene, Turn, dialogue, make_scene, questions, render
 
-PATCH, MERGE = 16, 2
+PATCH, MERGE, FPS = 16, 2, 2.0
 # (largest grid side, share of the run) from easy to hard: straight on 4 x 4 grids nothing is
 # learned for a long time.
 CURRICULUM = ((1, 0.06), (2, 0.12), (3, 0.17), (4, 0.65))
@@ -34,37 +36,63 @@ def patches(picture: Image.Image) -> tuple[np.ndarray, tuple[int, int, int]]:
     return cut.reshape(height * width, -1), (1, height, width)
 
 
-def encode(
-    turns: list[Turn], tokenizer: PreTrainedTokenizerFast
-) -> tuple[list[int], list[int], list[np.ndarray], list[tuple[int, int, int]]]:
-    """Token ids, labels (-100 outside answers), patches and grids of a dialogue."""
+@dataclass
+class Encoded:
+    """A dialogue as the model reads it.
+
+    Attributes:
+        labels: the ids of answers, -100 elsewhere.
+        pixels, grids: patches and (t, h, w) of its pictures; clips and clip_grids: of its videos.
+    """
+
+    ids: list[int] = field(default_factory=list)
+    labels: list[int] = field(default_factory=list)
+    pixels: list[np.ndarray] = field(default_factory=list)
+    grids: list[tuple[int, int, int]] = field(default_factory=list)
+    clips: list[np.ndarray] = field(default_factory=list)
+    clip_grids: list[tuple[int, int, int]] = field(default_factory=list)
+
+
+def encode(turns: list[Turn], tokenizer: PreTrainedTokenizerFast) -> Encoded:
+    """Token ids, labels, patches and grids of a dialogue."""
     start, end = (tokenizer.convert_tokens_to_ids(f"<|im_{x}|>") for x in ("start", "end"))
-    vision = [
-        tokenizer.convert_tokens_to_ids(f"<|{x}|>")
-        for x in ("vision_start", "image_pad", "vision_end")
-    ]
+    names = ("vision_start", "image_pad", "video_pad", "vision_end")
+    first, image, video, last = (tokenizer.convert_tokens_to_ids(f"<|{x}|>") for x in names)
 
     def plain(text: str) -> list[int]:
         return tokenizer.encode(text, add_special_tokens=False)
 
     newline = plain("\n")
     user, assistant = plain("user\n"), plain("assistant\n")
-    ids: list[int] = []
-    labels: list[int] = []
-    pixels: list[np.ndarray] = []
-    grids: list[tuple[int, int, int]] = []
+    made = Encoded()
     for turn in turns:
         prompt = [start, *user]
-        for scene in turn.pictures:
-            block, grid = patches(render(scene))
-            pixels.append(block)
-            grids.append(grid)
-            prompt += [vision[0], *[vision[1]] * (grid[1] * grid[2] // MERGE**2), vision[2]]
-        prompt += [*plain(turn.question.text), end, *newline, start, *assistant]
+        for part in turn.parts():
+            if isinstance(part, str):
+                prompt += plain(part)
+            elif isinstance(part, Scene):
+                block, grid = patches(render(part))
+                made.pixels.append(block)
+                made.grids.append(grid)
+                prompt += [first, *[image] * (grid[1] * grid[2] // MERGE**2), last]
+            else:
+                blocks = [patches(render(frame)) for frame in part.frames]
+                _, height, width = blocks[0][1]
+                made.clips += [block for block, _ in blocks]
+                made.clip_grids.append((len(blocks), height, width))
+                for index in range(len(blocks)):
+                    prompt += plain(timestamp(index))
+                    prompt += [first, *[video] * (height * width // MERGE**2), last]
+        prompt += [end, *newline, start, *assistant]
         answer = [*plain(turn.question.answer), end]
-        ids += [*prompt, *answer, *newline]
-        labels += [*[-100] * len(prompt), *answer, *[-100] * len(newline)]
-    return ids, labels, pixels, grids
+        made.ids += [*prompt, *answer, *newline]
+        made.labels += [*[-100] * len(prompt), *answer, *[-100] * len(newline)]
+    return made
+
+
+def timestamp(patch: int) -> str:
+    """What stands before a temporal patch: the mean time of its two frames, two frames a second."""
+    return f"<{(2 * patch + 0.5) / FPS:.1f} seconds>"
 
 
 def largest_grid(progress: float) -> int:
@@ -95,9 +123,41 @@ def lesson(seed: int, pictures: int, side: int) -> list[Turn]:
     if side < CURRICULUM[-1][0] or (named and rng.random() < 0.15):
         asked = [*named, *others[:3]]
     elif named:
-        more = [q for q in questions(scene, rng) + questions(scene, rng) if q.kind != "list"]
-        asked = (others + more)[:7]
-        rng.shuffle(asked)
+        pool = [q for _ in range(5) for q in questions(scene, rng) if q.kind != "list"]
+        asked = rng.choices(pool, k=7)
+    return [Turn((scene,) if i == 0 else (), question) for i, question in enumerate(asked)]
+
+
+# The lessons that full grids take turns with: what, and dialogues a batch (fewer of long ones).
+_ROUND = (
+    ("single", 16), ("dense", 8), ("drill", 16), ("long", 5), ("single", 16), ("sparse", 5),
+    ("single", 16), ("clip", 12), ("single", 16), ("long", 5),
+)  # fmt: skip
+
+
+def long_lesson(kind: str, seed: int) -> list[Turn]:
+    """A training dialogue of the second round: see :mod:`eval.dialogues`."""
+    rng = random.Random(f"{kind}-{seed}")
+    if kind == "single":
+        return lesson(seed, 1, 4)
+    if kind == "drill":
+        return drill(rng)
+    if kind == "dense":
+        pictures = rng.randint(2, 4)
+        return dense(seed, "train", pictures, rng.randint(pictures, 8))
+    if kind == "long":
+        return dense(seed, "train", rng.randint(5, 8), 12)
+    if kind == "sparse":
+        pictures = rng.choice([12, 16, 24, 32])
+        return sparse(seed, "train", pictures, rng.randint(1, 4), 8, rng.randint(1, 4))
+    return clip(seed, "train", 6)
+
+
+def drill(rng: random.Random) -> list[Turn]:
+    """Search questions only, on grids of all sizes: finding a name is what comes last."""
+    scene = grid(rng, "train", rng.choice([2, 3, 4, 4]))
+    pool = [q for _ in range(8) for q in questions(scene, rng) if q.kind in ("exists", "locate")]
+    asked = pool[:8]
     return [Turn((scene,) if i == 0 else (), question) for i, question in enumerate(asked)]
 
 
@@ -106,7 +166,8 @@ class DialogueBatches(IterableDataset[dict[str, Tensor]]):
 
     Args:
         start: first step, so that a resumed run goes on where it stopped.
-        curriculum: begin with small grids; without it every step is of the last phase.
+        curriculum: begin with small grids and single pictures; without it, the lessons of the
+            second round.
     """
 
     def __init__(
@@ -127,28 +188,45 @@ class DialogueBatches(IterableDataset[dict[str, Tensor]]):
 
     def make(self, step: int) -> dict[str, Tensor]:
         """The batch of one step, right-padded."""
-        side = largest_grid(step / self.steps if self.curriculum else 1.0)
-        # One count of pictures a batch, so that little of it is padding.
-        pictures = (1, 1, 1, 2, 1, 1, 3)[step % 7] if side == CURRICULUM[-1][0] else 1
-        encoded = []
-        for index in range(self.batch):
-            seed = (self.seed * self.steps + step) * self.batch + index
-            turns = lesson(seed, pictures, side)
-            encoded.append(encode(turns, self.tokenizer))
-        longest = max(len(ids) for ids, *_ in encoded)
-        pad, image = self.tokenizer.pad_token_id, "<|image_pad|>"
-        ids = torch.full((self.batch, longest), pad)
-        labels = torch.full((self.batch, longest), -100)
-        for row, (tokens, targets, _, _) in enumerate(encoded):
-            ids[row, : len(tokens)] = torch.tensor(tokens)
-            labels[row, : len(targets)] = torch.tensor(targets)
-        return {
-            "input_ids": ids,
-            "labels": labels,
-            "attention_mask": (ids != pad).long(),
-            "mm_token_type_ids": (ids == self.tokenizer.convert_tokens_to_ids(image)).int(),
-            "pixel_values": torch.from_numpy(
-                np.concatenate([block for *_, blocks, _ in encoded for block in blocks])
-            ),
-            "image_grid_thw": torch.tensor([grid for *_, grids in encoded for grid in grids]),
-        }
+        if self.curriculum:
+            side = largest_grid(step / self.steps)
+            # One count of pictures a batch, so that little of it is padding.
+            pictures = (1, 1, 1, 2, 1, 1, 3)[step % 7] if side == CURRICULUM[-1][0] else 1
+            dialogues = [lesson(seed, pictures, side) for seed in self._seeds(step, self.batch)]
+        else:
+            kind, rows = _ROUND[step % len(_ROUND)]
+            rows = max(1, rows * self.batch // 16)
+            dialogues = [long_lesson(kind, seed) for seed in self._seeds(step, rows)]
+        return collate([encode(turns, self.tokenizer) for turns in dialogues], self.tokenizer)
+
+    def _seeds(self, step: int, rows: int) -> range:
+        first = (self.seed * self.steps + step) * self.batch
+        return range(first, first + rows)
+
+
+def collate(rows: list[Encoded], tokenizer: PreTrainedTokenizerFast) -> dict[str, Tensor]:
+    """Right-padded model inputs of several dialogues."""
+    longest = max(len(row.ids) for row in rows)
+    pad = tokenizer.pad_token_id
+    ids = torch.full((len(rows), longest), pad)
+    labels = torch.full((len(rows), longest), -100)
+    for index, row in enumerate(rows):
+        ids[index, : len(row.ids)] = torch.tensor(row.ids)
+        labels[index, : len(row.labels)] = torch.tensor(row.labels)
+    image, video = (tokenizer.convert_tokens_to_ids(f"<|{x}_pad|>") for x in ("image", "video"))
+    made = {
+        "input_ids": ids,
+        "labels": labels,
+        "attention_mask": (ids != pad).long(),
+        "mm_token_type_ids": (ids == image).int() + 2 * (ids == video).int(),
+    }
+    for pixels, grids, blocks, sizes in (
+        ("pixel_values", "image_grid_thw", [b for r in rows for b in r.pixels],
+         [g for r in rows for g in r.grids]),
+        ("pixel_values_videos", "video_grid_thw", [b for r in rows for b in r.clips],
+         [g for r in rows for g in r.clip_grids]),
+    ):  # fmt: skip
+        if blocks:
+            made[pixels] = torch.from_numpy(np.concatenate(blocks))
+            made[grids] = torch.tensor(sizes)
+    return made

@@ -24,10 +24,13 @@ _WORDS = (
     "there do you see a read word number this colour shape name every list all picture has was "
     "first second both yes no nothing and it an I tell me about image see things can one two "
     "three four five six seven eight nine ten please describe count answer question with not has "
-    "What Where Which How Is Do Read Name List seconds on to or same different object letters"
+    "What Where Which How Is Do Read Name List seconds on to or same different object letters "
+    "ignore remember keep skip video frame start end changed change written were below above left "
+    "right beside before after third fourth fifth sixth seventh eighth last next"
 ).split()
 
-# Renders what the training data is written in; content parts as in the Qwen3-VL template.
+# Renders what the training data is written in; content parts as in the Qwen3-VL template, but for
+# the start and end that it puts around a video, whose frames have their own.
 CHAT_TEMPLATE = """{%- for message in messages -%}
 <|im_start|>{{ message.role }}
 {% if message.content is string -%}
@@ -37,7 +40,7 @@ CHAT_TEMPLATE = """{%- for message in messages -%}
 {%- if part.type == 'image' -%}
 <|vision_start|><|image_pad|><|vision_end|>
 {%- elif part.type == 'video' -%}
-<|vision_start|><|video_pad|><|vision_end|>
+<|video_pad|>
 {%- else -%}
 {{ part.text }}
 {%- endif -%}

@@ -1,0 +1,92 @@
+"""``python -m eval.dialogue_accuracy``: exact answers in long held-out dialogues, full cache.
+
+Answers are given token by token and counted right when every token is the most likely one: what
+greedy decoding would have said after the same history (:mod:`eval.forced`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from engine.runtime import Engine
+from eval.dialogues import clip, dense, sparse
+from eval.forced import full_logits, spans
+from eval.record import write_results
+from eval.scenes import Turn
+from eval.scenes_accuracy import wilson
+from training.losses import predicted
+from training.scene_data import scene_example
+from training.tiny_model import build_tokenizer
+
+# What is asked: by name, from a seed.
+DIALOGUES: dict[str, Callable[[int], list[Turn]]] = {
+    "dense, 8 pictures, 12 turns": lambda seed: dense(seed, "heldout", 8, 12, search=False),
+    "dense, 4 pictures, 8 turns": lambda seed: dense(seed, "heldout", 4, 8, search=False),
+    "dense, 4 pictures, 8 turns, search": lambda seed: dense(seed, "heldout", 4, 8),
+    "sparse, 2 of 24 pictures": lambda seed: sparse(seed, "heldout", 24, 2, 8, search=False),
+    "sparse, 2 of 96 pictures": lambda seed: sparse(seed, "heldout", 96, 2, 8, search=False),
+    "clip": lambda seed: clip(seed, "heldout", 6),
+}
+
+
+def main() -> None:
+    """Run the program."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model", nargs="?", default="assets/tiny-vlm")
+    parser.add_argument("--dialogues", type=int, default=100, help="of each sort")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--output", type=Path, default=Path("eval/results/dialogue-accuracy.json"))
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    engine = Engine.from_pretrained(args.model, policy="full", dtype="float32")
+    tokenizer = build_tokenizer()
+    right: dict[tuple[str, str, str], list[bool]] = defaultdict(list)
+    lengths: dict[str, list[int]] = defaultdict(list)
+    jobs = [(name, seed) for name in DIALOGUES for seed in range(args.dialogues)]
+    for name, seed in track(jobs, "reading", console=Console(stderr=True)):
+        turns = DIALOGUES[name](seed)
+        example = scene_example(turns, tokenizer)
+        labels = example.pop("labels")[0]
+        logits = full_logits(engine, engine.family.turn(example, 0), labels)
+        hits, done = logits.argmax(-1) == predicted(labels)[1], 0
+        lengths[name].append(labels.numel())
+        for turn, (start, stop) in zip(turns, spans(labels.tolist()), strict=True):
+            hit = bool(hits[done : done + stop - start].all())
+            done += stop - start
+            right[name, turn.question.about, "all"].append(hit)
+            right[name, turn.question.about, turn.question.kind].append(hit)
+    table = Table(title=f"Exact answers, {args.model}, full cache")
+    for column in ("dialogue", "tokens", "about", "kind", "right", "share", "95 % interval"):
+        table.add_column(column)
+    rows = []
+    for (name, about, kind), hits_ in sorted(right.items()):
+        low, high = wilson(sum(hits_), len(hits_))
+        tokens = sum(lengths[name]) / len(lengths[name])
+        row = {
+            "dialogue": name, "mean_tokens": tokens, "about": about, "kind": kind,
+            "right": sum(hits_), "of": len(hits_), "share": sum(hits_) / len(hits_),
+            "ci": [low, high],
+        }  # fmt: skip
+        rows.append(row)
+        table.add_row(
+            name, f"{tokens:.0f}", about, kind, f"{row['right']} / {row['of']}",
+            f"{row['share']:.3f}", f"{low:.3f} {high:.3f}",
+        )  # fmt: skip
+    Console().print(table)
+    settings = {k: v for k, v in vars(args).items() if k != "output"}
+    write_results(args.output, settings, rows)
+
+
+if __name__ == "__main__":
+    main()

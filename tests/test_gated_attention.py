@@ -1,0 +1,228 @@
+"""Gated attention: the blocked CPU form and FlexAttention against the dense float64 twin.
+
+Tolerance. Outputs are averages of unit-normal values; a logit of age ``a`` carries an error of
+``|a log_beta| 2**-24``, which matters only while ``exp(a log_beta)`` does, and one of
+``|q . k| 2**-24``, some units. Gradients are compared relative to the largest of their tensor.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask
+
+from training import gated_attention as module
+from training.gated_attention import GATINGS, gated_attention, gated_attention_reference
+
+OUT, GRADIENT = 4e-6, 1e-5
+
+
+def inputs(
+    batch: int,
+    heads: int,
+    group: int,
+    steps: int,
+    width: int = 8,
+    dtype: torch.dtype = torch.float32,
+) -> list[Tensor]:
+    """query, key, value and log_beta from -1e-9 to -50 with exact zeros."""
+    generator = torch.Generator().manual_seed(steps)
+
+    def normal(count: int) -> Tensor:
+        return torch.randn(batch, count, steps, width, generator=generator, dtype=dtype)
+
+    log_beta = -(10.0 ** (torch.rand(batch, heads, steps, generator=generator) * 10.7 - 9))
+    log_beta[..., steps // 3] = 0.0
+    tensors = [normal(heads * group), normal(heads), normal(heads), log_beta.to(dtype)]
+    return [x.requires_grad_() for x in tensors]
+
+
+def documents(batch: int, steps: int, count: int) -> Tensor:
+    """Sequences cut at different places."""
+    generator = torch.Generator().manual_seed(steps)
+    start = torch.zeros(batch, steps, dtype=torch.int64)
+    cuts = torch.randint(0, steps, (batch, count), generator=generator)
+    return start.scatter(1, cuts, cuts).cummax(1).values
+
+
+def doubled(tensors: list[Tensor]) -> list[Tensor]:
+    return [x.detach().double().requires_grad_() for x in tensors]
+
+
+@pytest.mark.parametrize("gating", GATINGS)
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("block", [16, 96])
+@pytest.mark.parametrize(
+    ("heads", "group", "steps"), [(2, 1, 1), (3, 3, 50), (1, 4, 96), (2, 8, 97), (2, 3, 230)]
+)
+def test_blocked_form_matches_the_reference(
+    monkeypatch: pytest.MonkeyPatch,
+    gating: str,
+    packed: bool,
+    block: int,
+    heads: int,
+    group: int,
+    steps: int,
+) -> None:
+    monkeypatch.setattr(module, "BLOCK", block)
+    tensors = inputs(2, heads, group, steps)
+    twins = doubled(tensors)
+    settings = {"scale": 0.35, "gating": gating}
+    settings["document_start"] = documents(2, steps, 4) if packed else None
+    got = gated_attention(*tensors, **settings, backend="sdpa")
+    want = gated_attention_reference(*twins, **settings)
+    assert got.dtype == torch.float32
+    assert (got - want).abs().max() <= OUT
+    weight = torch.randn(got.shape, generator=torch.Generator().manual_seed(0))
+    grads = torch.autograd.grad(got, tensors, weight)
+    for got_grad, want_grad in zip(
+        grads, torch.autograd.grad(want, twins, weight.double()), strict=True
+    ):
+        assert (got_grad - want_grad).abs().max() <= GRADIENT * (want_grad.abs().max() + 1e-6)
+
+
+@pytest.mark.parametrize("gating", GATINGS)
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("group", [1, 3])
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_flex_form_matches_the_reference(gating: str, packed: bool, group: int) -> None:
+    """Values only, and eager: FlexAttention has no backward pass on CPUs."""
+    tensors = [x.detach() for x in inputs(2, 2, group, 150, 16)]
+    settings = {"scale": 0.25, "gating": gating}
+    settings["document_start"] = documents(2, 150, 3) if packed else None
+    got = gated_attention(*tensors, **settings, backend="flex")
+    assert (got - gated_attention_reference(*tensors, **settings)).abs().max() <= OUT
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("steps", [1, 128, 300, 1000])
+def test_flex_blocks_are_those_of_the_dense_mask(packed: bool, steps: int) -> None:
+    """The eager form above looks at the mask only, not at the blocks."""
+    start = documents(2, steps, 3) if packed else torch.zeros(1, steps, dtype=torch.int64)
+    got = module._block_mask(start if packed else None, steps, torch.device("cpu"))
+    want = create_block_mask(
+        lambda b, h, t, i: (i <= t) & (i >= start[b, t]),
+        len(start), None, steps, steps, device="cpu",
+    )  # fmt: skip
+    assert got.seq_lengths == want.seq_lengths
+    assert torch.equal(got.to_dense(), want.to_dense())
+    # A partial last block of queries is never "full" to create_block_mask, and may be to us.
+    whole = steps // 128
+    assert torch.equal(got.full_kv_num_blocks[..., :whole], want.full_kv_num_blocks[..., :whole])
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="FlexAttention's gradients need CUDA")
+@pytest.mark.parametrize("gating", GATINGS)
+@pytest.mark.parametrize("packed", [False, True])
+def test_flex_gradients_on_cuda(gating: str, packed: bool) -> None:
+    tensors = [x.detach().cuda().requires_grad_() for x in inputs(2, 2, 3, 300, 64)]
+    twins = doubled(tensors)
+    settings = {"scale": 0.125, "gating": gating}
+    settings["document_start"] = documents(2, 300, 3).cuda() if packed else None
+    got = gated_attention(*tensors, **settings, backend="flex")
+    want = gated_attention_reference(*twins, **settings)
+    weight = torch.randn_like(got)
+    grads = torch.autograd.grad(got, tensors, weight)
+    for got_grad, want_grad in zip(
+        grads, torch.autograd.grad(want, twins, weight.double()), strict=True
+    ):
+        # TF32 products inside the kernel: 10 bits.
+        assert (got_grad - want_grad).abs().max() <= 5e-3 * want_grad.abs().max()
+
+
+@pytest.mark.parametrize("gating", GATINGS)
+def test_gradients_by_finite_differences(gating: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "BLOCK", 4)
+    tensors = inputs(1, 1, 2, 7, 3, torch.float64)
+    tensors[3] = (-torch.rand(1, 1, 7, dtype=torch.float64) - 0.01).requires_grad_()
+    start = torch.tensor([[0, 0, 2, 2, 2, 2, 6]])
+    assert torch.autograd.gradcheck(
+        lambda *x: gated_attention(
+            *x, scale=0.7, document_start=start, gating=gating, backend="sdpa"
+        ),
+        tensors,
+    )
+
+
+@pytest.mark.parametrize("gating", GATINGS)
+@pytest.mark.parametrize("backend", ["sdpa", "reference"])
+def test_no_retention_lost_is_plain_attention(gating: str, backend: str) -> None:
+    query, key, value, log_beta = inputs(2, 2, 3, 120)
+    got = gated_attention(
+        query, key, value, torch.zeros_like(log_beta), scale=0.3, gating=gating, backend=backend
+    )
+    want = torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, is_causal=True, scale=0.3, enable_gqa=True
+    )
+    torch.testing.assert_close(got, want, rtol=0, atol=OUT)
+
+
+@pytest.mark.parametrize("gating", GATINGS)
+@pytest.mark.parametrize("rate", [-50.0, -1e4, -1e30])
+def test_gates_that_drop_everything_stay_finite(gating: str, rate: float) -> None:
+    query, key, value, log_beta = inputs(1, 2, 2, 130)
+    log_beta = torch.full_like(log_beta, rate).requires_grad_()
+    tensors = [query, key, value, log_beta]
+    out = gated_attention(*tensors, scale=0.35, gating=gating, backend="sdpa")
+    if gating == "log-bias":  # only the newest key is left
+        torch.testing.assert_close(out, value.repeat_interleave(2, 1))
+    for grad in torch.autograd.grad(out.square().sum(), tensors):
+        assert grad.isfinite().all()
+
+
+def test_documents_are_attended_alone() -> None:
+    tensors = inputs(1, 2, 2, 150)
+    start = torch.zeros(1, 150, dtype=torch.int64)
+    start[:, 61:] = 61
+    whole = gated_attention(*tensors, scale=0.3, document_start=start)
+    for part in (slice(0, 61), slice(61, 150)):
+        alone = gated_attention(*(x[:, :, part] for x in tensors), scale=0.3)
+        torch.testing.assert_close(whole[:, :, part], alone, rtol=0, atol=OUT)
+
+
+def test_only_the_inputs_are_saved() -> None:
+    """Memory of the backward pass: no attention weights are kept."""
+    saved: list[Tensor] = []
+    tensors = inputs(1, 2, 3, 300)
+    pack = torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x)
+    with pack:
+        gated_attention(*tensors, scale=0.3, backend="sdpa")
+    assert sum(x.numel() for x in saved) <= sum(x.numel() for x in tensors)
+
+
+def test_frozen_inputs_get_no_gradient() -> None:
+    """The first layer's case: only the gates ask for one."""
+    tensors = inputs(1, 2, 3, 100)
+    everything = torch.autograd.grad(gated_attention(*tensors, scale=0.3).sum(), tensors)
+    frozen = [x.detach() for x in tensors[:3]]
+    out = gated_attention(*frozen, tensors[3], scale=0.3)
+    (d_rate,) = torch.autograd.grad(out.sum(), tensors[3])
+    assert torch.equal(d_rate, everything[3])
+
+
+def test_half_precision_in_and_out() -> None:
+    tensors = inputs(1, 2, 3, 100)
+    half = [x.detach().bfloat16().requires_grad_() for x in tensors[:3]]
+    out = gated_attention(*half, tensors[3], scale=0.3)
+    assert out.dtype == torch.bfloat16
+    want = gated_attention_reference(*half, tensors[3], scale=0.3)
+    assert (out - want).abs().max() <= 0.02
+    out.sum().backward()
+    assert half[0].grad.dtype == torch.bfloat16
+    assert tensors[3].grad.dtype == torch.float32
+
+
+def test_bad_arguments_are_named() -> None:
+    query, key, value, log_beta = inputs(1, 2, 3, 10)
+    with pytest.raises(ValueError, match="gating"):
+        gated_attention(query, key, value, log_beta, scale=1, gating="none")
+    with pytest.raises(ValueError, match="backend"):
+        gated_attention(query, key, value, log_beta, scale=1, backend="none")
+    with pytest.raises(ValueError, match="do not fit"):
+        gated_attention(query[:, :5], key, value, log_beta, scale=1)
+    with pytest.raises(ValueError, match="log_beta"):
+        gated_attention(query, key, value, log_beta[:, :1], scale=1)
+    with pytest.raises(ValueError, match="document_start"):
+        start = torch.zeros(1, 9, dtype=torch.int64)
+        gated_attention(query, key, value, log_beta, scale=1, document_start=start)

@@ -1,0 +1,61 @@
+"""Dialogues of the drawn world as training and test examples for the bundled model's gates.
+
+Questions name their cells (``search=False``): the bundled model never learned to look for a thing
+in all cells, and what the full cache cannot answer tells nothing about eviction.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast
+
+from eval.dialogues import clip, dense, sparse
+from eval.scenes import Split, Turn
+from training.tiny_data import collate, encode
+
+_SPARSE_PICTURES = (16, 24, 32)
+
+
+def _dense(seed: int, split: Split) -> list[Turn]:
+    rng = random.Random(f"size-{seed}")
+    pictures = rng.randint(4, 8)
+    return dense(seed, split, pictures, rng.randint(pictures, 12), search=False)
+
+
+def _sparse(seed: int, split: Split) -> list[Turn]:
+    rng = random.Random(f"size-{seed}")
+    return sparse(seed, split, rng.choice(_SPARSE_PICTURES), rng.randint(1, 2), 8, search=False)
+
+
+def _crowd(seed: int, split: Split) -> list[Turn]:
+    # Three times as many pictures as any training dialogue: attention has much to be diluted by.
+    return sparse(seed, split, 96, 2, 8, search=False)
+
+
+def _clip(seed: int, split: Split) -> list[Turn]:
+    return clip(seed, split, 6)
+
+
+KINDS: dict[str, Callable[[int, Split], list[Turn]]] = {
+    "dense": _dense, "sparse": _sparse, "crowd": _crowd, "clip": _clip,
+}  # fmt: skip
+
+
+def scene_turns(kind: str, seed: int, split: Split) -> list[Turn]:
+    """The dialogue ``seed`` of a kind.
+
+    Raises:
+        ValueError: for an unknown kind, naming those there are.
+    """
+    if kind not in KINDS:
+        raise ValueError(f"no scenes of kind {kind!r}; choose one of {', '.join(KINDS)}")
+    return KINDS[kind](seed, split)
+
+
+def scene_example(turns: list[Turn], tokenizer: PreTrainedTokenizerFast) -> dict[str, Tensor]:
+    """What the processor returns for the dialogue (one row), and ``labels [1, t]``."""
+    made = collate([encode(turns, tokenizer)], tokenizer)
+    return {name: tensor for name, tensor in made.items() if name != "attention_mask"}
