@@ -1,4 +1,4 @@
-"""The ``mmkv`` command: ``mmkv chat``, ``mmkv env``, ``mmkv --version``.
+"""The ``mmkv`` command: ``mmkv chat``, ``mmkv distill``, ``mmkv env``, ``mmkv --version``.
 
 Exit codes: 0 done, 1 failed (one line on stderr says why and what to do), 2 wrong usage,
 130 stopped with Ctrl-C. Nothing here imports torch: help and usage errors come at once.
@@ -83,6 +83,17 @@ def env() -> None:
     from mmkv.environment import describe
 
     print(describe())
+
+
+@app.command(
+    add_help_option=False,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)
+def distill(context: typer.Context) -> int:
+    """Train retention gates for a checkpoint (as python -m training.distill)."""
+    from training.distill import main as train
+
+    return train(context.args)
 
 
 @app.command()

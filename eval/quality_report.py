@@ -1,0 +1,159 @@
+"""Tables and plots of :mod:`eval.quality`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+from eval.stats import mean, paired
+
+Runs = Sequence[Sequence[Mapping[str, Any]]]
+
+
+def summarise(
+    raw: Mapping[str, Runs], sides: Sequence[str], fractions: Sequence[str]
+) -> dict[str, Any]:
+    """Means with intervals for every side and budget, and the paired tests between sides.
+
+    Args:
+        raw: what :func:`eval.quality.compare` returns.
+
+    Returns:
+        ``rows`` (one per side and budget), ``tests`` (first side against each other side, and
+        against the full cache) and the sizes of the data.
+    """
+    full = raw["full"][0]
+    questions = [len(row["right"]) for row in full]
+    tokens = [sum(row["tokens"]) for row in full]
+    right_full = [sum(row["right"]) for row in full]
+    rows = [_row("full", "1", raw["full"], questions, tokens)]
+    tests = []
+    for fraction in fractions:
+        for side in sides:
+            runs = raw[f"{side} at {fraction}"]
+            rows.append(_row(side, fraction, runs, questions, tokens))
+            rows[-1]["of_full"] = rows[-1]["accuracy"]["value"] / max(
+                sum(right_full) / sum(questions), 1e-9
+            )
+        for first, second in [(a, b) for i, a in enumerate(sides) for b in sides[i + 1 :]]:
+            one, two = (_average(raw[f"{s} at {fraction}"], "right") for s in (first, second))
+            tests.append(
+                {"budget": fraction, "of": f"{first} - {second}",
+                 "accuracy": asdict(paired(one, two, questions))}
+            )  # fmt: skip
+        for side in sides:
+            one = _average(raw[f"{side} at {fraction}"], "right")
+            tests.append(
+                {"budget": fraction, "of": f"{side} - full",
+                 "accuracy": asdict(paired(one, right_full, questions))}
+            )  # fmt: skip
+    return {
+        "dialogues": len(full),
+        "questions": sum(questions),
+        "answer_tokens": sum(tokens),
+        "context_tokens": {
+            "mean": sum(row["seen"] for row in full) / len(full),
+            "least": min(row["seen"] for row in full),
+            "most": max(row["seen"] for row in full),
+        },
+        "rows": rows,
+        "tests": tests,
+    }
+
+
+def _average(runs: Runs, name: str) -> list[float]:
+    """Per dialogue the sum over its answers, averaged over gate seeds."""
+    return [sum(sum(row[name]) for row in rows) / len(rows) for rows in zip(*runs, strict=True)]
+
+
+def _row(
+    side: str, fraction: str, runs: Runs, questions: Sequence[int], tokens: Sequence[int]
+) -> dict[str, Any]:
+    seen = sum(row["seen"] for row in runs[0])
+    layouts = [row["per_row"] for run in runs for row in run]
+    entries = sum(row["entries"] for run in runs for row in run)
+    return {
+        "side": side,
+        "budget": fraction,
+        "seeds": len(runs),
+        "accuracy": asdict(mean(_average(runs, "right"), questions)),
+        "accuracy_by_seed": [
+            sum(sum(row["right"]) for row in run) / sum(questions) for run in runs
+        ],
+        "kl_per_token": asdict(mean(_average(runs, "kl"), tokens)),
+        "agreement": asdict(mean(_average(runs, "agree"), tokens)),
+        "kept_of_context": entries / len(runs) / len(layouts[0]) / seen,
+        "evicted": sum(row["evicted"] for run in runs for row in run),
+        "visual_share": sum(row["visual"] for run in runs for row in run) / max(entries, 1),
+        "entries_by_row": [sum(column) / len(layouts) for column in zip(*layouts, strict=True)],
+    }
+
+
+def markdown(pages: Mapping[str, Mapping[str, Any]]) -> str:
+    """One table per data source: accuracy (KL per answer token) by side and budget."""
+    text = []
+    for source, page in pages.items():
+        context = page["context_tokens"]
+        text.append(
+            f"### {source}: {page['questions']} questions in {page['dialogues']} held-out "
+            f"dialogues of {context['least']} to {context['most']} tokens\n"
+        )
+        fractions = list(dict.fromkeys(r["budget"] for r in page["rows"] if r["side"] != "full"))
+        sides = list(dict.fromkeys(r["side"] for r in page["rows"] if r["side"] != "full"))
+        full = page["rows"][0]["accuracy"]
+        text.append(f"Full cache: {_interval(full)}. Cells: accuracy with 95 % interval; KL.\n")
+        text.append(f"| budget | {' | '.join(sides)} |\n|---|{'---|' * len(sides)}")
+        for fraction in fractions:
+            cells = []
+            for side in sides:
+                row = next(r for r in page["rows"] if (r["side"], r["budget"]) == (side, fraction))
+                cells.append(f"{_interval(row['accuracy'])}; {row['kl_per_token']['value']:.3f}")
+            text.append(f"| {fraction} | {' | '.join(cells)} |")
+        text.append("\nPaired differences of accuracy (sign-flip test over dialogues):\n")
+        text.append("| budget | difference | value | p |\n|---|---|---|---|")
+        for test in page["tests"]:
+            found = test["accuracy"]
+            text.append(
+                f"| {test['budget']} | {test['of']} | {_interval(found, sign=True)} | "
+                f"{found['p']:.4f} |"
+            )
+        text.append("")
+    return "\n".join(text)
+
+
+def _interval(value: Mapping[str, float], sign: bool = False) -> str:
+    form = "+.3f" if sign else ".3f"
+    return f"{value['value']:{form}} [{value['low']:{form}}, {value['high']:{form}}]"
+
+
+def draw(pages: Mapping[str, Mapping[str, Any]], path: Path) -> None:
+    """Accuracy (above) and KL (below) against the budget, one column per data source."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(5.2 * len(pages), 7), layout="constrained")
+    panels = figure.subplots(2, len(pages), squeeze=False)
+    for column, (source, page) in enumerate(pages.items()):
+        rows = [row for row in page["rows"] if row["side"] != "full"]
+        for side in dict.fromkeys(row["side"] for row in rows):
+            mine = sorted(
+                (row for row in rows if row["side"] == side), key=lambda r: Fraction(r["budget"])
+            )
+            x = [float(Fraction(row["budget"])) for row in mine]
+            for panel, name in zip(panels[:, column], ("accuracy", "kl_per_token"), strict=True):
+                y = [row[name]["value"] for row in mine]
+                panel.plot(x, y, marker="o", markersize=4, label=side)
+                panel.fill_between(
+                    x, [r[name]["low"] for r in mine], [r[name]["high"] for r in mine], alpha=0.15
+                )
+        full = page["rows"][0]["accuracy"]["value"]
+        panels[0, column].axhline(full, color="0.5", linestyle="--", label="full")
+        panels[0, column].set(title=source, ylabel="accuracy", ylim=(0, 1.02))
+        panels[1, column].set(ylabel="KL to the full cache per token", yscale="log")
+        for panel in panels[:, column]:
+            panel.set(xscale="log", xlabel="budget, share of the context")
+            panel.grid(alpha=0.3)
+        panels[0, column].legend(fontsize=8)
+    figure.savefig(path, dpi=110)

@@ -1,0 +1,129 @@
+"""Forced reading against real decoding, and the statistics of paired comparisons."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from engine.errors import InputError
+from engine.runtime import Engine
+from eval.forced import full_logits, read, spans
+from eval.quality import Side, main
+from eval.stats import mean, paired
+from mmkv.assets import bundled_model
+from training.losses import predicted
+from training.sources import examples
+
+MODEL = str(bundled_model())
+
+
+@pytest.fixture(scope="module")
+def dialogues() -> list[dict[str, torch.Tensor]]:
+    data = examples(MODEL, ["scenes:dense"], 4, 3, split="heldout")
+    return [data[index] for index in range(4)]
+
+
+def test_spans_are_runs_of_labels() -> None:
+    assert spans([-100, 3, 4, -100, -100, 5]) == [(1, 3), (5, 6)]
+    assert spans([-100]) == [] and spans([7]) == [(0, 1)]
+
+
+def test_a_right_answer_is_what_greedy_decoding_says(dialogues) -> None:
+    """Every answer of a dialogue, decoded freely from the same forced history."""
+    engine = Engine.from_pretrained(MODEL, policy="streamingllm", budget=40, dtype="float32")
+    outcomes = set()
+    for example in dialogues:
+        inputs = {name: value for name, value in example.items() if name != "labels"}
+        labels = example["labels"][0]
+        found = read(engine, inputs, labels)
+        turn = engine.family.turn(inputs, 0)
+        session, done = engine.session(), 0
+        for answer, (start, stop) in zip(found.answers, spans(labels.tolist()), strict=True):
+            logits = session.extend(turn.part(done, start))
+            with session.fork() as free:
+                said, step = [], logits
+                for _ in range(stop - start):
+                    said.append(int(step.argmax()))
+                    step = free.decode(said[-1])
+            assert answer.right == (said == labels[start:stop].tolist())
+            outcomes.add(answer.right)
+            for token in labels[start:stop].tolist():
+                session.decode(token)
+            done = stop
+        assert found.evicted == session.evicted > 0
+        assert found.entries == session.memory().entries == sum(found.per_row)
+    assert outcomes == {True, False}
+
+
+def test_without_eviction_nothing_is_lost(dialogues) -> None:
+    engine = Engine.from_pretrained(MODEL, policy="full", dtype="float32")
+    for example in dialogues[:2]:
+        inputs = {name: value for name, value in example.items() if name != "labels"}
+        labels = example["labels"][0]
+        full = full_logits(engine, engine.family.turn(inputs, 0), labels)
+        found = read(engine, inputs, labels, full=full)
+        tokens = sum(answer.tokens for answer in found.answers)
+        assert sum(answer.kl for answer in found.answers) / tokens < 1e-6
+        assert sum(answer.agree for answer in found.answers) == tokens
+        where, target = predicted(labels)
+        nll = -full.log_softmax(-1)[range(len(where)), target].sum()
+        assert sum(answer.nll for answer in found.answers) == pytest.approx(float(nll), rel=1e-4)
+        assert found.evicted == 0 and found.tokens_seen == spans(labels.tolist())[-1][1]
+
+
+def test_the_permutation_test_is_exact_on_a_small_case() -> None:
+    first, second, counts = [3.0, 2.0, 4.0, 5.0], [1.0, 2.0, 1.0, 1.0], [5, 5, 5, 5]
+    gaps = np.subtract(first, second)
+    every = [abs(np.dot(signs, gaps)) for signs in itertools.product((-1, 1), repeat=4)]
+    exact = np.mean(np.array(every) >= abs(gaps.sum()) - 1e-12)
+    found = paired(first, second, counts, draws=20000)
+    assert found.value == pytest.approx(9 / 20)
+    assert found.p == pytest.approx(exact, abs=0.01)
+    assert paired(first, first, counts).p == 1.0
+    assert paired(second, first, counts).value == pytest.approx(-9 / 20)
+
+
+def test_intervals_cover_as_often_as_they_say() -> None:
+    """95 % intervals of the mean of 60 dialogues of 1 to 12 questions, 200 times over."""
+    generator, hits = np.random.default_rng(5), 0
+    for trial in range(200):
+        counts = generator.integers(1, 13, 60)
+        level = generator.beta(4, 2, 60)  # dialogues differ: questions are not independent
+        sums = generator.binomial(counts, level)
+        found = mean(sums, counts, draws=400, seed=trial)
+        hits += found.low <= 4 / 6 <= found.high
+    assert 0.88 <= hits / 200 <= 0.99
+
+
+def test_sides_are_read_as_written() -> None:
+    assert Side.parse("dbtrimkv@5:a,b") == Side("dbtrimkv@5", "dbtrimkv", 5.0, ("a", "b"))
+    assert Side.parse("far=dbtrimkv@inf:a").lookahead == float("inf")
+    assert Side.parse("snapkv") == Side("snapkv", "snapkv", None, ())
+    with pytest.raises(InputError, match="not a number"):
+        Side.parse("dbtrimkv@two:a")
+
+
+def test_a_small_run_writes_table_plot_and_json(tmp_path: Path) -> None:
+    main(
+        [MODEL, "--data", "scenes:dense", "--side", "streamingllm", "--side", "dbtrimkv:random",
+         "--fractions", "1/3", "1/8", "--dialogues", "3", "--output", str(tmp_path), "--name", "q"]
+    )  # fmt: skip
+    page = json.loads((tmp_path / "q.json").read_text())["results"]["scenes:dense"]
+    assert page["dialogues"] == 3
+    rows = {(row["side"], row["budget"]): row for row in page["rows"]}
+    assert rows["full", "1"]["evicted"] == 0 and rows["full", "1"]["kl_per_token"]["value"] < 1e-6
+    for side in ("streamingllm", "dbtrimkv"):
+        assert rows[side, "1/8"]["kept_of_context"] == pytest.approx(1 / 8, rel=0.02)
+        assert rows[side, "1/8"]["evicted"] > rows[side, "1/3"]["evicted"] > 0
+    assert "| 1/8 |" in (tmp_path / "q.md").read_text()
+    assert (tmp_path / "q.png").stat().st_size > 5000
+
+
+def test_a_side_without_its_gates_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match=r"write dbtrimkv:GATES"):
+        main([MODEL, "--data", "scenes:dense", "--side", "dbtrimkv", "--output", str(tmp_path)])

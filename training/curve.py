@@ -1,0 +1,43 @@
+"""The training curve of a distillation run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+
+def draw_curve(history: Sequence[Mapping[str, Any]], path: Path, budget: float) -> None:
+    """Draw losses, retained entries and held-out figures over the steps.
+
+    Args:
+        history: log lines with ``step``; path: the PNG to write; budget: M, drawn as a line.
+
+    Raises:
+        ImportError: naming the extra, without matplotlib.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("the curve needs matplotlib: pip install 'mmkv[train]'") from error
+    figure = Figure(figsize=(11, 3.4), layout="constrained")
+    panels = figure.subplots(1, 3)
+    groups = (
+        ("losses", ("kl", "ntp", "capacity")),
+        ("soft entries per head", ("kept",)),
+        ("held out, with eviction", ("held_out_kl", "held_out_agreement", "held_out_exact")),
+    )
+    for panel, (title, names) in zip(panels, groups, strict=True):
+        for name in names:
+            points = [(line["step"], line[name]) for line in history if name in line]
+            if points:
+                panel.plot(*zip(*points, strict=True), label=name, marker="." * (len(points) < 9))
+        panel.set(title=title, xlabel="step")
+        if title == "losses":
+            panel.set_yscale("symlog", linthresh=1e-3)
+        if "kept" in names:
+            panel.axhline(budget, color="0.6", linestyle="--", label=f"M = {budget:g}")
+        if panel.has_data():
+            panel.legend(fontsize=8)
+        panel.grid(alpha=0.3)
+    figure.savefig(path, dpi=110)

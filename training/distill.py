@@ -1,0 +1,147 @@
+"""``python -m training.distill``: train retention gates for a frozen checkpoint.
+
+Needs the ``train`` extra. Several processes: ``torchrun --nproc-per-node N -m training.distill``
+or ``accelerate launch -m training.distill``, options as for one.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+
+from engine.errors import InputError, MmkvError
+
+app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)
+
+_DATA, _GATES, _LOSS, _RUN = "Data", "Gates", "Loss", "Run"
+
+
+def _option(help: str, panel: str, *names: str) -> Any:
+    return typer.Option(*names, help=help, rich_help_panel=panel)
+
+
+@app.command()
+def distill(
+    model: Annotated[str, _option("Checkpoint folder or hub id; stays frozen.", _RUN)],
+    data: Annotated[
+        list[str],
+        _option(
+            "[WEIGHT*][KIND:]PATH, kinds chat, llava, mmdu, text (found by content when left out); "
+            "or [WEIGHT*]scenes:KIND, kinds dense, sparse, crowd, clip. Repeatable.",
+            _DATA,
+        ),
+    ],
+    output: Annotated[str, _option("Folder for gates, checkpoints, curve and card.", _RUN)],
+    eval_data: Annotated[
+        list[str] | None,
+        _option("Held-out data, as --data. Without it nothing is measured.", _DATA),
+    ] = None,
+    eval_samples: Annotated[int, _option("Held-out conversations to use.", _DATA)] = 32,
+    max_length: Annotated[int, _option("Longest document, in tokens.", _DATA)] = 4096,
+    long_chats: Annotated[
+        str, _option("Chats above that: drop them, or cut them after a reply.", _DATA)
+    ] = "cut",
+    media_root: Annotated[
+        str | None, _option("What relative paths of pictures start from.", _DATA)
+    ] = None,
+    gating: Annotated[
+        str, _option("log-bias (001) or logit-scale (000, eq. 3).", _GATES)
+    ] = "log-bias",
+    d_gate: Annotated[int, _option("Width of the gates' trunk.", _GATES)] = 512,
+    tying: Annotated[
+        str, _option("One readout for all (paper), per layer, or per head (none).", _GATES)
+    ] = "paper",
+    bias: Annotated[float, _option("Where the readout's bias starts.", _GATES)] = 18.0,
+    loss: Annotated[
+        str, _option("kl+ntp, kl, ntp, reverse-kl or reverse-kl+ntp.", _LOSS)
+    ] = "kl+ntp",
+    scope: Annotated[
+        str, _option("Capacity over all heads (global) or each (head).", _LOSS)
+    ] = "global",
+    budget: Annotated[float, _option("M, mean entries per layer and KV head.", _LOSS)] = 256.0,
+    lambda_cap: Annotated[float, _option("Weight of the capacity term.", _LOSS)] = 1.0,
+    normaliser: Annotated[str, _option("relative or tt (000, eq. 5).", _LOSS)] = "relative",
+    capacity_rates: Annotated[
+        int, _option("0: exact count; K: approximate it with K decay rates.", _LOSS)
+    ] = 0,
+    steps: Annotated[int, _option("Optimiser steps.", _RUN)] = 1000,
+    batch: Annotated[int, _option("Documents per process and forward pass.", _RUN)] = 1,
+    accumulate: Annotated[int, _option("Forward passes per step.", _RUN)] = 1,
+    lr: Annotated[float, _option("Peak learning rate, cosine to 0.", _RUN)] = 2e-4,
+    warmup: Annotated[float, _option("Share of the steps.", _RUN)] = 0.03,
+    weight_decay: Annotated[float, _option("AdamW's.", _RUN)] = 1e-6,
+    clip: Annotated[float, _option("Largest gradient norm.", _RUN)] = 1.0,
+    checkpointing: Annotated[
+        bool, _option("Recompute layers instead of keeping activations.", _RUN)
+    ] = False,
+    dtype: Annotated[str, _option("auto, float32 or bfloat16.", _RUN)] = "auto",
+    device: Annotated[str, _option("auto, cpu or cuda.", _RUN)] = "auto",
+    seed: Annotated[int, _option("Of gates and data order.", _RUN)] = 0,
+    log_every: Annotated[int, _option("Steps between log lines.", _RUN)] = 10,
+    save_every: Annotated[int, _option("Steps between checkpoints.", _RUN)] = 200,
+    eval_every: Annotated[int, _option("Steps between held-out runs; 0: at the end.", _RUN)] = 200,
+    held_out_budget: Annotated[float, _option("M of the held-out runs; 0: --budget.", _RUN)] = 0.0,
+    threads: Annotated[int, _option("Torch threads; 0: its default.", _RUN)] = 0,
+    resume: Annotated[bool, _option("Go on from the last checkpoint in --output.", _RUN)] = False,
+) -> None:
+    """Train retention gates for a frozen checkpoint by distillation."""
+    given = dict(locals())
+    if not all(map(importlib.util.find_spec, ("accelerate", "matplotlib"))):
+        raise InputError("training needs the train extra: pip install 'mmkv[train]'")
+    import torch
+    from rich.console import Console
+
+    from training.run import distill as run
+    from training.run import load_backbone
+    from training.settings import Settings
+    from training.sources import examples
+
+    if threads:
+        torch.set_num_threads(threads)
+    names = Settings.__dataclass_fields__
+    settings = Settings(**{name: value for name, value in given.items() if name in names})
+    engine = load_backbone(settings)
+    console = Console(stderr=True)
+    count = settings.steps * settings.batch * settings.accumulate * _processes()
+    options = {
+        "max_length": max_length, "long_chats": long_chats, "media_root": media_root,
+        "report": console.print,
+    }  # fmt: skip
+    train = examples(model, data, count, seed, **options)
+    held = []
+    if eval_data:
+        watched = examples(model, eval_data, eval_samples, 0, split="heldout", **options)
+        held = [watched[index] for index in range(eval_samples)]
+    described = run(settings, engine, train, held, data)
+    if left_out := train.encoder.summary():
+        console.print(left_out)
+    console.print(f"saved gates in {output}: {described['results'] or 'no held-out data given'}")
+
+
+def _processes() -> int:
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return the exit code."""
+    try:
+        app(args=arguments, prog_name="mmkv distill", standalone_mode=False)
+    except MmkvError as error:
+        print(f"training.distill: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 1
+    except typer.BadParameter.__mro__[1] as error:  # type: ignore[misc]
+        text = error.format_message() if hasattr(error, "format_message") else str(error)
+        print(f"training.distill: error: {text}; see --help", file=sys.stderr)
+        return 2
+    except (KeyboardInterrupt, typer.Abort):
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

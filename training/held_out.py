@@ -1,0 +1,69 @@
+"""Held-out evaluation of gates with real eviction, in the engine that will use them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from engine.gates import Gates
+from engine.policies import make_policy
+from engine.runtime import Engine
+from eval.forced import Reading, full_logits, read
+
+
+def engine_with(engine: Engine, gates: Gates | None, policy: str, budget: float) -> Engine:
+    """A second engine over the same weights, with other gates and another policy."""
+    return Engine(
+        engine.family, engine.spec, engine.decoder.weights, gates, make_policy(policy),
+        budget, prefill_chunk=engine.prefill_chunk,
+    )  # fmt: skip
+
+
+def summary(readings: Sequence[Reading]) -> dict[str, float]:
+    """Means over answers and answer tokens.
+
+    Returns:
+        ``kl``, ``nll`` and ``agreement`` per token, ``exact`` share of answers, ``evicted``
+        entries, ``visual_share`` of the entries held at the end.
+    """
+    answers = [answer for reading in readings for answer in reading.answers]
+    tokens = sum(answer.tokens for answer in answers)
+    held = sum(reading.entries for reading in readings)
+    visual = sum(n for r in readings for name, n in r.by_modality.items() if name != "text")
+    return {
+        "kl": sum(a.kl for a in answers) / tokens,
+        "nll": sum(a.nll for a in answers) / tokens,
+        "agreement": sum(a.agree for a in answers) / tokens,
+        "exact": sum(a.right for a in answers) / len(answers),
+        "answers": len(answers),
+        "evicted": sum(r.evicted for r in readings),
+        "visual_share": visual / max(held, 1),
+    }
+
+
+class HeldOutData:
+    """Held-out dialogues whose full-cache predictions are computed once.
+
+    Args:
+        examples: per dialogue what the processor returns, and ``labels``.
+    """
+
+    def __init__(self, engine: Engine, examples: Sequence[Mapping[str, Any]]) -> None:
+        self.engine = engine
+        self.rows = []
+        for example in examples:
+            inputs = {k: v for k, v in example.items() if k != "labels"}
+            labels = example["labels"].flatten().clone()
+            labels[0] = -100
+            turn = engine.family.turn(inputs, 0, engine.device)
+            # Half precision is enough to compare with, and a vocabulary is wide.
+            full = full_logits(engine, turn, labels)
+            self.rows.append((inputs, labels, full))
+
+    def read(self, gates: Gates | None, policy: str, budget: float) -> list[Reading]:
+        """Feed every dialogue under ``policy`` and M = ``budget``."""
+        engine = engine_with(self.engine, gates, policy, budget)
+        with torch.inference_mode():
+            return [read(engine, inputs, labels, None, full) for inputs, labels, full in self.rows]

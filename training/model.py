@@ -1,0 +1,144 @@
+"""DistillModel: one training step of the gates, as a torch module that holds nothing else."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from engine.decoder import Decoder
+from engine.runtime import Engine
+from training.capacity import capacity_loss, retained_counts, retained_total, retained_total_grouped
+from training.losses import quality_losses
+from training.student import lay_out, student_states, teacher_states
+from training.trainable import TrainableGates
+
+PARTS = ("kl", "ntp", "capacity", "kept", "visual_share", "agreement")
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What is minimised.
+
+    Attributes:
+        kl, ntp: weights of the two quality terms.
+        reverse: KL(student || teacher) instead of KL(teacher || student).
+        capacity: lambda, weight of the capacity term.
+        budget: M, mean entries per (layer, KV head).
+        scope: ``global`` bounds the sum over layers and heads, ``head`` every head alone.
+        normaliser: see :func:`training.capacity.capacity_loss`.
+        gating: see :func:`training.student.student_states`.
+        rates: 0 for the exact count, else the number of decay rates of its approximation.
+    """
+
+    kl: float = 1.0
+    ntp: float = 1.0
+    reverse: bool = False
+    capacity: float = 1.0
+    budget: float = 256.0
+    scope: str = "global"
+    normaliser: str = "relative"
+    gating: str = "log-bias"
+    rates: int = 0
+
+
+class DistillModel(nn.Module):
+    """Only the gates are parameters; the backbone stands outside the module, frozen.
+
+    Args:
+        checkpointing: recompute layers in the backward pass.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        gates: TrainableGates,
+        objective: Objective,
+        checkpointing: bool = False,
+    ) -> None:
+        super().__init__()
+        self.gates = gates
+        self.engine, self.objective, self.checkpointing = engine, objective, checkpointing
+
+    def forward(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+        """Loss and its parts over a batch of documents.
+
+        Args:
+            examples: per document what the processor returns, and ``labels [t]``.
+
+        Returns:
+            float32 scalars: ``loss`` and, without gradient, those named in :data:`PARTS`:
+            ``kept`` is the mean of S_t / (L H), the soft count of entries per head;
+            ``visual_share`` the share of visual entries in S at the end of the documents.
+        """
+        engine, goal = self.engine, self.objective
+        documents = lay_out(engine, [_inputs(example) for example in examples])
+        labels = torch.cat([_labels(example) for example in examples]).to(engine.device)
+        gates = self.gates.gates().to(engine.device, engine.dtype)
+        teacher = teacher_states(engine, documents)
+        student, log_beta = student_states(
+            engine, documents, gates, goal.gating, self.checkpointing
+        )
+        decoder = Decoder(engine.spec, engine.decoder.weights, None)
+        quality = quality_losses(decoder, student, teacher, labels, goal.reverse)
+        rows = log_beta.flatten(1).T.contiguous()
+        capacity, kept = self._capacity(rows, documents.start)
+        loss = goal.kl * quality.kl + goal.ntp * quality.ntp + goal.capacity * capacity
+        parts = {
+            "kl": quality.kl, "ntp": quality.ntp, "capacity": capacity, "kept": kept,
+            "visual_share": visual_share(rows, documents.start, documents.modality),
+            "agreement": quality.agreement,
+        }  # fmt: skip
+        return {"loss": loss, **{name: part.detach() for name, part in parts.items()}}
+
+    def _capacity(self, rows: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
+        goal, count = self.objective, rows.shape[0]
+        seen = torch.arange(rows.shape[1], device=rows.device) - start + 1
+        if goal.scope == "head":
+            counts = retained_counts(rows, start)
+            each = capacity_loss(counts, goal.budget, goal.normaliser, seen=seen)
+            return each, counts.detach().mean()
+        if goal.rates:
+            total = retained_total_grouped(rows, start, goal.rates)
+        else:
+            total = retained_total(rows, start)
+        cap = capacity_loss(total, goal.budget * count, goal.normaliser, rows=count, seen=seen)
+        return cap, total.detach().mean() / count
+
+
+@torch.no_grad()
+def visual_share(rows: Tensor, start: Tensor, modality: Tensor) -> Tensor:
+    """Share of visual entries in what the documents' last tokens softly retain.
+
+    Args:
+        rows: log_beta ``[R, T]``; start, modality: ``[T]``.
+    """
+    step = torch.arange(rows.shape[1], device=rows.device)
+    last = torch.cat([step[1:][start[1:] == step[1:]] - 1, step[-1:]])
+    ends = last[torch.searchsorted(last, step)]
+    kept = torch.exp((ends - step) * rows).sum(0)
+    return kept[modality > 0].sum() / kept.sum()
+
+
+def backbone_digest(engine: Engine) -> str:
+    """SHA-256 over every weight of the decoder: equal before and after training."""
+    weights, digest = engine.decoder.weights, hashlib.sha256()
+    tensors = [weights.embed, weights.norm, weights.head]
+    tensors += [t for layer in weights.layers for t in vars(layer).values() if t is not None]
+    for tensor in tensors:
+        digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _inputs(example: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in example.items() if name != "labels"}
+
+
+def _labels(example: Mapping[str, Any]) -> Tensor:
+    labels = example["labels"].flatten().clone()
+    labels[0] = -100  # nothing stands before a document's first token
+    return labels

@@ -1,0 +1,88 @@
+"""What a distillation run is asked to do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.errors import InputError
+from training.model import Objective
+
+_LOSSES = {
+    "kl+ntp": (1.0, 1.0, False), "kl": (1.0, 0.0, False), "ntp": (0.0, 1.0, False),
+    "reverse-kl": (1.0, 0.0, True), "reverse-kl+ntp": (1.0, 1.0, True),
+}  # fmt: skip
+_CHOICES = {
+    "gating": ("log-bias", "logit-scale"),
+    "scope": ("global", "head"),
+    "tying": ("paper", "layer", "none"),
+    "normaliser": ("relative", "tt"),
+    "loss": tuple(_LOSSES),
+}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Defaults are the main paper's (001, appendix B) where it states them.
+
+    Attributes:
+        budget: M, mean entries per (layer, KV head), that the capacity term aims at.
+        lambda_cap: weight of the capacity term.
+        batch, accumulate: documents per process and forward pass; passes per step.
+        warmup: share of the steps.
+        capacity_rates: 0 counts exactly; K groups log_beta into K decay rates.
+        held_out_budget: M of the held-out runs, ``budget`` when 0.
+    """
+
+    model: str
+    output: str
+    gating: str = "log-bias"
+    scope: str = "global"
+    budget: float = 256.0
+    lambda_cap: float = 1.0
+    normaliser: str = "relative"
+    loss: str = "kl+ntp"
+    d_gate: int = 512
+    tying: str = "paper"
+    bias: float = 18.0
+    capacity_rates: int = 0
+    steps: int = 1000
+    batch: int = 1
+    accumulate: int = 1
+    lr: float = 2e-4
+    warmup: float = 0.03
+    weight_decay: float = 1e-6
+    clip: float = 1.0
+    checkpointing: bool = False
+    seed: int = 0
+    dtype: str = "auto"
+    device: str = "auto"
+    log_every: int = 10
+    save_every: int = 200
+    eval_every: int = 200
+    held_out_budget: float = 0.0
+    resume: bool = False
+
+    def __post_init__(self) -> None:
+        for name, allowed in _CHOICES.items():
+            if getattr(self, name) not in allowed:
+                raise InputError(
+                    f"--{name} is {getattr(self, name)!r}; choose one of {', '.join(allowed)}"
+                )
+        for name in ("budget", "steps", "batch", "accumulate", "d_gate", "lr"):
+            if getattr(self, name) <= 0:
+                raise InputError(
+                    f"--{name.replace('_', '-')} is {getattr(self, name)}; give more than 0"
+                )
+
+    def objective(self) -> Objective:
+        """The loss these settings describe."""
+        kl, ntp, reverse = _LOSSES[self.loss]
+        return Objective(
+            kl, ntp, reverse, self.lambda_cap, self.budget, self.scope, self.normaliser,
+            self.gating, self.capacity_rates,
+        )  # fmt: skip
+
+    @property
+    def policy(self) -> str:
+        """The preset whose rule these gates are trained for."""
+        return "dbtrimkv" if self.scope == "global" else "trimkv"

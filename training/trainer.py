@@ -1,0 +1,112 @@
+"""DistillTrainer: Hugging Face's Trainer over :class:`training.model.DistillModel`."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sized
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset, SequentialSampler
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from training.model import PARTS
+
+HISTORY = "history.jsonl"
+
+
+def only_list(examples: list[Any]) -> dict[str, list[Any]]:
+    """The collator: documents stay apart, the model lays them end to end."""
+    return {"examples": examples}
+
+
+class DistillTrainer(Trainer):
+    """Logs the parts of the loss apart, walks the data in its own order, saves only gates."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(data_collator=only_list, **kwargs)
+        self._sums: dict[str, float] = {}
+        self._since = time.perf_counter()
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Any:
+        """The loss of one batch; its parts are summed up for the next log line."""
+        parts = model(**inputs)
+        for name in PARTS:
+            self._sums[name] = self._sums.get(name, 0.0) + float(parts[name])
+        self._sums["batches"] = self._sums.get("batches", 0.0) + 1
+        tokens = sum(example["labels"].numel() for example in inputs["examples"])
+        self._sums["tokens"] = self._sums.get("tokens", 0.0) + tokens
+        return (parts["loss"], parts) if return_outputs else parts["loss"]
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Add the means of the parts since the last line."""
+        if "loss" in logs and self._sums.get("batches"):
+            batches, now = self._sums["batches"], time.perf_counter()
+            logs |= {name: round(self._sums[name] / batches, 5) for name in PARTS}
+            logs["tokens_per_second"] = round(self._sums["tokens"] / (now - self._since), 1)
+            self._sums, self._since = {}, now
+        super().log(logs, start_time)
+
+    def _get_train_sampler(self, train_dataset: Dataset[Any] | None = None) -> Any:
+        # The mixture's order is a function of its seed; shuffling again would lose that.
+        data = self.train_dataset if train_dataset is None else train_dataset
+        assert isinstance(data, Sized)
+        return SequentialSampler(data)
+
+
+class History(TrainerCallback):
+    """Appends every log line to ``history.jsonl`` in the output folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / HISTORY
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Write one line on the first process."""
+        if state.is_world_process_zero and logs:
+            with self.path.open("a") as file:
+                file.write(json.dumps({"step": state.global_step, **logs}) + "\n")
+
+
+class HeldOut(TrainerCallback):
+    """Every N steps and at the end: the gates under real eviction in the engine.
+
+    Args:
+        evaluate: returns the figures of a run over the held-out data.
+        every: steps between runs; 0 for only the last.
+    """
+
+    def __init__(self, evaluate: Callable[[], dict[str, float]], every: int, folder: Path) -> None:
+        self.evaluate, self.every, self.folder = evaluate, every, folder
+        self.latest: dict[str, float] = {}
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Evaluate on the first process, the others wait at the next gradient exchange."""
+        last = state.global_step >= state.max_steps
+        due = last or (self.every and state.global_step % self.every == 0)
+        if not due or not state.is_world_process_zero:
+            return
+        with torch.no_grad():
+            self.latest = {f"held_out_{k}": v for k, v in self.evaluate().items()}
+        line = {"step": state.global_step, **self.latest}
+        state.log_history.append(line)
+        with (self.folder / HISTORY).open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        print(line)
