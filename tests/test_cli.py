@@ -119,17 +119,13 @@ def test_a_video_is_watched(mmkv: Callable[..., Ran], model: str, tmp_path: Path
 
 
 def test_the_bundled_model_names_what_it_sees(mmkv: Callable[..., Ran]) -> None:
-    from engine.errors import ModelError
+    """Under a budget that evicts, with the gates that lie beside it."""
     from mmkv.assets import bundled_model
 
-    try:
-        scene = bundled_model().parent / "scene.png"
-    except ModelError:
-        pytest.skip("assets/tiny-vlm has not been trained yet")
-    ran = mmkv(
-        "chat", "--image", str(scene), "-p", "what is at row 1, column 1?", "--budget", "256"
-    )
-    assert ran.code == 0 and ran.out.strip() and "kept " in ran.err
+    scene = bundled_model().parent / "scene.png"
+    ran = mmkv("chat", "--image", str(scene), "-p", "what is at row 2, column 3?", "--budget", "24")
+    assert ran.code == 0 and ran.out.strip() == "frog"
+    assert "kept 432 of " in ran.err and "policy dbtrimkv" in ran.err
 
 
 def test_amounts() -> None:

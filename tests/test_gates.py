@@ -15,6 +15,7 @@ from engine.errors import GateError
 from engine.gates import load_gates, make_random_gates, save_gates
 from engine.spec import DecoderSpec
 from tests.conftest import make_spec
+from training.trainable import TrainableGates
 
 INNER = 512
 
@@ -197,21 +198,32 @@ def test_files_that_are_not_there(tmp_path: Path) -> None:
             load_gates(tmp_path, spec)
 
 
-def test_tied_formula() -> None:
-    """z = w_g . Proj_{l,h}(x) + b_g with one (w_g, b_g) for all layers and heads."""
-    spec = make_spec(layers=3, kv_heads=3)
-    gates = make_random_gates(spec, seed=2)
-    tensors = {name: value.double() for name, value in gates.tensors.items()}
+@pytest.mark.parametrize("tying", ["paper", "layer", "none"])
+def test_tied_formula(tying: str, tmp_path: Path) -> None:
+    """z = w_g . Proj_{l,h}(x) + b_g; (w_g, b_g) of all layers and heads, of a layer, or of a head.
+
+    Through a file, as trained gates come.
+    """
+    spec = make_spec(layers=3, kv_heads=2)
+    trained = TrainableGates(spec, d_gate=12, tying=tying, bias=1.0, seed=2)
+    with torch.no_grad():
+        trained.readout.bias.add_(
+            torch.arange(trained.readout.bias.numel()).view_as(trained.readout.bias)
+        )
+    save_gates(trained.gates(), tmp_path, spec)
+    gates = load_gates(tmp_path, spec)
+    assert gates.info["tying"] == tying and gates.info["d_gate"] == 12
+    tensors = {name: value.double() for name, value in trained.file_tensors().items()}
     hidden = torch.randn(6, spec.hidden_size, generator=torch.Generator().manual_seed(3))
-    w_g, b_g = tensors["readout.weight"], tensors["readout.bias"]
+    block = 6
     for layer in range(spec.num_layers):
         x = hidden.double()
         for name in ("linear1", "linear2"):
             prefix = f"layers.{layer}.{name}"
             x = F.silu(x @ tensors[f"{prefix}.weight"].T + tensors[f"{prefix}.bias"])
-        block = w_g.numel()
-        assert x.shape[1] == block * spec.num_kv_heads
         for head in range(spec.num_kv_heads):
+            which = {"paper": (), "layer": (layer,), "none": (layer, head)}[tying]
+            w_g, b_g = tensors["readout.weight"][which], tensors["readout.bias"][which]
             z = x[:, head * block : (head + 1) * block] @ w_g + b_g
             got = gates.log_beta(layer, hidden)[:, head].double()
             torch.testing.assert_close(got, F.logsigmoid(z), rtol=1e-5, atol=1e-6)

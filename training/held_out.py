@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
+from torch import Tensor
 
 from engine.gates import Gates
 from engine.policies import make_policy
 from engine.runtime import Engine
-from eval.forced import Reading, full_logits, read
+from eval.forced import Reading, read
 
 
 def engine_with(engine: Engine, gates: Gates | None, policy: str, budget: float) -> Engine:
@@ -44,7 +44,10 @@ def summary(readings: Sequence[Reading]) -> dict[str, float]:
 
 
 class HeldOutData:
-    """Held-out dialogues whose full-cache predictions are computed once.
+    """Held-out dialogues, read again for every set of gates.
+
+    What the full cache predicts is computed anew each time: kept, it would be a vocabulary's worth
+    of logits for every answer token.
 
     Args:
         examples: per dialogue what the processor returns, and ``labels``.
@@ -52,18 +55,13 @@ class HeldOutData:
 
     def __init__(self, engine: Engine, examples: Sequence[Mapping[str, Any]]) -> None:
         self.engine = engine
-        self.rows = []
+        self.rows: list[tuple[dict[str, Any], Tensor]] = []
         for example in examples:
-            inputs = {k: v for k, v in example.items() if k != "labels"}
             labels = example["labels"].flatten().clone()
-            labels[0] = -100
-            turn = engine.family.turn(inputs, 0, engine.device)
-            # Half precision is enough to compare with, and a vocabulary is wide.
-            full = full_logits(engine, turn, labels)
-            self.rows.append((inputs, labels, full))
+            labels[0] = -100  # nothing stands before a document's first token
+            self.rows.append(({k: v for k, v in example.items() if k != "labels"}, labels))
 
     def read(self, gates: Gates | None, policy: str, budget: float) -> list[Reading]:
         """Feed every dialogue under ``policy`` and M = ``budget``."""
         engine = engine_with(self.engine, gates, policy, budget)
-        with torch.inference_mode():
-            return [read(engine, inputs, labels, None, full) for inputs, labels, full in self.rows]
+        return [read(engine, inputs, labels) for inputs, labels in self.rows]

@@ -109,4 +109,4 @@ class HeldOut(TrainerCallback):
         state.log_history.append(line)
         with (self.folder / HISTORY).open("a") as file:
             file.write(json.dumps(line) + "\n")
-        print(line)
+        print(json.dumps(line))

@@ -63,7 +63,7 @@ def save_gates(gates: Gates, folder: str | Path, spec: DecoderSpec, **info: obje
         raise GateError(f"gates of kind {gates.kind!r} keep their own file; only 'tied' is saved")
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    save_file({k: v.contiguous() for k, v in gates.tensors.items()}, folder / _TENSORS)
+    save_file({k: v.detach().contiguous() for k, v in gates.tensors.items()}, folder / _TENSORS)
     readout = gates.tensors["readout.weight"]
     described = {
         "format": FORMAT,
