@@ -137,6 +137,7 @@ def draw(pages: Mapping[str, Mapping[str, Any]], path: Path) -> None:
     panels = figure.subplots(2, len(pages), squeeze=False)
     for column, (source, page) in enumerate(pages.items()):
         rows = [row for row in page["rows"] if row["side"] != "full"]
+        fractions = list(dict.fromkeys(row["budget"] for row in rows))
         for side in dict.fromkeys(row["side"] for row in rows):
             mine = sorted(
                 (row for row in rows if row["side"] == side), key=lambda r: Fraction(r["budget"])
@@ -154,6 +155,8 @@ def draw(pages: Mapping[str, Mapping[str, Any]], path: Path) -> None:
         panels[1, column].set(ylabel="KL to the full cache per token", yscale="log")
         for panel in panels[:, column]:
             panel.set(xscale="log", xlabel="budget, share of the context")
+            panel.set_xticks([float(Fraction(f)) for f in fractions], fractions)
+            panel.minorticks_off()
             panel.grid(alpha=0.3)
         panels[0, column].legend(fontsize=8)
     figure.savefig(path, dpi=110)
