@@ -17,7 +17,7 @@ from engine.errors import MmkvError
 from tests.chat_models import picture
 from training.conversations import DataError, Document
 from training.mixture import Mixture
-from training.readers import DataSource, RowFile, read_sources
+from training.readers import DataSource, RowFile
 
 
 def turns(*said: str) -> list[dict[str, Any]]:
@@ -201,7 +201,7 @@ def test_files_that_cannot_be_used(tmp_path: Path) -> None:
 
 def test_a_file_that_changes_is_noticed(tmp_path: Path) -> None:
     path = lines(tmp_path / "a.jsonl", {"text": "one"}, {"text": "two"})
-    rows = read_sources([DataSource.parse(str(path))])[0]
+    rows = RowFile(path)
     path.write_text("x")
     with pytest.raises(DataError, match="changed"):
         rows[1]

@@ -187,16 +187,6 @@ class _Values:
         return self._values[index]
 
 
-def read_sources(
-    sources: Sequence[DataSource],
-    media_root: str | Path | None = None,
-    separator: str | None = None,
-    report: Report | None = None,
-) -> list[RowFile]:
-    """Index the files of several sources; arguments and errors as for :class:`RowFile`."""
-    return [RowFile(s.path, s.kind, media_root, separator, report) for s in sources]
-
-
 def _open(path: Path, kind: str | None, separator: str | None) -> _Lines | _Values:
     try:
         with path.open("rb") as file:

@@ -28,7 +28,8 @@ class DistillTrainer(Trainer):
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(data_collator=only_list, **kwargs)
-        self._sums: dict[str, float] = {}
+        self._sums: dict[str, Any] = {}
+        self._batches, self._tokens = 0, 0
         self._since = time.perf_counter()
 
     def compute_loss(
@@ -41,19 +42,19 @@ class DistillTrainer(Trainer):
         """The loss of one batch; its parts are summed up for the next log line."""
         parts = model(**inputs)
         for name in PARTS:
-            self._sums[name] = self._sums.get(name, 0.0) + float(parts[name])
-        self._sums["batches"] = self._sums.get("batches", 0.0) + 1
-        tokens = sum(example["labels"].numel() for example in inputs["examples"])
-        self._sums["tokens"] = self._sums.get("tokens", 0.0) + tokens
+            # A tensor until the log line: reading it here would make the host wait every batch.
+            self._sums[name] = self._sums.get(name, 0.0) + parts[name].detach()
+        self._batches += 1
+        self._tokens += sum(example["labels"].numel() for example in inputs["examples"])
         return (parts["loss"], parts) if return_outputs else parts["loss"]
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add the means of the parts since the last line."""
-        if "loss" in logs and self._sums.get("batches"):
-            batches, now = self._sums["batches"], time.perf_counter()
-            logs |= {name: round(self._sums[name] / batches, 5) for name in PARTS}
-            logs["tokens_per_second"] = round(self._sums["tokens"] / (now - self._since), 1)
-            self._sums, self._since = {}, now
+        if "loss" in logs and self._batches:
+            now = time.perf_counter()
+            logs |= {name: round(float(self._sums[name]) / self._batches, 5) for name in PARTS}
+            logs["tokens_per_second"] = round(self._tokens / (now - self._since), 1)
+            self._sums, self._batches, self._tokens, self._since = {}, 0, 0, now
         super().log(logs, start_time)
 
     def _get_train_sampler(self, train_dataset: Dataset[Any] | None = None) -> Any:
