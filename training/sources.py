@@ -1,4 +1,4 @@
-"""What ``--data`` names, as a dataset of documents for the trainer: files, and drawn scenes."""
+"""What ``--data`` names, as a dataset of documents for the trainer: files, scenes, text tasks."""
 
 from __future__ import annotations
 
@@ -6,55 +6,78 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from eval.scenes import Split
+from eval.text_tasks import KINDS as TASKS
+from eval.text_tasks import text_task
 from mmkv.processing import Processor, load_processor
 from training.conversations import DataError, Row
-from training.examples import Encoder, Example, Examples
+from training.examples import IGNORED, Encoder, Example, Examples
 from training.mixture import Mixture
 from training.readers import DataSource, Report, RowFile
 from training.scene_data import KINDS, scene_example, scene_turns
 from training.tiny_model import build_tokenizer
 
-_SCENES = "scenes:"
-_DIALOGUES = 2**17  # of each kind of scenes, before they come again
+_DRAWN = {"scenes": KINDS, "tasks": TASKS}
+_ROWS = 2**17  # of each kind, before they come again
 
 
 @dataclass(frozen=True)
-class SceneDialogue:
-    """A drawn dialogue before it is drawn (see :mod:`training.scene_data`)."""
+class DrawnRow:
+    """One made-up dialogue, before it is made.
 
+    Attributes:
+        world: ``scenes`` (:mod:`training.scene_data`) or ``tasks`` (:mod:`eval.text_tasks`).
+    """
+
+    world: str
     kind: str
     seed: int
     split: Split
 
 
-class Scenes(Sequence[SceneDialogue]):
-    """The dialogues of one kind as rows of a mixture."""
+class Drawn(Sequence[DrawnRow]):
+    """The made-up dialogues of one kind as rows of a mixture."""
 
-    def __init__(self, kind: str, split: Split) -> None:
-        if kind not in KINDS:
-            raise DataError(f"no scenes of kind {kind!r}; choose one of {', '.join(KINDS)}")
-        self.kind, self.split = kind, split
+    def __init__(self, world: str, kind: str, split: Split) -> None:
+        if kind not in _DRAWN[world]:
+            raise DataError(
+                f"no {world} of kind {kind!r}; choose one of {', '.join(_DRAWN[world])}"
+            )
+        self.world, self.kind, self.split = world, kind, split
 
     def __len__(self) -> int:
-        return _DIALOGUES
+        return _ROWS
 
-    def __getitem__(self, index: int) -> SceneDialogue:  # type: ignore[override]
-        return SceneDialogue(self.kind, index, self.split)
+    def __getitem__(self, index: int) -> DrawnRow:  # type: ignore[override]
+        return DrawnRow(self.world, self.kind, index, self.split)
 
 
-class SceneEncoder(Encoder):
-    """An :class:`Encoder` that draws scenes too, for a model that reads the scenes' tokens."""
+class DrawnEncoder(Encoder):
+    """An :class:`Encoder` that also makes up dialogues."""
 
-    def __call__(self, row: Row | SceneDialogue) -> list[Example]:  # type: ignore[override]
+    def __call__(self, row: Row | DrawnRow) -> list[Example]:  # type: ignore[override]
         """Examples of a row; see :class:`Encoder`."""
-        if not isinstance(row, SceneDialogue):
+        if not isinstance(row, DrawnRow):
             return super().__call__(row)
+        return [self._scene(row) if row.world == "scenes" else self._task(row)]
+
+    def _scene(self, row: DrawnRow) -> Example:
         made = scene_example(scene_turns(row.kind, row.seed, row.split), self.processor.tokenizer)
         ids, labels, types = (
             made.pop(name)[0] for name in ("input_ids", "labels", "mm_token_type_ids")
         )
-        return [Example(ids, labels, made, types)]
+        return Example(ids, labels, made, types)
+
+    def _task(self, row: DrawnRow) -> Example:
+        ids: list[int] = []
+        labels: list[int] = []
+        for piece in text_task(row.kind, row.seed, row.split):
+            tokens = self.processor.tokenizer(piece.text, add_special_tokens=False)["input_ids"]
+            ids += tokens
+            labels += tokens if piece.answer else [IGNORED] * len(tokens)
+        return Example(torch.tensor(ids), torch.tensor(labels))
 
 
 def examples(
@@ -73,21 +96,23 @@ def examples(
 
     Args:
         model: whose processor and chat template make the tokens.
-        data: ``[WEIGHT*][KIND:]PATH`` or ``[WEIGHT*]scenes:KIND``, each.
-        split: of scenes.
+        data: ``[WEIGHT*][KIND:]PATH``, ``[WEIGHT*]scenes:KIND`` or ``[WEIGHT*]tasks:KIND``, each.
+        split: of scenes and tasks.
         report: gets one line per broken, cut or dropped row, up to a few per reason.
 
     Raises:
         DataError: a source that cannot be read.
     """
-    encoder = SceneEncoder(load_processor(model), max_length, long_chats, report)
+    encoder = DrawnEncoder(load_processor(model), max_length, long_chats, report)
     sources: list[Sequence[Any]] = []
     weights = []
     for text in data:
         weight, _, rest = text.rpartition("*")
-        if rest.startswith(_SCENES):
-            _require_scene_tokens(encoder.processor, model)
-            sources.append(Scenes(rest.removeprefix(_SCENES), split))
+        world, _, kind = rest.partition(":")
+        if world in _DRAWN:
+            if world == "scenes":
+                _require_scene_tokens(encoder.processor, model)
+            sources.append(Drawn(world, kind, split))
             weights.append(_weight(weight, text))
         else:
             source = DataSource.parse(text)

@@ -1,0 +1,134 @@
+"""Generated text tasks with exact answers: recall, needles in filler, and memory over sessions.
+
+For language models of any vocabulary: a task is plain text of which some pieces are answers. A
+question repeats the beginning of the sentence that holds its answer, because small models cannot
+be expected to follow instructions; what is measured is memory. Later questions need entries that
+no earlier question pointed at, so memory must be judged before the question is known.
+
+``recall``: facts one after the other, any may be asked (*dense*: hardly compressible).
+``needles``: a few facts between many filler sentences, several keys, values and queries, after 001,
+appendix B.3 (*sparse*: what matters can be told when it is read).
+``memory``: numbered sessions of small talk in which facts are stated and later replaced; the
+latest value is asked.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from eval.scenes import Split
+
+NAMES = tuple(
+    "Anna Ben Clara David Emma Frank Grace Henry Irene Jack Karen Leo Maria Nick Olivia Paul Rosa "
+    "Sam Tina Victor Wendy Alice Bob Carl Diana Eric Fiona George Helen Ivan Julia Kevin Laura "
+    "Mike Nora Oscar Peter Rachel Simon Thomas".split()
+)
+_SUBJECTS = tuple(
+    "farmer teacher baker sailor doctor painter driver singer neighbour visitor gardener student "
+    "writer cook postman carpenter".split()
+)
+_VERBS = ("saw", "bought", "carried", "painted", "repaired", "found", "sold", "cleaned")
+_OBJECTS = tuple(
+    "chair basket bicycle lamp boat window ladder table blanket fence kettle piano wagon mirror "
+    "clock bucket".split()
+)
+_PLACES = tuple(
+    "garden market river station village bridge harbour school kitchen forest library mountain "
+    "square bakery church field".split()
+)
+_TIMES = ("In the morning", "After lunch", "Last winter", "On Sunday", "Before the rain",
+          "In spring", "At noon", "Every evening")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A stretch of text; ``answer``: whether it is what a question asks for."""
+
+    text: str
+    answer: bool = False
+
+
+def recall(rng: random.Random, facts: int, questions: int) -> list[Piece]:
+    """``facts`` numbers, one per name, then ``questions`` of them."""
+    known = _numbers(rng, facts)
+    pieces = [Piece("".join(_stated(name, value) for name, value in known.items()))]
+    for name in rng.sample(sorted(known), questions):
+        pieces += _asked(name, known[name])
+    return pieces
+
+
+def needles(rng: random.Random, filler: int, keys: int, queries: int) -> list[Piece]:
+    """``keys`` facts at random depths among ``filler`` sentences, then ``queries`` of them."""
+    known = _numbers(rng, keys)
+    lines = [_small_talk(rng) for _ in range(filler)]
+    for name, value in known.items():
+        lines.insert(rng.randint(0, len(lines)), _stated(name, value))
+    pieces = [Piece("".join(lines))]
+    for name in rng.sample(sorted(known), queries):
+        pieces += _asked(name, known[name])
+    return pieces
+
+
+def memory(rng: random.Random, sessions: int, people: int, talk: int) -> list[Piece]:
+    """``sessions`` with ``talk`` sentences and two facts each, and a question after each.
+
+    The names come from ``people``, so facts are replaced; what is asked is the latest.
+    """
+    names = rng.sample(NAMES, people)
+    known: dict[str, str] = {}
+    pieces = []
+    for session in range(1, sessions + 1):
+        lines = [_small_talk(rng) for _ in range(talk)]
+        for name in rng.sample(names, 2):
+            known[name] = _number(rng)
+            lines.insert(rng.randint(0, len(lines)), _stated(name, known[name]))
+        pieces.append(Piece(f"\nSession {session}.\n" + "".join(lines)))
+        name = rng.choice(sorted(known))
+        pieces += _asked(name, known[name])
+    for name in sorted(known):
+        pieces += _asked(name, known[name])
+    return pieces
+
+
+KINDS: dict[str, Callable[[random.Random], list[Piece]]] = {
+    "recall": lambda rng: recall(rng, rng.randint(16, 28), 16),
+    "needles": lambda rng: needles(rng, rng.randint(24, 64), 10, 10),
+    "memory": lambda rng: memory(rng, rng.randint(4, 8), 6, rng.randint(3, 6)),
+}
+
+
+def text_task(kind: str, seed: int, split: Split) -> list[Piece]:
+    """The task ``seed`` of a kind, a function of the arguments alone.
+
+    Raises:
+        ValueError: for an unknown kind, naming those there are.
+    """
+    if kind not in KINDS:
+        raise ValueError(f"no text task of kind {kind!r}; choose one of {', '.join(KINDS)}")
+    return KINDS[kind](random.Random(f"{kind}-{split}-{seed}"))
+
+
+def _stated(name: str, value: str) -> str:
+    return f"The special magic number for {name} is: {value}.\n"
+
+
+def _asked(name: str, value: str) -> list[Piece]:
+    return [
+        Piece(f"\nThe special magic number for {name} is:"), Piece(f" {value}", True), Piece(".\n"),
+    ]  # fmt: skip
+
+
+def _numbers(rng: random.Random, count: int) -> dict[str, str]:
+    return {name: _number(rng) for name in rng.sample(NAMES, count)}
+
+
+def _number(rng: random.Random) -> str:
+    return str(rng.randint(1000, 9999))
+
+
+def _small_talk(rng: random.Random) -> str:
+    subject, verb = rng.choice(_SUBJECTS), rng.choice(_VERBS)
+    thing, place = rng.choice(_OBJECTS), rng.choice(_PLACES)
+    return f"{rng.choice(_TIMES)} the {subject} {verb} a {thing} near the {place}.\n"
