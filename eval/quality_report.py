@@ -19,7 +19,7 @@ def summarise(
     """Means with intervals for every side and budget, and the paired tests between sides.
 
     Args:
-        raw: what :func:`eval.quality.compare` returns.
+        raw: what :func:`eval.quality_run.compare` returns.
 
     Returns:
         ``rows`` (one per side and budget), ``tests`` (first side against each other side, and
@@ -28,7 +28,6 @@ def summarise(
     full = raw["full"][0]
     questions = [len(row["right"]) for row in full]
     tokens = [sum(row["tokens"]) for row in full]
-    right_full = [sum(row["right"]) for row in full]
     rows = [_row("full", "1", raw["full"], questions, tokens)]
     tests = []
     for fraction in fractions:
@@ -36,20 +35,22 @@ def summarise(
             runs = raw[f"{side} at {fraction}"]
             rows.append(_row(side, fraction, runs, questions, tokens))
             rows[-1]["of_full"] = rows[-1]["accuracy"]["value"] / max(
-                sum(right_full) / sum(questions), 1e-9
+                rows[0]["accuracy"]["value"], 1e-9
             )
-        for first, second in [(a, b) for i, a in enumerate(sides) for b in sides[i + 1 :]]:
-            one, two = (_average(raw[f"{s} at {fraction}"], "right") for s in (first, second))
+        pairs = [(a, b) for i, a in enumerate(sides) for b in sides[i + 1 :]]
+        for first, second in [*pairs, *((side, "full") for side in sides)]:
+            one, two = (
+                raw["full"] if side == "full" else raw[f"{side} at {fraction}"]
+                for side in (first, second)
+            )
             tests.append(
-                {"budget": fraction, "of": f"{first} - {second}",
-                 "accuracy": asdict(paired(one, two, questions))}
-            )  # fmt: skip
-        for side in sides:
-            one = _average(raw[f"{side} at {fraction}"], "right")
-            tests.append(
-                {"budget": fraction, "of": f"{side} - full",
-                 "accuracy": asdict(paired(one, right_full, questions))}
-            )  # fmt: skip
+                {
+                    "budget": fraction,
+                    "of": f"{first} - {second}",
+                    "accuracy": _difference(one, two, "right", questions),
+                    "kl_per_token": _difference(one, two, "kl", tokens),
+                }
+            )
     return {
         "dialogues": len(full),
         "questions": sum(questions),
@@ -69,6 +70,10 @@ def _average(runs: Runs, name: str) -> list[float]:
     return [sum(sum(row[name]) for row in rows) / len(rows) for rows in zip(*runs, strict=True)]
 
 
+def _difference(one: Runs, two: Runs, name: str, counts: Sequence[int]) -> dict[str, float]:
+    return asdict(paired(_average(one, name), _average(two, name), counts))
+
+
 def _row(
     side: str, fraction: str, runs: Runs, questions: Sequence[int], tokens: Sequence[int]
 ) -> dict[str, Any]:
@@ -84,6 +89,7 @@ def _row(
             sum(sum(row["right"]) for row in run) / sum(questions) for run in runs
         ],
         "kl_per_token": asdict(mean(_average(runs, "kl"), tokens)),
+        "nll_per_token": asdict(mean(_average(runs, "nll"), tokens)),
         "agreement": asdict(mean(_average(runs, "agree"), tokens)),
         "kept_of_context": entries / len(runs) / len(layouts[0]) / seen,
         "evicted": sum(row["evicted"] for run in runs for row in run),
@@ -112,14 +118,15 @@ def markdown(pages: Mapping[str, Mapping[str, Any]]) -> str:
                 row = next(r for r in page["rows"] if (r["side"], r["budget"]) == (side, fraction))
                 cells.append(f"{_interval(row['accuracy'])}; {row['kl_per_token']['value']:.3f}")
             text.append(f"| {fraction} | {' | '.join(cells)} |")
-        text.append("\nPaired differences of accuracy (sign-flip test over dialogues):\n")
-        text.append("| budget | difference | value | p |\n|---|---|---|---|")
+        text.append("\nPaired differences (sign-flip tests over dialogues):\n")
+        text.append("| budget | difference | accuracy | p | KL per token | p |")
+        text.append("|---|---|---|---|---|---|")
         for test in page["tests"]:
-            found = test["accuracy"]
-            text.append(
-                f"| {test['budget']} | {test['of']} | {_interval(found, sign=True)} | "
-                f"{found['p']:.4f} |"
-            )
+            cells = [
+                f"{_interval(test[name], sign=True)} | {test[name]['p']:.4f}"
+                for name in ("accuracy", "kl_per_token")
+            ]
+            text.append(f"| {test['budget']} | {test['of']} | {' | '.join(cells)} |")
         text.append("")
     return "\n".join(text)
 

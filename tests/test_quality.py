@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +15,8 @@ import torch
 from engine.errors import InputError
 from engine.runtime import Engine
 from eval.forced import full_logits, read, spans
-from eval.quality import Side, main
+from eval.quality import main
+from eval.quality_run import Comparison, Side, compare
 from eval.stats import mean, paired
 from mmkv.assets import bundled_model
 from training.losses import predicted
@@ -122,6 +125,28 @@ def test_a_small_run_writes_table_plot_and_json(tmp_path: Path) -> None:
         assert rows[side, "1/8"]["evicted"] > rows[side, "1/3"]["evicted"] > 0
     assert "| 1/8 |" in (tmp_path / "q.md").read_text()
     assert (tmp_path / "q.png").stat().st_size > 5000
+
+
+def test_a_killed_run_goes_on_with_the_same_result(tmp_path: Path, capfd: Any) -> None:
+    """Two workers, stopped after two of four dialogues in the middle of a line."""
+    options = [MODEL, "--data", "scenes:dense", "--side", "streamingllm", "--fractions", "1/4",
+               "--name", "q", "--output"]  # fmt: skip
+    main([*options, str(tmp_path / "whole"), "--dialogues", "4"])
+    compared = Comparison(MODEL, "float32", (Side.parse("streamingllm"),), ("1/4",))
+    journal = tmp_path / "parts" / "q.partial.jsonl"
+    journal.parent.mkdir()
+    compare(compared, "scenes:dense", 2, journal)
+    journal.write_text(journal.read_text() + '{"key": "an unfinished li')
+    capfd.readouterr()
+    main([*options, str(tmp_path / "parts"), "--dialogues", "4", "--workers", "2"])
+    assert "2 of 4 dialogues are in" in capfd.readouterr().err
+    whole, parts = (
+        json.loads((tmp_path / name / "q.json").read_text())["results"]
+        for name in ("whole", "parts")
+    )
+    assert whole == parts and not journal.exists()
+    other = dataclasses.replace(compared, fractions=("1/5",))
+    assert other.digest() != compared.digest()
 
 
 def test_a_side_without_its_gates_is_one_line(tmp_path: Path) -> None:

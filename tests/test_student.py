@@ -61,6 +61,39 @@ def gated_by_transformers(name: str, inputs: dict[str, Tensor], gates: Gates) ->
         return model(input_ids=inputs["input_ids"]).logits[0]
 
 
+@pytest.mark.parametrize("name", ["qwen3", "qwen2", "llama_biased"])
+def test_gates_on_keys_and_values_read_what_transformers_projects(name: str) -> None:
+    """Trunk and readout on [k; v] of the transformers modules, against the folded gates on x."""
+    engine = load(name)
+    made = TrainableGates(
+        engine.spec, d_gate=24, bias=1.0, seed=5, layers=engine.decoder.weights.layers
+    )
+    inputs = document(name, 20, seed=3)
+    model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint(name)).float().eval()
+    seen: dict[tuple[int, str], Tensor] = {}
+    for index, layer in enumerate(model.model.layers):
+        for part in ("k_proj", "v_proj"):
+            getattr(layer.self_attn, part).register_forward_hook(
+                lambda _m, _a, out, at=(index, part): seen.__setitem__(at, out[0])
+            )
+    with torch.no_grad():
+        model(input_ids=inputs["input_ids"])
+    raw, states = made.state_dict(), lay_out(engine, [inputs]).hidden
+    with torch.no_grad():
+        _, log_beta = student_states(engine, lay_out(engine, [inputs]), made.gates())
+        first = engine.decoder.gate_input(0, states)
+        torch.testing.assert_close(made.gates().log_beta(0, first), log_beta[:, 0])
+        x = torch.cat([seen[0, "k_proj"], seen[0, "v_proj"]], -1)
+        for stage in ("linear1", "linear2"):
+            weight, bias = (raw[f"layers.0.{stage}.{part}"] for part in ("weight", "bias"))
+            x = F.silu(F.linear(x, weight, bias))
+        heads = x.unflatten(-1, (engine.spec.num_kv_heads, -1))
+        wanted = F.logsigmoid(heads @ raw["readout.weight"] + raw["readout.bias"])
+    torch.testing.assert_close(log_beta[:, 0], wanted, rtol=1e-4, atol=1e-5)
+    made.gates().log_beta(0, first).sum().backward()
+    assert made.layers[0].linear1.weight.grad.abs().sum() > 0
+
+
 @pytest.mark.parametrize("name", ["qwen3", "llama_biased", "qwen2"])
 def test_student_is_transformers_with_a_bias(name: str) -> None:
     engine = load(name)

@@ -32,7 +32,8 @@ def distill(
         list[str],
         _option(
             "[WEIGHT*][KIND:]PATH, kinds chat, llava, mmdu, text (found by content when left out); "
-            "or [WEIGHT*]scenes:KIND, kinds dense, sparse, crowd, clip. Repeatable.",
+            "or [WEIGHT*]scenes:KIND, kinds dense, sparse, crowd, clip, for the bundled model; or "
+            "[WEIGHT*]tasks:KIND, kinds recall, needles, memory. Repeatable.",
             _DATA,
         ),
     ],
@@ -56,6 +57,10 @@ def distill(
     tying: Annotated[
         str, _option("One readout for all (paper), per layer, or per head (none).", _GATES)
     ] = "paper",
+    gate_input: Annotated[
+        str,
+        _option("What gates read: the layer's normed input (x) or keys and values (kv).", _GATES),
+    ] = "x",
     bias: Annotated[float, _option("Where the readout's bias starts.", _GATES)] = 18.0,
     loss: Annotated[
         str, _option("kl+ntp, kl, ntp, reverse-kl or reverse-kl+ntp.", _LOSS)

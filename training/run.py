@@ -76,8 +76,9 @@ def distill(
         (folder / HISTORY).unlink(missing_ok=True)
     before = backbone_digest(engine)
     gates = TrainableGates(
-        engine.spec, settings.d_gate, settings.tying, settings.bias, settings.seed
-    )
+        engine.spec, settings.d_gate, settings.tying, settings.bias, settings.seed,
+        engine.decoder.weights.layers if settings.gate_input == "kv" else None,
+    )  # fmt: skip
     model = DistillModel(engine, gates, settings.objective(), settings.checkpointing)
     watched = HeldOutData(engine, held_out)
     budget = settings.held_out_budget or settings.budget

@@ -15,6 +15,7 @@ _CHOICES = {
     "gating": ("log-bias", "logit-scale"),
     "scope": ("global", "head"),
     "tying": ("paper", "layer", "none"),
+    "gate_input": ("x", "kv"),
     "normaliser": ("relative", "tt"),
     "loss": tuple(_LOSSES),
 }
@@ -27,6 +28,7 @@ class Settings:
     Attributes:
         budget: M, mean entries per (layer, KV head), that the capacity term aims at.
         lambda_cap: weight of the capacity term.
+        gate_input: ``x`` or ``kv``, see :class:`training.trainable.TrainableGates`.
         batch, accumulate: documents per process and forward pass; passes per step.
         warmup: share of the steps.
         capacity_rates: 0 counts exactly; K groups log_beta into K decay rates.
@@ -43,6 +45,7 @@ class Settings:
     loss: str = "kl+ntp"
     d_gate: int = 512
     tying: str = "paper"
+    gate_input: str = "x"
     bias: float = 18.0
     capacity_rates: int = 0
     steps: int = 1000
@@ -64,10 +67,9 @@ class Settings:
 
     def __post_init__(self) -> None:
         for name, allowed in _CHOICES.items():
-            if getattr(self, name) not in allowed:
-                raise InputError(
-                    f"--{name} is {getattr(self, name)!r}; choose one of {', '.join(allowed)}"
-                )
+            if (given := getattr(self, name)) not in allowed:
+                option = name.replace("_", "-")
+                raise InputError(f"--{option} is {given!r}; choose one of {', '.join(allowed)}")
         for name in ("budget", "steps", "batch", "accumulate", "d_gate", "lr"):
             if getattr(self, name) <= 0:
                 raise InputError(
