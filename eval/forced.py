@@ -45,14 +45,14 @@ class Reading:
     Attributes:
         answers: in order.
         tokens_seen: length of the dialogue; entries: held at its end, over all rows; evicted: gone.
-        kept: entries at the end by layer and KV head, and by modality.
+        per_row: entries at the end by layer and KV head; by_modality: over all of them.
     """
 
     answers: list[Answer]
     tokens_seen: int
     entries: int
     evicted: int
-    per_row: list[int]
+    per_row: list[list[int]]
     by_modality: dict[str, int]
 
 
@@ -123,7 +123,7 @@ def read(
                 )
             )
         memory = session.memory()
-        per_row = engine.cache.length[session.seq].flatten().tolist()
+        per_row = engine.cache.length[session.seq].tolist()
     return Reading(
         answers, memory.tokens_seen, memory.entries, memory.evicted, per_row, memory.by_modality
     )

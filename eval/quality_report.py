@@ -8,6 +8,8 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from eval.stats import mean, paired
 
 Runs = Sequence[Sequence[Mapping[str, Any]]]
@@ -91,10 +93,10 @@ def _row(
         "kl_per_token": asdict(mean(_average(runs, "kl"), tokens)),
         "nll_per_token": asdict(mean(_average(runs, "nll"), tokens)),
         "agreement": asdict(mean(_average(runs, "agree"), tokens)),
-        "kept_of_context": entries / len(runs) / len(layouts[0]) / seen,
+        "kept_of_context": entries / len(runs) / np.size(layouts[0]) / seen,
         "evicted": sum(row["evicted"] for run in runs for row in run),
         "visual_share": sum(row["visual"] for run in runs for row in run) / max(entries, 1),
-        "entries_by_row": [sum(column) / len(layouts) for column in zip(*layouts, strict=True)],
+        "entries_by_row": np.mean(layouts, axis=0).round(3).tolist(),
     }
 
 

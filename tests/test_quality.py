@@ -15,6 +15,7 @@ import torch
 from engine.errors import InputError
 from engine.runtime import Engine
 from eval.forced import full_logits, read, spans
+from eval.kept import main as kept
 from eval.quality import main
 from eval.quality_run import Comparison, Side, compare
 from eval.stats import mean, paired
@@ -59,7 +60,7 @@ def test_a_right_answer_is_what_greedy_decoding_says(dialogues) -> None:
                 session.decode(token)
             done = stop
         assert found.evicted == session.evicted > 0
-        assert found.entries == session.memory().entries == sum(found.per_row)
+        assert found.entries == session.memory().entries == sum(map(sum, found.per_row))
     assert outcomes == {True, False}
 
 
@@ -123,6 +124,16 @@ def test_a_small_run_writes_table_plot_and_json(tmp_path: Path) -> None:
     for side in ("streamingllm", "dbtrimkv"):
         assert rows[side, "1/8"]["kept_of_context"] == pytest.approx(1 / 8, rel=0.02)
         assert rows[side, "1/8"]["evicted"] > rows[side, "1/3"]["evicted"] > 0
+        held = np.array(rows[side, "1/8"]["entries_by_row"])
+        assert held.shape == (6, 3)
+        assert held.sum() == pytest.approx(18 * page["context_tokens"]["mean"] / 8, rel=0.02)
+    # Recency keeps the same number everywhere, one budget over all rows does not.
+    assert np.ptp(rows["streamingllm", "1/8"]["entries_by_row"]) < 0.5
+    assert np.ptp(rows["dbtrimkv", "1/8"]["entries_by_row"]) > 2
+    kept(["--fraction", "1/8", str(tmp_path / "q.json")])
+    assert (tmp_path / "q-kept.png").stat().st_size > 5000
+    with pytest.raises(SystemExit, match="has no budget 1/7; it has 1/3, 1/8"):
+        kept(["--fraction", "1/7", str(tmp_path / "q.json")])
     assert "| 1/8 |" in (tmp_path / "q.md").read_text()
     assert (tmp_path / "q.png").stat().st_size > 5000
 

@@ -1,0 +1,89 @@
+"""Text tasks: their answers by reading the text itself, and as tensors for training."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from eval.text_tasks import KINDS, Piece, text_task
+from eval.texts import write
+from mmkv.assets import bundled_model
+from mmkv.processing import load_processor
+from training.conversations import DataError
+from training.examples import IGNORED
+from training.sources import examples
+
+FACT = re.compile(r"The special magic number for (\w+) is: (\d{4})\.")
+
+
+def answers_by_reading(pieces: list[Piece]) -> list[str]:
+    """What was last said of the name before each question's own answer."""
+    said, found = "", []
+    for piece in pieces:
+        if piece.answer:
+            name = said.rpartition(" for ")[2].partition(" is:")[0]
+            found.append({name: value for name, value in FACT.findall(said)}[name])
+        said += piece.text
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_answers_are_what_the_text_says_last(kind: str) -> None:
+    updates = 0
+    for seed in range(40):
+        pieces = text_task(kind, seed, "heldout")
+        answers = [piece.text for piece in pieces if piece.answer]
+        assert answers == [f" {value}" for value in answers_by_reading(pieces)] and answers
+        stated = [name for name, _ in FACT.findall("".join(p.text for p in pieces))]
+        asked = len(answers)
+        updates += len(stated) - asked > len(set(stated))
+        assert text_task(kind, seed, "heldout") == pieces
+        assert text_task(kind, seed, "train") != pieces != text_task(kind, seed + 1, "heldout")
+    # Only sessions replace what they said before.
+    assert (updates > 20) == (kind == "memory")
+
+
+def test_needles_lie_at_all_depths_among_filler() -> None:
+    depths = []
+    for seed in range(60):
+        document = text_task("needles", seed, "train")[0].text
+        facts = [match.start() / len(document) for match in FACT.finditer(document)]
+        assert len(facts) == 10 and len(document.splitlines()) >= 34
+        depths += facts
+    for low in (0.0, 0.25, 0.5, 0.75):
+        assert 0.2 < sum(low <= depth < low + 0.25 for depth in depths) / len(depths) < 0.3
+
+
+def test_the_labels_of_a_task_are_its_answers() -> None:
+    model = str(bundled_model())
+    tokenizer = load_processor(model).tokenizer
+    data = examples(model, ["tasks:memory"], 3, 0)
+    seen = set()
+    for index in range(3):
+        example = data[index]
+        ids, labels = example["input_ids"][0], example["labels"][0]
+        assert ids.shape == labels.shape and bool(((labels == IGNORED) | (labels == ids)).all())
+        assert 0 < int((labels != IGNORED).sum()) < len(ids) / 4
+        seen.add(tokenizer.decode(labels[labels != IGNORED]))
+    assert len(seen) == 3
+
+
+def test_unknown_kinds_are_named() -> None:
+    with pytest.raises(DataError, match="no tasks of kind 'riddle'; choose one of recall"):
+        examples(str(bundled_model()), ["tasks:riddle"], 1, 0)
+    with pytest.raises(ValueError, match="recall, needles, memory"):
+        text_task("riddle", 0, "train")
+
+
+def test_texts_are_split_by_name_and_never_shared(tmp_path: Path) -> None:
+    counts = write(tmp_path)
+    for kind in ("code", "prose"):
+        train, heldout = (
+            (tmp_path / f"{kind}.{split}.jsonl").read_text().splitlines()
+            for split in ("train", "heldout")
+        )
+        assert len(train) == counts[f"{kind}.train.jsonl"] > len(heldout) > 0
+        assert not set(train) & set(heldout)
+    assert write(tmp_path) == counts
