@@ -9,6 +9,7 @@ import mpmath
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from engine.errors import GateError
@@ -227,6 +228,24 @@ def test_tied_formula(tying: str, tmp_path: Path) -> None:
             z = x[:, head * block : (head + 1) * block] @ w_g + b_g
             got = gates.log_beta(layer, hidden)[:, head].double()
             torch.testing.assert_close(got, F.logsigmoid(z), rtol=1e-5, atol=1e-6)
+
+
+def test_trunks_stored_in_half_read_the_same_within_its_rounding(tmp_path: Path) -> None:
+    spec = make_spec(layers=3, kv_heads=2)
+    made = TrainableGates(spec, d_gate=32, bias=18.0, seed=4).gates()
+    save_gates(made, tmp_path / "whole", spec)
+    save_gates(made, tmp_path / "half", spec, torch.float16)
+    whole, half = (tmp_path / name / "gates.safetensors" for name in ("whole", "half"))
+    assert half.stat().st_size < 0.6 * whole.stat().st_size
+    stored = load_file(half)
+    assert stored["layers.1.linear2.weight"].dtype == torch.float16
+    assert torch.equal(stored["readout.bias"], torch.tensor(18.0))
+    hidden = torch.randn(50, spec.hidden_size, generator=torch.Generator().manual_seed(1))
+    cpu = (torch.device("cpu"), torch.float32)
+    one, two = (load_gates(tmp_path / name, spec).to(*cpu) for name in ("whole", "half"))
+    for layer in range(spec.num_layers):
+        z, rounded = one.logits(layer, hidden), two.logits(layer, hidden)
+        assert 0 < (z - rounded).abs().max() < 2e-3
 
 
 def test_random_gates_are_spread_and_seeded() -> None:

@@ -92,6 +92,9 @@ def distill(
     eval_every: Annotated[int, _option("Steps between held-out runs; 0: at the end.", _RUN)] = 200,
     held_out_budget: Annotated[float, _option("M of the held-out runs; 0: --budget.", _RUN)] = 0.0,
     threads: Annotated[int, _option("Torch threads; 0: its default.", _RUN)] = 0,
+    store: Annotated[
+        str, _option("Trunks in the gate file: float32, or float16 at half the size.", _RUN)
+    ] = "float32",
     resume: Annotated[bool, _option("Go on from the last checkpoint in --output.", _RUN)] = False,
 ) -> None:
     """Train retention gates for a frozen checkpoint by distillation."""

@@ -109,7 +109,7 @@ def distill(
     }
     if trainer.is_world_process_zero():
         made = tied_gates(gates.file_tensors(), engine.spec)
-        save_gates(made, folder, engine.spec, **described)
+        save_gates(made, folder, engine.spec, getattr(torch, settings.store), **described)
         history = [json.loads(line) for line in (folder / HISTORY).read_text().splitlines()]
         draw_curve(history, folder / "curve.png", settings.budget)
         write_card(folder, described)

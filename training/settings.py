@@ -16,6 +16,7 @@ _CHOICES = {
     "scope": ("global", "head"),
     "tying": ("paper", "layer", "none"),
     "gate_input": ("x", "kv"),
+    "store": ("float32", "float16"),
     "normaliser": ("relative", "tt"),
     "loss": tuple(_LOSSES),
 }
@@ -32,6 +33,7 @@ class Settings:
         batch, accumulate: documents per process and forward pass; passes per step.
         warmup: share of the steps.
         capacity_rates: 0 counts exactly; K groups log_beta into K decay rates.
+        store: dtype of the trunks in the gate file; training itself is in float32.
         held_out_budget: M of the held-out runs, ``budget`` when 0.
     """
 
@@ -63,6 +65,7 @@ class Settings:
     save_every: int = 200
     eval_every: int = 200
     held_out_budget: float = 0.0
+    store: str = "float32"
     resume: bool = False
 
     def __post_init__(self) -> None:

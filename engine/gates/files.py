@@ -53,8 +53,18 @@ def load_gates(source: str | Path, spec: DecoderSpec) -> Gates:
     return tied_gates(tensors, spec, info)
 
 
-def save_gates(gates: Gates, folder: str | Path, spec: DecoderSpec, **info: object) -> None:
+def save_gates(
+    gates: Gates,
+    folder: str | Path,
+    spec: DecoderSpec,
+    trunk_dtype: torch.dtype | None = None,
+    **info: object,
+) -> None:
     """Write ``gates.safetensors`` and ``gates.json`` (sizes, base model, training settings).
+
+    Args:
+        trunk_dtype: what the trunks are stored in, half as large in float16; None: as they are.
+            The readout, whose bias decides over the last 1e-8 of beta, stays float32.
 
     Raises:
         GateError: for published layouts, which stay in their own files.
@@ -63,7 +73,13 @@ def save_gates(gates: Gates, folder: str | Path, spec: DecoderSpec, **info: obje
         raise GateError(f"gates of kind {gates.kind!r} keep their own file; only 'tied' is saved")
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    save_file({k: v.detach().contiguous() for k, v in gates.tensors.items()}, folder / _TENSORS)
+    tensors = {name: tensor.detach().contiguous() for name, tensor in gates.tensors.items()}
+    if trunk_dtype is not None:
+        tensors = {
+            name: tensor.to(trunk_dtype) if name.startswith("layers.") else tensor
+            for name, tensor in tensors.items()
+        }
+    save_file(tensors, folder / _TENSORS)
     readout = gates.tensors["readout.weight"]
     described = {
         "format": FORMAT,
