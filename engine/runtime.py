@@ -192,8 +192,8 @@ class Engine:
             if session.long_rope is None:
                 session.long_rope = False
         try:
-            if len(sessions) == 1 and not self._why_torch(sessions[0]):
-                logits = self._native_step(sessions[0], token_ids[0])
+            if not any(self._why_torch(session) for session in sessions):
+                logits = self._native_step(sessions, token_ids)
             else:
                 logits = self._torch_step(sessions, token_ids)
         except BaseException:
@@ -209,9 +209,9 @@ class Engine:
 
     @property
     def decode_path(self) -> str:
-        """``native``, or ``torch: `` and why: what the step of a session alone runs on.
+        """``native``, or ``torch: `` and why: what decode steps run on.
 
-        Batches of several sessions run on torch, and so does a session past its sliding window
+        A batch runs on torch when one of its sessions must, such as one past its sliding window
         (:attr:`engine.session.Session.decode_path`).
         """
         return self._path_of(None)
@@ -231,13 +231,16 @@ class Engine:
             return "a sliding window is in effect"
         return ""
 
-    def _native_step(self, session: Session, token: int) -> Tensor:
+    def _native_step(self, sessions: Sequence[Session], token_ids: Sequence[int]) -> Tensor:
         assert self.native is not None
-        logits = self.native.step(
-            self.cache, session.seq, int(token), session.seen, session.next_position,
-            bool(session.long_rope),
-        )  # fmt: skip
-        return logits[None]
+        return self.native.step(
+            self.cache,
+            [session.seq for session in sessions],
+            [int(token) for token in token_ids],
+            [session.seen for session in sessions],
+            [session.next_position for session in sessions],
+            [bool(session.long_rope) for session in sessions],
+        )
 
     def _torch_step(self, sessions: Sequence[Session], token_ids: Sequence[int]) -> Tensor:
         seqs = torch.tensor([session.seq for session in sessions], device=self.device)

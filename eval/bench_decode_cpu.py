@@ -1,21 +1,25 @@
 """Decode speed of mmkv beside transformers' generate on a CPU, in one run.
 
-``python -m eval.bench_decode_cpu DIR [DIR ...]`` decodes the same greedy tokens with both from
-the same prompt. The sides take turns within each round and swap who goes first, so that drift
-of the machine falls on both. Only decode steps are timed (from the first new token to the
-last); the prompt is not. Figures go to ``eval/results/decode-cpu-<model>.json``.
+``python -m eval.bench_decode_cpu DIR [DIR ...]`` decodes greedily with both from the same
+prompts. The sides take turns within each round and swap who goes first, so that drift of the
+machine falls on both. Only decode steps are timed (from the first new token to the last); the
+prompts are read once and not timed. Figures go to ``eval/results/decode-cpu-<name>.json``; with a
+policy that evicts they say what part of a step eviction takes.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import copy
 import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -25,48 +29,86 @@ from torch import Tensor
 from transformers.utils import logging as transformers_logging
 
 from engine.runtime import Engine
+from engine.session import Session
 from eval.record import RESULTS, write_results
 
-# (seconds of all timed steps, the tokens chosen)
-Run = tuple[float, list[int]]
+# (seconds of all timed steps, the tokens chosen, per sequence)
+Run = tuple[float, list[list[int]]]
 
 
-def random_prompt(model: Any, length: int) -> Tensor:
-    """Seeded ordinary token ids ``[1, length]``; placeholders of pictures are left out."""
+def random_prompts(model: Any, batch: int, length: int) -> Tensor:
+    """Seeded ordinary token ids ``[batch, length]``; placeholders of pictures are left out."""
     config = model.config
     names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
     special = [getattr(config, name, None) for name in names]
     below = min([config.get_text_config().vocab_size, *(i for i in special if i)])
-    return torch.randint(3, below, (1, length), generator=torch.Generator().manual_seed(0))
+    return torch.randint(3, below, (batch, length), generator=torch.Generator().manual_seed(0))
 
 
-@torch.inference_mode()
-def run_transformers(model: Any, prompt: Tensor, tokens: int) -> Run:
-    """``generate`` as users call it; a stopping criterion that never stops reads the clock."""
-    clock: list[float] = []
+class Transformers:
+    """``generate`` as users call it, from a cache that holds the prompts already."""
 
-    def note(ids: Tensor, scores: Any, **_: Any) -> Tensor:
-        clock.append(time.perf_counter())
-        return torch.zeros(ids.shape[0], dtype=torch.bool)
+    def __init__(self, model: Any, prompts: Tensor) -> None:
+        self.model, self.prompts = model, prompts
+        with torch.inference_mode():
+            self.cache = model(input_ids=prompts[:, :-1], use_cache=True).past_key_values
 
-    made = model.generate(
-        input_ids=prompt,
-        attention_mask=torch.ones_like(prompt),
-        max_new_tokens=tokens + 1,
-        do_sample=False,
-        stopping_criteria=transformers.StoppingCriteriaList([note]),
-    )
-    return clock[-1] - clock[0], made[0, prompt.shape[1] :].tolist()
+    @torch.inference_mode()
+    def run(self, tokens: int) -> Run:
+        """Decode; a stopping criterion that never stops reads the clock."""
+        clock: list[float] = []
+
+        def note(ids: Tensor, scores: Any, **_: Any) -> Tensor:
+            clock.append(time.perf_counter())
+            return torch.zeros(ids.shape[0], dtype=torch.bool)
+
+        made = self.model.generate(
+            input_ids=self.prompts,
+            attention_mask=torch.ones_like(self.prompts),
+            past_key_values=copy.deepcopy(self.cache),
+            max_new_tokens=tokens + 1,
+            do_sample=False,
+            stopping_criteria=transformers.StoppingCriteriaList([note]),
+        )
+        return clock[-1] - clock[0], made[:, self.prompts.shape[1] :].tolist()
 
 
-def run_mmkv(engine: Engine, prompt: Tensor, tokens: int) -> Run:
-    """Greedy decoding of one session."""
-    with engine.session() as session:
-        chosen = [int(session.prefill({"input_ids": prompt}).argmax())]
-        start = time.perf_counter()
-        for _ in range(tokens):
-            chosen.append(int(session.decode(chosen[-1]).argmax()))
-        return time.perf_counter() - start, chosen
+class Mmkv:
+    """Sessions that have read the prompts, forked for every run; one batched step per token."""
+
+    def __init__(self, engine: Engine, prompts: Tensor) -> None:
+        self.engine = engine
+        self.sessions = [engine.session() for _ in prompts]
+        logits = [
+            session.prefill({"input_ids": prompt[None]})
+            for session, prompt in zip(self.sessions, prompts, strict=True)
+        ]
+        self.first = torch.stack(logits).argmax(-1).tolist()
+
+    def run(self, tokens: int) -> Run:
+        """Decode greedily."""
+        with contextlib.ExitStack() as stack:
+            sessions = [stack.enter_context(session.fork()) for session in self.sessions]
+            chosen = [self.first]
+            start = time.perf_counter()
+            for _ in range(tokens):
+                chosen.append(self.engine.decode(sessions, chosen[-1]).argmax(-1).tolist())
+            seconds = time.perf_counter() - start
+        return seconds, [list(row) for row in zip(*chosen, strict=True)]
+
+    def eviction_share(self, tokens: int) -> float:
+        """Part of the decode time that goes into eviction."""
+        spent, enforce = 0.0, Session._enforce
+
+        def timed(session: Session, slack: int) -> None:
+            nonlocal spent
+            start = time.perf_counter()
+            enforce(session, slack)
+            spent += time.perf_counter() - start
+
+        with mock.patch.object(Session, "_enforce", timed):
+            seconds, _ = self.run(tokens)
+        return spent / seconds
 
 
 def bench(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
@@ -84,25 +126,27 @@ def bench(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     model = kind.from_pretrained(folder, dtype=engine.dtype).eval()
     # Both decode the full count: the end token stops neither.
     model.generation_config.eos_token_id = None
-    prompt = random_prompt(model, args.prompt)
-    sides: dict[str, Callable[[], Run]] = {
-        "mmkv": lambda: run_mmkv(engine, prompt, args.tokens),
-        "transformers": lambda: run_transformers(model, prompt, args.tokens),
-    }
+    prompts = random_prompts(model, args.batch, args.prompt)
+    sides = {"mmkv": Mmkv(engine, prompts), "transformers": Transformers(model, prompts)}
     speeds: dict[str, list[float]] = {name: [] for name in sides}
-    chosen = {name: run()[1] for name, run in sides.items()}  # also warms both up
+    chosen = {name: side.run(args.tokens)[1] for name, side in sides.items()}  # warms both up
     for round_ in range(args.rounds):
         for name in list(sides) if round_ % 2 == 0 else reversed(sides):
-            seconds, _ = sides[name]()
-            speeds[name].append(args.tokens / seconds)
+            seconds, _ = sides[name].run(args.tokens)
+            speeds[name].append(args.batch * args.tokens / seconds)
     ratios = [a / b for a, b in zip(speeds["mmkv"], speeds["transformers"], strict=True)]
-    return {
+    found = {
         "model": folder.name,
-        "unit": "tokens/s",
+        "unit": "tokens/s of all sequences together",
         **{name: _summary(values) for name, values in speeds.items()},
         "ratio": _summary(ratios),
+        "decode_path": engine.decode_path if args.batch == 1 else "torch: a batch",
         "same_tokens": chosen["mmkv"] == chosen["transformers"],
     }
+    if engine.policy.evicts:
+        mine = sides["mmkv"]
+        found["eviction_share"] = _summary([mine.eviction_share(args.tokens) for _ in range(3)])
+    return found
 
 
 def _summary(values: list[float]) -> dict[str, Any]:
@@ -116,6 +160,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("folders", type=Path, nargs="+", metavar="DIR")
     parser.add_argument("--tokens", type=int, default=64, help="decode steps per run")
     parser.add_argument("--prompt", type=int, default=64, help="prompt tokens")
+    parser.add_argument("--batch", type=int, default=1, help="sequences decoded together")
+    parser.add_argument("--name", default=None, help="of the result file, default: the folder's")
     parser.add_argument("--rounds", type=int, default=9, help="timed runs of each side")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--policy", default="full")
@@ -130,12 +176,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for folder in args.folders:
         found = bench(folder.resolve(), args)
         settings = {k: v for k, v in vars(args).items() if k not in ("folders", "output")}
-        path = write_results(args.output / f"decode-cpu-{found['model']}.json", settings, found)
+        path = write_results(
+            args.output / f"decode-cpu-{args.name or found['model']}.json", settings, found
+        )
         for side in ("mmkv", "transformers"):
             low, high = found[side]["quartiles"]
             print(f"{side:>13}: {found[side]['median']:8.1f} tokens/s  ({low:.1f} .. {high:.1f})")
         print(f"{'ratio':>13}: {found['ratio']['median']:8.2f}  of {found['model']}, in {path}")
-        if not found["same_tokens"]:
+        if "eviction_share" in found:
+            print(f"{'eviction':>13}: {found['eviction_share']['median']:8.1%} of a step")
+        elif not found["same_tokens"]:
             print(f"warning: the sides chose different tokens on {folder}", file=sys.stderr)
 
 

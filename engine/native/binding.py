@@ -66,15 +66,24 @@ class Cache(Structure):
     ]  # fmt: skip
 
 
+class Lane(Structure):
+    """``struct lane``."""
+
+    _fields_ = [
+        *((name, c_int64) for name in ("token", "position", "rope_position")),
+        ("inv_freq", c_void_p),
+    ]
+
+
 class Step(Structure):
     """``struct step``."""
 
     _fields_ = [
-        *((name, c_int64) for name in ("token", "position", "rope_position", "threads", "longest")),
-        ("inv_freq", c_void_p),
+        *((name, c_int64) for name in ("lanes", "threads", "longest")),
         ("rope_scale", c_double),
         ("scratch", c_void_p),
         ("logits", c_void_p),
+        ("lane", POINTER(Lane)),
     ]
 
 
@@ -98,7 +107,7 @@ class Eviction(Structure):
 
 _FUNCTIONS = {
     "mmkv_plan": (None, [POINTER(Cache), POINTER(c_int64)]),
-    "mmkv_scratch": (c_int64, [POINTER(Model), c_int64, c_int64]),
+    "mmkv_scratch": (c_int64, [POINTER(Model), c_int64, c_int64, c_int64]),
     "mmkv_step": (None, [POINTER(Model), POINTER(Cache), POINTER(Step)]),
     "mmkv_evict_scratch": (c_int64, [c_int64, c_int64]),
     "mmkv_evict": (c_int64, [POINTER(Cache), POINTER(Eviction)]),
@@ -127,11 +136,14 @@ def _load() -> ctypes.CDLL | str:
             function.restype, function.argtypes = result, arguments
     except (OSError, AttributeError) as error:
         return f"{found.name} does not load ({error}); install mmkv again"
-    ours = [ctypes.sizeof(kind) for kind in (Linear, Layer, Model, Cache, Step, Eviction)]
+    ours = [ctypes.sizeof(kind) for kind in (Linear, Layer, Model, Cache, Lane, Step, Eviction)]
     theirs = (c_int64 * 16)()
     if ours != theirs[: loaded.mmkv_layout(theirs)]:
         return f"{found.name} was compiled from other sources; install mmkv again"
     return loaded
 
 
-__all__ = ["MAX_TRUNK", "Cache", "Eviction", "Layer", "Linear", "Model", "Step", "byref", "library"]
+__all__ = [
+    "MAX_TRUNK", "Cache", "Eviction", "Lane", "Layer", "Linear", "Model", "Step", "byref",
+    "library",
+]  # fmt: skip

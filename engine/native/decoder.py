@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from engine.cache import RaggedCache
 from engine.gates import Gates, LayerGate
-from engine.native.binding import MAX_TRUNK, Layer, Linear, Model, Step, byref, library
+from engine.native.binding import MAX_TRUNK, Lane, Layer, Linear, Model, Step, byref, library
 from engine.native.cache_view import lent
 from engine.spec import DecoderSpec
 from engine.weights import DecoderWeights, LayerWeights
@@ -20,7 +21,7 @@ _BYTES_PER_THREAD = 2**24
 
 
 class NativeDecoder:
-    """Runs a decode step of one sequence in C: embedding row to logits, cache included.
+    """Runs a decode step of one or more sequences in C: embedding rows to logits, cache included.
 
     It reads the weight tensors where they lie and keeps them alive; values may change in place,
     but a tensor put in another's place later is not seen.
@@ -55,7 +56,7 @@ class NativeDecoder:
         self._rope_scale = spec.rope.scale
         self._vocab = weights.head.shape[0]
         self._most_threads = max(1, weights.nbytes() // _BYTES_PER_THREAD)
-        self._scratch, self._scratch_for = torch.empty(0), (0, 0)
+        self._scratch, self._scratch_for = torch.empty(0), (0, 0, 0)
 
     @staticmethod
     def refusal(weights: DecoderWeights, gates: Gates | None) -> str:
@@ -77,50 +78,70 @@ class NativeDecoder:
     def step(
         self,
         cache: RaggedCache,
-        seq: int,
-        token: int,
-        position: int,
-        rope_position: int,
-        long: bool = False,
+        seqs: Sequence[int],
+        tokens: Sequence[int],
+        positions: Sequence[int],
+        rope_positions: Sequence[int],
+        long: Sequence[bool],
     ) -> Tensor:
-        """Append one text token to sequence ``seq``.
+        """Append one text token to each of B different sequences ``seqs``.
+
+        Every weight is read once for all of them, and each is computed as if it were alone: the
+        logits of a sequence do not depend, not in one bit, on its company.
 
         Args:
-            position: token index; long: take the long rope frequencies.
+            positions: token indices; long: whether to take the long rope frequencies.
 
         Returns:
-            float32 logits ``[vocab]``.
+            float32 logits ``[B, vocab]``.
 
         Raises:
             BudgetError: the pool would pass its limit; nothing has changed then.
         """
-        need = (ctypes.c_int64 * 3)()
-        with lent(cache, seq) as view:
-            self._library.mmkv_plan(byref(view), need)
-        if need[0] > cache.pool.free_pages:
-            # take() grows the pool by an eighth at least; handed back in the order they lay.
-            cache.pool.give(cache.pool.take(need[0]).flip(0))
-        if need[1] > cache.table.shape[-1]:
-            cache._widen(need[1])
-        threads = min(torch.get_num_threads(), self._most_threads)
-        self._make_scratch(need[2], threads)
-        logits = torch.empty(self._vocab)
+        lanes = len(seqs)
+        longest = self._make_room(cache, seqs)
+        threads = min(torch.get_num_threads(), self._most_threads * lanes)
+        self._make_scratch(longest, threads, lanes)
+        logits = torch.empty(lanes, self._vocab)
+        lane = (Lane * lanes)(
+            *(
+                Lane(token, position, rope_position, self._inv_freq[far].data_ptr())
+                for token, position, rope_position, far in zip(
+                    tokens, positions, rope_positions, long, strict=True
+                )
+            )
+        )
         order = Step(
-            token, position, rope_position, threads, need[2],
-            self._inv_freq[long].data_ptr(), self._rope_scale,
-            self._scratch.data_ptr(), logits.data_ptr(),
+            lanes, threads, longest, self._rope_scale,
+            self._scratch.data_ptr(), logits.data_ptr(), lane,
         )  # fmt: skip
-        with lent(cache, seq) as view:
-            self._library.mmkv_step(byref(self._model), byref(view), byref(order))
+        with lent(cache, seqs) as views:
+            self._library.mmkv_step(byref(self._model), views, byref(order))
         return logits
 
-    def _make_scratch(self, longest: int, threads: int) -> None:
+    def _make_room(self, cache: RaggedCache, seqs: Sequence[int]) -> int:
+        """Grow pool and table to hold one entry more per row; the longest row then."""
+        pages, width, longest = 0, 0, 0
+        need = (ctypes.c_int64 * 3)()
+        with lent(cache, seqs) as views:
+            for view in views:
+                self._library.mmkv_plan(byref(view), need)
+                pages, width, longest = pages + need[0], max(width, need[1]), max(longest, need[2])
+        if pages > cache.pool.free_pages:
+            # take() grows the pool by an eighth at least; handed back in the order they lay.
+            cache.pool.give(cache.pool.take(pages).flip(0))
+        if width > cache.table.shape[-1]:
+            cache._widen(width)
+        return longest
+
+    def _make_scratch(self, longest: int, threads: int, lanes: int) -> None:
         have = self._scratch_for
-        if longest > have[0] or threads > have[1]:
+        if longest > have[0] or threads > have[1] or lanes > have[2]:
             room = max(longest + 256, 2 * have[0]) if longest > have[0] else have[0]
-            count = self._library.mmkv_scratch(byref(self._model), room, threads)
+            threads, lanes = max(threads, have[1]), max(lanes, have[2])
+            count = self._library.mmkv_scratch(byref(self._model), room, threads, lanes)
             # torch aligns tensors to cache lines, which the C code counts on for speed only.
-            self._scratch, self._scratch_for = torch.empty(count), (room, threads)
+            self._scratch, self._scratch_for = torch.empty(count), (room, threads, lanes)
 
 
 def _linear(weight: Tensor, bias: Tensor | None) -> Linear:

@@ -76,5 +76,5 @@ class NativeEvictor:
             self._scratch = torch.empty(needed // 8 + entries, dtype=torch.int64)
         order.seen, order.budget, order.entries = seen, budget, entries
         order.most, order.scratch = _MOST_VICTIMS, self._scratch.data_ptr()
-        with lent(cache, seq) as view:
-            return bool(self._library.mmkv_evict(byref(view), byref(order)))
+        with lent(cache, [seq]) as views:
+            return bool(self._library.mmkv_evict(views, byref(order)))

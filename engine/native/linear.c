@@ -1,7 +1,8 @@
-/* Matrix times vector, and RMSNorm.
+/* Matrix times one vector per lane, and RMSNorm.
  *
  * Rows go four at a time, and callers cut work between threads at multiples of four: every row
- * is then summed in the same order whatever the number of threads. */
+ * is then summed in the same order whatever the number of threads. Four rows are read from memory
+ * once for all lanes, and each lane is summed as if it were alone. */
 #include <math.h>
 
 #include "native.h"
@@ -49,25 +50,31 @@ void dot_rows(const float *weight, int64_t rows, int64_t width, const float *x, 
     }
 }
 
-/* Rows from .. to-1 of y = weight x + bias. */
-void linear_rows(const struct linear *map, const float *x, float *y, int64_t from, int64_t to)
-{
-    dots(map->weight + from * map->in, to - from, map->in, x, y + from);
-    if (map->bias)
-        for (int64_t row = from; row < to; row++)
-            y[row] += map->bias[row];
-}
-
-/* Rows from .. to-1 of y += weight x + bias. */
-void linear_add_rows(const struct linear *map, const float *x, float *y, int64_t from, int64_t to)
+/* y or y += weight x + bias for rows from .. to-1. */
+static inline void map_rows(const struct linear *map, struct vectors x, struct vectors y,
+                            int64_t lanes, int64_t from, int64_t to, int add)
 {
     for (int64_t row = from; row < to; row += 4) {
-        float sum[4];
         int64_t count = to - row < 4 ? to - row : 4;
-        dots(map->weight + row * map->in, count, map->in, x, sum);
-        for (int64_t i = 0; i < count; i++)
-            y[row + i] += sum[i] + (map->bias ? map->bias[row + i] : 0.0f);
+        for (int64_t lane = 0; lane < lanes; lane++) {
+            float sum[4], *out = y.at + lane * y.stride + row;
+            dots(map->weight + row * map->in, count, map->in, x.at + lane * x.stride, sum);
+            for (int64_t i = 0; i < count; i++)
+                out[i] = (add ? out[i] : 0.0f) + (sum[i] + (map->bias ? map->bias[row + i] : 0.0f));
+        }
     }
+}
+
+void linear_rows(const struct linear *map, struct vectors x, struct vectors y, int64_t lanes,
+                 int64_t from, int64_t to)
+{
+    map_rows(map, x, y, lanes, from, to, 0);
+}
+
+void linear_add_rows(const struct linear *map, struct vectors x, struct vectors y, int64_t lanes,
+                     int64_t from, int64_t to)
+{
+    map_rows(map, x, y, lanes, from, to, 1);
 }
 
 void rms_norm(const float *x, const float *gain, int64_t size, float eps, float *y)

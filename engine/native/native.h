@@ -44,11 +44,17 @@ struct cache {
     int64_t free, rows, width, page_size, head_dim;
 };
 
-struct step {
-    int64_t token, position, rope_position, threads, longest;
+/* One sequence's part of a step. */
+struct lane {
+    int64_t token, position, rope_position;
     const float *inv_freq; /* [rotary / 2] */
-    double rope_scale;     /* on cos and sin */
-    float *scratch, *logits;
+};
+
+struct step {
+    int64_t lanes, threads, longest;
+    double rope_scale; /* on cos and sin */
+    float *scratch, *logits; /* logits [lanes, vocab] */
+    const struct lane *lane;
 };
 
 enum { SCORE_RETENTION, SCORE_RECENCY };
@@ -74,9 +80,17 @@ static inline int64_t slot_of(const struct cache *cache, int64_t row, int64_t of
     return page * cache->page_size + offset % cache->page_size;
 }
 
+/* One vector per lane, `stride` floats apart. */
+struct vectors {
+    float *at;
+    int64_t stride;
+};
+
 /* linear.c */
-void linear_rows(const struct linear *map, const float *x, float *y, int64_t from, int64_t to);
-void linear_add_rows(const struct linear *map, const float *x, float *y, int64_t from, int64_t to);
+void linear_rows(const struct linear *map, struct vectors x, struct vectors y, int64_t lanes,
+                 int64_t from, int64_t to);
+void linear_add_rows(const struct linear *map, struct vectors x, struct vectors y, int64_t lanes,
+                     int64_t from, int64_t to);
 void dot_rows(const float *weight, int64_t rows, int64_t width, const float *x, float *y);
 void rms_norm(const float *x, const float *gain, int64_t size, float eps, float *y);
 

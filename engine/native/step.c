@@ -1,7 +1,7 @@
-/* One decode step of one sequence, from the embedding row to the logits.
+/* One decode step of one or more sequences (lanes), from embedding rows to logits.
  *
- * The step is a sequence of phases, each cut into chunks: some rows of a matrix, or one KV head
- * of attention. Threads claim chunks as they come free, and a phase begins when all chunks of the
+ * The step is a sequence of phases, each cut into chunks: some rows of a matrix for all lanes, or
+ * one KV head of one lane's attention. Threads claim chunks as they come free, and a phase begins when all chunks of the
  * one before are done. Nobody waits for a thread that holds no chunk: on a busy machine one of
  * them may be off its core for milliseconds, and meeting at a barrier in every phase would cost
  * such a pause each time. Norms are so cheap that each thread takes its own. */
@@ -21,15 +21,18 @@ struct phase {
     int64_t line[6];    /* a cache line of its own */
 };
 
-/* Shared by all threads: rotation and activations; then what belongs to one. */
+/* Shared by all threads: rotation and activations, one vector per lane; then what belongs to one
+ * thread. */
 struct worker {
-    float *cos, *sin, *hidden, *qkv, *mixed, *act, *trunk[MAX_TRUNK];
+    int64_t lanes;
+    struct vectors cos, sin, hidden, qkv, mixed, act, trunk[MAX_TRUNK];
     struct phase *phase; /* the current one */
     int64_t chunks, chunks_before;
-    float *normed, *scores;
+    struct vectors normed;
+    float *scores;
 };
 
-static int64_t lines(int64_t floats)
+static int64_t whole_lines(int64_t floats)
 {
     return (floats + 15) / 16 * 16; /* whole cache lines: threads do not share one */
 }
@@ -37,11 +40,11 @@ static int64_t lines(int64_t floats)
 /* Lay out one thread's view of the scratch at `base`, a cache line's start (NULL to measure);
  * returns the floats needed for all threads. The phases come first. */
 static int64_t carve(const struct model *model, int64_t longest, int64_t threads, int64_t thread,
-                     float *base, struct worker *to)
+                     int64_t lanes, float *base, struct worker *to)
 {
     const struct layer *layer = model->layer;
-    float **shared[] = {&to->cos,   &to->sin, &to->hidden,   &to->qkv,
-                        &to->mixed, &to->act, &to->trunk[0], &to->trunk[1]};
+    struct vectors *shared[] = {&to->cos,   &to->sin, &to->hidden,   &to->qkv,
+                                &to->mixed, &to->act, &to->trunk[0], &to->trunk[1]};
     int64_t size[] = {model->rotary / 2,
                       model->rotary / 2,
                       model->hidden,
@@ -51,23 +54,31 @@ static int64_t carve(const struct model *model, int64_t longest, int64_t threads
                       layer->trunk[0].out,
                       layer->trunk[1].out};
     int64_t at = (PHASES * model->layers + 1) * (int64_t)(sizeof(struct phase) / sizeof(float));
+    to->lanes = lanes;
     to->phase = (struct phase *)base;
     for (int i = 0; i < 8; i++) {
-        *shared[i] = base ? base + at : 0;
-        at += lines(size[i]);
+        int64_t stride = whole_lines(size[i]);
+        *shared[i] = (struct vectors){base ? base + at : 0, stride};
+        at += lanes * stride;
     }
-    int64_t normed = lines(model->hidden);
-    int64_t own = normed + lines(model->heads / model->kv_heads * longest);
-    to->normed = base ? base + at + thread * own : 0;
-    to->scores = base ? to->normed + normed : 0;
+    int64_t stride = whole_lines(model->hidden), normed = lanes * stride;
+    int64_t own = normed + whole_lines(model->heads / model->kv_heads * longest);
+    to->normed = (struct vectors){base ? base + at + thread * own : 0, stride};
+    to->scores = base ? to->normed.at + normed : 0;
     return at + threads * own;
 }
 
 /* Floats of scratch that mmkv_step needs for rows of up to `longest` entries. */
-EXPORT int64_t mmkv_scratch(const struct model *model, int64_t longest, int64_t threads)
+EXPORT int64_t mmkv_scratch(const struct model *model, int64_t longest, int64_t threads,
+                            int64_t lanes)
 {
     struct worker unused;
-    return carve(model, longest, threads, 0, 0, &unused);
+    return carve(model, longest, threads, 0, lanes, 0, &unused);
+}
+
+static float *of_lane(struct vectors x, int64_t lane)
+{
+    return x.at + lane * x.stride;
 }
 
 static void begin(struct worker *me, int64_t chunks)
@@ -123,35 +134,37 @@ static struct span rows_of(int64_t rows, int64_t width, int64_t chunk)
     return (struct span){from, to < rows ? to : rows};
 }
 
-static void rotate(float *x, const struct worker *me, int64_t half)
+static void rotate(float *x, const float *cos, const float *sin, int64_t half)
 {
     for (int64_t i = 0; i < half; i++) {
         float low = x[i], high = x[i + half];
-        x[i] = low * me->cos[i] - high * me->sin[i];
-        x[i + half] = high * me->cos[i] + low * me->sin[i];
+        x[i] = low * cos[i] - high * sin[i];
+        x[i + half] = high * cos[i] + low * sin[i];
     }
 }
 
-/* Finish one KV head: norm and turn its queries and key, store key and value, attend. */
+/* Finish one KV head of a lane: norm and turn its queries and key, store key and value, attend. */
 static void attend_head(const struct model *model, const struct layer *layer, struct cache *cache,
-                        int64_t index, int64_t head, struct worker *me)
+                        int64_t index, int64_t head, int64_t lane, struct worker *me)
 {
     int64_t dim = model->head_dim, group = model->heads / model->kv_heads;
     int64_t row = index * model->kv_heads + head;
-    float *query = me->qkv + head * group * dim;
-    float *key = me->qkv + (model->heads + head) * dim;
-    const float *value = me->qkv + (model->heads + model->kv_heads + head) * dim;
+    float *qkv = of_lane(me->qkv, lane);
+    float *query = qkv + head * group * dim;
+    float *key = qkv + (model->heads + head) * dim;
+    const float *value = qkv + (model->heads + model->kv_heads + head) * dim;
     for (int64_t i = 0; i <= group; i++) {
         float *x = i < group ? query + i * dim : key;
         int64_t of = i < group ? head * group + i : model->heads + head;
         if (layer->qk_norm)
             rms_norm(x, layer->qk_norm + of * dim, dim, (float)model->eps, x);
-        rotate(x, me, model->rotary / 2);
+        rotate(x, of_lane(me->cos, lane), of_lane(me->sin, lane), model->rotary / 2);
     }
     int64_t slot = slot_of(cache, row, cache->length[row] - 1);
     memcpy(cache->keys + slot * dim, key, sizeof(float) * dim);
     memcpy(cache->values + slot * dim, value, sizeof(float) * dim);
-    attend_row(cache, row, query, group, me->scores, me->mixed + head * group * dim);
+    attend_row(cache, row, query, group, me->scores,
+               of_lane(me->mixed, lane) + head * group * dim);
 }
 
 static void silu(float *x, int64_t from, int64_t to)
@@ -161,24 +174,30 @@ static void silu(float *x, int64_t from, int64_t to)
         x[i] = x[i] / (1.0f + exp_float(-x[i]));
 }
 
-static void trunk_chunk(const struct linear *map, const float *x, float *y, int64_t chunk)
+static void trunk_chunk(const struct linear *map, struct vectors x, struct vectors y,
+                        int64_t lanes, int64_t chunk)
 {
     struct span rows = rows_of(map->out, map->in, chunk);
-    linear_rows(map, x, y, rows.from, rows.to);
-    silu(y, rows.from, rows.to);
+    linear_rows(map, x, y, lanes, rows.from, rows.to);
+    for (int64_t lane = 0; lane < lanes; lane++)
+        silu(of_lane(y, lane), rows.from, rows.to);
 }
 
 /* silu(gate) * up into the first half of `y`; the matrix is the gate above the up projection. */
-static void swiglu_chunk(const struct linear *map, const float *x, float *y, int64_t chunk)
+static void swiglu_chunk(const struct linear *map, struct vectors x, struct vectors y,
+                         int64_t lanes, int64_t chunk)
 {
     int64_t inner = map->out / 2;
     struct span rows = rows_of(inner, map->in, chunk);
-    linear_rows(map, x, y, rows.from, rows.to);
-    linear_rows(map, x, y, inner + rows.from, inner + rows.to);
-    silu(y, rows.from, rows.to);
+    linear_rows(map, x, y, lanes, rows.from, rows.to);
+    linear_rows(map, x, y, lanes, inner + rows.from, inner + rows.to);
+    for (int64_t lane = 0; lane < lanes; lane++) {
+        float *act = of_lane(y, lane);
+        silu(act, rows.from, rows.to);
 #pragma omp simd
-    for (int64_t i = rows.from; i < rows.to; i++)
-        y[i] *= y[inner + i];
+        for (int64_t i = rows.from; i < rows.to; i++)
+            act[i] *= act[inner + i];
+    }
 }
 
 /* log_beta = logsigmoid(z) of this layer's heads, in the form that keeps 1 - beta = 1.5e-8. */
@@ -196,11 +215,12 @@ static void store_gates(const struct model *model, const struct layer *layer, st
 }
 
 /* Normed input of a phase, taken with a thread's first chunk of it. */
-static const float *normed(const struct model *model, const float *gain, struct worker *me,
-                           int *taken)
+static struct vectors normed(const struct model *model, const float *gain, struct worker *me,
+                             int *taken)
 {
-    if (!*taken)
-        rms_norm(me->hidden, gain, model->hidden, (float)model->eps, me->normed);
+    for (int64_t lane = 0; lane < me->lanes && !*taken; lane++)
+        rms_norm(of_lane(me->hidden, lane), gain, model->hidden, (float)model->eps,
+                 of_lane(me->normed, lane));
     *taken = 1;
     return me->normed;
 }
@@ -212,43 +232,47 @@ static void project(const struct model *model, const struct layer *layer, struct
     int taken = 0;
     begin(me, qkv + (model->trunk > 0 ? chunks_of(trunk->out, trunk->in) : 0));
     for (int64_t chunk; (chunk = claim(me)) >= 0; finish(me)) {
-        const float *x = normed(model, layer->input_norm, me, &taken);
+        struct vectors x = normed(model, layer->input_norm, me, &taken);
         struct span rows = rows_of(layer->qkv.out, layer->qkv.in, chunk);
         if (chunk < qkv)
-            linear_rows(&layer->qkv, x, me->qkv, rows.from, rows.to);
+            linear_rows(&layer->qkv, x, me->qkv, me->lanes, rows.from, rows.to);
         else
-            trunk_chunk(trunk, x, me->trunk[0], chunk - qkv);
+            trunk_chunk(trunk, x, me->trunk[0], me->lanes, chunk - qkv);
     }
     end(me);
 }
 
-static void attend(const struct model *model, struct cache *cache, int64_t index,
+static void attend(const struct model *model, struct cache *caches, int64_t index,
                    struct worker *me)
 {
     const struct layer *layer = model->layer + index;
     const struct linear *trunk = &layer->trunk[1];
-    begin(me, model->kv_heads + (model->trunk > 1 ? chunks_of(trunk->out, trunk->in) : 0));
+    int64_t heads = model->kv_heads, rows = me->lanes * heads;
+    begin(me, rows + (model->trunk > 1 ? chunks_of(trunk->out, trunk->in) : 0));
     for (int64_t chunk; (chunk = claim(me)) >= 0; finish(me)) {
-        if (chunk < model->kv_heads)
-            attend_head(model, layer, cache, index, chunk, me);
+        int64_t lane = chunk / heads;
+        if (chunk < rows)
+            attend_head(model, layer, caches + lane, index, chunk % heads, lane, me);
         else
-            trunk_chunk(trunk, me->trunk[0], me->trunk[1], chunk - model->kv_heads);
+            trunk_chunk(trunk, me->trunk[0], me->trunk[1], me->lanes, chunk - rows);
     }
     end(me);
 }
 
-/* hidden += map x; one chunk more reads the gates when `cache` is given. */
-static void add(const struct model *model, const struct linear *map, const float *x,
-                struct cache *cache, int64_t index, struct worker *me)
+/* hidden += map x; one chunk more reads the gates when `caches` are given. */
+static void add(const struct model *model, const struct linear *map, struct vectors x,
+                struct cache *caches, int64_t index, struct worker *me)
 {
     int64_t chunks = chunks_of(map->out, map->in);
-    begin(me, chunks + (cache != 0));
+    begin(me, chunks + (caches != 0));
     for (int64_t chunk; (chunk = claim(me)) >= 0; finish(me)) {
         struct span rows = rows_of(map->out, map->in, chunk);
         if (chunk < chunks)
-            linear_add_rows(map, x, me->hidden, rows.from, rows.to);
+            linear_add_rows(map, x, me->hidden, me->lanes, rows.from, rows.to);
         else
-            store_gates(model, model->layer + index, cache, index, me->trunk[model->trunk - 1]);
+            for (int64_t lane = 0; lane < me->lanes; lane++)
+                store_gates(model, model->layer + index, caches + lane, index,
+                            of_lane(me->trunk[model->trunk - 1], lane));
     }
     end(me);
 }
@@ -258,55 +282,75 @@ static void widen(const struct model *model, const struct layer *layer, struct w
     int taken = 0;
     begin(me, chunks_of(layer->gate_up.out / 2, layer->gate_up.in));
     for (int64_t chunk; (chunk = claim(me)) >= 0; finish(me))
-        swiglu_chunk(&layer->gate_up, normed(model, layer->post_norm, me, &taken), me->act, chunk);
+        swiglu_chunk(&layer->gate_up, normed(model, layer->post_norm, me, &taken), me->act,
+                     me->lanes, chunk);
     end(me);
 }
 
-static void read_out(const struct model *model, float *logits, struct worker *me)
+static void read_out(const struct model *model, struct vectors logits, struct worker *me)
 {
     const struct linear *head = &model->head;
     int taken = 0;
     begin(me, chunks_of(head->out, head->in));
     for (int64_t chunk; (chunk = claim(me)) >= 0; finish(me)) {
         struct span rows = rows_of(head->out, head->in, chunk);
-        linear_rows(head, normed(model, model->norm, me, &taken), logits, rows.from, rows.to);
+        linear_rows(head, normed(model, model->norm, me, &taken), logits, me->lanes, rows.from,
+                    rows.to);
     }
     end(me);
 }
 
-static void run_thread(const struct model *model, struct cache *cache, float *logits,
+static void run_thread(const struct model *model, struct cache *caches, struct vectors logits,
                        struct worker *me)
 {
     me->chunks_before = 0;
     for (int64_t index = 0; index < model->layers; index++) {
         const struct layer *layer = model->layer + index;
         project(model, layer, me);
-        attend(model, cache, index, me);
-        add(model, &layer->out, me->mixed, model->trunk > 0 ? cache : 0, index, me);
+        attend(model, caches, index, me);
+        add(model, &layer->out, me->mixed, model->trunk > 0 ? caches : 0, index, me);
         widen(model, layer, me);
         add(model, &layer->down, me->act, 0, index, me);
     }
     read_out(model, logits, me);
 }
 
-/* Append one token and compute its logits. mmkv_plan has been asked and its wishes granted. */
-EXPORT void mmkv_step(const struct model *model, struct cache *cache, const struct step *step)
+/* Append the lane's token; embedding row and rotation into the first thread's view. */
+static void start_lane(const struct model *model, const struct step *step, int64_t lane,
+                       struct worker *first)
 {
-    append_entry(cache, step->position);
-    memset(step->scratch, 0, sizeof(struct phase) * (size_t)(PHASES * model->layers + 1));
-    struct worker first;
-    carve(model, step->longest, step->threads, 0, step->scratch, &first);
-    memcpy(first.hidden, model->embed + step->token * model->hidden, sizeof(float) * model->hidden);
+    const struct lane *mine = step->lane + lane;
+    float *cos = of_lane(first->cos, lane), *sin = of_lane(first->sin, lane);
+    memcpy(of_lane(first->hidden, lane), model->embed + mine->token * model->hidden,
+           sizeof(float) * model->hidden);
     for (int64_t i = 0; i < model->rotary / 2; i++) {
-        float angle = (float)step->rope_position * step->inv_freq[i];
-        first.cos[i] = cosf(angle) * (float)step->rope_scale;
-        first.sin[i] = sinf(angle) * (float)step->rope_scale;
+        float angle = (float)mine->rope_position * mine->inv_freq[i];
+        cos[i] = cosf(angle) * (float)step->rope_scale;
+        sin[i] = sinf(angle) * (float)step->rope_scale;
     }
+}
+
+/* Append one token to each lane's sequence and compute its logits, [lanes, vocab]. The caches lend
+ * one stack of free pages: the first says how many there are, and all of them afterwards.
+ * mmkv_plan has been asked and its wishes granted. */
+EXPORT void mmkv_step(const struct model *model, struct cache *caches, const struct step *step)
+{
+    struct vectors logits = {step->logits, model->head.out};
+    struct worker first;
+    memset(step->scratch, 0, sizeof(struct phase) * (size_t)(PHASES * model->layers + 1));
+    carve(model, step->longest, step->threads, 0, step->lanes, step->scratch, &first);
+    for (int64_t lane = 0; lane < step->lanes; lane++) {
+        caches[lane].free = caches[lane ? lane - 1 : 0].free;
+        append_entry(caches + lane, step->lane[lane].position);
+        start_lane(model, step, lane, &first);
+    }
+    for (int64_t lane = 0; lane < step->lanes; lane++)
+        caches[lane].free = caches[step->lanes - 1].free;
 #pragma omp parallel for num_threads((int)step->threads) schedule(static, 1) if (step->threads > 1)
     for (int64_t thread = 0; thread < step->threads; thread++) {
         struct worker me;
-        carve(model, step->longest, step->threads, thread, step->scratch, &me);
-        run_thread(model, cache, step->logits, &me);
+        carve(model, step->longest, step->threads, thread, step->lanes, step->scratch, &me);
+        run_thread(model, caches, logits, &me);
     }
 }
 
@@ -314,7 +358,8 @@ EXPORT void mmkv_step(const struct model *model, struct cache *cache, const stru
 EXPORT int64_t mmkv_layout(int64_t *sizes)
 {
     int64_t of[] = {sizeof(struct linear), sizeof(struct layer), sizeof(struct model),
-                    sizeof(struct cache),  sizeof(struct step),  sizeof(struct eviction)};
+                    sizeof(struct cache),  sizeof(struct lane),  sizeof(struct step),
+                    sizeof(struct eviction)};
     memcpy(sizes, of, sizeof of);
     return (int64_t)(sizeof of / sizeof *of);
 }
