@@ -61,7 +61,7 @@ def test_a_pool_limit_refuses_before_anything_changes(folders: dict[str, Path]) 
 
 
 @pytest.mark.parametrize("policy", ["dbtrimkv", "snapkv"])
-@pytest.mark.parametrize("where", ["prefill", "decode", "native", "batch"])
+@pytest.mark.parametrize("where", ["prefill", "decode", "native", "batch", "native batch"])
 def test_an_interrupted_pass_is_undone(
     where: str, policy: str, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -70,7 +70,7 @@ def test_an_interrupted_pass_is_undone(
     In the native step it is seen when C returns, with all layers appended.
     """
     engine = load(folders["vl"], policy=policy, budget=28)
-    if where == "native" and engine.decode_path != "native":
+    if where.startswith("native") and engine.decode_path != "native":
         pytest.skip(f"runs on {engine.decode_path}")
     session, twin, other = engine.session(), engine.session(), engine.session()
     for each in (session, twin, other):
@@ -96,10 +96,10 @@ def test_an_interrupted_pass_is_undone(
         native_step(*args)
         raise KeyboardInterrupt
 
-    if where == "native":
+    if where.startswith("native"):
         native_step = engine.native.step
         monkeypatch.setattr(engine.native, "step", interrupted_step)
-    elif where == "decode":
+    elif where in ("decode", "batch"):
         monkeypatch.setattr(engine, "native", None)
     monkeypatch.setattr(engine.decoder, "forward", interrupted)
     with pytest.raises(KeyboardInterrupt):
