@@ -3,43 +3,66 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
-from engine.cache import RaggedCache
+from engine.cache import PagePool, RaggedCache
 from engine.native.binding import Cache
 
 
-@contextmanager
-def lent(cache: RaggedCache, seqs: Sequence[int]) -> Iterator[ctypes.Array[Cache]]:
-    """Lend the rows of ``seqs`` and the pool's free pages to C, and take the free count back.
+class Lender:
+    """Lends rows of one cache and the pool's free pages to C, one loan at a time.
 
-    Pointers are read anew each time: the pool and the table are replaced when they grow. The
-    count comes back even when Ctrl-C lands the moment C returns.
+    The views of the last loan are used again, and only what changes between steps is written:
+    to fill them anew would take as long as a small model's eviction.
     """
-    pool, rows = cache.pool, cache.rows
-    width = cache.table.shape[-1]
-    views = (Cache * len(seqs))(
-        *(
-            Cache(
-                pool.keys.data_ptr(),
-                pool.values.data_ptr(),
-                pool.log_beta.data_ptr(),
-                pool.position.data_ptr(),
-                pool.modality.data_ptr(),
-                cache.length.data_ptr() + seq * rows * 8,
-                cache.table.data_ptr() + seq * rows * width * 8,
-                pool._stack.data_ptr(),
-                pool._free,
-                rows,
-                width,
-                pool.page_size,
-                pool.head_dim,
-            )
-            for seq in seqs
-        )
-    )
-    try:
-        yield views
-    finally:
-        pool._free = views[0].free
+
+    def __init__(self) -> None:
+        self._views = (Cache * 0)()
+        self._of: tuple[object, ...] = ()
+        self._rows, self._tables = 0, 0
+
+    def lend(self, cache: RaggedCache, seqs: Sequence[int]) -> Loan:
+        """A loan of the sequences ``seqs``, to be used in a with statement."""
+        pool = cache.pool
+        # Pool and tables are replaced by others when they grow.
+        now = (pool.keys, pool._stack, cache.length, cache.table)
+        if len(self._views) != len(seqs) or any(map(_differ, self._of, now)):
+            self._views = (Cache * len(seqs))(*([self._whole(cache)] * len(seqs)))
+            self._rows, self._tables = cache.length.data_ptr(), cache.table.data_ptr()
+            self._of = now
+        width = 8 * self._views[0].width
+        for view, seq in zip(self._views, seqs, strict=True):
+            first = seq * cache.rows
+            view.length, view.table = self._rows + 8 * first, self._tables + width * first
+            view.free = pool._free
+        return Loan(pool, self._views)
+
+    @staticmethod
+    def _whole(cache: RaggedCache) -> Cache:
+        pool = cache.pool
+        columns = (pool.keys, pool.values, pool.log_beta, pool.position, pool.modality)
+        tables = (cache.length, cache.table, pool._stack)
+        return Cache(
+            *(tensor.data_ptr() for tensor in (*columns, *tables)),
+            pool._free, cache.rows, cache.table.shape[-1], pool.page_size, pool.head_dim,
+        )  # fmt: skip
+
+
+class Loan:
+    """The views of a loan; at its end the pool takes the count of free pages back.
+
+    It does so even when Ctrl-C lands the moment C returns.
+    """
+
+    def __init__(self, pool: PagePool, views: ctypes.Array[Cache]) -> None:
+        self._pool, self._views = pool, views
+
+    def __enter__(self) -> ctypes.Array[Cache]:
+        return self._views
+
+    def __exit__(self, *_: object) -> None:
+        self._pool._free = self._views[0].free
+
+
+def _differ(one: object, other: object) -> bool:
+    return one is not other

@@ -11,7 +11,7 @@ from torch import Tensor
 from engine.cache import RaggedCache
 from engine.gates import Gates, LayerGate
 from engine.native.binding import MAX_TRUNK, Lane, Layer, Linear, Model, Step, byref, library
-from engine.native.cache_view import lent
+from engine.native.cache_view import Lender
 from engine.spec import DecoderSpec
 from engine.weights import DecoderWeights, LayerWeights
 
@@ -54,6 +54,7 @@ class NativeDecoder:
         long = spec.rope.inv_freq if spec.rope.long_inv_freq is None else spec.rope.long_inv_freq
         self._inv_freq = (spec.rope.inv_freq.contiguous(), long.contiguous())
         self._rope_scale = spec.rope.scale
+        self._lender = Lender()
         self._vocab = weights.head.shape[0]
         self._most_threads = max(1, weights.nbytes() // _BYTES_PER_THREAD)
         self._scratch, self._scratch_for = torch.empty(0), (0, 0, 0)
@@ -115,7 +116,7 @@ class NativeDecoder:
             lanes, threads, longest, self._rope_scale,
             self._scratch.data_ptr(), logits.data_ptr(), lane,
         )  # fmt: skip
-        with lent(cache, seqs) as views:
+        with self._lender.lend(cache, seqs) as views:
             self._library.mmkv_step(byref(self._model), views, byref(order))
         return logits
 
@@ -123,7 +124,7 @@ class NativeDecoder:
         """Grow pool and table to hold one entry more per row; the longest row then."""
         pages, width, longest = 0, 0, 0
         need = (ctypes.c_int64 * 3)()
-        with lent(cache, seqs) as views:
+        with self._lender.lend(cache, seqs) as views:
             for view in views:
                 self._library.mmkv_plan(byref(view), need)
                 pages, width, longest = pages + need[0], max(width, need[1]), max(longest, need[2])

@@ -8,7 +8,7 @@ import torch
 
 from engine.cache import RaggedCache
 from engine.native.binding import Eviction, byref, library
-from engine.native.cache_view import lent
+from engine.native.cache_view import Lender
 from engine.policies.allocation import GlobalAllocation, HeadAllocation
 from engine.policies.base import Policy
 from engine.policies.scoring import Recency, Retention
@@ -43,6 +43,7 @@ class NativeEvictor:
             protect_recent=policy.protect_recent,
             lookahead=scoring.lookahead if isinstance(scoring, Retention) else 1,
         )
+        self._lender = Lender()
         self._scratch = torch.empty(0, dtype=torch.int64)
 
     @staticmethod
@@ -76,5 +77,5 @@ class NativeEvictor:
             self._scratch = torch.empty(needed // 8 + entries, dtype=torch.int64)
         order.seen, order.budget, order.entries = seen, budget, entries
         order.most, order.scratch = _MOST_VICTIMS, self._scratch.data_ptr()
-        with lent(cache, [seq]) as views:
+        with self._lender.lend(cache, [seq]) as views:
             return bool(self._library.mmkv_evict(views, byref(order)))
