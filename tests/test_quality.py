@@ -17,7 +17,7 @@ from engine.runtime import Engine
 from eval.forced import full_logits, read, spans
 from eval.kept import main as kept
 from eval.quality import main
-from eval.quality_run import Comparison, Side, compare
+from eval.quality_run import Comparison, Reader, Side, compare
 from eval.stats import mean, paired
 from mmkv.assets import bundled_model
 from training.losses import predicted
@@ -150,14 +150,40 @@ def test_a_killed_run_goes_on_with_the_same_result(tmp_path: Path, capfd: Any) -
     journal.write_text(journal.read_text() + '{"key": "an unfinished li')
     capfd.readouterr()
     main([*options, str(tmp_path / "parts"), "--dialogues", "4", "--workers", "2"])
-    assert "2 of 4 dialogues are in" in capfd.readouterr().err
+    assert "4 readings are in" in capfd.readouterr().err
     whole, parts = (
         json.loads((tmp_path / name / "q.json").read_text())["results"]
         for name in ("whole", "parts")
     )
     assert whole == parts and not journal.exists()
-    other = dataclasses.replace(compared, fractions=("1/5",))
-    assert other.digest() != compared.digest()
+
+
+def test_a_comparison_that_grows_reads_only_what_is_new(tmp_path: Path, monkeypatch: Any) -> None:
+    small = Comparison(MODEL, "float32", (Side.parse("streamingllm"),), ("1/4",))
+    gates = str(bundled_model() / "gates")
+    sides = (*small.sides, Side.parse(f"dbtrimkv:{gates},random"))
+    large = dataclasses.replace(small, sides=sides, fractions=("1/4", "1/8"))
+    journal, asked = tmp_path / "journal", []
+    first = compare(small, "scenes:dense", 2, journal)
+    plain = Reader.read
+
+    def noted(self: Reader, source: str, index: int, cells: Any) -> Any:
+        asked.extend((cell.policy, cell.gates, cell.fraction, index) for cell in cells)
+        return plain(self, source, index, cells)
+
+    monkeypatch.setattr(Reader, "read", noted)
+    second = compare(large, "scenes:dense", 2, journal)
+    new = [
+        ("streamingllm", None, "1/8"),
+        *itertools.product(["dbtrimkv"], [gates, "random"], large.fractions),
+    ]
+    assert sorted(asked, key=str) == sorted(((*cell, i) for cell in new for i in (0, 1)), key=str)
+    assert first["full"] == second["full"]
+    assert first["streamingllm at 1/4"] == second["streamingllm at 1/4"]
+    one, two = second["dbtrimkv at 1/8"]
+    assert len(one) == 2 and one != two
+    keys = {cell.key() for cells in large.cells().values() for cell in cells}
+    assert len(keys) == 7
 
 
 def test_a_side_without_its_gates_is_one_line(tmp_path: Path) -> None:

@@ -1,0 +1,1 @@
+"""mmkv as a model of lmms-eval (docs/lmms-eval.md)."""

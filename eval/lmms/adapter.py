@@ -1,0 +1,180 @@
+"""What the chat form and the simple form of ``--model mmkv`` share."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import mmkv.torchvision_guard  # noqa: F401 (before anything that imports transformers)
+
+# isort: split
+from lmms_eval.api.instance import GenerationResult, Instance
+from lmms_eval.api.model import lmms
+from lmms_eval.models.model_utils.gen_metrics import log_metrics
+from loguru import logger
+from tqdm import tqdm
+
+from engine.errors import InputError
+from eval.lmms.counts import Rounds, answer
+from eval.lmms.gen_kwargs import checkpoint_defaults, sampling_of
+from eval.lmms.scheduler import Ask, Script, run
+from eval.lmms.settings import Settings
+from mmkv.reply import Reply
+
+
+@dataclass
+class Record:
+    """What became of one document: the replies, and their texts as the task wants them kept."""
+
+    replies: list[Reply] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+
+
+class Adapter(lmms):
+    """An lmms-eval model that decodes with a bounded cache.
+
+    Subclasses say how a request becomes messages: :meth:`_single` and :meth:`_rounds`.
+    """
+
+    # Bounds on a picture's pixels where the user gives none, and whether ``until`` ends replies.
+    images: tuple[int, int]
+    until: bool
+
+    def __init__(
+        self,
+        batch_size: int | str | None = 1,
+        max_batch_size: int | None = None,
+        **given: Any,
+    ) -> None:
+        super().__init__()
+        if batch_size == "auto":
+            raise InputError("mmkv has no automatic batch size; give --batch_size a number")
+        self.settings = Settings.of({**given, "batch_size": batch_size or 1})
+        self.engine = self.settings.load(self.images)
+        self._device = self.engine.device
+        self.opening = self.settings.opening()
+        self._sampling_defaults = checkpoint_defaults(self.settings.pretrained)
+        self._told: set[str] = set()
+        if self.engine.policy_note:
+            logger.warning(self.engine.policy_note)
+
+    @property
+    def device(self) -> Any:
+        """Where lmms-eval puts the tensors it exchanges between processes."""
+        return self._device
+
+    @property
+    def batch_size(self) -> int:
+        """Documents in a decode step, at most."""
+        return self.settings.batch_size
+
+    def clean(self) -> None:
+        """Let go of model and cache: lmms-eval may load a judge now."""
+        self.engine = None
+        super().clean()
+
+    def generate_until(self, requests: list[Instance]) -> list[GenerationResult]:
+        """One reply per request, each with its token counts and cache statistics."""
+        return self._answer(requests, self._single, lambda record: record.texts[0])
+
+    def generate_until_multi_round(self, requests: list[Instance]) -> list[GenerationResult]:
+        """All rounds of each document; a round that continues the last adds its own tokens only."""
+        return self._answer(requests, self._rounds, lambda record: Rounds(record.texts))
+
+    def _single(self, request: Instance, sampling: Any, record: Record) -> Script:
+        raise NotImplementedError
+
+    def _rounds(self, request: Instance, sampling: Any, record: Record) -> Script:
+        raise NotImplementedError
+
+    def _answer(
+        self,
+        requests: list[Instance],
+        script: Callable[[Instance, Any, Record], Script],
+        text: Callable[[Record], Any],
+    ) -> list[GenerationResult]:
+        records = [Record() for _ in requests]
+        scripts = (
+            (self._name(request), script(request, self._sampling(request, number), record))
+            for number, (request, record) in enumerate(zip(requests, records, strict=True))
+        )
+        started = time.perf_counter()
+        with tqdm(total=len(requests), disable=self.rank != 0, desc="mmkv") as bar:
+            run(self.engine, scripts, self.batch_size, self.settings.frames(), bar.update)
+        made = [answer(text(record), record.replies, self._facts()) for record in records]
+        _log_throughput(made, time.perf_counter() - started, self.rank)
+        return made
+
+    def _sampling(self, request: Instance, number: int) -> Any:
+        """The sampling of a request; repeats of a question differ, runs of a program do not."""
+        given = gen_kwargs_of(request)
+        seed = self.settings.seed + number
+        made, ignored = sampling_of(given, seed, self._sampling_defaults, self.until)
+        for name in set(ignored) - self._told:
+            self._told.add(name)
+            logger.warning(f"{request.task_name}: generation_kwargs {name} has no effect in mmkv")
+        return made
+
+    def _facts(self) -> dict[str, Any]:
+        policy = self.engine.policy
+        return {
+            "policy": policy.name,
+            "budget": self.engine.budget.describe() if policy.evicts else "unlimited",
+        }
+
+    def _document(self, task: str, split: str, doc_id: int) -> Any:
+        return self.task_dict[task][split][doc_id]
+
+    @staticmethod
+    def _name(request: Instance) -> str:
+        return f"task {request.task_name}, document {request.doc_id}"
+
+
+def gen_kwargs_of(request: Instance) -> dict[str, Any]:
+    """The request's generation_kwargs: the only dictionary among its arguments."""
+    return next((value for value in request.args if isinstance(value, dict)), {})
+
+
+def ask_once(ask: Ask, record: Record) -> Script:
+    """The script of a single question."""
+    reply = yield ask
+    record.replies.append(reply)
+    record.texts.append(reply.text)
+
+
+def ask_in_rounds(
+    opening: Any,
+    following: Callable[..., Any],
+    to_ask: Callable[[Any], Ask],
+    record: Record,
+) -> Script:
+    """The script of a multi-round task, by the protocol of lmms-eval 0.7.3.
+
+    ``opening``: the first round's input, a list; ``following(round_idx=, previous_output=,
+    previous_round_info=)`` gives the next one's, and behind it whether there is none, the texts to
+    keep, and a note for the next call; anything of another length ends the document.
+    """
+    given, note, index = opening, None, 0
+    while True:
+        yield from ask_once(to_ask(given), record)
+        index += 1
+        found = following(
+            round_idx=index, previous_output=list(record.texts), previous_round_info=note
+        )
+        if not isinstance(found, tuple) or len(found) != len(opening) + 3:
+            return
+        *given, over, texts, note = found
+        if isinstance(texts, (list, tuple)) and all(isinstance(text, str) for text in texts):
+            record.texts = list(texts)
+        if over:
+            return
+
+
+def _log_throughput(made: list[GenerationResult], seconds: float, rank: int) -> None:
+    counts = [result.token_counts for result in made if result.token_counts]
+    tokens = sum(count.output_tokens or 0 for count in counts)
+    held = [count.cache["kv_bytes"] for count in counts if count.cache]
+    extra = {"rank": rank, "kv_bytes": sum(held) / len(held) if held else 0.0}
+    log_metrics(seconds, tokens, tokens / seconds if seconds else 0.0, extra)

@@ -1,0 +1,43 @@
+"""``--model mmkv``: the form that lmms-eval hands whole conversations."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from lmms_eval.api.instance import Instance
+
+from engine.errors import InputError
+from eval.lmms.adapter import Adapter, Record, ask_in_rounds, ask_once
+from eval.lmms.messages import conversation
+from eval.lmms.pixels import CHAT_IMAGES
+from eval.lmms.scheduler import Ask, Script
+
+
+class MmkvChat(Adapter):
+    """Takes tasks as messages, pictures where the task puts them."""
+
+    is_simple = False
+    images = CHAT_IMAGES
+    until = False
+
+    def loglikelihood(self, requests: list[Instance]) -> Any:
+        """Refused: lmms-eval has no such requests in messages."""
+        raise InputError(
+            "lmms-eval scores choices by likelihood in its simple form alone; add --force_simple"
+        )
+
+    def _single(self, request: Instance, sampling: Any, record: Record) -> Script:
+        _, doc_to_messages, _, doc_id, task, split = request.args
+        given = doc_to_messages(self._document(task, split, doc_id))
+        yield from ask_once(Ask(conversation(given, self.opening), sampling), record)
+
+    def _rounds(self, request: Instance, sampling: Any, record: Record) -> Script:
+        _, doc_to_messages, _, doc_id, task, split = request.args
+        doc = self._document(task, split, doc_id)
+        yield from ask_in_rounds(
+            [doc_to_messages(doc)],
+            partial(doc_to_messages, doc),
+            lambda given: Ask(conversation(given[0], self.opening), sampling),
+            record,
+        )

@@ -1,0 +1,16 @@
+"""What the entry point ``lmms_eval.models`` of mmkv calls: names, and nothing heavy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def manifest() -> Any:
+    """The ModelManifest of ``--model mmkv``; lmms-eval asks for it on every import."""
+    from lmms_eval.models.registry_v2 import ModelManifest
+
+    return ModelManifest(
+        model_id="mmkv",
+        chat_class_path="eval.lmms.chat.MmkvChat",
+        simple_class_path="eval.lmms.simple.MmkvSimple",
+    )

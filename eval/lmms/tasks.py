@@ -1,0 +1,169 @@
+"""``python -m eval.lmms.tasks``: write task files for lmms-eval's ``--include_path``.
+
+lmms-eval knows a task by the name of its YAML, finds prompts by the name of the model, and looks
+for data on the hub. Two kinds of overrides change that: ``NAME_local`` reads files below a folder,
+and ``NAME_mmkv`` gives mmkv the prompts that a task keeps for ``qwen3_vl``. Both include the
+installed task, so that scoring and prompts are lmms-eval's own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from engine.errors import InputError, MmkvError
+
+HERE = Path(__file__).resolve().parent.parent / "lmms_tasks"
+# The key of media.FOLDER, spelled out so that nothing heavy is imported.
+_FOLDER = "mmkv_data"
+_KWARGS = "lmms_eval_specific_kwargs"
+INSTALL = (
+    "lmms-eval is not installed; run pip install 'mmkv[eval-light]' and then "
+    "pip install --no-deps lmms-eval==0.7.3 (or the full pip install 'mmkv[eval]')"
+)
+
+
+class Function(str):
+    """The name behind ``!function``, kept as it is."""
+
+
+class _Loader(yaml.SafeLoader):
+    pass
+
+
+class _Dumper(yaml.SafeDumper):
+    pass
+
+
+_Loader.add_constructor("!function", lambda loader, node: Function(loader.construct_scalar(node)))
+_Dumper.add_representer(
+    Function, lambda dumper, name: dumper.represent_scalar("!function", str(name))
+)
+
+
+def local_names() -> list[str]:
+    """Tasks that can read local files."""
+    return sorted(path.stem for path in HERE.glob("*.yaml"))
+
+
+def shipped_folder() -> Path:
+    """Where the installed lmms-eval keeps its tasks. Raises InputError when it is not there."""
+    spec = importlib.util.find_spec("lmms_eval")
+    if spec is None or not spec.submodule_search_locations:
+        raise InputError(INSTALL)
+    return Path(spec.submodule_search_locations[0]) / "tasks"
+
+
+def write(names: Sequence[str], output: Path, data: Path | None = None) -> list[str]:
+    """Write the overrides that ``names`` need to ``output``; the names to give lmms-eval.
+
+    With ``data``, tasks that have a local form read files below that folder. Names that need no
+    override come back as they are. Raises InputError: a task without its data, no lmms-eval.
+    """
+    shipped = shipped_folder()
+    output.mkdir(parents=True, exist_ok=True)
+    known, found = local_names(), []
+    for given in names:
+        name = given.removesuffix("_local")
+        if name in known and (data is not None or given.endswith("_local")):
+            if data is None:
+                raise InputError(f"task {given} reads local files; add --data FOLDER")
+            made = _local(name, data.resolve(), shipped)
+        elif data is not None and given.endswith("_local"):
+            raise InputError(f"no local form of task {given}; there is one of {', '.join(known)}")
+        else:
+            made = _prompts(given, shipped)
+        if made is not None:
+            text = yaml.dump(made, Dumper=_Dumper, sort_keys=False)
+            (output / f"{made['task']}.yaml").write_text(text)
+        found.append(given if made is None else made["task"])
+    return found
+
+
+def _local(name: str, data: Path, shipped: Path) -> dict[str, Any]:
+    made = read(HERE / f"{name}.yaml")
+    kwargs = made.get(_KWARGS, {})
+    if "include" in made:
+        source = shipped / made["include"]
+        if not source.is_file():
+            raise InputError(f"this lmms-eval has no {made['include']}; install version 0.7.3")
+        made["include"] = str(source)
+        kwargs = merged(source).get(_KWARGS) or {}
+    (split, patterns), *_ = made["dataset_kwargs"]["data_files"].items()
+    folder, files = _files(name, data, patterns)
+    made["dataset_kwargs"] = {"data_files": {split: files}}
+    # Under "default", so that every model gets them: a local task has one set of prompts.
+    chosen = kwargs.get("qwen3_vl", kwargs.get("default", {}))
+    made[_KWARGS] = {"default": {**chosen, _FOLDER: str(folder)}}
+    return made
+
+
+def _files(name: str, data: Path, patterns: Sequence[str]) -> tuple[Path, list[str]]:
+    """The task's folder, and its files by the first pattern that finds any."""
+    if not data.is_dir():
+        raise InputError(f"no folder {data}; --data names the folder that holds {patterns[0]}")
+    for pattern in patterns:
+        if files := sorted(map(str, data.glob(pattern))):
+            return data / pattern.split("/", 1)[0], files
+    raise InputError(f"task {name} has no data: no {' and no '.join(patterns)} below {data}")
+
+
+def _prompts(name: str, shipped: Path) -> dict[str, Any] | None:
+    """The override with qwen3_vl's prompts, or None when the task has none of its own."""
+    source = find(name, shipped)
+    kwargs = (merged(source).get(_KWARGS) or {}) if source else {}
+    if "qwen3_vl" not in kwargs or "mmkv" in kwargs:
+        return None
+    made = {**kwargs, "mmkv": kwargs["qwen3_vl"]}
+    return {"include": str(source), "task": f"{name}_mmkv", _KWARGS: made}
+
+
+def find(name: str, shipped: Path) -> Path | None:
+    """The file below ``shipped`` that defines the task, or None."""
+    line = re.compile(rf"^task:\s*[\"']?{re.escape(name)}[\"']?\s*(#.*)?$", re.MULTILINE)
+    # Nearly always in a folder of a name it begins with; the whole tree holds some 2,000 files.
+    paths = sorted(shipped.rglob("*.yaml"), key=lambda path: not name.startswith(path.parent.name))
+    return next((path for path in paths if line.search(path.read_text("utf-8"))), None)
+
+
+def read(path: Path) -> dict[str, Any]:
+    """One YAML file, functions left as names."""
+    return yaml.load(path.read_text("utf-8"), Loader=_Loader)
+
+
+def merged(path: Path) -> dict[str, Any]:
+    """A task file with everything it includes, as lmms-eval merges them."""
+    own = read(path)
+    included = own.pop("include", [])
+    made: dict[str, Any] = {}
+    for name in reversed([included] if isinstance(included, str) else included):
+        where = Path(name) if Path(name).is_file() else path.parent / name
+        made |= merged(where)
+    return made | own
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Write the task files and say how to use them."""
+    parser = argparse.ArgumentParser(prog="python -m eval.lmms.tasks", description=__doc__)
+    parser.add_argument("output", type=Path, help="folder for the task files")
+    parser.add_argument("tasks", nargs="+", help="names as in lmms-eval, or NAME_local")
+    parser.add_argument("--data", type=Path, help="folder of local data")
+    args = parser.parse_args(arguments)
+    try:
+        names = write(args.tasks, args.output, args.data)
+    except MmkvError as error:
+        print(f"eval.lmms.tasks: error: {error}", file=sys.stderr)
+        return 1
+    print(f"lmms-eval --model mmkv --include_path {args.output} --tasks {','.join(names)} ...")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
