@@ -3,7 +3,7 @@
 ``python -m eval.quality MODEL --data scenes:dense --side dbtrimkv:GATES[,GATES] --side snapkv ...``
 feeds the same held-out dialogues through every side at every budget, answers given token by token
 with real eviction (:mod:`eval.forced`), and writes JSON, a Markdown table and a plot. Killed and
-started again, it goes on where it was.
+started again, it goes on where it was; with more sides or dialogues it reads only those.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--threads", type=int, default=1, help="of each worker")
     parser.add_argument("--workers", type=int, default=1, help="processes that read dialogues")
-    parser.add_argument("--fresh", action="store_true", help="forget what a killed run had read")
+    parser.add_argument("--fresh", action="store_true", help="forget what earlier runs have read")
     parser.add_argument("--name", default="quality", help="the files are NAME.json, .md and .png")
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the result files")
     args = parser.parse_args(arguments)
     torch.set_num_threads(args.threads)
     path = args.output / f"{args.name}.json"
-    journal = path.with_suffix(".partial.jsonl")
+    journal = path.with_suffix(".readings.jsonl")
     args.output.mkdir(parents=True, exist_ok=True)
     if args.fresh:
         journal.unlink(missing_ok=True)
@@ -67,7 +67,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     text = markdown(pages)
     path.with_suffix(".md").write_text(text)
     draw(pages, path.with_suffix(".png"))
-    journal.unlink()
     print(text)
 
 

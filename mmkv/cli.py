@@ -1,4 +1,4 @@
-"""The ``mmkv`` command: ``mmkv chat``, ``mmkv distill``, ``mmkv env``, ``mmkv --version``.
+"""The ``mmkv`` command: ``mmkv chat``, ``distill``, ``eval``, ``mmdu``, ``env`` and ``--version``.
 
 Exit codes: 0 done, 1 failed (one line on stderr says why and what to do), 2 wrong usage,
 130 stopped with Ctrl-C. Nothing here imports torch: help and usage errors come at once.
@@ -16,6 +16,8 @@ import typer
 from engine.errors import MmkvError
 from mmkv import __version__
 from mmkv.chat.options import ChatOptions, UsageError
+from mmkv.eval_command import evaluate
+from mmkv.mmdu.cli import app as mmdu
 
 app = typer.Typer(
     name="mmkv",
@@ -24,6 +26,9 @@ app = typer.Typer(
     pretty_exceptions_show_locals=False,
     rich_markup_mode="rich",
 )
+
+app.add_typer(mmdu, name="mmdu")
+app.command(name="eval")(evaluate)
 
 # typer carries its own copy of click in some versions and uses the package in others; the class
 # that both derive usage mistakes from is the base of typer's own public one.
