@@ -1,0 +1,214 @@
+"""Reading MMDU's files: dialogues, their pictures, and where a picture stands in a question."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engine.errors import InputError
+
+PLACEHOLDER = "<ImageHere>"
+# A dialogue's id names its file; the prefix is kept for the files that describe a whole run.
+RESERVED = "mmkv-"
+_FILE_NAME = re.compile(r"(?!\.)[^/\\:*?\"<>|\x00-\x1f]{1,200}")
+
+
+@dataclass(frozen=True)
+class Dialogue:
+    """One dialogue of a benchmark file.
+
+    Attributes:
+        row: as it was read. id: its name, also that of its file of answers.
+        questions, references: what the user says, and what should be answered, turn by turn.
+        images: the pictures' names in the order in which the questions use them.
+        exact: per question a word for its kind, when the reference is the only right answer
+            (our own sets; empty otherwise).
+    """
+
+    id: str
+    row: dict[str, Any]
+    questions: tuple[str, ...]
+    references: tuple[str, ...]
+    images: tuple[str, ...]
+    exact: tuple[str, ...] = ()
+
+    @property
+    def shown(self) -> int:
+        """How many pictures the questions place."""
+        return sum(question.count(PLACEHOLDER) for question in self.questions)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Why a dialogue cannot be used: ``cause`` names the remedy too."""
+
+    dialogue: str
+    cause: str
+
+
+def read_benchmark(
+    path: Path, limit: int | None = None, unused_images: bool = False
+) -> tuple[list[Dialogue], list[Problem]]:
+    """Read a ``benchmark.json`` (a list of rows, or an object whose values are the rows).
+
+    Args:
+        limit: the first so many rows only. unused_images: accept a row with more pictures than
+            its questions place.
+
+    Returns:
+        The usable dialogues and, apart from them, what is wrong with the other rows.
+
+    Raises:
+        InputError: the file as a whole cannot be used.
+    """
+    rows = _rows(path)[:limit]
+    dialogues: list[Dialogue] = []
+    problems: list[Problem] = []
+    seen: set[str] = set()
+    for number, (key, row) in enumerate(rows, 1):
+        name = f"number {number}"
+        try:
+            dialogue = read_row(row, key, unused_images)
+            name = dialogue.id
+            if dialogue.id.casefold() in seen:
+                raise InputError("an earlier dialogue has the same id; give each its own")
+        except InputError as error:
+            if isinstance(row, dict) and row.get("id") is not None:
+                name = str(row["id"])[:80]
+            problems.append(Problem(name, str(error)))
+            continue
+        # Some file systems ignore case, and two dialogues must never share a file.
+        seen.add(dialogue.id.casefold())
+        dialogues.append(dialogue)
+    return dialogues, problems
+
+
+def _rows(path: Path) -> list[tuple[str | None, Any]]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise InputError(f"file not found: {path}; name MMDU's benchmark.json") from error
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror}; name a JSON file") from error
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{path} is not JSON ({error}); fetch it again") from error
+    if isinstance(content, dict):
+        # The answering scripts of the benchmark read an object, its judging script a list.
+        rows: list[tuple[str | None, Any]] = list(content.items())
+    elif isinstance(content, list):
+        rows = [(None, row) for row in content]
+    else:
+        raise InputError(f"{path} holds no list of dialogues; name MMDU's benchmark.json")
+    if not rows:
+        raise InputError(f"{path} holds no dialogues; name another file")
+    return rows
+
+
+def read_row(row: Any, key: str | None = None, unused_images: bool = False) -> Dialogue:
+    """One row as a dialogue; ``key`` stands in for a missing id. Raises InputError."""
+    if not isinstance(row, dict):
+        raise InputError("the row is not an object with id, image and conversations; mend it")
+    name = row.get("id", key)
+    if isinstance(name, bool) or not isinstance(name, str | int):
+        raise InputError("the row has no id (a text or a number); give it one")
+    name = str(name)
+    if not _FILE_NAME.fullmatch(name) or name.startswith(RESERVED):
+        raise InputError(f"the id {name[:80]!r} cannot name a file; use letters and digits")
+    questions, references = _turns(row.get("conversations"))
+    dialogue = Dialogue(
+        name, row, questions, references, _images(row.get("image")), _exact(row, len(questions))
+    )
+    missing = dialogue.shown - len(dialogue.images)
+    if missing > 0 or (missing < 0 and not unused_images):
+        remedy = "mend the row" if missing > 0 else "mend the row or pass --allow-unused-images"
+        raise InputError(
+            f"its questions place {dialogue.shown} pictures ({PLACEHOLDER}) and it lists "
+            f"{len(dialogue.images)}; {remedy}"
+        )
+    return dialogue
+
+
+def _turns(conversations: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    if not isinstance(conversations, list) or not conversations:
+        raise InputError("the row has no conversations (a list of turns); mend it")
+    values: list[str] = []
+    for index, turn in enumerate(conversations):
+        wanted = ("user", "assistant")[index % 2]
+        if not isinstance(turn, dict) or turn.get("from") != wanted:
+            raise InputError(f'conversations[{index}] is not from "{wanted}"; turns must alternate')
+        if not isinstance(turn.get("value"), str):
+            raise InputError(f"conversations[{index}] has no value (a text); mend the row")
+        values.append(turn["value"])
+    if len(values) % 2:
+        raise InputError("the last question has no reference answer; add one, it may be empty")
+    return tuple(values[::2]), tuple(values[1::2])
+
+
+def _images(images: Any) -> tuple[str, ...]:
+    """Names of pictures from a list, a single name, or an object such as {"image1": name}."""
+    if isinstance(images, str):
+        images = [images]
+    if isinstance(images, dict):
+        numbers = {key: re.search(r"\d+$", key) for key in images}
+        if all(numbers.values()):
+            # By number, so that image10 does not come before image2.
+            ordered = sorted(images, key=lambda key: int(numbers[key][0]))  # type: ignore[index]
+            images = [images[key] for key in ordered]
+        else:
+            images = list(images.values())
+    if images is None:
+        return ()
+    if not isinstance(images, list) or not all(isinstance(name, str) and name for name in images):
+        raise InputError("image is not a list of paths (nor an object of them); mend the row")
+    return tuple(images)
+
+
+def _exact(row: dict[str, Any], questions: int) -> tuple[str, ...]:
+    kinds = row.get("exact", [])
+    if not isinstance(kinds, list) or not all(isinstance(kind, str) for kind in kinds):
+        raise InputError("exact is not a list of texts, one per question; mend the row")
+    if kinds and len(kinds) != questions:
+        raise InputError(f"exact names {len(kinds)} kinds for {questions} questions; mend the row")
+    return tuple(kinds)
+
+
+def require_folder(folder: Path) -> None:
+    """Raise InputError when the folder of pictures is not there."""
+    if not folder.is_dir():
+        raise InputError(f"no folder of pictures at {folder}; name it with --images")
+
+
+def find_pictures(dialogue: Dialogue, folder: Path) -> list[Path]:
+    """The dialogue's pictures under ``folder``, in order. Raises InputError for a missing one.
+
+    The benchmark names its pictures with the folders of whoever made it, so the longest ending of
+    a name that exists under ``folder`` is taken. Nothing outside ``folder`` is: a data file must
+    not be able to have some other file of this machine sent to a judge.
+    """
+    return [_find(name, folder) for name in dialogue.images]
+
+
+def _find(name: str, folder: Path) -> Path:
+    parts = [part for part in re.split(r"[/\\]+", name) if part not in ("", ".")]
+    if ".." not in parts:
+        for start in range(len(parts)):
+            path = folder.joinpath(*parts[start:])
+            if path.is_file():
+                return path
+    raise InputError(f"the picture {name[:200]} is not under {folder}; check --images")
+
+
+def interleave(question: str, pictures: Iterator[Path]) -> list[dict[str, Any]]:
+    """A question as parts of the chat format, each placeholder replaced by the next picture."""
+    texts = question.split(PLACEHOLDER)
+    parts: list[dict[str, Any]] = []
+    for index, text in enumerate(texts):
+        if index:
+            parts.append({"type": "image", "image": next(pictures)})
+        if text:
+            parts.append({"type": "text", "text": text})
+    return parts
