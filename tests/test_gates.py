@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from engine.errors import GateError
 from engine.gates import load_gates, make_random_gates, save_gates
 from engine.spec import DecoderSpec
+from mmkv.assets import bundled_model
 from tests.conftest import make_spec
 from training.trainable import TrainableGates
 
@@ -246,6 +247,20 @@ def test_trunks_stored_in_half_read_the_same_within_its_rounding(tmp_path: Path)
     for layer in range(spec.num_layers):
         z, rounded = one.logits(layer, hidden), two.logits(layer, hidden)
         assert 0 < (z - rounded).abs().max() < 2e-3
+
+
+def test_the_gates_of_smollm2_fit_it_and_the_repository() -> None:
+    """30 layers, 3 KV heads, 576 features: what SmolLM2-135M's config says."""
+    folder = bundled_model().parent / "gates" / "smollm2-135m"
+    assert (folder / "gates.safetensors").stat().st_size <= 4 * 2**20
+    spec = make_spec(layers=30, kv_heads=3, hidden=576)
+    gates = load_gates(folder, spec).to(torch.device("cpu"), torch.float32)
+    assert gates.info["tying"] == "paper" and gates.info["trained"] is True
+    # Trained gates tell tokens apart: some are forgotten within tens of steps, some never.
+    hidden = torch.randn(400, 576, generator=torch.Generator().manual_seed(0))
+    log_beta = torch.stack([gates.log_beta(layer, hidden) for layer in range(30)])
+    assert bool((log_beta <= 0).all()) and bool(log_beta.isfinite().all())
+    assert log_beta.quantile(0.05) < -0.03 and log_beta.quantile(0.95) > -0.003
 
 
 def test_random_gates_are_spread_and_seeded() -> None:
