@@ -26,9 +26,9 @@ static inline uint32_t ordered(float score)
     return score != score ? UINT32_MAX : bits; /* NaN outranks all, as in torch */
 }
 
-static float log1mexp(float x)
+static double log1mexp(double x)
 {
-    return x > -0.6931472f ? logf(-expm1f(x)) : log1pf(-expf(x));
+    return x > -0.6931471805599453 ? log(-expm1(x)) : log1p(-exp(x));
 }
 
 /* score[i] becomes the score of an entry: log_beta and position in, both padded. `ahead` is the
@@ -44,7 +44,7 @@ static void score_retention(const float *log_beta, const int32_t *position, int6
             ahead[i] = log1p_exp(log_beta[i]);
     else
         for (int64_t i = 0; i < count; i++)
-            ahead[i] = -log1mexp(log_beta[i]);
+            ahead[i] = (float)-log1mexp(log_beta[i]);
     int32_t now = (int32_t)seen;
 #pragma omp simd
     for (int64_t i = 0; i < count; i++)

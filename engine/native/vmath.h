@@ -29,14 +29,17 @@ static inline float exp_float(float x)
     return p * scale;
 }
 
-/* log(1 + exp(x)) for x <= 0: both functions to float's last place, by way of double, and rounded
- * to float in between as the torch code rounds them. */
+/* log(1 + exp(x)) for x <= 0, in double to 2e-16 and rounded once, as the torch code rounds it: the
+ * order of two entries must not depend on which of them scored. */
 static inline float log1p_exp(float x)
 {
     double wide = x < -104.0f ? -104.0 : (double)x;
     double shifted = wide * 1.4426950408889634 + 6755399441055744.0; /* 1.5 * 2^52 */
     double r = wide - (shifted - 6755399441055744.0) * 0.6931471805599453;
-    double p = 1.0 / 362880;
+    double p = 1.0 / 479001600;
+    p = p * r + 1.0 / 39916800;
+    p = p * r + 1.0 / 3628800;
+    p = p * r + 1.0 / 362880;
     p = p * r + 1.0 / 40320;
     p = p * r + 1.0 / 5040;
     p = p * r + 1.0 / 720;
@@ -51,10 +54,15 @@ static inline float log1p_exp(float x)
     bits = (bits + 1023u) << 52;
     double scale;
     memcpy(&scale, &bits, sizeof scale);
-    double y = (double)(float)(p * scale);
+    double y = p * scale;
     /* log1p(y) = 2 artanh(s) with s = y / (2 + y) <= 1/3 */
     double s = y / (2.0 + y), t = s * s;
-    double q = 1.0 / 21;
+    double q = 1.0 / 31;
+    q = q * t + 1.0 / 29;
+    q = q * t + 1.0 / 27;
+    q = q * t + 1.0 / 25;
+    q = q * t + 1.0 / 23;
+    q = q * t + 1.0 / 21;
     q = q * t + 1.0 / 19;
     q = q * t + 1.0 / 17;
     q = q * t + 1.0 / 15;

@@ -1,4 +1,4 @@
-"""The lookahead retention score (001, equation 9), in log space and float32."""
+"""The lookahead retention score (001, equation 9), in log space."""
 
 from __future__ import annotations
 
@@ -29,13 +29,16 @@ def lookahead_log_score(log_beta: Tensor, age: Tensor, lookahead: float) -> Tens
         float32 ``[N]``; +inf for ``log_beta = 0`` under an infinite horizon.
     """
     decayed = age.to(torch.float32) * log_beta
+    # No float32 form of exp, expm1 or log1p is the same on every machine. What does not depend on
+    # age is computed in float64 and rounded once, so that CPUs and GPUs order entries alike.
+    x = log_beta.double()
     if lookahead == 1:
         return decayed
     if lookahead == 2:
-        return decayed + torch.log1p(torch.exp(log_beta))
-    if math.isinf(lookahead):
-        return decayed - log1mexp(log_beta)
-    # The ratio (1 - beta^n) / (1 - beta) is formed before the log is taken: each of the two logs
-    # is near -20 for log_beta near -1e-9, and their difference would lose a microunit.
-    ratio = torch.expm1(lookahead * log_beta) / torch.expm1(log_beta)
-    return decayed + torch.log(torch.where(log_beta == 0, float(lookahead), ratio))
+        ahead = torch.log1p(torch.exp(x))
+    elif math.isinf(lookahead):
+        ahead = -log1mexp(x)
+    else:
+        ratio = torch.expm1(lookahead * x) / torch.expm1(x)
+        ahead = torch.log(torch.where(x == 0, float(lookahead), ratio))
+    return decayed + ahead.float()
