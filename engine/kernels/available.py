@@ -1,0 +1,18 @@
+"""Whether a call takes the Triton form of a kernel."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+
+from torch import Tensor
+
+
+def on_triton(tensor: Tensor) -> bool:
+    """Whether kernels on ``tensor`` run in Triton: it lies on CUDA, and Triton is installed."""
+    return tensor.is_cuda and _installed()
+
+
+@functools.cache
+def _installed() -> bool:
+    return importlib.util.find_spec("triton") is not None

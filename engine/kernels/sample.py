@@ -1,0 +1,117 @@
+"""Choosing the next token inside a CUDA graph: static shapes, no host sync, no generator state.
+
+Probabilities are held as integers (fixed point), so that every sum is exact: it depends neither
+on the order of summation nor on the device, and a scan on the GPU cannot change a draw.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class SamplingColumns:
+    """Settings of the lanes, as tensors on the device that replays read anew; each ``[B]``.
+
+    Attributes:
+        temperature: float32; 0 takes the likeliest token (the first of equals).
+        top_k: int64; 0 is off. Tokens as likely as the k-th stay too.
+        top_p: float32; 1 is off.
+        min_p: float32, least probability relative to the likeliest token's; 0 is off.
+    """
+
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+
+
+def greedy(logits: Tensor) -> Tensor:
+    """The likeliest token ``[B]`` int64 of each row of ``logits [B, vocab]``."""
+    return logits.argmax(-1)
+
+
+def uniform(seed: Tensor, counter: Tensor) -> Tensor:
+    """Noise for :func:`sample`: a float64 in [0, 1) for each (seed, counter), both ``[B]`` int64.
+
+    Counter-based (SplitMix64: Steele, Lea, Flood, OOPSLA 2014), so a replay needs no generator
+    and a lane's draws do not depend on its neighbours. The counter is the token's index.
+    """
+    mixed = _mix(_mix(seed) + counter * _GOLDEN)
+    return _shift(mixed, 11).double() * 2.0**-53
+
+
+def sample(logits: Tensor, columns: SamplingColumns, noise: Tensor, candidates: int = 0) -> Tensor:
+    """Draw a token per lane, from the distribution of :func:`mmkv.sampling.distribution`.
+
+    Temperature, then top-k, then top-p over what top-k left (the smallest set of likeliest
+    tokens that reaches ``top_p``), then min-p.
+
+    Args:
+        logits: ``[B, vocab]`` float32.
+        columns: the lanes' settings.
+        noise: ``[B]`` float64 in [0, 1), as :func:`uniform` makes it.
+        candidates: 0 sorts the vocabulary: exact for all settings. c > 0 looks only at the c
+            likeliest tokens of lanes with a filter: exact while what the filters keep is among
+            them, and as if cut by a top-k of c otherwise. Lanes without filters stay exact.
+
+    Returns:
+        token ids ``[B]`` int64.
+    """
+    vocab = logits.shape[-1]
+    cut = 0 < candidates < vocab
+    if cut:
+        values, token = logits.topk(candidates, -1)
+    else:
+        values, token = logits.sort(stable=True, dim=-1, descending=True)
+    highest, heat = values[:, :1], columns.temperature[:, None]
+    # Dividing the difference keeps the smallest temperatures finite. At 0 nothing is drawn.
+    heat = torch.where(heat > 0, heat, 1.0)
+    # A sum of `vocab` weights, none above `one`, stays below 2**62.
+    one = 2.0 ** (62 - (vocab - 1).bit_length())
+
+    def weight(x: Tensor) -> Tensor:
+        return (((x - highest) / heat).exp() * one).long()
+
+    mine = weight(values)
+    whole = weight(logits) if cut else mine
+    by_k = (columns.top_k > 0) & (columns.top_k < vocab)
+    last = torch.where(by_k, columns.top_k, values.shape[1]).clamp(max=values.shape[1]) - 1
+    within_k = (values >= values.gather(1, last[:, None])) | ~by_k[:, None]
+    before = mine.cumsum(-1) - mine
+    mass = torch.where(by_k, (mine * within_k).sum(-1), whole.sum(-1))
+    top_p = columns.top_p[:, None].double()
+    within_p = (before < mass[:, None] * top_p) | (top_p >= 1)
+    kept = within_k & within_p & (mine >= columns.min_p[:, None].double() * one)
+    drawn = token.gather(1, _place(mine * kept, noise))[:, 0]
+    if cut:
+        unfiltered = ~by_k & (columns.top_p >= 1) & (columns.min_p <= 0)
+        drawn = torch.where(unfiltered, _place(whole, noise)[:, 0], drawn)
+    return torch.where(columns.temperature > 0, drawn, greedy(logits))
+
+
+def _place(weight: Tensor, noise: Tensor) -> Tensor:
+    """Column ``[B, 1]`` where the running sum of ``weight [B, n]`` first passes noise * sum."""
+    running = weight.cumsum(-1)
+    total = running[:, -1:]
+    target = (noise[:, None] * total).long().clamp(max=total - 1)
+    return torch.searchsorted(running, target, right=True)
+
+
+_GOLDEN = -7046029254386353131  # 2**64 / golden ratio, as a signed integer
+
+
+def _mix(x: Tensor) -> Tensor:
+    """SplitMix64's finaliser on int64, whose products wrap."""
+    x = x + _GOLDEN
+    x = (x ^ _shift(x, 30)) * -4658895280553007687
+    x = (x ^ _shift(x, 27)) * -7723592293110705685
+    return x ^ _shift(x, 31)
+
+
+def _shift(x: Tensor, bits: int) -> Tensor:
+    """Logical right shift of int64."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)

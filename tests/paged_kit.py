@@ -1,0 +1,62 @@
+"""Random paged caches for the attention kernels' tests, and dense float64 attention over them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Paged:
+    """Pools ``[pages, P, D]``, ``length [S, L, H]``, ``table [S, L, H, W]`` on one device."""
+
+    keys: Tensor
+    values: Tensor
+    length: Tensor
+    table: Tensor
+
+    def row(self, seq: int, layer: int, head: int) -> tuple[Tensor, Tensor]:
+        """Keys and values ``[entries, D]`` of one row in float64, gathered slot by slot."""
+        size, count = self.keys.shape[1], int(self.length[seq, layer, head])
+        pages = self.table[seq, layer, head].tolist()
+        slots = [(pages[i // size], i % size) for i in range(count)]
+        index = (
+            torch.tensor(slots, dtype=torch.int64, device=self.keys.device).view(-1, 2).unbind(1)
+        )
+        return self.keys[index].double(), self.values[index].double()
+
+
+def paged(
+    length: Tensor, page: int, dim: int, dtype: torch.dtype, device: torch.device, seed: int = 0
+) -> Paged:
+    """Rows of ``length [S, L, H]`` entries in shuffled pages.
+
+    Slots without an entry hold NaN, unused table columns a page of NaN: whoever reads them fails.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    held = (length + page - 1) // page
+    width, count = int(held.max()) + 1, int(held.sum())
+    order = torch.randperm(count, generator=generator) + 1
+    inside = torch.arange(width) < held[..., None]
+    table = torch.zeros(*length.shape, width, dtype=torch.int64)
+    table[inside] = order
+    pools = []
+    for _ in range(2):
+        pool = torch.randn(count + 1, page, dim, generator=generator).to(dtype)
+        pool[0] = torch.nan
+        last = table.gather(-1, (held - 1).clamp(min=0)[..., None])[..., 0]
+        for seat, used in zip(last.flatten(), (length % page).flatten(), strict=True):
+            if used:
+                pool[seat, used:] = torch.nan
+        pools.append(pool.to(device))
+    return Paged(pools[0], pools[1], length.to(device), table.to(device))
+
+
+def attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Plain float64 attention of ``query [Q, D]``; no keys give zeros and -inf."""
+    scores = query.double() @ key.T * scale
+    if not len(key):
+        return torch.zeros_like(query, dtype=torch.float64), scores.logsumexp(-1)
+    return scores.softmax(-1) @ value, scores.logsumexp(-1)
