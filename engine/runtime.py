@@ -16,6 +16,7 @@ from engine.errors import GateError, InputError, PolicyError, SessionError
 from engine.families.base import Family
 from engine.families.loading import load, resolve_device
 from engine.gates import Gates, load_gates
+from engine.graph import GraphRunner
 from engine.native import NativeDecoder, NativeEvictor
 from engine.policies import Budget, Policy, make_policy
 from engine.rope import Rope
@@ -68,6 +69,7 @@ class Engine:
             pool.limit = kv_limit // pool.page_bytes
         self.cache = RaggedCache(pool, spec.num_layers, spec.num_kv_heads)
         self.policy_note: str | None = None
+        self._runner: GraphRunner | None = None
         self._torch_because = NativeDecoder.refusal(weights, gates)
         self.native: NativeDecoder | None = None
         self.evictor: NativeEvictor | None = None
@@ -206,6 +208,53 @@ class Engine:
             session.entries += self.spec.rows
             session._enforce(slack=(self.evict_every - 1) * self.spec.rows)
         return logits
+
+    @torch.inference_mode()
+    def decode_many(
+        self,
+        sessions: Sequence[Session],
+        token_ids: Sequence[int],
+        steps: int,
+        stop: Sequence[int] = (),
+    ) -> list[list[int]]:
+        """Append a token to each of B sessions, then each likeliest next one, ``steps`` times.
+
+        On a GPU all steps are replays of one CUDA graph, and nothing is read back in between; where
+        that cannot be (:attr:`many_path` says why) it is a loop over :meth:`decode`.
+
+        Args:
+            stop: token ids that end a session's part; they are said, not appended.
+
+        Returns:
+            per session the tokens said: ``steps`` of them, or up to a stop token.
+
+        Raises:
+            InputError, SessionError, ContextError, BudgetError: before anything has changed.
+        """
+        self._check_step(sessions, token_ids)
+        for session in sessions:
+            session._require_context(steps, session.next_position + steps)
+        if self.many_path == "graph":
+            if self._runner is None:
+                self._runner = GraphRunner(self)
+            return self._runner.decode(sessions, token_ids, steps, stop)
+        said: list[list[int]] = [[] for _ in sessions]
+        token, going = list(token_ids), list(range(len(sessions)))
+        for _ in range(steps):
+            logits = self.decode([sessions[i] for i in going], [token[i] for i in going])
+            for index, chosen in zip(going, logits.argmax(-1).tolist(), strict=True):
+                token[index] = chosen
+                said[index].append(chosen)
+            going = [index for index in going if token[index] not in stop]
+            if not going:
+                break
+        return said
+
+    @property
+    def many_path(self) -> str:
+        """``graph``, or ``step by step: `` and why: what :meth:`decode_many` runs on."""
+        why = GraphRunner.refusal(self) if self.device.type == "cuda" else "no GPU"
+        return f"step by step: {why}" if why else "graph"
 
     @property
     def decode_path(self) -> str:
