@@ -287,7 +287,7 @@ class Session:
 
     def _window_attention(self, entries: Entries, view: CacheView) -> Tensor:
         assert self.window is not None, "the policy's scorer has no query window"
-        return self.window.attention(self.engine.cache, entries, view)
+        return self.window.attention(self.engine.cache, self.seq, entries, view)
 
     def _roll_back(self) -> None:
         """Drop what an unfinished pass appended: every entry not yet counted as seen."""

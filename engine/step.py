@@ -8,8 +8,10 @@ from torch import Tensor
 from engine.attention.chunk import chunk_attention
 from engine.attention.ragged import merge, ragged_attention
 from engine.attention.windowed import windowed_attention
-from engine.attention.worklist import build_worklist
+from engine.attention.worklist import LayerWork, build_worklist
 from engine.cache import RaggedCache
+from engine.kernels.available import on_triton
+from engine.kernels.prefill_attention import prefill_attention
 from engine.spec import DecoderSpec
 from engine.window import QueryWindow
 
@@ -36,12 +38,15 @@ class PrefillChunk:
         page_size = cache.pool.page_size
         ids = torch.tensor([seq], device=position.device)
         count = position.numel()
-        self.past = None
-        if int(cache.length[seq].max()) > 0:
+        self.past: list[LayerWork] | None = None
+        self.length = cache.length[seq].clone()  # of what was retained before this chunk
+        self.paged = on_triton(cache.pool.keys)
+        if not self.paged and int(self.length.max()) > 0:
             self.past = build_worklist(
                 cache.length[ids], cache.table[ids], page_size, cache.pool.keys.dtype
             )
         self.slots = cache.append(ids, count)[0]
+        self.table = cache.table[seq]
         cache.pool.position.view(-1)[self.slots] = position.int()
         cache.pool.modality.view(-1)[self.slots] = modality
         self.now = None
@@ -72,14 +77,25 @@ class PrefillChunk:
                 self.now[layer], scale, limit,
             )  # fmt: skip
         else:
-            inside = chunk_attention(query, key, value, scale)
-            if self.past is None:
-                out = inside[0]
-            else:
-                past = ragged_attention(grouped, pool.keys, pool.values, self.past[layer], scale)
-                shape = (spec.num_heads, count)
-                out, _ = merge((past[0].view(*shape, -1), past[1].view(shape)), inside)
+            out, lse = chunk_attention(query, key, value, scale)
+            past = self._attend_to_past(layer, query, grouped, scale)
+            if past is not None:
+                out, _ = merge(past, (out, lse))
         return out.reshape(spec.num_heads, count, -1).transpose(0, 1).reshape(count, -1)
+
+    def _attend_to_past(
+        self, layer: int, query: Tensor, grouped: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor] | None:
+        """Output ``[Hq, C, D]`` and log-sum-exp ``[Hq, C]``; None when nothing was retained."""
+        pool = self.cache.pool
+        if self.paged:
+            return prefill_attention(
+                query, pool.keys, pool.values, self.length[layer], self.table[layer], scale
+            )
+        if self.past is None:
+            return None
+        out, lse = ragged_attention(grouped, pool.keys, pool.values, self.past[layer], scale)
+        return out.view(query.shape), lse.view(query.shape[:2])
 
     def store_gates(self, log_beta: Tensor) -> None:
         """Write log_beta ``[C, L, H]`` into the slots of this chunk."""

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from engine.cache import Entries, RaggedCache
+from engine.kernels.available import on_triton
+from engine.kernels.window_scores import window_scores
 from engine.policies.base import CacheView
 from engine.spec import DecoderSpec
 
@@ -59,7 +61,9 @@ class QueryWindow:
         if int(self.position[-1]) >= seen:
             self.layers, self.position = self._before
 
-    def attention(self, cache: RaggedCache, entries: Entries, view: CacheView) -> Tensor:
+    def attention(
+        self, cache: RaggedCache, seq: int, entries: Entries, view: CacheView
+    ) -> Tensor:
         """Attention probabilities of the window over the retained entries.
 
         For each layer and KV head: softmax over the row's entries (causal: an entry after the
@@ -68,6 +72,8 @@ class QueryWindow:
         Returns:
             float32 ``[N]``, row-major as the view.
         """
+        if on_triton(cache.pool.keys):
+            return self._attention_on_pages(cache, seq, entries)
         spec, live = self.spec, view.live()
         slot = view.to_rows(entries.slot, 0)
         position = view.to_rows(view.position, torch.iinfo(torch.int64).max)
@@ -85,6 +91,16 @@ class QueryWindow:
             # A query whose own entry and all before it are gone attends to nothing.
             shares.append(probability.nan_to_num(0.0).mean(1))
         return torch.cat(shares)[live]
+
+    def _attention_on_pages(self, cache: RaggedCache, seq: int, entries: Entries) -> Tensor:
+        """:meth:`attention` by the kernel, which reads keys where they lie."""
+        pool = cache.pool
+        lane = torch.zeros(1, dtype=torch.int64, device=pool.keys.device)
+        shares = window_scores(
+            self.query[None], self.position[None], pool.keys, pool.position,
+            cache.length[seq][None], cache.table[seq][None], lane, self.spec.head_dim**-0.5,
+        )  # fmt: skip
+        return shares[0].flatten(0, 1)[entries.row, entries.offset]
 
     def copy(self) -> QueryWindow:
         """An independent copy."""

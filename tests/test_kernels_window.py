@@ -100,7 +100,7 @@ class Case:
             pool.position.view(-1)[live.slot].long(), pool.log_beta.view(-1)[live.slot],
             pool.modality.view(-1)[live.slot], lambda view: view.log_beta,
         )  # fmt: skip
-        return self.spread(seq, eager.attention(cache, live, view))
+        return self.spread(seq, eager.attention(cache, seq, live, view))
 
     def exact(self, seq: int) -> Tensor:
         """The definition, entry by entry, in float64."""

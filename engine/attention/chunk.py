@@ -36,6 +36,9 @@ def chunk_attention(
     if query.device.type == "cpu":
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         out, lse = kernel(query[None], key, value, 0.0, True, scale=scale)
+    elif query.dtype != torch.float32:
+        kernel = torch.ops.aten._scaled_dot_product_flash_attention
+        out, lse, *_ = kernel(query[None], key, value, 0.0, True, False, scale=scale)
     else:
         kernel = torch.ops.aten._scaled_dot_product_efficient_attention
         out, lse, *_ = kernel(query[None], key, value, None, True, 0.0, True, scale=scale)

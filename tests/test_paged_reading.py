@@ -1,0 +1,41 @@
+"""An engine that reads retained keys where they lie, as on a GPU, against the one that gathers.
+
+On a CPU the kernels' torch twins stand in for them.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import engine.step
+import engine.window
+from tests.session_kit import assert_same_rows, text_ids
+from tests.test_native import engine_for
+
+
+@pytest.mark.parametrize("policy", ["dbtrimkv", "snapkv", "full"])
+@pytest.mark.parametrize("model", ["qwen3_vl", "llama_biased", "odd", "mistral"])
+def test_chunks_and_window_scores_read_pages(
+    model: str, policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gathers, reads = (engine_for(model, policy).session() for _ in range(2))
+    called = []
+    for module, name in ((engine.step, "prefill_attention"), (engine.window, "window_scores")):
+        whole = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *a, _f=whole, _n=name: called.append(_n) or _f(*a))
+    for turn in range(2):  # the second meets what the first left, in its first chunk too
+        prompt = {"input_ids": text_ids(61, turn)[None]}
+        expected = gathers.prefill(prompt)
+        with monkeypatch.context() as patch:
+            patch.setattr(engine.step, "on_triton", lambda tensor: True)
+            patch.setattr(engine.window, "on_triton", lambda tensor: True)
+            got = reads.prefill(prompt)
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+        assert_same_rows(reads, gathers)
+        for token in (3, 4, 5):
+            torch.testing.assert_close(
+                reads.decode(token), gathers.decode(token), rtol=1e-4, atol=1e-4
+            )
+    assert ("window_scores" in called) == (policy == "snapkv")
+    assert "prefill_attention" in called
