@@ -17,6 +17,7 @@ from engine.families.base import Family
 from engine.families.loading import load, resolve_device
 from engine.gates import Gates, load_gates
 from engine.graph import GraphRunner
+from engine.kernels.sample import Draw, columns_of, sample, uniform
 from engine.native import NativeDecoder, NativeEvictor
 from engine.policies import Budget, Policy, make_policy
 from engine.rope import Rope
@@ -216,14 +217,16 @@ class Engine:
         token_ids: Sequence[int],
         steps: int,
         stop: Sequence[int] = (),
+        draws: Sequence[Draw] | None = None,
     ) -> list[list[int]]:
-        """Append a token to each of B sessions, then each likeliest next one, ``steps`` times.
+        """Append a token to each of B sessions, then each token it says, ``steps`` times in all.
 
         On a GPU all steps are replays of one CUDA graph, and nothing is read back in between; where
         that cannot be (:attr:`many_path` says why) it is a loop over :meth:`decode`.
 
         Args:
             stop: token ids that end a session's part; they are said, not appended.
+            draws: per session how its tokens are drawn; None for the likeliest.
 
         Returns:
             per session the tokens said: ``steps`` of them, or up to a stop token.
@@ -237,12 +240,18 @@ class Engine:
         if self.many_path == "graph":
             if self._runner is None:
                 self._runner = GraphRunner(self)
-            return self._runner.decode(sessions, token_ids, steps, stop)
+            return self._runner.decode(sessions, token_ids, steps, stop, draws)
         said: list[list[int]] = [[] for _ in sessions]
         token, going = list(token_ids), list(range(len(sessions)))
         for _ in range(steps):
             logits = self.decode([sessions[i] for i in going], [token[i] for i in going])
-            for index, chosen in zip(going, logits.argmax(-1).tolist(), strict=True):
+            if draws is None:
+                chosen_ids = logits.argmax(-1)
+            else:
+                columns, seed = columns_of([draws[i] for i in going], self.device)
+                seen = torch.tensor([sessions[i].seen for i in going], device=self.device)
+                chosen_ids = sample(logits, columns, uniform(seed, seen))
+            for index, chosen in zip(going, chosen_ids.tolist(), strict=True):
                 token[index] = chosen
                 said[index].append(chosen)
             going = [index for index in going if token[index] not in stop]
@@ -258,7 +267,7 @@ class Engine:
 
     @property
     def decode_path(self) -> str:
-        """``native``, or ``torch: `` and why: what decode steps run on.
+        """What replies are decoded on: ``native``, ``CUDA graph``, or ``torch: `` and why.
 
         A batch runs on torch when one of its sessions must, such as one past its sliding window
         (:attr:`engine.session.Session.decode_path`).
@@ -266,6 +275,9 @@ class Engine:
         return self._path_of(None)
 
     def _path_of(self, session: Session | None) -> str:
+        if self.device.type == "cuda":
+            why = self.many_path.removeprefix("step by step: ").removeprefix("graph")
+            return f"torch: {why}" if why else "CUDA graph"
         why = self._why_torch(session)
         return f"torch: {why}" if why else "native"
 

@@ -61,9 +61,7 @@ class QueryWindow:
         if int(self.position[-1]) >= seen:
             self.layers, self.position = self._before
 
-    def attention(
-        self, cache: RaggedCache, seq: int, entries: Entries, view: CacheView
-    ) -> Tensor:
+    def attention(self, cache: RaggedCache, seq: int, entries: Entries, view: CacheView) -> Tensor:
         """Attention probabilities of the window over the retained entries.
 
         For each layer and KV head: softmax over the row's entries (causal: an entry after the

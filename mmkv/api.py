@@ -20,6 +20,7 @@ from mmkv.processing import Processor, load_processor
 from mmkv.reply import Reply, ReplyWriter
 from mmkv.sampling import Sampling
 from mmkv.session import Session
+from mmkv.stepping import step
 from mmkv.video import load_video
 
 if TYPE_CHECKING:
@@ -142,16 +143,12 @@ class Engine(CoreEngine):
             running = self._without_full(running)
             if not running:
                 return
-            for _, writer, _ in running:
-                writer.feeding()
-            logits = self.decode([s for s, _, _ in running], [token for _, _, token in running])
-            following = []
-            for (session, writer, _), row in zip(running, logits, strict=True):
-                writer.fed()
-                token = writer.advance(row)
-                if token is not None:
-                    following.append((session, writer, token))
-            running = following
+            tokens = step(self, running)
+            running = [
+                (session, writer, token)
+                for (session, writer, _), token in zip(running, tokens, strict=True)
+                if token is not None
+            ]
 
     def _without_full(
         self, running: list[tuple[Session, ReplyWriter, int]]

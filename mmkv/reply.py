@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ from mmkv.text import Detokenizer, StopStrings
 if TYPE_CHECKING:
     import torch
 
+    from engine.kernels.sample import Draw
     from engine.session import Memory
 
 
@@ -47,6 +48,7 @@ class ReplyWriter:
         self._sampler, self._eos = Sampler(sampling), frozenset(eos)
         self._detokenizer, self._stops = Detokenizer(tokenizer), StopStrings(sampling.stop)
         self._tokenizer, self._limit = tokenizer, sampling.max_new_tokens
+        self._looks = bool(sampling.stop)  # at every token, for stop strings
         self._ready = ""
         self._text: list[str] = []
         self._started = self._mark = time.perf_counter()
@@ -62,7 +64,30 @@ class ReplyWriter:
 
     def advance(self, logits: torch.Tensor) -> int | None:
         """Sample from ``logits`` [vocab]; the token to feed next, or None when the reply ends."""
-        token = self._sampler.draw(logits)
+        return self._say(self._sampler.draw(logits))
+
+    @property
+    def ahead(self) -> int:
+        """How many more tokens may be decoded before this has to look at them."""
+        return 1 if self._looks else self._limit - len(self.token_ids)
+
+    @property
+    def draw(self) -> Draw:
+        """How a GPU draws this reply's tokens; its noise is of another kind than the CPU's."""
+        return self._sampler.draw_on_device
+
+    def take_burst(self, tokens: Sequence[int]) -> int | None:
+        """Take tokens that were decoded one after the other; see :meth:`advance`.
+
+        All but the last have been appended to the session already.
+        """
+        following: int | None = None
+        for token in tokens:
+            self.fed()
+            following = self._say(token)
+        return following
+
+    def _say(self, token: int) -> int | None:
         now = time.perf_counter()
         if self._first is None:
             self._first = now - self._started

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import secrets
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -9,6 +11,8 @@ from engine.errors import InputError
 
 if TYPE_CHECKING:
     import torch
+
+    from engine.kernels.sample import Draw
 
 
 @dataclass(frozen=True)
@@ -72,6 +76,15 @@ class Sampler:
                 self._generator.manual_seed(self.sampling.seed)
         probabilities = distribution(logits, self.sampling).cpu()
         return int(torch.multinomial(probabilities, 1, generator=self._generator))
+
+    @functools.cached_property
+    def draw_on_device(self) -> Draw:
+        """The settings for :func:`engine.kernels.sample.sample`, with a seed for this reply."""
+        from engine.kernels.sample import Draw
+
+        chosen = self.sampling
+        seed = secrets.randbits(63) if chosen.seed is None else chosen.seed
+        return Draw(chosen.temperature, chosen.top_k, chosen.top_p, seed=seed)
 
 
 def distribution(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:

@@ -19,6 +19,7 @@ from mmkv.media import load_image
 from mmkv.messages import is_blank, take_media
 from mmkv.reply import Reply, ReplyWriter
 from mmkv.sampling import Sampling
+from mmkv.stepping import step
 from mmkv.video import load_video
 
 if TYPE_CHECKING:
@@ -204,11 +205,8 @@ class Session(CoreSession):
             while token is not None:
                 if piece := writer.take():
                     yield piece
-                writer.feeding()
                 with CtrlC():
-                    logits = self.decode(token)
-                    writer.fed()
-                    token = writer.advance(logits)
+                    (token,) = step(self.engine, [(self, writer, token)])
         except ContextError:
             writer.finish("context")
         finally:

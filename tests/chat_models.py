@@ -236,16 +236,16 @@ def script(monkeypatch: pytest.MonkeyPatch, engine: Engine, replies: list[str]) 
 def watch(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Record the ids that sessions are fed, in order."""
     fed: list[int] = []
-    prefill, decode = Session.prefill, Session.decode
+    prefill, decode = Session.prefill, Engine.decode
 
     def prefilling(self: Session, inputs: Any, progress: Any = None) -> torch.Tensor:
         fed.extend(inputs["input_ids"][0].tolist())
         return prefill(self, inputs, progress)
 
-    def decoding(self: Session, token: int) -> torch.Tensor:
-        fed.append(token)
-        return decode(self, token)
+    def decoding(self: Engine, sessions: Any, tokens: Any) -> torch.Tensor:
+        fed.extend(tokens)
+        return decode(self, sessions, tokens)
 
     monkeypatch.setattr(Session, "prefill", prefilling)
-    monkeypatch.setattr(Session, "decode", decoding)
+    monkeypatch.setattr(Engine, "decode", decoding)
     return fed

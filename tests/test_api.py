@@ -187,16 +187,16 @@ def test_ctrl_c_while_the_prompt_is_read_takes_the_turn_back(
 def test_ctrl_c_in_a_step_waits_for_its_end(
     engine: Engine, session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    decode = Session.decode
+    decode = Engine.decode
     finished: list[int] = []
 
-    def pressing(self: Session, token: int) -> torch.Tensor:
+    def pressing(self: Engine, sessions: Any, tokens: Any) -> torch.Tensor:
         signal.raise_signal(signal.SIGINT)
-        logits = decode(self, token)
-        finished.append(token)
+        logits = decode(self, sessions, tokens)
+        finished.extend(tokens)
         return logits
 
-    monkeypatch.setattr(Session, "decode", pressing)
+    monkeypatch.setattr(Engine, "decode", pressing)
     script(monkeypatch, engine, ["abc"])
     pieces = []
     with pytest.raises(KeyboardInterrupt):

@@ -56,6 +56,7 @@ def test_json_numbers_are_consistent(mmkv: Callable[..., Ran], model: str, pictu
         "model",
         "device",
         "dtype",
+        "decode_path",
         "policy",
         "policy_note",
         "budget",
@@ -74,6 +75,7 @@ def test_json_numbers_are_consistent(mmkv: Callable[..., Ran], model: str, pictu
     # K and V of 16 entries of 8 float32 numbers a page.
     assert memory["kv_bytes"] == memory["pages"] * 2 * 16 * 8 * 4
     assert memory["physical_bytes"] == memory["kv_bytes"] + memory["metadata_bytes"]
+    assert told["decode_path"] == "native" or told["decode_path"].startswith("torch: ")
     assert told["policy"] == "streamingllm" and "gates" in told["policy_note"]
     assert told["time_to_first_token_s"] > 0 and told["tokens_per_second"] > 0
     assert told["versions"]["torch"] and told["finish_reason"] == "length"

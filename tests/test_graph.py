@@ -14,7 +14,7 @@ import torch
 import mmkv
 from engine.errors import BudgetError, ContextError
 from engine.graph import GraphRunner
-from engine.graph.runner import Draw
+from engine.kernels.sample import Draw
 from engine.policies import Budget
 from engine.runtime import Engine
 from engine.session import Session
@@ -114,6 +114,8 @@ def test_draws_follow_their_seed_whatever_the_company() -> None:
             alone += GraphRunner(engine).decode([fork], [3], 12, draws=[draw])
     together = GraphRunner(engine).decode(sessions, [3, 3, 3], 12, draws=draws)
     assert together == alone
+    again = engine_for("qwen3_vl")
+    assert again.decode_many(opened(again, 3), [3, 3, 3], 12, draws=draws) == together
     assert len({tuple(row) for row in together}) == 3
     assert all(len(set(row)) > 4 for row in together)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,6 +10,7 @@ import torch
 from engine.errors import BudgetError
 from engine.graph.step import StaticStep
 from engine.kernels.evict import supported
+from engine.kernels.sample import Draw, columns_of
 
 if TYPE_CHECKING:
     from engine.runtime import Engine
@@ -18,17 +18,6 @@ if TYPE_CHECKING:
 
 MOST_STEPS = 256  # per loan: pages for all of them are set aside beforehand
 _WARM_UP = 2  # steps on idle lanes, so that libraries allocate before the capture
-
-
-@dataclass(frozen=True)
-class Draw:
-    """How a lane's tokens are drawn; see :class:`engine.kernels.sample.SamplingColumns`."""
-
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int = 0
 
 
 class GraphRunner:
@@ -183,10 +172,10 @@ class GraphRunner:
         step.said.fill_(-1)
         step.room.error.zero_()
         if draws is not None and step.columns is not None:
-            for name in ("temperature", "top_k", "top_p", "min_p"):
-                made = torch.tensor([getattr(draw, name) for draw in draws])
-                getattr(step.columns, name)[: len(draws)] = made.to(step.seqs.device)
-            step.seed[: len(draws)] = torch.tensor([draw.seed for draw in draws]).to(step.seed)
+            settings, seed = columns_of(draws, step.seqs.device)
+            for name, column in vars(settings).items():
+                getattr(step.columns, name)[: len(draws)] = column
+            step.seed[: len(draws)] = seed
 
 
 def _captured(step: StaticStep) -> torch.cuda.CUDAGraph | None:

@@ -6,6 +6,7 @@ on the order of summation nor on the device, and a scan on the GPU cannot change
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,6 +28,36 @@ class SamplingColumns:
     top_k: Tensor
     top_p: Tensor
     min_p: Tensor
+
+
+@dataclass(frozen=True)
+class Draw:
+    """How one lane's tokens are drawn; see :class:`SamplingColumns`. ``seed``: of its own noise."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+
+
+def columns_of(draws: Sequence[Draw], device: torch.device) -> tuple[SamplingColumns, Tensor]:
+    """The draws' settings as tensors on ``device``, and their seeds ``[B]`` int64."""
+    made = {
+        name: torch.tensor([getattr(draw, name) for draw in draws], dtype=dtype, device=device)
+        for name, dtype in _DTYPES.items()
+    }
+    seed = made.pop("seed")
+    return SamplingColumns(**made), seed
+
+
+_DTYPES = {
+    "temperature": torch.float32,
+    "top_k": torch.int64,
+    "top_p": torch.float32,
+    "min_p": torch.float32,
+    "seed": torch.int64,
+}
 
 
 def greedy(logits: Tensor) -> Tensor:

@@ -135,6 +135,7 @@ def statistics(engine: Engine, session: Session) -> RenderableType:
         ("keys and values", f"{size(memory.kv_bytes)} in {memory.pages:,} pages"),
         ("metadata", size(memory.metadata_bytes)),
         ("held for /undo", size(session.snapshot_bytes)),
+        ("decode step", session.decode_path),
         ("policy, budget", f"{engine.policy.name}, {session.budget.describe()}"),
     ]
     if session.last is not None:

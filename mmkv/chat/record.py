@@ -22,6 +22,7 @@ def record(engine: Engine, session: Session, model: str) -> dict[str, Any]:
         "model": model,
         "device": str(engine.device),
         "dtype": str(engine.dtype).removeprefix("torch."),
+        "decode_path": session.decode_path,
         "policy": engine.policy.name,
         "policy_note": engine.policy_note,
         "budget": {"unit": session.budget.kind, "value": session.budget.value},

@@ -1,0 +1,54 @@
+"""Replies under way, taken one decode step further together; several steps where a graph runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from engine.session import Session
+    from mmkv.api import Engine
+    from mmkv.reply import ReplyWriter
+
+# Tokens between two looks of the host: each look costs a wait for the GPU, and text appears in
+# pieces of this many tokens.
+BURST = 16
+
+
+def step(engine: Engine, going: Sequence[tuple[Session, ReplyWriter, int]]) -> list[int | None]:
+    """Append each reply's token and choose what follows.
+
+    Args:
+        going: session, writer and the token that the session does not hold yet.
+
+    Returns:
+        per reply the token to feed next, None where it has ended.
+
+    Raises:
+        ContextError: a session has no position left; nothing has changed.
+    """
+    sessions, writers = [session for session, *_ in going], [writer for _, writer, _ in going]
+    tokens = [token for *_, token in going]
+    for writer in writers:
+        writer.feeding()
+    steps = _ahead(engine, sessions, writers)
+    if steps < 2:
+        following: list[int | None] = []
+        for writer, logits in zip(writers, engine.decode(sessions, tokens), strict=True):
+            writer.fed()
+            following.append(writer.advance(logits))
+        return following
+    draws = [writer.draw for writer in writers]
+    said = engine.decode_many(
+        sessions, tokens, steps, sorted(engine.eos_token_ids),
+        draws if any(draw.temperature > 0 for draw in draws) else None,
+    )  # fmt: skip
+    return [writer.take_burst(row) for writer, row in zip(writers, said, strict=True)]
+
+
+def _ahead(engine: Engine, sessions: Sequence[Session], writers: Sequence[ReplyWriter]) -> int:
+    """How many steps all replies can take before the host has to look."""
+    if engine.many_path != "graph":
+        return 1
+    positions = engine.spec.max_position - max(session.next_position for session in sessions)
+    return min(BURST, positions, *(writer.ahead for writer in writers))
