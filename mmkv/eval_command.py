@@ -94,6 +94,8 @@ def evaluate(
     }  # fmt: skip
     options = ["--batch_size", str(batch_size), "--output_path", str(output), "--log_samples"]
     if limit is not None:
+        if not limit > 0:
+            raise InputError(f"--limit is {limit:g}; give a number of documents, or a share")
         options += ["--limit", f"{limit:g}"]
     if gen_kwargs:
         options += ["--gen_kwargs", gen_kwargs]
@@ -116,6 +118,7 @@ class Job:
 
     def run(self) -> int:
         """Run it and check what it wrote. Raises InputError before, EvaluationError after."""
+        from eval.lmms.cause import VARIABLE, cause
         from eval.lmms.tasks import find, shipped_folder, write
 
         if not self.tasks:
@@ -133,7 +136,12 @@ class Job:
                 raise InputError(
                     f"lmms-eval would take the folder ./{joined} for the tasks; run elsewhere"
                 )
-            code = subprocess.run(self._command(joined, folder), env=_environment()).returncode
+            told = Path(folder) / "cause.txt"
+            env = {**_environment(), VARIABLE: str(told)}
+            code = subprocess.run(self._command(joined, folder), env=env).returncode
+            reason = cause(told)
+        if reason:
+            raise EvaluationError(reason)
         if code:
             raise EvaluationError(f"lmms-eval ended with exit code {code}; its message is above")
         if os.environ.get("RANK", "0") != "0":
@@ -190,14 +198,24 @@ def _lines(path: Path) -> int:
 
 
 def _model_args(named: dict[str, str | None], more: str | None) -> str:
-    """``key=value,...``. Raises InputError for a value that this form cannot carry."""
-    for name, value in named.items():
-        if value is not None and ("," in value or "=" in value):
-            raise InputError(
-                f"{name} {value!r} holds a comma or =, which lmms-eval splits; rename it"
-            )
-    parts = [f"{name}={value}" for name, value in named.items() if value is not None]
-    return ",".join([*parts, *([more] if more else [])])
+    """``key=value,...``, names and numbers checked: lmms-eval takes half a minute to get there.
+
+    Raises InputError, also for a value that this form cannot carry.
+    """
+    from eval.lmms.settings import Settings
+
+    given = {name: value for name, value in named.items() if value is not None}
+    for name, value in given.items():
+        if "," in value or "=" in value:
+            raise InputError(f"{name} {value!r} holds a comma or =, which lmms-eval splits")
+    pairs = [pair.partition("=") for pair in (more or "").split(",") if pair]
+    if not all(equals for _, equals, _ in pairs):
+        raise InputError(f"--model-args {more!r} is not understood; write name=value,name=value")
+    given |= {name.strip(): value for name, _, value in pairs}
+    if "batch_size" in given:
+        raise InputError("batch_size is not a model argument; write --batch-size")
+    Settings.of(given)
+    return ",".join(f"{name}={value}" for name, value in given.items())
 
 
 def _environment() -> dict[str, str]:

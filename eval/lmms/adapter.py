@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +18,7 @@ from loguru import logger
 from tqdm import tqdm
 
 from engine.errors import InputError
+from eval.lmms.cause import told
 from eval.lmms.counts import Rounds, answer
 from eval.lmms.gen_kwargs import checkpoint_defaults, sampling_of
 from eval.lmms.scheduler import Ask, Script, run
@@ -42,6 +44,7 @@ class Adapter(lmms):
     images: tuple[int, int]
     until: bool
 
+    @told()
     def __init__(
         self,
         batch_size: int | str | None = 1,
@@ -89,6 +92,7 @@ class Adapter(lmms):
     def _rounds(self, request: Instance, sampling: Any, record: Record) -> Script:
         raise NotImplementedError
 
+    @told()
     def _answer(
         self,
         requests: list[Instance],
@@ -97,8 +101,8 @@ class Adapter(lmms):
     ) -> list[GenerationResult]:
         records = [Record() for _ in requests]
         scripts = (
-            (self._name(request), script(request, self._sampling(request, number), record))
-            for number, (request, record) in enumerate(zip(requests, records, strict=True))
+            (self._name(request), script(request, self._sampling(request, repeat), record))
+            for request, repeat, record in zip(requests, _repeats(requests), records, strict=True)
         )
         started = time.perf_counter()
         with tqdm(total=len(requests), disable=self.rank != 0, desc="mmkv") as bar:
@@ -107,10 +111,13 @@ class Adapter(lmms):
         _log_throughput(made, time.perf_counter() - started, self.rank)
         return made
 
-    def _sampling(self, request: Instance, number: int) -> Any:
-        """The sampling of a request; repeats of a question differ, runs of a program do not."""
+    def _sampling(self, request: Instance, repeat: int) -> Any:
+        """The sampling of a request; repeats of a question differ, runs do not.
+
+        Nor does it matter how many processes share the documents.
+        """
         given = gen_kwargs_of(request)
-        seed = self.settings.seed + number
+        seed = self.settings.seed + request.doc_id * (request.repeats or 1) + repeat
         made, ignored = sampling_of(given, seed, self._sampling_defaults, self.until)
         for name in set(ignored) - self._told:
             self._told.add(name)
@@ -170,6 +177,14 @@ def ask_in_rounds(
             record.texts = list(texts)
         if over:
             return
+
+
+def _repeats(requests: Sequence[Instance]) -> Iterator[int]:
+    """How often each request has been made before it."""
+    made: Counter[tuple[Any, Any]] = Counter()
+    for request in requests:
+        yield made[request.task_name, request.doc_id]
+        made[request.task_name, request.doc_id] += 1
 
 
 def _log_throughput(made: list[GenerationResult], seconds: float, rank: int) -> None:

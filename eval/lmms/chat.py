@@ -9,6 +9,7 @@ from lmms_eval.api.instance import Instance
 
 from engine.errors import InputError
 from eval.lmms.adapter import Adapter, Record, ask_in_rounds, ask_once
+from eval.lmms.cause import told
 from eval.lmms.messages import conversation
 from eval.lmms.pixels import CHAT_IMAGES
 from eval.lmms.scheduler import Ask, Script
@@ -21,6 +22,7 @@ class MmkvChat(Adapter):
     images = CHAT_IMAGES
     until = False
 
+    @told()
     def loglikelihood(self, requests: list[Instance]) -> Any:
         """Refused: lmms-eval has no such requests in messages."""
         raise InputError(

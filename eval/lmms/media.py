@@ -65,7 +65,7 @@ def _gqa_index(folder: str) -> dict[str, tuple[str, int]]:
     """File and row of every picture; a name decides nothing, the columns do."""
     from pyarrow import parquet
 
-    found = {}
+    found: dict[str, tuple[str, int]] = {}
     for path in sorted(Path(folder).rglob("*.parquet")):
         if {"id", "image"} <= set(parquet.read_schema(path).names):
             ids = parquet.read_table(path, columns=["id"])["id"].to_pylist()

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from engine.errors import MmkvError
 from eval.lmms.dialogue import Dialogue
 from eval.lmms.messages import Frames
+from mmkv.stepping import step
 
 if TYPE_CHECKING:
     from mmkv import Engine, Sampling
@@ -101,10 +102,6 @@ def _end_full(engine: Engine, members: Sequence[_Member]) -> None:
 
 def _step(engine: Engine, members: Sequence[_Member]) -> None:
     """Append each member's token and draw its next one."""
-    sessions = [m.dialogue.session for m in members]
-    for member in members:
-        member.writer.feeding()
-    logits = engine.decode(sessions, [member.token for member in members])
-    for member, row in zip(members, logits, strict=True):
-        member.writer.fed()
-        member.token = member.writer.advance(row)
+    going = [(m.dialogue.session, m.writer, m.token) for m in members]
+    for member, token in zip(members, step(engine, going), strict=True):
+        member.token = token

@@ -67,7 +67,7 @@ class Settings:
             raise InputError(
                 f"mmkv does not know the model argument {', '.join(unknown)}"
                 + (f" ({'; '.join(hints)})" if hints else "")
-                + f"; it knows {', '.join(names)}"
+                + f"; it knows {', '.join(name for name in names if name != 'batch_size')}"
             )
         if not given.get("pretrained"):
             raise InputError(

@@ -9,21 +9,28 @@ installed task, so that scoring and prompts are lmms-eval's own.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import re
 import sys
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from engine.errors import InputError, MmkvError
+from eval.lmms.media import FOLDER
+from eval.lmms.mmdu import check
+from mmkv.assets import bundled_model
 
 HERE = Path(__file__).resolve().parent.parent / "lmms_tasks"
-# The key of media.FOLDER, spelled out so that nothing heavy is imported.
-_FOLDER = "mmkv_data"
 _KWARGS = "lmms_eval_specific_kwargs"
+# What lmms-eval's file of a task imports at its top and the light installation leaves out.
+_NEEDS = {
+    "mathvision_testmini": ("latex2sympy2", "--no-deps latex2sympy2 antlr4-python3-runtime==4.7.2"),
+    "videomathqa_mcq": ("cv2", "opencv-python-headless"),
+    "videomme": ("cv2", "opencv-python-headless"),
+}
 INSTALL = (
     "lmms-eval is not installed; run pip install 'mmkv[eval-light]' and then "
     "pip install --no-deps lmms-eval==0.7.3 (or the full pip install 'mmkv[eval]')"
@@ -55,7 +62,7 @@ def local_names() -> list[str]:
 
 def shipped_folder() -> Path:
     """Where the installed lmms-eval keeps its tasks. Raises InputError when it is not there."""
-    spec = importlib.util.find_spec("lmms_eval")
+    spec = find_spec("lmms_eval")
     if spec is None or not spec.submodule_search_locations:
         raise InputError(INSTALL)
     return Path(spec.submodule_search_locations[0]) / "tasks"
@@ -65,17 +72,20 @@ def write(names: Sequence[str], output: Path, data: Path | None = None) -> list[
     """Write the overrides that ``names`` need to ``output``; the names to give lmms-eval.
 
     With ``data``, tasks that have a local form read files below that folder. Names that need no
-    override come back as they are. Raises InputError: a task without its data, no lmms-eval.
+    override come back as they are. Without ``data``, mmdu reads the small set of our own. Raises
+    InputError: a task without its data or a package that it imports, no lmms-eval.
     """
     shipped = shipped_folder()
     output.mkdir(parents=True, exist_ok=True)
     known, found = local_names(), []
+    made: dict[str, Any] | None
     for given in names:
         name = given.removesuffix("_local")
-        if name in known and (data is not None or given.endswith("_local")):
-            if data is None:
+        _require(name)
+        if name in known and (data is not None or given.endswith("_local") or name == "mmdu"):
+            if data is None and name != "mmdu":
                 raise InputError(f"task {given} reads local files; add --data FOLDER")
-            made = _local(name, data.resolve(), shipped)
+            made = _local(name, (data or bundled_model().parent).resolve(), shipped)
         elif data is not None and given.endswith("_local"):
             raise InputError(f"no local form of task {given}; there is one of {', '.join(known)}")
         else:
@@ -98,11 +108,19 @@ def _local(name: str, data: Path, shipped: Path) -> dict[str, Any]:
         kwargs = merged(source).get(_KWARGS) or {}
     (split, patterns), *_ = made["dataset_kwargs"]["data_files"].items()
     folder, files = _files(name, data, patterns)
+    if name == "mmdu":
+        folder = check(files, folder)
     made["dataset_kwargs"] = {"data_files": {split: files}}
     # Under "default", so that every model gets them: a local task has one set of prompts.
     chosen = kwargs.get("qwen3_vl", kwargs.get("default", {}))
-    made[_KWARGS] = {"default": {**chosen, _FOLDER: str(folder)}}
+    made[_KWARGS] = {"default": {**chosen, FOLDER: str(folder)}}
     return made
+
+
+def _require(name: str) -> None:
+    module, package = _NEEDS.get(name, (None, None))
+    if module is not None and find_spec(module) is None:
+        raise InputError(f"lmms-eval's task {name} needs {module}; run pip install {package}")
 
 
 def _files(name: str, data: Path, patterns: Sequence[str]) -> tuple[Path, list[str]]:

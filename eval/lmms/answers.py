@@ -1,0 +1,82 @@
+"""``python -m eval.lmms.answers``: answers to mmdu from lmms-eval's samples file, for a judge.
+
+Writes the folder that ``mmkv mmdu`` writes, so that ``mmkv mmdu judge``, ``score`` and ``table``
+rate what lmms-eval asked. Any model's samples of the task will do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from engine.errors import InputError, MmkvError
+from mmkv.mmdu.data import Dialogue, read_benchmark
+from mmkv.mmdu.files import AnswerFolder
+from mmkv.mmdu.run import DataOptions
+
+
+def convert(samples: Path, data: Path, output: Path) -> int:
+    """Write ``output``/<id>.json for every sample; how many. Raises InputError.
+
+    ``data``: the benchmark file that the task read.
+    """
+    dialogues, problems = read_benchmark(data, unused_images=True)
+    if problems:
+        raise InputError(f"{data}: dialogue {problems[0].dialogue}: {problems[0].cause}")
+    rows = [_matched(row, dialogues, samples, data) for row in _read(samples)]
+    folder = AnswerFolder(output)
+    folder.begin({"samples": str(samples.resolve())}, {})
+    for dialogue, answers in rows:
+        folder.save(dialogue, answers, [])
+    return len(rows)
+
+
+def _read(samples: Path) -> list[dict[str, Any]]:
+    try:
+        rows = [json.loads(line) for line in samples.read_text(encoding="utf-8").splitlines()]
+    except (OSError, ValueError) as error:
+        raise InputError(
+            f"cannot read {samples} ({error}); name a *_samples_mmdu*.jsonl"
+        ) from error
+    if not rows:
+        raise InputError(f"{samples} holds no samples; run the task again")
+    return rows
+
+
+def _matched(
+    row: Any, dialogues: Sequence[Dialogue], samples: Path, data: Path
+) -> tuple[Dialogue, list[str]]:
+    """The dialogue that a sample answers, and the answers."""
+    number = row.get("doc_id") if isinstance(row, dict) else None
+    if isinstance(number, int) and 0 <= number < len(dialogues):
+        dialogue, answers = dialogues[number], row.get("filtered_resps")
+        fits = isinstance(answers, list) and len(answers) == len(dialogue.questions)
+        if fits and row.get("input") == dialogue.questions[0]:
+            return dialogue, [str(answer) for answer in answers]
+    raise InputError(f"{samples} was not made from {data}: document {number} differs; check --data")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Convert and say how to go on."""
+    parser = argparse.ArgumentParser(prog="python -m eval.lmms.answers", description=__doc__)
+    parser.add_argument("samples", type=Path, help="lmms-eval's *_samples_mmdu_local.jsonl")
+    parser.add_argument("output", type=Path, help="folder for the answers")
+    parser.add_argument("--data", type=Path, help="the benchmark.json; default: our small set")
+    args = parser.parse_args(arguments)
+    try:
+        data, _ = DataOptions(args.data).source()
+        made = convert(args.samples, data, args.output)
+    except MmkvError as error:
+        print(f"eval.lmms.answers: error: {error}", file=sys.stderr)
+        return 1
+    named = f" --data {args.data}" if args.data else ""
+    print(f"{made} dialogues; now: mmkv mmdu score --answers {args.output}{named} (or judge)")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,32 @@
+"""Why an evaluation ended: told to ``mmkv eval``, to which lmms-eval's exit code says nothing."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from engine.errors import MmkvError
+
+# Names the file for the cause; mmkv eval sets it for lmms-eval's process.
+VARIABLE = "MMKV_EVAL_CAUSE"
+
+
+@contextmanager
+def told() -> Iterator[None]:
+    """Keep a copy of what ends the block for :func:`cause`; also a decorator."""
+    try:
+        yield
+    except Exception as error:
+        if path := os.environ.get(VARIABLE):
+            text = (
+                str(error) if isinstance(error, MmkvError) else f"{type(error).__name__}: {error}"
+            )
+            Path(path).write_text(text, encoding="utf-8")
+        raise
+
+
+def cause(path: Path) -> str | None:
+    """What ended the evaluation, None when nothing inside the model did."""
+    return path.read_text(encoding="utf-8") if path.is_file() else None
