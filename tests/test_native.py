@@ -36,8 +36,8 @@ MODELS = ["qwen3_vl", "qwen3_vl_group8", "llava", "qwen3", "qwen3_yarn", "qwen2"
           "phi3", "phi3_long", "odd"]  # fmt: skip
 ODD = Checkpoint("llama", 3, 1, 22, text={"vocab_size": 157, "intermediate_size": 90})
 POLICIES = [
-    ("full", 2), ("dbtrimkv", 1), ("dbtrimkv", 2), ("dbtrimkv", math.inf), ("trimkv", 2),
-    ("streamingllm", 2),
+    ("full", 2), ("dbtrimkv", 1), ("dbtrimkv", 2), ("dbtrimkv", 7), ("dbtrimkv", math.inf),
+    ("trimkv", 2), ("streamingllm", 2),
 ]  # fmt: skip
 
 
@@ -343,7 +343,7 @@ def test_what_runs_on_torch_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = engine_for("odd")
     assert engine.decode_path == engine.session().decode_path == "native"
     assert "decode step on the CPU: native" in describe().splitlines()
-    assert engine_for("odd", "dbtrimkv", 5).evictor is None
+    assert engine_for("odd", "snapkv").evictor is None
     engine.decoder.on_gate_input = lambda layer, hidden: None
     assert engine.decode_path == "torch: on_gate_input is set"
     assert engine_for("odd", "snapkv").decode_path == "torch: policy 'snapkv' keeps recent queries"

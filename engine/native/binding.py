@@ -109,7 +109,7 @@ _FUNCTIONS = {
     "mmkv_plan": (None, [POINTER(Cache), POINTER(c_int64)]),
     "mmkv_scratch": (c_int64, [POINTER(Model), c_int64, c_int64, c_int64]),
     "mmkv_step": (None, [POINTER(Model), POINTER(Cache), POINTER(Step)]),
-    "mmkv_evict_scratch": (c_int64, [c_int64, c_int64]),
+    "mmkv_evict_scratch": (c_int64, [c_int64]),
     "mmkv_evict": (c_int64, [POINTER(Cache), POINTER(Eviction)]),
     "mmkv_layout": (c_int64, [POINTER(c_int64)]),
 }

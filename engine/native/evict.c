@@ -2,19 +2,31 @@
  *
  * An entry's rank is one integer: its score, mapped so that integers order as floats do, above
  * its position. Entries are numbered row by row, so equal ranks fall to the lower number: ties
- * go by position, then layer, then head, as everywhere in mmkv. */
+ * go by position, then layer, then head, as everywhere in mmkv.
+ *
+ * Scores need logarithms, but a bound from below needs none: a mean of powers is at least the power
+ * of the mean, log(1 + b + .. + b^(n-1)) >= log n + (n-1)/2 log b. The scores of those with the
+ * lowest bounds give a limit; only entries whose bound is not above it are scored at all. */
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "native.h"
-#include "vmath.h"
-
-#define LANES 16 /* arrays are padded to this, so that no entry takes a scalar path of its own */
 
 struct victim {
     uint64_t rank;
     int64_t index;
+    float score, log_beta;
+    int32_t position;
+};
+
+/* A max-heap of the lowest ranks so far; its top is the best of them. No score is below
+ * (age + slope) * log_beta + offset, and no victim's score above limit. */
+struct search {
+    struct victim *heap;
+    int64_t wanted, size;
+    float slope, offset, limit;
+    int scoring; /* by scores, or by bounds */
 };
 
 static inline uint32_t ordered(float score)
@@ -31,24 +43,48 @@ static double log1mexp(double x)
     return x > -0.6931471805599453 ? log(-expm1(x)) : log1p(-exp(x));
 }
 
-/* score[i] becomes the score of an entry: log_beta and position in, both padded. `ahead` is the
- * part of eq. 9 that does not depend on age. */
-static void score_retention(const float *log_beta, const int32_t *position, int64_t count,
-                            int64_t seen, double lookahead, float *ahead, float *score)
+/* The part of eq. 9 that does not depend on age, in double and rounded once, as in torch. */
+static float ahead_of(double log_beta, double lookahead)
 {
     if (lookahead == 1)
-        memset(ahead, 0, sizeof(float) * count);
-    else if (lookahead == 2)
-#pragma omp simd
-        for (int64_t i = 0; i < count; i++)
-            ahead[i] = log1p_exp(log_beta[i]);
-    else
-        for (int64_t i = 0; i < count; i++)
-            ahead[i] = (float)-log1mexp(log_beta[i]);
-    int32_t now = (int32_t)seen;
-#pragma omp simd
-    for (int64_t i = 0; i < count; i++)
-        score[i] = (float)(now - position[i]) * log_beta[i] + ahead[i];
+        return 0.0f;
+    if (lookahead == 2)
+        return (float)log1p(exp(log_beta));
+    if (isinf(lookahead))
+        return (float)-log1mexp(log_beta);
+    double sum = log_beta == 0 ? lookahead : expm1(lookahead * log_beta) / expm1(log_beta);
+    return (float)log(sum);
+}
+
+static int is_protected(const struct eviction *what, int32_t position)
+{
+    return position < what->protect_first ||
+           (what->protect_recent && position >= what->seen - what->protect_recent);
+}
+
+static float score_of(const struct eviction *what, float log_beta, int32_t position)
+{
+    if (is_protected(what, position))
+        return INFINITY;
+    if (what->scorer != SCORE_RETENTION)
+        return (float)position;
+    float decayed = (float)((int32_t)what->seen - position) * log_beta;
+    return decayed + ahead_of(log_beta, what->lookahead);
+}
+
+/* Room for the rounding of scores and of the bound itself, relative. */
+#define MARGIN 1e-6f
+#define BLOCK 64 /* entries looked at together */
+
+static struct search search_for(const struct eviction *what, struct victim *heap, int64_t wanted)
+{
+    struct search search = {heap, wanted, 0, 0.0f, 0.0f, INFINITY, 0};
+    if (what->scorer == SCORE_RETENTION && !isinf(what->lookahead)) {
+        double most = log(what->lookahead);
+        search.slope = (float)((what->lookahead - 1) / 2);
+        search.offset = (float)(most - MARGIN * (most + 1));
+    }
+    return search;
 }
 
 static inline int after(struct victim a, struct victim b)
@@ -70,24 +106,71 @@ static void sift_down(struct victim *heap, int64_t size, struct victim item)
     heap[at] = item;
 }
 
-/* The `wanted` lowest ranks of entries first .. last-1 into heap (a max-heap: its top is the best
- * of the victims so far, which nearly every later entry passes with one comparison). */
-static void lowest(const uint64_t *rank, int64_t first, int64_t last, int64_t wanted,
-                   struct victim *heap)
+static void offer(struct search *search, struct victim item)
 {
-    int64_t size = 0;
-    for (int64_t i = first; i < last; i++) {
-        struct victim item = {rank[i], i};
-        if (size == wanted) {
-            if (rank[i] < heap[0].rank) /* an equal rank of a later row stays */
-                sift_down(heap, size, item);
-            continue;
-        }
-        int64_t at = size++;
-        for (; at && after(item, heap[(at - 1) / 2]); at = (at - 1) / 2)
-            heap[at] = heap[(at - 1) / 2];
-        heap[at] = item;
+    if (search->size == search->wanted) {
+        if (item.rank < search->heap[0].rank) /* an equal rank of a later row stays */
+            sift_down(search->heap, search->size, item);
+        return;
     }
+    int64_t at = search->size++;
+    for (; at && after(item, search->heap[(at - 1) / 2]); at = (at - 1) / 2)
+        search->heap[at] = search->heap[(at - 1) / 2];
+    search->heap[at] = item;
+}
+
+/* Offer the entries of one row, the first of which has the number `index`. */
+static void search_row(const struct cache *cache, const struct eviction *what, int64_t row,
+                       int64_t index, struct search *search)
+{
+    const int64_t length = cache->length[row], size = cache->page_size;
+    const int32_t now = (int32_t)what->seen;
+    const float slope = search->slope, offset = search->offset, more = 1 + MARGIN;
+    int64_t live;
+    for (int64_t at = 0; at < length; at += live) {
+        live = size - at % size < BLOCK ? size - at % size : BLOCK;
+        live = length - at < live ? length - at : live;
+        int64_t slot = slot_of(cache, row, at);
+        const float *log_beta = cache->log_beta + slot;
+        const int32_t *position = cache->position + slot;
+        const int full = search->size == search->wanted;
+        const float best = full ? search->heap[0].score : INFINITY;
+        const float limit = best < search->limit ? best : search->limit;
+        float bound[BLOCK];
+        int any = 0;
+        if (what->scorer == SCORE_RETENTION)
+#pragma omp simd
+            for (int64_t i = 0; i < live; i++)
+                bound[i] = ((float)(now - position[i]) + slope) * (log_beta[i] * more) + offset;
+        else
+#pragma omp simd
+            for (int64_t i = 0; i < live; i++)
+                bound[i] = (float)position[i];
+#pragma omp simd reduction(| : any)
+        for (int64_t i = 0; i < live; i++)
+            any |= !(bound[i] > limit); /* NaN: look closer */
+        for (int64_t i = 0; any && i < live; i++) {
+            if (bound[i] > limit)
+                continue;
+            float score = bound[i];
+            if (search->scoring || is_protected(what, position[i]))
+                score = score_of(what, log_beta[i], position[i]);
+            uint64_t rank = (uint64_t)ordered(score) << 32 | (uint32_t)position[i];
+            offer(search, (struct victim){rank, index + at + i, score, log_beta[i], position[i]});
+        }
+    }
+}
+
+/* From bounds to scores: the wanted-th lowest score is not above the highest of any `wanted`. */
+static void begin_scoring(const struct eviction *what, struct search *search)
+{
+    search->limit = search->size < search->wanted ? INFINITY : -INFINITY;
+    for (int64_t i = 0; i < search->size; i++) {
+        float score = score_of(what, search->heap[i].log_beta, search->heap[i].position);
+        search->limit = score <= search->limit ? search->limit : score; /* NaN: no limit */
+    }
+    search->size = 0;
+    search->scoring = 1;
 }
 
 static int by_index(const void *a, const void *b)
@@ -107,76 +190,57 @@ static int64_t excess(const struct cache *cache, const struct eviction *what)
     return count;
 }
 
-static int64_t padded(int64_t entries)
+/* Bytes of scratch that mmkv_evict needs for so many victims. */
+EXPORT int64_t mmkv_evict_scratch(int64_t victims)
 {
-    return (entries + LANES - 1) / LANES * LANES;
+    return victims * (int64_t)(sizeof(struct victim) + sizeof(int64_t));
 }
 
-/* Bytes of scratch that mmkv_evict needs. */
-EXPORT int64_t mmkv_evict_scratch(int64_t entries, int64_t victims)
+/* Ask for what the search will read: pages lie anywhere, and the step has emptied the caches. */
+static void prefetch(const struct cache *cache)
 {
-    return padded(entries) * (int64_t)(sizeof(uint64_t) + 4 * sizeof(float)) +
-           victims * (int64_t)(sizeof(struct victim) + sizeof(int64_t));
+    for (int64_t row = 0; row < cache->rows; row++)
+        for (int64_t page = 0; page < pages_of(cache, cache->length[row]); page++) {
+            int64_t slot = cache->table[row * cache->width + page] * cache->page_size;
+            __builtin_prefetch(cache->log_beta + slot);
+            __builtin_prefetch(cache->position + slot);
+        }
 }
 
 /* Evict down to the budget. Returns 0, with nothing changed, when there is no room for so many
  * victims or the rows do not hold `entries`. */
 EXPORT int64_t mmkv_evict(struct cache *cache, struct eviction *what)
 {
-    int64_t entries = what->entries, count = padded(entries), size = cache->page_size;
-    int64_t wanted = excess(cache, what), held = 0;
+    int64_t wanted = excess(cache, what), share = what->budget / cache->rows, held = 0;
     for (int64_t row = 0; row < cache->rows; row++)
         held += cache->length[row];
-    if (wanted > what->most || held != entries)
+    if (wanted > what->most || held != what->entries)
         return 0;
     if (wanted <= 0)
         return 1;
-    uint64_t *rank = what->scratch;
-    struct victim *heap = (struct victim *)(rank + count);
+    prefetch(cache);
+    struct victim *heap = what->scratch;
     int64_t *victims = (int64_t *)(heap + what->most);
-    float *log_beta = (float *)(victims + what->most), *ahead = log_beta + count;
-    float *score = ahead + count;
-    int32_t *position = (int32_t *)(score + count);
-
-    int64_t filled = 0;
-    for (int64_t row = 0; row < cache->rows; row++) {
-        const int64_t *page = cache->table + row * cache->width;
-        for (int64_t at = 0; at < cache->length[row]; at += size) {
-            int64_t live = cache->length[row] - at < size ? cache->length[row] - at : size;
-            int64_t slot = page[at / size] * size;
-            memcpy(log_beta + filled, cache->log_beta + slot, sizeof(float) * live);
-            memcpy(position + filled, cache->position + slot, sizeof(int32_t) * live);
-            filled += live;
+    struct search search = search_for(what, heap, wanted);
+    if (what->allocation == COMPETE_GLOBAL)
+        for (int pass = 0; pass < 2; pass++) {
+            for (int64_t row = 0, index = 0; row < cache->rows; index += cache->length[row++])
+                search_row(cache, what, row, index, &search);
+            if (pass == 0)
+                begin_scoring(what, &search);
         }
-    }
-    memset(log_beta + filled, 0, sizeof(float) * (count - filled));
-    memset(position + filled, 0, sizeof(int32_t) * (count - filled));
-
-    if (what->scorer == SCORE_RETENTION)
-        score_retention(log_beta, position, count, what->seen, what->lookahead, ahead, score);
     else
-        for (int64_t i = 0; i < count; i++)
-            score[i] = (float)position[i];
-    int32_t first = (int32_t)what->protect_first;
-    int32_t recent = (int32_t)(what->protect_recent ? what->seen - what->protect_recent : INT32_MAX);
-    for (int64_t i = 0; i < count; i++) {
-        float kept = position[i] < first || position[i] >= recent ? INFINITY : score[i];
-        rank[i] = (uint64_t)ordered(kept) << 32 | (uint32_t)position[i];
-    }
-
-    if (what->allocation == COMPETE_GLOBAL) {
-        lowest(rank, 0, entries, wanted, heap);
-    } else {
-        int64_t share = what->budget / cache->rows, start = 0, found = 0;
-        for (int64_t row = 0; row < cache->rows; row++) {
+        for (int64_t row = 0, index = 0, found = 0; row < cache->rows; row++) {
             int64_t length = cache->length[row];
             if (length > share) {
-                lowest(rank, start, start + length, length - share, heap + found);
-                found += length - share;
+                search = search_for(what, heap + found, length - share);
+                search_row(cache, what, row, index, &search);
+                begin_scoring(what, &search);
+                search_row(cache, what, row, index, &search);
+                found += search.wanted;
             }
-            start += length;
+            index += length;
         }
-    }
     for (int64_t i = 0; i < wanted; i++)
         victims[i] = heap[i].index;
     qsort(victims, (size_t)wanted, sizeof *victims, by_index);

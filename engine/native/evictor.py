@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 
 from engine.cache import RaggedCache
@@ -14,9 +12,6 @@ from engine.policies.base import Policy
 from engine.policies.scoring import Recency, Retention
 
 _SCORERS: dict[type, int] = {Retention: 0, Recency: 1}
-# At other horizons torch forms a ratio whose last bits depend on its vector code, and for gates
-# near 1 those bits order the entries: C would choose other victims.
-_LOOKAHEADS = (1, 2, math.inf)
 _ALLOCATIONS: dict[type, int] = {GlobalAllocation: 0, HeadAllocation: 1}
 
 # The C code keeps the victims in a heap: right for the few of a decode step, while torch's
@@ -44,15 +39,14 @@ class NativeEvictor:
             lookahead=scoring.lookahead if isinstance(scoring, Retention) else 1,
         )
         self._lender = Lender()
-        self._scratch = torch.empty(0, dtype=torch.int64)
+        self._scratch = torch.empty(loaded.mmkv_evict_scratch(_MOST_VICTIMS), dtype=torch.uint8)
+        self._order.most, self._order.scratch = _MOST_VICTIMS, self._scratch.data_ptr()
 
     @staticmethod
     def supports(policy: Policy) -> bool:
         """Whether C knows this scoring, allocation and admission."""
-        scoring = policy.scoring
         return (
-            type(scoring) in _SCORERS
-            and (not isinstance(scoring, Retention) or scoring.lookahead in _LOOKAHEADS)
+            type(policy.scoring) in _SCORERS
             and type(policy.allocation) in _ALLOCATIONS
             and not policy.admission.selective
         )
@@ -72,10 +66,6 @@ class NativeEvictor:
         order = self._order
         if entries - budget > _MOST_VICTIMS:
             return False
-        needed = self._library.mmkv_evict_scratch(entries, _MOST_VICTIMS)
-        if needed > self._scratch.nbytes:
-            self._scratch = torch.empty(needed // 8 + entries, dtype=torch.int64)
         order.seen, order.budget, order.entries = seen, budget, entries
-        order.most, order.scratch = _MOST_VICTIMS, self._scratch.data_ptr()
         with self._lender.lend(cache, [seq]) as views:
             return bool(self._library.mmkv_evict(views, byref(order)))

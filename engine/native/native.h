@@ -62,7 +62,7 @@ enum { COMPETE_GLOBAL, COMPETE_HEAD };
 
 struct eviction {
     int64_t scorer, allocation, seen, budget, protect_first, protect_recent;
-    double lookahead; /* 1, 2 or infinity */
+    double lookahead; /* >= 1, or infinity */
     int64_t entries, most; /* held before; victims there is room for */
     int64_t dropped;       /* by all calls so far */
     void *scratch;
