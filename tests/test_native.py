@@ -20,7 +20,7 @@ from torch import Tensor
 import mmkv
 from engine.cache import PagePool, RaggedCache
 from engine.errors import BudgetError
-from engine.native import NativeEvictor, available, binding, reason
+from engine.native import NativeDecoder, NativeEvictor, available, binding, reason
 from engine.policies import CacheView, Policy, make_policy
 from engine.runtime import Engine
 from engine.session import Session
@@ -318,6 +318,31 @@ def test_scores_beyond_the_range_of_exp() -> None:
     other, logits = session.fork(), session.decode(5)
     engine.native = None
     assert_close(logits, other.decode(5), most=1e-3)
+
+
+@needs_native
+@pytest.mark.parametrize("model", ["odd", "qwen2", "qwen3_vl_group8"])
+def test_bfloat16_copies_change_no_bit(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of weights that were published in bfloat16; others are not copied."""
+    assert not engine_for(model).native._brief._kept
+    engine = loaded.__wrapped__(model)
+    weights = engine.decoder.weights
+    matrices = [getattr(x, n) for x in weights.layers for n in ("qkv", "out", "gate_up", "down")]
+    for tensor in [*matrices, weights.head]:
+        tensor.copy_(tensor.bfloat16())
+    matrices[1][-1, -1] += 2.0**-20  # one that does not fit
+    said = []
+    for room in (0, 2**31):
+        monkeypatch.setattr("engine.native.decoder._MOST_BRIEF_BYTES", room)
+        decoder = NativeDecoder(engine.spec, weights, engine.decoder.gates)
+        assert len(decoder._brief._kept) == (len(matrices) if room else 0)  # the head, less one
+        engine.native = decoder
+        sessions = [engine.session() for _ in range(3)]
+        for index, session in enumerate(sessions):
+            session.prefill(prompt(model, index))
+        said.append([engine.decode(sessions[:n], [5, 6, 7][:n]) for n in (1, 3, 3)])
+    for one, two in zip(*said, strict=True):
+        assert torch.equal(one, two)
 
 
 @needs_native

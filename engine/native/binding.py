@@ -20,7 +20,10 @@ MAX_TRUNK = 2
 class Linear(Structure):
     """``struct linear`` of native.h."""
 
-    _fields_ = [("weight", c_void_p), ("bias", c_void_p), ("rows", c_int64), ("width", c_int64)]
+    _fields_ = [
+        *((name, c_void_p) for name in ("weight", "bias", "brief")),
+        *((name, c_int64) for name in ("rows", "width")),
+    ]
 
 
 class Layer(Structure):

@@ -18,13 +18,16 @@ from engine.weights import DecoderWeights, LayerWeights
 # With fewer weight bytes per thread and step, a second thread saves less (0.28 against 0.35 ms on
 # two idle cores) than it risks: on a busy machine it may keep the step waiting for milliseconds.
 _BYTES_PER_THREAD = 2**24
+# Copies in bfloat16 come on top of the float32 weights, which prefill reads.
+_MOST_BRIEF_BYTES = 2**31
 
 
 class NativeDecoder:
     """Runs a decode step of one or more sequences in C: embedding rows to logits, cache included.
 
-    It reads the weight tensors where they lie and keeps them alive; values may change in place,
-    but a tensor put in another's place later is not seen.
+    It reads the tensors where they lie and keeps them alive; a gate's values may change in place,
+    but a tensor put in another's place later is not seen. Projections that bfloat16 holds exactly
+    (most checkpoints are published in it) are copied in that form, which changes no result.
     """
 
     def __init__(self, spec: DecoderSpec, weights: DecoderWeights, gates: Gates | None) -> None:
@@ -34,9 +37,10 @@ class NativeDecoder:
             raise RuntimeError(refused)
         self._library, self._kept = loaded, (weights, gates)
         self._layers = (Layer * spec.num_layers)()
+        brief = self._brief = _Brief()
         for index, layer in enumerate(weights.layers):
             gate = None if gates is None else gates.layers[index]
-            self._layers[index] = _layer(layer, gate)
+            self._layers[index] = _layer(layer, gate, brief)
         self._model = Model(
             layers=spec.num_layers,
             hidden=spec.hidden_size,
@@ -48,7 +52,7 @@ class NativeDecoder:
             eps=spec.rms_eps,
             embed=weights.embed.data_ptr(),
             norm=weights.norm.data_ptr(),
-            head=_linear(weights.head, None),
+            head=_linear(weights.head, None, brief),
             layer=self._layers,
         )
         long = spec.rope.inv_freq if spec.rope.long_inv_freq is None else spec.rope.long_inv_freq
@@ -145,20 +149,42 @@ class NativeDecoder:
             self._scratch, self._scratch_for = torch.empty(count), (room, threads, lanes)
 
 
-def _linear(weight: Tensor, bias: Tensor | None) -> Linear:
+class _Brief:
+    """Copies of matrices in bfloat16, as long as nothing is lost and they stay small together."""
+
+    def __init__(self) -> None:
+        self._kept: list[Tensor] = []
+        self._room = _MOST_BRIEF_BYTES
+
+    def of(self, weight: Tensor) -> int | None:
+        """Address of the copy; None where there is none."""
+        if weight.numel() * 2 > self._room:
+            return None
+        short = weight.to(torch.bfloat16)
+        if not torch.equal(short.float(), weight):
+            return None
+        self._room -= short.nbytes
+        self._kept.append(short)
+        return short.data_ptr()
+
+
+def _linear(weight: Tensor, bias: Tensor | None, brief: _Brief | None = None) -> Linear:
     rows, width = weight.shape
-    return Linear(weight.data_ptr(), None if bias is None else bias.data_ptr(), rows, width)
+    return Linear(
+        weight.data_ptr(), None if bias is None else bias.data_ptr(),
+        None if brief is None else brief.of(weight), rows, width,
+    )  # fmt: skip
 
 
-def _layer(layer: LayerWeights, gate: LayerGate | None) -> Layer:
+def _layer(layer: LayerWeights, gate: LayerGate | None, brief: _Brief) -> Layer:
     made = Layer(
         input_norm=layer.input_norm.data_ptr(),
         post_norm=layer.post_norm.data_ptr(),
         qk_norm=None if layer.qk_norm is None else layer.qk_norm.data_ptr(),
-        qkv=_linear(layer.qkv, layer.qkv_bias),
-        out=_linear(layer.out, layer.out_bias),
-        gate_up=_linear(layer.gate_up, layer.gate_up_bias),
-        down=_linear(layer.down, layer.down_bias),
+        qkv=_linear(layer.qkv, layer.qkv_bias, brief),
+        out=_linear(layer.out, layer.out_bias, brief),
+        gate_up=_linear(layer.gate_up, layer.gate_up_bias, brief),
+        down=_linear(layer.down, layer.down_bias, brief),
     )
     if gate is not None:
         for index, (weight, bias) in enumerate(gate.trunk):

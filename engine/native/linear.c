@@ -4,6 +4,7 @@
  * is then summed in the same order whatever the number of threads. Four rows are read from memory
  * once for all lanes, and each lane is summed as if it were alone. */
 #include <math.h>
+#include <string.h>
 
 #include "native.h"
 
@@ -50,15 +51,32 @@ void dot_rows(const float *weight, int64_t rows, int64_t width, const float *x, 
     }
 }
 
+/* Rows of a matrix as floats; `wide` has room for them. */
+static inline const float *rows_from(const struct linear *map, int64_t row, int64_t count,
+                                     float *wide)
+{
+    if (!map->brief)
+        return map->weight + row * map->in;
+    const uint16_t *brief = map->brief + row * map->in;
+#pragma omp simd
+    for (int64_t i = 0; i < count * map->in; i++) {
+        uint32_t bits = (uint32_t)brief[i] << 16;
+        memcpy(wide + i, &bits, sizeof bits);
+    }
+    return wide;
+}
+
 /* y or y += weight x + bias for rows from .. to-1. */
 static inline void map_rows(const struct linear *map, struct vectors x, struct vectors y,
                             int64_t lanes, int64_t from, int64_t to, int add)
 {
+    float wide[map->brief ? 4 * map->in : 1];
     for (int64_t row = from; row < to; row += 4) {
         int64_t count = to - row < 4 ? to - row : 4;
+        const float *weight = rows_from(map, row, count, wide);
         for (int64_t lane = 0; lane < lanes; lane++) {
             float sum[4], *out = y.at + lane * y.stride + row;
-            dots(map->weight + row * map->in, count, map->in, x.at + lane * x.stride, sum);
+            dots(weight, count, map->in, x.at + lane * x.stride, sum);
             for (int64_t i = 0; i < count; i++)
                 out[i] = (add ? out[i] : 0.0f) + (sum[i] + (map->bias ? map->bias[row + i] : 0.0f));
         }

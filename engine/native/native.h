@@ -13,9 +13,11 @@
 
 #define MAX_TRUNK 2 /* stages of a gate's trunk: 1 (rg) or 2 (tied, rg10) */
 
-/* y = weight x + bias; weight [out, in] row-major, bias [out] or NULL. */
+/* y = weight x + bias; weight [out, in] row-major, bias [out] or NULL. `brief` holds the upper halves
+ * of the weights (bfloat16) where the lower ones are zero, else NULL: half of the bytes to read. */
 struct linear {
     const float *weight, *bias;
+    const uint16_t *brief;
     int64_t out, in;
 };
 
