@@ -146,7 +146,7 @@ def _decode(content: bytes, name: str) -> Image:
     from PIL import Image as pil
 
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), _no_patience():
             # Pillow warns from 89 megapixels on; the check below is ours and is an error.
             warnings.simplefilter("ignore")
             with pil.open(io.BytesIO(content)) as picture:
@@ -170,6 +170,18 @@ def _decode(content: bytes, name: str) -> Image:
     except Exception as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise InputError(f"{name} is damaged ({reason}); get another copy") from error
+
+
+@contextmanager
+def _no_patience() -> Iterator[None]:
+    """Cut files are errors here, also where another package told Pillow to fill them up."""
+    from PIL import ImageFile
+
+    before, ImageFile.LOAD_TRUNCATED_IMAGES = ImageFile.LOAD_TRUNCATED_IMAGES, False
+    try:
+        yield
+    finally:
+        ImageFile.LOAD_TRUNCATED_IMAGES = before
 
 
 def _upright_rgb(picture: Image, name: str) -> Image:

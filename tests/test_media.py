@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, ImageFile
 
 from engine.errors import InputError
 from mmkv import media
@@ -109,7 +109,11 @@ def test_other_modes_become_rgb() -> None:
     ],
     ids=["missing", "empty", "text", "cut PNG", "cut JPEG", "bomb"],
 )
-def test_bad_files_give_one_line(tmp_path: Path, content: bytes | None, says: str) -> None:
+@pytest.mark.parametrize("patient", [False, True], ids=["", "Pillow told to fill up cut files"])
+def test_bad_files_give_one_line(
+    tmp_path: Path, content: bytes | None, says: str, patient: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ImageFile, "LOAD_TRUNCATED_IMAGES", patient)  # as lmms-eval does
     file = tmp_path / "bad.png"
     if content is not None:
         file.write_bytes(content)
