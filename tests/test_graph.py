@@ -89,6 +89,19 @@ def test_every_kind_of_budget_holds_at_every_step(budget: Budget) -> None:
         same(one, two)
 
 
+def test_a_larger_budget_makes_a_larger_step() -> None:
+    ours, reference = (engine_for("qwen3", budget=4) for _ in range(2))
+    one, two = opened(ours, 1), opened(reference, 1)
+    runner = GraphRunner(ours)
+    for budget, steps in ((4, 3), (40, 60), (4, 3)):
+        one[0].set_budget(budget)
+        two[0].set_budget(budget)
+        assert runner.decode(one, [3], steps) == eager(reference, two, [3], steps)
+        same(one, two)
+    (step,) = (step for step, _ in runner._steps.values())
+    assert step.most_entries >= 41 * ours.spec.rows > 8 * ours.spec.rows
+
+
 def test_a_lane_stops_at_its_stop_token_and_the_others_go_on() -> None:
     ours, reference = (engine_for("qwen3_vl") for _ in range(2))
     one, two = opened(ours, 2), opened(reference, 2)

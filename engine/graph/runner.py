@@ -94,8 +94,9 @@ class GraphRunner:
         draws: Sequence[Draw] | None,
     ) -> list[list[int]]:
         engine, cache = self.engine, self.engine.cache
-        self._make_room(sessions, steps)
-        step, graph = self._step(1 << (len(sessions) - 1).bit_length(), stop, draws is not None)
+        most = self._make_room(sessions, steps)
+        batch = 1 << (len(sessions) - 1).bit_length()
+        step, graph = self._step(batch, stop, draws is not None, most)
         self._fill(step, sessions, token_ids, draws)
         try:
             for _ in range(steps):
@@ -117,11 +118,15 @@ class GraphRunner:
         rows = step.said[: len(sessions), :steps].tolist()
         return [[token for token in row if token >= 0] for row in rows]
 
-    def _make_room(self, sessions: Sequence[Session], steps: int) -> None:
-        """Pages and table columns for all steps, so that nothing has to grow in between."""
+    def _make_room(self, sessions: Sequence[Session], steps: int) -> int:
+        """Pages and table columns for all steps, so that nothing has to grow in between.
+
+        Returns:
+            the most entries that eviction will meet in one session, 1 where nothing is evicted.
+        """
         cache, rows = self.engine.cache, self.engine.spec.rows
         size = cache.pool.page_size
-        pages = 0
+        pages, largest = 0, 0
         for session in sessions:
             most = session.entries + steps * rows
             if self.engine.policy.evicts:
@@ -131,21 +136,24 @@ class GraphRunner:
                 )
                 kept = max(budget, session.entries) + self.engine.evict_every * rows
                 most = min(most, kept)
+            largest = max(largest, most)
             pages += (most + rows * (size - 1)) // size - cache.held_pages(session.seq)
         cache.pool.reserve(max(pages, 0))
         seqs = [session.seq for session in sessions]
         longest = int(cache.length[seqs].max()) + steps
         cache._widen(-(-longest // size))
+        return largest if self.engine.policy.evicts else 1
 
     def _step(
-        self, batch: int, stop: tuple[int, ...], drawn: bool
+        self, batch: int, stop: tuple[int, ...], drawn: bool, entries: int
     ) -> tuple[StaticStep, torch.cuda.CUDAGraph | None]:
         key = (batch, stop, drawn)
         known = self._steps.get(key)
-        if known is None or not known[0].fits():
+        if known is None or not known[0].fits(entries):
             # Graphs of the old pool go first: they hold its memory.
-            self._steps = {k: v for k, v in self._steps.items() if v[0].fits()}
-            step = StaticStep(self.engine, batch, MOST_STEPS, stop, drawn)
+            self._steps = {k: v for k, v in self._steps.items() if k != key and v[0].fits()}
+            most = 1 << (entries - 1).bit_length()  # captures are slow: room to grow
+            step = StaticStep(self.engine, batch, MOST_STEPS, stop, drawn, most)
             self._steps[key] = known = (step, _captured(step))
         return known
 

@@ -33,6 +33,7 @@ class StaticStep:
     """The step and its buffers for B lanes; a lane is a sequence, or idle.
 
     Attributes:
+        most_entries: of one lane, so many at most may stand when it is evicted from.
         seqs: ``[B]`` int64 sequence slots, -1 idle. A lane becomes idle when it says a stop token.
         token: ``[B]`` int64, what is appended next.
         seen: ``[B]`` int64 tokens seen; rope_position: ``[B]`` int64 of the next token.
@@ -43,9 +44,15 @@ class StaticStep:
     """
 
     def __init__(
-        self, engine: Engine, batch: int, most_steps: int, stop: Sequence[int], drawn: bool
+        self,
+        engine: Engine,
+        batch: int,
+        most_steps: int,
+        stop: Sequence[int],
+        drawn: bool,
+        most_entries: int,
     ) -> None:
-        self.engine, self.batch = engine, batch
+        self.engine, self.batch, self.most_entries = engine, batch, most_entries
         spec, cache, device = engine.spec, engine.cache, engine.device
         self.top = torch.zeros(1, dtype=torch.int64, device=device)
         pool = cache.pool
@@ -57,7 +64,9 @@ class StaticStep:
             batch, spec.num_layers, spec.num_kv_heads, tile, default_runs(device), device
         )
         self._partials = empty_partials(self._work, spec.group, spec.head_dim)
-        self._eviction = empty_eviction(batch, self.rows) if engine.policy.evicts else None
+        self._eviction = None
+        if engine.policy.evicts:
+            self._eviction = empty_eviction(batch, self.rows, most_entries)
         shape = (batch, spec.num_heads, spec.head_dim)
         self._mixed = torch.zeros(shape, dtype=engine.dtype, device=device)
 
@@ -75,11 +84,12 @@ class StaticStep:
             ones = torch.ones(batch, device=device)
             self.columns = SamplingColumns(ones, integers(batch), ones.clone(), 0 * ones)
 
-    def fits(self) -> bool:
-        """Whether pool and tables are still those the step was made for (they may have grown)."""
+    def fits(self, entries: int = 0) -> bool:
+        """Whether lanes may hold so many entries, and pool and tables are still the same ones."""
         cache, rows = self.engine.cache, self.rows
         return (
-            self._keys is cache.pool.keys
+            entries <= self.most_entries
+            and self._keys is cache.pool.keys
             and rows.stack is cache.pool._stack
             and rows.length is cache.length
             and rows.table is cache.table

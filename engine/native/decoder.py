@@ -80,6 +80,11 @@ class NativeDecoder:
                 return "weights that are not contiguous"
         return ""
 
+    @property
+    def bytes_spared(self) -> int:
+        """Bytes that a step need not read, thanks to copies in bfloat16."""
+        return sum(short.nbytes for short in self._brief.kept)
+
     def step(
         self,
         cache: RaggedCache,
@@ -153,7 +158,7 @@ class _Brief:
     """Copies of matrices in bfloat16, as long as nothing is lost and they stay small together."""
 
     def __init__(self) -> None:
-        self._kept: list[Tensor] = []
+        self.kept: list[Tensor] = []
         self._room = _MOST_BRIEF_BYTES
 
     def of(self, weight: Tensor) -> int | None:
@@ -164,7 +169,7 @@ class _Brief:
         if not torch.equal(short.float(), weight):
             return None
         self._room -= short.nbytes
-        self._kept.append(short)
+        self.kept.append(short)
         return short.data_ptr()
 
 

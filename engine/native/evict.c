@@ -119,45 +119,50 @@ static void offer(struct search *search, struct victim item)
     search->heap[at] = item;
 }
 
+/* Offer `count` entries that lie together from `slot` on, the first of which has number `index`. */
+static void search_block(const struct cache *cache, const struct eviction *what, int64_t slot,
+                         int64_t count, int64_t index, struct search *search)
+{
+    const float *log_beta = cache->log_beta + slot;
+    const int32_t *position = cache->position + slot, now = (int32_t)what->seen;
+    const float slope = search->slope, offset = search->offset, more = 1 + MARGIN;
+    const float best = search->size == search->wanted ? search->heap[0].score : INFINITY;
+    const float limit = best < search->limit ? best : search->limit;
+    float bound[BLOCK];
+    int any = 0; /* not above the limit, or NaN */
+    if (what->scorer == SCORE_RETENTION)
+#pragma omp simd reduction(| : any)
+        for (int64_t i = 0; i < count; i++) {
+            bound[i] = ((float)(now - position[i]) + slope) * (log_beta[i] * more) + offset;
+            any |= !(bound[i] > limit);
+        }
+    else
+#pragma omp simd reduction(| : any)
+        for (int64_t i = 0; i < count; i++) {
+            bound[i] = (float)position[i];
+            any |= !(bound[i] > limit);
+        }
+    for (int64_t i = 0; any && i < count; i++) {
+        if (bound[i] > limit)
+            continue;
+        float score = bound[i];
+        if (search->scoring || is_protected(what, position[i]))
+            score = score_of(what, log_beta[i], position[i]);
+        uint64_t rank = (uint64_t)ordered(score) << 32 | (uint32_t)position[i];
+        offer(search, (struct victim){rank, index + i, score, log_beta[i], position[i]});
+    }
+}
+
 /* Offer the entries of one row, the first of which has the number `index`. */
 static void search_row(const struct cache *cache, const struct eviction *what, int64_t row,
                        int64_t index, struct search *search)
 {
-    const int64_t length = cache->length[row], size = cache->page_size;
-    const int32_t now = (int32_t)what->seen;
-    const float slope = search->slope, offset = search->offset, more = 1 + MARGIN;
-    int64_t live;
-    for (int64_t at = 0; at < length; at += live) {
-        live = size - at % size < BLOCK ? size - at % size : BLOCK;
-        live = length - at < live ? length - at : live;
-        int64_t slot = slot_of(cache, row, at);
-        const float *log_beta = cache->log_beta + slot;
-        const int32_t *position = cache->position + slot;
-        const int full = search->size == search->wanted;
-        const float best = full ? search->heap[0].score : INFINITY;
-        const float limit = best < search->limit ? best : search->limit;
-        float bound[BLOCK];
-        int any = 0;
-        if (what->scorer == SCORE_RETENTION)
-#pragma omp simd
-            for (int64_t i = 0; i < live; i++)
-                bound[i] = ((float)(now - position[i]) + slope) * (log_beta[i] * more) + offset;
-        else
-#pragma omp simd
-            for (int64_t i = 0; i < live; i++)
-                bound[i] = (float)position[i];
-#pragma omp simd reduction(| : any)
-        for (int64_t i = 0; i < live; i++)
-            any |= !(bound[i] > limit); /* NaN: look closer */
-        for (int64_t i = 0; any && i < live; i++) {
-            if (bound[i] > limit)
-                continue;
-            float score = bound[i];
-            if (search->scoring || is_protected(what, position[i]))
-                score = score_of(what, log_beta[i], position[i]);
-            uint64_t rank = (uint64_t)ordered(score) << 32 | (uint32_t)position[i];
-            offer(search, (struct victim){rank, index + at + i, score, log_beta[i], position[i]});
-        }
+    const int64_t *page = cache->table + row * cache->width, size = cache->page_size;
+    for (int64_t left = cache->length[row]; left > 0; left -= size, index += size) {
+        int64_t slot = *page++ * size, live = left < size ? left : size;
+        for (int64_t at = 0; at < live; at += BLOCK)
+            search_block(cache, what, slot + at, live - at < BLOCK ? live - at : BLOCK,
+                         index + at, search);
     }
 }
 
@@ -199,12 +204,13 @@ EXPORT int64_t mmkv_evict_scratch(int64_t victims)
 /* Ask for what the search will read: pages lie anywhere, and the step has emptied the caches. */
 static void prefetch(const struct cache *cache)
 {
-    for (int64_t row = 0; row < cache->rows; row++)
-        for (int64_t page = 0; page < pages_of(cache, cache->length[row]); page++) {
-            int64_t slot = cache->table[row * cache->width + page] * cache->page_size;
-            __builtin_prefetch(cache->log_beta + slot);
-            __builtin_prefetch(cache->position + slot);
+    for (int64_t row = 0; row < cache->rows; row++) {
+        const int64_t *page = cache->table + row * cache->width;
+        for (int64_t left = cache->length[row]; left > 0; left -= cache->page_size, page++) {
+            __builtin_prefetch(cache->log_beta + *page * cache->page_size);
+            __builtin_prefetch(cache->position + *page * cache->page_size);
         }
+    }
 }
 
 /* Evict down to the budget. Returns 0, with nothing changed, when there is no room for so many
