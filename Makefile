@@ -32,3 +32,47 @@ $(READY): pyproject.toml constraints.txt
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+# On a machine with a GPU. Nothing is installed: the project's own environment if it is there, else
+# $(PYTHON) with the torch, triton and transformers that it has. Each part can be made by itself.
+GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
+RESULTS ?= eval/results
+BENCH = HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1 $(GPU_PYTHON) -m
+BENCH_PARTS = bench-gpu-kernels bench-gpu-4b bench-gpu-8b bench-gpu-llava bench-gpu-grid bench-gpu-largest bench-gpu-batching bench-gpu-prefill bench-gpu-capacity
+DECODE_PEERS = transformers "transformers static+compile" kvpress trimkv
+
+.PHONY: test-gpu bench-gpu $(BENCH_PARTS)
+
+test-gpu:
+	HF_HUB_OFFLINE=1 $(GPU_PYTHON) -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "no GPU here; make test runs the same tests on the CPU")'
+	HF_HUB_OFFLINE=1 $(GPU_PYTHON) -m pytest tests/test_kernels_*.py tests/test_graph.py tests/test_bench*.py
+
+bench-gpu:
+	$(MAKE) --keep-going $(BENCH_PARTS)
+
+bench-gpu-kernels:
+	$(BENCH) eval.bench_kernels --output $(RESULTS)
+
+bench-gpu-4b:
+	$(BENCH) eval.bench_decode --shape qwen3-4b --cases bars --peers $(DECODE_PEERS) $(BENCH_OPTIONS) --output $(RESULTS)
+
+bench-gpu-8b:
+	$(BENCH) eval.bench_decode --shape qwen3-vl-8b --cases bars --peers transformers $(BENCH_OPTIONS) --output $(RESULTS)
+
+bench-gpu-llava:
+	$(BENCH) eval.bench_decode --shape llava-1.5-7b --cases 1:4096:256 16:4096:256 64:4096:256 --peers --output $(RESULTS)
+
+bench-gpu-grid:
+	$(BENCH) eval.bench_decode --shape qwen3-4b --cases grid --rounds 3 --steps 64 --no-eager --no-parts --peers --name gpu-decode-grid-qwen3-4b --output $(RESULTS)
+
+bench-gpu-largest:
+	$(BENCH) eval.bench_decode --shape qwen3-4b --cases largest --rounds 5 --peers transformers --name gpu-decode-largest-qwen3-4b --output $(RESULTS)
+
+bench-gpu-batching:
+	$(BENCH) eval.bench_decode --shape qwen3-4b --cases 16:4096:256 --rounds 3 --peers "transformers continuous batching" --name gpu-decode-batching-qwen3-4b --output $(RESULTS)
+
+bench-gpu-prefill:
+	$(BENCH) eval.bench_prefill --output $(RESULTS)
+
+bench-gpu-capacity:
+	$(BENCH) eval.bench_capacity --output $(RESULTS)

@@ -1,4 +1,4 @@
-"""The ``mmkv`` command: ``mmkv chat``, ``distill``, ``eval``, ``mmdu``, ``env`` and ``--version``.
+"""The ``mmkv`` command: ``chat``, ``distill``, ``eval``, ``mmdu``, ``bench``, ``env``.
 
 Exit codes: 0 done, 1 failed (one line on stderr says why and what to do), 2 wrong usage,
 130 stopped with Ctrl-C. Nothing here imports torch: help and usage errors come at once.
@@ -15,6 +15,7 @@ import typer
 
 from engine.errors import MmkvError
 from mmkv import __version__
+from mmkv.bench import bench
 from mmkv.chat.options import ChatOptions, UsageError
 from mmkv.eval_command import evaluate
 from mmkv.mmdu.cli import app as mmdu
@@ -29,6 +30,7 @@ app = typer.Typer(
 
 app.add_typer(mmdu, name="mmdu")
 app.command(name="eval")(evaluate)
+app.command()(bench)
 
 # typer carries its own copy of click in some versions and uses the package in others; the class
 # that both derive usage mistakes from is the base of typer's own public one.

@@ -1,0 +1,120 @@
+"""Clocks for the speed programs: medians with spread, copy bandwidth, calls as CUDA graphs."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+
+def spread(values: list[float]) -> dict[str, Any]:
+    """Median, quartiles and all rounds of a measurement."""
+    if len(values) == 1:
+        return {"median": values[0], "quartiles": [values[0], values[0]], "rounds": values}
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+    return {"median": middle, "quartiles": [low, high], "rounds": values}
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until ``device`` has done all it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def wall(call: Callable[[], Any], device: torch.device) -> float:
+    """Seconds of one call, from an idle device to an idle device."""
+    synchronize(device)
+    start = time.perf_counter()
+    call()
+    synchronize(device)
+    return time.perf_counter() - start
+
+
+def take_turns(sides: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+    """Run every side once a round, in an order that turns round each time.
+
+    Drift of the machine then falls on all sides alike. The sides return what they measured.
+    """
+    measured: dict[str, list[float]] = {name: [] for name in sides}
+    for round_ in range(rounds):
+        for name in list(sides) if round_ % 2 == 0 else reversed(sides):
+            measured[name].append(sides[name]())
+    return measured
+
+
+def copy_bandwidth(device: torch.device, nbytes: int | None = None, rounds: int = 9) -> float:
+    """Bytes per second of a copy within the device's memory, bytes read plus bytes written.
+
+    Args:
+        nbytes: of the source; None: 2 GiB on a GPU, 256 MiB on a CPU.
+    """
+    count = (nbytes or (2**31 if device.type == "cuda" else 2**28)) // 4
+    source = torch.empty(count, device=device).normal_()
+    target = torch.zeros_like(source)
+    times = time_calls(lambda: target.copy_(source), device, rounds, least=0.01)
+    return 2 * 4 * count / statistics.median(times)
+
+
+def matmul_rate(device: torch.device, dtype: torch.dtype, size: int = 8192) -> float:
+    """Floating-point operations per second of a square matrix product on random numbers."""
+    left, right = (torch.empty(size, size, device=device).normal_().to(dtype) for _ in range(2))
+    out = torch.empty_like(left)
+    times = time_calls(lambda: torch.matmul(left, right, out=out), device, 5, least=0.02)
+    return 2 * size**3 / statistics.median(times)
+
+
+def time_calls(
+    call: Callable[[], Any], device: torch.device, rounds: int = 7, least: float = 0.02
+) -> list[float]:
+    """Seconds per call, one figure a round.
+
+    On a GPU the call is captured as a CUDA graph and its replays are timed with events: gaps
+    between launches, which a graph of the whole step does not have either, stay out. The call
+    must not read anything back, and must leave its inputs such that it can be repeated.
+
+    Args:
+        least: seconds of one round; it decides how often the call is repeated in it.
+    """
+    if device.type == "cuda":
+        return _time_graph(call, device, rounds, least)
+    once = wall(call, device)
+    again = min(wall(call, device), once)
+    repeats = max(1, round(least / max(again, 1e-9)))
+
+    def repeated() -> None:
+        for _ in range(repeats):
+            call()
+
+    return [wall(repeated, device) / repeats for _ in range(rounds)]
+
+
+def _time_graph(
+    call: Callable[[], Any], device: torch.device, rounds: int, least: float
+) -> list[float]:
+    side = torch.cuda.Stream(device)
+    side.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(side):  # libraries allocate and kernels compile before the capture
+        for _ in range(3):
+            call()
+    torch.cuda.current_stream(device).wait_stream(side)
+    torch.cuda.synchronize(device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+
+    def replay(times: int) -> float:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(times):
+            graph.replay()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / 1e3 / times
+
+    replay(2)
+    repeats = max(2, min(2000, round(least / max(replay(3), 1e-9))))
+    replay(repeats)  # brings the clocks up
+    return [replay(repeats) for _ in range(rounds)]
