@@ -207,7 +207,7 @@ class Engine:
             session.seen += 1
             session.next_position += 1
             session.entries += self.spec.rows
-            session._enforce(slack=(self.evict_every - 1) * self.spec.rows)
+        self._enforce(sessions, slack=(self.evict_every - 1) * self.spec.rows)
         return logits
 
     @torch.inference_mode()
@@ -291,6 +291,35 @@ class Engine:
         if session is not None and any(w and w <= session.seen for w in self.spec.sliding_window):
             return "a sliding window is in effect"
         return ""
+
+    def _enforce(self, sessions: Sequence[Session], slack: int) -> None:
+        """Evict from every session that stands more than ``slack`` entries above its budget."""
+        if not self.policy.evicts and not self.policy.admission.selective:
+            return
+        left = sessions
+        if self.evictor is not None:
+            allowed = [session.allowed_entries for session in sessions]
+            due = [i for i, s in enumerate(sessions) if s.entries > allowed[i] + slack]
+            sessions = [sessions[i] for i in due]
+            done = self._evict_natively(sessions, [allowed[i] for i in due])
+            left = [session for session, whole in zip(sessions, done, strict=True) if not whole]
+        for session in left:
+            session._enforce(slack)
+
+    def _evict_natively(self, sessions: Sequence[Session], allowed: Sequence[int]) -> list[bool]:
+        """Evict in C down to so many entries; per session whether it was done."""
+        evictor = self.evictor
+        if evictor is None or not sessions:
+            return [False] * len(sessions)
+        before = evictor.dropped(len(sessions))
+        try:
+            lanes = zip(sessions, allowed, strict=True)
+            return evictor.evict(self.cache, [(s.seq, s.seen, s.entries, a) for s, a in lanes])
+        finally:  # Ctrl-C may land the moment C returns
+            after = evictor.dropped(len(sessions))
+            for session, one, other in zip(sessions, before, after, strict=True):
+                session.entries -= other - one
+                session.evicted += other - one
 
     def _native_step(self, sessions: Sequence[Session], token_ids: Sequence[int]) -> Tensor:
         assert self.native is not None

@@ -245,21 +245,9 @@ class Session:
         if not policy.evicts:
             return
         allowed = self.allowed_entries
-        if self.entries > allowed + slack and not self._evict_natively(allowed):
+        if self.entries > allowed + slack and not self.engine._evict_natively([self], [allowed])[0]:
             entries = self.engine.cache.entries(self.seq)
             self._drop(policy.victims(self.view(entries), allowed), entries)
-
-    def _evict_natively(self, allowed: int) -> bool:
-        evictor = self.engine.evictor
-        if evictor is None:
-            return False
-        before = evictor.dropped
-        try:
-            return evictor.evict(self.engine.cache, self.seq, self.seen, self.entries, allowed)
-        finally:  # Ctrl-C may land the moment C returns
-            dropped = evictor.dropped - before
-            self.entries -= dropped
-            self.evicted += dropped
 
     def _drop(self, victims: Tensor, entries: Entries) -> None:
         self.engine.cache.drop(self.seq, victims, entries)

@@ -98,15 +98,15 @@ class Mmkv:
 
     def eviction_share(self, tokens: int) -> float:
         """Part of the decode time that goes into eviction."""
-        spent, enforce = 0.0, Session._enforce
+        spent, enforce = 0.0, Engine._enforce
 
-        def timed(session: Session, slack: int) -> None:
+        def timed(engine: Engine, sessions: Sequence[Session], slack: int) -> None:
             nonlocal spent
             start = time.perf_counter()
-            enforce(session, slack)
+            enforce(engine, sessions, slack)
             spent += time.perf_counter() - start
 
-        with mock.patch.object(Session, "_enforce", timed):
+        with mock.patch.object(Engine, "_enforce", timed):
             seconds, _ = self.run(tokens)
         return spent / seconds
 

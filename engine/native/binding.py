@@ -101,8 +101,10 @@ class Eviction(Structure):
             )
         ),
         ("lookahead", c_double),
+        ("guess", c_double),
         ("entries", c_int64),
         ("most", c_int64),
+        ("found", c_int64),
         ("dropped", c_int64),
         ("scratch", c_void_p),
     ]  # fmt: skip
@@ -113,7 +115,7 @@ _FUNCTIONS = {
     "mmkv_scratch": (c_int64, [POINTER(Model), c_int64, c_int64, c_int64]),
     "mmkv_step": (None, [POINTER(Model), POINTER(Cache), POINTER(Step)]),
     "mmkv_evict_scratch": (c_int64, [c_int64]),
-    "mmkv_evict": (c_int64, [POINTER(Cache), POINTER(Eviction)]),
+    "mmkv_evict": (None, [POINTER(Cache), POINTER(Eviction), c_int64, c_int64]),
     "mmkv_layout": (c_int64, [POINTER(c_int64)]),
 }
 

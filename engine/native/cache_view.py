@@ -18,6 +18,7 @@ class Lender:
 
     def __init__(self) -> None:
         self._views = (Cache * 0)()
+        self._each: list[Cache] = []
         self._of: tuple[object, ...] = ()
         self._rows, self._tables = 0, 0
 
@@ -28,10 +29,11 @@ class Lender:
         now = (pool.keys, pool._stack, cache.length, cache.table)
         if len(self._views) != len(seqs) or any(map(_differ, self._of, now)):
             self._views = (Cache * len(seqs))(*([self._whole(cache)] * len(seqs)))
+            self._each = list(self._views)  # to take one out of the array anew is slow
             self._rows, self._tables = cache.length.data_ptr(), cache.table.data_ptr()
             self._of = now
-        width = 8 * self._views[0].width
-        for view, seq in zip(self._views, seqs, strict=True):
+        width = 8 * self._each[0].width
+        for view, seq in zip(self._each, seqs, strict=True):
             first = seq * cache.rows
             view.length, view.table = self._rows + 8 * first, self._tables + width * first
             view.free = pool._free

@@ -74,6 +74,7 @@ static float score_of(const struct eviction *what, float log_beta, int32_t posit
 
 /* Room for the rounding of scores and of the bound itself, relative. */
 #define MARGIN 1e-6f
+#define GUESS_MARGIN 0.01
 #define BLOCK 64 /* entries looked at together */
 
 static struct search search_for(const struct eviction *what, struct victim *heap, int64_t wanted)
@@ -213,28 +214,52 @@ static void prefetch(const struct cache *cache)
     }
 }
 
-/* Evict down to the budget. Returns 0, with nothing changed, when there is no room for so many
- * victims or the rows do not hold `entries`. */
-EXPORT int64_t mmkv_evict(struct cache *cache, struct eviction *what)
+static void search_rows(const struct cache *cache, const struct eviction *what,
+                        struct search *search)
+{
+    for (int64_t row = 0, index = 0; row < cache->rows; index += cache->length[row++])
+        search_row(cache, what, row, index, search);
+}
+
+/* All rows together. From one step to the next the limit moves little: a guess near the last one
+ * saves the search by bounds. It was too low if there are not `wanted` entries at or below it. */
+static void search_all(const struct cache *cache, struct eviction *what, struct search *search)
+{
+    if (!isinf(what->guess)) {
+        search->limit = (float)what->guess;
+        search->scoring = 1;
+        search_rows(cache, what, search);
+    }
+    if (search->size < search->wanted || !(search->heap[0].score <= search->limit)) {
+        *search = search_for(what, search->heap, search->wanted);
+        search_rows(cache, what, search);
+        begin_scoring(what, search);
+        search_rows(cache, what, search);
+    }
+    what->guess = search->heap[0].score + GUESS_MARGIN * (1 + fabs(search->heap[0].score));
+}
+
+/* Where the victims of an order are listed. */
+static int64_t *victims_of(const struct eviction *what)
+{
+    return (int64_t *)((struct victim *)what->scratch + what->most);
+}
+
+/* List who has to go. Refuses when there is no room for so many, or the rows do not hold
+ * `entries`. */
+static void find_victims(const struct cache *cache, struct eviction *what)
 {
     int64_t wanted = excess(cache, what), share = what->budget / cache->rows, held = 0;
     for (int64_t row = 0; row < cache->rows; row++)
         held += cache->length[row];
-    if (wanted > what->most || held != what->entries)
-        return 0;
-    if (wanted <= 0)
-        return 1;
+    what->found = wanted > what->most || held != what->entries ? -1 : wanted > 0 ? wanted : 0;
+    if (what->found <= 0)
+        return;
     prefetch(cache);
     struct victim *heap = what->scratch;
-    int64_t *victims = (int64_t *)(heap + what->most);
     struct search search = search_for(what, heap, wanted);
     if (what->allocation == COMPETE_GLOBAL)
-        for (int pass = 0; pass < 2; pass++) {
-            for (int64_t row = 0, index = 0; row < cache->rows; index += cache->length[row++])
-                search_row(cache, what, row, index, &search);
-            if (pass == 0)
-                begin_scoring(what, &search);
-        }
+        search_all(cache, what, &search);
     else
         for (int64_t row = 0, index = 0, found = 0; row < cache->rows; row++) {
             int64_t length = cache->length[row];
@@ -247,10 +272,27 @@ EXPORT int64_t mmkv_evict(struct cache *cache, struct eviction *what)
             }
             index += length;
         }
+    int64_t *victims = victims_of(what);
     for (int64_t i = 0; i < wanted; i++)
         victims[i] = heap[i].index;
     qsort(victims, (size_t)wanted, sizeof *victims, by_index);
-    drop_entries(cache, victims, wanted);
-    what->dropped += wanted;
-    return 1;
+}
+
+/* Evict each sequence down to its budget, or, where refused, change nothing of it. The caches lend
+ * one stack of free pages, as to mmkv_step; it is filled sequence after sequence. */
+EXPORT void mmkv_evict(struct cache *caches, struct eviction *orders, int64_t lanes,
+                       int64_t threads)
+{
+#pragma omp parallel for num_threads((int)threads) schedule(dynamic, 1) if (threads > 1)
+    for (int64_t lane = 0; lane < lanes; lane++)
+        find_victims(caches + lane, orders + lane);
+    for (int64_t lane = 0; lane < lanes; lane++) {
+        caches[lane].free = caches[lane ? lane - 1 : 0].free;
+        if (orders[lane].found <= 0)
+            continue;
+        drop_entries(caches + lane, victims_of(orders + lane), orders[lane].found);
+        orders[lane].dropped += orders[lane].found;
+    }
+    for (int64_t lane = 0; lane < lanes; lane++)
+        caches[lane].free = caches[lanes - 1].free;
 }

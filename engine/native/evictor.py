@@ -1,11 +1,14 @@
-"""NativeEvictor: eviction of one sequence in C, for the policies a decode loop runs on."""
+"""NativeEvictor: eviction in C, of a batch at once, for the policies a decode loop runs on."""
 
 from __future__ import annotations
+
+import math
+from collections.abc import Sequence
 
 import torch
 
 from engine.cache import RaggedCache
-from engine.native.binding import Eviction, byref, library
+from engine.native.binding import Eviction, library
 from engine.native.cache_view import Lender
 from engine.policies.allocation import GlobalAllocation, HeadAllocation
 from engine.policies.base import Policy
@@ -17,6 +20,8 @@ _ALLOCATIONS: dict[type, int] = {GlobalAllocation: 0, HeadAllocation: 1}
 # The C code keeps the victims in a heap: right for the few of a decode step, while torch's
 # selection is as fast for the many of a prefill chunk.
 _MOST_VICTIMS = 1024
+# Waking a second thread takes as long as looking through some thousand entries.
+_ENTRIES_PER_THREAD = 2**14
 
 
 class NativeEvictor:
@@ -31,16 +36,19 @@ class NativeEvictor:
             raise RuntimeError(f"no native eviction for policy {policy.name!r}")
         self._library = loaded
         scoring = policy.scoring
-        self._order = Eviction(
+        self._policy = Eviction(
             scorer=_SCORERS[type(scoring)],
             allocation=_ALLOCATIONS[type(policy.allocation)],
             protect_first=policy.protect_first,
             protect_recent=policy.protect_recent,
             lookahead=scoring.lookahead if isinstance(scoring, Retention) else 1,
+            guess=math.inf,
+            most=_MOST_VICTIMS,
         )
         self._lender = Lender()
-        self._scratch = torch.empty(loaded.mmkv_evict_scratch(_MOST_VICTIMS), dtype=torch.uint8)
-        self._order.most, self._order.scratch = _MOST_VICTIMS, self._scratch.data_ptr()
+        self._orders = (Eviction * 0)()
+        self._each: list[Eviction] = []  # to take one out of the array anew is slow
+        self._scratch = torch.empty(0, dtype=torch.uint8)
 
     @staticmethod
     def supports(policy: Policy) -> bool:
@@ -51,21 +59,39 @@ class NativeEvictor:
             and not policy.admission.selective
         )
 
-    @property
-    def dropped(self) -> int:
-        """How many entries :meth:`evict` has dropped so far, in all calls."""
-        return self._order.dropped
+    def dropped(self, lanes: int) -> list[int]:
+        """Per lane, how many entries all calls of :meth:`evict` so far have dropped."""
+        if lanes > len(self._each):
+            self._make_orders(lanes)
+        return [order.dropped for order in self._each[:lanes]]
 
-    def evict(self, cache: RaggedCache, seq: int, seen: int, entries: int, budget: int) -> bool:
-        """Drop the lowest of the ``entries`` of sequence ``seq`` until ``budget`` holds.
+    def evict(self, cache: RaggedCache, lanes: Sequence[tuple[int, int, int, int]]) -> list[bool]:
+        """Drop the lowest entries of different sequences until their budgets hold.
+
+        Args:
+            lanes: per sequence its slot, tokens seen, entries held and entries that may stay.
 
         Returns:
-            whether it was done; if not (too many victims for this way of selecting), nothing
-            has changed.
+            per sequence whether it was done; if not (too many victims for this way of selecting),
+            nothing of it has changed.
         """
-        order = self._order
-        if entries - budget > _MOST_VICTIMS:
-            return False
-        order.seen, order.budget, order.entries = seen, budget, entries
-        with self._lender.lend(cache, [seq]) as views:
-            return bool(self._library.mmkv_evict(views, byref(order)))
+        count, total = len(lanes), 0
+        if count > len(self._each):
+            self._make_orders(count)
+        for order, (_, seen, entries, budget) in zip(self._each, lanes, strict=False):
+            order.seen, order.budget, order.entries = seen, budget, entries
+            total += entries
+        threads = max(1, min(torch.get_num_threads(), count, total // _ENTRIES_PER_THREAD))
+        with self._lender.lend(cache, [lane[0] for lane in lanes]) as views:
+            self._library.mmkv_evict(views, self._orders, count, threads)
+        return [order.found >= 0 for order in self._each[:count]]
+
+    def _make_orders(self, lanes: int) -> None:
+        each = self._library.mmkv_evict_scratch(_MOST_VICTIMS)
+        before = self.dropped(len(self._each))
+        self._scratch = torch.empty(lanes, each, dtype=torch.uint8)
+        self._orders = (Eviction * lanes)(*([self._policy] * lanes))
+        self._each = list(self._orders)
+        for lane, order in enumerate(self._each):
+            order.scratch = self._scratch[lane].data_ptr()
+            order.dropped = before[lane] if lane < len(before) else 0

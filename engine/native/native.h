@@ -65,7 +65,9 @@ enum { COMPETE_GLOBAL, COMPETE_HEAD };
 struct eviction {
     int64_t scorer, allocation, seen, budget, protect_first, protect_recent;
     double lookahead; /* >= 1, or infinity */
+    double guess;     /* which score no victim will pass, infinity for none; left for the next call */
     int64_t entries, most; /* held before; victims there is room for */
+    int64_t found;         /* victims of this call, -1: refused */
     int64_t dropped;       /* by all calls so far */
     void *scratch;
 };
