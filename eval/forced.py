@@ -9,6 +9,7 @@ is what greedy decoding would have said.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch import Tensor
 from engine.families.base import Turn
 from engine.policies import Budget
 from engine.runtime import Engine
+from engine.session import Session
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,7 @@ class Answer:
         right: whether every token was the most likely one.
         kl: sum over tokens of KL(full || ours); nll: sum of negative log-likelihoods of the tokens.
         agree: tokens whose most likely continuation is that of the full cache.
+        wrong: (index in the answer, id said instead) of every token that was not the most likely.
     """
 
     tokens: int
@@ -36,6 +39,7 @@ class Answer:
     kl: float
     nll: float
     agree: int
+    wrong: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,8 @@ class Reading:
         answers: in order.
         tokens_seen: length of the dialogue; entries: held at its end, over all rows; evicted: gone.
         per_row: entries at the end by layer and KV head; by_modality: over all of them.
+        nbytes: physical bytes of the pages held at the end, block tables left out (they grow with
+            what an engine has held before).
     """
 
     answers: list[Answer]
@@ -54,6 +60,7 @@ class Reading:
     evicted: int
     per_row: list[list[int]]
     by_modality: dict[str, int]
+    nbytes: int
 
 
 @torch.inference_mode()
@@ -93,37 +100,90 @@ def read(
         full: what :func:`full_logits` gave, when several policies are compared.
     """
     turn = engine.family.turn(inputs, 0, engine.device)
-    if full is None:
-        full = full_logits(engine, turn, labels)
-    reference = F.log_softmax(full, -1)
-    answers: list[Answer] = []
-    done, seen = 0, 0
-    with engine.session(budget) as session:
-        for start, stop in spans(labels.tolist()):
-            if start > done:
-                logits = session.extend(turn.part(done, start))
+    made = engine.budget if budget is None else Budget.of(budget)
+    return read_at(engine, turn, labels, [made], full)[0]
+
+
+@torch.inference_mode()
+def read_at(
+    engine: Engine,
+    turn: Turn,
+    labels: Tensor,
+    budgets: Sequence[Budget],
+    full: Tensor | None = None,
+    cuts: Sequence[int] = (),
+) -> list[Reading]:
+    """Feed one dialogue through sessions that differ in their budget only, side by side.
+
+    What comes before the first eviction is the same for all and read once; answers are decoded in
+    one batch.
+
+    Args:
+        turn: the whole dialogue; full: what :func:`full_logits` gave for it.
+        cuts: token indices at which the prefill is cut: memory is brought down to the budget before
+            what follows is known.
+
+    Returns:
+        One reading per budget, in order.
+    """
+    reference = F.log_softmax(full_logits(engine, turn, labels) if full is None else full, -1)
+    where = spans(labels.tolist())
+    parts = sorted({*cuts, *(start for start, _ in where)} - {0})
+    answers: list[list[Answer]] = [[] for _ in budgets]
+    with ExitStack() as stack:
+        sessions, logits = _begin(engine, turn, budgets, parts[0], stack)
+        done, seen = parts[0], 0
+        for start, stop in where:
+            for part in [part for part in parts if done < part <= start]:
+                logits = torch.stack([s.extend(turn.part(done, part)) for s in sessions])
+                done = part
             given = []
-            for index in range(start, stop):
+            for token in labels[start:stop].tolist():
                 given.append(logits)
-                logits = session.decode(int(labels[index]))
+                logits = engine.decode(sessions, [token] * len(sessions))
             done = stop
-            count = stop - start
-            ours = F.log_softmax(torch.stack(given), -1)
-            theirs = reference[seen : seen + count]
-            seen += count
-            best = ours.argmax(-1)
-            target = labels[start:stop].to(best.device)
-            answers.append(
-                Answer(
-                    tokens=count,
-                    right=bool((best == target).all()),
-                    kl=float((theirs.exp() * (theirs - ours)).sum()),
-                    nll=float(F.nll_loss(ours, target, reduction="sum")),
-                    agree=int((best == theirs.argmax(-1)).sum()),
-                )
-            )
-        memory = session.memory()
-        per_row = engine.cache.length[session.seq].tolist()
-    return Reading(
-        answers, memory.tokens_seen, memory.entries, memory.evicted, per_row, memory.by_modality
+            theirs = reference[seen : seen + stop - start]
+            seen += stop - start
+            for found, ours in zip(answers, torch.stack(given, 1), strict=True):
+                found.append(_answer(F.log_softmax(ours, -1), theirs, labels[start:stop]))
+        return [_reading(*pair) for pair in zip(sessions, answers, strict=True)]
+
+
+def _begin(
+    engine: Engine, turn: Turn, budgets: Sequence[Budget], stop: int, stack: ExitStack
+) -> tuple[list[Session], Tensor]:
+    """Sessions that have read the first ``stop`` tokens, and their logits ``[B, vocab]``."""
+    # Nothing is evicted inside a chunk: up to the end of the first, budgets make no difference.
+    alike = min(stop, engine.prefill_chunk)
+    sessions = []
+    with engine.session(float(alike)) as whole:
+        logits = whole.extend(turn.part(0, alike)).expand(len(budgets), -1)
+        for budget in budgets:
+            sessions.append(stack.enter_context(whole.fork()))
+            sessions[-1].set_budget(budget)
+    if stop > alike:
+        logits = torch.stack([session.extend(turn.part(alike, stop)) for session in sessions])
+    return sessions, logits
+
+
+def _answer(ours: Tensor, theirs: Tensor, target: Tensor) -> Answer:
+    """What is kept of the log-probabilities ``[T, vocab]`` at one answer ``[T]``."""
+    best, target = ours.argmax(-1), target.to(ours.device)
+    miss = (best != target).nonzero().flatten().tolist()
+    return Answer(
+        tokens=target.numel(),
+        right=not miss,
+        kl=float((theirs.exp() * (theirs - ours)).sum()),
+        nll=float(F.nll_loss(ours, target, reduction="sum")),
+        agree=int((best == theirs.argmax(-1)).sum()),
+        wrong=tuple((index, int(best[index])) for index in miss),
     )
+
+
+def _reading(session: Session, answers: list[Answer]) -> Reading:
+    memory = session.memory()
+    per_row = session.engine.cache.length[session.seq].tolist()
+    return Reading(
+        answers, memory.tokens_seen, memory.entries, memory.evicted, per_row, memory.by_modality,
+        memory.pages * session.engine.cache.pool.page_bytes,
+    )  # fmt: skip

@@ -112,28 +112,35 @@ def markdown(pages: Mapping[str, Mapping[str, Any]]) -> str:
         fractions = list(dict.fromkeys(r["budget"] for r in page["rows"] if r["side"] != "full"))
         sides = list(dict.fromkeys(r["side"] for r in page["rows"] if r["side"] != "full"))
         full = page["rows"][0]["accuracy"]
-        text.append(f"Full cache: {_interval(full)}. Cells: accuracy with 95 % interval; KL.\n")
+        text.append(f"Full cache: {interval(full)}. Cells: accuracy with 95 % interval; KL.\n")
         text.append(f"| budget | {' | '.join(sides)} |\n|---|{'---|' * len(sides)}")
         for fraction in fractions:
             cells = []
             for side in sides:
                 row = next(r for r in page["rows"] if (r["side"], r["budget"]) == (side, fraction))
-                cells.append(f"{_interval(row['accuracy'])}; {row['kl_per_token']['value']:.3f}")
+                cells.append(f"{interval(row['accuracy'])}; {row['kl_per_token']['value']:.3f}")
             text.append(f"| {fraction} | {' | '.join(cells)} |")
-        text.append("\nPaired differences (sign-flip tests over dialogues):\n")
-        text.append("| budget | difference | accuracy | p | KL per token | p |")
-        text.append("|---|---|---|---|---|---|")
-        for test in page["tests"]:
-            cells = [
-                f"{_interval(test[name], sign=True)} | {test[name]['p']:.4f}"
-                for name in ("accuracy", "kl_per_token")
-            ]
-            text.append(f"| {test['budget']} | {test['of']} | {' | '.join(cells)} |")
+        text += ["", *paired_lines(page["tests"])]
         text.append("")
     return "\n".join(text)
 
 
-def _interval(value: Mapping[str, float], sign: bool = False) -> str:
+def paired_lines(tests: Sequence[Mapping[str, Any]], where: str = "") -> list[str]:
+    """The table of the paired tests of :func:`summarise`; ``where``: said in its heading."""
+    text = [f"Paired differences{where} (sign-flip tests over dialogues):\n"]
+    text.append("| budget | difference | accuracy | p | KL per token | p |")
+    text.append("|---|---|---|---|---|---|")
+    for test in tests:
+        cells = [
+            f"{interval(test[name], sign=True)} | {test[name]['p']:.4f}"
+            for name in ("accuracy", "kl_per_token")
+        ]
+        text.append(f"| {test['budget']} | {test['of']} | {' | '.join(cells)} |")
+    return text
+
+
+def interval(value: Mapping[str, float], sign: bool = False) -> str:
+    """A value and its interval, as tables show them."""
     form = "+.3f" if sign else ".3f"
     return f"{value['value']:{form}} [{value['low']:{form}}, {value['high']:{form}}]"
 

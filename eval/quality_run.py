@@ -11,6 +11,7 @@ import hashlib
 import itertools
 import json
 import multiprocessing
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
@@ -19,19 +20,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import track
+from tqdm import tqdm
 
 from engine.errors import InputError
 from engine.gates import load_gates
 from engine.policies import Budget, make_policy
 from engine.runtime import Engine
-from eval.forced import Reading, full_logits, read
-from training.sources import examples
+from eval.forced import Reading, full_logits, read_at
+from eval.worlds import held_out
 
 Record = dict[str, Any]
-
-_ENDLESS = 2**31  # dialogue n of a source does not depend on how many are read
 
 
 @dataclass(frozen=True)
@@ -74,7 +72,9 @@ class Cell:
     """One reading of every dialogue: a policy with one set of gates under one budget.
 
     Attributes:
-        gates: a folder, or None. fraction: budget as a share of the dialogue; None: no budget.
+        gates: a folder, or None.
+        fraction: budget as a share of the dialogue, or above 1 as entries per layer and head;
+            None: no budget.
     """
 
     policy: str
@@ -90,6 +90,11 @@ class Cell:
             held = b"".join(path.read_bytes() for path in files if path.is_file())
             gates = hashlib.sha256(held or self.gates.encode()).hexdigest()[:16]
         return f"{self.policy}@{self.lookahead}:{gates} at {self.fraction}"
+
+    def budget(self, tokens: int) -> Budget:
+        """The budget for a dialogue of ``tokens``, known to none of the sides in advance."""
+        amount = float(Fraction(self.fraction or 1))
+        return Budget.of(amount if amount > 1 else max(1.0, amount * tokens))
 
     def engine(self, base: Engine) -> Engine:
         """An engine over the weights of ``base``.
@@ -109,7 +114,8 @@ class Comparison:
     """What is read, and how.
 
     Attributes:
-        fractions: budgets as shares of each dialogue's length, such as ``1/8``.
+        fractions: budgets: shares of each dialogue's length, such as ``1/8``, or mean entries per
+            layer and KV head, such as ``64``.
         max_length: longest dialogue in tokens.
     """
 
@@ -118,6 +124,18 @@ class Comparison:
     sides: tuple[Side, ...]
     fractions: tuple[str, ...]
     max_length: int = 8192
+
+    def __post_init__(self) -> None:
+        for text in self.fractions:
+            try:
+                amount = Fraction(text)
+            except (ValueError, ZeroDivisionError):
+                amount = Fraction(0)
+            if amount <= 0:
+                raise InputError(
+                    f"budget {text!r}: give a share of the dialogue such as 1/8, or entries per "
+                    "layer and head such as 64"
+                )
 
     def cells(self) -> dict[str, list[Cell]]:
         """``"side at fraction"`` -> one cell per gate folder; the full cache under ``"full"``."""
@@ -144,7 +162,7 @@ class Reader:
         self._data: dict[str, Any] = {}
 
     def _engine(self, cell: Cell) -> Engine:
-        whatever = dataclasses.replace(cell, fraction=None)
+        whatever = _unbudgeted(cell)
         if whatever not in self._engines:
             self._engines[whatever] = cell.engine(self.base)
         return self._engines[whatever]
@@ -153,22 +171,31 @@ class Reader:
     def read(self, source: str, index: int, cells: Sequence[Cell]) -> list[Record]:
         """One held-out dialogue through every cell; what :func:`record` keeps of each."""
         if source not in self._data:
-            self._data[source] = examples(
-                self.comparison.model, [source], _ENDLESS, seed=0,
-                max_length=self.comparison.max_length, split="heldout",
-            )  # fmt: skip
+            self._data[source] = held_out(self.comparison.model, source, self.comparison.max_length)
         example = self._data[source][index]
-        inputs = {name: value for name, value in example.items() if name != "labels"}
-        labels = example["labels"].flatten().clone()
+        inputs = {k: v for k, v in example.items() if k not in ("labels", "cuts")}
+        labels, cuts = example["labels"].flatten().clone(), example.get("cuts", ())
         labels[0] = -100
-        full = full_logits(self.base, self.base.family.turn(inputs, 0, self.base.device), labels)
-        found = []
+        turn = self.base.family.turn(inputs, 0, self.base.device)
+        if turn.next_position > self.base.spec.max_position:
+            raise InputError(
+                f"dialogue {index} of {source} reaches position {turn.next_position:,}, the model "
+                f"was trained for {self.base.spec.max_position:,}; give shorter dialogues"
+            )
+        full = full_logits(self.base, turn, labels)
+        found: dict[Cell, Record] = {}
+        alike: dict[Cell, list[Cell]] = {}
         for cell in cells:
-            # The budget is a share of the whole dialogue, known to none of the sides in advance.
-            share = float(Fraction(cell.fraction or 1))
-            budget = Budget.of(max(1.0, share * labels.numel()))
-            found.append(record(read(self._engine(cell), inputs, labels, budget, full)))
-        return found
+            alike.setdefault(_unbudgeted(cell), []).append(cell)
+        for whatever, mine in alike.items():
+            budgets = [cell.budget(labels.numel()) for cell in mine]
+            made = read_at(self._engine(whatever), turn, labels, budgets, full, cuts)
+            found.update(zip(mine, map(record, made), strict=True))
+        return [found[cell] for cell in cells]
+
+
+def _unbudgeted(cell: Cell) -> Cell:
+    return dataclasses.replace(cell, fraction=None)
 
 
 def record(reading: Reading) -> Record:
@@ -179,25 +206,33 @@ def record(reading: Reading) -> Record:
         "kl": [round(answer.kl, 5) for answer in reading.answers],
         "nll": [round(answer.nll, 5) for answer in reading.answers],
         "agree": [answer.agree for answer in reading.answers],
+        "wrong": [answer.wrong for answer in reading.answers],
         "seen": reading.tokens_seen,
         "entries": reading.entries,
         "evicted": reading.evicted,
         "visual": sum(n for name, n in reading.by_modality.items() if name != "text"),
         "per_row": reading.per_row,
+        "bytes": reading.nbytes,
     }
 
 
 def compare(
-    comparison: Comparison, source: str, count: int, journal: Path, workers: int = 1
+    comparison: Comparison,
+    source: str,
+    count: int,
+    journal: Path,
+    workers: int = 1,
+    reader: type[Reader] = Reader,
 ) -> dict[str, list[list[Record]]]:
     """Read ``count`` dialogues through every cell, but for what the journal holds.
 
     Args:
         journal: JSONL of finished readings. They are kept under what decides them, so sides,
             seeds, budgets and dialogues can be added later.
+        reader: what reads them, for programs that keep something else of each.
 
     Returns:
-        ``"side at fraction"`` -> per gate folder -> per dialogue what :func:`record` keeps.
+        ``"side at fraction"`` -> per gate folder -> per dialogue what the reader keeps.
     """
     cells = comparison.cells()
     keys = {cell: cell.key() for cell in itertools.chain.from_iterable(cells.values())}
@@ -207,17 +242,19 @@ def compare(
         index: [cell for cell in keys if (keys[cell], index) not in done] for index in range(count)
     }
     todo = {index: missing for index, missing in left.items() if missing}
-    console = Console(stderr=True)
     if done:
-        console.print(f"{source}: {len(done)} readings are in {journal}")
+        tqdm.write(f"{source}: {len(done)} readings are in {journal}", file=sys.stderr)
     with journal.open("a+") as file:
         file.write("\n")  # ends a line that was cut off
-        made = _readings(comparison, source, todo, workers)
-        for index, records in track(made, f"reading {source}", len(todo), console=console):
+        made = _readings(comparison, source, todo, workers, reader)
+        for index, records in tqdm(made, f"reading {source}", len(todo), unit="dialogue"):
+            lines = []
             for cell, found in zip(todo[index], records, strict=True):
-                done[keys[cell], index] = found
+                # As the journal gives it back: tuples come back as lists.
                 row = {"where": where, "cell": keys[cell], "index": index, "record": found}
-                file.write(json.dumps(row) + "\n")
+                lines.append(json.dumps(row))
+                done[keys[cell], index] = json.loads(lines[-1])["record"]
+            file.write("\n".join(lines) + "\n")  # at once: read together, kept together
             file.flush()
     return {
         name: [[done[keys[cell], index] for index in range(count)] for cell in seeds]
@@ -238,16 +275,23 @@ def _read_journal(path: Path, where: str) -> dict[tuple[str, int], Record]:
 
 
 def _readings(
-    comparison: Comparison, source: str, todo: Mapping[int, list[Cell]], workers: int
+    comparison: Comparison,
+    source: str,
+    todo: Mapping[int, list[Cell]],
+    workers: int,
+    kind: type[Reader],
 ) -> Iterator[tuple[int, list[Record]]]:
     if workers <= 1:
-        reader = Reader(comparison)
+        reader = kind(comparison)
         for index, cells in todo.items():
             yield index, reader.read(source, index, cells)
         return
     # Spawned, not forked: torch's threads do not survive a fork.
     with ProcessPoolExecutor(
-        workers, multiprocessing.get_context("spawn"), _start, (comparison, torch.get_num_threads())
+        workers,
+        multiprocessing.get_context("spawn"),
+        _start,
+        (kind, comparison, torch.get_num_threads()),
     ) as pool:
         waiting = {pool.submit(_read, source, index, cells): index for index, cells in todo.items()}
         for future in as_completed(waiting):
@@ -257,10 +301,10 @@ def _readings(
 _reader: Reader | None = None
 
 
-def _start(comparison: Comparison, threads: int) -> None:
+def _start(kind: type[Reader], comparison: Comparison, threads: int) -> None:
     global _reader
     torch.set_num_threads(threads)
-    _reader = Reader(comparison)
+    _reader = kind(comparison)
 
 
 def _read(source: str, index: int, cells: list[Cell]) -> list[Record]:

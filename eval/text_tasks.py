@@ -62,7 +62,7 @@ def recall(rng: random.Random, facts: int, questions: int) -> list[Piece]:
 def needles(rng: random.Random, filler: int, keys: int, queries: int) -> list[Piece]:
     """``keys`` facts at random depths among ``filler`` sentences, then ``queries`` of them."""
     known = _numbers(rng, keys)
-    lines = [_small_talk(rng) for _ in range(filler)]
+    lines = [small_talk(rng) for _ in range(filler)]
     for name, value in known.items():
         lines.insert(rng.randint(0, len(lines)), _stated(name, value))
     pieces = [Piece("".join(lines))]
@@ -80,7 +80,7 @@ def memory(rng: random.Random, sessions: int, people: int, talk: int) -> list[Pi
     known: dict[str, str] = {}
     pieces = []
     for session in range(1, sessions + 1):
-        lines = [_small_talk(rng) for _ in range(talk)]
+        lines = [small_talk(rng) for _ in range(talk)]
         for name in rng.sample(names, 2):
             known[name] = _number(rng)
             lines.insert(rng.randint(0, len(lines)), _stated(name, known[name]))
@@ -128,7 +128,8 @@ def _number(rng: random.Random) -> str:
     return str(rng.randint(1000, 9999))
 
 
-def _small_talk(rng: random.Random) -> str:
+def small_talk(rng: random.Random) -> str:
+    """A sentence that nothing is ever asked about."""
     subject, verb = rng.choice(_SUBJECTS), rng.choice(_VERBS)
     thing, place = rng.choice(_OBJECTS), rng.choice(_PLACES)
     return f"{rng.choice(_TIMES)} the {subject} {verb} a {thing} near the {place}.\n"

@@ -111,7 +111,7 @@ def examples(
         world, _, kind = rest.partition(":")
         if world in _DRAWN:
             if world == "scenes":
-                _require_scene_tokens(encoder.processor, model)
+                require_scene_tokens(encoder.processor, model)
             sources.append(Drawn(world, kind, split))
             weights.append(_weight(weight, text))
         else:
@@ -131,9 +131,10 @@ def _weight(text: str, source: str) -> float:
     return weight
 
 
-def _require_scene_tokens(processor: Processor, model: str) -> None:
+def require_scene_tokens(processor: Processor, model: str) -> None:
+    """Raise DataError unless the processor has the tokens that scenes are written in."""
     if build_tokenizer().get_vocab() != processor.tokenizer.get_vocab():
         raise DataError(
-            f"scenes are written in the bundled model's tokens, which {model} does not use; train "
-            "it on files"
+            f"scenes are written in the bundled model's tokens, which {model} does not use; give "
+            "it files or text"
         )

@@ -1,0 +1,87 @@
+"""Where attention goes: the weights of single decode steps, taken beside the engine's own.
+
+The step's attention is computed by the engine as always; the probe reads the same keys from the
+pages, and works out the softmax in float64 for the record.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine import runtime
+from engine.runtime import Engine
+from engine.session import Session
+from engine.step import DecodeStep
+
+
+@dataclass
+class Attended:
+    """Attention logits of one decode step.
+
+    Attributes:
+        logits: per layer ``[H, G, T]`` float64, T the tokens seen: q k / sqrt(d) of KV head and
+            query head in its group, -inf where the entry is gone (nothing is in the cache).
+    """
+
+    logits: list[Tensor] = field(default_factory=list)
+
+    def stacked(self) -> Tensor:
+        """``[L, H, G, T]``."""
+        return torch.stack(self.logits)
+
+
+class _ProbedStep(DecodeStep):
+    """A decode step of one sequence that notes its attention logits."""
+
+    seq: int
+    attended: Attended
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        out = super().attend(layer, query, key, value)
+        spec, pool = self.spec, self.cache.pool
+        entries = self.cache.entries(self.seq)
+        mine = entries.row // spec.num_kv_heads == layer
+        slot, head = entries.slot[mine], entries.row[mine] % spec.num_kv_heads
+        position = pool.position.view(-1)[slot].long()
+        keys = pool.keys.flatten(0, 1)[slot].double()
+        grouped = query[0].view(spec.num_kv_heads, spec.group, spec.head_dim).double()
+        products = torch.einsum("ed,egd->eg", keys, grouped[head]) * spec.head_dim**-0.5
+        logits = torch.full((spec.num_kv_heads, spec.group, self.seen), -torch.inf).double()
+        logits[head, :, position] = products
+        self.attended.logits.append(logits)
+        return out
+
+
+@contextmanager
+def _probing(engine: Engine, session: Session, attended: Attended) -> Iterator[None]:
+    """Decode steps of this session are probed; the native step, which cannot be, is put aside."""
+
+    def step(*arguments: Any) -> DecodeStep:
+        made = _ProbedStep(*arguments)
+        made.seq, made.attended = session.seq, attended
+        return made
+
+    native, plain = engine.native, runtime.DecodeStep
+    engine.native, runtime.DecodeStep = None, step  # type: ignore[assignment, misc]
+    try:
+        yield
+    finally:
+        engine.native, runtime.DecodeStep = native, plain  # type: ignore[misc]
+
+
+def probed_decode(session: Session, token: int) -> tuple[Tensor, Tensor]:
+    """Append a token as :meth:`Session.decode` does.
+
+    Returns:
+        logits ``[vocab]``, and the attention logits ``[L, H, G, T]`` of :class:`Attended`.
+    """
+    attended = Attended()
+    with _probing(session.engine, session, attended):
+        logits = session.decode(token)
+    return logits, attended.stacked()

@@ -1,0 +1,79 @@
+"""The page of all results: it is what the program writes now, and says where figures come from."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from eval.record import RESULTS
+from eval.report import PAGE, main, page
+
+
+def test_the_committed_page_is_not_stale() -> None:
+    assert PAGE.read_text() == page(RESULTS.resolve(), PAGE), "run `python -m eval.report`"
+
+
+def test_every_committed_result_and_figure_is_on_the_page() -> None:
+    text = PAGE.read_text()
+    for path in RESULTS.glob("*.json"):
+        held = json.loads(path.read_text())
+        section = text.split(f"\n## {path.stem}\n")[1].split("\n## ")[0]
+        assert held["command"] in section and held["commit"][:10] in section
+        assert all(version in section for version in held["versions"].values())
+    for path in RESULTS.glob("*.png"):
+        assert f"(../eval/results/{path.name})" in text
+
+
+@pytest.fixture
+def results(tmp_path: Path) -> Path:
+    folder = tmp_path / "results"
+    folder.mkdir()
+    held = {
+        "date": "2026-01-02T03:04:05Z", "command": "python -m eval.some --x 1",
+        "commit": "0123456789abcdef+changes", "versions": {"torch": "9.9"},
+        "machine": {"cpu": "A chip", "cores": 3, "memory_gib": 5.5},
+        "results": {"share": 0.123456, "wide": [1, 2, 3, 4, 5],
+                    "rows": [{"a": 1, "b": "x|y"}, {"a": 20000, "c": None}],
+                    "deep": {"inner": {"ok": True}}},
+    }  # fmt: skip
+    (folder / "some.json").write_text(json.dumps(held))
+    (folder / "some-more.json").write_text(json.dumps({**held, "results": []}))
+    (folder / "some-more.md").write_text(
+        "### One\n\n| a |\n|---|\n| 7 |\n\nPaired differences (of 1):\n\n| p |\n|---|\n| 0.5 |\n"
+        "\n### Two\n\n| b |\n|---|\n| 8 |\n"
+    )
+    for name in ("some.png", "some-more-kept.png", "other.png"):
+        (folder / name).write_bytes(b"")
+    return folder
+
+
+def test_a_page_from_files(results: Path, tmp_path: Path) -> None:
+    output = tmp_path / "docs" / "page.md"
+    main(["--results", str(results), "--output", str(output)])
+    text = output.read_text()
+    one, two = text.split("## some-more\n")[1].split("## some\n")
+    assert "python -m eval.some --x 1" in one and "0123456789+changes" in one
+    assert "A chip, 3 cores, 5.5 GiB" in one and "torch 9.9" in one
+    # Tables of its own page, without the tests; figures go to the longest name they begin with.
+    assert "| 7 |" in one and "| 8 |" in one and "0.5" not in one and "**Two**" in one
+    assert "(../results/some-more-kept.png)" in one and "(../results/some.png)" in two
+    assert "other.png" not in text
+    assert "| share | 0.1235 |" in two and "| 20,000 | - | - |" in two and "| ok | yes |" in two
+    assert "| 1 | x\\|y | - |" in two and "*deep, inner*" in two
+    main(["--results", str(results), "--output", str(output), "--check"])
+    (results / "some.png").unlink()
+    with pytest.raises(SystemExit, match="is stale; run python"):
+        main(["--results", str(results), "--output", str(output), "--check"])
+    assert output.read_text() == text
+
+
+def test_broken_files_are_one_line(results: Path, tmp_path: Path) -> None:
+    (results / "bad.json").write_text("{")
+    with pytest.raises(SystemExit, match=r"cannot read .*bad\.json"):
+        main(["--results", str(results), "--output", str(tmp_path / "x.md")])
+    (results / "bad.json").write_text("[]")
+    with pytest.raises(SystemExit, match="no result file"):
+        main(["--results", str(results), "--output", str(tmp_path / "x.md")])
+    assert not (tmp_path / "x.md").exists()
