@@ -13,31 +13,25 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from mmkv import arguments
+
 if TYPE_CHECKING:
     from engine.runtime import Engine
 
 
 def bench(
-    model: Annotated[
-        str | None,
-        typer.Argument(help="Model folder or hub id. Default: the small bundled model."),
-    ] = None,
+    model: arguments.Model = None,
     batch: Annotated[int, typer.Option(min=1, help="Sequences decoded together.")] = 1,
     context: Annotated[
         int | None, typer.Option(min=1, help="Prompt tokens of each (default 2048, if they fit).")
     ] = None,
     budget: Annotated[float, typer.Option(help="Entries to keep per layer and KV head.")] = 256,
-    policy: Annotated[
-        str | None,
-        typer.Option(help="What to keep. Default: dbtrimkv with gates, else streamingllm."),
-    ] = None,
-    gates: Annotated[
-        str | None, typer.Option(help="Retention gates: path, hub id, or 'random'.")
-    ] = None,
+    policy: arguments.Policy = None,
+    gates: arguments.Gates = None,
     steps: Annotated[int, typer.Option(min=1, help="Decode steps of a timed run.")] = 64,
     rounds: Annotated[int, typer.Option(min=1, help="Timed runs.")] = 5,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    device: arguments.Device = "auto",
+    dtype: arguments.DType = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Time a decode step on this machine, beside the floor of its bytes."""

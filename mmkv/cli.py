@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from engine.errors import MmkvError
-from mmkv import __version__
+from mmkv import __version__, arguments
 from mmkv.bench import bench
 from mmkv.chat.options import ChatOptions, UsageError
 from mmkv.eval_command import evaluate
@@ -36,7 +36,7 @@ app.command()(bench)
 # that both derive usage mistakes from is the base of typer's own public one.
 _CLICK_USAGE_ERROR: Any = typer.BadParameter.__mro__[1]
 
-_MEDIA, _SAMPLING, _CACHE, _OUTPUT = "Pictures and videos", "Sampling", "Model and cache", "Output"
+_MEDIA, _SAMPLING, _OUTPUT = arguments.MEDIA, "Sampling", "Output"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -105,10 +105,7 @@ def distill(context: typer.Context) -> int:
 
 @app.command()
 def chat(
-    model: Annotated[
-        str | None,
-        typer.Argument(help="Model folder or hub id. Default: the small bundled model."),
-    ] = None,
+    model: arguments.Model = None,
     prompt: Annotated[
         str | None,
         typer.Option("--prompt", "-p", help="Ask this and exit; - reads it from stdin."),
@@ -117,7 +114,7 @@ def chat(
         bool,
         typer.Option("--interactive", "-i", help="Converse, also after -p or with piped input."),
     ] = False,
-    system: Annotated[str | None, typer.Option(help="System message.")] = None,
+    system: arguments.System = None,
     image: Annotated[
         list[str] | None,
         typer.Option(help="Picture: path, URL or data: URI. Repeatable.", rich_help_panel=_MEDIA),
@@ -134,14 +131,8 @@ def chat(
         int | None,
         typer.Option(help="Frames to take in all, instead of --fps.", rich_help_panel=_MEDIA),
     ] = None,
-    min_pixels: Annotated[
-        int | None,
-        typer.Option(help="Enlarge pictures below this.", rich_help_panel=_MEDIA),
-    ] = None,
-    max_pixels: Annotated[
-        int | None,
-        typer.Option(help="Shrink pictures above this.", rich_help_panel=_MEDIA),
-    ] = None,
+    min_pixels: arguments.MinPixels = None,
+    max_pixels: arguments.MaxPixels = None,
     max_new_tokens: Annotated[
         int, typer.Option(help="Longest reply, in tokens.", rich_help_panel=_SAMPLING)
     ] = 512,
@@ -161,63 +152,24 @@ def chat(
         list[str] | None,
         typer.Option(help="End the reply before this text. Repeatable.", rich_help_panel=_SAMPLING),
     ] = None,
-    policy: Annotated[
-        str | None,
-        typer.Option(
-            help="What to keep. Default: dbtrimkv with gates, else streamingllm.",
-            rich_help_panel=_CACHE,
-        ),
-    ] = None,
-    budget: Annotated[
-        float | None,
-        typer.Option(
-            help="Entries to keep per layer and KV head, on average (default 256).",
-            rich_help_panel=_CACHE,
-        ),
-    ] = None,
-    budget_bytes: Annotated[
-        str | None,
-        typer.Option(help="Budget as memory, for example 64MiB.", rich_help_panel=_CACHE),
-    ] = None,
-    budget_fraction: Annotated[
-        float | None,
-        typer.Option(help="Budget as a share of the tokens seen.", rich_help_panel=_CACHE),
-    ] = None,
-    lookahead: Annotated[
-        float, typer.Option(help="Steps that scores look ahead, or inf.", rich_help_panel=_CACHE)
-    ] = 2,
-    evict_every: Annotated[
-        int, typer.Option(help="Decode steps between evictions.", rich_help_panel=_CACHE)
-    ] = 1,
-    prefill_chunk: Annotated[
-        int, typer.Option(help="Prompt tokens per prefill chunk.", rich_help_panel=_CACHE)
-    ] = 2048,
-    page_size: Annotated[
-        int, typer.Option(help="Entries per cache page.", rich_help_panel=_CACHE)
-    ] = 16,
-    gates: Annotated[
-        str | None,
-        typer.Option(
-            help="Retention gates: path, hub id, or 'random' for speed runs.",
-            rich_help_panel=_CACHE,
-        ),
-    ] = None,
-    device: Annotated[
-        str, typer.Option(help="auto, cpu, cuda, cuda:1, ...", rich_help_panel=_CACHE)
-    ] = "auto",
-    dtype: Annotated[
-        str, typer.Option(help="auto, float32, bfloat16 or float16.", rich_help_panel=_CACHE)
-    ] = "auto",
+    policy: arguments.Policy = None,
+    budget: arguments.Budget = None,
+    budget_bytes: arguments.BudgetBytes = None,
+    budget_fraction: arguments.BudgetFraction = None,
+    lookahead: arguments.Lookahead = 2,
+    evict_every: arguments.EvictEvery = 1,
+    prefill_chunk: arguments.PrefillChunk = 2048,
+    page_size: arguments.PageSize = 16,
+    gates: arguments.Gates = None,
+    device: arguments.Device = "auto",
+    dtype: arguments.DType = "auto",
     no_stream: Annotated[
         bool, typer.Option("--no-stream", help="Print replies whole.", rich_help_panel=_OUTPUT)
     ] = False,
     json: Annotated[
         bool, typer.Option("--json", help="Print replies as JSON.", rich_help_panel=_OUTPUT)
     ] = False,
-    quiet: Annotated[
-        bool,
-        typer.Option("--quiet", "-q", help="No notes or progress.", rich_help_panel=_OUTPUT),
-    ] = False,
+    quiet: arguments.Quiet = False,
 ) -> None:
     """Talk with a model about pictures; one answer with -p or piped input."""
     options = ChatOptions(**{**locals(), "image": image or [], "video": video or []})

@@ -9,13 +9,14 @@ from typing import Annotated, Any
 
 import typer
 
+from mmkv import arguments
 from mmkv.chat.options import ChatOptions, UsageError
 from mmkv.mmdu.run import DataOptions
 
 app = typer.Typer(rich_markup_mode="rich", no_args_is_help=False)
 
 DEFAULT_OUTPUT = Path("mmdu-answers")
-_DATA, _CACHE, _JUDGE = "Data", "Model and cache", "Judge"
+_DATA, _JUDGE = "Data", "Judge"
 
 Data = Annotated[
     Path | None,
@@ -36,7 +37,6 @@ Unused = Annotated[
         rich_help_panel=_DATA,
     ),
 ]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No notes or progress.")]
 Answers = Annotated[Path, typer.Option(help="Folder of answers.")]
 
 
@@ -52,61 +52,28 @@ def answer(
     ] = DEFAULT_OUTPUT,
     model: Annotated[
         str | None,
-        typer.Option(help="Folder or hub id. Default: the bundled one.", rich_help_panel=_CACHE),
-    ] = None,
-    policy: Annotated[
-        str | None,
         typer.Option(
-            help="What to keep. Default: dbtrimkv with gates, else streamingllm.",
-            rich_help_panel=_CACHE,
+            help="Folder or hub id. Default: the bundled one.", rich_help_panel=arguments.CACHE
         ),
     ] = None,
-    budget: Annotated[
-        float | None,
-        typer.Option(help="Entries per layer and KV head (default 256).", rich_help_panel=_CACHE),
-    ] = None,
-    budget_bytes: Annotated[
-        str | None,
-        typer.Option(help="Budget as memory, such as 64MiB.", rich_help_panel=_CACHE),
-    ] = None,
-    budget_fraction: Annotated[
-        float | None,
-        typer.Option(help="Budget as a share of the tokens seen.", rich_help_panel=_CACHE),
-    ] = None,
-    gates: Annotated[
-        str | None, typer.Option(help="Retention gates: path or hub id.", rich_help_panel=_CACHE)
-    ] = None,
-    lookahead: Annotated[
-        float, typer.Option(help="Steps that scores look ahead, or inf.", rich_help_panel=_CACHE)
-    ] = 2,
-    evict_every: Annotated[
-        int, typer.Option(help="Decode steps between evictions.", rich_help_panel=_CACHE)
-    ] = 1,
-    prefill_chunk: Annotated[
-        int, typer.Option(help="Prompt tokens per prefill chunk.", rich_help_panel=_CACHE)
-    ] = 2048,
-    page_size: Annotated[
-        int, typer.Option(help="Entries per cache page.", rich_help_panel=_CACHE)
-    ] = 16,
+    policy: arguments.Policy = None,
+    budget: arguments.Budget = None,
+    budget_bytes: arguments.BudgetBytes = None,
+    budget_fraction: arguments.BudgetFraction = None,
+    gates: arguments.Gates = None,
+    lookahead: arguments.Lookahead = 2,
+    evict_every: arguments.EvictEvery = 1,
+    prefill_chunk: arguments.PrefillChunk = 2048,
+    page_size: arguments.PageSize = 16,
     max_new_tokens: Annotated[
-        int, typer.Option(help="Longest answer, in tokens.", rich_help_panel=_CACHE)
+        int, typer.Option(help="Longest answer, in tokens.", rich_help_panel=arguments.CACHE)
     ] = 2048,
-    system: Annotated[
-        str | None, typer.Option(help="System message.", rich_help_panel=_CACHE)
-    ] = None,
-    min_pixels: Annotated[
-        int | None, typer.Option(help="Enlarge pictures below this.", rich_help_panel=_CACHE)
-    ] = None,
-    max_pixels: Annotated[
-        int | None, typer.Option(help="Shrink pictures above this.", rich_help_panel=_CACHE)
-    ] = None,
-    device: Annotated[
-        str, typer.Option(help="auto, cpu, cuda, cuda:1, ...", rich_help_panel=_CACHE)
-    ] = "auto",
-    dtype: Annotated[
-        str, typer.Option(help="auto, float32, bfloat16 or float16.", rich_help_panel=_CACHE)
-    ] = "auto",
-    quiet: Quiet = False,
+    system: arguments.System = None,
+    min_pixels: arguments.MinPixels = None,
+    max_pixels: arguments.MaxPixels = None,
+    device: arguments.Device = "auto",
+    dtype: arguments.DType = "auto",
+    quiet: arguments.Quiet = False,
 ) -> None:
     """Answer MMDU's dialogues under a budget; judge, score and table rate the answers."""
     if context.invoked_subcommand is not None:
@@ -199,7 +166,7 @@ def judge(
         typer.Option(help="Dollars per million tokens out.", rich_help_panel=_JUDGE),
     ] = None,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask before sending.")] = False,
-    quiet: Quiet = False,
+    quiet: arguments.Quiet = False,
 ) -> None:
     """Have an OpenAI-compatible model score the answers; resumes where it stopped."""
     if not timeout > 0:
