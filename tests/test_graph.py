@@ -6,11 +6,14 @@ On a CPU the torch twins of the kernels run; where CUDA is, the captured graph d
 from __future__ import annotations
 
 import dataclasses
+import importlib
+import pkgutil
 from typing import Any
 
 import pytest
 import torch
 
+import engine.kernels
 import mmkv
 from engine.errors import BudgetError, ContextError
 from engine.graph import GraphRunner
@@ -19,6 +22,7 @@ from engine.policies import Budget
 from engine.runtime import Engine
 from engine.session import Session
 from mmkv.assets import bundled_model
+from tests.kernel_kit import HAS_TRITON, INTERPRETED
 from tests.session_kit import state, text_ids
 from tests.test_native import POLICIES, content, engine_for
 
@@ -216,6 +220,29 @@ def test_the_bundled_model_says_the_same_for_512_tokens() -> None:
         kept.append([row.tolist() for layer in session.retained() for row in layer])
     assert said[0] == said[1] == said[2] and kept[0] == kept[1] == kept[2]
     assert len(set(said[0])) > 8, "a model that repeats itself proves little"
+
+
+@pytest.mark.skipif(
+    not (HAS_TRITON and INTERPRETED), reason="needs Triton and TRITON_INTERPRET=1 (the interpreter)"
+)
+@pytest.mark.parametrize("policy", ["dbtrimkv", "trimkv", "streamingllm", "full"])
+@pytest.mark.parametrize("model", MODELS)
+def test_the_kernels_together_are_the_eager_step(
+    model: str, policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prefill and static step with every kernel in its Triton form, on a CPU."""
+    reference = engine_for(model, policy)
+    two = opened(reference, 2)
+    for name in [m.name for m in pkgutil.iter_modules(engine.kernels.__path__)]:
+        module = importlib.import_module(f"engine.kernels.{name}")
+        if hasattr(module, "on_triton"):
+            monkeypatch.setattr(module, "on_triton", lambda tensor: True)
+    monkeypatch.setattr("engine.step.on_triton", lambda tensor: True)
+    ours = engine_for(model, policy)
+    one = opened(ours, 2)
+    said = GraphRunner(ours).decode(one, [3, 4], 3)
+    assert said == eager(reference, two, [3, 4], 3)
+    same(one, two)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA: captures a graph")
