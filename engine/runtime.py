@@ -232,7 +232,8 @@ class Engine:
             per session the tokens said: ``steps`` of them, or up to a stop token.
 
         Raises:
-            InputError, SessionError, ContextError, BudgetError: before anything has changed.
+            InputError, SessionError, ContextError: before anything has changed.
+            BudgetError: the pool would pass its limit; what was appended before that stays.
         """
         self._check_step(sessions, token_ids)
         for session in sessions:
@@ -262,8 +263,11 @@ class Engine:
     @property
     def many_path(self) -> str:
         """``graph``, or ``step by step: `` and why: what :meth:`decode_many` runs on."""
-        why = GraphRunner.refusal(self) if self.device.type == "cuda" else "no GPU"
+        why = self._why_no_graph()
         return f"step by step: {why}" if why else "graph"
+
+    def _why_no_graph(self) -> str:
+        return GraphRunner.refusal(self) if self.device.type == "cuda" else "no GPU"
 
     @property
     def decode_path(self) -> str:
@@ -276,7 +280,7 @@ class Engine:
 
     def _path_of(self, session: Session | None) -> str:
         if self.device.type == "cuda":
-            why = self.many_path.removeprefix("step by step: ").removeprefix("graph")
+            why = self._why_no_graph()
             return f"torch: {why}" if why else "CUDA graph"
         why = self._why_torch(session)
         return f"torch: {why}" if why else "native"

@@ -40,8 +40,9 @@ class PrefillChunk:
         count = position.numel()
         self.past: list[LayerWork] | None = None
         self.length = cache.length[seq].clone()  # of what was retained before this chunk
+        self.retained = int(self.length.max()) > 0
         self.paged = on_triton(cache.pool.keys)
-        if not self.paged and int(self.length.max()) > 0:
+        if self.retained and not self.paged:
             self.past = build_worklist(
                 cache.length[ids], cache.table[ids], page_size, cache.pool.keys.dtype
             )
@@ -88,12 +89,13 @@ class PrefillChunk:
     ) -> tuple[Tensor, Tensor] | None:
         """Output ``[Hq, C, D]`` and log-sum-exp ``[Hq, C]``; None when nothing was retained."""
         pool = self.cache.pool
+        if not self.retained:
+            return None
         if self.paged:
             return prefill_attention(
                 query, pool.keys, pool.values, self.length[layer], self.table[layer], scale
             )
-        if self.past is None:
-            return None
+        assert self.past is not None
         out, lse = ragged_attention(grouped, pool.keys, pool.values, self.past[layer], scale)
         return out.view(query.shape), lse.view(query.shape[:2])
 

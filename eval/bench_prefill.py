@@ -12,6 +12,7 @@ import argparse
 import gc
 import resource
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,21 +30,21 @@ LENGTHS = (4096, 16384, 65536, 131072, 200_000, 524_288)
 EVICTING, FULL, PEER = "mmkv, evicting", "mmkv, full cache", "transformers, one pass"
 
 
-class Side:
+class Side(ABC):
     """One way to read a prompt; ``run`` returns seconds and notes memory."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.peak = self.kv = 0
 
-    def prepare(self) -> None:
+    def prepare(self) -> None:  # noqa: B027 - nothing, for most
         """What is not timed."""
 
+    @abstractmethod
     def read(self, prompt: torch.Tensor) -> None:
         """Read the prompt and choose the first token; sets ``kv``."""
-        raise NotImplementedError
 
-    def leave(self) -> None:
+    def leave(self) -> None:  # noqa: B027
         """Let go of what :meth:`prepare` made."""
 
     def run(self, prompt: torch.Tensor) -> float:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.kernels.norm import rms_norm
-from engine.kernels.sample import SamplingColumns, greedy, sample, uniform
+from engine.kernels.sample import Draw, SamplingColumns, columns_of, sample, uniform
 from engine.kernels.swiglu import swiglu
 from mmkv.sampling import Sampling, distribution
 from tests.kernel_kit import (
@@ -129,26 +130,15 @@ def test_dispatch_on_a_cpu_is_the_twin() -> None:
 # --- the next token ------------------------------------------------------------------------
 
 
-def columns(lanes: int, **values: float) -> SamplingColumns:
-    setting = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, **values}
-    return SamplingColumns(
-        *(
-            torch.full(
-                (lanes,),
-                setting[name],
-                device=DEVICE,
-                dtype=torch.int64 if name == "top_k" else torch.float32,
-            )
-            for name in ("temperature", "top_k", "top_p", "min_p")
-        )
-    )
+def columns(lanes: int, **values: Any) -> SamplingColumns:
+    return columns_of([Draw(**values)] * lanes, DEVICE)[0]
 
 
-def frequencies(row: Tensor, candidates: int = 0, lanes: int = 20_000, **values: float) -> Tensor:
+def frequencies(row: Tensor, lanes: int = 20_000, **values: Any) -> Tensor:
     """How often each token is drawn from ``row [vocab]`` when the noise covers [0, 1) evenly."""
     noise = (torch.arange(lanes, device=DEVICE, dtype=torch.float64) + 0.5) / lanes
     rows = row.to(DEVICE).expand(lanes, -1).contiguous()
-    drawn = sample(rows, columns(lanes, **values), noise, candidates)
+    drawn = sample(rows, columns(lanes, **values), noise)
     assert drawn.dtype == torch.int64 and drawn.shape == (lanes,)
     return torch.bincount(drawn.cpu(), minlength=row.numel()).double() / lanes
 
@@ -166,48 +156,17 @@ SETTINGS = [
 ]
 
 
-@pytest.mark.parametrize("candidates", [0, 30])
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
 @pytest.mark.parametrize("ties", [False, True])
-def test_the_distribution_is_that_of_the_sampler(
-    setting: dict[str, float], ties: bool, candidates: int
-) -> None:
+def test_the_distribution_is_that_of_the_sampler(setting: dict[str, Any], ties: bool) -> None:
     """With evenly spread noise each token's share is its probability, to 1 / lanes a side."""
     row = torch.randn(50, generator=torch.Generator().manual_seed(3)) * 3
     if ties:
         row = row.round()  # as logits of a bfloat16 head are: equal values everywhere
     wanted = distribution(row, Sampling(**setting)).double()
-    kept = int((wanted > 0).sum())
-    assert kept == 50 or kept <= 30, "beyond the candidates exactness is not promised"
-    got = frequencies(row, candidates, **setting)
-    if candidates and ties and "top_p" in setting:
-        # Among equals at the edge, topk() orders as it likes: the shares of values must agree.
-        values = row.unique()
-        got, wanted = (
-            torch.stack([x[row == value].sum() for value in values]) for x in (got, wanted)
-        )
+    got = frequencies(row, **setting)
     assert ((got - wanted).abs() <= 2 / 20_000).all()
     assert not got[wanted == 0].any()
-
-
-@pytest.mark.parametrize("candidates", [0, 30])
-def test_min_p_keeps_what_is_likely_relative_to_the_likeliest(candidates: int) -> None:
-    row = torch.randn(50, generator=torch.Generator().manual_seed(5)) * 2
-    probability = row.double().softmax(-1)
-    wanted = torch.where(probability >= 0.1 * probability.max(), probability, 0.0)
-    wanted /= wanted.sum()
-    got = frequencies(row, candidates, min_p=0.1)
-    assert 1 < int((wanted > 0).sum()) < 30
-    assert ((got - wanted).abs() <= 2 / 20_000).all() and not got[wanted == 0].any()
-
-
-def test_candidates_cut_like_a_top_k() -> None:
-    row = torch.randn(200, generator=torch.Generator().manual_seed(5))
-    got = frequencies(row, candidates=20, top_p=0.99)
-    cut = torch.zeros(200, dtype=torch.float64)
-    top = row.topk(20).indices
-    cut[top] = row.double()[top].softmax(-1)
-    assert ((got - cut).abs() <= 2 / 20_000).all()
 
 
 def test_lanes_have_their_own_settings() -> None:
@@ -220,12 +179,8 @@ def test_lanes_have_their_own_settings() -> None:
         Sampling(temperature=0.5, top_k=40, top_p=0.9),
         Sampling(temperature=0.0, top_k=4),
     ]
-    lanes = SamplingColumns(
-        torch.tensor([s.temperature for s in setting], device=DEVICE),
-        torch.tensor([s.top_k for s in setting], device=DEVICE),
-        torch.tensor([s.top_p for s in setting], device=DEVICE),
-        torch.zeros(6, device=DEVICE),
-    )
+    draws = [Draw(s.temperature, s.top_k, s.top_p) for s in setting]
+    lanes, _ = columns_of(draws, DEVICE)
     for step in range(50):
         noise = uniform(torch.arange(6, device=DEVICE), torch.full((6,), step, device=DEVICE))
         drawn = sample(rows, lanes, noise)
@@ -258,10 +213,8 @@ def test_a_vocabulary_of_true_size() -> None:
 
 def test_greedy_takes_the_first_of_equals() -> None:
     rows = torch.tensor([[1.0, 3.0, 3.0, 2.0], [5.0, 5.0, 5.0, 5.0]], device=DEVICE)
-    assert greedy(rows).tolist() == [1, 0]
     noise = torch.full((2,), 0.9, device=DEVICE, dtype=torch.float64)
-    for candidates in (0, 2):
-        assert sample(rows, columns(2, temperature=0.0), noise, candidates).tolist() == [1, 0]
+    assert sample(rows, columns(2, temperature=0.0), noise).tolist() == [1, 0]
 
 
 def test_noise_is_splitmix64() -> None:
@@ -283,18 +236,17 @@ def test_noise_is_splitmix64() -> None:
 
 
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU")
-@pytest.mark.parametrize("candidates", [0, 64])
-def test_sampling_is_captured_in_a_graph(candidates: int) -> None:
+def test_sampling_is_captured_in_a_graph() -> None:
     rows, lanes = normal(3, 5000, std=2), columns(3, temperature=0.9, top_k=20, top_p=0.8)
     seed, counter = torch.arange(3, device=DEVICE), torch.zeros(3, dtype=torch.int64, device=DEVICE)
-    sample(rows, lanes, uniform(seed, counter), candidates)
+    sample(rows, lanes, uniform(seed, counter))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        drawn = sample(rows, lanes, uniform(seed, counter), candidates)
+        drawn = sample(rows, lanes, uniform(seed, counter))
     for step in range(4):
         counter.fill_(step)
         graph.replay()
-        assert torch.equal(drawn, sample(rows, lanes, uniform(seed, counter), candidates))
+        assert torch.equal(drawn, sample(rows, lanes, uniform(seed, counter)))
 
 
 # --- what the compiler makes of it ---------------------------------------------------------

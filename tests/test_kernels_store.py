@@ -19,12 +19,11 @@ from engine.cache import PagePool, RaggedCache
 from engine.decoder import Decoder
 from engine.gates import Gates
 from engine.gates.module import LayerGate
-from engine.kernels.store import QueryRing, Readout, store_layer
+from engine.kernels.store import Readout, store_layer
 from engine.rope import Rope
 from engine.spec import RopeSpec
 from engine.step import DecodeStep
 from engine.weights import DecoderWeights, LayerWeights
-from engine.window import QueryWindow
 from tests.conftest import make_spec
 from tests.kernel_kit import (
     DEVICE,
@@ -231,22 +230,14 @@ def test_idle_lanes_do_nothing(form: Callable[..., Tensor], dtype: torch.dtype) 
 
     nan = float("nan")
     readout = case.readout()
-    window = torch.zeros(3, 8, 4, 64, dtype=dtype, device=DEVICE)
-    at = torch.full((3, 4), -1, device=DEVICE)
-    ring = QueryRing(window, at, pad(case.seqs, -1))
     query = form(
         pad(case.qkv(), nan), tuple(pad(x, nan) for x in case.rope), case.layer.qk_norm, EPS,
         cache.pool, torch.cat([slots[:1], nothing, slots[1:], nothing]), pad(case.position, 5),
-        readout=Readout(pad(readout.trunk, nan), readout.weight, readout.bias), ring=ring,
+        readout=Readout(pad(readout.trunk, nan), readout.weight, readout.bias),
     )  # fmt: skip
     assert torch.equal(query[[0, 2, 3]], want_query)
     for name in ("keys", "values", "log_beta", "position", "modality"):
         assert torch.equal(getattr(cache.pool, name), getattr(want, name)), name
-    place = case.position % 4
-    assert torch.equal(at[[0, 1, 2], place], case.position)
-    assert (at >= 0).sum() == 3 and torch.equal(window[[0, 1, 2], :, place], want_query)
-    window[[0, 1, 2], :, place] = 0
-    assert not window.any()
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -311,30 +302,6 @@ def test_log_beta_of_saturated_gates(form: Callable[..., Tensor], width: int) ->
                 assert abs(got - exact) <= 6 * 2.0**-24 * abs(exact), z
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_ring_holds_the_last_queries(form: Callable[..., Tensor]) -> None:
-    """As a QueryWindow does after the same queries, token by token, in a layer of a larger ring."""
-    case = Case.make(32, 1, 2, 32, torch.float32, True)
-    spec, size = case.decoder.spec, 3
-    rings = torch.zeros(4, 2, spec.num_heads, size, 32, device=DEVICE)
-    at = torch.full((4, size), -1, device=DEVICE)
-    windows = [QueryWindow(spec, size, torch.float32, DEVICE) for _ in range(3)]
-    seqs = torch.tensor([2, 0, 3], device=DEVICE)
-    for step in range(5):
-        position = torch.tensor([0, 10, 7], device=DEVICE) + step
-        case.hidden, case.position = case.hidden.roll(1, -1), position
-        query, _, _ = case.ours(form, ring=QueryRing(rings[:, 1], at, seqs))
-        for lane, window in enumerate(windows):
-            window.advance(position[lane : lane + 1])
-            window.push(0, query[lane][:, None])
-            seq, known = seqs[lane], window.position >= 0
-            where = window.position[known] % size
-            assert torch.equal(at[seq, where], window.position[known])
-            assert torch.equal(rings[seq, 1][:, where], window.layers[0][:, known])
-            assert int((at[seq] >= 0).sum()) == int(known.sum())
-    assert not rings[:, 0].any() and not rings[1].any() and (at[1] == -1).all()
-
-
 def test_dispatch_on_a_cpu_is_the_twin() -> None:
     if DEVICE.type != "cpu":
         pytest.skip("on a GPU the tests above compare both forms")
@@ -345,21 +312,21 @@ def test_dispatch_on_a_cpu_is_the_twin() -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize(("group", "window"), [(1, 0), (4, 0), (8, 0), (4, 16)])
-def test_store_fits_a_hopper_sm(group: int, window: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("group", [1, 4, 8])
+def test_store_fits_a_hopper_sm(group: int, tmp_path: Path) -> None:
     """bf16, head_dim 128, q/k norm, a gate of 512: <= 80 registers, <= 1 KB shared, no spills."""
     from engine.kernels import store_triton
 
-    half = ("qkv", "cos", "sin", "gain", "keys", "values", "query", "trunk", "past")
+    half = ("qkv", "cos", "sin", "gain", "keys", "values", "query", "trunk")
     types = dict.fromkeys(half, "*bf16")
-    types |= dict.fromkeys(("slots", "position", "past_position", "seqs"), "*i64")
+    types |= dict.fromkeys(("slots", "position"), "*i64")
     types |= dict.fromkeys(("log_beta", "weight", "bias"), "*fp32")
     types |= {"positions": "*i32", "modality": "*u8", "eps": "fp32"}
-    types |= dict.fromkeys(("qkv_row", "slots_row", "trunk_row", "past_seq"), "i32")
+    types |= dict.fromkeys(("qkv_row", "slots_row", "trunk_row"), "i32")
     constants = store_triton.sizes(group, 128, 512)
     warps = constants.pop("num_warps")
     constants |= {"HEADS": 32 // group, "GROUP": group, "DIM": 128, "ROT": 128, "NORM": True}
-    constants |= {"TRUNK": 512, "WINDOW": window}
+    constants |= {"TRUNK": 512}
     report = compile_for_hopper(
         store_triton.__name__, "store_kernel", types, constants, warps, tmp_path
     )

@@ -82,7 +82,7 @@ class StaticStep:
         self.columns: SamplingColumns | None = None
         if drawn:
             ones = torch.ones(batch, device=device)
-            self.columns = SamplingColumns(ones, integers(batch), ones.clone(), 0 * ones)
+            self.columns = SamplingColumns(ones, integers(batch), ones.clone())
 
     def fits(self, entries: int = 0) -> bool:
         """Whether lanes may hold so many entries, and pool and tables are still the same ones."""

@@ -21,13 +21,11 @@ class SamplingColumns:
         temperature: float32; 0 takes the likeliest token (the first of equals).
         top_k: int64; 0 is off. Tokens as likely as the k-th stay too.
         top_p: float32; 1 is off.
-        min_p: float32, least probability relative to the likeliest token's; 0 is off.
     """
 
     temperature: Tensor
     top_k: Tensor
     top_p: Tensor
-    min_p: Tensor
 
 
 @dataclass(frozen=True)
@@ -37,7 +35,6 @@ class Draw:
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
-    min_p: float = 0.0
     seed: int = 0
 
 
@@ -55,14 +52,8 @@ _DTYPES = {
     "temperature": torch.float32,
     "top_k": torch.int64,
     "top_p": torch.float32,
-    "min_p": torch.float32,
     "seed": torch.int64,
 }
-
-
-def greedy(logits: Tensor) -> Tensor:
-    """The likeliest token ``[B]`` int64 of each row of ``logits [B, vocab]``."""
-    return logits.argmax(-1)
 
 
 def uniform(seed: Tensor, counter: Tensor) -> Tensor:
@@ -75,53 +66,36 @@ def uniform(seed: Tensor, counter: Tensor) -> Tensor:
     return _shift(mixed, 11).double() * 2.0**-53
 
 
-def sample(logits: Tensor, columns: SamplingColumns, noise: Tensor, candidates: int = 0) -> Tensor:
+def sample(logits: Tensor, columns: SamplingColumns, noise: Tensor) -> Tensor:
     """Draw a token per lane, from the distribution of :func:`mmkv.sampling.distribution`.
 
     Temperature, then top-k, then top-p over what top-k left (the smallest set of likeliest
-    tokens that reaches ``top_p``), then min-p.
+    tokens that reaches ``top_p``).
 
     Args:
         logits: ``[B, vocab]`` float32.
         columns: the lanes' settings.
         noise: ``[B]`` float64 in [0, 1), as :func:`uniform` makes it.
-        candidates: 0 sorts the vocabulary: exact for all settings. c > 0 looks only at the c
-            likeliest tokens of lanes with a filter: exact while what the filters keep is among
-            them, and as if cut by a top-k of c otherwise. Lanes without filters stay exact.
 
     Returns:
         token ids ``[B]`` int64.
     """
     vocab = logits.shape[-1]
-    cut = 0 < candidates < vocab
-    if cut:
-        values, token = logits.topk(candidates, -1)
-    else:
-        values, token = logits.sort(stable=True, dim=-1, descending=True)
-    highest, heat = values[:, :1], columns.temperature[:, None]
+    values, token = logits.sort(stable=True, dim=-1, descending=True)
+    heat = columns.temperature[:, None]
     # Dividing the difference keeps the smallest temperatures finite. At 0 nothing is drawn.
     heat = torch.where(heat > 0, heat, 1.0)
-    # A sum of `vocab` weights, none above `one`, stays below 2**62.
+    # A sum of `vocab` weights, none above 2**62 / vocab, stays in range.
     one = 2.0 ** (62 - (vocab - 1).bit_length())
-
-    def weight(x: Tensor) -> Tensor:
-        return (((x - highest) / heat).exp() * one).long()
-
-    mine = weight(values)
-    whole = weight(logits) if cut else mine
+    weight = (((values - values[:, :1]) / heat).exp() * one).long()
     by_k = (columns.top_k > 0) & (columns.top_k < vocab)
-    last = torch.where(by_k, columns.top_k, values.shape[1]).clamp(max=values.shape[1]) - 1
-    within_k = (values >= values.gather(1, last[:, None])) | ~by_k[:, None]
-    before = mine.cumsum(-1) - mine
-    mass = torch.where(by_k, (mine * within_k).sum(-1), whole.sum(-1))
+    last = torch.where(by_k, columns.top_k, vocab) - 1
+    weight = weight * ((values >= values.gather(1, last[:, None])) | ~by_k[:, None])
+    before, mass = weight.cumsum(-1) - weight, weight.sum(-1, keepdim=True)
     top_p = columns.top_p[:, None].double()
-    within_p = (before < mass[:, None] * top_p) | (top_p >= 1)
-    kept = within_k & within_p & (mine >= columns.min_p[:, None].double() * one)
-    drawn = token.gather(1, _place(mine * kept, noise))[:, 0]
-    if cut:
-        unfiltered = ~by_k & (columns.top_p >= 1) & (columns.min_p <= 0)
-        drawn = torch.where(unfiltered, _place(whole, noise)[:, 0], drawn)
-    return torch.where(columns.temperature > 0, drawn, greedy(logits))
+    kept = (before < mass * top_p) | (top_p >= 1)
+    drawn = token.gather(1, _place(weight * kept, noise))[:, 0]
+    return torch.where(columns.temperature > 0, drawn, logits.argmax(-1))
 
 
 def _place(weight: Tensor, noise: Tensor) -> Tensor:

@@ -45,24 +45,6 @@ class Readout:
     bias: Tensor
 
 
-@dataclass(frozen=True)
-class QueryRing:
-    """Where one layer's queries are kept for scorers that look at attention.
-
-    A ring: the query at token index p lies at ``p % w``, so nothing is ever moved. Readers go by
-    ``position``, and their result does not depend on the order.
-
-    Attributes:
-        query: ``[S, Hq, w, D]`` in the model's dtype; may be ``[:, layer]`` of a larger tensor.
-        position: ``[S, w]`` int64 token indices, -1 where none was seen; one for all layers.
-        seqs: ``[B]`` int64 sequence of each lane.
-    """
-
-    query: Tensor
-    position: Tensor
-    seqs: Tensor
-
-
 def store_layer(
     qkv: Tensor,
     rope: tuple[Tensor, Tensor],
@@ -72,7 +54,6 @@ def store_layer(
     slots: Tensor,
     position: Tensor,
     readout: Readout | None = None,
-    ring: QueryRing | None = None,
 ) -> Tensor:
     """Normalise, rotate and store one layer's new entries; one token of each of B sequences.
 
@@ -91,7 +72,6 @@ def store_layer(
             ``[:, layer]`` of those of all layers.
         position: ``[B]`` int64 token indices.
         readout: the layer's gate, or None: ``log_beta`` is left alone then.
-        ring: where the queries go too, or None.
 
     Returns:
         queries ``[B, Hq, D]``, normalised and rotated.
@@ -102,7 +82,7 @@ def store_layer(
         run = store_triton.store_layer
     else:
         run = store_layer_reference
-    return run(qkv, rope, qk_norm, eps, pool, slots, position, readout, ring)
+    return run(qkv, rope, qk_norm, eps, pool, slots, position, readout)
 
 
 def store_layer_reference(
@@ -114,7 +94,6 @@ def store_layer_reference(
     slots: Tensor,
     position: Tensor,
     readout: Readout | None = None,
-    ring: QueryRing | None = None,
 ) -> Tensor:
     """The torch twin of :func:`store_layer`, in the eager decoder's own operations."""
     lanes, heads = slots.shape
@@ -135,9 +114,4 @@ def store_layer_reference(
     if readout is not None:
         z = F.linear(F.silu(readout.trunk).float(), readout.weight, readout.bias)
         pool.log_beta.view(-1)[where] = F.logsigmoid(z)[live]
-    if ring is not None:
-        busy = live.any(1)
-        seqs, place = ring.seqs[busy], position[busy] % ring.position.shape[1]
-        ring.query[seqs, :, place] = query[busy]
-        ring.position[seqs, place] = position[busy]
     return query

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels.store import Columns, QueryRing, Readout
+from engine.kernels.store import Columns, Readout
 
 # log2(e) with 12 significant bits, and what is missing: see `_exp_of_minus`.
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -32,7 +32,6 @@ def store_layer(
     slots: Tensor,
     position: Tensor,
     readout: Readout | None = None,
-    ring: QueryRing | None = None,
 ) -> Tensor:
     """See :func:`engine.kernels.store.store_layer`."""
     lanes, heads = slots.shape
@@ -44,18 +43,14 @@ def store_layer(
     trunk, weight, bias = (
         (readout.trunk, readout.weight, readout.bias) if readout else (qkv, cos, cos)
     )
-    past, past_position, seqs = (
-        (ring.query, ring.position, ring.seqs) if ring else (query, position, slots)
-    )
     shape = sizes(group, head_dim, trunk.shape[1] if readout else 0)
     store_kernel[(lanes, heads)](
         qkv, cos, sin, cos if qk_norm is None else qk_norm, slots, position,
         pool.keys, pool.values, pool.log_beta, pool.position, pool.modality, query,
-        trunk, weight, bias, past, past_position, seqs,
-        qkv.stride(0), slots.stride(0), trunk.stride(0), past.stride(0), eps,
+        trunk, weight, bias,
+        qkv.stride(0), slots.stride(0), trunk.stride(0), eps,
         HEADS=heads, GROUP=group, DIM=head_dim, ROT=cos.shape[1], NORM=qk_norm is not None,
-        TRUNK=trunk.shape[1] if readout else 0, WINDOW=past_position.shape[1] if ring else 0,
-        **shape,
+        TRUNK=trunk.shape[1] if readout else 0, **shape,
     )  # fmt: skip
     return query
 
@@ -75,13 +70,13 @@ def sizes(group: int, head_dim: int, trunk: int) -> dict[str, int]:
 def store_kernel(
     qkv, cos, sin, gain, slots, position,
     keys, values, log_beta, positions, modality, query,
-    trunk, weight, bias, past, past_position, seqs,
-    qkv_row, slots_row, trunk_row, past_seq, eps,
+    trunk, weight, bias,
+    qkv_row, slots_row, trunk_row, eps,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, ROT: tl.constexpr,
-    NORM: tl.constexpr, TRUNK: tl.constexpr, WINDOW: tl.constexpr,
+    NORM: tl.constexpr, TRUNK: tl.constexpr,
     ROWS: tl.constexpr, DIM_BLOCK: tl.constexpr, TRUNK_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One KV head of one lane; grid (B, H). TRUNK or WINDOW of 0: no gate, no ring."""
+    """One KV head of one lane; grid (B, H). TRUNK of 0: no gate."""
     lane = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     slot = tl.load(slots + lane * slots_row + head)
@@ -138,13 +133,6 @@ def store_kernel(
     tl.store(modality + slot, 0)
     if TRUNK > 0:
         tl.store(log_beta + slot, _logsigmoid(z))
-    if WINDOW > 0:
-        seq = tl.load(seqs + lane)
-        place = at % WINDOW
-        target = past + seq * past_seq + (source * WINDOW + place) * DIM
-        tl.store(target + feature[None, :], turned, is_query)
-        if head == 0:  # every layer writes the same number
-            tl.store(past_position + seq * WINDOW + place, at)
 
 
 @triton.jit

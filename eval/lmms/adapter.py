@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -86,11 +87,13 @@ class Adapter(lmms):
         """All rounds of each document; a round that continues the last adds its own tokens only."""
         return self._answer(requests, self._rounds, lambda record: Rounds(record.texts))
 
+    @abstractmethod
     def _single(self, request: Instance, sampling: Any, record: Record) -> Script:
-        raise NotImplementedError
+        """Ask what one document asks once; the reply goes into ``record``."""
 
+    @abstractmethod
     def _rounds(self, request: Instance, sampling: Any, record: Record) -> Script:
-        raise NotImplementedError
+        """Ask all rounds of one document."""
 
     @told()
     def _answer(
