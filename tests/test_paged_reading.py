@@ -38,5 +38,5 @@ def test_chunks_and_window_scores_read_pages(
                 reads.decode(token), gathers.decode(token), rtol=1e-4, atol=1e-4
             )
     assert ("window_scores" in called) == (policy == "snapkv")
-    # Every chunk of mistral that meets earlier ones is past its window, which has a path of its own.
+    # Chunks of mistral that meet earlier ones are past its window, which has a path of its own.
     assert ("prefill_attention" in called) == (model != "mistral")
