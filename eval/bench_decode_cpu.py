@@ -13,10 +13,10 @@ import argparse
 import contextlib
 import copy
 import os
-import statistics
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -31,6 +31,7 @@ from transformers.utils import logging as transformers_logging
 from engine.runtime import Engine
 from engine.session import Session
 from eval.record import RESULTS, write_results
+from eval.timing import spread, take_turns
 
 # (seconds of all timed steps, the tokens chosen, per sequence)
 Run = tuple[float, list[list[int]]]
@@ -128,30 +129,25 @@ def bench(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     model.generation_config.eos_token_id = None
     prompts = random_prompts(model, args.batch, args.prompt)
     sides = {"mmkv": Mmkv(engine, prompts), "transformers": Transformers(model, prompts)}
-    speeds: dict[str, list[float]] = {name: [] for name in sides}
     chosen = {name: side.run(args.tokens)[1] for name, side in sides.items()}  # warms both up
-    for round_ in range(args.rounds):
-        for name in list(sides) if round_ % 2 == 0 else reversed(sides):
-            seconds, _ = sides[name].run(args.tokens)
-            speeds[name].append(args.batch * args.tokens / seconds)
+
+    def speed(name: str) -> float:
+        return args.batch * args.tokens / sides[name].run(args.tokens)[0]
+
+    speeds = take_turns({name: partial(speed, name) for name in sides}, args.rounds)
     ratios = [a / b for a, b in zip(speeds["mmkv"], speeds["transformers"], strict=True)]
     found = {
         "model": folder.name,
         "unit": "tokens/s of all sequences together",
-        **{name: _summary(values) for name, values in speeds.items()},
-        "ratio": _summary(ratios),
+        **{name: spread(values) for name, values in speeds.items()},
+        "ratio": spread(ratios),
         "decode_path": engine.decode_path,
         "same_tokens": chosen["mmkv"] == chosen["transformers"],
     }
     if engine.policy.evicts:
         mine = sides["mmkv"]
-        found["eviction_share"] = _summary([mine.eviction_share(args.tokens) for _ in range(3)])
+        found["eviction_share"] = spread([mine.eviction_share(args.tokens) for _ in range(3)])
     return found
-
-
-def _summary(values: list[float]) -> dict[str, Any]:
-    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
-    return {"median": middle, "quartiles": [low, high], "rounds": values}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import resource
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -35,7 +34,8 @@ class Side(ABC):
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.peak = self.kv = 0
+        self.peak: int | None = None  # bytes; only a GPU tells
+        self.kv = 0
 
     def prepare(self) -> None:  # noqa: B027 - nothing, for most
         """What is not timed."""
@@ -54,14 +54,15 @@ class Side(ABC):
         if cuda:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(self.device)
-        before = _memory(self.device)
+        before = torch.cuda.memory_allocated(self.device) if cuda else 0
         self.prepare()
         try:
             seconds = wall(lambda: self.read(prompt), self.device)
         finally:
             self.leave()
-        peak = torch.cuda.max_memory_allocated(self.device) if cuda else _memory(self.device)
-        self.peak = max(self.peak, peak - before)
+        if cuda:
+            peak = torch.cuda.max_memory_allocated(self.device) - before
+            self.peak = max(self.peak or 0, peak)
         return seconds
 
 
@@ -107,12 +108,6 @@ class Peer(Side):
         self.kv = prompt.numel() * self.token_bytes
 
 
-def _memory(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
 def sides_of(args: argparse.Namespace) -> dict[str, Side]:
     """The sides that were asked for."""
     device, dtype = on_gpu(args)
@@ -148,7 +143,7 @@ def measure(args: argparse.Namespace, sides: dict[str, Side], length: int) -> di
         if length > longest.get(name, length):
             found["sides"][name] = {"failed": f"not asked for above {longest[name]} tokens"}
             continue
-        side.peak = 0
+        side.peak = None
         try:
             if length == args.lengths[0]:
                 side.run(prompt)  # compiles
@@ -187,7 +182,8 @@ def show(args: argparse.Namespace, found: Sequence[dict[str, Any]]) -> Path | No
             middle = side["seconds"]["median"]
             rows.append(
                 [f"{case['length']:,}", name, f"{middle:.3f} ({low:.3f} .. {high:.3f})",
-                 f"{side.get('over_evicting', 1):.2f}", f"{side['peak_bytes'] / 1e9:.2f}",
+                 f"{side['over_evicting']:.2f}" if "over_evicting" in side else "-",
+                 "-" if side["peak_bytes"] is None else f"{side['peak_bytes'] / 1e9:.2f}",
                  f"{side['kv_bytes'] / 1e9:.3f} GB KV at the end"]
             )  # fmt: skip
             x, y = lines.setdefault(name, ([], []))

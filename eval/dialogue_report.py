@@ -64,7 +64,13 @@ def _stale(runs: Runs, notes: Notes) -> dict[str, float] | None:
             for wrong, a in zip(record["wrong"], about, strict=True)
         )
 
-    return _share(runs, notes, "updated", stale)
+    replaced = [[a for a in about if a.stale] for about in notes]
+    kept = [
+        [{"wrong": [w for w, a in zip(run[i]["wrong"], about, strict=True) if a.stale]}
+         for i, about in enumerate(notes)]
+        for run in runs
+    ]  # fmt: skip
+    return _share(kept, replaced, "updated", stale)
 
 
 def _share(runs: Runs, notes: Notes, name: str, count: Any) -> dict[str, float] | None:

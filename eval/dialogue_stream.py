@@ -17,6 +17,7 @@ import json
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +111,7 @@ def run(compared: Comparison, clips: int, full_clips: int, journal: Path) -> dic
             length to take a share of.
     """
     require_scene_tokens(load_processor(compared.model), compared.model)
-    if any("/" in budget for budget in compared.fractions):
+    if any(Fraction(budget) <= 1 for budget in compared.fractions):
         raise InputError("a stream has no end to take a share of; give --budgets in entries")
     base = Engine.from_pretrained(compared.model, policy="full", dtype=compared.dtype, device="cpu")
     endless = dataclasses.replace(base.spec, max_position=2**31 - 1)
@@ -119,12 +120,15 @@ def run(compared: Comparison, clips: int, full_clips: int, journal: Path) -> dic
     cells = compared.cells()
     rows: dict[str, list[list[Row]]] = {}
     engines = {cell: cell.engine(free) for group in cells.values() for cell in group}
-    total = sum(full_clips if c.fraction is None else clips for c in engines)
+    full_clips = min(clips, full_clips)
+    total = sum(
+        full_clips if c.fraction is None else clips for group in cells.values() for c in group
+    )
     with tqdm(total=total, desc="hearing the stream", unit="clip") as bar:
         for name, group in cells.items():
             rows[name] = []
             for cell in group:
-                count = min(clips, full_clips) if cell.fraction is None else clips
+                count = full_clips if cell.fraction is None else clips
                 hearing = _Hearing(engines[cell], cell, compared, journal, tokenizer)
                 rows[name].append(hearing.rows(count, bar))
     for path in journal.parent.glob(f"{journal.stem}.*.session"):
@@ -140,7 +144,7 @@ class _Hearing:
         self, engine: Engine, cell: Cell, compared: Comparison, journal: Path, tokenizer: Any
     ) -> None:
         self.engine, self.cell, self.journal, self.tokenizer = engine, cell, journal, tokenizer
-        self.key = f"{compared.model} {compared.dtype} stream {cell.key()}"
+        self.key = f"{compared.described()} stream {cell.key()}"
         digest = hashlib.sha256(self.key.encode()).hexdigest()[:12]
         self.file = journal.with_name(f"{journal.stem}.{digest}.session")
 

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from engine.errors import InputError
 from eval.dialogues import IGNORE, caption, grid
 from eval.forced import spans
-from eval.scenes import CELL, Item, Question, Scene, Turn
+from eval.scenes import CELL, EMPTY, Item, Question, Scene, Turn
 from eval.text_tasks import NAMES, small_talk
 from eval.worlds import Made, Pieces, scene_cuts
 from mmkv.processing import Processor
@@ -202,6 +202,8 @@ def _scenes(kind: Sessions, index: int, tokenizer: Any) -> Made:
         fact.asked.add(item)
         row, column = item.y // CELL + 1, item.x // CELL + 1
         stale = "" if fact.before is None else fact.before.at(row, column)
+        if stale == EMPTY:  # what a model says that remembers nothing, too
+            stale = ""
         text = f"what was at row {row}, column {column} of {caption(number).rstrip(':')}?"
         question = Question(fact.kind(session), text, item.name, "earlier")
         turns.append(Turn(tuple(s for _, s in shown), question, tuple(c for c, _ in shown)))

@@ -32,16 +32,15 @@ def summarise(
     Returns:
         ``lengths``: per length and cell the means of :func:`eval.dilution.measure` with intervals
         over documents, ``looking``: useful share in the heads that look at the needle most with the
-        full cache (the same heads everywhere), ``difference``: useful share minus the full
-        cache's, ``difference_looking`` likewise, and ``inside``, ``difference_inside`` of useful /
-        (useful + distractors); ``heads``: measured and predicted useful share
-        of every head, documents and lengths together.
+        full cache in all *other* documents (chosen on the same ones they would regress),
+        ``difference``: useful share minus the full cache's, ``difference_looking`` likewise, and
+        ``inside``, ``difference_inside`` of useful / (useful + distractors); ``heads``: measured
+        and predicted useful share of every head, documents and lengths together.
     """
-    over_heads = np.mean([_heads(raw["full"], "heads") for _, raw in read], 0)
-    looking = over_heads >= np.percentile(over_heads, 100 - _LOOKING)
+    looking = _looking(read)
     cells = ["full", *(f"{side} at {budget}" for budget in budgets for side in sides)]
     lengths = {
-        str(length): {name: _cell(raw[name], raw["full"], looking) for name in cells}
+        str(length): {name: _cell(raw[name], raw["full"], looking[length]) for name in cells}
         for length, raw in read
     }
     heads = {}
@@ -60,9 +59,18 @@ def summarise(
         "documents": len(read[0][1]["full"][0]),
         "sides": list(sides),
         "budgets": list(budgets),
-        "looking_heads": [list(map(int, place)) for place in np.argwhere(looking)],
         "lengths": lengths,
         "heads": heads,
+    }
+
+
+def _looking(read: Sequence[tuple[int, Raw]]) -> dict[int, list[np.ndarray]]:
+    """Per length and document a mask ``[L, H, G]``: the heads that look most in all the others."""
+    shares = {length: [np.array(r["heads"]) for r in raw["full"][0]] for length, raw in read}
+    total = sum(share for part in shares.values() for share in part)
+    return {
+        length: [rest >= np.percentile(rest, 100 - _LOOKING) for rest in (total - x for x in part)]
+        for length, part in shares.items()
     }
 
 
@@ -78,15 +86,15 @@ def _heads(runs: Sequence[Sequence[Record]], name: str) -> np.ndarray:
 
 
 def _cell(
-    runs: Sequence[Sequence[Record]], full: Sequence[Sequence[Record]], looking: np.ndarray
+    runs: Sequence[Sequence[Record]], full: Sequence[Sequence[Record]], looking: list[np.ndarray]
 ) -> dict[str, Any]:
     def by_document(runs: Sequence[Sequence[Record]], name: str) -> list[float]:
         return [float(np.mean([r[name] for r in rows])) for rows in zip(*runs, strict=True)]
 
     def focus(runs: Sequence[Sequence[Record]]) -> list[float]:
         return [
-            float(np.mean([np.array(r["heads"])[looking].mean() for r in rows]))
-            for rows in zip(*runs, strict=True)
+            float(np.mean([np.array(r["heads"])[mask].mean() for r in rows]))
+            for mask, rows in zip(looking, zip(*runs, strict=True), strict=True)
         ]
 
     def inside(runs: Sequence[Sequence[Record]]) -> list[float]:
@@ -116,7 +124,7 @@ def markdown(page: Mapping[str, Any]) -> str:
         "Mean share of attention of the steps that predict an answer, over all layers and heads. "
         "*Lost at least*: Proposition 3.1. *Predicted*: Corollary 3.2, from the full cache's "
         "logits and the entries kept. *Looking heads*: the tenth of the heads with the largest "
-        "useful share in the full cache.\n",
+        "useful share in the full cache over all other documents.\n",
         "| haystack | cache | answers right | useful | distractors | dialogue | first tokens | "
         "lost at least | predicted useful | rho_U | rho_D | rho_D of distractors | "
         "useful / (useful + distractors) | useful, looking heads |",

@@ -68,6 +68,8 @@ def running(args: argparse.Namespace, program: str) -> Iterator[tuple[Path, Path
         args.output.mkdir(parents=True, exist_ok=True)
         if args.fresh:
             journal.unlink(missing_ok=True)
+            for path in journal.parent.glob(f"{journal.stem}.*.session"):  # eval.dialogue's stream
+                path.unlink()
         yield path, journal
     except (MmkvError, OSError) as error:
         raise SystemExit(f"{program}: error: {error}") from error

@@ -7,6 +7,7 @@ comparison reads only what is new.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import itertools
 import json
@@ -84,11 +85,7 @@ class Cell:
 
     def key(self) -> str:
         """Says all that decides a reading, the gates by their bytes."""
-        gates = "none"
-        if self.gates is not None:
-            files = sorted(Path(self.gates).glob("*.safetensors")) or [Path(self.gates)]
-            held = b"".join(path.read_bytes() for path in files if path.is_file())
-            gates = hashlib.sha256(held or self.gates.encode()).hexdigest()[:16]
+        gates = "none" if self.gates is None else digest(self.gates)
         return f"{self.policy}@{self.lookahead}:{gates} at {self.fraction}"
 
     def budget(self, tokens: int) -> Budget:
@@ -109,6 +106,19 @@ class Cell:
         return Engine(base.family, base.spec, base.decoder.weights, gates, policy)
 
 
+@functools.cache
+def digest(source: str) -> str:
+    """Of the weights in a folder, or of one file of them; a hub id stands for itself."""
+    folder = Path(source)
+    files = [path for kind in ("*.safetensors", "*.pth") for path in sorted(folder.glob(kind))]
+    held = hashlib.sha256()
+    for path in files or [folder] * folder.is_file():
+        held.update(path.read_bytes())
+    if not files and not folder.is_file():
+        held.update(source.encode())
+    return held.hexdigest()[:16]
+
+
 @dataclass(frozen=True)
 class Comparison:
     """What is read, and how.
@@ -124,6 +134,10 @@ class Comparison:
     sides: tuple[Side, ...]
     fractions: tuple[str, ...]
     max_length: int = 8192
+
+    def described(self) -> str:
+        """The model, by its bytes, and how it is run."""
+        return f"{self.model} {digest(self.model)} {self.dtype}"
 
     def __post_init__(self) -> None:
         for text in self.fractions:
@@ -236,7 +250,7 @@ def compare(
     """
     cells = comparison.cells()
     keys = {cell: cell.key() for cell in itertools.chain.from_iterable(cells.values())}
-    where = f"{comparison.model} {comparison.dtype} {comparison.max_length} {source}"
+    where = f"{comparison.described()} {comparison.max_length} {source} {reader.__name__}"
     done = _read_journal(journal, where)
     left = {
         index: [cell for cell in keys if (keys[cell], index) not in done] for index in range(count)
@@ -269,7 +283,7 @@ def _read_journal(path: Path, where: str) -> dict[tuple[str, int], Record]:
             row = json.loads(line)
         except ValueError:
             continue  # blank, or the line that was being written when the run was killed
-        if row["where"] == where:
+        if row.get("where") == where:
             found[row["cell"], row["index"]] = row["record"]
     return found
 
@@ -281,6 +295,8 @@ def _readings(
     workers: int,
     kind: type[Reader],
 ) -> Iterator[tuple[int, list[Record]]]:
+    if not todo:
+        return
     if workers <= 1:
         reader = kind(comparison)
         for index, cells in todo.items():

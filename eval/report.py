@@ -133,6 +133,9 @@ def _walk(value: Any, path: tuple[str, ...]) -> Iterator[tuple[str, list[str], l
         head = list(dict.fromkeys(key for row in value for key in row if _short(row[key])))
         if head:
             yield title, head, [[_text(row.get(key)) for key in head] for row in value]
+        left = list(dict.fromkeys(key for row in value for key in row if key not in head))
+        if left:
+            yield ", ".join([*path, "not shown"]), ["in the file only"], [[name] for name in left]
     elif isinstance(value, dict):
         plain = {key: item for key, item in value.items() if _short(item)}
         if plain:

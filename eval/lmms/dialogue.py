@@ -20,13 +20,12 @@ class Dialogue:
 
     lmms-eval's rounds carry no state: a task with a history sends all of it in every round. When
     the new messages begin with those the session holds, only the rest is prefilled; otherwise the
-    session is replaced. ``reused`` counts the tokens that did not have to be read again.
+    session is replaced.
     """
 
     def __init__(self, engine: Engine, frames: Frames) -> None:
         self.engine, self.frames = engine, frames
         self.session: Session | None = None
-        self.reused = 0
         self._held: list[Key] = []
         self._prompt_tokens = 0
 
@@ -44,7 +43,6 @@ class Dialogue:
             self.session, known = self.engine.session(), 0
         session, processor = self.session, self.engine.processor
         plain, images, videos = take_media(messages[known:])
-        self.reused += session.seen
         addition = processor.template.addition(session.history, plain)
         writer = ReplyWriter(processor.tokenizer, sampling, self.engine.eos_token_ids)
         inputs = processor.encode(

@@ -18,7 +18,6 @@ from mmkv.template import Message
 from mmkv.video import Clip, load_video
 
 _VIDEOS = (".mp4", ".avi", ".mov", ".mkv", ".webm", ".mpeg", ".mpg", ".m4v", ".gif")
-_PICTURES = (".jpg", ".jpeg", ".png", ".bmp", ".tif", ".tiff", ".webp")
 # What qwen-vl-utils takes the rate of loose frames to be.
 _LOOSE_FPS = 2.0
 Key = tuple[str, ...]
