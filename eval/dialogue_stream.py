@@ -30,12 +30,12 @@ from engine.policies import Budget
 from engine.runtime import Engine
 from engine.session import Session
 from eval.dialogues import caption, grid
+from eval.documents import scene_cuts
 from eval.forced import spans
 from eval.quality_report import interval
 from eval.quality_run import Cell, Comparison
 from eval.scenes import CELL, Clip, Item, Question, Scene, Turn, object_names
 from eval.stats import mean, paired
-from eval.worlds import scene_cuts
 from mmkv.processing import load_processor
 from training.scene_data import scene_example
 from training.sources import require_scene_tokens

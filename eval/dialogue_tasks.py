@@ -16,10 +16,10 @@ from typing import Any, Literal
 
 from engine.errors import InputError
 from eval.dialogues import IGNORE, caption, grid
+from eval.documents import Made, Pieces, scene_cuts
 from eval.forced import spans
 from eval.scenes import CELL, EMPTY, Item, Question, Scene, Turn
 from eval.text_tasks import NAMES, small_talk
-from eval.worlds import Made, Pieces, scene_cuts
 from mmkv.processing import Processor
 from training.scene_data import scene_example
 from training.sources import require_scene_tokens

@@ -24,13 +24,14 @@ from engine.families.base import Turn
 from engine.runtime import Engine
 from eval.dilution_probe import probed_decode
 from eval.dilution_report import draw, markdown, summarise
+from eval.documents import Made
 from eval.forced import spans
 from eval.needle import LENGTHS, length
 from eval.needle_tasks import Haystack, Needle
 from eval.quality_command import add_options, add_sides, comparison, running, settings
 from eval.quality_run import Cell, Reader, Record, compare
 from eval.record import write_results
-from eval.worlds import Made, maker
+from eval.worlds import maker
 
 SINKS = 4  # first tokens of a document, counted apart
 SIZES = {"text": (8, 1, 4), "pictures": (4, 2, 2), "video": (1, 2, 1)}  # keys, values, queries

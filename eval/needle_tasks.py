@@ -19,10 +19,10 @@ from typing import Any, TypeVar
 
 from engine.errors import InputError
 from eval.dialogues import IGNORE, caption, grid
+from eval.documents import Made, Pieces, scene_cuts
 from eval.forced import spans
 from eval.scenes import CELL, Clip, Item, Question, Scene, Turn, object_names
 from eval.text_tasks import NAMES, small_talk
-from eval.worlds import Made, Pieces, scene_cuts
 from mmkv.processing import Processor
 from training.scene_data import scene_example
 from training.sources import require_scene_tokens
