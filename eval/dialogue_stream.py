@@ -29,19 +29,24 @@ from engine.errors import InputError, SessionError
 from engine.policies import Budget
 from engine.runtime import Engine
 from engine.session import Session
-from eval.dialogues import caption, grid
-from eval.documents import scene_cuts
+from eval.dialogues import (
+    caption,
+    cell_question,
+    changing_clip,
+    clip_question,
+    exchanged,
+    grid,
+)
+from eval.documents import scene_document
 from eval.forced import spans
 from eval.quality_report import interval
 from eval.quality_run import Cell, Comparison
-from eval.scenes import CELL, Clip, Item, Question, Scene, Turn, object_names
+from eval.scenes import Scene, Turn
 from eval.stats import mean, paired
 from mmkv.processing import load_processor
-from training.scene_data import scene_example
 from training.sources import require_scene_tokens
 
 Row = dict[str, Any]
-_FRAMES = 3
 _REMEMBER = 8  # clips between two questions about the beginning
 _SAVE = 32  # clips between two checkpoints
 BLOCK = 16  # clips that intervals take as one draw
@@ -49,28 +54,18 @@ BLOCK = 16  # clips that intervals take as one draw
 
 def first_picture() -> Scene:
     """What the stream begins with."""
-    rng = random.Random("stream-first")
-    while True:
-        scene = grid(rng, "heldout")
-        if len(scene.items) >= 8:
-            return scene
+    return grid(random.Random("stream-first"), "heldout", least=8)
 
 
 def clip_turn(index: int) -> Turn:
     """Clip ``index`` of the stream and the question about it; a function of the index alone."""
     rng = random.Random(f"stream-{index}")
     first = grid(rng, "heldout")
-    changed = rng.choice(first.items)
-    name = rng.choice([n for n in object_names() if n != changed.name])
-    items = tuple(Item(name, i.x, i.y) if i is changed else i for i in first.items)
-    last = Scene("grid", first.rows, first.columns, items)
-    change = rng.randint(1, _FRAMES - 1)
-    clip = Clip(tuple(first if frame < change else last for frame in range(_FRAMES)))
-    when, scene = rng.choice([("start", first), ("end", last)])
+    last, changed = exchanged(first, rng)
+    clip = changing_clip(first, last, rng)
+    when = rng.choice(["start", "end"])
     item = changed if rng.random() < 0.4 else rng.choice(first.items)
-    row, column = item.y // CELL + 1, item.x // CELL + 1
-    text = f"what was at row {row}, column {column} at the {when}?"
-    question = Question(when, text, scene.at(row, column))
+    question = clip_question(clip, item.cell, when)
     if index == 0:
         return Turn((first_picture(), clip), question, (caption(1), ""))
     return Turn((clip,), question)
@@ -79,17 +74,14 @@ def clip_turn(index: int) -> Turn:
 def beginning_turn(index: int) -> Turn:
     """A question about the first picture."""
     item = random.Random(f"beginning-{index}").choice(first_picture().items)
-    where = f"row {item.y // CELL + 1}, column {item.x // CELL + 1}"
-    question = Question("cell", f"what was at {where} of {caption(1)[:-1]}?", item.name, "earlier")
-    return Turn((), question)
+    return Turn((), cell_question(1, item.cell, item.name))
 
 
 @torch.inference_mode()
 def hear(session: Session, turn: Turn, tokenizer: Any) -> bool:
     """Append a turn with its true answer; whether greedy decoding would have said it."""
-    example = scene_example([turn], tokenizer)
-    cuts = scene_cuts(example, [turn], tokenizer)
-    labels = example.pop("labels")[0]
+    example = scene_document([turn], tokenizer)
+    cuts, labels = example.pop("cuts"), example.pop("labels")[0]
     read = session.engine.family.turn(example, session.next_position, session.engine.device)
     ((start, stop),) = spans(labels.tolist())
     done, right = 0, True

@@ -15,13 +15,12 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from engine.errors import InputError
-from eval.dialogues import IGNORE, caption, grid
-from eval.documents import Made, Pieces, scene_cuts
+from eval.dialogues import IGNORE, caption, cell_question, grid
+from eval.documents import Made, Pieces, scene_document
 from eval.forced import spans
-from eval.scenes import CELL, EMPTY, Item, Question, Scene, Turn
-from eval.text_tasks import NAMES, small_talk
+from eval.scenes import EMPTY, Item, Scene, Turn
+from eval.text_tasks import NAMES, opening, small_talk
 from mmkv.processing import Processor
-from training.scene_data import scene_example
 from training.sources import require_scene_tokens
 
 Kind = Literal["new", "kept", "updated"]
@@ -140,7 +139,7 @@ def _text(kind: Sessions, index: int, tokenizer: Any) -> Made:
         fact = known[name]
         fact.asked.add(fact.value)
         text.cut()
-        text.say(f"\n{_subject(name)}")
+        text.say(f"\n{opening(name)}")
         where = text.answer(f" {fact.value}")
         stale = () if fact.before is None else tuple(text.tokens(f" {fact.before}"))
         answer = tuple(text.ids[where.start : where.stop])
@@ -154,8 +153,8 @@ def _text(kind: Sessions, index: int, tokenizer: Any) -> Made:
             before = old.value if old else None
             value = _number(rng, before)
             known[name] = _Fact(value, before, session)
-            lines.insert(rng.randint(0, len(lines)), f"{_subject(name)} {value}.\n")
-        stranger = f"{_subject(rng.choice(strangers))} {_number(rng, None)}.\n"
+            lines.insert(rng.randint(0, len(lines)), f"{opening(name)} {value}.\n")
+        stranger = f"{opening(rng.choice(strangers))} {_number(rng, None)}.\n"
         lines.insert(rng.randint(0, len(lines)), stranger)
         text.say(f"\nSession {session}.\n" + "".join(lines))
         waiting = [name for name in known if not known[name].asked]
@@ -178,10 +177,6 @@ def _stated(rng: random.Random, names: list[str], known: list[str], count: int) 
     return chosen
 
 
-def _subject(name: str) -> str:
-    return f"The special magic number for {name} is:"
-
-
 def _number(rng: random.Random, other: str | None) -> str:
     """Four digits, the first unlike that of the other number: what is said tells them apart."""
     while True:
@@ -200,12 +195,10 @@ def _scenes(kind: Sessions, index: int, tokenizer: Any) -> Made:
         fact = known[number]
         item = rng.choice(fact.unasked())
         fact.asked.add(item)
-        row, column = item.y // CELL + 1, item.x // CELL + 1
-        stale = "" if fact.before is None else fact.before.at(row, column)
+        stale = "" if fact.before is None else fact.before.at(*item.cell)
         if stale == EMPTY:  # what a model says that remembers nothing, too
             stale = ""
-        text = f"what was at row {row}, column {column} of {caption(number).rstrip(':')}?"
-        question = Question(fact.kind(session), text, item.name, "earlier")
+        question = cell_question(number, item.cell, item.name, fact.kind(session))
         turns.append(Turn(tuple(s for _, s in shown), question, tuple(c for c, _ in shown)))
         about.append((fact, stale, session))
 
@@ -221,8 +214,7 @@ def _scenes(kind: Sessions, index: int, tokenizer: Any) -> Made:
     for number in rng.sample(list(known), len(known)):
         if known[number].unasked():
             ask(number, kind.sessions, [])
-    example: dict[str, Any] = scene_example(turns, tokenizer)
-    example["cuts"] = scene_cuts(example, turns, tokenizer)
+    example = scene_document(turns, tokenizer)
     ids, notes = example["input_ids"][0].tolist(), []
     for (fact, stale, session), (start, stop) in zip(
         about, spans(example["labels"][0].tolist()), strict=True

@@ -1,4 +1,4 @@
-"""Long dialogues of the scene world: dense ones, sparse ones, and clips.
+"""Long dialogues of the scene world: dense ones, sparse ones, and clips; and what they are made of.
 
 *Dense*: every picture has a number, and any cell of any picture may be asked later. *Sparse*: most
 pictures come under ``ignore:`` and never matter; the kept ones have numbers. Everything follows
@@ -22,6 +22,7 @@ from eval.scenes import (
     is_heldout,
     make_scene,
     object_names,
+    place,
     questions,
 )
 
@@ -30,17 +31,47 @@ IGNORE = "ignore:"
 SEARCH = ("locate", "count", "exists")
 
 
-def grid(rng: random.Random, split: Split, largest: int = 4) -> Scene:
-    """A grid scene of the split with at least one object."""
+def grid(rng: random.Random, split: Split, largest: int = 4, least: int = 1) -> Scene:
+    """A grid scene of the split with at least ``least`` objects."""
     while True:
         scene = make_scene(rng, split, largest)
-        if scene.kind == "grid" and scene.items:
+        if scene.kind == "grid" and len(scene.items) >= least:
             return scene
 
 
+def picture_name(number: int) -> str:
+    """What questions call a picture that may be asked about later."""
+    return f"picture {number}"
+
+
 def caption(number: int) -> str:
-    """What stands before a picture that may be asked about."""
-    return f"picture {number}:"
+    """What stands before such a picture."""
+    return f"{picture_name(number)}:"
+
+
+def cell_question(number: int, cell: tuple[int, int], answer: str, kind: str = "cell") -> Question:
+    """What was in a cell of picture ``number``."""
+    return _earlier(kind, f"what was at {place(*cell)} of {picture_name(number)}?", answer)
+
+
+def clip_question(video: Clip, cell: tuple[int, int], when: str) -> Question:
+    """What was in a cell at the ``start`` or the ``end`` of a clip."""
+    scene = video.frames[0 if when == "start" else -1]
+    return Question(when, f"what was at {place(*cell)} at the {when}?", scene.at(*cell))
+
+
+def changing_clip(first: Scene, last: Scene, rng: random.Random, frames: int = 3) -> Clip:
+    """A clip of one scene, from some frame on of the other."""
+    change = rng.randint(1, frames - 1)
+    return Clip(tuple(first if index < change else last for index in range(frames)))
+
+
+def exchanged(scene: Scene, rng: random.Random) -> tuple[Scene, Item]:
+    """The scene with another thing in the place of one of its things, and the one that is gone."""
+    gone = rng.choice(scene.items)
+    name = rng.choice([n for n in object_names() if n != gone.name])
+    items = (replace(item, name=name) if item is gone else item for item in scene.items)
+    return replace(scene, items=tuple(items)), gone
 
 
 def dense(
@@ -142,17 +173,17 @@ def beside(scene: Scene, rng: random.Random) -> Question:
     row, column = rng.randint(1, scene.rows), rng.randint(1, scene.columns)
     steps = {"below": (1, 0), "above": (-1, 0), "right of": (0, 1), "left of": (0, -1)}
     word, (down, right) = rng.choice(list(steps.items()))
-    text = f"what is {word} row {row}, column {column}?"
+    text = f"what is {word} {place(row, column)}?"
     row, column = row + down, column + right
-    if 1 <= row <= scene.rows and 1 <= column <= scene.columns:
-        return Question("beside", text, f"row {row}, column {column}: {scene.at(row, column)}")
-    return Question("beside", text, f"row {row}, column {column}: no cell")
+    inside = 1 <= row <= scene.rows and 1 <= column <= scene.columns
+    found = scene.at(row, column) if inside else "no cell"
+    return Question("beside", text, f"{place(row, column)}: {found}")
 
 
 def about(shown: list[Scene], rng: random.Random, number: int, search: bool = True) -> Question:
     """A question on picture ``number`` (1-based) of those shown, mostly about one cell."""
     scene = shown[number - 1]
-    where = f"picture {number}"
+    where = picture_name(number)
     if scene.kind == "text":
         return _earlier("read", f"what was written in {where}?", scene.text)
     if scene.kind == "free":
@@ -166,17 +197,16 @@ def about(shown: list[Scene], rng: random.Random, number: int, search: bool = Tr
     single = [item for item in scene.items if names.count(item.name) == 1]
     if kind == "locate" and single:
         item = rng.choice(single)
-        return _earlier("locate", f"where was the {item.name} in {where}?", _place(item))
+        return _earlier("locate", f"where was the {item.name} in {where}?", place(*item.cell))
     shapes = [item for item in scene.items if item.name.split()[-1] in SHAPES]
     if kind == "colour" and shapes:
         item = rng.choice(shapes)
-        text = f"which colour was at {_place(item)} of {where}?"
+        text = f"which colour was at {place(*item.cell)} of {where}?"
         return _earlier("colour", text, item.name.split()[0])
     if kind == "count":
         return _earlier("count", f"how many objects were in {where}?", str(len(names)))
-    row, column = rng.randint(1, scene.rows), rng.randint(1, scene.columns)
-    text = f"what was at row {row}, column {column} of {where}?"
-    return _earlier("cell", text, scene.at(row, column))
+    cell = _cell(scene, rng)
+    return cell_question(number, cell, scene.at(*cell))
 
 
 def _same(scene: Scene, where: str, shown: list[Scene], other: int, rng: random.Random) -> Question:
@@ -185,7 +215,7 @@ def _same(scene: Scene, where: str, shown: list[Scene], other: int, rng: random.
     row = rng.randint(1, min(scene.rows, second.rows))
     column = rng.randint(1, min(scene.columns, second.columns))
     names = scene.at(row, column), second.at(row, column)
-    text = f"is row {row}, column {column} the same in {where} and picture {other}?"
+    text = f"is {place(row, column)} the same in {where} and {picture_name(other)}?"
     verdict = "yes" if names[0] == names[1] else "no"
     return _earlier("same", text, f"{names[0]} and {names[1]}: {verdict}")
 
@@ -194,37 +224,30 @@ def clip(seed: int, split: Split, turns: int = 4) -> list[Turn]:
     """A dialogue about a video in which one cell changes."""
     rng = random.Random(f"clip-{split}-{seed}")
     first = grid(rng, split)
-    row, column = rng.randint(1, first.rows), rng.randint(1, first.columns)
+    row, column = _cell(first, rng)
     before = first.at(row, column)
-    place = ((column - 1) * CELL, (row - 1) * CELL)
+    corner = ((column - 1) * CELL, (row - 1) * CELL)
     new = rng.choice(
         [n for n in object_names() if n != before and not is_heldout(n, column - 1, row - 1)]
     )
-    kept = tuple(item for item in first.items if (item.x, item.y) != place)
-    last = replace(first, items=(*kept, Item(new, *place)))
-    length = rng.randint(2, 4)
-    change = rng.randint(1, length - 1)
-    video = Clip(tuple(first if index < change else last for index in range(length)))
+    kept = tuple(item for item in first.items if (item.x, item.y) != corner)
+    last = replace(first, items=(*kept, Item(new, *corner)))
+    video = changing_clip(first, last, rng, rng.randint(2, 4))
     made: list[Turn] = []
     for index in range(turns):
         kind = rng.choice(["start", "end", "change"])
         if kind == "change":
-            answer = f"row {row}, column {column}: {before} to {new}"
+            answer = f"{place(row, column)}: {before} to {new}"
             asked = Question("change", "what changed in the video?", answer)
         else:
-            r, c = (row, column) if rng.random() < 0.4 else _cell(first, rng)
-            text = f"what was at row {r}, column {c} at the {kind}?"
-            asked = Question(kind, text, (first if kind == "start" else last).at(r, c))
+            cell = (row, column) if rng.random() < 0.4 else _cell(first, rng)
+            asked = clip_question(video, cell, kind)
         made.append(Turn((video,) if index == 0 else (), asked))
     return made
 
 
 def _cell(scene: Scene, rng: random.Random) -> tuple[int, int]:
     return rng.randint(1, scene.rows), rng.randint(1, scene.columns)
-
-
-def _place(item: Item) -> str:
-    return f"row {item.y // CELL + 1}, column {item.x // CELL + 1}"
 
 
 def _earlier(kind: str, text: str, answer: str) -> Question:

@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from eval.forced import spans
 from eval.scenes import Turn
 from training.examples import IGNORED
+from training.scene_data import scene_example
 
 
 @dataclass(frozen=True)
@@ -75,10 +76,17 @@ class Pieces:
         }
 
 
-def scene_cuts(
+def scene_document(turns: list[Turn], tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
+    """A scene dialogue for :class:`Made`."""
+    made: dict[str, Any] = dict(scene_example(turns, tokenizer))
+    made["cuts"] = _scene_cuts(made, turns, tokenizer)
+    return made
+
+
+def _scene_cuts(
     example: dict[str, Any], turns: Sequence[Turn], tokenizer: PreTrainedTokenizerFast
 ) -> list[int]:
-    """For :class:`Made`: where in scene dialogues the question begins, of turns with pictures."""
+    """Where the question begins in turns with pictures: memory is brought down before it."""
 
     def size(text: str) -> int:
         return len(tokenizer.encode(text, add_special_tokens=False))

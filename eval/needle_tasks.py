@@ -18,13 +18,20 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from engine.errors import InputError
-from eval.dialogues import IGNORE, caption, grid
-from eval.documents import Made, Pieces, scene_cuts
+from eval.dialogues import (
+    IGNORE,
+    caption,
+    cell_question,
+    changing_clip,
+    clip_question,
+    exchanged,
+    grid,
+)
+from eval.documents import Made, Pieces, scene_document
 from eval.forced import spans
-from eval.scenes import CELL, Clip, Item, Question, Scene, Turn, object_names
-from eval.text_tasks import NAMES, small_talk
+from eval.scenes import Clip, Question, Scene, Turn
+from eval.text_tasks import NAMES, opening, small_talk
 from mmkv.processing import Processor
-from training.scene_data import scene_example
 from training.sources import require_scene_tokens
 from training.tiny_data import timestamp
 
@@ -32,7 +39,6 @@ T = TypeVar("T")
 # What one world asks when it is not told: keys, values, queries. The bundled model has learned
 # dialogues with up to four pictures that matter, and with one video.
 SIZES = {"text": (8, 4, 4), "pictures": (4, 4, 4), "video": (1, 4, 1)}
-_FRAMES = 3
 _VIDEO_PARTS = 4  # parts of the depth that the one clip takes turns with
 
 
@@ -124,7 +130,7 @@ def _text(kind: Haystack, index: int, tokenizer: Any) -> Made:
         name: [str(next(numbers)) for _ in range(kind.values)]
         for name in rng.sample(NAMES, kind.keys)
     }
-    stated = [sized(f"{_subject(name, kind)} {', '.join(known[name])}.\n") for name in known]
+    stated = [sized(f"{opening(name, kind.values)} {', '.join(known[name])}.\n") for name in known]
     filler = (sized(small_talk(rng)) for _ in iter(int, 1))
     depths = _depths(kind, index, rng)
     lines, places = bury(stated, filler, kind.length, depths)
@@ -135,7 +141,7 @@ def _text(kind: Haystack, index: int, tokenizer: Any) -> Made:
     for key in _asked(kind, index):
         name = list(known)[key]
         text.cut()
-        text.say(f"\n{_subject(name, kind)}")
+        text.say(f"\n{opening(name, kind.values)}")
         values = []
         begin = len(text.ids)
         for number, value in enumerate(known[name]):
@@ -148,12 +154,6 @@ def _text(kind: Haystack, index: int, tokenizer: Any) -> Made:
     return Made(text.example(), notes)
 
 
-def _subject(name: str, kind: Haystack) -> str:
-    if kind.values == 1:
-        return f"The special magic number for {name} is:"
-    return f"The special magic numbers for {name} are:"
-
-
 def _pictures(kind: Haystack, index: int, tokenizer: Any) -> Made:
     rng = random.Random(f"{kind.name}-{index}")
     kept = [_filled(rng, kind.values) for _ in range(kind.keys)]
@@ -163,9 +163,7 @@ def _pictures(kind: Haystack, index: int, tokenizer: Any) -> Made:
     asked = []
     for key in _asked(kind, index):
         for item in rng.sample(kept[key].items, kind.values):
-            where = f"row {item.y // CELL + 1}, column {item.x // CELL + 1}"
-            text = f"what was at {where} of picture {key + 1}?"
-            question = Question("cell", text, item.name, "earlier")
+            question = cell_question(key + 1, item.cell, item.name)
             asked.append((question, depths[key], places[key]))
     rng.shuffle(asked)
     return _dialogue(shown, asked, tokenizer)
@@ -174,12 +172,8 @@ def _pictures(kind: Haystack, index: int, tokenizer: Any) -> Made:
 def _video(kind: Haystack, index: int, tokenizer: Any) -> Made:
     rng = random.Random(f"{kind.name}-{index}")
     first = _filled(rng, kind.values)
-    changed = rng.choice(first.items)
-    name = rng.choice([n for n in object_names() if n != changed.name])
-    items = tuple(Item(name, i.x, i.y) if i is changed else i for i in first.items)
-    last = Scene("grid", first.rows, first.columns, items)
-    change = rng.randint(1, _FRAMES - 1)
-    clip = Clip(tuple(first if frame < change else last for frame in range(_FRAMES)))
+    last, changed = exchanged(first, rng)
+    clip = changing_clip(first, last, rng)
     depths = _depths(kind, index, rng)
     needle: list[tuple[tuple[str, Scene | Clip], int]] = [_captioned("", clip, tokenizer)]
     shown, places = bury(needle, _ignored(rng, tokenizer), kind.length, depths)
@@ -187,10 +181,8 @@ def _video(kind: Haystack, index: int, tokenizer: Any) -> Made:
     others = [item for item in first.items if item is not changed]
     asked = []
     for item in [changed, *rng.sample(others, kind.values - 1)]:
-        when, scene = rng.choice([("start", first), ("end", last)])
-        row, column = item.y // CELL + 1, item.x // CELL + 1
-        text = f"what was at row {row}, column {column} at the {when}?"
-        asked.append((Question(when, text, scene.at(row, column)), depths[0], places[0]))
+        question = clip_question(clip, item.cell, rng.choice(["start", "end"]))
+        asked.append((question, depths[0], places[0]))
     rng.shuffle(asked)
     return _dialogue(shown, asked, tokenizer)
 
@@ -204,8 +196,7 @@ def _dialogue(
     captions, pictures = zip(*shown, strict=True)
     turns = [Turn(pictures, asked[0][0], captions)]
     turns += [Turn((), question) for question, _, _ in asked[1:]]
-    example: dict[str, Any] = scene_example(turns, tokenizer)
-    example["cuts"] = scene_cuts(example, turns, tokenizer)
+    example = scene_document(turns, tokenizer)
     # The haystack ends where the first question begins; before it stand the marks of the turn.
     begin = len(tokenizer.encode("<|im_start|>user\n", add_special_tokens=False))
     notes = [
@@ -284,10 +275,7 @@ def _filled(rng: random.Random, cells: int) -> Scene:
     """A held-out grid with at least ``cells`` things in it."""
     if cells > 16:
         raise InputError(f"{cells} values, but a picture has at most 16 cells")
-    while True:
-        scene = grid(rng, "heldout")
-        if len(scene.items) >= cells:
-            return scene
+    return grid(rng, "heldout", least=cells)
 
 
 def _ignored(rng: random.Random, tokenizer: Any) -> Iterator[tuple[tuple[str, Scene], int]]:

@@ -38,6 +38,11 @@ class Item:
     x: int
     y: int
 
+    @property
+    def cell(self) -> tuple[int, int]:
+        """Row and column of a thing in a grid, from 1."""
+        return self.y // CELL + 1, self.x // CELL + 1
+
 
 @dataclass(frozen=True)
 class Scene:
@@ -104,6 +109,11 @@ class Turn:
         for index, picture in enumerate(self.pictures):
             found += [*self.captions[index : index + 1], picture]
         return [*found, self.question.text]
+
+
+def place(row: int, column: int) -> str:
+    """A cell (1-based) as questions and answers call it."""
+    return f"row {row}, column {column}"
 
 
 @cache
@@ -248,14 +258,13 @@ def questions(scene: Scene, rng: random.Random) -> list[Question]:
         if single:
             item = rng.choice(single)
             ask = rng.choice(["where is the {}?", "in which cell is the {}?"]).format(item.name)
-            place = f"row {item.y // CELL + 1}, column {item.x // CELL + 1}"
-            made.append(Question("locate", ask, place))
+            made.append(Question("locate", ask, place(*item.cell)))
         shapes = [item for item in scene.items if item.name.split()[-1] in SHAPES]
         if shapes:
             item = rng.choice(shapes)
             ask = rng.choice(["what colour is the shape at", "which colour is at"])
-            place = f"row {item.y // CELL + 1}, column {item.x // CELL + 1}"
-            made.append(Question("colour", f"{ask} {place}?", item.name.split()[0]))
+            text = f"{ask} {place(*item.cell)}?"
+            made.append(Question("colour", text, item.name.split()[0]))
     ask = rng.choice(["how many objects are there?", "how many objects do you see?"])
     made.append(Question("count", ask, str(len(names))))
     if names and rng.random() < 0.5:
@@ -281,7 +290,7 @@ def compare(shown: list[Scene], rng: random.Random) -> Question:
         answer = "both" if all(inside) else "the first" if inside[0] else "the second"
         return Question("compare", f"which picture has the {name}?", answer)
     row, column = rng.randint(1, first.rows), rng.randint(1, first.columns)
-    ask = f"what was at row {row}, column {column} of the first picture?"
+    ask = f"what was at {place(row, column)} of the first picture?"
     return Question("compare", ask, first.at(row, column))
 
 

@@ -110,14 +110,19 @@ def text_task(kind: str, seed: int, split: Split) -> list[Piece]:
     return KINDS[kind](random.Random(f"{kind}-{split}-{seed}"))
 
 
+def opening(name: str, values: int = 1) -> str:
+    """How the sentence with the numbers of ``name`` begins, and every question about them."""
+    if values == 1:
+        return f"The special magic number for {name} is:"
+    return f"The special magic numbers for {name} are:"
+
+
 def _stated(name: str, value: str) -> str:
-    return f"The special magic number for {name} is: {value}.\n"
+    return f"{opening(name)} {value}.\n"
 
 
 def _asked(name: str, value: str) -> list[Piece]:
-    return [
-        Piece(f"\nThe special magic number for {name} is:"), Piece(f" {value}", True), Piece(".\n"),
-    ]  # fmt: skip
+    return [Piece(f"\n{opening(name)}"), Piece(f" {value}", True), Piece(".\n")]
 
 
 def _numbers(rng: random.Random, count: int) -> dict[str, str]:

@@ -68,8 +68,10 @@ def test_text_answers_are_what_was_said_last() -> None:
 
 def test_scene_answers_are_what_the_newest_picture_shows(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer, seen = load_processor(MODEL).tokenizer, []
-    plain = dialogue_tasks.scene_example
-    monkeypatch.setattr(dialogue_tasks, "scene_example", lambda t, k: seen.append(t) or plain(t, k))
+    plain = dialogue_tasks.scene_document
+    monkeypatch.setattr(
+        dialogue_tasks, "scene_document", lambda t, k: seen.append(t) or plain(t, k)
+    )
     kinds: Counter[str] = Counter()
     for index in range(12):
         dialogue = made(SCENES, index)

@@ -42,13 +42,13 @@ def made(name: str, index: int) -> Any:
 def turns(monkeypatch: pytest.MonkeyPatch) -> list[list[Turn]]:
     """The turns behind the documents that a test makes."""
     seen: list[list[Turn]] = []
-    plain = needle_tasks.scene_example
+    plain = needle_tasks.scene_document
 
     def noted(made: list[Turn], tokenizer: Any) -> Any:
         seen.append(made)
         return plain(made, tokenizer)
 
-    monkeypatch.setattr(needle_tasks, "scene_example", noted)
+    monkeypatch.setattr(needle_tasks, "scene_document", noted)
     return seen
 
 
