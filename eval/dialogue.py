@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from engine.errors import InputError
-from eval import dialogue_report, dialogue_stream
+from eval import dialogue_report, dialogue_stream, dialogue_stream_report
 from eval.dialogue_tasks import SIZES, Sessions
 from eval.quality_command import add_options, add_sides, comparison, running, settings
 from eval.quality_run import compare
@@ -39,9 +39,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if min(args.limit, args.full_clips) < 1:
             raise InputError("--limit and --full-clips are at least 1")
         compared = comparison(args)
+        names = [side.name for side in compared.sides]
         if args.world == "stream":
-            found = dialogue_stream.run(compared, args.limit, args.full_clips, journal)
-            report: Any = dialogue_stream
+            rows = dialogue_stream.run(compared, args.limit, args.full_clips, journal)
+            found = dialogue_stream_report.summarise(rows, names, args.budgets)
+            report: Any = dialogue_stream_report
         else:
             given = (args.sessions, args.things, args.distractors)
             sizes = [u if g is None else g for g, u in zip(given, SIZES[args.world], strict=True)]
@@ -50,7 +52,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
             assert make is not None
             raw = compare(compared, kind.name, args.limit, journal, args.workers)
             notes = [make(index).notes for index in range(args.limit)]
-            names = [side.name for side in compared.sides]
             found = dialogue_report.summarise(kind, raw, notes, names, args.budgets)
             report = dialogue_report
         write_results(path, settings(args), found)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from fractions import Fraction
+from itertools import combinations, product
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from eval.stats import mean, paired
 
+T = TypeVar("T")
 Runs = Sequence[Sequence[Mapping[str, Any]]]
 
 
@@ -39,16 +41,11 @@ def summarise(
             rows[-1]["of_full"] = rows[-1]["accuracy"]["value"] / max(
                 rows[0]["accuracy"]["value"], 1e-9
             )
-        pairs = [(a, b) for i, a in enumerate(sides) for b in sides[i + 1 :]]
-        for first, second in [*pairs, *((side, "full") for side in sides)]:
-            one, two = (
-                raw["full"] if side == "full" else raw[f"{side} at {fraction}"]
-                for side in (first, second)
-            )
+        for of, one, two in comparisons(raw, sides, fraction):
             tests.append(
                 {
                     "budget": fraction,
-                    "of": f"{first} - {second}",
+                    "of": of,
                     "accuracy": _difference(one, two, "right", questions),
                     "kl_per_token": _difference(one, two, "kl", tokens),
                 }
@@ -65,6 +62,24 @@ def summarise(
         "rows": rows,
         "tests": tests,
     }
+
+
+def comparisons(
+    raw: Mapping[str, T], sides: Sequence[str], budget: str
+) -> Iterator[tuple[str, T, T]]:
+    """What is tested at a budget: every side against each later one, and against the full cache.
+
+    Args:
+        raw: something of every cell, under ``"side at budget"`` and ``"full"``.
+
+    Yields:
+        ``"first - second"``, and what ``raw`` has of the two.
+    """
+    for first, second in [*combinations(sides, 2), *product(sides, ["full"])]:
+        one, two = (
+            raw["full" if side == "full" else f"{side} at {budget}"] for side in (first, second)
+        )
+        yield f"{first} - {second}", one, two
 
 
 def _average(runs: Runs, name: str) -> list[float]:
