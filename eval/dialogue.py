@@ -18,7 +18,7 @@ from engine.errors import InputError
 from eval import dialogue_report, dialogue_stream, dialogue_stream_report
 from eval.dialogue_tasks import SIZES, Sessions
 from eval.quality_command import add_options, add_sides, comparison, running, settings
-from eval.quality_run import compare
+from eval.quality_run import Readings
 from eval.record import write_results
 from eval.worlds import maker
 
@@ -50,7 +50,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             kind = Sessions.parse(f"sessions:{args.world}:{':'.join(map(str, sizes))}")
             make = maker(args.model, kind.name)
             assert make is not None
-            raw = compare(compared, kind.name, args.limit, journal, args.workers)
+            with Readings(compared, journal, args.workers) as readings:
+                raw = readings.of(kind.name, args.limit)
             notes = [make(index).notes for index in range(args.limit)]
             found = dialogue_report.summarise(kind, raw, notes, names, args.budgets)
             report = dialogue_report

@@ -25,7 +25,7 @@ def summarise(
     """Everything the result file holds.
 
     Args:
-        raw: what :func:`eval.quality_run.compare` returned; notes: about each answer.
+        raw: what :meth:`eval.quality_run.Readings.of` returned; notes: about each answer.
 
     Returns:
         ``page``: that of :func:`eval.quality_report.summarise`; ``kinds``: share right by kind of

@@ -13,10 +13,8 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import json
 import random
 from fractions import Fraction
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,6 +34,7 @@ from eval.dialogues import (
 )
 from eval.documents import scene_document
 from eval.forced import spans
+from eval.journal import Journal
 from eval.quality_run import Cell, Comparison
 from eval.scenes import Scene, Turn
 from mmkv.processing import load_processor
@@ -90,7 +89,7 @@ def hear(session: Session, turn: Turn, tokenizer: Any) -> bool:
 
 
 def run(
-    compared: Comparison, clips: int, full_clips: int, journal: Path
+    compared: Comparison, clips: int, full_clips: int, journal: Journal
 ) -> dict[str, list[list[Row]]]:
     """Let every side hear the stream under every budget, but for what the journal holds.
 
@@ -101,13 +100,13 @@ def run(
         InputError: a model that does not read scenes, or budgets that are shares: the stream has no
             length to take a share of.
     """
-    require_scene_tokens(load_processor(compared.model), compared.model)
+    processor = load_processor(compared.model)
+    require_scene_tokens(processor, compared.model)
     if any(Fraction(budget) <= 1 for budget in compared.fractions):
         raise InputError("a stream has no end to take a share of; give --budgets in entries")
     base = Engine.from_pretrained(compared.model, policy="full", dtype=compared.dtype, device="cpu")
     endless = dataclasses.replace(base.spec, max_position=2**31 - 1)
     free = Engine(base.family, endless, base.decoder.weights, None, base.policy)
-    tokenizer = load_processor(compared.model).tokenizer
     cells = compared.cells()
     rows: dict[str, list[list[Row]]] = {}
     engines = {cell: cell.engine(free) for group in cells.values() for cell in group}
@@ -120,9 +119,9 @@ def run(
             rows[name] = []
             for cell in group:
                 count = full_clips if cell.fraction is None else clips
-                hearing = _Hearing(engines[cell], cell, compared, journal, tokenizer)
+                hearing = _Hearing(engines[cell], cell, compared, journal, processor.tokenizer)
                 rows[name].append(hearing.rows(count, bar))
-    for path in journal.parent.glob(f"{journal.stem}.*.session"):
+    for path in journal.path.parent.glob(f"{journal.path.stem}.*.session"):
         path.unlink()
     return rows
 
@@ -131,31 +130,27 @@ class _Hearing:
     """One cell hears the stream; its rows are in the journal, its memory in a session file."""
 
     def __init__(
-        self, engine: Engine, cell: Cell, compared: Comparison, journal: Path, tokenizer: Any
+        self, engine: Engine, cell: Cell, compared: Comparison, journal: Journal, tokenizer: Any
     ) -> None:
         self.engine, self.cell, self.journal, self.tokenizer = engine, cell, journal, tokenizer
         self.key = f"{compared.described()} stream {cell.key()}"
         digest = hashlib.sha256(self.key.encode()).hexdigest()[:12]
-        self.file = journal.with_name(f"{journal.stem}.{digest}.session")
+        self.file = journal.path.with_name(f"{journal.path.stem}.{digest}.session")
 
     def rows(self, clips: int, bar: tqdm) -> list[Row]:
         """The rows of the first ``clips`` clips."""
-        found = self._journaled()
+        found = {row["clip"]: row["row"] for row in self.journal.rows("stream", self.key)}
         if all(index in found for index in range(clips)):
             bar.update(clips)
             return [found[index] for index in range(clips)]
         with self._session() as session:
             bar.update(self.heard)
-            with self.journal.open("a") as file:
-                file.write("\n")  # ends a line that was cut off
-                for index in range(self.heard, clips):
-                    found[index] = self._hear(session, index)
-                    line = {"stream": self.key, "clip": index, "row": found[index]}
-                    file.write(json.dumps(line) + "\n")
-                    if (index + 1) % _SAVE == 0:
-                        file.flush()
-                        session.save(self.file, {"heard": str(index + 1)})
-                    bar.update()
+            for index in range(self.heard, clips):
+                found[index] = self._hear(session, index)
+                self.journal.add([{"stream": self.key, "clip": index, "row": found[index]}])
+                if (index + 1) % _SAVE == 0:
+                    session.save(self.file, {"heard": str(index + 1)})
+                bar.update()
         return [found[index] for index in range(clips)]
 
     def _session(self) -> Session:
@@ -187,14 +182,3 @@ class _Hearing:
             "bytes": memory.pages * self.engine.cache.pool.page_bytes,
             "age": memory.tokens_seen - int(held.median()),
         }
-
-    def _journaled(self) -> dict[int, Row]:
-        found: dict[int, Row] = {}
-        for line in self.journal.read_text().splitlines() if self.journal.is_file() else ():
-            try:
-                row = json.loads(line)
-            except ValueError:
-                continue  # blank, or the line that was being written when the run was killed
-            if row.get("stream") == self.key:
-                found[row["clip"]] = row["row"]
-        return found

@@ -29,7 +29,7 @@ from eval.forced import spans
 from eval.needle import LENGTHS, length
 from eval.needle_tasks import Haystack, Needle
 from eval.quality_command import add_options, add_sides, comparison, running, settings
-from eval.quality_run import Cell, Reader, Record, compare
+from eval.quality_run import Cell, Reader, Readings, Record
 from eval.record import write_results
 from eval.worlds import maker
 
@@ -43,9 +43,9 @@ class Prober(Reader):
     @torch.inference_mode()
     def read(self, source: str, index: int, cells: Sequence[Cell]) -> list[Record]:
         """One document through every cell; what :func:`measure` makes of each."""
-        make = maker(self.comparison.model, source)
-        assert make is not None
-        made = make(index)
+        if source not in self._data:
+            self._data[source] = maker(self.comparison.model, source)
+        made = self._data[source](index)
         inputs = {k: v for k, v in made.example.items() if k not in ("labels", "cuts")}
         turn = self.base.family.turn(inputs, 0, self.base.device)
         whole = Cell("full", None, None, None)
@@ -181,10 +181,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         compared = comparison(args)
         sizes = ":".join(map(str, SIZES[args.world]))
         read: list[tuple[int, Any]] = []
-        for tokens in sorted(set(args.lengths)):
-            kind = Haystack.parse(f"needle:{args.world}:{tokens}:{sizes}")
-            raw = compare(compared, kind.name, args.limit, journal, args.workers, Prober)
-            read.append((tokens, raw))
+        with Readings(compared, journal, args.workers, Prober) as readings:
+            for tokens in sorted(set(args.lengths)):
+                kind = Haystack.parse(f"needle:{args.world}:{tokens}:{sizes}")
+                read.append((tokens, readings.of(kind.name, args.limit)))
         page = summarise(args.world, read, [side.name for side in compared.sides], args.budgets)
         write_results(path, settings(args), page)
         text = markdown(page)

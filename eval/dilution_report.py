@@ -27,7 +27,7 @@ def summarise(
     """Everything the result file holds.
 
     Args:
-        read: per length what :func:`eval.quality_run.compare` returned.
+        read: per length what :meth:`eval.quality_run.Readings.of` returned.
 
     Returns:
         ``lengths``: per length and cell the means of :func:`eval.dilution.measure` with intervals

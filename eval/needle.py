@@ -17,7 +17,7 @@ from engine.errors import InputError
 from eval.needle_report import draw, markdown, summarise
 from eval.needle_tasks import SIZES, Haystack
 from eval.quality_command import add_options, add_sides, comparison, running, settings
-from eval.quality_run import compare
+from eval.quality_run import Readings
 from eval.record import write_results
 from eval.worlds import maker
 
@@ -45,16 +45,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raise InputError(f"--limit {args.limit} reads nothing; give at least 1")
         compared = comparison(args)
         read = []
-        for tokens in sorted(set(args.lengths)):
-            kind = Haystack.parse(
-                f"needle:{args.world}:{tokens}:{args.keys or keys}:{args.values or values}:"
-                f"{args.queries or queries}"
-            )
-            make = maker(args.model, kind.name)
-            assert make is not None
-            make(0)  # what cannot be made is found before hours of reading
-            raw = compare(compared, kind.name, args.limit, journal, args.workers)
-            read.append((kind, raw, [make(index).notes for index in range(args.limit)]))
+        with Readings(compared, journal, args.workers) as readings:
+            for tokens in sorted(set(args.lengths)):
+                kind = Haystack.parse(
+                    f"needle:{args.world}:{tokens}:{args.keys or keys}:{args.values or values}:"
+                    f"{args.queries or queries}"
+                )
+                make = maker(args.model, kind.name)
+                assert make is not None
+                make(0)  # what cannot be made is found before hours of reading
+                raw = readings.of(kind.name, args.limit)
+                read.append((kind, raw, [make(index).notes for index in range(args.limit)]))
         page = summarise(read, [side.name for side in compared.sides], args.budgets)
         write_results(path, settings(args), page)
         text = markdown(page)

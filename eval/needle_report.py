@@ -45,7 +45,7 @@ def summarise(read: Sequence[Read], sides: Sequence[str], budgets: Sequence[str]
     """Everything the result file holds.
 
     Args:
-        read: per length the kind of document, what :func:`eval.quality_run.compare` returned,
+        read: per length the kind of document, what :meth:`eval.quality_run.Readings.of` returned,
             and per document the notes of its answers.
 
     Returns:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from eval.quality_command import add_options, running, settings
 from eval.quality_report import draw, markdown, summarise
-from eval.quality_run import Comparison, Side, compare
+from eval.quality_run import Comparison, Readings, Side
 from eval.record import write_results
 
 FRACTIONS = ("1/2", "1/3", "1/4", "1/5", "1/8", "1/16", "1/32")
@@ -39,9 +39,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
             args.model, args.dtype, sides, tuple(args.fractions), args.max_length
         )
         pages = {}
-        for source in args.data:
-            raw = compare(comparison, source, args.dialogues, journal, args.workers)
-            pages[source] = summarise(raw, [side.name for side in sides], args.fractions)
+        with Readings(comparison, journal, args.workers) as readings:
+            for source in args.data:
+                raw = readings.of(source, args.dialogues)
+                pages[source] = summarise(raw, [side.name for side in sides], args.fractions)
         write_results(path, settings(args), pages)
         text = markdown(pages)
         path.with_suffix(".md").write_text(text)

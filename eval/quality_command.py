@@ -13,6 +13,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch
 
 from engine.errors import MmkvError
+from eval.journal import Journal
 from eval.quality_run import Comparison, Side
 from eval.record import RESULTS
 
@@ -56,8 +57,8 @@ def comparison(args: argparse.Namespace) -> Comparison:
 
 
 @contextmanager
-def running(args: argparse.Namespace, program: str) -> Iterator[tuple[Path, Path]]:
-    """The result file and the journal; a mistake or Ctrl-C inside ends in one line.
+def running(args: argparse.Namespace, program: str) -> Iterator[tuple[Path, Journal]]:
+    """The result file's path and the journal; a mistake or Ctrl-C inside ends in one line.
 
     What was read is in the journal by then.
     """
@@ -70,7 +71,7 @@ def running(args: argparse.Namespace, program: str) -> Iterator[tuple[Path, Path
             journal.unlink(missing_ok=True)
             for path in journal.parent.glob(f"{journal.stem}.*.session"):  # eval.dialogue's stream
                 path.unlink()
-        yield path, journal
+        yield path, Journal(journal)
     except (MmkvError, OSError) as error:
         raise SystemExit(f"{program}: error: {error}") from error
     except KeyboardInterrupt:

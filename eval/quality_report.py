@@ -23,7 +23,7 @@ def summarise(
     """Means with intervals for every side and budget, and the paired tests between sides.
 
     Args:
-        raw: what :func:`eval.quality_run.compare` returns.
+        raw: what :meth:`eval.quality_run.Readings.of` returns.
 
     Returns:
         ``rows`` (one per side and budget), ``tests`` (first side against each other side, and

@@ -1,7 +1,7 @@
 """The readings of :mod:`eval.quality`: every dialogue through every side, in worker processes.
 
-Each reading is one line of a journal: a run that was killed goes on where it was, and a larger
-comparison reads only what is new.
+Each reading is one row of a journal (:mod:`eval.journal`): a run that was killed goes on where it
+was, and a larger comparison reads only what is new.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import dataclasses
 import functools
 import hashlib
 import itertools
-import json
 import multiprocessing
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,6 +27,7 @@ from engine.gates import load_gates
 from engine.policies import Budget, make_policy
 from engine.runtime import Engine
 from eval.forced import Reading, full_logits, read_at
+from eval.journal import Journal
 from eval.worlds import held_out
 
 Record = dict[str, Any]
@@ -230,86 +230,92 @@ def record(reading: Reading) -> Record:
     }
 
 
-def compare(
-    comparison: Comparison,
-    source: str,
-    count: int,
-    journal: Path,
-    workers: int = 1,
-    reader: type[Reader] = Reader,
-) -> dict[str, list[list[Record]]]:
-    """Read ``count`` dialogues through every cell, but for what the journal holds.
+class Readings:
+    """All readings of a comparison: those of the journal, and the others as they are asked for.
+
+    A context manager. The model is loaded once for all sources, and only if something is left to
+    read; so are the workers.
 
     Args:
-        journal: JSONL of finished readings. They are kept under what decides them, so sides,
-            seeds, budgets and dialogues can be added later.
+        journal: finished readings. They are kept under what decides them, so sides, seeds, budgets
+            and dialogues can be added later.
         reader: what reads them, for programs that keep something else of each.
-
-    Returns:
-        ``"side at fraction"`` -> per gate folder -> per dialogue what the reader keeps.
     """
-    cells = comparison.cells()
-    keys = {cell: cell.key() for cell in itertools.chain.from_iterable(cells.values())}
-    where = f"{comparison.described()} {comparison.max_length} {source} {reader.__name__}"
-    done = _read_journal(journal, where)
-    left = {
-        index: [cell for cell in keys if (keys[cell], index) not in done] for index in range(count)
-    }
-    todo = {index: missing for index, missing in left.items() if missing}
-    if done:
-        tqdm.write(f"{source}: {len(done)} readings are in {journal}", file=sys.stderr)
-    with journal.open("a+") as file:
-        file.write("\n")  # ends a line that was cut off
-        made = _readings(comparison, source, todo, workers, reader)
+
+    def __init__(
+        self,
+        comparison: Comparison,
+        journal: Journal,
+        workers: int = 1,
+        reader: type[Reader] = Reader,
+    ) -> None:
+        self.comparison, self.journal = comparison, journal
+        self.workers, self.kind = workers, reader
+        self._reader: Reader | None = None
+        self._pool: ProcessPoolExecutor | None = None
+
+    def __enter__(self) -> Readings:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._pool is not None:
+            self._pool.shutdown()
+
+    def of(self, source: str, count: int) -> dict[str, list[list[Record]]]:
+        """The first ``count`` dialogues of a source through every cell.
+
+        Returns:
+            ``"side at budget"`` -> per gate folder -> per dialogue what the reader keeps.
+        """
+        compared = self.comparison
+        cells = compared.cells()
+        keys = {cell: cell.key() for cell in itertools.chain.from_iterable(cells.values())}
+        where = f"{compared.described()} {compared.max_length} {source} {self.kind.__name__}"
+        done = {
+            (row["cell"], row["index"]): row["record"] for row in self.journal.rows("where", where)
+        }
+        left = {
+            index: [cell for cell in keys if (keys[cell], index) not in done]
+            for index in range(count)
+        }
+        todo = {index: missing for index, missing in left.items() if missing}
+        if done:
+            said = f"{source}: {len(done)} readings are in {self.journal.path}"
+            tqdm.write(said, file=sys.stderr)
+        made = self._read(source, todo)
         for index, records in tqdm(made, f"reading {source}", len(todo), unit="dialogue"):
-            lines = []
-            for cell, found in zip(todo[index], records, strict=True):
-                # As the journal gives it back: tuples come back as lists.
-                row = {"where": where, "cell": keys[cell], "index": index, "record": found}
-                lines.append(json.dumps(row))
-                done[keys[cell], index] = json.loads(lines[-1])["record"]
-            file.write("\n".join(lines) + "\n")  # at once: read together, kept together
-            file.flush()
-    return {
-        name: [[done[keys[cell], index] for index in range(count)] for cell in seeds]
-        for name, seeds in cells.items()
-    }
+            rows = [
+                {"where": where, "cell": keys[cell], "index": index, "record": found}
+                for cell, found in zip(todo[index], records, strict=True)
+            ]
+            for row in self.journal.add(rows):
+                done[row["cell"], index] = row["record"]
+        return {
+            name: [[done[keys[cell], index] for index in range(count)] for cell in seeds]
+            for name, seeds in cells.items()
+        }
 
-
-def _read_journal(path: Path, where: str) -> dict[tuple[str, int], Record]:
-    found: dict[tuple[str, int], Record] = {}
-    for line in path.read_text().splitlines() if path.is_file() else ():
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue  # blank, or the line that was being written when the run was killed
-        if row.get("where") == where:
-            found[row["cell"], row["index"]] = row["record"]
-    return found
-
-
-def _readings(
-    comparison: Comparison,
-    source: str,
-    todo: Mapping[int, list[Cell]],
-    workers: int,
-    kind: type[Reader],
-) -> Iterator[tuple[int, list[Record]]]:
-    if not todo:
-        return
-    if workers <= 1:
-        reader = kind(comparison)
-        for index, cells in todo.items():
-            yield index, reader.read(source, index, cells)
-        return
-    # Spawned, not forked: torch's threads do not survive a fork.
-    with ProcessPoolExecutor(
-        workers,
-        multiprocessing.get_context("spawn"),
-        _start,
-        (kind, comparison, torch.get_num_threads()),
-    ) as pool:
-        waiting = {pool.submit(_read, source, index, cells): index for index, cells in todo.items()}
+    def _read(
+        self, source: str, todo: Mapping[int, list[Cell]]
+    ) -> Iterator[tuple[int, list[Record]]]:
+        if not todo:
+            return
+        if self.workers <= 1:
+            self._reader = self._reader or self.kind(self.comparison)
+            for index, cells in todo.items():
+                yield index, self._reader.read(source, index, cells)
+            return
+        if self._pool is None:
+            # Spawned, not forked: torch's threads do not survive a fork.
+            self._pool = ProcessPoolExecutor(
+                self.workers,
+                multiprocessing.get_context("spawn"),
+                _start,
+                (self.kind, self.comparison, torch.get_num_threads()),
+            )
+        waiting = {
+            self._pool.submit(_read, source, index, cells): index for index, cells in todo.items()
+        }
         for future in as_completed(waiting):
             yield waiting[future], future.result()
 

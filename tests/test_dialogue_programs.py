@@ -14,7 +14,8 @@ from eval import dialogue_stream, dialogue_tasks
 from eval.dialogue import main
 from eval.dialogue_tasks import Asked
 from eval.forced import spans
-from eval.quality_run import Comparison, Side, compare
+from eval.journal import Journal
+from eval.quality_run import Comparison, Readings, Side
 from eval.scenes import Clip, render
 from eval.worlds import maker
 from mmkv.assets import bundled_model
@@ -122,7 +123,8 @@ def test_killed_sessions_give_the_same_files(tmp_path: Path, capfd: Any) -> None
     sides = (Side.parse("streamingllm"), Side.parse("snapkv"))
     journal = tmp_path / "parts" / "d.readings.jsonl"
     journal.parent.mkdir()
-    compare(Comparison(MODEL, "float32", sides, ("24", "1/3")), SCENES, 2, journal)
+    compared = Comparison(MODEL, "float32", sides, ("24", "1/3"))
+    Readings(compared, Journal(journal)).of(SCENES, 2)
     journal.write_text(journal.read_text() + '{"where": "an unfin')
     main([*options, str(tmp_path / "parts"), "--limit", "3"])
     assert "10 readings are in" in capfd.readouterr().err

@@ -16,8 +16,9 @@ from engine.step import DecodeStep
 from eval.dilution import Prober, dilution_bound, main, measure
 from eval.dilution_probe import probed_decode
 from eval.dilution_report import _correlation
+from eval.journal import Journal
 from eval.needle_tasks import Needle
-from eval.quality_run import Comparison, Side, compare
+from eval.quality_run import Comparison, Readings, Side
 from mmkv.assets import bundled_model
 
 MODEL = str(bundled_model())
@@ -130,7 +131,8 @@ def test_a_killed_run_gives_the_same_files(tmp_path: Path, capfd: Any) -> None:
     compared = Comparison(MODEL, "float32", (Side.parse("streamingllm"),), ("16", "48"))
     journal = tmp_path / "parts" / "d.readings.jsonl"
     journal.parent.mkdir()
-    compare(compared, "needle:pictures:128:4:2:2", 2, journal, 1, Prober)
+    readings = Readings(compared, Journal(journal), reader=Prober)
+    readings.of("needle:pictures:128:4:2:2", 2)
     journal.write_text(journal.read_text() + '{"where": "an unfin')
     capfd.readouterr()
     main([*options, str(tmp_path / "parts"), "--limit", "3"])

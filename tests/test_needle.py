@@ -17,10 +17,11 @@ from engine.policies import Budget
 from engine.runtime import Engine
 from eval import needle_tasks
 from eval.forced import full_logits, read_at, spans
+from eval.journal import Journal
 from eval.needle import main
 from eval.needle_report import found
 from eval.needle_tasks import Haystack, Needle, bury
-from eval.quality_run import Comparison, Side, compare
+from eval.quality_run import Comparison, Readings, Side
 from eval.scenes import Clip, Turn, render
 from eval.worlds import maker
 from mmkv.assets import bundled_model
@@ -190,7 +191,7 @@ def test_a_killed_run_gives_the_same_files(tmp_path: Path, capfd: Any) -> None:
     compared = Comparison(MODEL, "float32", sides, ("16", "1/2"))
     journal = tmp_path / "parts" / "n.readings.jsonl"
     journal.parent.mkdir()
-    compare(compared, "needle:pictures:128:4:2:2", 2, journal)
+    Readings(compared, Journal(journal)).of("needle:pictures:128:4:2:2", 2)
     journal.write_text(journal.read_text() + '{"where": "an unfinished li')
     capfd.readouterr()
     main([*OPTIONS, str(tmp_path / "parts"), "--limit", "3"])

@@ -15,9 +15,10 @@ import torch
 from engine.errors import InputError
 from engine.runtime import Engine
 from eval.forced import full_logits, read, spans
+from eval.journal import Journal
 from eval.kept import main as kept
 from eval.quality import main
-from eval.quality_run import Comparison, Reader, Side, compare
+from eval.quality_run import Comparison, Reader, Readings, Side
 from eval.stats import mean, paired
 from mmkv.assets import bundled_model
 from training.losses import predicted
@@ -146,7 +147,7 @@ def test_a_killed_run_goes_on_with_the_same_result(tmp_path: Path, capfd: Any) -
     compared = Comparison(MODEL, "float32", (Side.parse("streamingllm"),), ("1/4",))
     journal = tmp_path / "parts" / "q.readings.jsonl"
     journal.parent.mkdir()
-    compare(compared, "scenes:dense", 2, journal)
+    Readings(compared, Journal(journal)).of("scenes:dense", 2)
     journal.write_text(journal.read_text() + '{"key": "an unfinished li')
     capfd.readouterr()
     main([*options, str(tmp_path / "parts"), "--dialogues", "4", "--workers", "2"])
@@ -164,7 +165,7 @@ def test_a_comparison_that_grows_reads_only_what_is_new(tmp_path: Path, monkeypa
     sides = (*small.sides, Side.parse(f"dbtrimkv:{gates},random"))
     large = dataclasses.replace(small, sides=sides, fractions=("1/4", "1/8"))
     journal, asked = tmp_path / "journal", []
-    first = compare(small, "scenes:dense", 2, journal)
+    first = Readings(small, Journal(journal)).of("scenes:dense", 2)
     plain = Reader.read
 
     def noted(self: Reader, source: str, index: int, cells: Any) -> Any:
@@ -172,7 +173,7 @@ def test_a_comparison_that_grows_reads_only_what_is_new(tmp_path: Path, monkeypa
         return plain(self, source, index, cells)
 
     monkeypatch.setattr(Reader, "read", noted)
-    second = compare(large, "scenes:dense", 2, journal)
+    second = Readings(large, Journal(journal)).of("scenes:dense", 2)
     new = [
         ("streamingllm", None, "1/8"),
         *itertools.product(["dbtrimkv"], [gates, "random"], large.fractions),
@@ -184,6 +185,36 @@ def test_a_comparison_that_grows_reads_only_what_is_new(tmp_path: Path, monkeypa
     assert len(one) == 2 and one != two
     keys = {cell.key() for cells in large.cells().values() for cell in cells}
     assert len(keys) == 7
+
+
+def test_the_model_is_loaded_once_and_only_for_what_is_left(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    compared = Comparison(MODEL, "float32", (Side.parse("streamingllm"),), ("1/4",))
+    sources, path, loaded = ("scenes:dense", "scenes:clip"), tmp_path / "journal", []
+    plain = Reader.__init__
+    monkeypatch.setattr(Reader, "__init__", lambda self, c: loaded.append(c) or plain(self, c))
+    with Readings(compared, Journal(path)) as readings:
+        first = [readings.of(source, 2) for source in sources]
+        again = [readings.of(source, 2) for source in sources]
+    assert loaded == [compared] and first == again and first[0] != first[1]
+    written = path.read_bytes()
+    assert [Readings(compared, Journal(path)).of(source, 2) for source in sources] == first
+    assert len(loaded) == 1 and path.read_bytes() == written
+
+
+def test_a_journal_passes_over_what_was_cut_off(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    assert Journal(path).rows("where", "a") == [] and not path.exists()
+    journal = Journal(path)
+    rows = [{"where": "a", "record": (1, 2)}, {"where": "b", "record": 3}]
+    assert journal.add(rows)[0]["record"] == [1, 2]  # as JSON has it, read back or not
+    path.write_text(path.read_text() + '{"where": "a", "rec')
+    second = Journal(path)
+    second.add([{"where": "a", "record": 4}])
+    for held in (second, Journal(path)):
+        assert [row["record"] for row in held.rows("where", "a")] == [[1, 2], 4]
+    assert [row["record"] for row in journal.rows("where", "b")] == [3]
 
 
 def test_a_side_without_its_gates_is_one_line(tmp_path: Path) -> None:
