@@ -38,6 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with running(args, "eval.dialogue") as (path, journal):
         if min(args.limit, args.full_clips) < 1:
             raise InputError("--limit and --full-clips are at least 1")
+        if args.world == "stream" and args.workers > 1:
+            raise InputError("a stream is heard in order by one process; leave out --workers")
         compared = comparison(args)
         names = [side.name for side in compared.sides]
         if args.world == "stream":

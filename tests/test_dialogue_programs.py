@@ -214,6 +214,7 @@ def test_a_stopped_stream_goes_on_in_the_same_memory(
     ("options", "message"),
     [
         (["--world", "stream", "--budgets", "1/8"], "a stream has no end"),
+        (["--world", "stream", "--workers", "2"], "leave out --workers"),
         (["--sessions", "0"], "at least one session"),
         (["--full-clips", "0"], "are at least 1"),
         (["--world", "text", "--things", "30"], "at most 20 have names"),
