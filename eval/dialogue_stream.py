@@ -14,16 +14,15 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import random
-from fractions import Fraction
 from typing import Any
 
 import torch
 from tqdm import tqdm
 
 from engine.errors import InputError, SessionError
-from engine.policies import Budget
 from engine.runtime import Engine
 from engine.session import Session
+from eval.budgets import is_share
 from eval.dialogues import (
     caption,
     cell_question,
@@ -102,7 +101,7 @@ def run(
     """
     processor = load_processor(compared.model)
     require_scene_tokens(processor, compared.model)
-    if any(Fraction(budget) <= 1 for budget in compared.fractions):
+    if any(map(is_share, compared.budgets)):
         raise InputError("a stream has no end to take a share of; give --budgets in entries")
     base = Engine.from_pretrained(compared.model, policy="full", dtype=compared.dtype, device="cpu")
     endless = dataclasses.replace(base.spec, max_position=2**31 - 1)
@@ -112,13 +111,13 @@ def run(
     engines = {cell: cell.engine(free) for group in cells.values() for cell in group}
     full_clips = min(clips, full_clips)
     total = sum(
-        full_clips if c.fraction is None else clips for group in cells.values() for c in group
+        full_clips if c.budget is None else clips for group in cells.values() for c in group
     )
     with tqdm(total=total, desc="hearing the stream", unit="clip") as bar:
         for name, group in cells.items():
             rows[name] = []
             for cell in group:
-                count = full_clips if cell.fraction is None else clips
+                count = full_clips if cell.budget is None else clips
                 hearing = _Hearing(engines[cell], cell, compared, journal, processor.tokenizer)
                 rows[name].append(hearing.rows(count, bar))
     for path in journal.path.parent.glob(f"{journal.path.stem}.*.session"):
@@ -166,7 +165,7 @@ class _Hearing:
         return self._new()
 
     def _new(self) -> Session:
-        return self.engine.session(Budget.of(float(self.cell.fraction or 1)))
+        return self.engine.session(self.cell.budget_for(1))  # entries, whatever the length
 
     def _hear(self, session: Session, index: int) -> Row:
         row: Row = {"right": hear(session, clip_turn(index), self.tokenizer)}

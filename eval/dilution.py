@@ -55,7 +55,7 @@ class Prober(Reader):
             if cell == whole:
                 probes, hits = full, right
             else:
-                budget = cell.budget(turn.token_ids.numel()).value
+                budget = cell.budget_for(turn.token_ids.numel()).value
                 probes, hits = probe(self._engine(cell), turn, made, budget)
             found.append({"right": hits, **measure(probes, full, made.notes)})
         return found

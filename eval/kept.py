@@ -15,10 +15,12 @@ from typing import Any
 
 import numpy as np
 
+from eval.budgets import in_words
 
-def rows_at(page: Mapping[str, Any], fraction: str, sides: Sequence[str]) -> list[dict[str, Any]]:
+
+def rows_at(page: Mapping[str, Any], budget: str, sides: Sequence[str]) -> list[dict[str, Any]]:
     """The sides of one data source at one budget, in the order asked for (default: all)."""
-    found = {row["side"]: row for row in page["rows"] if row["budget"] == fraction}
+    found = {row["side"]: row for row in page["rows"] if row["budget"] == budget}
     return [found[side] for side in (sides or found) if side in found]
 
 
@@ -36,11 +38,11 @@ def spread(row: Mapping[str, Any]) -> dict[str, float]:
     return {"least": share.min(), "most": share.max(), "between_layers": float(between)}
 
 
-def draw(pages: Mapping[str, Mapping[str, Any]], path: Path, fraction: str, sides: Sequence[str]):
+def draw(pages: Mapping[str, Mapping[str, Any]], path: Path, budget: str, sides: Sequence[str]):
     """One heat map per data source and side, with the visual share as a bar below."""
     from matplotlib.figure import Figure
 
-    chosen = {source: rows_at(page, fraction, sides) for source, page in pages.items()}
+    chosen = {source: rows_at(page, budget, sides) for source, page in pages.items()}
     columns = max(len(rows) for rows in chosen.values())
     figure = Figure(figsize=(2.1 * columns + 1, 3.6 * len(chosen)), layout="constrained")
     panels = figure.subplots(
@@ -67,11 +69,11 @@ def draw(pages: Mapping[str, Mapping[str, Any]], path: Path, fraction: str, side
             bar.set(xlim=(0, 1), yticks=[], xlabel="visual share (dashes: of the context)")
             bar.xaxis.label.set_size(6)
         figure.colorbar(shown, ax=panels[2 * index, :], label="entries / mean budget")
-    figure.suptitle(f"Entries kept at {fraction} of the context")
+    figure.suptitle(f"Entries kept at {in_words(budget)}")
     figure.savefig(path, dpi=110)
 
 
-def table(pages: Mapping[str, Mapping[str, Any]], fraction: str, sides: Sequence[str]) -> str:
+def table(pages: Mapping[str, Mapping[str, Any]], budget: str, sides: Sequence[str]) -> str:
     """Markdown: spread over heads and visual share of every side."""
     lines = [
         "| data | side | least head | most head | variance between layers | visual | of context |",
@@ -79,7 +81,7 @@ def table(pages: Mapping[str, Mapping[str, Any]], fraction: str, sides: Sequence
     ]
     for source, page in pages.items():
         context = page["rows"][0]["visual_share"]
-        for row in rows_at(page, fraction, sides):
+        for row in rows_at(page, budget, sides):
             found = spread(row)
             lines.append(
                 f"| {source} | {row['side']} | {found['least']:.2f} | {found['most']:.2f} | "

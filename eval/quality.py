@@ -30,7 +30,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--side", action="append", required=True, metavar="[NAME=]POLICY[@N][:GATES,..]"
     )
-    parser.add_argument("--fractions", nargs="+", default=list(FRACTIONS), help="of the context")
+    parser.add_argument(
+        "--fractions", nargs="+", default=list(FRACTIONS),
+        help="budgets: shares of the context, or entries per layer and KV head such as 64",
+    )  # fmt: skip
     parser.add_argument("--dialogues", type=int, default=120, help="of each data source")
     args = parser.parse_args(arguments)
     with running(args, "eval.quality") as (path, journal):

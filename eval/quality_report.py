@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from eval.budgets import axis_label
 from eval.stats import mean, paired
 
 T = TypeVar("T")
@@ -18,7 +19,7 @@ Runs = Sequence[Sequence[Mapping[str, Any]]]
 
 
 def summarise(
-    raw: Mapping[str, Runs], sides: Sequence[str], fractions: Sequence[str]
+    raw: Mapping[str, Runs], sides: Sequence[str], budgets: Sequence[str]
 ) -> dict[str, Any]:
     """Means with intervals for every side and budget, and the paired tests between sides.
 
@@ -34,17 +35,17 @@ def summarise(
     tokens = [sum(row["tokens"]) for row in full]
     rows = [_row("full", "1", raw["full"], questions, tokens)]
     tests = []
-    for fraction in fractions:
+    for budget in budgets:
         for side in sides:
-            runs = raw[f"{side} at {fraction}"]
-            rows.append(_row(side, fraction, runs, questions, tokens))
+            runs = raw[f"{side} at {budget}"]
+            rows.append(_row(side, budget, runs, questions, tokens))
             rows[-1]["of_full"] = rows[-1]["accuracy"]["value"] / max(
                 rows[0]["accuracy"]["value"], 1e-9
             )
-        for of, one, two in comparisons(raw, sides, fraction):
+        for of, one, two in comparisons(raw, sides, budget):
             tests.append(
                 {
-                    "budget": fraction,
+                    "budget": budget,
                     "of": of,
                     "accuracy": _difference(one, two, "right", questions),
                     "kl_per_token": _difference(one, two, "kl", tokens),
@@ -92,14 +93,14 @@ def _difference(one: Runs, two: Runs, name: str, counts: Sequence[int]) -> dict[
 
 
 def _row(
-    side: str, fraction: str, runs: Runs, questions: Sequence[int], tokens: Sequence[int]
+    side: str, budget: str, runs: Runs, questions: Sequence[int], tokens: Sequence[int]
 ) -> dict[str, Any]:
     seen = sum(row["seen"] for row in runs[0])
     layouts = [row["per_row"] for run in runs for row in run]
     entries = sum(row["entries"] for run in runs for row in run)
     return {
         "side": side,
-        "budget": fraction,
+        "budget": budget,
         "seeds": len(runs),
         "accuracy": asdict(mean(_average(runs, "right"), questions)),
         "accuracy_by_seed": [
@@ -124,17 +125,17 @@ def markdown(pages: Mapping[str, Mapping[str, Any]]) -> str:
             f"### {source}: {page['questions']} questions in {page['dialogues']} held-out "
             f"dialogues of {context['least']} to {context['most']} tokens\n"
         )
-        fractions = list(dict.fromkeys(r["budget"] for r in page["rows"] if r["side"] != "full"))
+        budgets = list(dict.fromkeys(r["budget"] for r in page["rows"] if r["side"] != "full"))
         sides = list(dict.fromkeys(r["side"] for r in page["rows"] if r["side"] != "full"))
         full = page["rows"][0]["accuracy"]
         text.append(f"Full cache: {interval(full)}. Cells: accuracy with 95 % interval; KL.\n")
         text.append(f"| budget | {' | '.join(sides)} |\n|---|{'---|' * len(sides)}")
-        for fraction in fractions:
+        for budget in budgets:
             cells = []
             for side in sides:
-                row = next(r for r in page["rows"] if (r["side"], r["budget"]) == (side, fraction))
+                row = next(r for r in page["rows"] if (r["side"], r["budget"]) == (side, budget))
                 cells.append(f"{interval(row['accuracy'])}; {row['kl_per_token']['value']:.3f}")
-            text.append(f"| {fraction} | {' | '.join(cells)} |")
+            text.append(f"| {budget} | {' | '.join(cells)} |")
         text += ["", *paired_lines(page["tests"])]
         text.append("")
     return "\n".join(text)
@@ -168,7 +169,7 @@ def draw(pages: Mapping[str, Mapping[str, Any]], path: Path) -> None:
     panels = figure.subplots(2, len(pages), squeeze=False)
     for column, (source, page) in enumerate(pages.items()):
         rows = [row for row in page["rows"] if row["side"] != "full"]
-        fractions = list(dict.fromkeys(row["budget"] for row in rows))
+        budgets = list(dict.fromkeys(row["budget"] for row in rows))
         for side in dict.fromkeys(row["side"] for row in rows):
             mine = sorted(
                 (row for row in rows if row["side"] == side), key=lambda r: Fraction(r["budget"])
@@ -185,8 +186,8 @@ def draw(pages: Mapping[str, Mapping[str, Any]], path: Path) -> None:
         panels[0, column].set(title=source, ylabel="accuracy", ylim=(0, 1.02))
         panels[1, column].set(ylabel="KL to the full cache per token", yscale="log")
         for panel in panels[:, column]:
-            panel.set(xscale="log", xlabel="budget, share of the context")
-            panel.set_xticks([float(Fraction(f)) for f in fractions], fractions)
+            panel.set(xscale="log", xlabel=axis_label(budgets))
+            panel.set_xticks([float(Fraction(budget)) for budget in budgets], budgets)
             panel.minorticks_off()
             panel.grid(alpha=0.3)
         panels[0, column].legend(fontsize=8)

@@ -26,6 +26,7 @@ from engine.errors import InputError
 from engine.gates import load_gates
 from engine.policies import Budget, make_policy
 from engine.runtime import Engine
+from eval.budgets import is_share
 from eval.forced import Reading, full_logits, read_at
 from eval.journal import Journal
 from eval.worlds import held_out
@@ -74,24 +75,24 @@ class Cell:
 
     Attributes:
         gates: a folder, or None.
-        fraction: budget as a share of the dialogue, or above 1 as entries per layer and head;
-            None: no budget.
+        budget: as :mod:`eval.budgets` writes it; None: none.
     """
 
     policy: str
     lookahead: float | None
     gates: str | None
-    fraction: str | None
+    budget: str | None
 
     def key(self) -> str:
         """Says all that decides a reading, the gates by their bytes."""
         gates = "none" if self.gates is None else digest(self.gates)
-        return f"{self.policy}@{self.lookahead}:{gates} at {self.fraction}"
+        return f"{self.policy}@{self.lookahead}:{gates} at {self.budget}"
 
-    def budget(self, tokens: int) -> Budget:
+    def budget_for(self, tokens: int) -> Budget:
         """The budget for a dialogue of ``tokens``, known to none of the sides in advance."""
-        amount = float(Fraction(self.fraction or 1))
-        return Budget.of(amount if amount > 1 else max(1.0, amount * tokens))
+        written = self.budget or "1"
+        amount = float(Fraction(written))
+        return Budget.of(max(1.0, amount * tokens) if is_share(written) else amount)
 
     def engine(self, base: Engine) -> Engine:
         """An engine over the weights of ``base``.
@@ -124,15 +125,14 @@ class Comparison:
     """What is read, and how.
 
     Attributes:
-        fractions: budgets: shares of each dialogue's length, such as ``1/8``, or mean entries per
-            layer and KV head, such as ``64``.
+        budgets: as :mod:`eval.budgets` writes them.
         max_length: longest dialogue in tokens.
     """
 
     model: str
     dtype: str
     sides: tuple[Side, ...]
-    fractions: tuple[str, ...]
+    budgets: tuple[str, ...]
     max_length: int = 8192
 
     def described(self) -> str:
@@ -140,7 +140,7 @@ class Comparison:
         return f"{self.model} {digest(self.model)} {self.dtype}"
 
     def __post_init__(self) -> None:
-        for text in self.fractions:
+        for text in self.budgets:
             try:
                 amount = Fraction(text)
             except (ValueError, ZeroDivisionError):
@@ -152,12 +152,11 @@ class Comparison:
                 )
 
     def cells(self) -> dict[str, list[Cell]]:
-        """``"side at fraction"`` -> one cell per gate folder; the full cache under ``"full"``."""
+        """``"side at budget"`` -> one cell per gate folder; the full cache under ``"full"``."""
         found = {"full": [Cell("full", None, None, None)]}
-        for side, fraction in itertools.product(self.sides, self.fractions):
-            found[f"{side.name} at {fraction}"] = [
-                Cell(side.policy, side.lookahead, gates, fraction)
-                for gates in side.gates or (None,)
+        for side, budget in itertools.product(self.sides, self.budgets):
+            found[f"{side.name} at {budget}"] = [
+                Cell(side.policy, side.lookahead, gates, budget) for gates in side.gates or (None,)
             ]
         return found
 
@@ -202,14 +201,14 @@ class Reader:
         for cell in cells:
             alike.setdefault(_unbudgeted(cell), []).append(cell)
         for whatever, mine in alike.items():
-            budgets = [cell.budget(labels.numel()) for cell in mine]
+            budgets = [cell.budget_for(labels.numel()) for cell in mine]
             made = read_at(self._engine(whatever), turn, labels, budgets, full, cuts)
             found.update(zip(mine, map(record, made), strict=True))
         return [found[cell] for cell in cells]
 
 
 def _unbudgeted(cell: Cell) -> Cell:
-    return dataclasses.replace(cell, fraction=None)
+    return dataclasses.replace(cell, budget=None)
 
 
 def record(reading: Reading) -> Record:

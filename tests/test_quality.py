@@ -11,14 +11,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from matplotlib.figure import Figure
 
 from engine.errors import InputError
 from engine.runtime import Engine
+from eval import quality_report
 from eval.forced import full_logits, read, spans
 from eval.journal import Journal
+from eval.kept import draw as draw_kept
 from eval.kept import main as kept
 from eval.quality import main
 from eval.quality_run import Comparison, Reader, Readings, Side
+from eval.record import RESULTS
 from eval.stats import mean, paired
 from mmkv.assets import bundled_model
 from training.losses import predicted
@@ -139,6 +143,24 @@ def test_a_small_run_writes_table_plot_and_json(tmp_path: Path) -> None:
     assert (tmp_path / "q.png").stat().st_size > 5000
 
 
+def test_plots_say_what_their_budgets_are(tmp_path: Path, monkeypatch: Any) -> None:
+    drawn: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path, **_: drawn.append(figure))
+    pages = json.loads((RESULTS / "quality-ablation-dense.json").read_text())["results"]
+    entries = "entries per layer and KV head"
+    for budget, label, title in (
+        ("1/5", "budget, share of the context", "Entries kept at 1/5 of the context"),
+        ("64", f"budget, {entries}", f"Entries kept at 64 {entries}"),
+        ("1/8", "budget", "Entries kept at 1/8 of the context"),
+    ):
+        for row in pages["scenes:dense"]["rows"][1:]:
+            row["budget"] = "64" if label == "budget" and row["side"] == "trimkv" else budget
+        quality_report.draw(pages, tmp_path / "q.png")
+        assert {axes.get_xlabel() for axes in drawn[-1].axes} == {label}
+        draw_kept(pages, tmp_path / "k.png", budget, [])
+        assert drawn[-1].get_suptitle() == title
+
+
 def test_a_killed_run_goes_on_with_the_same_result(tmp_path: Path, capfd: Any) -> None:
     """Two workers, stopped after two of four dialogues in the middle of a line."""
     options = [MODEL, "--data", "scenes:dense", "--side", "streamingllm", "--fractions", "1/4",
@@ -163,20 +185,20 @@ def test_a_comparison_that_grows_reads_only_what_is_new(tmp_path: Path, monkeypa
     small = Comparison(MODEL, "float32", (Side.parse("streamingllm"),), ("1/4",))
     gates = str(bundled_model() / "gates")
     sides = (*small.sides, Side.parse(f"dbtrimkv:{gates},random"))
-    large = dataclasses.replace(small, sides=sides, fractions=("1/4", "1/8"))
+    large = dataclasses.replace(small, sides=sides, budgets=("1/4", "1/8"))
     journal, asked = tmp_path / "journal", []
     first = Readings(small, Journal(journal)).of("scenes:dense", 2)
     plain = Reader.read
 
     def noted(self: Reader, source: str, index: int, cells: Any) -> Any:
-        asked.extend((cell.policy, cell.gates, cell.fraction, index) for cell in cells)
+        asked.extend((cell.policy, cell.gates, cell.budget, index) for cell in cells)
         return plain(self, source, index, cells)
 
     monkeypatch.setattr(Reader, "read", noted)
     second = Readings(large, Journal(journal)).of("scenes:dense", 2)
     new = [
         ("streamingllm", None, "1/8"),
-        *itertools.product(["dbtrimkv"], [gates, "random"], large.fractions),
+        *itertools.product(["dbtrimkv"], [gates, "random"], large.budgets),
     ]
     assert sorted(asked, key=str) == sorted(((*cell, i) for cell in new for i in (0, 1)), key=str)
     assert first["full"] == second["full"]

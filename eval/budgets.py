@@ -1,0 +1,29 @@
+"""Budgets as comparisons write them: shares of the dialogue (``1/8``), or entries (``64``).
+
+What is above 1 is entries, the mean per layer and KV head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fractions import Fraction
+
+_ENTRIES = "entries per layer and KV head"
+
+
+def is_share(budget: str) -> bool:
+    """Whether it grows with the dialogue."""
+    return Fraction(budget) <= 1
+
+
+def in_words(budget: str) -> str:
+    """For titles."""
+    return f"{budget} of the context" if is_share(budget) else f"{budget} {_ENTRIES}"
+
+
+def axis_label(budgets: Sequence[str]) -> str:
+    """For the axis of a plot over these budgets."""
+    kinds = {is_share(budget) for budget in budgets}
+    if len(kinds) > 1:
+        return "budget"
+    return "budget, share of the context" if kinds == {True} else f"budget, {_ENTRIES}"
