@@ -38,13 +38,10 @@ class Asked:
     Attributes:
         kind: ``new``: stated in this session for the first time; ``kept``: in an earlier one, and
             never replaced; ``updated``: it has replaced an earlier value.
-        session: in which it is asked, from 1. age: sessions since it was stated.
         answer: its token ids. stale: those of the value it replaced, or empty.
     """
 
     kind: Kind
-    session: int
-    age: int
     answer: tuple[int, ...]
     stale: tuple[int, ...]
 
@@ -144,7 +141,7 @@ def _text(kind: Sessions, index: int, tokenizer: Any) -> Made:
         stale = () if fact.before is None else tuple(text.tokens(f" {fact.before}"))
         answer = tuple(text.ids[where.start : where.stop])
         text.say(".\n")
-        notes.append(Asked(fact.kind(session), session, session - fact.session, answer, stale))
+        notes.append(Asked(fact.kind(session), answer, stale))
 
     for session in range(1, kind.sessions + 1):
         lines = [small_talk(rng) for _ in range(kind.distractors)]
@@ -221,7 +218,7 @@ def _scenes(kind: Sessions, index: int, tokenizer: Any) -> Made:
     ):
         old_ids = tuple(tokenizer.encode(stale, add_special_tokens=False)) if stale else ()
         answer = tuple(ids[start:stop])
-        notes.append(Asked(fact.kind(session), session, session - fact.session, answer, old_ids))
+        notes.append(Asked(fact.kind(session), answer, old_ids))
     return Made(example, notes)
 
 

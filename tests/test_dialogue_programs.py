@@ -52,12 +52,10 @@ def test_text_answers_are_what_was_said_last() -> None:
                     values.append(value)
             answer = tokenizer.decode(ids[start:stop])
             assert answer == f" {values[-1]}" and tokenizer.decode(list(note.answer)) == answer
-            sessions = before.split("\nSession ")
-            assert note.session == len(sessions) - 1
-            stated = next(n for n, text in enumerate(sessions) if values[-1] in text)
-            assert note.age == note.session - stated
+            # The last of the sessions so far is that in which it is asked.
+            new = f"for {name} is: {values[-1]}.\n" in before.split("\nSession ")[-1]
             replaced = len(values) > 1
-            assert note.kind == ("updated" if replaced else "kept" if note.age else "new")
+            assert note.kind == ("updated" if replaced else "new" if new else "kept")
             stale = tokenizer.decode(list(note.stale)) if note.stale else ""
             assert stale == (f" {values[-2]}" if replaced else "")
             assert (name, answer) not in asked
@@ -77,8 +75,9 @@ def test_scene_answers_are_what_the_newest_picture_shows(monkeypatch: pytest.Mon
     for index in range(12):
         dialogue = made(SCENES, index)
         shown: dict[int, list[list[list[str]]]] = {}
-        asked = set()
+        asked, now = set(), ()
         for turn, note in zip(seen[index], dialogue.notes, strict=True):
+            now = turn.captions or now  # of the session in which it is asked
             for words, picture in zip(turn.captions, turn.pictures, strict=True):
                 if words != dialogue_tasks.IGNORE:
                     number = int(re.findall(r"\d+", words)[0])
@@ -88,7 +87,8 @@ def test_scene_answers_are_what_the_newest_picture_shows(monkeypatch: pytest.Mon
             assert turn.question.answer == answer != "nothing"
             assert tokenizer.decode(list(note.answer)) == f"{answer}<|im_end|>"
             replaced = len(shown[number]) > 1
-            assert (note.kind == "updated") == replaced
+            new = f"picture {number}:" in now
+            assert note.kind == ("updated" if replaced else "new" if new else "kept")
             # A model that remembers nothing says "nothing" too, so that is no old value.
             old = shown[number][-2][row - 1][column - 1] if replaced else "nothing"
             assert bool(note.stale) == (old != "nothing")
@@ -106,12 +106,12 @@ def test_scene_answers_are_what_the_newest_picture_shows(monkeypatch: pytest.Mon
 
 
 def test_stale_is_where_the_first_wrong_token_leads_to_the_old_value() -> None:
-    note = Asked("updated", 3, 0, (1, 2, 3, 9), (1, 7, 5))
+    note = Asked("updated", (1, 2, 3, 9), (1, 7, 5))
     assert note.said_stale([[1, 7]]) and note.said_stale([[1, 7], [2, 5]])
     assert not note.said_stale([]) and not note.said_stale([[1, 8]])
     assert not note.said_stale([[2, 5]])  # the old value was left behind at index 1
     assert not note.said_stale([[3, 7]])
-    assert not Asked("new", 3, 0, (1, 2), ()).said_stale([[0, 4]])
+    assert not Asked("new", (1, 2), ()).said_stale([[0, 4]])
 
 
 SIDES = ["--side", "streamingllm", "--side", "snapkv", "--name", "d", "--output"]
