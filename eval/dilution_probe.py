@@ -8,39 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from engine import runtime
-from engine.runtime import Engine
 from engine.session import Session
 from engine.step import DecodeStep
 
 
-@dataclass
-class Attended:
-    """Attention logits of one decode step.
-
-    Attributes:
-        logits: per layer ``[H, G, T]`` float64, T the tokens seen: q k / sqrt(d) of KV head and
-            query head in its group, -inf where the entry is gone (nothing is in the cache).
-    """
-
-    logits: list[Tensor] = field(default_factory=list)
-
-    def stacked(self) -> Tensor:
-        """``[L, H, G, T]``."""
-        return torch.stack(self.logits)
-
-
 class _ProbedStep(DecodeStep):
-    """A decode step of one sequence that notes its attention logits."""
+    """A decode step of one sequence that appends its attention logits, layer by layer."""
 
     seq: int
-    attended: Attended
+    attended: list[Tensor]
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         out = super().attend(layer, query, key, value)
@@ -54,12 +36,12 @@ class _ProbedStep(DecodeStep):
         products = torch.einsum("ed,egd->eg", keys, grouped[head]) * spec.head_dim**-0.5
         logits = torch.full((spec.num_kv_heads, spec.group, self.seen), -torch.inf).double()
         logits[head, :, position] = products
-        self.attended.logits.append(logits)
+        self.attended.append(logits)
         return out
 
 
 @contextmanager
-def _probing(engine: Engine, session: Session, attended: Attended) -> Iterator[None]:
+def _probing(session: Session, attended: list[Tensor]) -> Iterator[None]:
     """Decode steps of this session are probed; the native step, which cannot be, is put aside."""
 
     def step(*arguments: Any) -> DecodeStep:
@@ -67,6 +49,7 @@ def _probing(engine: Engine, session: Session, attended: Attended) -> Iterator[N
         made.seq, made.attended = session.seq, attended
         return made
 
+    engine = session.engine
     native, plain = engine.native, runtime.DecodeStep
     engine.native, runtime.DecodeStep = None, step  # type: ignore[assignment, misc]
     try:
@@ -79,9 +62,11 @@ def probed_decode(session: Session, token: int) -> tuple[Tensor, Tensor]:
     """Append a token as :meth:`Session.decode` does.
 
     Returns:
-        logits ``[vocab]``, and the attention logits ``[L, H, G, T]`` of :class:`Attended`.
+        logits ``[vocab]``, and the attention logits float64 ``[L, H, G, T]``, T the tokens seen:
+        q k / sqrt(d) of KV head and query head in its group, -inf where the entry is gone (nothing
+        is in the cache).
     """
-    attended = Attended()
-    with _probing(session.engine, session, attended):
+    attended: list[Tensor] = []
+    with _probing(session, attended):
         logits = session.decode(token)
-    return logits, attended.stacked()
+    return logits, torch.stack(attended)

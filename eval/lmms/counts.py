@@ -9,7 +9,6 @@ from typing import Any
 from lmms_eval.api.instance import GenerationResult, TokenCounts
 
 from engine.errors import InputError
-from engine.session import Memory
 from mmkv.reply import Reply
 
 
@@ -57,14 +56,9 @@ def answer(text: Any, replies: Sequence[Reply], settings: dict[str, Any]) -> Gen
     counts = CacheCounts(
         input_tokens=sum(reply.prompt_tokens for reply in replies),
         output_tokens=sum(len(reply.token_ids) for reply in replies),
-        cache=None if memory is None else describe(memory) | settings | _ends(replies),
+        cache=None if memory is None else asdict(memory) | settings | _ends(replies),
     )
     return GenerationResult(text=text, token_counts=counts)
-
-
-def describe(memory: Memory) -> dict[str, Any]:
-    """A session's memory under the names used in the samples file."""
-    return asdict(memory)
 
 
 def _ends(replies: Sequence[Reply]) -> dict[str, Any]:
