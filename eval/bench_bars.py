@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-OWN, FULL, EAGER = "mmkv graph, evicting", "mmkv graph, full cache", "mmkv eager, evicting"
-DYNAMIC = "transformers"
+from eval.bench_names import DYNAMIC, FULL, OWN
 
 # tokens/s on one H200 that a paper states for (shape, batch, context, M).
 PUBLISHED = {

@@ -14,63 +14,17 @@ import argparse
 import gc
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from engine.cache import PagePool
 from engine.errors import BudgetError, MmkvError
 from engine.runtime import Engine
+from eval.bench_memory import WORKSPACE, Plan, dense_count, plan
 from eval.bench_output import device_note, failure, parser, save, table, where
 from eval.bench_sides import why_not
-from eval.filled import filled_sessions, pages_for
+from eval.filled import filled_sessions
 from eval.shapes import SHAPES, Shape, build_engine
-
-# Of memory that is neither weights nor cache: activations of a chunk and of a step, libraries.
-WORKSPACE = 3 * 10**9
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What ``count`` sequences need; bytes.
-
-    Attributes:
-        budget: M, or None when everything is kept; pages: the most one sequence holds.
-    """
-
-    budget: int | None
-    count: int
-    sequence_bytes: int
-    pages: int
-    chunk_bytes: int
-    left: int
-
-
-def plan(
-    shape: Shape, budget: int | None, context: int, memory: float, dtype: torch.dtype,
-    chunk: int = 2048, page: int = 16, workspace: int = WORKSPACE,
-) -> Plan:  # fmt: skip
-    """The most sequences of ``context`` tokens that fit ``memory`` bytes with the weights."""
-    rows = shape.rows
-    kept = context if budget is None else min(budget, context)
-    entries = (kept + (budget is not None)) * rows  # a step appends before it evicts
-    pages = pages_for(entries, rows, page)
-    page_bytes = PagePool(page, shape.head_dim, 0, dtype).page_bytes
-    # Columns for the longest row: all of a head's tokens at worst, but not more than four means.
-    width = min(context, 4 * kept) // page + 2
-    each = pages * page_bytes + rows * (width + 1) * 8
-    growing = 0 if budget is None else min(chunk, context) * rows // page * page_bytes
-    left = int(memory) - shape.parameters * dtype.itemsize - workspace - growing
-    return Plan(budget, max(0, left // each), each, pages, growing, max(left, 0))
-
-
-def dense_count(
-    shape: Shape, context: int, memory: float, dtype: torch.dtype, workspace: int
-) -> int:  # fmt: skip
-    """Sequences that a dense cache of exactly their tokens would allow, nothing else counted."""
-    left = int(memory) - shape.parameters * dtype.itemsize - workspace
-    return max(0, left // (context * shape.kv_token_bytes(dtype.itemsize)))
 
 
 @torch.inference_mode()

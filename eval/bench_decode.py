@@ -27,14 +27,16 @@ import torch
 from engine.errors import MmkvError
 from engine.graph import GraphRunner
 from engine.runtime import Engine
-from eval.bench_bars import DYNAMIC, EAGER, FULL, OWN, checks
+from eval.bench_bars import checks
 from eval.bench_decode_report import figure, show, show_bars
+from eval.bench_memory import own_bytes, peer_bytes
+from eval.bench_names import BOUNDED, DYNAMIC, EAGER, FULL, OWN
 from eval.bench_output import BenchError, device_note, failure, on_gpu, parser, save
 from eval.bench_parts import split
 from eval.bench_peer import PEERS, Job
 from eval.bench_process import PeerProcess
-from eval.bench_sides import EAGER_STEPS, Own, own_bytes, why_not
-from eval.shapes import SHAPES, Shape, build_engine
+from eval.bench_sides import EAGER_STEPS, Own, why_not
+from eval.shapes import SHAPES, build_engine
 from eval.timing import copy_bandwidth, spread, take_turns
 
 
@@ -110,11 +112,16 @@ class Bench:
             skew=self.args.skew,
         )  # fmt: skip
 
+    def _peer_need(self, case: Case) -> int:
+        """Bytes of a peer that keeps everything."""
+        tokens = case.context + self.args.peer_tokens
+        return peer_bytes(self.shape, case.batch, tokens, self.dtype)
+
     def measure(self, case: Case) -> dict[str, Any]:
         """All sides of one case."""
         found: dict[str, Any] = {**asdict(case), "sides": {}}
         owns: dict[str, Own] = {}
-        weights = self.shape.parameters * self.dtype.itemsize
+        weights = self.shape.weight_bytes(self.dtype.itemsize)
         left = self.memory - weights
         for name, full in ((OWN, False), (FULL, True)):
             need = self.need(case, full) - weights
@@ -203,13 +210,9 @@ class Bench:
 
     def _measure_peer(self, case: Case, peer: str, own: Own, found: dict[str, Any]) -> None:
         """In turns with our graph path, which is measured again."""
-        tokens = self.args.peer_tokens
-        job = Job(
-            peer, self.args.shape, case.batch, case.context, case.budget, tokens,
-            str(self.device), self.args.dtype,
-        )  # fmt: skip
-        need = peer_bytes(self.shape, job, self.dtype) + self.need(case, False)
-        if peer not in ("kvpress", "trimkv") and need > self.memory:
+        tokens, job = self.args.peer_tokens, self._job(peer, case)
+        need = self._peer_need(case) + self.need(case, False)
+        if peer not in BOUNDED and need > self.memory:
             reason = f"needs {need / 1e9:.0f} GB beside ours, the memory is {self.memory / 1e9:.0f}"
             found["sides"][peer] = {"failed": reason}
             return
@@ -234,6 +237,12 @@ class Bench:
                 [theirs / own for theirs, own in zip(times["peer"], called, strict=True)]
             ),
         }
+
+    def _job(self, peer: str, case: Case) -> Job:
+        return Job(
+            peer, self.args.shape, case.batch, case.context, case.budget, self.args.peer_tokens,
+            str(self.device), self.args.dtype,
+        )  # fmt: skip
 
     def _start(self, job: Job) -> PeerProcess:
         python = self.args.python.get(job.peer, sys.executable)
@@ -268,17 +277,11 @@ class Bench:
         return self._side(own, [timed() for _ in range(self.args.rounds)], called)
 
     def _largest_peer(self, case: Case, memory: float) -> dict[str, Any]:
-        def job(batch: int) -> Job:
-            return Job(
-                DYNAMIC, self.args.shape, batch, case.context, case.budget, self.args.peer_tokens,
-                str(self.device), self.args.dtype,
-            )  # fmt: skip
-
-        batch = self._most(memory, lambda size: peer_bytes(self.shape, job(size), self.dtype))
+        batch = self._most(memory, lambda size: self._peer_need(_sized(case, size)))
         if not batch:
             return {"failed": f"not one sequence fits {memory / 1e9:g} GB"}
         try:
-            with self._start(job(batch)) as process:
+            with self._start(self._job(DYNAMIC, _sized(case, batch))) as process:
                 tokens = self.args.peer_tokens
                 times = [process.seconds(tokens) / tokens for _ in range(self.args.rounds)]
                 return _peer_side(process, times)
@@ -318,13 +321,6 @@ def _peer_side(process: PeerProcess, times: list[float]) -> dict[str, Any]:
         "peak_bytes": process.peak_bytes,
         "versions": process.versions,
     }
-
-
-def peer_bytes(shape: Shape, job: Job, dtype: torch.dtype) -> int:
-    """Bytes of a peer that keeps everything: weights, cache, one layer's copy, 3 GB."""
-    held = job.batch * (job.context + job.tokens) * shape.kv_token_bytes(dtype.itemsize)
-    other = 3 * 10**9 if shape.vocab > 10_000 else 10**6
-    return shape.parameters * dtype.itemsize + held + 2 * held // shape.layers + other
 
 
 def _assignments(pairs: Sequence[str]) -> dict[str, str]:

@@ -33,6 +33,7 @@ from engine.session import Session
 from eval.record import RESULTS, write_results
 from eval.timing import spread, take_turns
 
+OURS, THEIRS = "mmkv", "transformers"  # as result files call the sides
 # (seconds of all timed steps, the tokens chosen, per sequence)
 Run = tuple[float, list[list[int]]]
 
@@ -128,24 +129,24 @@ def bench(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     # Both decode the full count: the end token stops neither.
     model.generation_config.eos_token_id = None
     prompts = random_prompts(model, args.batch, args.prompt)
-    sides = {"mmkv": Mmkv(engine, prompts), "transformers": Transformers(model, prompts)}
+    sides = {OURS: Mmkv(engine, prompts), THEIRS: Transformers(model, prompts)}
     chosen = {name: side.run(args.tokens)[1] for name, side in sides.items()}  # warms both up
 
     def speed(name: str) -> float:
         return args.batch * args.tokens / sides[name].run(args.tokens)[0]
 
     speeds = take_turns({name: partial(speed, name) for name in sides}, args.rounds)
-    ratios = [a / b for a, b in zip(speeds["mmkv"], speeds["transformers"], strict=True)]
+    ratios = [a / b for a, b in zip(speeds[OURS], speeds[THEIRS], strict=True)]
     found = {
         "model": folder.name,
         "unit": "tokens/s of all sequences together",
         **{name: spread(values) for name, values in speeds.items()},
         "ratio": spread(ratios),
         "decode_path": engine.decode_path,
-        "same_tokens": chosen["mmkv"] == chosen["transformers"],
+        "same_tokens": chosen[OURS] == chosen[THEIRS],
     }
     if engine.policy.evicts:
-        mine = sides["mmkv"]
+        mine = sides[OURS]
         found["eviction_share"] = spread([mine.eviction_share(args.tokens) for _ in range(3)])
     return found
 
@@ -175,7 +176,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         path = write_results(
             args.output / f"decode-cpu-{args.name or found['model']}.json", settings, found
         )
-        for side in ("mmkv", "transformers"):
+        for side in (OURS, THEIRS):
             low, high = found[side]["quartiles"]
             print(f"{side:>13}: {found[side]['median']:8.1f} tokens/s  ({low:.1f} .. {high:.1f})")
         print(f"{'ratio':>13}: {found['ratio']['median']:8.2f}  of {found['model']}, in {path}")

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from eval.bench_bars import FULL, OWN, PUBLISHED
+from eval.bench_bars import PUBLISHED
+from eval.bench_names import FULL, OWN
 from eval.bench_output import curves, table
 
 

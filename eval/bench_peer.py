@@ -28,6 +28,7 @@ import torch
 import transformers
 from torch import Tensor
 
+from eval.bench_names import BATCHING, DYNAMIC, KVPRESS, STATIC, TRIMKV
 from eval.shapes import SHAPES, Shape, build_model, config_arguments, randomise
 
 
@@ -253,11 +254,11 @@ class Paged(Generate):
 
 
 PEERS: dict[str, Callable[[Job], Generate]] = {
-    "transformers": Generate,
-    "transformers static+compile": Static,
-    "transformers continuous batching": Paged,
-    "kvpress": Kvpress,
-    "trimkv": Trimkv,
+    DYNAMIC: Generate,
+    STATIC: Static,
+    BATCHING: Paged,
+    KVPRESS: Kvpress,
+    TRIMKV: Trimkv,
 }
 
 

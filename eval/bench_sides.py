@@ -11,8 +11,7 @@ from engine.errors import MmkvError
 from engine.graph import GraphRunner
 from engine.runtime import Engine
 from engine.session import Session
-from eval.filled import filled_sessions, pages_for, rewind
-from eval.shapes import Shape
+from eval.filled import filled_sessions, rewind
 from eval.speed_model import StepBytes, entry_bytes, step_bytes
 from eval.timing import wall
 
@@ -91,30 +90,6 @@ class Own:
             "longest_row": int(length.max()),
             "empty_rows": float((length == 0).float().mean()),
         }
-
-
-def own_bytes(
-    shape: Shape, batch: int, context: int, budget: float | None, steps: int, dtype: torch.dtype,
-    page: int = 16, skew: float = 1.0,
-) -> int:  # fmt: skip
-    """Bytes that one of our sides needs, weights included: an estimate from above.
-
-    Pages at their worst case, block tables and eviction scratch for the longest row (twice, as
-    tables may double), logits in two precisions, and 2 GB for all else.
-    """
-    rows, spare = shape.rows, max(steps, SPARE_COLUMNS)
-    if budget is None:
-        entries, longest = (context + steps) * rows, context + spare
-    else:
-        entries = int((budget + 1) * rows)
-        longest = int(min(context, budget * skew)) + spare
-    page_bytes = page * (2 * shape.head_dim * dtype.itemsize + 9)
-    width = 2 * (longest // page + 2)
-    each = pages_for(entries, rows, page) * page_bytes + rows * width * 8 + shape.vocab * 8
-    if budget is not None:
-        each += 8 * rows * width * page
-    other = 2 * 10**9 if shape.vocab > 10_000 else 10**6
-    return shape.parameters * dtype.itemsize + batch * each + other
 
 
 def why_not(error: BaseException) -> bool:

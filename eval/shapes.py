@@ -59,6 +59,10 @@ class Shape:
         ends = self.vocab * self.hidden * (1 if self.tied else 2) + self.hidden
         return self.layers * layer + ends
 
+    def weight_bytes(self, itemsize: int = 2) -> int:
+        """Bytes of the weights."""
+        return self.parameters * itemsize
+
     def kv_token_bytes(self, itemsize: int = 2) -> int:
         """Bytes of the keys and values of one token in all layers."""
         return 2 * self.rows * self.head_dim * itemsize

@@ -13,8 +13,9 @@ import torch
 
 from engine.errors import BudgetError
 from eval import bench_capacity, bench_decode, bench_kernels, bench_prefill
-from eval.bench_bars import DYNAMIC, EAGER, FULL, OWN, checks
-from eval.bench_capacity import dense_count, plan
+from eval.bench_bars import checks
+from eval.bench_memory import dense_count, plan
+from eval.bench_names import DYNAMIC, EAGER, FULL, OWN, STATIC, TRIMKV
 from eval.bench_output import BenchError
 from eval.bench_peer import PEERS, Job
 from eval.bench_process import PeerProcess
@@ -70,14 +71,14 @@ def test_a_kernel_that_fails_is_named_and_the_others_go_on(
 
 
 def test_decode(tmp_path: Path) -> None:
-    options = ["--steps", "6", "--peers", "transformers", "trimkv", "--peer-tokens", "3"]
+    options = ["--steps", "6", "--peers", DYNAMIC, TRIMKV, "--peer-tokens", "3"]
     options += ["--copy-bytes", "1000000", "--largest-memory", "0.05", "--most-batch", "3"]
     options += ["--python", "trimkv=/no/such/python", "--output", str(tmp_path), "--skew", "3"]
     assert bench_decode.main([*WHERE, "--cases", "3:40:12", "largest", *options]) == 0
     found = results(tmp_path, "gpu-decode-tiny")
     case, largest = found["cases"]
-    assert case["sides"]["trimkv"]["failed"].startswith("cannot start /no/such/python")
-    assert set(case["sides"]) == {OWN, FULL, EAGER, DYNAMIC, "trimkv"}
+    assert case["sides"][TRIMKV]["failed"].startswith("cannot start /no/such/python")
+    assert set(case["sides"]) == {OWN, FULL, EAGER, DYNAMIC, TRIMKV}
     own, full = case["sides"][OWN], case["sides"][FULL]
     assert own["memory"]["entries"] == 3 * 12 * TINY.rows
     assert full["memory"]["entries"] == 3 * 40 * TINY.rows
@@ -107,7 +108,7 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
     assert "ms_per_step" in second["sides"][FULL]
 
 
-@pytest.mark.parametrize("peer", ["transformers", "transformers static+compile"])
+@pytest.mark.parametrize("peer", [DYNAMIC, STATIC])
 def test_peers_decode_and_return_to_where_they_were(peer: str) -> None:
     made = PEERS[peer](Job(peer, "tiny", 2, 20, 8, 6, "cpu", "float32"))
     keys = made.cache.layers[1].keys[:, :, :19].clone()

@@ -11,8 +11,9 @@ import torch
 from engine.graph import GraphRunner
 from engine.graph import step as static_step
 from eval import speed_model, timing
+from eval.bench_memory import own_bytes
 from eval.bench_parts import Undo, split, without
-from eval.bench_sides import Own, own_bytes
+from eval.bench_sides import Own
 from eval.filled import filled_sessions, pages_for, rewind, row_lengths
 from eval.shapes import SHAPES, build_engine, build_model
 from tests.kernel_kit import DEVICE

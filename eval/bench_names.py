@@ -1,0 +1,13 @@
+"""What the sides of the decode benchmark are called, in its results and on its command line.
+
+Nothing is imported: the peers' own environments read this too.
+"""
+
+OWN, FULL, EAGER = "mmkv graph, evicting", "mmkv graph, full cache", "mmkv eager, evicting"
+
+# The peers: transformers with a cache that grows, with one that is compiled for, and batching.
+DYNAMIC = "transformers"
+STATIC = "transformers static+compile"
+BATCHING = "transformers continuous batching"
+KVPRESS, TRIMKV = "kvpress", "trimkv"
+BOUNDED = (KVPRESS, TRIMKV)  # evict as we do: their memory does not grow with the context
