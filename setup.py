@@ -8,18 +8,19 @@ import sys
 
 from setuptools import Extension, setup
 
-FLAGS = ["-std=gnu99", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math"]
+FLAGS = ["-std=gnu11", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math"]
 FLAGS += ["-fvisibility=hidden"]
 # Apple's clang has no OpenMP runtime; the step then uses one thread.
 OPENMP = [] if sys.platform == "darwin" else ["-fopenmp"]
 FOLDER = "engine/native"
+NAMES = ("step", "linear", "attention", "pages", "evict", "near")
 
 setup(
     ext_modules=[
         Extension(
             "engine.native._step",
-            [f"{FOLDER}/{name}.c" for name in ("step", "linear", "attention", "pages", "evict")],
-            depends=[f"{FOLDER}/native.h", f"{FOLDER}/vmath.h"],
+            [f"{FOLDER}/{name}.c" for name in NAMES],
+            depends=[f"{FOLDER}/{name}.h" for name in ("native", "evict", "vmath")],
             extra_compile_args=FLAGS + (OPENMP or ["-fopenmp-simd"]),
             extra_link_args=OPENMP,
             libraries=["m"],

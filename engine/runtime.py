@@ -194,20 +194,19 @@ class Engine:
         for session in sessions:
             if session.long_rope is None:
                 session.long_rope = False
+        slack = (self.evict_every - 1) * self.spec.rows
         try:
-            if not any(self._why_torch(session) for session in sessions):
-                logits = self._native_step(sessions, token_ids)
+            if any(self._why_torch(session) for session in sessions):
+                logits, left = self._torch_step(sessions, token_ids), sessions
+                self._count(sessions)
             else:
-                logits = self._torch_step(sessions, token_ids)
+                logits, left = self._native_step(sessions, token_ids, slack)
         except BaseException:
             for session in sessions:
                 session._roll_back()
             raise
-        for session in sessions:
-            session.seen += 1
-            session.next_position += 1
-            session.entries += self.spec.rows
-        self._enforce(sessions, slack=(self.evict_every - 1) * self.spec.rows)
+        if left:
+            self._enforce(left, slack)
         return logits
 
     @torch.inference_mode()
@@ -296,45 +295,50 @@ class Engine:
             return "a sliding window is in effect"
         return ""
 
+    def _count(self, sessions: Sequence[Session]) -> None:
+        for session in sessions:
+            session.seen += 1
+            session.next_position += 1
+            session.entries += self.spec.rows
+
     def _enforce(self, sessions: Sequence[Session], slack: int) -> None:
         """Evict from every session that stands more than ``slack`` entries above its budget."""
         if not self.policy.evicts and not self.policy.admission.selective:
             return
-        left = sessions
         if self.evictor is not None:
-            allowed = [session.allowed_entries for session in sessions]
-            due = [i for i, s in enumerate(sessions) if s.entries > allowed[i] + slack]
-            sessions = [sessions[i] for i in due]
-            done = self._evict_natively(sessions, [allowed[i] for i in due])
-            left = [session for session, whole in zip(sessions, done, strict=True) if not whole]
-        for session in left:
+            due = [s for s in sessions if s.entries > s.allowed_entries + slack]
+            sessions = self.evictor.evict(self.cache, due) if due else due
+        for session in sessions:
             session._enforce(slack)
 
-    def _evict_natively(self, sessions: Sequence[Session], allowed: Sequence[int]) -> list[bool]:
-        """Evict in C down to so many entries; per session whether it was done."""
-        evictor = self.evictor
-        if evictor is None or not sessions:
-            return [False] * len(sessions)
-        before = evictor.dropped(len(sessions))
-        try:
-            lanes = zip(sessions, allowed, strict=True)
-            return evictor.evict(self.cache, [(s.seq, s.seen, s.entries, a) for s, a in lanes])
-        finally:  # Ctrl-C may land the moment C returns
-            after = evictor.dropped(len(sessions))
-            for session, one, other in zip(sessions, before, after, strict=True):
-                session.entries -= other - one
-                session.evicted += other - one
+    def _native_step(
+        self, sessions: Sequence[Session], token_ids: Sequence[int], slack: int
+    ) -> tuple[Tensor, Sequence[Session]]:
+        """Step and eviction in one call of C, counted even if Ctrl-C comes when it returns.
 
-    def _native_step(self, sessions: Sequence[Session], token_ids: Sequence[int]) -> Tensor:
-        assert self.native is not None
-        return self.native.step(
-            self.cache,
-            [session.seq for session in sessions],
-            [int(token) for token in token_ids],
-            [session.seen for session in sessions],
-            [session.next_position for session in sessions],
-            [bool(session.long_rope) for session in sessions],
-        )
+        Returns:
+            logits, and the sessions that have yet to be cut back to their budgets.
+        """
+        native, evictor = self.native, self.evictor if self.policy.evicts else None
+        assert native is not None
+        orders = None if evictor is None else evictor.order(sessions, 1, self.spec.rows, slack)
+        left = sessions
+        native.forget()
+        try:
+            logits = native.step(
+                self.cache,
+                [session.seq for session in sessions],
+                [int(token) for token in token_ids],
+                [session.seen for session in sessions],
+                [session.next_position for session in sessions],
+                [bool(session.long_rope) for session in sessions],
+                orders,
+            )
+        finally:
+            if native.stepped:
+                self._count(sessions)
+                left = sessions if evictor is None else evictor.settle(sessions)
+        return logits, left
 
     def _torch_step(self, sessions: Sequence[Session], token_ids: Sequence[int]) -> Tensor:
         seqs = torch.tensor([session.seq for session in sessions], device=self.device)

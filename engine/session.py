@@ -56,7 +56,8 @@ class Session:
     """
 
     def __init__(self, engine: Engine, budget: Budget) -> None:
-        self.engine, self.budget = engine, budget
+        self.engine = engine
+        self._set_budget(budget)
         self.seen, self.next_position, self.evicted, self.entries = 0, 0, 0, 0
         self.long_rope: bool | None = None
         self.seq = engine.cache.open()
@@ -66,13 +67,25 @@ class Session:
             size = engine.policy.scoring.window
             self.window = QueryWindow(engine.spec, size, engine.dtype, engine.device)
 
+    def _set_budget(self, budget: Budget) -> None:
+        """Raises :class:`BudgetError`, and changes nothing, for less than one entry per row."""
+        spec, pool = self.engine.spec, self.engine.cache.pool
+        entries = budget.entries(spec.rows, 0, pool.page_size, pool.page_bytes)
+        self.budget = budget
+        # Every decode step asks; only a share of the tokens changes with them.
+        self._fixed_entries = None if budget.kind == "fraction" else entries
+
     @property
     def allowed_entries(self) -> int:
         """M_global at the present length: the entries that may stay after an eviction."""
+        return self.allowed_at(self.seen)
+
+    def allowed_at(self, seen: int) -> int:
+        """M_global once ``seen`` tokens have been read."""
+        if self._fixed_entries is not None:
+            return self._fixed_entries
         pool = self.engine.cache.pool
-        return self.budget.entries(
-            self.engine.spec.rows, self.seen, pool.page_size, pool.page_bytes
-        )
+        return self.budget.entries(self.engine.spec.rows, seen, pool.page_size, pool.page_bytes)
 
     @torch.inference_mode()
     def prefill(
@@ -171,12 +184,7 @@ class Session:
             BudgetError: for a budget below one entry per row; the old one stays then.
         """
         self._require_open()
-        old, self.budget = self.budget, Budget.of(budget)
-        try:
-            _ = self.allowed_entries
-        except Exception:
-            self.budget = old
-            raise
+        self._set_budget(Budget.of(budget))
         self._enforce(slack=0)
 
     @torch.inference_mode()
@@ -244,8 +252,10 @@ class Session:
             self._drop(policy.admission.refused(self.view(entries)), entries)
         if not policy.evicts:
             return
-        allowed = self.allowed_entries
-        if self.entries > allowed + slack and not self.engine._evict_natively([self], [allowed])[0]:
+        allowed, evictor = self.allowed_entries, self.engine.evictor
+        if self.entries <= allowed + slack:
+            return
+        if evictor is None or evictor.evict(self.engine.cache, [self]):
             entries = self.engine.cache.entries(self.seq)
             self._drop(policy.victims(self.view(entries), allowed), entries)
 

@@ -7,10 +7,11 @@ import itertools
 import math
 import shutil
 import tempfile
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -256,6 +257,20 @@ def evict_in_torch(cache: RaggedCache, policy: Policy, budget: int, seen: int = 
     return victims.numel()
 
 
+@dataclass
+class Held:
+    """What eviction wants to know of a session, and changes."""
+
+    seen: int
+    entries: int
+    budget: int
+    seq: int = 1
+    evicted: int = 0
+
+    def allowed_at(self, seen: int) -> int:
+        return self.budget
+
+
 @needs_native
 @settings(max_examples=250, deadline=None)
 @given(LENGTHS, LEVELS, st.sampled_from(POLICIES[1:]), ENDS, st.integers(0, 130))
@@ -264,13 +279,47 @@ def test_victims_and_pages_are_those_of_torch(
 ) -> None:
     policy = replace(make_policy(*named), protect_first=ends[0], protect_recent=ends[1])
     ours, reference = (cache_of(lengths, levels, seed=budget) for _ in range(2))
-    evictor = NativeEvictor(policy)
-    dropped, entries = 0, sum(lengths)
-    for now in (SEEN, SEEN + 1, SEEN + 900):  # what one call learns is a guess to the next
-        assert evictor.evict(ours, [(1, now, entries - dropped, budget)]) == [True]
-        dropped += evict_in_torch(reference, policy, budget, now)
-        assert evictor.dropped(1) == [dropped]
-        budget = max(budget - 9, 0)
+    evictor, held = NativeEvictor(policy), Held(SEEN, sum(lengths), budget)
+    for now in (
+        SEEN,
+        SEEN + 1,
+        SEEN + 2,
+        SEEN + 900,
+    ):  # what one call learns is a guess to the next
+        held.seen, before = now, held.evicted
+        assert evictor.evict(ours, [held]) == []
+        assert held.evicted - before == evict_in_torch(reference, policy, held.budget, now)
+        held.budget = max(held.budget - 9, 0)
+    assert held.entries == sum(lengths) - held.evicted
+
+
+@needs_native
+@settings(max_examples=100, deadline=None)
+@given(
+    st.floats(-7.5, 0.5),
+    st.integers(1, 40),
+    st.sampled_from([2, 2, 2, 1, 5, math.inf]),
+    st.sampled_from([(0, 0), (4, 0), (0, 4)]),
+    st.integers(0, 2**31),
+)
+def test_scores_that_lie_a_rounding_apart(
+    exponent: float, apart: int, lookahead: float, ends: tuple[int, int], seed: int
+) -> None:
+    """Steps of a decode loop, whose search is in single precision where nothing hangs on it."""
+    levels = [-(10**exponent)]
+    for _ in range(12 * apart):
+        levels.append(float(np.nextafter(np.float32(levels[-1]), np.float32(-9))))
+    policy = replace(
+        make_policy("dbtrimkv", lookahead), protect_first=ends[0], protect_recent=ends[1]
+    )
+    lengths = [40] * 4
+    ours, reference = (cache_of(lengths, levels[::apart], seed) for _ in range(2))
+    evictor, held = NativeEvictor(policy), Held(SEEN, 160, 150)
+    for _ in range(12):
+        assert evictor.evict(ours, [held]) == []
+        evict_in_torch(reference, policy, held.budget, held.seen)
+        assert content(ours, ALL) == content(reference, ALL)
+        held.seen, held.budget = held.seen + 1, held.budget - 4
     assert content(ours, ALL) == content(reference, ALL)
     ours.check()
 
@@ -284,10 +333,10 @@ def test_victims_and_pages_are_those_of_torch(
 ])  # fmt: skip
 def test_eviction_is_whole_or_none(policy: str, entries: int, budget: int, done: bool) -> None:
     ours, reference = (cache_of([700, 700, 0, 0], [-0.1, -0.2], 3, seen=700) for _ in range(2))
-    evictor = NativeEvictor(make_policy(policy))
-    assert evictor.evict(ours, [(1, 700, entries, budget)]) == [done]
+    evictor, held = NativeEvictor(make_policy(policy)), Held(700, entries, budget)
+    assert evictor.evict(ours, [held]) == ([] if done else [held])
     dropped = evict_in_torch(reference, make_policy(policy), budget, 700) if done else 0
-    assert evictor.dropped(1) == [dropped] == [1024 if done else 0]
+    assert held.evicted == dropped == (1024 if done else 0)
     assert content(ours, ALL) == content(reference, ALL)
 
 

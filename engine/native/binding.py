@@ -78,18 +78,6 @@ class Lane(Structure):
     ]
 
 
-class Step(Structure):
-    """``struct step``."""
-
-    _fields_ = [
-        *((name, c_int64) for name in ("lanes", "threads", "longest")),
-        ("rope_scale", c_double),
-        ("scratch", c_void_p),
-        ("logits", c_void_p),
-        ("lane", POINTER(Lane)),
-    ]
-
-
 class Eviction(Structure):
     """``struct eviction``."""
 
@@ -102,16 +90,30 @@ class Eviction(Structure):
         ),
         ("lookahead", c_double),
         ("guess", c_double),
+        ("margin", c_double),
+        ("slack", c_int64),
         ("entries", c_int64),
         ("most", c_int64),
         ("found", c_int64),
-        ("dropped", c_int64),
         ("scratch", c_void_p),
     ]  # fmt: skip
 
 
+class Step(Structure):
+    """``struct step``."""
+
+    _fields_ = [
+        *((name, c_int64) for name in ("lanes", "threads")),
+        ("rope_scale", c_double),
+        ("scratch", c_void_p),
+        ("logits", c_void_p),
+        ("lane", POINTER(Lane)),
+        ("orders", POINTER(Eviction)),
+        *((n, c_int64) for n in ("room", "pages", "width", "longest", "done", "evicting")),
+    ]
+
+
 _FUNCTIONS = {
-    "mmkv_plan": (None, [POINTER(Cache), POINTER(c_int64)]),
     "mmkv_scratch": (c_int64, [POINTER(Model), c_int64, c_int64, c_int64]),
     "mmkv_step": (None, [POINTER(Model), POINTER(Cache), POINTER(Step)]),
     "mmkv_evict_scratch": (c_int64, [c_int64]),

@@ -20,7 +20,7 @@ class Lender:
         self._views = (Cache * 0)()
         self._each: list[Cache] = []
         self._of: tuple[object, ...] = ()
-        self._rows, self._tables = 0, 0
+        self._seqs: list[int] = []
 
     def lend(self, cache: RaggedCache, seqs: Sequence[int]) -> Loan:
         """A loan of the sequences ``seqs``, to be used in a with statement."""
@@ -30,13 +30,15 @@ class Lender:
         if len(self._views) != len(seqs) or any(map(_differ, self._of, now)):
             self._views = (Cache * len(seqs))(*([self._whole(cache)] * len(seqs)))
             self._each = list(self._views)  # to take one out of the array anew is slow
-            self._rows, self._tables = cache.length.data_ptr(), cache.table.data_ptr()
-            self._of = now
-        width = 8 * self._each[0].width
-        for view, seq in zip(self._each, seqs, strict=True):
-            first = seq * cache.rows
-            view.length, view.table = self._rows + 8 * first, self._tables + width * first
-            view.free = pool._free
+            self._of, self._seqs = now, []
+        if self._seqs != seqs:
+            rows, tables = cache.length.data_ptr(), cache.table.data_ptr()
+            width = 8 * self._each[0].width
+            for view, seq in zip(self._each, seqs, strict=True):
+                first = seq * cache.rows
+                view.length, view.table = rows + 8 * first, tables + width * first
+            self._seqs = list(seqs)
+        self._each[0].free = pool._free
         return Loan(pool, self._views)
 
     @staticmethod

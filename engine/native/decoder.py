@@ -10,7 +10,17 @@ from torch import Tensor
 
 from engine.cache import RaggedCache
 from engine.gates import Gates, LayerGate
-from engine.native.binding import MAX_TRUNK, Lane, Layer, Linear, Model, Step, byref, library
+from engine.native.binding import (
+    MAX_TRUNK,
+    Eviction,
+    Lane,
+    Layer,
+    Linear,
+    Model,
+    Step,
+    byref,
+    library,
+)
 from engine.native.cache_view import Lender
 from engine.spec import DecoderSpec
 from engine.weights import DecoderWeights, LayerWeights
@@ -57,11 +67,14 @@ class NativeDecoder:
         )
         long = spec.rope.inv_freq if spec.rope.long_inv_freq is None else spec.rope.long_inv_freq
         self._inv_freq = (spec.rope.inv_freq.contiguous(), long.contiguous())
-        self._rope_scale = spec.rope.scale
+        self._frequencies = [tensor.data_ptr() for tensor in self._inv_freq]
         self._lender = Lender()
         self._vocab = weights.head.shape[0]
         self._most_threads = max(1, weights.nbytes() // _BYTES_PER_THREAD)
         self._scratch, self._scratch_for = torch.empty(0), (0, 0, 0)
+        self._step, self._lanes = Step(rope_scale=spec.rope.scale), (Lane * 0)()
+        self._lane: list[Lane] = []  # to take one out of the array anew is slow
+        self._model_ref, self._step_ref = byref(self._model), byref(self._step)
 
     @staticmethod
     def refusal(weights: DecoderWeights, gates: Gates | None) -> str:
@@ -85,6 +98,20 @@ class NativeDecoder:
         """Bytes that a step need not read, thanks to copies in bfloat16."""
         return sum(short.nbytes for short in self._brief.kept)
 
+    @property
+    def stepped(self) -> bool:
+        """Whether C made the last step: then it is whole, even if Ctrl-C came when C returned."""
+        return bool(self._step.done)
+
+    def forget(self) -> None:
+        """No step has been made: what :attr:`stepped` says until the next one is."""
+        self._step.done = 0
+
+    @property
+    def eviction_seconds(self) -> float:
+        """Time that C has spent on eviction in all steps so far."""
+        return self._step.evicting / 1e9
+
     def step(
         self,
         cache: RaggedCache,
@@ -93,14 +120,16 @@ class NativeDecoder:
         positions: Sequence[int],
         rope_positions: Sequence[int],
         long: Sequence[bool],
+        orders: ctypes.Array[Eviction] | None = None,
     ) -> Tensor:
-        """Append one text token to each of B different sequences ``seqs``.
+        """Append one text token to each of B different sequences ``seqs``, and evict.
 
         Every weight is read once for all of them, and each is computed as if it were alone: the
         logits of a sequence do not depend, not in one bit, on its company.
 
         Args:
             positions: token indices; long: whether to take the long rope frequencies.
+            orders: from :meth:`engine.native.NativeEvictor.order`, whose ``settle`` counts what went.
 
         Returns:
             float32 logits ``[B, vocab]``.
@@ -108,41 +137,39 @@ class NativeDecoder:
         Raises:
             BudgetError: the pool would pass its limit; nothing has changed then.
         """
-        lanes = len(seqs)
-        longest = self._make_room(cache, seqs)
+        lanes, step = len(seqs), self._step
+        if lanes > len(self._lane):
+            self._lanes = (Lane * lanes)()
+            self._lane = list(self._lanes)
+            step.lane = self._lanes
+        for lane, token, position, rope_position, far in zip(
+            self._lane, tokens, positions, rope_positions, long, strict=False
+        ):
+            lane.token, lane.position, lane.rope_position = token, position, rope_position
+            lane.inv_freq = self._frequencies[far]
         threads = min(torch.get_num_threads(), self._most_threads * lanes)
-        self._make_scratch(longest, threads, lanes)
         logits = torch.empty(lanes, self._vocab)
-        lane = (Lane * lanes)(
-            *(
-                Lane(token, position, rope_position, self._inv_freq[far].data_ptr())
-                for token, position, rope_position, far in zip(
-                    tokens, positions, rope_positions, long, strict=True
-                )
-            )
-        )
-        order = Step(
-            lanes, threads, longest, self._rope_scale,
-            self._scratch.data_ptr(), logits.data_ptr(), lane,
-        )  # fmt: skip
-        with self._lender.lend(cache, seqs) as views:
-            self._library.mmkv_step(byref(self._model), views, byref(order))
+        step.lanes, step.threads, step.logits = lanes, threads, logits.data_ptr()
+        step.orders = None if orders is None else ctypes.cast(orders, ctypes.POINTER(Eviction))
+        self._make_scratch(0, threads, lanes)
+        while not self._run(cache, seqs):
+            self._make_room(cache)
+            self._make_scratch(step.longest, threads, lanes)
         return logits
 
-    def _make_room(self, cache: RaggedCache, seqs: Sequence[int]) -> int:
-        """Grow pool and table to hold one entry more per row; the longest row then."""
-        pages, width, longest = 0, 0, 0
-        need = (ctypes.c_int64 * 3)()
+    def _run(self, cache: RaggedCache, seqs: Sequence[int]) -> bool:
         with self._lender.lend(cache, seqs) as views:
-            for view in views:
-                self._library.mmkv_plan(byref(view), need)
-                pages, width, longest = pages + need[0], max(width, need[1]), max(longest, need[2])
-        if pages > cache.pool.free_pages:
+            self._library.mmkv_step(self._model_ref, views, self._step_ref)
+        return bool(self._step.done)
+
+    def _make_room(self, cache: RaggedCache) -> None:
+        """Grow pool and table to what C wants for one entry more per row."""
+        step = self._step
+        if step.pages > cache.pool.free_pages:
             # take() grows the pool by an eighth at least; handed back in the order they lay.
-            cache.pool.give(cache.pool.take(pages).flip(0))
-        if width > cache.table.shape[-1]:
-            cache._widen(width)
-        return longest
+            cache.pool.give(cache.pool.take(step.pages).flip(0))
+        if step.width > cache.table.shape[-1]:
+            cache._widen(step.width)
 
     def _make_scratch(self, longest: int, threads: int, lanes: int) -> None:
         have = self._scratch_for
@@ -152,6 +179,7 @@ class NativeDecoder:
             count = self._library.mmkv_scratch(byref(self._model), room, threads, lanes)
             # torch aligns tensors to cache lines, which the C code counts on for speed only.
             self._scratch, self._scratch_for = torch.empty(count), (room, threads, lanes)
+            self._step.scratch, self._step.room = self._scratch.data_ptr(), room
 
 
 class _Brief:

@@ -6,19 +6,12 @@
  *
  * Scores need logarithms, but a bound from below needs none: a mean of powers is at least the power
  * of the mean, log(1 + b + .. + b^(n-1)) >= log n + (n-1)/2 log b. The scores of those with the
- * lowest bounds give a limit; only entries whose bound is not above it are scored at all. */
-#include <math.h>
+ * lowest bounds give a limit; only entries whose bound is not above it are scored at all. A decode
+ * loop's usual case is quicker still: near.c. */
 #include <stdlib.h>
 #include <string.h>
 
-#include "native.h"
-
-struct victim {
-    uint64_t rank;
-    int64_t index;
-    float score, log_beta;
-    int32_t position;
-};
+#include "evict.h"
 
 /* A max-heap of the lowest ranks so far; its top is the best of them. No score is below
  * (age + slope) * log_beta + offset, and no victim's score above limit. */
@@ -56,12 +49,6 @@ static float ahead_of(double log_beta, double lookahead)
     return (float)log(sum);
 }
 
-static int is_protected(const struct eviction *what, int32_t position)
-{
-    return position < what->protect_first ||
-           (what->protect_recent && position >= what->seen - what->protect_recent);
-}
-
 static float score_of(const struct eviction *what, float log_beta, int32_t position)
 {
     if (is_protected(what, position))
@@ -72,10 +59,7 @@ static float score_of(const struct eviction *what, float log_beta, int32_t posit
     return decayed + ahead_of(log_beta, what->lookahead);
 }
 
-/* Room for the rounding of scores and of the bound itself, relative. */
-#define MARGIN 1e-6f
-#define GUESS_MARGIN 0.01
-#define BLOCK 64 /* entries looked at together */
+#define ENTRIES_PER_THREAD (1 << 14) /* waking a thread takes as long as looking through thousands */
 
 static struct search search_for(const struct eviction *what, struct victim *heap, int64_t wanted)
 {
@@ -188,6 +172,8 @@ static int by_index(const void *a, const void *b)
 /* How many entries have to go. */
 static int64_t excess(const struct cache *cache, const struct eviction *what)
 {
+    if (what->entries <= what->budget + what->slack)
+        return 0;
     if (what->allocation == COMPETE_GLOBAL)
         return what->entries - what->budget;
     int64_t share = what->budget / cache->rows, count = 0;
@@ -200,18 +186,6 @@ static int64_t excess(const struct cache *cache, const struct eviction *what)
 EXPORT int64_t mmkv_evict_scratch(int64_t victims)
 {
     return victims * (int64_t)(sizeof(struct victim) + sizeof(int64_t));
-}
-
-/* Ask for what the search will read: pages lie anywhere, and the step has emptied the caches. */
-static void prefetch(const struct cache *cache)
-{
-    for (int64_t row = 0; row < cache->rows; row++) {
-        const int64_t *page = cache->table + row * cache->width;
-        for (int64_t left = cache->length[row]; left > 0; left -= cache->page_size, page++) {
-            __builtin_prefetch(cache->log_beta + *page * cache->page_size);
-            __builtin_prefetch(cache->position + *page * cache->page_size);
-        }
-    }
 }
 
 static void search_rows(const struct cache *cache, const struct eviction *what,
@@ -236,13 +210,7 @@ static void search_all(const struct cache *cache, struct eviction *what, struct 
         begin_scoring(what, search);
         search_rows(cache, what, search);
     }
-    what->guess = search->heap[0].score + GUESS_MARGIN * (1 + fabs(search->heap[0].score));
-}
-
-/* Where the victims of an order are listed. */
-static int64_t *victims_of(const struct eviction *what)
-{
-    return (int64_t *)((struct victim *)what->scratch + what->most);
+    guess_after(what, search->heap[0].score);
 }
 
 /* List who has to go. Refuses when there is no room for so many, or the rows do not hold
@@ -255,7 +223,8 @@ static void find_victims(const struct cache *cache, struct eviction *what)
     what->found = wanted > what->most || held != what->entries ? -1 : wanted > 0 ? wanted : 0;
     if (what->found <= 0)
         return;
-    prefetch(cache);
+    if (what->allocation == COMPETE_GLOBAL && search_near(cache, what))
+        return;
     struct victim *heap = what->scratch;
     struct search search = search_for(what, heap, wanted);
     if (what->allocation == COMPETE_GLOBAL)
@@ -278,21 +247,29 @@ static void find_victims(const struct cache *cache, struct eviction *what)
     qsort(victims, (size_t)wanted, sizeof *victims, by_index);
 }
 
-/* Evict each sequence down to its budget, or, where refused, change nothing of it. The caches lend
- * one stack of free pages, as to mmkv_step; it is filled sequence after sequence. */
-EXPORT void mmkv_evict(struct cache *caches, struct eviction *orders, int64_t lanes,
-                       int64_t threads)
+/* Evict each sequence that stands more than its slack above its budget down to the budget, or,
+ * where refused, change nothing of it. The caches lend one stack of free pages, as to mmkv_step; it
+ * is filled sequence after sequence. */
+void evict(struct cache *caches, struct eviction *orders, int64_t lanes, int64_t threads)
 {
+    int64_t most = 0;
+    for (int64_t lane = 0; lane < lanes; lane++)
+        most += orders[lane].entries / ENTRIES_PER_THREAD;
+    most = most < lanes ? most : lanes;
+    threads = threads < most ? threads : most;
 #pragma omp parallel for num_threads((int)threads) schedule(dynamic, 1) if (threads > 1)
     for (int64_t lane = 0; lane < lanes; lane++)
         find_victims(caches + lane, orders + lane);
     for (int64_t lane = 0; lane < lanes; lane++) {
         caches[lane].free = caches[lane ? lane - 1 : 0].free;
-        if (orders[lane].found <= 0)
-            continue;
-        drop_entries(caches + lane, victims_of(orders + lane), orders[lane].found);
-        orders[lane].dropped += orders[lane].found;
+        if (orders[lane].found > 0)
+            drop_entries(caches + lane, victims_of(orders + lane), orders[lane].found);
     }
     for (int64_t lane = 0; lane < lanes; lane++)
         caches[lane].free = caches[lanes - 1].free;
+}
+
+EXPORT void mmkv_evict(struct cache *caches, struct eviction *orders, int64_t lanes, int64_t threads)
+{
+    evict(caches, orders, lanes, threads);
 }

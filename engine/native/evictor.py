@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -14,14 +16,16 @@ from engine.policies.allocation import GlobalAllocation, HeadAllocation
 from engine.policies.base import Policy
 from engine.policies.scoring import Recency, Retention
 
+if TYPE_CHECKING:
+    from engine.session import Session
+
 _SCORERS: dict[type, int] = {Retention: 0, Recency: 1}
 _ALLOCATIONS: dict[type, int] = {GlobalAllocation: 0, HeadAllocation: 1}
 
 # The C code keeps the victims in a heap: right for the few of a decode step, while torch's
 # selection is as fast for the many of a prefill chunk.
 _MOST_VICTIMS = 1024
-# Waking a second thread takes as long as looking through some thousand entries.
-_ENTRIES_PER_THREAD = 2**14
+_ANY = -(2**62)  # slack that lets nothing be, not even heads above their share of a kept budget
 
 
 class NativeEvictor:
@@ -43,10 +47,11 @@ class NativeEvictor:
             protect_recent=policy.protect_recent,
             lookahead=scoring.lookahead if isinstance(scoring, Retention) else 1,
             guess=math.inf,
+            margin=0.01,
             most=_MOST_VICTIMS,
         )
         self._lender = Lender()
-        self._orders = (Eviction * 0)()
+        self._orders, self._slack = (Eviction * 0)(), 0
         self._each: list[Eviction] = []  # to take one out of the array anew is slow
         self._scratch = torch.empty(0, dtype=torch.uint8)
 
@@ -59,39 +64,57 @@ class NativeEvictor:
             and not policy.admission.selective
         )
 
-    def dropped(self, lanes: int) -> list[int]:
-        """Per lane, how many entries all calls of :meth:`evict` so far have dropped."""
-        if lanes > len(self._each):
-            self._make_orders(lanes)
-        return [order.dropped for order in self._each[:lanes]]
-
-    def evict(self, cache: RaggedCache, lanes: Sequence[tuple[int, int, int, int]]) -> list[bool]:
-        """Drop the lowest entries of different sequences until their budgets hold.
+    def order(
+        self, sessions: Sequence[Session], tokens: int, rows: int, slack: int
+    ) -> ctypes.Array[Eviction]:
+        """What C shall do after ``tokens`` more tokens in ``rows`` rows each.
 
         Args:
-            lanes: per sequence its slot, tokens seen, entries held and entries that may stay.
-
-        Returns:
-            per sequence whether it was done; if not (too many victims for this way of selecting),
-            nothing of it has changed.
+            slack: entries above a session's budget that are let be.
         """
-        count, total = len(lanes), 0
-        if count > len(self._each):
-            self._make_orders(count)
-        for order, (_, seen, entries, budget) in zip(self._each, lanes, strict=False):
-            order.seen, order.budget, order.entries = seen, budget, entries
-            total += entries
-        threads = max(1, min(torch.get_num_threads(), count, total // _ENTRIES_PER_THREAD))
-        with self._lender.lend(cache, [lane[0] for lane in lanes]) as views:
-            self._library.mmkv_evict(views, self._orders, count, threads)
-        return [order.found >= 0 for order in self._each[:count]]
+        if len(sessions) > len(self._each):
+            self._make_orders(len(sessions))
+        if slack != self._slack:
+            for order in self._each:
+                order.slack = slack
+            self._slack = slack
+        for order, session in zip(self._each, sessions, strict=False):
+            order.seen = seen = session.seen + tokens
+            order.entries = session.entries + tokens * rows
+            order.budget = session.allowed_at(seen)
+        return self._orders
+
+    def settle(self, sessions: Sequence[Session]) -> list[Session]:
+        """Count what C dropped; the sessions where it refused: more victims than it is meant for.
+
+        Of those nothing has changed.
+        """
+        left = []
+        for order, session in zip(self._each, sessions, strict=False):
+            found = order.found
+            if found < 0:
+                left.append(session)
+            elif found:
+                session.entries -= found
+                session.evicted += found
+        return left
+
+    def evict(self, cache: RaggedCache, sessions: Sequence[Session]) -> list[Session]:
+        """Cut different sessions back to their budgets; those are left that C refuses."""
+        orders = self.order(sessions, tokens=0, rows=0, slack=_ANY)
+        for order in self._each:
+            order.found = 0
+        try:
+            with self._lender.lend(cache, [session.seq for session in sessions]) as views:
+                self._library.mmkv_evict(views, orders, len(sessions), torch.get_num_threads())
+        finally:  # Ctrl-C may land the moment C returns
+            left = self.settle(sessions)
+        return left
 
     def _make_orders(self, lanes: int) -> None:
         each = self._library.mmkv_evict_scratch(_MOST_VICTIMS)
-        before = self.dropped(len(self._each))
         self._scratch = torch.empty(lanes, each, dtype=torch.uint8)
         self._orders = (Eviction * lanes)(*([self._policy] * lanes))
         self._each = list(self._orders)
-        for lane, order in enumerate(self._each):
-            order.scratch = self._scratch[lane].data_ptr()
-            order.dropped = before[lane] if lane < len(before) else 0
+        for order, scratch in zip(self._each, self._scratch, strict=True):
+            order.scratch, order.slack = scratch.data_ptr(), self._slack

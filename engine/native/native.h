@@ -52,11 +52,18 @@ struct lane {
     const float *inv_freq; /* [rotary / 2] */
 };
 
+struct eviction;
+
 struct step {
-    int64_t lanes, threads, longest;
+    int64_t lanes, threads;
     double rope_scale; /* on cos and sin */
     float *scratch, *logits; /* logits [lanes, vocab] */
     const struct lane *lane;
+    struct eviction *orders; /* [lanes], each for after the append; NULL: nothing is evicted */
+    int64_t room;            /* the longest row that the scratch is made for */
+    int64_t pages, width, longest; /* left behind: free pages, table columns and scratch it takes */
+    int64_t done;     /* left behind: 1, or 0 if one of them was not there */
+    int64_t evicting; /* nanoseconds of eviction, of all steps so far */
 };
 
 enum { SCORE_RETENTION, SCORE_RECENCY };
@@ -66,9 +73,10 @@ struct eviction {
     int64_t scorer, allocation, seen, budget, protect_first, protect_recent;
     double lookahead; /* >= 1, or infinity */
     double guess;     /* which score no victim will pass, infinity for none; left for the next call */
+    double margin;    /* of the guess; grows where it was too low, shrinks where it held */
+    int64_t slack;         /* entries above the budget that are let be */
     int64_t entries, most; /* held before; victims there is room for */
     int64_t found;         /* victims of this call, -1: refused */
-    int64_t dropped;       /* by all calls so far */
     void *scratch;
 };
 
@@ -103,7 +111,11 @@ void attend_row(const struct cache *cache, int64_t row, const float *query, int6
                 float *scores, float *out);
 
 /* pages.c */
+void plan_append(const struct cache *cache, struct step *step);
 void append_entry(struct cache *cache, int64_t position);
 void drop_entries(struct cache *cache, int64_t *victims, int64_t count);
+
+/* evict.c */
+void evict(struct cache *caches, struct eviction *orders, int64_t lanes, int64_t threads);
 
 #endif

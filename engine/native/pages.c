@@ -3,19 +3,19 @@
 
 #include "native.h"
 
-/* What appending one entry to every row needs: {free pages, table columns, longest row after}.
- * Changes nothing: growing the pool and the table is Python's part. */
-EXPORT void mmkv_plan(const struct cache *cache, int64_t *need)
+/* Add up what the step needs to append one entry to every row. Changes nothing else: growing the
+ * pool, the table and the scratch is Python's part. */
+void plan_append(const struct cache *cache, struct step *step)
 {
-    need[0] = 0, need[1] = 0, need[2] = 0;
+    int64_t longest = 0;
     for (int64_t row = 0; row < cache->rows; row++) {
-        int64_t length = cache->length[row], held = pages_of(cache, length + 1);
-        need[0] += length % cache->page_size == 0;
-        if (held > need[1])
-            need[1] = held;
-        if (length + 1 > need[2])
-            need[2] = length + 1;
+        int64_t length = cache->length[row];
+        step->pages += length % cache->page_size == 0;
+        longest = length + 1 > longest ? length + 1 : longest;
     }
+    int64_t width = pages_of(cache, longest);
+    step->longest = longest > step->longest ? longest : step->longest;
+    step->width = width > step->width ? width : step->width;
 }
 
 /* Make room for one text token in every row; keys, values and log_beta are the caller's to fill. */

@@ -8,6 +8,7 @@
 #include <math.h>
 #include <sched.h>
 #include <string.h>
+#include <time.h>
 
 #include "native.h"
 #include "vmath.h"
@@ -330,15 +331,34 @@ static void start_lane(const struct model *model, const struct step *step, int64
     }
 }
 
-/* Append one token to each lane's sequence and compute its logits, [lanes, vocab]. The caches lend
- * one stack of free pages: the first says how many there are, and all of them afterwards.
- * mmkv_plan has been asked and its wishes granted. */
-EXPORT void mmkv_step(const struct model *model, struct cache *caches, const struct step *step)
+static int has_room(const struct cache *caches, struct step *step)
+{
+    step->pages = step->width = step->longest = 0;
+    for (int64_t lane = 0; lane < step->lanes; lane++)
+        plan_append(caches + lane, step);
+    return step->pages <= caches->free && step->width <= caches->width &&
+           step->longest <= step->room;
+}
+
+static int64_t nanoseconds(void)
+{
+    struct timespec now;
+    timespec_get(&now, TIME_UTC);
+    return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
+}
+
+/* Append one token to each lane's sequence, compute its logits, [lanes, vocab], and evict what was
+ * ordered; or, without room, change nothing. The caches lend one stack of free pages: the first
+ * says how many there are, and all of them afterwards. */
+EXPORT void mmkv_step(const struct model *model, struct cache *caches, struct step *step)
 {
     struct vectors logits = {step->logits, model->head.out};
     struct worker first;
+    step->done = has_room(caches, step);
+    if (!step->done)
+        return;
     memset(step->scratch, 0, sizeof(struct phase) * (size_t)(PHASES * model->layers + 1));
-    carve(model, step->longest, step->threads, 0, step->lanes, step->scratch, &first);
+    carve(model, step->room, step->threads, 0, step->lanes, step->scratch, &first);
     for (int64_t lane = 0; lane < step->lanes; lane++) {
         caches[lane].free = caches[lane ? lane - 1 : 0].free;
         append_entry(caches + lane, step->lane[lane].position);
@@ -349,8 +369,13 @@ EXPORT void mmkv_step(const struct model *model, struct cache *caches, const str
 #pragma omp parallel for num_threads((int)step->threads) schedule(static, 1) if (step->threads > 1)
     for (int64_t thread = 0; thread < step->threads; thread++) {
         struct worker me;
-        carve(model, step->longest, step->threads, thread, step->lanes, step->scratch, &me);
+        carve(model, step->room, step->threads, thread, step->lanes, step->scratch, &me);
         run_thread(model, caches, logits, &me);
+    }
+    if (step->orders) {
+        int64_t begun = nanoseconds();
+        evict(caches, step->orders, step->lanes, step->threads);
+        step->evicting += nanoseconds() - begun;
     }
 }
 
