@@ -129,7 +129,7 @@ class NativeDecoder:
 
         Args:
             positions: token indices; long: whether to take the long rope frequencies.
-            orders: from :meth:`engine.native.NativeEvictor.order`, whose ``settle`` counts what went.
+            orders: from :meth:`engine.native.NativeEvictor.order`; its ``settle`` counts what went.
 
         Returns:
             float32 logits ``[B, vocab]``.
