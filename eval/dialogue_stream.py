@@ -23,14 +23,7 @@ from engine.errors import InputError, SessionError
 from engine.runtime import Engine
 from engine.session import Session
 from eval.budgets import is_share
-from eval.dialogues import (
-    caption,
-    cell_question,
-    changing_clip,
-    clip_question,
-    exchanged,
-    grid,
-)
+from eval.dialogues import caption, cell_question, clip_of_stream, grid
 from eval.documents import scene_document
 from eval.forced import spans
 from eval.journal import Journal
@@ -51,13 +44,7 @@ def first_picture() -> Scene:
 
 def clip_turn(index: int) -> Turn:
     """Clip ``index`` of the stream and the question about it; a function of the index alone."""
-    rng = random.Random(f"stream-{index}")
-    first = grid(rng, "heldout")
-    last, changed = exchanged(first, rng)
-    clip = changing_clip(first, last, rng)
-    when = rng.choice(["start", "end"])
-    item = changed if rng.random() < 0.4 else rng.choice(first.items)
-    question = clip_question(clip, item.cell, when)
+    clip, question = clip_of_stream(random.Random(f"stream-{index}"), "heldout")
     if index == 0:
         return Turn((first_picture(), clip), question, (caption(1), ""))
     return Turn((clip,), question)

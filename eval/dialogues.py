@@ -1,4 +1,4 @@
-"""Long dialogues of the scene world: dense ones, sparse ones, and clips; and what they are made of.
+"""Long dialogues of the scene world: dense, sparse, clips and streams; and what they are made of.
 
 *Dense*: every picture has a number, and any cell of any picture may be asked later. *Sparse*: most
 pictures come under ``ignore:`` and never matter; the kept ones have numbers. Everything follows
@@ -66,10 +66,14 @@ def changing_clip(first: Scene, last: Scene, rng: random.Random, frames: int = 3
     return Clip(tuple(first if index < change else last for index in range(frames)))
 
 
-def exchanged(scene: Scene, rng: random.Random) -> tuple[Scene, Item]:
+def exchanged(scene: Scene, rng: random.Random, split: Split) -> tuple[Scene, Item]:
     """The scene with another thing in the place of one of its things, and the one that is gone."""
     gone = rng.choice(scene.items)
-    name = rng.choice([n for n in object_names() if n != gone.name])
+    x, y = gone.x // CELL, gone.y // CELL
+    names = [n for n in object_names() if n != gone.name]
+    if split == "train":
+        names = [n for n in names if not is_heldout(n, x, y)]
+    name = rng.choice(names)
     items = (replace(item, name=name) if item is gone else item for item in scene.items)
     return replace(scene, items=tuple(items)), gone
 
@@ -243,6 +247,35 @@ def clip(seed: int, split: Split, turns: int = 4) -> list[Turn]:
             cell = (row, column) if rng.random() < 0.4 else _cell(first, rng)
             asked = clip_question(video, cell, kind)
         made.append(Turn((video,) if index == 0 else (), asked))
+    return made
+
+
+def clip_of_stream(rng: random.Random, split: Split) -> tuple[Clip, Question]:
+    """A clip in which one thing is exchanged, and a question about its start or its end."""
+    first = grid(rng, split)
+    last, changed = exchanged(first, rng, split)
+    video = changing_clip(first, last, rng)
+    when = rng.choice(["start", "end"])
+    item = changed if rng.random() < 0.4 else rng.choice(first.items)
+    return video, clip_question(video, item.cell, when)
+
+
+def stream(seed: int, split: Split, clips: int, remember: int = 8) -> list[Turn]:
+    """A numbered picture, then clip after clip, each asked about once; now and then the picture.
+
+    Args:
+        remember: clips between two questions about the picture.
+    """
+    rng = random.Random(f"stream-{split}-{seed}")
+    picture = grid(rng, split, least=4)
+    made: list[Turn] = []
+    for index in range(clips):
+        video, asked = clip_of_stream(rng, split)
+        shown = (picture, video) if index == 0 else (video,)
+        made.append(Turn(shown, asked, (caption(1), "") if index == 0 else ()))
+        if index % remember == remember - 1:
+            item = rng.choice(picture.items)
+            made.append(Turn((), cell_question(1, item.cell, item.name)))
     return made
 
 

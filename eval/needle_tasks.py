@@ -172,7 +172,7 @@ def _pictures(kind: Haystack, index: int, tokenizer: Any) -> Made:
 def _video(kind: Haystack, index: int, tokenizer: Any) -> Made:
     rng = random.Random(f"{kind.name}-{index}")
     first = _filled(rng, kind.values)
-    last, changed = exchanged(first, rng)
+    last, changed = exchanged(first, rng, "heldout")
     clip = changing_clip(first, last, rng)
     depths = _depths(kind, index, rng)
     needle: list[tuple[tuple[str, Scene | Clip], int]] = [_captioned("", clip, tokenizer)]

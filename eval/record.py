@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
+_CHANGES = ("status", "--porcelain", "--", ".", ":!eval/results", ":!docs", ":!*.md")
 _PACKAGES = ("torch", "transformers", "triton", "numpy", "mmkv")
 _ROOT = Path(__file__).resolve().parent.parent
 
@@ -54,11 +55,14 @@ def command() -> str:
 
 
 def commit() -> str | None:
-    """Commit of the working tree, with ``+changes`` if files differ from it; None without git."""
+    """Commit of the working tree, with ``+changes`` if what runs differs; None without git.
+
+    Results and documents decide no figure.
+    """
     head = _git("rev-parse", "HEAD")
     if not head:
         return None
-    return head + ("+changes" if _git("status", "--porcelain") else "")
+    return head + ("+changes" if _git(*_CHANGES) else "")
 
 
 def versions() -> dict[str, str]:

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from engine.cache import PagePool, RaggedCache
 from engine.errors import BudgetError
+from engine.policies import Budget
 
 Rows = list[list[int]]  # [layers * heads] -> serial numbers
 EXAMPLES = int(os.environ.get("MMKV_CACHE_EXAMPLES", "100"))
@@ -218,13 +219,21 @@ def test_cache_state_machine() -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(
-    lengths=st.lists(st.integers(0, 100), min_size=1, max_size=30),
+    shares=st.lists(st.floats(0, 1), min_size=1, max_size=30).filter(any),
     size=st.sampled_from([1, 8, 16, 64]),
+    pages=st.floats(1, 20),
+    page_bytes=st.integers(1, 5000),
 )
-def test_pages_never_pass_the_bound(lengths: list[int], size: int) -> None:
-    """sum(ceil(len / P)) <= (entries + rows (P - 1)) / P: what pools are sized from."""
-    held = sum(math.ceil(n / size) for n in lengths)
-    assert held <= (sum(lengths) + len(lengths) * (size - 1)) / size
+def test_pages_never_pass_a_budget_in_bytes(
+    shares: list[float], size: int, pages: float, page_bytes: int
+) -> None:
+    """However the entries that such a budget allows lie in the rows."""
+    rows = len(shares)
+    budget = math.ceil(pages * rows) * page_bytes
+    entries = Budget.bytes(budget).entries(rows, 0, size, page_bytes)
+    lengths = [int(entries * share / sum(shares)) for share in shares]
+    lengths[-1] += entries - sum(lengths)
+    assert sum(math.ceil(n / size) for n in lengths) * page_bytes <= budget
 
 
 def test_check_names_what_is_broken() -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import random
 import re
+from collections import Counter
 
 import pytest
 
-from eval.dialogues import IGNORE, beside, caption, clip, dense, grid, sparse
+from eval.dialogues import IGNORE, beside, caption, clip, dense, grid, sparse, stream
 from eval.scenes import EMPTY, Clip, Question, Scene, Turn, is_heldout, object_names, render
 from tests.test_scenes import answer_from_pixels, read_cells
 
@@ -116,6 +117,27 @@ def test_a_clip_changes_one_cell() -> None:
         for frame in video.frames:
             for item in frame.items:
                 assert not is_heldout(item.name, item.x // 32, item.y // 32)
+
+
+def test_a_stream_asks_about_its_newest_clip_and_its_first_picture() -> None:
+    kinds: Counter[str] = Counter()
+    for seed in range(6):
+        turns = stream(seed, "train", 9, remember=4)
+        assert len(turns) == 11 and turns[0].captions == ("picture 1:", "")
+        picture = read_cells(render(turns[0].pictures[0]))
+        for turn in turns:
+            row, column, *number = (int(n) for n in re.findall(r"\d+", turn.question.text))
+            cells = picture
+            if turn.pictures:
+                video = turn.pictures[-1]
+                assert isinstance(video, Clip) and not number
+                cells = read_cells(render(video.frames[0 if "start" in turn.question.text else -1]))
+                for frame in video.frames:
+                    for item in frame.items:
+                        assert not is_heldout(item.name, item.x // 32, item.y // 32)
+            assert turn.question.answer == cells[row - 1][column - 1]
+            kinds[turn.question.kind] += 1
+    assert kinds["cell"] == 12 and min(kinds["start"], kinds["end"]) > 15
 
 
 def test_beside_names_the_neighbour() -> None:

@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -192,7 +191,6 @@ def interrupt_after_output(process: subprocess.Popen[str]) -> str:
     assert process.stdout is not None
     begun = process.stdout.read(1)
     assert begun, "no reply came"
-    time.sleep(0.05)
     process.send_signal(signal.SIGINT)
     return begun
 

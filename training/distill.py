@@ -32,8 +32,8 @@ def distill(
         list[str],
         _option(
             "[WEIGHT*][KIND:]PATH, kinds chat, llava, mmdu, text (found by content when left out); "
-            "or [WEIGHT*]scenes:KIND, kinds dense, sparse, crowd, clip, for the bundled model; or "
-            "[WEIGHT*]tasks:KIND, kinds recall, needles, memory. Repeatable.",
+            "or [WEIGHT*]scenes:KIND, kinds dense, sparse, crowd, clip, stream, for the bundled "
+            "model; or [WEIGHT*]tasks:KIND, kinds recall, needles, memory. Repeatable.",
             _DATA,
         ),
     ],

@@ -12,11 +12,12 @@ from collections.abc import Callable
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from eval.dialogues import clip, dense, sparse
+from eval.dialogues import clip, dense, sparse, stream
 from eval.scenes import Split, Turn
 from training.tiny_data import collate, encode
 
 _SPARSE_PICTURES = (16, 24, 32)
+_STREAM_CLIPS = (8, 16, 32)
 
 
 def _dense(seed: int, split: Split) -> list[Turn]:
@@ -39,8 +40,13 @@ def _clip(seed: int, split: Split) -> list[Turn]:
     return clip(seed, split, 6)
 
 
+def _stream(seed: int, split: Split) -> list[Turn]:
+    return stream(seed, split, random.Random(f"size-{seed}").choice(_STREAM_CLIPS))
+
+
 KINDS: dict[str, Callable[[int, Split], list[Turn]]] = {
     "dense": _dense, "sparse": _sparse, "crowd": _crowd, "clip": _clip,
+    "stream": _stream,
 }  # fmt: skip
 
 
