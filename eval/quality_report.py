@@ -28,11 +28,13 @@ def summarise(
 
     Returns:
         ``rows`` (one per side and budget), ``tests`` (first side against each other side, and
-        against the full cache) and the sizes of the data.
+        against the full cache) and the sizes of the data. With ``whole_texts``, where every token
+        but the first was predicted and none asked for, negative log-likelihoods stand for accuracy.
     """
     full = raw["full"][0]
     questions = [len(row["right"]) for row in full]
     tokens = [sum(row["tokens"]) for row in full]
+    texts = all(count == row["seen"] - 1 for count, row in zip(tokens, full, strict=True))
     rows = [_row("full", "1", raw["full"], questions, tokens)]
     tests = []
     for budget in budgets:
@@ -51,7 +53,10 @@ def summarise(
                     "kl_per_token": _difference(one, two, "kl", tokens),
                 }
             )
+            if texts:
+                tests[-1]["nll_per_token"] = _difference(one, two, "nll", tokens)
     return {
+        **({"whole_texts": True} if texts else {}),
         "dialogues": len(full),
         "questions": sum(questions),
         "answer_tokens": sum(tokens),
@@ -117,40 +122,54 @@ def _row(
 
 
 def markdown(pages: Mapping[str, Mapping[str, Any]]) -> str:
-    """One table per data source: accuracy (KL per answer token) by side and budget."""
+    """One table per data source: accuracy or perplexity, and KL per token, by side and budget."""
     text = []
     for source, page in pages.items():
-        context = page["context_tokens"]
+        context, shown = page["context_tokens"], _shown(page)
+        held = "" if shown == "perplexity" else f"{page['questions']} questions in "
+        what = "texts" if shown == "perplexity" else "dialogues"
         text.append(
-            f"### {source}: {page['questions']} questions in {page['dialogues']} held-out "
-            f"dialogues of {context['least']} to {context['most']} tokens\n"
+            f"### {source}: {held}{page['dialogues']} held-out "
+            f"{what} of {context['least']} to {context['most']} tokens\n"
         )
         budgets = list(dict.fromkeys(r["budget"] for r in page["rows"] if r["side"] != "full"))
         sides = list(dict.fromkeys(r["side"] for r in page["rows"] if r["side"] != "full"))
-        full = page["rows"][0]["accuracy"]
-        text.append(f"Full cache: {interval(full)}. Cells: accuracy with 95 % interval; KL.\n")
+        full = _measure(page["rows"][0], shown)
+        text.append(f"Full cache: {interval(full)}. Cells: {shown} with 95 % interval; KL.\n")
         text.append(f"| budget | {' | '.join(sides)} |\n|---|{'---|' * len(sides)}")
         for budget in budgets:
             cells = []
             for side in sides:
                 row = next(r for r in page["rows"] if (r["side"], r["budget"]) == (side, budget))
-                cells.append(f"{interval(row['accuracy'])}; {row['kl_per_token']['value']:.3f}")
+                kl = row["kl_per_token"]["value"]
+                cells.append(f"{interval(_measure(row, shown))}; {kl:.3f}")
             text.append(f"| {budget} | {' | '.join(cells)} |")
         text += ["", *paired_lines(page["tests"])]
         text.append("")
     return "\n".join(text)
 
 
+def _shown(page: Mapping[str, Any]) -> str:
+    return "perplexity" if page.get("whole_texts") else "accuracy"
+
+
+def _measure(row: Mapping[str, Any], shown: str) -> Mapping[str, float]:
+    """Value and interval of what is shown of a row."""
+    if shown == "accuracy":
+        return row["accuracy"]
+    return {name: float(np.exp(value)) for name, value in row["nll_per_token"].items()}
+
+
 def paired_lines(tests: Sequence[Mapping[str, Any]], where: str = "") -> list[str]:
     """The table of the paired tests of :func:`summarise`; ``where``: said in its heading."""
     text = [f"Paired differences{where} (sign-flip tests over dialogues):\n"]
-    text.append("| budget | difference | accuracy | p | KL per token | p |")
+    names = {"accuracy": "accuracy", "kl_per_token": "KL per token"}
+    if tests and "nll_per_token" in tests[0]:
+        names = {"nll_per_token": "log perplexity", "kl_per_token": "KL per token"}
+    text.append(f"| budget | difference | {' | p | '.join(names.values())} | p |")
     text.append("|---|---|---|---|---|---|")
     for test in tests:
-        cells = [
-            f"{interval(test[name], sign=True)} | {test[name]['p']:.4f}"
-            for name in ("accuracy", "kl_per_token")
-        ]
+        cells = [f"{interval(test[name], sign=True)} | {test[name]['p']:.4f}" for name in names]
         text.append(f"| {test['budget']} | {test['of']} | {' | '.join(cells)} |")
     return text
 
@@ -162,12 +181,13 @@ def interval(value: Mapping[str, float], sign: bool = False) -> str:
 
 
 def draw(pages: Mapping[str, Mapping[str, Any]], path: Path) -> None:
-    """Accuracy (above) and KL (below) against the budget, one column per data source."""
+    """Accuracy or perplexity (above) and KL (below) by budget, one column per data source."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(5.2 * len(pages), 7), layout="constrained")
     panels = figure.subplots(2, len(pages), squeeze=False)
     for column, (source, page) in enumerate(pages.items()):
+        shown = _shown(page)
         rows = [row for row in page["rows"] if row["side"] != "full"]
         budgets = list(dict.fromkeys(row["budget"] for row in rows))
         for side in dict.fromkeys(row["side"] for row in rows):
@@ -175,15 +195,17 @@ def draw(pages: Mapping[str, Mapping[str, Any]], path: Path) -> None:
                 (row for row in rows if row["side"] == side), key=lambda r: Fraction(r["budget"])
             )
             x = [float(Fraction(row["budget"])) for row in mine]
-            for panel, name in zip(panels[:, column], ("accuracy", "kl_per_token"), strict=True):
-                y = [row[name]["value"] for row in mine]
-                panel.plot(x, y, marker="o", markersize=4, label=side)
+            measured = ([_measure(r, shown) for r in mine], [r["kl_per_token"] for r in mine])
+            for panel, values in zip(panels[:, column], measured, strict=True):
+                panel.plot(x, [v["value"] for v in values], marker="o", markersize=4, label=side)
                 panel.fill_between(
-                    x, [r[name]["low"] for r in mine], [r[name]["high"] for r in mine], alpha=0.15
+                    x, [v["low"] for v in values], [v["high"] for v in values], alpha=0.15
                 )
-        full = page["rows"][0]["accuracy"]["value"]
+        full = _measure(page["rows"][0], shown)["value"]
         panels[0, column].axhline(full, color="0.5", linestyle="--", label="full")
-        panels[0, column].set(title=source, ylabel="accuracy", ylim=(0, 1.02))
+        panels[0, column].set(title=source, ylabel=shown)
+        if shown == "accuracy":
+            panels[0, column].set(ylim=(0, 1.02))
         panels[1, column].set(ylabel="KL to the full cache per token", yscale="log")
         for panel in panels[:, column]:
             panel.set(xscale="log", xlabel=axis_label(budgets))

@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import transformers
 from matplotlib.figure import Figure
 
 from engine.errors import InputError
@@ -141,6 +143,28 @@ def test_a_small_run_writes_table_plot_and_json(tmp_path: Path) -> None:
         kept(["--fraction", "1/7", str(tmp_path / "q.json")])
     assert "| 1/8 |" in (tmp_path / "q.md").read_text()
     assert (tmp_path / "q.png").stat().st_size > 5000
+
+
+def test_whole_texts_are_told_by_perplexity(tmp_path: Path) -> None:
+    """That of the full cache as transformers has it."""
+    text = "what was at row 1, column 2 of picture 3? a red square. " * 4
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": text}) + "\n")
+    source = f"text:{tmp_path / 'a.jsonl'}"
+    options = ["--side", "streamingllm", "--fractions", "16", "--dialogues", "1", "--name", "t"]
+    main([MODEL, "--data", source, *options, "--output", str(tmp_path)])
+    page = json.loads((tmp_path / "t.json").read_text())["results"][source]
+    ids = examples(MODEL, [source], 1, 0)[0]["input_ids"]
+    model = transformers.AutoModelForImageTextToText.from_pretrained(MODEL, dtype=torch.float32)
+    with torch.inference_mode():
+        wanted = float(model(input_ids=ids, labels=ids).loss)
+    full, evicting = page["rows"]
+    assert page["answer_tokens"] == ids.shape[1] - 1 and evicting["evicted"] > 0
+    assert full["nll_per_token"]["value"] == pytest.approx(wanted, rel=1e-4)
+    assert full["nll_per_token"]["value"] != pytest.approx(evicting["nll_per_token"]["value"])
+    said = (tmp_path / "t.md").read_text()
+    shown = float(re.search(r"Full cache: ([\d.]+) ", said)[1])
+    assert shown == pytest.approx(np.exp(wanted), rel=1e-3) and "accuracy" not in said
+    assert (tmp_path / "t.png").stat().st_size > 5000
 
 
 def test_plots_say_what_their_budgets_are(tmp_path: Path, monkeypatch: Any) -> None:
