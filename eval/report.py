@@ -2,7 +2,8 @@
 
 Each result stands with its command, commit, machine and versions, its figures, and its tables:
 those of the Markdown file beside it, or else those of the JSON itself. The page is a function of
-the files alone. ``--check`` writes nothing and fails when the page is not what it should be.
+the files alone. The tables that other documents mark (:mod:`eval.document_tables`) are written as
+well. ``--check`` writes nothing and fails when a page is not what it should be.
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from eval.document_tables import filled
 from eval.record import RESULTS
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "results.md"
+_ROOT = Path(__file__).resolve().parent.parent
+PAGE = _ROOT / "docs" / "results.md"
 _ROWS = 48  # of a table taken from a JSON file
 _TABLES = 8  # of one JSON file
 _CUT = "Paired differences"  # the tests of the programs that compare are left to their own pages
@@ -60,6 +63,22 @@ def page(results: Path, output: Path) -> str:
     for stem, held in found.items():
         lines += ["", *_section(stem, held, figures[stem], results, link)]
     return "\n".join(lines) + "\n"
+
+
+def documents(results: Path) -> dict[Path, str]:
+    """What the documents that mark tables should be.
+
+    Raises:
+        ReportError: a table nobody knows, or a result file that is missing or broken.
+    """
+    made = {}
+    for path in [_ROOT / "README.md", *sorted((_ROOT / "docs").glob("*.md"))]:
+        if path != PAGE:
+            try:
+                made[path] = filled(path.read_text(), results)
+            except (KeyError, ValueError, OSError) as error:
+                raise ReportError(f"the tables of {path} cannot be made: {error!r}") from error
+    return made
 
 
 def _section(
@@ -199,16 +218,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--check", action="store_true", help="write nothing, fail if it is stale")
     args = parser.parse_args(arguments)
     try:
-        text = page(args.results.resolve(), args.output.resolve())
-        if args.check:
-            if not args.output.is_file() or args.output.read_text() != text:
-                raise ReportError(f"{args.output} is stale; run python -m eval.report")
-            return
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        args.output.write_text(text)
+        wanted = {args.output: page(args.results.resolve(), args.output.resolve())}
+        if args.output == PAGE:
+            wanted |= documents(args.results)
+        for path, text in wanted.items():
+            if args.check:
+                if not path.is_file() or path.read_text() != text:
+                    raise ReportError(f"{path} is stale; run python -m eval.report")
+                continue
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+            print(f"{path}: {len(text.splitlines())} lines")
     except (ReportError, OSError) as error:
         raise SystemExit(f"eval.report: error: {error}") from error
-    print(f"{args.output}: {len(text.splitlines())} lines")
 
 
 if __name__ == "__main__":

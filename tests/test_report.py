@@ -7,12 +7,36 @@ from pathlib import Path
 
 import pytest
 
+from eval.document_tables import filled
 from eval.record import RESULTS
-from eval.report import PAGE, main, page
+from eval.report import PAGE, documents, main, page
 
 
 def test_the_committed_page_is_not_stale() -> None:
     assert PAGE.read_text() == page(RESULTS.resolve(), PAGE), "run `python -m eval.report`"
+
+
+def test_the_tables_of_no_document_are_stale() -> None:
+    for path, text in documents(RESULTS).items():
+        assert path.read_text() == text, f"run `python -m eval.report`: {path}"
+
+
+def test_tables_are_put_between_their_marks(tmp_path: Path) -> None:
+    held = {"policy": "full", "prompt_tokens": 1024, "kv_bytes": 2**21, "peak_growth_bytes": 2**30}
+    cases = [
+        held | {"policy": policy, "prompt_tokens": tokens, "physical_over_logical": 1.0625}
+        for policy in ("full", "dbtrimkv")
+        for tokens in (1024, 8192, 32768, 131072)
+    ]
+    (tmp_path / "memory-cpu.json").write_text(json.dumps({"results": cases}))
+    text = "A\n<!-- table: memory -->\n| old |\n<!-- end -->\nB | 1 |\n"
+    made = filled(text, tmp_path)
+    assert made.startswith("A\n<!-- table: memory -->\n| prompt tokens |")
+    assert made.endswith("|\n<!-- end -->\nB | 1 |\n") and "old" not in made
+    assert "| 32,768 | 2.00 MiB | 1.062 | 1,024 MiB | 2.00 MiB | 1,024 MiB |\n" in made
+    assert filled(made, tmp_path) == made
+    with pytest.raises(KeyError, match="nothing"):
+        filled("<!-- table: nothing -->\n<!-- end -->", tmp_path)
 
 
 def test_every_committed_result_and_figure_is_on_the_page() -> None:

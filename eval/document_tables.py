@@ -1,0 +1,179 @@
+"""The tables of the README and of docs/ that hold figures, made from the result files.
+
+A document marks the place: ``<!-- table: NAME -->`` and ``<!-- end -->``; ``python -m eval.report``
+fills in what stands between them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+_BLOCK = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+_SIDES = ("dbtrimkv", "trimkv", "snapkv", "streamingllm")
+_ABLATIONS = {
+    "paper": "the recipe (tying of the paper, x, KL + NTP, log-bias, M = 32)",
+    "layer": "one readout per layer",
+    "none": "one readout per layer and head",
+    "kv": "gates on [k; v]",
+    "kl": "KL alone",
+    "ntp": "NTP alone",
+    "logit-scale": "logit-scale gating",
+    "M16": "M = 16",
+    "M64": "M = 64",
+    "stream": "streams among the documents",
+    "trimkv": "`trimkv` (per head, untied, n = 1)",
+}
+_SPEEDS = {
+    "tiny-vlm": "bundled model, batch 1, `full`",
+    "tiny-vlm-evicting": "bundled model, batch 1, 512 tokens, `dbtrimkv` M = 64",
+    "tiny-vlm-evicting-batch8": "bundled model, batch 8, 512 tokens, `dbtrimkv` M = 64",
+    "smollm2": "SmolLM2-135M, batch 1, `full`",
+    "smollm2-2k-evicting": "SmolLM2-135M, batch 1, 2,048 tokens, `dbtrimkv` M = 256",
+    "smollm2-4k-batch8-evicting": "SmolLM2-135M, batch 8, 4,096 tokens, `dbtrimkv` M = 256",
+}
+
+Rows = Iterator[Sequence[str]]
+
+
+def filled(text: str, results: Path) -> str:
+    """The document with its tables.
+
+    Raises:
+        KeyError: a table nobody knows; OSError, ValueError: a result file that cannot be read.
+    """
+    return _BLOCK.sub(lambda m: f"{m[1]}{_table(TABLES[m[2]](results))}{m[3]}", text)
+
+
+def _table(rows: Rows) -> str:
+    head, *body = rows
+    lines = [head, ["---"] * len(head), *body]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines).replace("| --- ", "|---") + ""
+
+
+def _page(results: Path, name: str) -> Any:
+    return json.loads((results / f"{name}.json").read_text())["results"]
+
+
+def _row(page: Mapping[str, Any], side: str, budget: str) -> Mapping[str, Any]:
+    return next(r for r in page["rows"] if (r["side"], r["budget"]) == (side, budget))
+
+
+def _short(row: Mapping[str, Any]) -> str:
+    return f"{row['accuracy']['value']:.3f}"
+
+
+def _long(row: Mapping[str, Any]) -> str:
+    value = row["accuracy"]
+    return f"{value['value']:.3f} [{value['low']:.3f}, {value['high']:.3f}]"
+
+
+def _budgets(page: Mapping[str, Any]) -> list[str]:
+    return list(dict.fromkeys(row["budget"] for row in page["rows"] if row["side"] != "full"))
+
+
+def _quality(name: str, source: str) -> Callable[[Path], Rows]:
+    """Every budget of one result, with intervals."""
+
+    def rows(results: Path) -> Rows:
+        page = _page(results, name)[source]
+        yield ["budget", *(f"`{side}`" for side in _SIDES)]
+        for budget in _budgets(page):
+            yield [budget, *(_long(_row(page, side, budget)) for side in _SIDES)]
+
+    return rows
+
+
+def _readme_quality(results: Path) -> Rows:
+    yield ["dialogues", "budget", "full", *(f"`{side}`" for side in _SIDES)]
+    for kind, budgets in (("dense", ("1/3", "1/5", "1/8")), ("sparse", ("1/8", "1/16", "1/32"))):
+        page = _page(results, f"quality-tiny-vlm-{kind}")[f"scenes:{kind}"]
+        for budget in budgets:
+            cells = (_short(_row(page, side, budget)) for side in _SIDES)
+            yield [kind, budget, _short(_row(page, "full", "1")), *cells]
+
+
+def _recall(shown: Callable[[Mapping[str, Any]], str]) -> Callable[[Path], Rows]:
+    def rows(results: Path) -> Rows:
+        page = _page(results, "quality-smollm2-recall")["tasks:recall"]
+        yield ["budget", "full", *(f"`{side}`" for side in _SIDES)]
+        for budget in _budgets(page):
+            cells = (shown(_row(page, side, budget)) for side in _SIDES)
+            yield [budget, shown(_row(page, "full", "1")), *cells]
+
+    return rows
+
+
+def _lookahead(results: Path) -> Rows:
+    yield ["dialogues", "budget", *(f"n = {n}" for n in (1, 2, 5, "inf"))]
+    for kind in ("dense", "sparse"):
+        page = _page(results, f"quality-lookahead-{kind}")[f"scenes:{kind}"]
+        for budget in _budgets(page):
+            sides = (f"dbtrimkv@{n}" for n in (1, 2, 5, "inf"))
+            yield [kind, budget, *(_short(_row(page, side, budget)) for side in sides)]
+
+
+def _ablations(results: Path) -> Rows:
+    pages = {
+        kind: _page(results, f"quality-ablation-{kind}")[f"scenes:{kind}"]
+        for kind in ("dense", "sparse")
+    }
+    places = [(kind, budget) for kind, page in pages.items() for budget in _budgets(page)]
+    yield ["trained with", *(f"{kind} {budget}" for kind, budget in places)]
+    yield ["full cache", *(_short(_row(pages[kind], "full", "1")) for kind, _ in places)]
+    for side in dict.fromkeys(row["side"] for row in pages["dense"]["rows"]):
+        if side != "full":
+            cells = (_short(_row(pages[kind], side, budget)) for kind, budget in places)
+            yield [_ABLATIONS[side], *cells]
+
+
+def _memory(results: Path) -> Rows:
+    cases = _page(results, "memory-cpu")
+    yield ["prompt tokens", "KV, `dbtrimkv`", "physical / logical", "peak growth", "KV, `full`",
+           "peak growth"]  # fmt: skip
+    for tokens in (1024, 8192, 32768, 131072):
+        ours, full = (
+            next(c for c in cases if (c["policy"], c["prompt_tokens"]) == (policy, tokens))
+            for policy in ("dbtrimkv", "full")
+        )
+        yield [
+            f"{tokens:,}", f"{ours['kv_bytes'] / 2**20:.2f} MiB",
+            f"{ours['physical_over_logical']:.3f}",
+            f"{ours['peak_growth_bytes'] / 2**20:,.0f} MiB",
+            f"{full['kv_bytes'] / 2**20:,.2f} MiB",
+            f"{full['peak_growth_bytes'] / 2**20:,.0f} MiB",
+        ]  # fmt: skip
+
+
+def _speed(results: Path) -> Rows:
+    def spread(value: Mapping[str, Any], digits: int) -> str:
+        low, high = value["quartiles"]
+        return f"{value['median']:,.{digits}f} ({low:,.{digits}f} .. {high:,.{digits}f})"
+
+    yield ["tokens/s of all sequences", "mmkv", "transformers generate, full cache", "ratio",
+           "eviction"]  # fmt: skip
+    for name, words in _SPEEDS.items():
+        found = _page(results, f"decode-cpu-{name}")
+        ours, theirs, share = found["mmkv"], found["transformers"], found.get("eviction_share")
+        yield [
+            words, spread(ours, 0 if ours["median"] > 500 else 1),
+            spread(theirs, 0 if theirs["median"] > 100 else 1), spread(found["ratio"], 1),
+            f"{100 * share['median']:.1f} % of a step" if share else "-",
+        ]  # fmt: skip
+
+
+TABLES: dict[str, Callable[[Path], Rows]] = {
+    "readme-quality": _readme_quality,
+    "readme-recall": _recall(_short),
+    "recall": _recall(_long),
+    "dense": _quality("quality-tiny-vlm-dense", "scenes:dense"),
+    "sparse": _quality("quality-tiny-vlm-sparse", "scenes:sparse"),
+    "crowd": _quality("quality-tiny-vlm-crowd", "scenes:crowd"),
+    "lookahead": _lookahead,
+    "ablations": _ablations,
+    "memory": _memory,
+    "speed": _speed,
+}
