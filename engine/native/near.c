@@ -9,6 +9,9 @@
 #include "evict.h"
 #include "vmath.h"
 
+#define LEAST_MARGIN 1e-4
+#define MOST_MARGIN 1.0
+
 /* Scores not above the limit, and whose they are. */
 struct near {
     float *score;
@@ -114,11 +117,11 @@ int search_near(const struct cache *cache, struct eviction *what)
     prefetch(cache);
     what->guess = INFINITY;
     if (!note_all(cache, what, &found)) {
-        what->margin /= 2;
+        what->margin = fmax(what->margin / 2, LEAST_MARGIN);
         return 0;
     }
     if (found.count < what->found) {
-        what->margin *= 2;
+        what->margin = fmin(what->margin * 2, MOST_MARGIN);
         return 0;
     }
     memcpy(sorted, score, sizeof(float) * (size_t)found.count);
@@ -136,7 +139,7 @@ int search_near(const struct cache *cache, struct eviction *what)
         found.index[victims] = found.index[i];
         victims += score[i] <= last;
     }
-    what->margin *= 0.99;
+    what->margin = fmax(what->margin * 0.99, LEAST_MARGIN);
     guess_after(what, last);
     return 1;
 }
