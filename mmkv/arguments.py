@@ -22,7 +22,9 @@ MaxPixels = Annotated[
 Policy = Annotated[
     str | None,
     typer.Option(
-        help="What to keep. Default: dbtrimkv with gates, else streamingllm.", rich_help_panel=CACHE
+        help="What to keep. Default: dbtrimkv with gates, else streamingllm. dbtrimkv+N also "
+        "keeps the newest N tokens.",
+        rich_help_panel=CACHE,
     ),
 ]
 Budget = Annotated[

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,12 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.errors import BudgetError, PolicyError
+from engine.errors import BudgetError, PolicyError, SessionError
 from engine.policies import PRESETS, Budget, CacheView, make_policy
 from engine.policies.admission import AdmitAll
 from engine.policies.allocation import GlobalAllocation, HeadAllocation
 from engine.policies.base import Policy
 from engine.policies.scoring import Recency, Retention, WindowAttention
+from engine.runtime import Engine
+from mmkv.assets import bundled_model
 from tests.oracle import log_score
 
 
@@ -199,6 +203,38 @@ def test_registry() -> None:
     for bad in (0, -1, 1.5, -math.inf, math.nan):
         with pytest.raises(PolicyError):
             make_policy("dbtrimkv", bad)
+
+
+def test_the_newest_tokens_can_be_kept_whatever_their_scores(tmp_path: Path) -> None:
+    """As many as are asked for, in every row, where the gates alone would let some of them go."""
+    assert make_policy("dbtrimkv", 5) == replace(
+        make_policy("dbtrimkv+24", 5), name="dbtrimkv", protect_recent=0
+    )
+    newest = set(range(49, 55))
+    for path in ("native", "torch"):
+        kept = []
+        for policy in ("dbtrimkv", "dbtrimkv+6"):
+            engine = Engine.from_pretrained(
+                bundled_model(), policy=policy, budget=8, dtype="float32", device="cpu"
+            )
+            if path == "torch":
+                engine.native = engine.evictor = None
+            session = engine.session()
+            session.prefill({"input_ids": torch.arange(3, 43)[None]})
+            for token in range(50, 65):
+                session.decode(token)
+            assert session.seen == 55 and session.entries == 8 * engine.spec.rows
+            rows = [set(row.tolist()) for layer in session.retained() for row in layer]
+            kept.append(sum(newest <= row for row in rows) / len(rows))
+        assert kept[0] < 0.5 and kept[1] == 1
+    session.save(tmp_path / "kept.mmkv")
+    other = Engine.from_pretrained(bundled_model(), policy="dbtrimkv", dtype="float32")
+    with pytest.raises(SessionError):
+        other.load_session(tmp_path / "kept.mmkv")
+    for bad in ("dbtrimkv+", "dbtrimkv+-1", "trimkv+2.5", "snapkv+4", "full+4"):
+        with pytest.raises(PolicyError, match="only dbtrimkv and trimkv take") as error:
+            make_policy(bad)
+        assert "\n" not in str(error.value)
 
 
 def test_budget_units() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 from engine.errors import PolicyError
 from engine.policies.admission import AdmitAll
@@ -44,11 +45,23 @@ PRESETS: dict[str, Callable[[float], Policy]] = {
 def make_policy(name: str, lookahead: float = 2) -> Policy:
     """The preset ``name``; ``lookahead`` (n = T - t of 001, equation 9) is read by dbtrimkv only.
 
+    ``dbtrimkv+N`` and ``trimkv+N`` also keep the newest N tokens of every row, whatever their
+    scores: what the papers leave to the gates, for streams longer than gates were trained for.
+
     Raises:
-        PolicyError: for an unknown name or a lookahead below 1.
+        PolicyError: for an unknown name, a lookahead below 1, or an N that cannot be.
     """
+    name, plus, recent = name.partition("+")
     if name not in PRESETS:
         raise PolicyError(f"unknown policy {name!r}; choose one of {', '.join(PRESETS)}")
     if not (math.isinf(lookahead) and lookahead > 0) and (lookahead < 1 or lookahead % 1):
         raise PolicyError(f"lookahead {lookahead} is not a whole number >= 1 or inf")
-    return PRESETS[name](lookahead)
+    policy = PRESETS[name](lookahead)
+    if not plus:
+        return policy
+    if not recent.isdecimal() or not isinstance(policy.scoring, Retention):
+        raise PolicyError(
+            f"policy {name + plus + recent!r}: only dbtrimkv and trimkv take +N, the number of "
+            "newest tokens to keep; write dbtrimkv+32"
+        )
+    return replace(policy, name=f"{name}+{int(recent)}", protect_recent=int(recent))
