@@ -181,6 +181,9 @@ class Engine:
     def decode(self, sessions: Sequence[Session], token_ids: Sequence[int]) -> Tensor:
         """Append one token to each of B sessions in one batched step.
 
+        Ctrl-C on torch leaves everything as it was; in C it is seen when the step is over, and the
+        step stands (``seen`` tells). :class:`mmkv.Session` holds it back until then on both.
+
         Args:
             sessions: B different open sessions of this engine; token_ids: B ids.
 
@@ -188,7 +191,7 @@ class Engine:
             float32 logits ``[B, vocab]``.
 
         Raises:
-            InputError, SessionError, ContextError: before anything has changed.
+            InputError, SessionError, ContextError, BudgetError: before anything has changed.
         """
         self._check_step(sessions, token_ids)
         for session in sessions:
@@ -319,10 +322,9 @@ class Engine:
         Returns:
             logits, and the sessions that have yet to be cut back to their budgets.
         """
-        native, evictor = self.native, self.evictor if self.policy.evicts else None
+        native, evictor = self.native, self.evictor
         assert native is not None
         orders = None if evictor is None else evictor.order(sessions, 1, self.spec.rows, slack)
-        left = sessions
         native.forget()
         try:
             logits = native.step(

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import functools
+import gc
 import itertools
 import math
 import shutil
+import sys
 import tempfile
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -217,6 +220,30 @@ def test_a_batch_that_does_not_fit_changes_nothing() -> None:
     assert [state(s) for s in batch] == before and content(engine.cache) == pages
     engine.decode(batch[:1], [5])
     engine.cache.check()
+
+
+@needs_native
+@pytest.mark.parametrize("policy", ["dbtrimkv", "trimkv", "streamingllm"])
+def test_budgets_beyond_what_c_counts_with(policy: str) -> None:
+    """``sys.maxsize`` for no limit, as a budget and as steps between evictions."""
+    for options in ({"budget": sys.maxsize}, {"budget": 1e40}, {"evict_every": sys.maxsize}):
+        native, plain = open_both("qwen3_vl", policy, **options)
+        for token in text_ids(5, 1).tolist():
+            native.decode(token), plain.decode(token)
+        assert state(native) == state(plain)
+        assert content(native.engine.cache) == content(plain.engine.cache)
+
+
+@needs_native
+def test_a_pool_that_has_been_outgrown_is_let_go() -> None:
+    session, _ = open_both("qwen3_vl")
+    pool = session.engine.cache.pool
+    session.decode(5)
+    outgrown = weakref.ref(pool.keys)
+    pool.reserve(pool.num_pages + 100)
+    session.decode(6)
+    gc.collect()
+    assert outgrown() is None
 
 
 @needs_native

@@ -21,7 +21,9 @@ from tests.test_native import POLICIES, content, needs_native
 SEEN = 40
 ALL = ("position", "log_beta", "modality", "keys", "values")
 LENGTHS = st.lists(st.sampled_from([0, 1, 7, 8, 9, 30, 33]), min_size=4, max_size=4).filter(any)
-BETAS = st.sampled_from([0.0, -0.0, -1e-9, -1.5e-8, -1e-3, -0.6931472, -2.0, -50.0, -1e30])
+BETAS = st.sampled_from(
+    [0.0, -0.0, -1e-9, -1.5e-8, -1e-3, -0.6931472, -2.0, -50.0, -1e30, -math.inf]
+)
 LEVELS = st.lists(BETAS, min_size=1, max_size=4)
 ENDS = st.sampled_from([(0, 0), (4, 0), (0, 10), (4, 10), (SEEN, 0), (0, SEEN)])
 
@@ -83,7 +85,9 @@ def test_victims_and_pages_are_those_of_torch(
     ):  # what one call learns is a guess to the next
         held.seen, before = now, held.evicted
         assert evictor.evict(ours, [held]) == []
-        assert held.evicted - before == evict_in_torch(reference, policy, held.budget, now)
+        over = sum(lengths) - before > held.budget  # heads above their share stay until then
+        dropped = evict_in_torch(reference, policy, held.budget, now) if over else 0
+        assert held.evicted - before == dropped
         held.budget = max(held.budget - 9, 0)
     assert held.entries == sum(lengths) - held.evicted
 

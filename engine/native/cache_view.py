@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import weakref
 from collections.abc import Sequence
+
+from torch import Tensor
 
 from engine.cache import PagePool, RaggedCache
 from engine.native.binding import Cache
@@ -19,7 +22,7 @@ class Lender:
     def __init__(self) -> None:
         self._views = (Cache * 0)()
         self._each: list[Cache] = []
-        self._of: tuple[object, ...] = ()
+        self._of: tuple[weakref.ref[Tensor], ...] = ()
         self._seqs: list[int] = []
 
     def lend(self, cache: RaggedCache, seqs: Sequence[int]) -> Loan:
@@ -27,11 +30,14 @@ class Lender:
         pool = cache.pool
         # Pool and tables are replaced by others when they grow.
         now = (pool.keys, pool._stack, cache.length, cache.table)
-        if len(self._views) != len(seqs) or any(map(_differ, self._of, now)):
+        if not self._of or len(self._views) != len(seqs) or any(map(_differ, self._of, now)):
+            self._of, self._seqs = (), []
             self._views = (Cache * len(seqs))(*([self._whole(cache)] * len(seqs)))
             self._each = list(self._views)  # to take one out of the array anew is slow
-            self._of, self._seqs = now, []
+            # Weak: what a pool has outgrown shall not live on here.
+            self._of = tuple(map(weakref.ref, now))
         if self._seqs != seqs:
+            self._seqs = []  # until all are written: Ctrl-C may come in between
             rows, tables = cache.length.data_ptr(), cache.table.data_ptr()
             width = 8 * self._each[0].width
             for view, seq in zip(self._each, seqs, strict=True):
@@ -68,5 +74,5 @@ class Loan:
         self._pool._free = self._views[0].free
 
 
-def _differ(one: object, other: object) -> bool:
-    return one is not other
+def _differ(known: weakref.ref[Tensor], other: Tensor) -> bool:
+    return known() is not other

@@ -150,7 +150,7 @@ class NativeDecoder:
         threads = min(torch.get_num_threads(), self._most_threads * lanes)
         logits = torch.empty(lanes, self._vocab)
         step.lanes, step.threads, step.logits = lanes, threads, logits.data_ptr()
-        step.orders = None if orders is None else ctypes.cast(orders, ctypes.POINTER(Eviction))
+        step.orders = orders
         self._make_scratch(0, threads, lanes)
         while not self._run(cache, seqs):
             self._make_room(cache)
@@ -178,8 +178,11 @@ class NativeDecoder:
             threads, lanes = max(threads, have[1]), max(lanes, have[2])
             count = self._library.mmkv_scratch(byref(self._model), room, threads, lanes)
             # torch aligns tensors to cache lines, which the C code counts on for speed only.
-            self._scratch, self._scratch_for = torch.empty(count), (room, threads, lanes)
-            self._step.scratch, self._step.room = self._scratch.data_ptr(), room
+            scratch = torch.empty(count)
+            # C has the new one before the old one goes, even when Ctrl-C comes in between.
+            self._step.scratch, old, self._scratch = scratch.data_ptr(), self._scratch, scratch
+            self._step.room, self._scratch_for = room, (room, threads, lanes)
+            del old
 
 
 class _Brief:

@@ -55,7 +55,8 @@ static float score_of(const struct eviction *what, float log_beta, int32_t posit
         return INFINITY;
     if (what->scorer != SCORE_RETENTION)
         return (float)position;
-    float decayed = (float)((int32_t)what->seen - position) * log_beta;
+    /* Rounded before the sum, as in torch: volatile keeps compilers from fusing the two. */
+    volatile float decayed = (float)((int32_t)what->seen - position) * log_beta;
     return decayed + ahead_of(log_beta, what->lookahead);
 }
 
@@ -250,13 +251,13 @@ static void find_victims(const struct cache *cache, struct eviction *what)
 /* Evict each sequence that stands more than its slack above its budget down to the budget, or,
  * where refused, change nothing of it. The caches lend one stack of free pages, as to mmkv_step; it
  * is filled sequence after sequence. */
-void evict(struct cache *caches, struct eviction *orders, int64_t lanes, int64_t threads)
+EXPORT void mmkv_evict(struct cache *caches, struct eviction *orders, int64_t lanes, int64_t threads)
 {
-    int64_t most = 0;
+    int64_t entries = 0;
     for (int64_t lane = 0; lane < lanes; lane++)
-        most += orders[lane].entries / ENTRIES_PER_THREAD;
-    most = most < lanes ? most : lanes;
-    threads = threads < most ? threads : most;
+        entries += orders[lane].entries;
+    int64_t useful = entries / ENTRIES_PER_THREAD < lanes ? entries / ENTRIES_PER_THREAD : lanes;
+    threads = threads < useful ? threads : useful;
 #pragma omp parallel for num_threads((int)threads) schedule(dynamic, 1) if (threads > 1)
     for (int64_t lane = 0; lane < lanes; lane++)
         find_victims(caches + lane, orders + lane);
@@ -267,9 +268,4 @@ void evict(struct cache *caches, struct eviction *orders, int64_t lanes, int64_t
     }
     for (int64_t lane = 0; lane < lanes; lane++)
         caches[lane].free = caches[lanes - 1].free;
-}
-
-EXPORT void mmkv_evict(struct cache *caches, struct eviction *orders, int64_t lanes, int64_t threads)
-{
-    evict(caches, orders, lanes, threads);
 }

@@ -25,7 +25,8 @@ _ALLOCATIONS: dict[type, int] = {GlobalAllocation: 0, HeadAllocation: 1}
 # The C code keeps the victims in a heap: right for the few of a decode step, while torch's
 # selection is as fast for the many of a prefill chunk.
 _MOST_VICTIMS = 1024
-_ANY = -(2**62)  # slack that lets nothing be, not even heads above their share of a kept budget
+# What C can count with; no cache holds as many entries.
+_MOST_ENTRIES = 2**61
 
 
 class NativeEvictor:
@@ -51,7 +52,7 @@ class NativeEvictor:
             most=_MOST_VICTIMS,
         )
         self._lender = Lender()
-        self._orders, self._slack = (Eviction * 0)(), 0
+        self._orders = (Eviction * 0)()
         self._each: list[Eviction] = []  # to take one out of the array anew is slow
         self._scratch = torch.empty(0, dtype=torch.uint8)
 
@@ -74,14 +75,10 @@ class NativeEvictor:
         """
         if len(sessions) > len(self._each):
             self._make_orders(len(sessions))
-        if slack != self._slack:
-            for order in self._each:
-                order.slack = slack
-            self._slack = slack
         for order, session in zip(self._each, sessions, strict=False):
             order.seen = seen = session.seen + tokens
-            order.entries = session.entries + tokens * rows
-            order.budget = session.allowed_at(seen)
+            order.entries, order.slack = session.entries + tokens * rows, min(slack, _MOST_ENTRIES)
+            order.budget = min(session.allowed_at(seen), _MOST_ENTRIES)
         return self._orders
 
     def settle(self, sessions: Sequence[Session]) -> list[Session]:
@@ -101,7 +98,7 @@ class NativeEvictor:
 
     def evict(self, cache: RaggedCache, sessions: Sequence[Session]) -> list[Session]:
         """Cut different sessions back to their budgets; those are left that C refuses."""
-        orders = self.order(sessions, tokens=0, rows=0, slack=_ANY)
+        orders = self.order(sessions, tokens=0, rows=0, slack=0)
         for order in self._each:
             order.found = 0
         try:
@@ -113,8 +110,10 @@ class NativeEvictor:
 
     def _make_orders(self, lanes: int) -> None:
         each = self._library.mmkv_evict_scratch(_MOST_VICTIMS)
-        self._scratch = torch.empty(lanes, each, dtype=torch.uint8)
-        self._orders = (Eviction * lanes)(*([self._policy] * lanes))
-        self._each = list(self._orders)
-        for order, scratch in zip(self._each, self._scratch, strict=True):
-            order.scratch, order.slack = scratch.data_ptr(), self._slack
+        scratch = torch.empty(lanes, each, dtype=torch.uint8)
+        orders = (Eviction * lanes)(*([self._policy] * lanes))
+        made = list(orders)
+        for order, room in zip(made, scratch, strict=True):
+            order.scratch = room.data_ptr()
+        # All at once, and last: Ctrl-C may come between any two lines.
+        self._scratch, self._orders, self._each = scratch, orders, made

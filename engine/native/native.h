@@ -72,7 +72,7 @@ enum { COMPETE_GLOBAL, COMPETE_HEAD };
 struct eviction {
     int64_t scorer, allocation, seen, budget, protect_first, protect_recent;
     double lookahead; /* >= 1, or infinity */
-    double guess;     /* which score no victim will pass, infinity for none; left for the next call */
+    double guess;     /* which score no victim will pass, infinity or NaN for none; left for the next call */
     double margin;    /* of the guess; grows where it was too low, shrinks where it held */
     int64_t slack;         /* entries above the budget that are let be */
     int64_t entries, most; /* held before; victims there is room for */
@@ -116,6 +116,6 @@ void append_entry(struct cache *cache, int64_t position);
 void drop_entries(struct cache *cache, int64_t *victims, int64_t count);
 
 /* evict.c */
-void evict(struct cache *caches, struct eviction *orders, int64_t lanes, int64_t threads);
+void mmkv_evict(struct cache *caches, struct eviction *orders, int64_t lanes, int64_t threads);
 
 #endif

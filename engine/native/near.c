@@ -2,8 +2,8 @@
  *
  * The scores of few entries lie below a guess near the last victim's of the step before. They are
  * computed in single precision, to within MARGIN; those of entries that have to go and of those
- * that stay rarely lie so close that it matters. Where they do, or the guess was too low, evict.c
- * has to search. */
+ * that stay rarely lie so close that it matters. Where they do, or the guess was too low, or so high
+ * that there is no room for all below it, evict.c has to search. */
 #include <string.h>
 
 #include "evict.h"
@@ -106,11 +106,13 @@ static float select_rank(float *value, int64_t count, int64_t k)
     return value[k];
 }
 
-/* List the `found` victims of an order and say 1; or 0, and leave a guess that holds, or none. */
+/* List the `found` victims of an order and say 1; or 0, and leave a guess that is known to hold, or
+ * none. */
 int search_near(const struct cache *cache, struct eviction *what)
 {
     float limit = (float)what->guess;
-    if (what->scorer != SCORE_RETENTION || what->lookahead != 2 || isinf(limit))
+    if (what->scorer != SCORE_RETENTION || what->lookahead != 2 || isinf(limit) ||
+        what->found + BLOCK >= what->most)
         return 0;
     float *score = what->scratch, *sorted = score + what->most;
     struct near found = {score, victims_of(what), 0, limit};
@@ -127,8 +129,8 @@ int search_near(const struct cache *cache, struct eviction *what)
     memcpy(sorted, score, sizeof(float) * (size_t)found.count);
     float last = select_rank(sorted, found.count, what->found - 1), rival = INFINITY;
     float beyond = last + 4 * MARGIN * (1 + fabsf(last));
-    if (beyond > limit)
-        return 0; /* there may be others above the guess */
+    if (!(beyond <= limit))
+        return 0; /* there may be others above the guess; NaN after a score of -inf */
     for (int64_t i = what->found; i < found.count; i++)
         rival = sorted[i] < rival ? sorted[i] : rival;
     what->guess = beyond;

@@ -343,7 +343,11 @@ static int has_room(const struct cache *caches, struct step *step)
 static int64_t nanoseconds(void)
 {
     struct timespec now;
+#ifdef CLOCK_MONOTONIC
+    clock_gettime(CLOCK_MONOTONIC, &now);
+#else
     timespec_get(&now, TIME_UTC);
+#endif
     return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
 }
 
@@ -374,7 +378,7 @@ EXPORT void mmkv_step(const struct model *model, struct cache *caches, struct st
     }
     if (step->orders) {
         int64_t begun = nanoseconds();
-        evict(caches, step->orders, step->lanes, step->threads);
+        mmkv_evict(caches, step->orders, step->lanes, step->threads);
         step->evicting += nanoseconds() - begun;
     }
 }
