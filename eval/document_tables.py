@@ -7,6 +7,7 @@ fills in what stands between them.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -107,6 +108,20 @@ def _recall(shown: Callable[[Mapping[str, Any]], str]) -> Callable[[Path], Rows]
     return rows
 
 
+def _texts(results: Path) -> Rows:
+    sides = ("dbtrimkv", "trimkv", "streamingllm")
+
+    def perplexity(row: Mapping[str, Any]) -> str:
+        return f"{math.exp(row['nll_per_token']['value']):.2f}"
+
+    yield ["texts", "budget", "full", *(f"`{side}`" for side in sides)]
+    for source, page in _page(results, "quality-smollm2-texts").items():
+        kind = Path(source.partition(":")[2]).name.partition(".")[0]
+        for budget in _budgets(page):
+            cells = (perplexity(_row(page, side, budget)) for side in sides)
+            yield [kind, budget, perplexity(_row(page, "full", "1")), *cells]
+
+
 def _lookahead(results: Path) -> Rows:
     yield ["dialogues", "budget", *(f"n = {n}" for n in (1, 2, 5, "inf"))]
     for kind in ("dense", "sparse"):
@@ -172,6 +187,7 @@ TABLES: dict[str, Callable[[Path], Rows]] = {
     "dense": _quality("quality-tiny-vlm-dense", "scenes:dense"),
     "sparse": _quality("quality-tiny-vlm-sparse", "scenes:sparse"),
     "crowd": _quality("quality-tiny-vlm-crowd", "scenes:crowd"),
+    "texts": _texts,
     "lookahead": _lookahead,
     "ablations": _ablations,
     "memory": _memory,
