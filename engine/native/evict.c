@@ -257,7 +257,7 @@ EXPORT void mmkv_evict(struct cache *caches, struct eviction *orders, int64_t la
     for (int64_t lane = 0; lane < lanes; lane++)
         entries += orders[lane].entries;
     int64_t useful = entries / ENTRIES_PER_THREAD < lanes ? entries / ENTRIES_PER_THREAD : lanes;
-    threads = threads < useful ? threads : useful;
+    threads = threads < useful ? threads : useful > 1 ? useful : 1;
 #pragma omp parallel for num_threads((int)threads) schedule(dynamic, 1) if (threads > 1)
     for (int64_t lane = 0; lane < lanes; lane++)
         find_victims(caches + lane, orders + lane);

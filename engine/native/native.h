@@ -72,9 +72,9 @@ enum { COMPETE_GLOBAL, COMPETE_HEAD };
 struct eviction {
     int64_t scorer, allocation, seen, budget, protect_first, protect_recent;
     double lookahead; /* >= 1, or infinity */
-    double guess;     /* which score no victim will pass, infinity or NaN for none; left for the next call */
-    double margin;    /* of the guess; grows where it was too low, shrinks where it held */
-    int64_t slack;         /* entries above the budget that are let be */
+    double guess;  /* which score no victim will pass, left for the next call; infinity or NaN: none */
+    double margin; /* of the guess; grows where it was too low, shrinks where it held */
+    int64_t slack; /* entries above the budget that are let be */
     int64_t entries, most; /* held before; victims there is room for */
     int64_t found;         /* victims of this call, -1: refused */
     void *scratch;
