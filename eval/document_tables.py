@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from eval.quality_report import interval
+
 _BLOCK = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 _SIDES = ("dbtrimkv", "trimkv", "snapkv", "streamingllm")
 _ABLATIONS = {
@@ -50,9 +52,8 @@ def filled(text: str, results: Path) -> str:
 
 
 def _table(rows: Rows) -> str:
-    head, *body = rows
-    lines = [head, ["---"] * len(head), *body]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines).replace("| --- ", "|---") + ""
+    head, *body = (f"| {' | '.join(row)} |\n" for row in rows)
+    return "".join([head, "|" + "---|" * (head.count(" | ") + 1) + "\n", *body])
 
 
 def _page(results: Path, name: str) -> Any:
@@ -68,8 +69,7 @@ def _short(row: Mapping[str, Any]) -> str:
 
 
 def _long(row: Mapping[str, Any]) -> str:
-    value = row["accuracy"]
-    return f"{value['value']:.3f} [{value['low']:.3f}, {value['high']:.3f}]"
+    return interval(row["accuracy"])
 
 
 def _budgets(page: Mapping[str, Any]) -> list[str]:

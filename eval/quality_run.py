@@ -50,7 +50,7 @@ class Side:
 
     @classmethod
     def parse(cls, text: str) -> Side:
-        """``[NAME=]POLICY[@LOOKAHEAD][:GATES[,GATES]]``.
+        """``[NAME=]POLICY[@LOOKAHEAD][:GATES[,GATES]]``; ``dbtrimkv+N`` is a policy, too.
 
         Raises:
             InputError: for a lookahead that is no number.
