@@ -10,6 +10,8 @@ no earlier question pointed at, so memory must be judged before the question is 
 appendix B.3 (*sparse*: what matters can be told when it is read).
 ``memory``: numbered sessions of small talk in which facts are stated and later replaced; the
 latest value is asked.
+``records`` and ``assigned``: recall in other words: lines of JSON with hexadecimal keys and values,
+and names in a program that are given numbers. No gates of this repository were trained on them.
 """
 
 from __future__ import annotations
@@ -59,6 +61,27 @@ def recall(rng: random.Random, facts: int, questions: int) -> list[Piece]:
     return pieces
 
 
+def records(rng: random.Random, facts: int, questions: int) -> list[Piece]:
+    """``facts`` lines of JSON, hexadecimal keys and values, then ``questions`` of them."""
+    known: dict[str, str] = {}
+    while len(known) < facts:
+        known[f"{rng.randrange(16**4):04x}"] = f"{rng.randrange(16**4):04x}"
+    pieces = [Piece("".join(f'"{key}": "{value}",\n' for key, value in known.items()))]
+    for key in rng.sample(sorted(known), questions):
+        pieces += [Piece(f'\n"{key}": "'), Piece(known[key], True), Piece('",\n')]
+    return pieces
+
+
+def assigned(rng: random.Random, facts: int, questions: int) -> list[Piece]:
+    """``facts`` names of a program and their numbers, then ``questions`` of them."""
+    names = [f"{place}_{thing}" for place in _PLACES for thing in _OBJECTS]
+    known = {name: _number(rng) for name in rng.sample(names, facts)}
+    pieces = [Piece("".join(f"{name} = {value}\n" for name, value in known.items()))]
+    for name in rng.sample(sorted(known), questions):
+        pieces += [Piece(f"\n{name} ="), Piece(f" {known[name]}", True), Piece("\n")]
+    return pieces
+
+
 def needles(rng: random.Random, filler: int, keys: int, queries: int) -> list[Piece]:
     """``keys`` facts at random depths among ``filler`` sentences, then ``queries`` of them."""
     known = _numbers(rng, keys)
@@ -96,6 +119,8 @@ KINDS: dict[str, Callable[[random.Random], list[Piece]]] = {
     "recall": lambda rng: recall(rng, rng.randint(16, 28), 16),
     "needles": lambda rng: needles(rng, rng.randint(24, 64), 10, 10),
     "memory": lambda rng: memory(rng, rng.randint(4, 8), 6, rng.randint(3, 6)),
+    "records": lambda rng: records(rng, rng.randint(16, 28), 16),
+    "assigned": lambda rng: assigned(rng, rng.randint(16, 28), 16),
 }
 
 

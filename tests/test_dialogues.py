@@ -11,6 +11,9 @@ import pytest
 from eval.dialogues import IGNORE, beside, caption, clip, dense, grid, sparse, stream
 from eval.scenes import EMPTY, Clip, Question, Scene, Turn, is_heldout, object_names, render
 from tests.test_scenes import answer_from_pixels, read_cells
+from training.scene_data import scene_turns
+from training.tiny_data import ROUNDS, encode, long_lesson
+from training.tiny_model import build_tokenizer
 
 Cells = list[list[str]]
 
@@ -80,6 +83,30 @@ def test_sparse_dialogues_ask_about_kept_pictures_only(split) -> None:
         assert captions.count(IGNORE) == 14
         assert [w for w in captions if w != IGNORE] == [caption(1), caption(2)]
         check(turns)
+
+
+@pytest.mark.parametrize("kind", ["throng", "gallery"])
+def test_long_held_out_dialogues_have_thousands_of_tokens(kind) -> None:
+    tokenizer = build_tokenizer()
+    for seed in range(2):
+        turns = scene_turns(kind, seed, "heldout")
+        assert 1800 < len(encode(turns, tokenizer).ids) < 4000
+        assert {about for about, _ in check(turns)} == {"earlier", "latest"} - (
+            {"latest"} if kind == "throng" else set()
+        )
+
+
+def test_the_lessons_of_the_far_round_are_longer_than_those_of_any_before() -> None:
+    tokenizer = build_tokenizer()
+
+    def longest(lessons: str) -> int:
+        kinds = {kind for kind, _ in ROUNDS[lessons]}
+        made = (long_lesson(kind, seed) for kind in sorted(kinds) for seed in range(3))
+        return max(len(encode(turns, tokenizer).ids) for turns in made)
+
+    assert longest("dialogues") < 700
+    assert 2000 < longest("far") < 4200
+    check(long_lesson("gallery", 0))
 
 
 @pytest.mark.parametrize("make", [dense, sparse])

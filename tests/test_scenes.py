@@ -28,7 +28,7 @@ from eval.scenes import (
 from mmkv.assets import bundled_model
 from mmkv.processing import load_processor
 from mmkv.video import Clip
-from training.tiny_data import DialogueBatches, encode, patches
+from training.tiny_data import ROUNDS, DialogueBatches, encode, patches
 from training.tiny_model import IMAGE_PROCESSOR, build_tokenizer
 
 
@@ -199,11 +199,11 @@ def test_a_training_clip_is_what_chat_feeds_the_model() -> None:
     torch.testing.assert_close(block, inputs["pixel_values_videos"], rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("curriculum", [True, False])
-def test_a_resumed_run_sees_the_same_batches(curriculum) -> None:
+@pytest.mark.parametrize("lessons", ROUNDS)
+def test_a_resumed_run_sees_the_same_batches(lessons: str) -> None:
     tokenizer = build_tokenizer()
-    whole = list(DialogueBatches(tokenizer, 6, batch=2, curriculum=curriculum))
-    resumed = list(DialogueBatches(tokenizer, 6, batch=2, start=4, curriculum=curriculum))
+    whole = list(DialogueBatches(tokenizer, 6, batch=2, lessons=lessons))
+    resumed = list(DialogueBatches(tokenizer, 6, batch=2, start=4, lessons=lessons))
     assert len(resumed) == 2
     for a, b in zip(whole[4:], resumed, strict=True):
         assert all(torch.equal(a[key], b[key]) for key in a)

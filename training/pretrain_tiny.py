@@ -20,7 +20,7 @@ from transformers import (
 )
 from transformers.trainer_utils import get_last_checkpoint
 
-from training.tiny_data import DialogueBatches
+from training.tiny_data import ROUNDS, DialogueBatches
 from training.tiny_model import build_model, build_tokenizer, save
 
 
@@ -50,10 +50,12 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path, default=Path("runs/tiny"), help="checkpoints")
     parser.add_argument("--export", type=Path, help="where the finished model is written")
+    parser.add_argument("--init", type=Path, help="a saved model to go on from")
     parser.add_argument(
-        "--init",
-        type=Path,
-        help="a saved model to go on from, with the lessons of the second round",
+        "--lessons",
+        choices=list(ROUNDS),
+        help="what is taught: by default curriculum, with --init dialogues (of up to 600 tokens);"
+        " far: among them some of up to 4k tokens",
     )
     parser.add_argument("--steps", type=int, default=4000)
     parser.add_argument("--batch-size", type=int, default=16)
@@ -79,9 +81,8 @@ def main() -> None:
     start = 0
     if last:
         start = json.loads((Path(last) / "trainer_state.json").read_text())["global_step"]
-    data = DialogueBatches(
-        tokenizer, args.steps, args.batch_size, args.seed, start, curriculum=args.init is None
-    )
+    lessons = args.lessons or ("dialogues" if args.init else "curriculum")
+    data = DialogueBatches(tokenizer, args.steps, args.batch_size, args.seed, start, lessons)
     settings = TrainingArguments(
         output_dir=str(args.output),
         max_steps=args.steps,

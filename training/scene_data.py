@@ -17,6 +17,7 @@ from eval.scenes import Split, Turn
 from training.tiny_data import collate, encode
 
 _SPARSE_PICTURES = (16, 24, 32)
+_THRONG_PICTURES = (160, 192, 256)
 _STREAM_CLIPS = (8, 16, 32)
 
 
@@ -36,6 +37,16 @@ def _crowd(seed: int, split: Split) -> list[Turn]:
     return sparse(seed, split, 96, 2, 8, search=False)
 
 
+def _throng(seed: int, split: Split) -> list[Turn]:
+    return sparse(seed, split, random.Random(f"size-{seed}").choice(_THRONG_PICTURES), 2, 16,
+                  search=False)  # fmt: skip
+
+
+def _gallery(seed: int, split: Split) -> list[Turn]:
+    pictures = random.Random(f"size-{seed}").randint(30, 40)
+    return dense(seed, split, pictures, 2 * pictures, search=False)
+
+
 def _clip(seed: int, split: Split) -> list[Turn]:
     return clip(seed, split, 6)
 
@@ -46,7 +57,7 @@ def _stream(seed: int, split: Split) -> list[Turn]:
 
 KINDS: dict[str, Callable[[int, Split], list[Turn]]] = {
     "dense": _dense, "sparse": _sparse, "crowd": _crowd, "clip": _clip,
-    "stream": _stream,
+    "stream": _stream, "throng": _throng, "gallery": _gallery,
 }  # fmt: skip
 
 

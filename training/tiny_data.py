@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 from transformers import PreTrainedTokenizerFast
 
-from eval.dialogues import clip, dense, grid, sparse
+from eval.dialogues import clip, dense, grid, sparse, stream
 from eval.scenes import Scene, Turn, dialogue, make_scene, questions, render
 
 PATCH, MERGE, FPS = 16, 2, 2.0
@@ -128,15 +128,27 @@ def lesson(seed: int, pictures: int, side: int) -> list[Turn]:
     return [Turn((scene,) if i == 0 else (), question) for i, question in enumerate(asked)]
 
 
-# The lessons that full grids take turns with: what, and dialogues a batch (fewer of long ones).
-_ROUND = (
-    ("single", 16), ("dense", 8), ("drill", 16), ("long", 5), ("single", 16), ("sparse", 5),
-    ("single", 16), ("clip", 12), ("single", 16), ("long", 5),
-)  # fmt: skip
+# The lessons that a round's batches take turns with: what, and dialogues a batch (fewer of long
+# ones). "curriculum" is the first round; the others go on from a model that sees full grids.
+ROUNDS: dict[str, tuple[tuple[str, int], ...]] = {
+    "curriculum": (),
+    "dialogues": (
+        ("single", 16), ("dense", 8), ("drill", 16), ("long", 5), ("single", 16), ("sparse", 5),
+        ("single", 16), ("clip", 12), ("single", 16), ("long", 5),
+    ),
+    "far": (
+        ("crowd", 1), ("single", 16), ("gallery", 1), ("long", 5), ("stream", 1), ("sparse", 5),
+        ("crowd", 1), ("clip", 12), ("gallery", 1), ("dense", 8),
+    ),
+}  # fmt: skip
 
 
 def long_lesson(kind: str, seed: int) -> list[Turn]:
-    """A training dialogue of the second round: see :mod:`eval.dialogues`."""
+    """A training dialogue of the later rounds: see :mod:`eval.dialogues`.
+
+    Those of "far" are 0.7k to 4k tokens long: *crowd* has up to 256 pictures, few of which matter,
+    *gallery* up to 40 that all do, *stream* up to 48 clips.
+    """
     rng = random.Random(f"{kind}-{seed}")
     if kind == "single":
         return lesson(seed, 1, 4)
@@ -150,6 +162,14 @@ def long_lesson(kind: str, seed: int) -> list[Turn]:
     if kind == "sparse":
         pictures = rng.choice([12, 16, 24, 32])
         return sparse(seed, "train", pictures, rng.randint(1, 4), 8, rng.randint(1, 4))
+    if kind == "crowd":
+        pictures = rng.choice([48, 96, 144, 192, 256])
+        return sparse(seed, "train", pictures, rng.randint(2, 8), 16, rng.randint(1, 6), False)
+    if kind == "gallery":
+        pictures = rng.randint(12, 40)
+        return dense(seed, "train", pictures, 2 * pictures, search=False)
+    if kind == "stream":
+        return stream(seed, "train", rng.choice([12, 24, 48]))
     return clip(seed, "train", 6)
 
 
@@ -166,8 +186,7 @@ class DialogueBatches(IterableDataset[dict[str, Tensor]]):
 
     Args:
         start: first step, so that a resumed run goes on where it stopped.
-        curriculum: begin with small grids and single pictures; without it, the lessons of the
-            second round.
+        lessons: one of :data:`ROUNDS`.
     """
 
     def __init__(
@@ -177,10 +196,10 @@ class DialogueBatches(IterableDataset[dict[str, Tensor]]):
         batch: int,
         seed: int = 0,
         start: int = 0,
-        curriculum: bool = True,
+        lessons: str = "curriculum",
     ) -> None:
         self.tokenizer, self.steps, self.batch = tokenizer, steps, batch
-        self.seed, self.start, self.curriculum = seed, start, curriculum
+        self.seed, self.start, self.round = seed, start, ROUNDS[lessons]
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         for step in range(self.start, self.steps):
@@ -188,13 +207,13 @@ class DialogueBatches(IterableDataset[dict[str, Tensor]]):
 
     def make(self, step: int) -> dict[str, Tensor]:
         """The batch of one step, right-padded."""
-        if self.curriculum:
+        if not self.round:
             side = largest_grid(step / self.steps)
             # One count of pictures a batch, so that little of it is padding.
             pictures = (1, 1, 1, 2, 1, 1, 3)[step % 7] if side == CURRICULUM[-1][0] else 1
             dialogues = [lesson(seed, pictures, side) for seed in self._seeds(step, self.batch)]
         else:
-            kind, rows = _ROUND[step % len(_ROUND)]
+            kind, rows = self.round[step % len(self.round)]
             rows = max(1, rows * self.batch // 16)
             dialogues = [long_lesson(kind, seed) for seed in self._seeds(step, rows)]
         return collate([encode(turns, self.tokenizer) for turns in dialogues], self.tokenizer)
