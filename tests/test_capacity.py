@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.kernel_kit import DEVICE, INTERPRETED
 from training import capacity
 from training.capacity import (
     capacity_loss,
@@ -37,14 +38,15 @@ HAS_TRITON = importlib.util.find_spec("triton") is not None
 def triton_counts(log_beta: Tensor, document_start: Tensor | None = None) -> Tensor:
     from training import capacity_triton
 
-    return capacity_triton.retained_counts(log_beta, document_start)
+    start = None if document_start is None else document_start.to(DEVICE)
+    return capacity_triton.retained_counts(log_beta.to(DEVICE), start).to(log_beta.device)
 
 
 TRITON = pytest.param(
     triton_counts,
     id="triton",
     marks=pytest.mark.skipif(
-        not HAS_TRITON or os.environ.get("TRITON_INTERPRET") != "1",
+        not HAS_TRITON or (DEVICE.type == "cpu" and not INTERPRETED),
         reason="needs Triton, and TRITON_INTERPRET=1 on a CPU (the interpreter: numpy < 2.4)",
     ),
 )

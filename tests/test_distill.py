@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from safetensors.torch import load_file
 from torch import Tensor
+from transformers import TrainingArguments
 
+from engine.errors import InputError
 from engine.gates import load_gates, make_random_gates
 from engine.runtime import Engine
 from mmkv.assets import bundled_model
+from training.card import write_card
 from training.distill import main
+from training.folder import ASKED, HISTORY, history
 from training.held_out import HeldOutData, summary
-from training.run import distill, load_backbone
+from training.model import PARTS
+from training.run import _arguments, distill, load_backbone, own_device
 from training.settings import Settings
 from training.sources import examples
-from training.trainer import HISTORY
 
 MODEL = str(bundled_model())
 
@@ -65,6 +72,8 @@ def test_a_minute_of_distillation_beats_random_gates_and_recency(tmp_path: Path)
     kl["recency"] = summary(data.read(None, "streamingllm", 64))["kl"]
     others = [value for name, value in kl.items() if name != "trained"]
     assert kl["trained"] < 0.3 * min(others), kl
+    config = (Path(MODEL) / "config.json").read_bytes()
+    assert described["base_config_sha256"] == hashlib.sha256(config).hexdigest()
     assert described["base_sha256"] and (tmp_path / "curve.png").stat().st_size > 5000
     card = (tmp_path / "README.md").read_text()
     assert described["base_sha256"] in card and "scenes:sparse" in card
@@ -92,6 +101,59 @@ def test_a_resumed_run_ends_where_an_uninterrupted_one_does(tmp_path: Path) -> N
     assert first.keys() == second.keys()
     for name in first:
         torch.testing.assert_close(first[name], second[name], rtol=0, atol=0)
+    # What was logged of steps 4 to 6 before the kill is not there twice.
+    assert [line["step"] for line in history(cut) if "loss" in line] == [1, 2, 3, 4, 5, 6]
+
+
+def test_resuming_a_finished_run_keeps_its_figures(tmp_path: Path) -> None:
+    _, first = train(settings(tmp_path, steps=2, save_every=1, held_out_budget=16.0), held=1)
+    _, again = train(
+        settings(tmp_path, steps=2, save_every=1, held_out_budget=16.0, resume=True), held=1
+    )
+    assert first["results"]["held_out_kl"] > 0 and again["results"] == first["results"]
+    assert "No held-out data" not in (tmp_path / "README.md").read_text()
+
+
+def test_a_checkpoint_that_was_cut_off_is_passed_over(tmp_path: Path) -> None:
+    train(settings(tmp_path, steps=4, save_every=2))
+    (tmp_path / "checkpoint-4" / "trainer_state.json").unlink()
+    train(settings(tmp_path, steps=4, save_every=2, resume=True))
+    assert [line["step"] for line in history(tmp_path) if "loss" in line] == [1, 2, 3, 4]
+
+
+def test_runs_do_not_mix(tmp_path: Path) -> None:
+    train(settings(tmp_path, steps=2, save_every=1))
+    written = (tmp_path / "gates.json").read_bytes()
+    with pytest.raises(InputError, match=r"checkpoint-2 of an earlier run; .*--resume"):
+        train(settings(tmp_path, steps=2))
+    for change in ({"bias": 3.0}, {"d_gate": 96}, {"seed": 9}, {"steps": 4}):
+        (name,) = change
+        option = name.replace("_", "-")
+        with pytest.raises(InputError, match=f"--{option} is .*the run in .* has"):
+            train(settings(tmp_path, **({"steps": 2, "save_every": 1} | change), resume=True))
+    assert (tmp_path / "gates.json").read_bytes() == written
+    train(settings(tmp_path, steps=2, log_every=2, store="float16", resume=True))
+    (tmp_path / ASKED).unlink()
+    with pytest.raises(InputError, match="does not say what its run was asked"):
+        train(settings(tmp_path, steps=2, resume=True))
+
+
+def test_each_process_takes_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert own_device("auto") == "auto"
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.setenv("LOCAL_RANK", "5")
+    assert own_device("auto") == own_device("cuda") == "cuda:5"
+    assert own_device("cpu") == "cpu" and own_device("cuda:1") == "cuda:1"
+
+
+def test_several_gpus_do_not_split_documents(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The Trainer wraps a model in nn.DataParallel when its arguments count several GPUs."""
+    monkeypatch.setattr(TrainingArguments, "_setup_devices", torch.device("cpu"))
+    monkeypatch.setattr(TrainingArguments, "_n_gpu", 4, raising=False)
+    assert _arguments(settings(tmp_path), tmp_path).n_gpu == 1
 
 
 # About 40 s: three interpreters load torch and transformers.
@@ -116,14 +178,43 @@ def test_two_processes_give_the_loss_curve_of_one(tmp_path: Path) -> None:
         )  # fmt: skip
         assert done.returncode == 0, done.stderr[-2000:]
         lines = [json.loads(line) for line in (folder / HISTORY).read_text().splitlines()]
+        shown = ("loss", *PARTS)
         curves.append(
-            ([x["loss"] for x in lines if "loss" in x], load_file(folder / "gates.safetensors"))
+            (
+                [[line[part] for part in shown] for line in lines if "loss" in line],
+                load_file(folder / "gates.safetensors"),
+            )
         )
+        assert done.stderr.count("saved gates in") == 1
     (one, gates), (two, others) = curves
     assert len(one) == len(two) == 4
-    assert one == pytest.approx(two, rel=1e-4)
+    for left, right in zip(one, two, strict=True):
+        assert left == pytest.approx(right, rel=1e-3, abs=2e-5)
     for name in gates:
         torch.testing.assert_close(gates[name], others[name], rtol=1e-3, atol=1e-5)
+
+
+def test_the_card_says_what_decides_the_gates(tmp_path: Path) -> None:
+    chosen = settings(tmp_path, model="owner/name", held_out_budget=12.0)
+    described = {
+        "base_model": "owner/name", "base_sha256": "f00", "base_config_sha256": "ba5e",
+        "base_dtype": "bfloat16",
+        "command": "python -m training.distill", "commit": None, "versions": {"mmkv": "9.9"},
+        "settings": asdict(chosen), "data": ["2*scenes:dense"],
+        "data_options": {"max_length": 777, "eval_data": ["held.jsonl"], "eval_samples": 5},
+        "results": {"held_out_kl": 0.25},
+    }  # fmt: skip
+    write_card(tmp_path, described)
+    card = ModelCard.load(tmp_path / "README.md")
+    assert card.data.base_model == "owner/name" and card.data.library_name == "mmkv"
+    for words in (
+        "commit unknown", "`f00`", "`ba5e`", "- `2*scenes:dense`", "| max_length | 777 |",
+        "- `held.jsonl`", "| eval_samples | 5 |", "at M = 12", "| held_out_kl | 0.25 |",
+        "mmkv chat owner/name --gates THIS_FOLDER --policy dbtrimkv --budget 24",
+    ):  # fmt: skip
+        assert words in card.text, words
+    write_card(tmp_path, described | {"base_model": str(tmp_path)})
+    assert ModelCard.load(tmp_path / "README.md").data.base_model is None
 
 
 @pytest.mark.parametrize(
@@ -134,6 +225,25 @@ def test_two_processes_give_the_loss_curve_of_one(tmp_path: Path) -> None:
         (["--model", MODEL, "--data", "scenes:dense", "--tying", "loose"], 1, "--tying"),
         (["--model", MODEL, "--data", "scenes:dense", "--budget", "-3"], 1, "--budget"),
         (["--model", MODEL, "--data", "scenes:dense", "--resume"], 1, "no checkpoint"),
+        (["--model", MODEL, "--data", "scenes:dense", "--capacity-rates", "2"], 1, "4 or more"),
+        (["--model", MODEL, "--data", "scenes:dense", "--log-every", "0"], 1, "--log-every"),
+        (["--model", MODEL, "--data", "scenes:dense", "--threads", "-1"], 1, "--threads"),
+        (["--model", MODEL, "--data", "scenes:dense", "--warmup", "7"], 1, "--warmup"),
+        (["--model", MODEL, "--data", "scenes:dense", "--lambda-cap", "nan"], 1, "--lambda-cap"),
+        (
+            [
+                "--model",
+                MODEL,
+                "--data",
+                "scenes:dense",
+                "--scope",
+                "head",
+                "--capacity-rates",
+                "8",
+            ],
+            1,
+            "--scope head",
+        ),
         (["--model", MODEL, "--data", "0*scenes:dense"], 1, "weight"),
         (["--model", MODEL, "--data", "/nowhere/chats.jsonl"], 1, "/nowhere/chats.jsonl"),
         (["--model", MODEL], 2, "--data"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from engine.gates import Gates
 from engine.runtime import Engine
 from tests.factories import CHECKPOINTS, checkpoint, make_turn
 from training.losses import predicted, quality_losses
-from training.model import DistillModel, Objective, backbone_digest, visual_share
+from training.model import DistillModel, Objective, backbone_digest, weights_at_end
 from training.student import lay_out, student_states, teacher_states
 from training.trainable import TrainableGates
 
@@ -201,6 +202,10 @@ def test_only_gates_learn() -> None:
     assert backbone_digest(engine) == before
     engine.decoder.weights.layers[0].qkv[0, 0] += 1
     assert backbone_digest(engine) != before, "the digest sees a single weight"
+    engine.decoder.weights.layers[0].qkv[0, 0] -= 1
+    with torch.no_grad():
+        next(engine.family.hf.parameters()).flatten()[0] += 1
+    assert backbone_digest(engine) != before, "on the vision side, too"
 
 
 @pytest.mark.parametrize("scope", ["global", "head"])
@@ -212,7 +217,7 @@ def test_capacity_counts_what_the_formula_says(scope: str) -> None:
     labels = [{**row, "labels": row["input_ids"]} for row in rows]
     with torch.no_grad():
         found = model(labels)
-        terms, kept = [], []
+        terms, kept, ends = [], [], []
         for row in rows:
             log_beta = student_states(engine, lay_out(engine, [row]), gates.gates())[1].double()
             length, count = log_beta.shape[0], log_beta[0].numel()
@@ -225,18 +230,24 @@ def test_capacity_counts_what_the_formula_says(scope: str) -> None:
                     terms.append((s.sum() - 2.0 * count).clamp(min=0) / most)
                 else:
                     terms.append(((s - 2.0).clamp(min=0) / max(t + 1 - 2.0, 1)).mean())
+            ends.append(s)
     torch.testing.assert_close(
         found["capacity"].double(), torch.stack(terms).mean(), rtol=1e-4, atol=1e-6
     )
     torch.testing.assert_close(
         found["kept"].double(), torch.stack(kept).mean(), rtol=1e-4, atol=1e-6
     )
+    heads = torch.stack(ends).mean(0)
+    extremes = torch.stack([found["kept_least"], found["kept_most"]]).double()
+    torch.testing.assert_close(
+        extremes, torch.stack([heads.min(), heads.max()]), rtol=1e-4, atol=1e-6
+    )
+    assert extremes[0] < extremes[1]
 
 
-def test_visual_share_looks_at_the_end_of_each_document() -> None:
-    log_beta = torch.tensor([[0.0, -9e9, 0.0, -9e9, 0.0, 0.0], [0.0, 0.0, 0.0, -9e9, 0.0, -9e9]])
+def test_weights_at_the_end_of_each_document() -> None:
+    log_beta = torch.tensor([[0.0, -9e9, -1.0, -9e9, 0.0, 0.0], [-0.5, 0.0, 0.0, -9e9, 0.0, -9e9]])
     start = torch.tensor([0, 0, 0, 3, 3, 3])
-    modality = torch.tensor([1, 0, 0, 2, 1, 0])
-    # Ends: tokens 2 and 5. Kept: 0, 2 | 4, 5 in the first row, 0, 1, 2 | 4, 5 in the second (the
-    # newest entry always counts 1); visual among the nine: 0 and 4 in both rows.
-    assert float(visual_share(log_beta, start, modality)) == pytest.approx(4 / 9)
+    # Ends: tokens 2 and 5, which weigh 1 whatever their beta.
+    expected = torch.tensor([[1, 0, 1, 0, 1, 1], [math.exp(-1), 1, 1, 0, 1, 1]])
+    torch.testing.assert_close(weights_at_end(log_beta, start), expected)

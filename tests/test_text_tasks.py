@@ -78,6 +78,16 @@ def test_the_labels_of_a_task_are_its_answers() -> None:
     assert len(seen) == 3
 
 
+# The bundled model spells texts in bytes.
+@pytest.mark.parametrize(("source", "most"), [("tasks:memory", 3000), ("scenes:dense", 250)])
+def test_what_is_made_up_is_no_longer_than_asked(source: str, most: int) -> None:
+    said: list[str] = []
+    data = examples(str(bundled_model()), [source], 12, 0, max_length=most, report=said.append)
+    lengths = [data[index]["input_ids"].shape[1] for index in range(12)]
+    assert max(lengths) <= most and data.encoder.tally["dropped"] > 0
+    assert f"{source}:" in said[0] and f"--max-length is {most}" in said[0]
+
+
 def test_unknown_kinds_are_named() -> None:
     with pytest.raises(DataError, match="no tasks of kind 'riddle'; choose one of recall"):
         examples(str(bundled_model()), ["tasks:riddle"], 1, 0)

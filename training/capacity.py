@@ -30,6 +30,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 NEGLIGIBLE = -80.0  # exp(-80) = 2e-35 is nothing beside S >= 1, and just above the denormals
+LEAST_RATES = 4  # of retained_total_grouped: its interpolation is cubic
 TILE = 1 << 18  # elements of one block of exponentials
 
 
@@ -90,8 +91,8 @@ def retained_total_grouped(
         ValueError: as ``retained_counts``, and for ``rates < 4``.
     """
     _check(log_beta, document_start)
-    if rates < 4:
-        raise ValueError(f"rates is {rates}; cubic interpolation needs at least 4")
+    if rates < LEAST_RATES:
+        raise ValueError(f"rates is {rates}; cubic interpolation needs at least {LEAST_RATES}")
     steps = log_beta.shape[1]
     unit = 2 / steps
     width = math.log1p(1 / unit) / (rates - 1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,8 @@ _BODY = """---
 
 # Retention gates for {model}
 
-Trained with `{command}` (mmkv {version}, commit {commit}) on the frozen model, whose decoder
-weights have SHA-256 `{digest}` before and after.
+Trained with `{command}` (mmkv {version}, commit {commit}) on the frozen model: its `config.json`
+has SHA-256 `{config}`, its decoder weights in memory, as {dtype}, `{digest}` before and after.
 
 ```sh
 mmkv chat {model} --gates THIS_FOLDER --policy {policy} --budget {budget:g}
@@ -25,9 +25,11 @@ mmkv chat {model} --gates THIS_FOLDER --policy {policy} --budget {budget:g}
 
 {data}
 
+{options}
+
 ## Held out, with real eviction at M = {held_budget:g}
 
-{results}
+{held_out}{results}
 
 ## Settings
 
@@ -38,24 +40,41 @@ mmkv chat {model} --gates THIS_FOLDER --policy {policy} --budget {budget:g}
 def write_card(folder: Path, described: Mapping[str, Any]) -> None:
     """Write ``README.md`` from what ``gates.json`` says."""
     settings = described["settings"]
+    options = dict(described["data_options"])
+    held_out = _list(options.pop("eval_data", ()))
     front = ModelCardData(
-        library_name="mmkv", base_model=None, tags=["mmkv", "retention-gates", "kv-cache"]
+        library_name="mmkv",
+        base_model=_hub_id(described["base_model"]),
+        tags=["mmkv", "retention-gates", "kv-cache"],
     )
     text = _BODY.format(
         front=front.to_yaml(),
         model=described["base_model"],
         command=described["command"],
         version=described["versions"].get("mmkv"),
-        commit=str(described["commit"])[:12],
+        commit=described["commit"] or "unknown",
+        config=described["base_config_sha256"],
+        dtype=described["base_dtype"],
         digest=described["base_sha256"],
         policy="dbtrimkv" if settings["scope"] == "global" else "trimkv",
         budget=settings["budget"],
         held_budget=settings["held_out_budget"] or settings["budget"],
-        data="\n".join(f"- `{source}`" for source in described["data"]) or "- not stated",
+        data=_list(described["data"]) or "- not stated",
+        options=_table(options),
+        held_out=f"{held_out}\n\n" if held_out else "",
         results=_table(described["results"]) or "No held-out data was given.",
         settings=_table(settings),
     )
     ModelCard(text).save(folder / "README.md")
+
+
+def _hub_id(model: str) -> str | None:
+    """The model's id on the hub; None for a folder, which nobody else could look up."""
+    return model if model.count("/") == 1 and not Path(model).exists() else None
+
+
+def _list(sources: Sequence[str]) -> str:
+    return "\n".join(f"- `{source}`" for source in sources)
 
 
 def _table(values: Mapping[str, Any]) -> str:

@@ -20,13 +20,14 @@ def draw_curve(history: Sequence[Mapping[str, Any]], path: Path, budget: float) 
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError("the curve needs matplotlib: pip install 'mmkv[train]'") from error
-    figure = Figure(figsize=(11, 3.4), layout="constrained")
-    panels = figure.subplots(1, 3)
+    figure = Figure(figsize=(14, 3.4), layout="constrained")
     groups = (
         ("losses", ("kl", "ntp", "capacity")),
-        ("soft entries per head", ("kept",)),
+        ("soft entries per head", ("kept", "kept_least", "kept_most")),
+        ("shares", ("agreement", "visual_share")),
         ("held out, with eviction", ("held_out_kl", "held_out_agreement", "held_out_exact")),
     )
+    panels = figure.subplots(1, len(groups))
     for panel, (title, names) in zip(panels, groups, strict=True):
         for name in names:
             points = [(line["step"], line[name]) for line in history if name in line]
@@ -36,6 +37,7 @@ def draw_curve(history: Sequence[Mapping[str, Any]], path: Path, budget: float) 
         if title == "losses":
             panel.set_yscale("symlog", linthresh=1e-3)
         if "kept" in names:
+            panel.set_yscale("log")
             panel.axhline(budget, color="0.6", linestyle="--", label=f"M = {budget:g}")
         if panel.has_data():
             panel.legend(fontsize=8)

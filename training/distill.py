@@ -7,7 +7,6 @@ or ``accelerate launch -m training.distill``, options as for one.
 from __future__ import annotations
 
 import importlib.util
-import os
 import sys
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -32,8 +31,9 @@ def distill(
         list[str],
         _option(
             "[WEIGHT*][KIND:]PATH, kinds chat, llava, mmdu, text (found by content when left out); "
-            "or [WEIGHT*]scenes:KIND, kinds dense, sparse, crowd, clip, stream, for the bundled "
-            "model; or [WEIGHT*]tasks:KIND, kinds recall, needles, memory. Repeatable.",
+            "or [WEIGHT*]scenes:KIND for the bundled model (dense, sparse, crowd, throng, gallery, "
+            "clip, stream); or [WEIGHT*]tasks:KIND (recall, needles, memory, records, assigned). "
+            "Repeatable.",
             _DATA,
         ),
     ],
@@ -104,35 +104,41 @@ def distill(
     import torch
     from rich.console import Console
 
+    from training.folder import first_process, processes
     from training.run import distill as run
     from training.run import load_backbone
     from training.settings import Settings
     from training.sources import examples
 
+    for name, value in (("--threads", threads), ("--eval-samples", eval_samples)):
+        if value < 0:
+            raise InputError(f"{name} is {value}; give 0 or more")
     if threads:
         torch.set_num_threads(threads)
     names = Settings.__dataclass_fields__
     settings = Settings(**{name: value for name, value in given.items() if name in names})
     engine = load_backbone(settings)
     console = Console(stderr=True)
-    count = settings.steps * settings.batch * settings.accumulate * _processes()
-    options = {
+    count = settings.steps * settings.batch * settings.accumulate * processes()
+    how: dict[str, Any] = {
         "max_length": max_length, "long_chats": long_chats, "media_root": media_root,
-        "report": console.print,
     }  # fmt: skip
-    train = examples(model, data, count, seed, **options)
+    train = examples(model, data, count, seed, report=console.print, **how)
     held = []
     if eval_data:
-        watched = examples(model, eval_data, eval_samples, 0, split="heldout", **options)
+        watched = examples(
+            model, eval_data, eval_samples, 0, split="heldout", report=console.print, **how
+        )
         held = [watched[index] for index in range(eval_samples)]
-    described = run(settings, engine, train, held, data)
+        if left_out := watched.encoder.summary():
+            console.print(f"held out: {left_out}")
+    options = {**how, "eval_data": eval_data or [], "eval_samples": len(held)}
+    described = run(settings, engine, train, held, data, options)
     if left_out := train.encoder.summary():
         console.print(left_out)
-    console.print(f"saved gates in {output}: {described['results'] or 'no held-out data given'}")
-
-
-def _processes() -> int:
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    if first_process():
+        said = described["results"] or "no held-out data given"
+        console.print(f"saved gates in {output}: {said}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -147,6 +153,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"training.distill: error: {text}; see --help", file=sys.stderr)
         return 2
     except (KeyboardInterrupt, typer.Abort):
+        print(
+            "training.distill: interrupted; the same command with --resume goes on from the last "
+            "checkpoint in --output",
+            file=sys.stderr,
+        )
         return 130
     return 0
 

@@ -6,6 +6,7 @@ import logging
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -70,6 +71,7 @@ class Encoder:
     Attributes:
         tally: rows that were ``broken`` (a damaged picture, messages the template refuses),
             ``dropped`` or ``cut`` for their length, or ``split`` into pieces; ``rows`` in all.
+        last_note: what was last said of a row.
 
     Raises:
         DataError: settings outside their range.
@@ -88,20 +90,15 @@ class Encoder:
             raise DataError(f"long chats are {long_chats!r}; choose {' or '.join(LONG_CHATS)}")
         self.processor, self.max_length, self.long_chats = processor, max_length, long_chats
         self.tally: Counter[str] = Counter()
+        self.last_note = ""
         self._report = report or logging.getLogger(__name__).warning
         self._turns = TurnFinder(processor.tokenizer)
 
     def __call__(self, row: Row) -> list[Example]:
-        """Examples of a row in order: one of a chat, one or more of a text, none if left out.
-
-        Raises:
-            DataError: a chat template whose replies cannot be told apart.
-        """
+        """Examples of a row in order: one of a chat, one or more of a text, none if left out."""
         self.tally["rows"] += 1
         try:
             return self._document(row) if isinstance(row, Document) else self._chat(row)
-        except DataError:
-            raise
         except InputError as error:
             self._note(row, "broken", f"skipped: {error}")
             return []
@@ -135,8 +132,7 @@ class Encoder:
                     kept = f"{last + 1} of {len(row.messages)} messages"
                     self._note(row, "cut", f"{length} tokens cut to {len(example)} ({kept})")
                     return [example]
-        self._note(row, "dropped", f"left out: {length} tokens, --max-length is {self.max_length}")
-        return []
+        return self._too_long(row, length)
 
     def _encode(self, messages: list[Message]) -> tuple[Example, list[Said]]:
         processor = self.processor
@@ -191,10 +187,15 @@ class Encoder:
             for s in said
         ]
 
-    def _note(self, row: Row, kind: str, text: str) -> None:
+    def _too_long(self, row: Any, length: int) -> list[Example]:
+        self._note(row, "dropped", f"left out: {length} tokens, --max-length is {self.max_length}")
+        return []
+
+    def _note(self, row: Any, kind: str, text: str) -> None:
         self.tally[kind] += 1
+        self.last_note = f"{row.file}:{row.row}: {text}"
         if self.tally[kind] <= _REPORTED:
-            self._report(f"{row.file}:{row.row}: {text}")
+            self._report(self.last_note)
 
 
 class Examples(Dataset[dict[str, Tensor]]):
@@ -220,7 +221,10 @@ class Examples(Dataset[dict[str, Tensor]]):
                 # Fibonacci hashing: pieces come evenly, whatever the stride of the visits is.
                 return made[index * 0x9E3779B1 % 2**32 * len(made) >> 32].inputs()
             made = self.encoder(self.mixture.spare(index, attempt))
-        raise DataError(f"no usable row in {_ATTEMPTS} draws ({self.encoder.summary()})")
+        raise DataError(
+            f"no usable row in {_ATTEMPTS} draws ({self.encoder.summary()}); the last was "
+            f"{self.encoder.last_note}"
+        )
 
 
 def _video_fills(

@@ -17,7 +17,9 @@ from training.losses import quality_losses
 from training.student import lay_out, student_states, teacher_states
 from training.trainable import TrainableGates
 
-PARTS = ("kl", "ntp", "capacity", "kept", "visual_share", "agreement")
+PARTS = (
+    "kl", "ntp", "capacity", "kept", "kept_least", "kept_most", "visual_share", "agreement",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -72,8 +74,9 @@ class DistillModel(nn.Module):
 
         Returns:
             float32 scalars: ``loss`` and, without gradient, those named in :data:`PARTS`:
-            ``kept`` is the mean of S_t / (L H), the soft count of entries per head;
-            ``visual_share`` the share of visual entries in S at the end of the documents.
+            ``kept`` is the mean of S_t / (L H), the soft count of entries per head; at the end
+            of the documents, ``kept_least`` and ``kept_most`` are that of the heads with the
+            fewest and the most, and ``visual_share`` the share of visual entries.
         """
         engine, goal = self.engine, self.objective
         documents = lay_out(engine, [_inputs(example) for example in examples])
@@ -88,9 +91,12 @@ class DistillModel(nn.Module):
         rows = log_beta.flatten(1).T.contiguous()
         capacity, kept = self._capacity(rows, documents.start)
         loss = goal.kl * quality.kl + goal.ntp * quality.ntp + goal.capacity * capacity
+        at_end = weights_at_end(rows, documents.start)
+        by_head = at_end.sum(1) / len(documents.lengths)
         parts = {
             "kl": quality.kl, "ntp": quality.ntp, "capacity": capacity, "kept": kept,
-            "visual_share": visual_share(rows, documents.start, documents.modality),
+            "kept_least": by_head.min(), "kept_most": by_head.max(),
+            "visual_share": at_end[:, documents.modality > 0].sum() / at_end.sum(),
             "agreement": quality.agreement,
         }  # fmt: skip
         return {"loss": loss, **{name: part.detach() for name, part in parts.items()}}
@@ -111,24 +117,27 @@ class DistillModel(nn.Module):
 
 
 @torch.no_grad()
-def visual_share(rows: Tensor, start: Tensor, modality: Tensor) -> Tensor:
-    """Share of visual entries in what the documents' last tokens softly retain.
+def weights_at_end(rows: Tensor, start: Tensor) -> Tensor:
+    """What each entry still weighs at the last token of its document, ``beta^(end - i)``.
 
     Args:
-        rows: log_beta ``[R, T]``; start, modality: ``[T]``.
+        rows: log_beta ``[R, T]``; start: int64 ``[T]``, first token of each token's document.
+
+    Returns:
+        ``[R, T]``.
     """
     step = torch.arange(rows.shape[1], device=rows.device)
     last = torch.cat([step[1:][start[1:] == step[1:]] - 1, step[-1:]])
     ends = last[torch.searchsorted(last, step)]
-    kept = torch.exp((ends - step) * rows).sum(0)
-    return kept[modality > 0].sum() / kept.sum()
+    return torch.exp((ends - step) * rows)
 
 
 def backbone_digest(engine: Engine) -> str:
-    """SHA-256 over every weight of the decoder: equal before and after training."""
+    """SHA-256 over every weight, the vision side's too: equal before and after training."""
     weights, digest = engine.decoder.weights, hashlib.sha256()
     tensors = [weights.embed, weights.norm, weights.head]
     tensors += [t for layer in weights.layers for t in vars(layer).values() if t is not None]
+    tensors += engine.family.hf.parameters()  # what the decoder has not taken out
     for tensor in tensors:
         digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()

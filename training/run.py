@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import json
+import hashlib
 import math
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,20 +13,24 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 from transformers import TrainingArguments
-from transformers.trainer_utils import get_last_checkpoint
+from transformers.utils import cached_file
 
-from engine.errors import InputError, ModelError
-from engine.gates import save_gates
+from engine import hub
+from engine.errors import ModelError
+from engine.gates import as_stored, save_gates
 from engine.gates.module import tied_gates
 from engine.runtime import Engine
 from eval.record import provenance
 from training.card import write_card
 from training.curve import draw_curve
+from training.folder import begin, go_on, history, processes
 from training.held_out import HeldOutData, summary
 from training.model import DistillModel, backbone_digest
 from training.settings import Settings
 from training.trainable import TrainableGates
-from training.trainer import HISTORY, DistillTrainer, HeldOut, History
+from training.trainer import DistillTrainer, HeldOut, History
+
+_HOURS = 3600  # seconds
 
 
 def load_backbone(settings: Settings) -> Engine:
@@ -36,7 +41,7 @@ def load_backbone(settings: Settings) -> Engine:
             of training does not know.
     """
     engine = Engine.from_pretrained(
-        settings.model, policy="full", device=settings.device, dtype=settings.dtype
+        settings.model, policy="full", device=own_device(settings.device), dtype=settings.dtype
     )
     if any(engine.spec.sliding_window):
         raise ModelError(
@@ -46,12 +51,20 @@ def load_backbone(settings: Settings) -> Engine:
     return engine
 
 
+def own_device(device: str) -> str:
+    """Of several processes on a machine with GPUs each takes the one of its own number."""
+    if processes() > 1 and device in ("auto", "cuda") and torch.cuda.is_available():
+        return f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
+    return device
+
+
 def distill(
     settings: Settings,
     engine: Engine,
     train: Dataset[Any],
     held_out: Sequence[Mapping[str, Any]],
     data: Sequence[str] = (),
+    options: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Train gates and write them with their history, curve and card.
 
@@ -60,20 +73,26 @@ def distill(
             processes of them.
         held_out: examples for evaluation under real eviction.
         data: what the card names as training data.
+        options: how it was read (``max_length``, ``long_chats``) and what was held out
+            (``eval_data``, ``eval_samples``), for the card and for resuming.
 
     Returns:
         What ``gates.json`` says.
 
     Raises:
-        InputError: nothing to resume.
+        InputError: nothing to resume, other settings than the run's that is resumed, or a new run
+            in the folder of another.
     """
     folder = Path(settings.output)
-    folder.mkdir(parents=True, exist_ok=True)
-    last = get_last_checkpoint(str(folder)) if settings.resume else None
-    if settings.resume and last is None:
-        raise InputError(f"no checkpoint in {folder} to resume from; leave --resume out")
-    if not settings.resume:
-        (folder / HISTORY).unlink(missing_ok=True)
+    asked = {
+        **dataclasses.asdict(settings), "data": list(data), "processes": processes(),
+        **(options or {}),
+    }  # fmt: skip
+    last = None
+    if settings.resume:
+        last = str(go_on(folder, asked))
+    else:
+        begin(folder, asked)
     before = backbone_digest(engine)
     gates = TrainableGates(
         engine.spec, settings.d_gate, settings.tying, settings.bias, settings.seed,
@@ -83,8 +102,11 @@ def distill(
     watched = HeldOutData(engine, held_out)
     budget = settings.held_out_budget or settings.budget
 
+    stored = getattr(torch, settings.store)
+
     def evaluate() -> dict[str, float]:
-        made = tied_gates(gates.file_tensors(), engine.spec)
+        # What is measured is what the file will hold.
+        made = tied_gates(as_stored(gates.file_tensors(), stored), engine.spec)
         return summary(watched.read(made, settings.policy, budget))
 
     measure = HeldOut(evaluate, settings.eval_every, folder)
@@ -102,22 +124,30 @@ def distill(
         **provenance(),
         "base_model": settings.model,
         "base_sha256": before,
+        "base_dtype": str(engine.dtype).removeprefix("torch."),
+        "base_config_sha256": config_digest(settings.model),
         "trained": True,
         "settings": dataclasses.asdict(settings),
         "data": list(data),
-        "results": measure.latest,
+        "data_options": dict(options or {}),
+        "results": measure.latest(),
     }
     if trainer.is_world_process_zero():
         made = tied_gates(gates.file_tensors(), engine.spec)
-        save_gates(made, folder, engine.spec, getattr(torch, settings.store), **described)
-        history = [json.loads(line) for line in (folder / HISTORY).read_text().splitlines()]
-        draw_curve(history, folder / "curve.png", settings.budget)
+        save_gates(made, folder, engine.spec, stored, **described)
+        draw_curve(history(folder), folder / "curve.png", settings.budget)
         write_card(folder, described)
     return described
 
 
+def config_digest(model: str) -> str:
+    """SHA-256 of the checkpoint's ``config.json``, as ``sha256sum`` gives it."""
+    found = cached_file(model, "config.json", local_files_only=not hub.in_reach())
+    return hashlib.sha256(Path(found).read_bytes()).hexdigest()
+
+
 def _arguments(settings: Settings, folder: Path) -> TrainingArguments:
-    return TrainingArguments(
+    made = TrainingArguments(
         output_dir=str(folder),
         max_steps=settings.steps,
         per_device_train_batch_size=settings.batch,
@@ -138,5 +168,11 @@ def _arguments(settings: Settings, folder: Path) -> TrainingArguments:
         # Documents are lists of tensors of any shape: no process cuts or pads those of another.
         accelerator_config={"dispatch_batches": False, "even_batches": False},
         report_to=[],
+        # The others wait while the first process reads the held-out data.
+        ddp_timeout=24 * _HOURS,
         use_cpu=settings.device == "cpu" or not torch.cuda.is_available(),
     )
+    # One process is one GPU: seeing several, the Trainer would wrap the model in nn.DataParallel,
+    # which cuts documents in two. (`n_gpu`, a property, chooses the device first.)
+    made._n_gpu = min(made.n_gpu, 1)
+    return made

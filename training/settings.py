@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from engine.errors import InputError
+from training.capacity import LEAST_RATES
 from training.model import Objective
 
 _LOSSES = {
@@ -20,6 +21,12 @@ _CHOICES = {
     "normaliser": ("relative", "tt"),
     "loss": tuple(_LOSSES),
 }
+_ABOVE_ZERO = (
+    "budget", "steps", "batch", "accumulate", "d_gate", "lr", "clip", "log_every", "save_every",
+)  # fmt: skip
+_NOT_BELOW_ZERO = (
+    "lambda_cap", "weight_decay", "capacity_rates", "eval_every", "held_out_budget", "seed",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -73,11 +80,23 @@ class Settings:
             if (given := getattr(self, name)) not in allowed:
                 option = name.replace("_", "-")
                 raise InputError(f"--{option} is {given!r}; choose one of {', '.join(allowed)}")
-        for name in ("budget", "steps", "batch", "accumulate", "d_gate", "lr"):
-            if getattr(self, name) <= 0:
-                raise InputError(
-                    f"--{name.replace('_', '-')} is {getattr(self, name)}; give more than 0"
-                )
+        for name in _ABOVE_ZERO:
+            self._require(name, getattr(self, name) > 0, "more than 0")
+        for name in _NOT_BELOW_ZERO:
+            self._require(name, getattr(self, name) >= 0, "0 or more")
+        self._require("warmup", 0 <= self.warmup <= 1, "a share of the steps, 0 to 1")
+        few = 0 < self.capacity_rates < LEAST_RATES
+        self._require("capacity_rates", not few, f"0 for the exact count, or {LEAST_RATES} or more")
+        if self.capacity_rates and self.scope == "head":
+            raise InputError(
+                "--capacity-rates approximates the sum over all heads; leave it out with --scope "
+                "head, which counts every head alone"
+            )
+
+    def _require(self, name: str, holds: bool, wanted: str) -> None:
+        if not holds:  # also what NaN does
+            option = name.replace("_", "-")
+            raise InputError(f"--{option} is {getattr(self, name)}; give {wanted}")
 
     def objective(self) -> Objective:
         """The loss these settings describe."""

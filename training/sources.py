@@ -36,6 +36,16 @@ class DrawnRow:
     seed: int
     split: Split
 
+    @property
+    def file(self) -> str:
+        """What messages call where it comes from."""
+        return f"{self.world}:{self.kind}"
+
+    @property
+    def row(self) -> int:
+        """Its number there."""
+        return self.seed
+
 
 class Drawn(Sequence[DrawnRow]):
     """The made-up dialogues of one kind as rows of a mixture."""
@@ -58,10 +68,12 @@ class DrawnEncoder(Encoder):
     """An :class:`Encoder` that also makes up dialogues."""
 
     def __call__(self, row: Row | DrawnRow) -> list[Example]:  # type: ignore[override]
-        """Examples of a row; see :class:`Encoder`."""
+        """Examples of a row; see :class:`Encoder`. What is made up is never cut, only left out."""
         if not isinstance(row, DrawnRow):
             return super().__call__(row)
-        return [self._scene(row) if row.world == "scenes" else self._task(row)]
+        self.tally["rows"] += 1
+        made = self._scene(row) if row.world == "scenes" else self._task(row)
+        return [made] if len(made) <= self.max_length else self._too_long(row, len(made))
 
     def _scene(self, row: DrawnRow) -> Example:
         made = scene_example(scene_turns(row.kind, row.seed, row.split), self.processor.tokenizer)

@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, SequentialSampler
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from training.folder import HISTORY, history
 from training.model import PARTS
-
-HISTORY = "history.jsonl"
 
 
 def only_list(examples: list[Any]) -> dict[str, list[Any]]:
@@ -52,8 +51,13 @@ class DistillTrainer(Trainer):
         """Add the means of the parts since the last line."""
         if "loss" in logs and self._batches:
             now = time.perf_counter()
-            logs |= {name: round(float(self._sums[name]) / self._batches, 5) for name in PARTS}
-            logs["tokens_per_second"] = round(self._tokens / (now - self._since), 1)
+            speed = self._tokens / (now - self._since)
+            means = [self._sums[name].double() / self._batches for name in PARTS]
+            found = torch.stack([*means, means[0].new_tensor(speed)])
+            found = self.accelerator.reduce(found, "sum") / self.accelerator.num_processes
+            logs |= {n: round(x, 5) for n, x in zip(PARTS, found[:-1].tolist(), strict=True)}
+            together = float(found[-1]) * self.accelerator.num_processes
+            logs["tokens_per_second"] = round(together, 1)
             self._sums, self._batches, self._tokens, self._since = {}, 0, 0, now
         super().log(logs, start_time)
 
@@ -94,7 +98,11 @@ class HeldOut(TrainerCallback):
 
     def __init__(self, evaluate: Callable[[], dict[str, float]], every: int, folder: Path) -> None:
         self.evaluate, self.every, self.folder = evaluate, every, folder
-        self.latest: dict[str, float] = {}
+
+    def latest(self) -> dict[str, float]:
+        """The figures of the last run; empty when there was none."""
+        lines = [line for line in history(self.folder) if "held_out_kl" in line]
+        return {k: v for k, v in lines[-1].items() if k != "step"} if lines else {}
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -105,8 +113,8 @@ class HeldOut(TrainerCallback):
         if not due or not state.is_world_process_zero:
             return
         with torch.no_grad():
-            self.latest = {f"held_out_{k}": v for k, v in self.evaluate().items()}
-        line = {"step": state.global_step, **self.latest}
+            found = {f"held_out_{k}": v for k, v in self.evaluate().items()}
+        line = {"step": state.global_step, **found}
         state.log_history.append(line)
         with (self.folder / HISTORY).open("a") as file:
             file.write(json.dumps(line) + "\n")

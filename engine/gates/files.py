@@ -11,6 +11,7 @@ import torch
 from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from engine import hub
 from engine.errors import GateError
@@ -53,6 +54,14 @@ def load_gates(source: str | Path, spec: DecoderSpec) -> Gates:
     return tied_gates(tensors, spec, info)
 
 
+def as_stored(tensors: dict[str, Tensor], trunk_dtype: torch.dtype | None) -> dict[str, Tensor]:
+    """The tensors of a gate file with its trunks in ``trunk_dtype``; None: as they are."""
+    return {
+        name: tensor.to(trunk_dtype) if trunk_dtype and name.startswith("layers.") else tensor
+        for name, tensor in tensors.items()
+    }
+
+
 def save_gates(
     gates: Gates,
     folder: str | Path,
@@ -74,12 +83,7 @@ def save_gates(
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {name: tensor.detach().contiguous() for name, tensor in gates.tensors.items()}
-    if trunk_dtype is not None:
-        tensors = {
-            name: tensor.to(trunk_dtype) if name.startswith("layers.") else tensor
-            for name, tensor in tensors.items()
-        }
-    save_file(tensors, folder / _TENSORS)
+    save_file(as_stored(tensors, trunk_dtype), folder / _TENSORS)
     readout = gates.tensors["readout.weight"]
     described = {
         "format": FORMAT,

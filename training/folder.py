@@ -1,0 +1,97 @@
+"""The output folder of a run: what was asked of it and how far it came, for ``--resume``."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from engine.errors import InputError
+
+ASKED, HISTORY = "run.json", "history.jsonl"
+_STATE = "trainer_state.json"  # what the Trainer writes last of a checkpoint
+# What a resumed run may be asked anew: none of it changes what is learned.
+_FREE = frozenset(
+    "output resume device checkpointing log_every save_every eval_every held_out_budget store "
+    "eval_data eval_samples".split()
+)
+
+
+def begin(folder: Path, asked: Mapping[str, Any]) -> None:
+    """Make the folder of a run that starts anew, and write down what was asked.
+
+    Raises:
+        InputError: it holds checkpoints of another run, which would mix with those to come.
+    """
+    if found := _checkpoints(folder):
+        raise InputError(
+            f"{folder} holds {found[-1].name} of an earlier run; go on from it with --resume, or "
+            "give another --output"
+        )
+    if not first_process():
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / HISTORY).unlink(missing_ok=True)
+    (folder / ASKED).write_text(json.dumps(asked, indent=1) + "\n")
+
+
+def go_on(folder: Path, asked: Mapping[str, Any]) -> Path:
+    """The checkpoint to resume from. What the history says of later steps is taken back.
+
+    Raises:
+        InputError: no checkpoint that was written whole, or other settings than the run's own.
+    """
+    whole = [made for made in _checkpoints(folder) if (made / _STATE).is_file()]
+    if not whole:
+        raise InputError(f"no checkpoint in {folder} to resume from; leave --resume out")
+    try:
+        before = json.loads((folder / ASKED).read_text())
+    except (OSError, ValueError):
+        raise InputError(
+            f"{folder} does not say what its run was asked ({ASKED}); give another --output and "
+            "start anew"
+        ) from None
+    for name in sorted(asked.keys() - _FREE):
+        if asked[name] != before.get(name):
+            raise InputError(
+                f"--{name.replace('_', '-')} is {asked[name]!r}, the run in {folder} has "
+                f"{before.get(name)!r}; give the same, or start anew in another --output"
+            )
+    if first_process():
+        step = _step(whole[-1])
+        lines = [line for line in history(folder) if line["step"] <= step]
+        (folder / HISTORY).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return whole[-1]
+
+
+def history(folder: Path) -> list[dict[str, Any]]:
+    """The log lines of a run, in order; one that was cut off by a kill is left out."""
+    path, found = folder / HISTORY, []
+    for line in path.read_text().splitlines() if path.is_file() else ():
+        try:
+            found.append(json.loads(line))
+        except ValueError:
+            continue
+    return found
+
+
+def first_process() -> bool:
+    """Whether this process is the one that writes."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def processes() -> int:
+    """How many processes train together."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def _checkpoints(folder: Path) -> list[Path]:
+    """Checkpoints by their step."""
+    found = (made for made in folder.glob("checkpoint-*") if made.is_dir())
+    return sorted((made for made in found if made.name[11:].isdigit()), key=_step)
+
+
+def _step(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("checkpoint-"))
