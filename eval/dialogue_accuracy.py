@@ -20,7 +20,7 @@ from rich.progress import track
 from rich.table import Table
 
 from engine.runtime import Engine
-from eval.dialogues import clip, dense, sparse
+from eval.dialogues import clip, dense, sparse, stream
 from eval.forced import full_logits, spans
 from eval.record import write_results
 from eval.scenes import Turn
@@ -36,6 +36,9 @@ DIALOGUES: dict[str, Callable[[int], list[Turn]]] = {
     "dense, 4 pictures, 8 turns, search": lambda seed: dense(seed, "heldout", 4, 8),
     "sparse, 2 of 24 pictures": lambda seed: sparse(seed, "heldout", 24, 2, 8, search=False),
     "sparse, 2 of 96 pictures": lambda seed: sparse(seed, "heldout", 96, 2, 8, search=False),
+    "sparse, 2 of 192 pictures": lambda seed: sparse(seed, "heldout", 192, 2, 8, search=False),
+    "dense, 32 pictures, 64 turns": lambda seed: dense(seed, "heldout", 32, 64, search=False),
+    "stream of 32 clips": lambda seed: stream(seed, "heldout", 32),
     "clip": lambda seed: clip(seed, "heldout", 6),
 }
 
