@@ -10,6 +10,7 @@ import argparse
 import os
 from collections import defaultdict
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -21,11 +22,10 @@ from rich.table import Table
 
 from engine.runtime import Engine
 from eval.dialogues import clip, dense, sparse, stream
-from eval.forced import full_logits, spans
+from eval.forced import FullCache, spans
 from eval.record import write_results
 from eval.scenes import Turn
 from eval.scenes_accuracy import wilson
-from training.losses import predicted
 from training.scene_data import scene_example
 from training.tiny_model import build_tokenizer
 
@@ -61,12 +61,11 @@ def main() -> None:
         turns = DIALOGUES[name](seed)
         example = scene_example(turns, tokenizer)
         labels = example.pop("labels")[0]
-        logits = full_logits(engine, engine.family.turn(example, 0), labels)
-        hits, done = logits.argmax(-1) == predicted(labels)[1], 0
+        read = engine.family.turn(example, 0, engine.device)
+        said = (int(logits.argmax()) for logits in FullCache.of(engine, read, labels).logits())
         lengths[name].append(labels.numel())
         for turn, (start, stop) in zip(turns, spans(labels.tolist()), strict=True):
-            hit = bool(hits[done : done + stop - start].all())
-            done += stop - start
+            hit = list(islice(said, stop - start)) == labels[start:stop].tolist()
             right[name, turn.question.about, "all"].append(hit)
             right[name, turn.question.about, turn.question.kind].append(hit)
     table = Table(title=f"Exact answers, {args.model}, full cache")

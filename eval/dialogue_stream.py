@@ -90,7 +90,9 @@ def run(
     require_scene_tokens(processor, compared.model)
     if any(map(is_share, compared.budgets)):
         raise InputError("a stream has no end to take a share of; give --budgets in entries")
-    base = Engine.from_pretrained(compared.model, policy="full", dtype=compared.dtype, device="cpu")
+    base = Engine.from_pretrained(
+        compared.model, policy="full", dtype=compared.dtype, device=compared.device
+    )
     endless = dataclasses.replace(base.spec, max_position=2**31 - 1)
     free = Engine(base.family, endless, base.decoder.weights, None, base.policy)
     cells = compared.cells()

@@ -34,7 +34,8 @@ class _ProbedStep(DecodeStep):
         keys = pool.keys.flatten(0, 1)[slot].double()
         grouped = query[0].view(spec.num_kv_heads, spec.group, spec.head_dim).double()
         products = torch.einsum("ed,egd->eg", keys, grouped[head]) * spec.head_dim**-0.5
-        logits = torch.full((spec.num_kv_heads, spec.group, self.seen), -torch.inf).double()
+        shape = (spec.num_kv_heads, spec.group, self.seen)
+        logits = torch.full(shape, -torch.inf, dtype=products.dtype, device=products.device)
         logits[head, :, position] = products
         self.attended.append(logits)
         return out
@@ -64,9 +65,9 @@ def probed_decode(session: Session, token: int) -> tuple[Tensor, Tensor]:
     Returns:
         logits ``[vocab]``, and the attention logits float64 ``[L, H, G, T]``, T the tokens seen:
         q k / sqrt(d) of KV head and query head in its group, -inf where the entry is gone (nothing
-        is in the cache).
+        is in the cache); both on the CPU.
     """
     attended: list[Tensor] = []
     with _probing(session, attended):
         logits = session.decode(token)
-    return logits, torch.stack(attended)
+    return logits.cpu(), torch.stack(attended).cpu()

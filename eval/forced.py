@@ -8,7 +8,7 @@ is what greedy decoding would have said.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -17,10 +17,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.decoder import Decoder
 from engine.families.base import Turn
 from engine.policies import Budget
 from engine.runtime import Engine
 from engine.session import Session
+
+BLOCK = 256  # answer tokens whose logits stand at once: a vocabulary of 152k takes 156 MB
 
 
 @dataclass(frozen=True)
@@ -63,14 +66,33 @@ class Reading:
     nbytes: int
 
 
-@torch.inference_mode()
-def full_logits(engine: Engine, turn: Turn, labels: Tensor) -> Tensor:
-    """Logits float32 ``[N, vocab]`` of plain full attention where answers are predicted."""
-    from training.losses import predicted
-    from training.student import lay_out_turns, teacher_states
+@dataclass(frozen=True)
+class FullCache:
+    """What plain full attention predicts at the N answer tokens of a dialogue, in order.
 
-    states = teacher_states(engine, lay_out_turns(engine, [turn]))
-    return engine.decoder.logits(states[predicted(labels)[0]])
+    States are kept and logits made as they are asked for: those of 8k tokens take 5 GB.
+
+    Attributes:
+        decoder: makes logits of states; states: ``[N, d]`` before the final norm.
+    """
+
+    decoder: Decoder
+    states: Tensor
+
+    @classmethod
+    @torch.inference_mode()
+    def of(cls, engine: Engine, turn: Turn, labels: Tensor) -> FullCache:
+        """Read a whole dialogue; ``labels``: int64 ``[T]``, -100 where no answer stands."""
+        from training.losses import predicted
+        from training.student import lay_out_turns, teacher_states
+
+        states = teacher_states(engine, lay_out_turns(engine, [turn]))
+        return cls(engine.decoder, states[predicted(labels)[0]])
+
+    def logits(self) -> Iterator[Tensor]:
+        """Float32 ``[vocab]`` for one answer token after the other; a block of them is held."""
+        for states in self.states.split(BLOCK):
+            yield from self.decoder.logits(states)
 
 
 def spans(labels: Sequence[int]) -> list[tuple[int, int]]:
@@ -91,13 +113,13 @@ def read(
     inputs: Mapping[str, Any],
     labels: Tensor,
     budget: Budget | float | None = None,
-    full: Tensor | None = None,
+    full: FullCache | None = None,
 ) -> Reading:
     """Feed one dialogue through a session under ``budget``.
 
     Args:
         inputs: what the processor returns for the whole dialogue; labels: int64 ``[T]``.
-        full: what :func:`full_logits` gave, when several policies are compared.
+        full: of this dialogue, when several policies are compared.
     """
     turn = engine.family.turn(inputs, 0, engine.device)
     made = engine.budget if budget is None else Budget.of(budget)
@@ -110,7 +132,7 @@ def read_at(
     turn: Turn,
     labels: Tensor,
     budgets: Sequence[Budget],
-    full: Tensor | None = None,
+    full: FullCache | None = None,
     cuts: Sequence[int] = (),
 ) -> list[Reading]:
     """Feed one dialogue through sessions that differ in their budget only, side by side.
@@ -119,33 +141,37 @@ def read_at(
     one batch.
 
     Args:
-        turn: the whole dialogue; full: what :func:`full_logits` gave for it.
+        turn: the whole dialogue; full: of it, when several policies are compared.
         cuts: token indices at which the prefill is cut: memory is brought down to the budget before
             what follows is known.
 
     Returns:
         One reading per budget, in order.
     """
-    reference = F.log_softmax(full_logits(engine, turn, labels) if full is None else full, -1)
+    reference = (FullCache.of(engine, turn, labels) if full is None else full).logits()
     where = spans(labels.tolist())
     parts = sorted({*cuts, *(start for start, _ in where)} - {0})
     answers: list[list[Answer]] = [[] for _ in budgets]
     with ExitStack() as stack:
         sessions, logits = _begin(engine, turn, budgets, parts[0], stack)
-        done, seen = parts[0], 0
+        done = parts[0]
         for start, stop in where:
             for part in [part for part in parts if done < part <= start]:
                 logits = torch.stack([s.extend(turn.part(done, part)) for s in sessions])
                 done = part
-            given = []
-            for token in labels[start:stop].tolist():
-                given.append(logits)
-                logits = engine.decode(sessions, [token] * len(sessions))
+            blocks: list[list[Answer]] = [[] for _ in budgets]
+            for target in labels[start:stop].split(BLOCK):
+                given = []
+                for token in target.tolist():
+                    given.append(logits)
+                    logits = engine.decode(sessions, [token] * len(sessions))
+                theirs = F.log_softmax(torch.stack([next(reference) for _ in given]), -1)
+                for index, found in enumerate(blocks):
+                    ours = F.log_softmax(torch.stack([step[index] for step in given]), -1)
+                    found.append(_answer(ours, theirs, target))
             done = stop
-            theirs = reference[seen : seen + stop - start]
-            seen += stop - start
-            for found, ours in zip(answers, torch.stack(given, 1), strict=True):
-                found.append(_answer(F.log_softmax(ours, -1), theirs, labels[start:stop]))
+            for kept, found in zip(answers, blocks, strict=True):
+                kept.append(_joined(found))
         return [_reading(*pair) for pair in zip(sessions, answers, strict=True)]
 
 
@@ -177,6 +203,22 @@ def _answer(ours: Tensor, theirs: Tensor, target: Tensor) -> Answer:
         nll=float(F.nll_loss(ours, target, reduction="sum")),
         agree=int((best == theirs.argmax(-1)).sum()),
         wrong=tuple((index, int(best[index])) for index in miss),
+    )
+
+
+def _joined(blocks: Sequence[Answer]) -> Answer:
+    """The answer whose tokens stand in ``blocks`` of :data:`BLOCK`, the last maybe smaller."""
+    return Answer(
+        tokens=sum(block.tokens for block in blocks),
+        right=all(block.right for block in blocks),
+        kl=sum(block.kl for block in blocks),
+        nll=sum(block.nll for block in blocks),
+        agree=sum(block.agree for block in blocks),
+        wrong=tuple(
+            (number * BLOCK + index, said)
+            for number, block in enumerate(blocks)
+            for index, said in block.wrong
+        ),
     )
 
 

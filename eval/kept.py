@@ -2,7 +2,8 @@
 
 ``python -m eval.kept RESULT.json --fraction 1/8`` reads what :mod:`eval.quality` wrote and draws
 ``RESULT-kept.png``: per side the mean entries of every (layer, KV head) as a share of the mean
-budget, above the share that is visual. It prints the same as a table.
+budget, on one logarithmic scale whose middle is the budget, above the share that is visual. It
+prints the same as a table.
 """
 
 from __future__ import annotations
@@ -17,11 +18,19 @@ import numpy as np
 
 from eval.budgets import in_words
 
+_COLUMNS = 6  # panels beside each other
+
 
 def rows_at(page: Mapping[str, Any], budget: str, sides: Sequence[str]) -> list[dict[str, Any]]:
     """The sides of one data source at one budget, in the order asked for (default: all)."""
     found = {row["side"]: row for row in page["rows"] if row["budget"] == budget}
     return [found[side] for side in (sides or found) if side in found]
+
+
+def shares(row: Mapping[str, Any]) -> np.ndarray:
+    """Entries ``[layers, KV heads]`` as shares of the mean budget."""
+    held = np.array(row["entries_by_row"], float)
+    return held / held.mean()
 
 
 def spread(row: Mapping[str, Any]) -> dict[str, float]:
@@ -31,8 +40,7 @@ def spread(row: Mapping[str, Any]) -> dict[str, float]:
         ``least`` and ``most`` share of the mean budget that a (layer, KV head) holds, and
         ``between_layers``: part of the variance over heads that lies between layers.
     """
-    held = np.array(row["entries_by_row"], float)
-    share = held / held.mean()
+    share = shares(row)
     total = share.var()
     between = share.mean(axis=1).var() / total if total else 0.0
     return {"least": share.min(), "most": share.max(), "between_layers": float(between)}
@@ -40,27 +48,35 @@ def spread(row: Mapping[str, Any]) -> dict[str, float]:
 
 def draw(pages: Mapping[str, Mapping[str, Any]], path: Path, budget: str, sides: Sequence[str]):
     """One heat map per data source and side, with the visual share as a bar below."""
+    from matplotlib.colors import LogNorm
     from matplotlib.figure import Figure
 
-    chosen = {source: rows_at(page, budget, sides) for source, page in pages.items()}
-    columns = max(len(rows) for rows in chosen.values())
-    figure = Figure(figsize=(2.1 * columns + 1, 3.6 * len(chosen)), layout="constrained")
+    lines = [
+        (source, rows[first : first + _COLUMNS])
+        for source, page in pages.items()
+        for rows in [rows_at(page, budget, sides)]
+        for first in range(0, len(rows), _COLUMNS)
+    ]
+    columns = max(len(rows) for _, rows in lines)
+    most = max(float(shares(row).max()) for _, rows in lines for row in rows)
+    most = max(most, 2.0)  # where every head holds the same
+    # What is not held at all has no logarithm: it is shown as the least.
+    scale = LogNorm(1 / most, most, clip=True)
+    figure = Figure(figsize=(2.1 * columns + 1, 3.6 * len(lines)), layout="constrained")
     panels = figure.subplots(
-        2 * len(chosen), columns, squeeze=False, height_ratios=[6, 1] * len(chosen)
+        2 * len(lines), columns, squeeze=False, height_ratios=[6, 1] * len(lines)
     )
     for panel in panels.flat:
         panel.set_axis_off()
-    for index, (source, rows) in enumerate(chosen.items()):
+    for index, (source, rows) in enumerate(lines):
         context = pages[source]["rows"][0]["visual_share"]
         for column, row in enumerate(rows):
-            held = np.array(row["entries_by_row"], float)
             heat, bar = panels[2 * index, column], panels[2 * index + 1, column]
-            shown = heat.imshow(
-                held / held.mean(), aspect="auto", cmap="viridis", vmin=0, vmax=3, origin="lower"
-            )
+            share = shares(row)
+            shown = heat.imshow(share, aspect="auto", cmap="RdBu_r", norm=scale, origin="lower")
             heat.set_axis_on()
             heat.set(title=row["side"], xlabel="KV head")
-            heat.set_xticks(range(held.shape[1]))
+            heat.set_xticks(range(share.shape[1]))
             if column == 0:
                 heat.set_ylabel(f"{source}\nlayer")
             bar.set_axis_on()
@@ -68,7 +84,11 @@ def draw(pages: Mapping[str, Mapping[str, Any]], path: Path, budget: str, sides:
             bar.axvline(context, color="0.3", linestyle="--")
             bar.set(xlim=(0, 1), yticks=[], xlabel="visual share (dashes: of the context)")
             bar.xaxis.label.set_size(6)
-        figure.colorbar(shown, ax=panels[2 * index, :], label="entries / mean budget")
+    ticks = [tick for tick in 2.0 ** np.arange(-9, 10) if 1 / most <= tick < 0.9 * most]
+    figure.colorbar(
+        shown, ax=panels, label="entries / mean budget", extend="min", aspect=20 * len(lines),
+        ticks=[*ticks, most], format="{x:.3g}",
+    ).minorticks_off()  # fmt: skip
     figure.suptitle(f"Entries kept at {in_words(budget)}")
     figure.savefig(path, dpi=110)
 
@@ -107,6 +127,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
             f"eval.kept: error: {args.result} has no budget {args.fraction}; it has "
             f"{', '.join(budgets[1:])}"
         )
+    known = list(dict.fromkeys(r["side"] for page in pages.values() for r in page["rows"][1:]))
+    for side in args.sides:
+        if side not in known:
+            raise SystemExit(
+                f"eval.kept: error: {args.result} has no side {side}; it has {', '.join(known)}"
+            )
     draw(pages, args.result.with_name(f"{args.result.stem}-kept.png"), args.fraction, args.sides)
     print(table(pages, args.fraction, args.sides))
 

@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with running(args, "eval.quality") as (path, journal):
         sides = tuple(Side.parse(text) for text in args.side)
         comparison = Comparison(
-            args.model, args.dtype, sides, tuple(args.fractions), args.max_length
+            args.model, args.dtype, sides, tuple(args.fractions), args.max_length, args.device
         )
         pages = {}
         with Readings(comparison, journal, args.workers) as readings:

@@ -12,7 +12,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
 
-from engine.errors import MmkvError
+from engine.errors import InputError, MmkvError
+from engine.families.loading import resolve_device
 from eval.journal import Journal
 from eval.quality_run import Comparison, Side
 from eval.record import RESULTS
@@ -22,6 +23,7 @@ def add_options(parser: argparse.ArgumentParser, name: str) -> None:
     """Options of every comparison; ``name``: of the result files."""
     parser.add_argument("model", nargs="?", default="assets/tiny-vlm")
     parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="cpu")
     parser.add_argument("--threads", type=int, default=1, help="of each worker")
     parser.add_argument("--workers", type=int, default=1, help="processes that read dialogues")
     parser.add_argument("--fresh", action="store_true", help="forget what earlier runs have read")
@@ -53,24 +55,31 @@ def comparison(args: argparse.Namespace) -> Comparison:
         texts = [f"dbtrimkv:{gates}"] if (gates / "gates.json").is_file() else []
         texts += ["snapkv", "streamingllm"]
     sides = tuple(Side.parse(text) for text in texts)
-    return Comparison(args.model, args.dtype, sides, tuple(args.budgets))
+    return Comparison(args.model, args.dtype, sides, tuple(args.budgets), device=args.device)
 
 
 @contextmanager
 def running(args: argparse.Namespace, program: str) -> Iterator[tuple[Path, Journal]]:
     """The result file's path and the journal; a mistake or Ctrl-C inside ends in one line.
 
-    What was read is in the journal by then.
+    What was read is in the journal by then. ``args.device`` is what ``auto`` stands for from then
+    on.
     """
     torch.set_num_threads(args.threads)
     path = args.output / f"{args.name}.json"
     journal = path.with_suffix(".readings.jsonl")
     try:
+        args.device = resolve_device(args.device).type
+        if args.device != "cpu" and args.workers > 1:
+            raise InputError(
+                f"--workers {args.workers} would share one GPU; leave out --workers, or give "
+                "--device cpu"
+            )
         args.output.mkdir(parents=True, exist_ok=True)
         if args.fresh:
             journal.unlink(missing_ok=True)
-            for path in journal.parent.glob(f"{journal.stem}.*.session"):  # eval.dialogue's stream
-                path.unlink()
+            for left in journal.parent.glob(f"{journal.stem}.*.session"):  # eval.dialogue's stream
+                left.unlink()
         yield path, Journal(journal)
     except (MmkvError, OSError) as error:
         raise SystemExit(f"{program}: error: {error}") from error

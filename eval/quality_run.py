@@ -27,7 +27,7 @@ from engine.gates import load_gates
 from engine.policies import Budget, make_policy
 from engine.runtime import Engine
 from eval.budgets import is_share
-from eval.forced import Reading, full_logits, read_at
+from eval.forced import FullCache, Reading, read_at
 from eval.journal import Journal
 from eval.worlds import held_out
 
@@ -127,6 +127,10 @@ class Comparison:
     Attributes:
         budgets: as :mod:`eval.budgets` writes them.
         max_length: longest dialogue in tokens.
+        device: ``cpu`` or ``cuda``.
+
+    Raises:
+        InputError: a budget that cannot be read, or sides or budgets that nothing tells apart.
     """
 
     model: str
@@ -134,12 +138,28 @@ class Comparison:
     sides: tuple[Side, ...]
     budgets: tuple[str, ...]
     max_length: int = 8192
+    device: str = "cpu"
 
     def described(self) -> str:
         """The model, by its bytes, and how it is run."""
-        return f"{self.model} {digest(self.model)} {self.dtype}"
+        # Journals begun before there was a choice name no device, and stay good.
+        where = "" if self.device == "cpu" else f" {self.device}"
+        return f"{self.model} {digest(self.model)} {self.dtype}{where}"
 
     def __post_init__(self) -> None:
+        names = [side.name for side in self.sides]
+        for name in names:
+            if name == "full":
+                raise InputError(
+                    "'full' is the full cache, which is always read; leave out that --side, or "
+                    "write --side NAME=POLICY:GATES"
+                )
+            if names.count(name) > 1:
+                raise InputError(
+                    f"two sides are called {name!r}; write --side NAME=POLICY:GATES to tell them "
+                    "apart"
+                )
+        amounts: dict[Fraction, str] = {}
         for text in self.budgets:
             try:
                 amount = Fraction(text)
@@ -150,6 +170,9 @@ class Comparison:
                     f"budget {text!r}: give a share of the dialogue such as 1/8, or entries per "
                     "layer and head such as 64"
                 )
+            if amount in amounts:
+                raise InputError(f"budget {text!r} is {amounts[amount]!r} again; leave one out")
+            amounts[amount] = text
 
     def cells(self) -> dict[str, list[Cell]]:
         """``"side at budget"`` -> one cell per gate folder; the full cache under ``"full"``."""
@@ -167,7 +190,7 @@ class Reader:
     def __init__(self, comparison: Comparison) -> None:
         self.comparison = comparison
         self.base = Engine.from_pretrained(
-            comparison.model, policy="full", dtype=comparison.dtype, device="cpu"
+            comparison.model, policy="full", dtype=comparison.dtype, device=comparison.device
         )
         self._engines: dict[Cell, Engine] = {}
         for cell in itertools.chain.from_iterable(comparison.cells().values()):
@@ -195,7 +218,7 @@ class Reader:
                 f"dialogue {index} of {source} reaches position {turn.next_position:,}, the model "
                 f"was trained for {self.base.spec.max_position:,}; give shorter dialogues"
             )
-        full = full_logits(self.base, turn, labels)
+        full = FullCache.of(self.base, turn, labels)
         found: dict[Cell, Record] = {}
         alike: dict[Cell, list[Cell]] = {}
         for cell in cells:

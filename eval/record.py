@@ -55,14 +55,24 @@ def command() -> str:
 
 
 def commit() -> str | None:
-    """Commit of the working tree, with ``+changes`` if what runs differs; None without git.
+    """Commit of mmkv's working tree, with ``+changes`` if what runs differs; None outside of one.
 
     Results and documents decide no figure.
     """
-    head = _git("rev-parse", "HEAD")
+    head = _git("rev-parse", "HEAD") if _in_own_repository() else ""
     if not head:
         return None
     return head + ("+changes" if _git(*_CHANGES) else "")
+
+
+def _in_own_repository() -> bool:
+    """Whether git's folder is mmkv's own, not that of a project mmkv was installed into."""
+    try:
+        ours = 'name = "mmkv"' in (_ROOT / "pyproject.toml").read_text()
+    except OSError:
+        return False
+    top = _git("rev-parse", "--show-toplevel")
+    return ours and bool(top) and Path(top).resolve() == _ROOT
 
 
 def versions() -> dict[str, str]:

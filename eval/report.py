@@ -186,7 +186,7 @@ def _text(value: Any) -> str:
 
 
 def _commit(held: Mapping[str, Any]) -> str:
-    full = str(held.get("commit") or "-")
+    full = str(held.get("commit") or "unknown")
     head, plus, rest = full.partition("+")
     return head[:10] + plus + rest
 

@@ -16,7 +16,7 @@ from engine.errors import InputError
 from engine.policies import Budget
 from engine.runtime import Engine
 from eval import needle_tasks
-from eval.forced import full_logits, read_at, spans
+from eval.forced import FullCache, read_at, spans
 from eval.journal import Journal
 from eval.needle import main
 from eval.needle_report import found
@@ -146,7 +146,7 @@ def test_reading_at_several_budgets_is_reading_at_each(monkeypatch: pytest.Monke
     inputs = {k: v for k, v in document.example.items() if k not in ("labels", "cuts")}
     labels, cuts = document.example["labels"][0], document.example["cuts"]
     turn = engine.family.turn(inputs, 0)
-    full = full_logits(engine, turn, labels)
+    full = FullCache.of(engine, turn, labels)
     for chunk in (2048, 100):  # the prompt in one chunk, whose start is shared, and in several
         monkeypatch.setattr(engine, "prefill_chunk", chunk)
         budgets = [Budget.of(20), Budget.of(60)]

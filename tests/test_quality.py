@@ -15,10 +15,11 @@ import torch
 import transformers
 from matplotlib.figure import Figure
 
+from engine.decoder import Decoder
 from engine.errors import InputError
 from engine.runtime import Engine
-from eval import quality_report
-from eval.forced import full_logits, read, spans
+from eval import forced, quality_report
+from eval.forced import FullCache, read, spans
 from eval.journal import Journal
 from eval.kept import draw as draw_kept
 from eval.kept import main as kept
@@ -27,6 +28,7 @@ from eval.quality_run import Comparison, Reader, Readings, Side
 from eval.record import RESULTS
 from eval.stats import mean, paired
 from mmkv.assets import bundled_model
+from training import student
 from training.losses import predicted
 from training.sources import examples
 
@@ -76,15 +78,54 @@ def test_without_eviction_nothing_is_lost(dialogues) -> None:
     for example in dialogues[:2]:
         inputs = {name: value for name, value in example.items() if name != "labels"}
         labels = example["labels"][0]
-        full = full_logits(engine, engine.family.turn(inputs, 0), labels)
+        full = FullCache.of(engine, engine.family.turn(inputs, 0), labels)
         found = read(engine, inputs, labels, full=full)
         tokens = sum(answer.tokens for answer in found.answers)
         assert sum(answer.kl for answer in found.answers) / tokens < 1e-6
         assert sum(answer.agree for answer in found.answers) == tokens
         where, target = predicted(labels)
-        nll = -full.log_softmax(-1)[range(len(where)), target].sum()
+        logits = torch.stack(list(full.logits()))
+        nll = -logits.log_softmax(-1)[range(len(where)), target].sum()
         assert sum(answer.nll for answer in found.answers) == pytest.approx(float(nll), rel=1e-4)
         assert found.evicted == 0 and found.tokens_seen == spans(labels.tolist())[-1][1]
+
+
+def test_logits_of_the_full_cache_stand_in_blocks(dialogues, monkeypatch: Any) -> None:
+    """Answers longer than a block are read as whole ones are, and no more is held at once."""
+    engine = Engine.from_pretrained(MODEL, policy="streamingllm", budget=40, dtype="float32")
+    example = dialogues[1]
+    inputs = {name: value for name, value in example.items() if name != "labels"}
+    labels, rows = example["labels"][0], []
+    longest = max(stop - start for start, stop in spans(labels.tolist()))
+    plain = Decoder.logits
+
+    def noted(self: Decoder, states: torch.Tensor) -> torch.Tensor:
+        rows.append(len(states))
+        return plain(self, states)
+
+    monkeypatch.setattr(Decoder, "logits", noted)
+    whole = read(engine, inputs, labels)
+    assert max(rows) == len(predicted(labels)[0]) > longest > 2
+    rows.clear()
+    monkeypatch.setattr(forced, "BLOCK", 2)
+    parts = read(engine, inputs, labels)
+    assert max(rows) == 2
+    for one, two in zip(whole.answers, parts.answers, strict=True):
+        for name in ("kl", "nll"):
+            assert getattr(two, name) == pytest.approx(getattr(one, name), rel=1e-4, abs=1e-5)
+        exact = dataclasses.replace(two, kl=one.kl, nll=one.nll)
+        assert exact == one
+    assert any(index > 1 for answer in parts.answers for index, _ in answer.wrong)
+    assert dataclasses.replace(parts, answers=[]) == dataclasses.replace(whole, answers=[])
+
+
+def test_the_full_cache_is_read_once_for_all_sides(monkeypatch: Any) -> None:
+    sides = tuple(map(Side.parse, ("streamingllm", "snapkv", "dbtrimkv:random")))
+    reader, passes = Reader(Comparison(MODEL, "float32", sides, ("1/4", "1/8"))), []
+    plain = student.teacher_states
+    monkeypatch.setattr(student, "teacher_states", lambda *a: passes.append(a) or plain(*a))
+    cells = [cell for cells in reader.comparison.cells().values() for cell in cells]
+    assert len(reader.read("scenes:dense", 0, cells)) == 7 and len(passes) == 1
 
 
 def test_the_permutation_test_is_exact_on_a_small_case() -> None:
@@ -141,6 +182,8 @@ def test_a_small_run_writes_table_plot_and_json(tmp_path: Path) -> None:
     assert (tmp_path / "q-kept.png").stat().st_size > 5000
     with pytest.raises(SystemExit, match="has no budget 1/7; it has 1/3, 1/8"):
         kept(["--fraction", "1/7", str(tmp_path / "q.json")])
+    with pytest.raises(SystemExit, match="has no side snapkv; it has streamingllm, dbtrimkv"):
+        kept(["--fraction", "1/8", str(tmp_path / "q.json"), "--sides", "snapkv"])
     assert "| 1/8 |" in (tmp_path / "q.md").read_text()
     assert (tmp_path / "q.png").stat().st_size > 5000
 

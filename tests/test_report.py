@@ -44,7 +44,7 @@ def test_every_committed_result_and_figure_is_on_the_page() -> None:
     for path in RESULTS.glob("*.json"):
         held = json.loads(path.read_text())
         section = text.split(f"\n## {path.stem}\n")[1].split("\n## ")[0]
-        assert held["command"] in section and held["commit"][:10] in section
+        assert held["command"] in section and (held["commit"] or "unknown")[:10] in section
         assert all(version in section for version in held["versions"].values())
     for path in RESULTS.glob("*.png"):
         assert f"(../eval/results/{path.name})" in text
@@ -91,6 +91,16 @@ def test_a_page_from_files(results: Path, tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="is stale; run python"):
         main(["--results", str(results), "--output", str(output), "--check"])
     assert output.read_text() == text
+
+
+def test_a_commit_that_nobody_knows_is_called_unknown(results: Path, tmp_path: Path) -> None:
+    held = json.loads((results / "some.json").read_text())
+    (results / "some.json").write_text(json.dumps({**held, "commit": None}))
+    output = tmp_path / "page.md"
+    main(["--results", str(results), "--output", str(output)])
+    text = output.read_text()
+    assert "| [some](#some) | 2026-01-02 | unknown |" in text and "commit unknown;" in text
+    assert "0123456789+changes" in text and "None" not in text
 
 
 def test_broken_files_are_one_line(results: Path, tmp_path: Path) -> None:
