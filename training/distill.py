@@ -118,7 +118,7 @@ def distill(
     names = Settings.__dataclass_fields__
     settings = Settings(**{name: value for name, value in given.items() if name in names})
     engine = load_backbone(settings)
-    console = Console(stderr=True)
+    console = Console(stderr=True, markup=False)  # file names may hold brackets
     count = settings.steps * settings.batch * settings.accumulate * processes()
     how: dict[str, Any] = {
         "max_length": max_length, "long_chats": long_chats, "media_root": media_root,

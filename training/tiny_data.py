@@ -137,8 +137,8 @@ ROUNDS: dict[str, tuple[tuple[str, int], ...]] = {
         ("single", 16), ("clip", 12), ("single", 16), ("long", 5),
     ),
     "far": (
-        ("crowd", 1), ("single", 16), ("gallery", 1), ("long", 5), ("stream", 1), ("sparse", 5),
-        ("crowd", 1), ("clip", 12), ("gallery", 1), ("dense", 8),
+        ("gallery", 1), ("single", 16), ("crowd", 1), ("stream", 1), ("gallery", 1), ("long", 5),
+        ("gallery", 1), ("sparse", 5), ("stream", 1), ("gallery", 1), ("clip", 12), ("dense", 8),
     ),
 }  # fmt: skip
 
