@@ -108,6 +108,29 @@ def _recall(shown: Callable[[Mapping[str, Any]], str]) -> Callable[[Path], Rows]
     return rows
 
 
+def _unseen(results: Path) -> Rows:
+    yield ["task", "budget", "full", *(f"`{side}`" for side in _SIDES)]
+    for source, page in _page(results, "quality-smollm2-unseen").items():
+        for budget in _budgets(page):
+            cells = (_long(_row(page, side, budget)) for side in _SIDES)
+            task = source.partition(":")[2]
+            yield [f"`{task}`", budget, _long(_row(page, "full", "1")), *cells]
+
+
+def _dialogues(results: Path) -> Rows:
+    """Answers of the bundled model and its long variant, kind of question by kind of dialogue."""
+    yield ["dialogues (100 each)", "tokens", "about", "`tiny-vlm`", "`tiny-vlm-long`"]
+    pages = [
+        {(row["dialogue"], row["about"]): row for row in _page(results, name)
+         if row["kind"] == "all"}
+        for name in ("dialogue-accuracy", "dialogue-accuracy-long")
+    ]  # fmt: skip
+    for key, row in pages[0].items():
+        found = (page[key] for page in pages)
+        cells = (f"{x['share']:.3f} [{x['ci'][0]:.3f}, {x['ci'][1]:.3f}]" for x in found)
+        yield [key[0], f"{row['mean_tokens']:,.0f}", key[1], *cells]
+
+
 def _texts(results: Path) -> Rows:
     sides = ("dbtrimkv", "trimkv", "streamingllm")
 
@@ -187,6 +210,8 @@ TABLES: dict[str, Callable[[Path], Rows]] = {
     "dense": _quality("quality-tiny-vlm-dense", "scenes:dense"),
     "sparse": _quality("quality-tiny-vlm-sparse", "scenes:sparse"),
     "crowd": _quality("quality-tiny-vlm-crowd", "scenes:crowd"),
+    "unseen": _unseen,
+    "dialogues": _dialogues,
     "texts": _texts,
     "lookahead": _lookahead,
     "ablations": _ablations,
