@@ -45,7 +45,7 @@ DECODE_PEERS = transformers "transformers static+compile" kvpress trimkv
 
 test-gpu:
 	HF_HUB_OFFLINE=1 $(GPU_PYTHON) -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "no GPU here; make test runs the same tests on the CPU")'
-	HF_HUB_OFFLINE=1 $(GPU_PYTHON) -m pytest tests/test_kernels_*.py tests/test_graph.py tests/test_bench*.py tests/test_capacity.py tests/test_gated_attention.py
+	HF_HUB_OFFLINE=1 $(GPU_PYTHON) -m pytest tests/test_kernels_*.py tests/test_graph.py tests/test_bench*.py tests/test_capacity.py tests/test_gated_attention.py tests/test_quality_options.py
 
 bench-gpu:
 	$(MAKE) --keep-going $(BENCH_PARTS)

@@ -30,7 +30,7 @@ from training.settings import Settings
 from training.trainable import TrainableGates
 from training.trainer import DistillTrainer, HeldOut, History
 
-_HOURS = 3600  # seconds
+_DAY = 24 * 3600  # seconds
 
 
 def load_backbone(settings: Settings) -> Engine:
@@ -169,7 +169,7 @@ def _arguments(settings: Settings, folder: Path) -> TrainingArguments:
         accelerator_config={"dispatch_batches": False, "even_batches": False},
         report_to=[],
         # The others wait while the first process reads the held-out data.
-        ddp_timeout=24 * _HOURS,
+        ddp_timeout=_DAY,
         use_cpu=settings.device == "cpu" or not torch.cuda.is_available(),
     )
     # One process is one GPU: seeing several, the Trainer would wrap the model in nn.DataParallel,

@@ -54,10 +54,10 @@ class DistillTrainer(Trainer):
             speed = self._tokens / (now - self._since)
             means = [self._sums[name].double() / self._batches for name in PARTS]
             found = torch.stack([*means, means[0].new_tensor(speed)])
-            found = self.accelerator.reduce(found, "sum") / self.accelerator.num_processes
-            logs |= {n: round(x, 5) for n, x in zip(PARTS, found[:-1].tolist(), strict=True)}
-            together = float(found[-1]) * self.accelerator.num_processes
-            logs["tokens_per_second"] = round(together, 1)
+            *sums, speed = self.accelerator.reduce(found, "sum").tolist()
+            several = self.accelerator.num_processes
+            logs |= {name: round(x / several, 5) for name, x in zip(PARTS, sums, strict=True)}
+            logs["tokens_per_second"] = round(speed, 1)
             self._sums, self._batches, self._tokens, self._since = {}, 0, 0, now
         super().log(logs, start_time)
 
