@@ -55,10 +55,7 @@ class Piece:
 def recall(rng: random.Random, facts: int, questions: int) -> list[Piece]:
     """``facts`` numbers, one per name, then ``questions`` of them."""
     known = _numbers(rng, facts)
-    pieces = [Piece("".join(_stated(name, value) for name, value in known.items()))]
-    for name in rng.sample(sorted(known), questions):
-        pieces += _asked(name, known[name])
-    return pieces
+    return _asked_back(rng, questions, known, lambda name: f"{opening(name)} ", ".\n")
 
 
 def records(rng: random.Random, facts: int, questions: int) -> list[Piece]:
@@ -66,20 +63,14 @@ def records(rng: random.Random, facts: int, questions: int) -> list[Piece]:
     known: dict[str, str] = {}
     while len(known) < facts:
         known[f"{rng.randrange(16**4):04x}"] = f"{rng.randrange(16**4):04x}"
-    pieces = [Piece("".join(f'"{key}": "{value}",\n' for key, value in known.items()))]
-    for key in rng.sample(sorted(known), questions):
-        pieces += [Piece(f'\n"{key}": "'), Piece(known[key], True), Piece('",\n')]
-    return pieces
+    return _asked_back(rng, questions, known, lambda key: f'"{key}": "', '",\n')
 
 
 def assigned(rng: random.Random, facts: int, questions: int) -> list[Piece]:
     """``facts`` names of a program and their numbers, then ``questions`` of them."""
     names = [f"{place}_{thing}" for place in _PLACES for thing in _OBJECTS]
     known = {name: _number(rng) for name in rng.sample(names, facts)}
-    pieces = [Piece("".join(f"{name} = {value}\n" for name, value in known.items()))]
-    for name in rng.sample(sorted(known), questions):
-        pieces += [Piece(f"\n{name} ="), Piece(f" {known[name]}", True), Piece("\n")]
-    return pieces
+    return _asked_back(rng, questions, known, lambda name: f"{name} = ", "\n")
 
 
 def needles(rng: random.Random, filler: int, keys: int, queries: int) -> list[Piece]:
@@ -140,6 +131,26 @@ def opening(name: str, values: int = 1) -> str:
     if values == 1:
         return f"The special magic number for {name} is:"
     return f"The special magic numbers for {name} are:"
+
+
+def _asked_back(
+    rng: random.Random,
+    questions: int,
+    known: dict[str, str],
+    begin: Callable[[str], str],
+    end: str,
+) -> list[Piece]:
+    """All facts, each ``begin(name) + value + end``, then ``questions`` of them once more.
+
+    A space before the value is part of the answer: tokenizers join the two.
+    """
+    pieces = [Piece("".join(f"{begin(name)}{value}{end}" for name, value in known.items()))]
+    for name in rng.sample(sorted(known), questions):
+        asked = begin(name)
+        said = asked.rstrip(" ")
+        answer = asked[len(said) :] + known[name]
+        pieces += [Piece(f"\n{said}"), Piece(answer, True), Piece(end)]
+    return pieces
 
 
 def _stated(name: str, value: str) -> str:
