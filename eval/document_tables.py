@@ -118,17 +118,13 @@ def _unseen(results: Path) -> Rows:
 
 
 def _dialogues(results: Path) -> Rows:
-    """Answers of the bundled model and its long variant, kind of question by kind of dialogue."""
-    yield ["dialogues (100 each)", "tokens", "about", "`tiny-vlm`", "`tiny-vlm-long`"]
-    pages = [
-        {(row["dialogue"], row["about"]): row for row in _page(results, name)
-         if row["kind"] == "all"}
-        for name in ("dialogue-accuracy", "dialogue-accuracy-long")
-    ]  # fmt: skip
-    for key, row in pages[0].items():
-        found = (page[key] for page in pages)
-        cells = (f"{x['share']:.3f} [{x['ci'][0]:.3f}, {x['ci'][1]:.3f}]" for x in found)
-        yield [key[0], f"{row['mean_tokens']:,.0f}", key[1], *cells]
+    """Answers of the bundled model by kind of dialogue, all kinds of question together."""
+    yield ["dialogues (100 each)", "tokens", "about", "right", "of", "share"]
+    for row in _page(results, "dialogue-accuracy"):
+        if row["kind"] == "all":
+            share = f"{row['share']:.3f} [{row['ci'][0]:.3f}, {row['ci'][1]:.3f}]"
+            counts = (f"{row[key]:,}" for key in ("right", "of"))
+            yield [row["dialogue"], f"{row['mean_tokens']:,.0f}", row["about"], *counts, share]
 
 
 def _texts(results: Path) -> Rows:

@@ -140,13 +140,17 @@ ROUNDS: dict[str, tuple[tuple[str, int], ...]] = {
         ("gallery", 1), ("single", 16), ("crowd", 1), ("stream", 1), ("gallery", 1), ("long", 5),
         ("gallery", 1), ("sparse", 5), ("stream", 1), ("gallery", 1), ("clip", 12), ("dense", 8),
     ),
+    "mixed": (
+        ("single", 16), ("gallery", 1), ("single", 16), ("long", 5), ("stream", 1), ("single", 16),
+        ("crowd", 1), ("single", 16), ("sparse", 5), ("gallery", 1), ("clip", 12), ("dense", 8),
+    ),
 }  # fmt: skip
 
 
 def long_lesson(kind: str, seed: int) -> list[Turn]:
     """A training dialogue of the later rounds: see :mod:`eval.dialogues`.
 
-    Those of "far" are 0.7k to 4k tokens long: *crowd* has up to 256 pictures, few of which matter,
+    Three are 0.7k to 4k tokens long: *crowd* has up to 256 pictures, few of which matter,
     *gallery* up to 40 that all do, *stream* up to 48 clips.
     """
     rng = random.Random(f"{kind}-{seed}")

@@ -152,7 +152,7 @@ def save(
     del state["lm_head.weight"]  # tied to the embedding
     model.config.dtype = torch.bfloat16
     # The Trainer turns it off, and who loads the model would decode without a cache.
-    model.config.text_config.use_cache = True
+    model.config.use_cache = model.config.text_config.use_cache = True
     model.save_pretrained(folder, state_dict=state)
     tokenizer.save_pretrained(folder)
     (folder / "preprocessor_config.json").write_text(json.dumps(IMAGE_PROCESSOR, indent=2) + "\n")

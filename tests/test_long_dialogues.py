@@ -1,4 +1,4 @@
-"""assets/tiny-vlm-long: thousands of tokens on a few entries, answered as the pictures say."""
+"""The bundled model: thousands of tokens on a few entries, answered as the pictures say."""
 
 from __future__ import annotations
 
@@ -12,11 +12,9 @@ from mmkv.assets import bundled_model
 from training.scene_data import scene_example
 from training.tiny_model import build_tokenizer
 
-LONG = bundled_model().parent / "tiny-vlm-long"
-
 
 def reading(turns: list[Turn], policy: str, budget: float | None) -> Reading:
-    engine = Engine.from_pretrained(LONG, policy=policy, dtype="float32", device="cpu")
+    engine = Engine.from_pretrained(bundled_model(), policy=policy, dtype="float32", device="cpu")
     example = scene_example(turns, build_tokenizer())
     labels = example.pop("labels")[0]
     return read(engine, example, labels, budget)
