@@ -30,6 +30,13 @@ _ABLATIONS = {
     "stream": "streams among the documents",
     "trimkv": "`trimkv` (per head, untied, n = 1)",
 }
+_GATES = {
+    "recipe": "the recipe (log-bias, tying of the paper, global capacity)",
+    "logit-scale": "logit-scale gating",
+    "trimkv": "`trimkv` (per head, untied, n = 1), log-bias",
+    "trimkv-scale": "`trimkv`, logit-scale",
+    "trimkv-tt": "`trimkv`, logit-scale, normaliser of its paper",
+}
 _SPEEDS = {
     "tiny-vlm": "bundled model, batch 1, `full`",
     "tiny-vlm-evicting": "bundled model, batch 1, 512 tokens, `dbtrimkv` M = 64",
@@ -38,6 +45,8 @@ _SPEEDS = {
     "smollm2-2k-evicting": "SmolLM2-135M, batch 1, 2,048 tokens, `dbtrimkv` M = 256",
     "smollm2-4k-batch8-evicting": "SmolLM2-135M, batch 8, 4,096 tokens, `dbtrimkv` M = 256",
 }
+
+EARLIER = "round-2"  # results on weights of the bundled model that later training replaced
 
 Rows = Iterator[Sequence[str]]
 
@@ -150,18 +159,22 @@ def _lookahead(results: Path) -> Rows:
             yield [kind, budget, *(_short(_row(page, side, budget)) for side in sides)]
 
 
-def _ablations(results: Path) -> Rows:
-    pages = {
-        kind: _page(results, f"quality-ablation-{kind}")[f"scenes:{kind}"]
-        for kind in ("dense", "sparse")
-    }
-    places = [(kind, budget) for kind, page in pages.items() for budget in _budgets(page)]
-    yield ["trained with", *(f"{kind} {budget}" for kind, budget in places)]
-    yield ["full cache", *(_short(_row(pages[kind], "full", "1")) for kind, _ in places)]
-    for side in dict.fromkeys(row["side"] for row in pages["dense"]["rows"]):
-        if side != "full":
-            cells = (_short(_row(pages[kind], side, budget)) for kind, budget in places)
-            yield [_ABLATIONS[side], *cells]
+def _variants(name: str, words: Mapping[str, str]) -> Callable[[Path], Rows]:
+    """Gates that were trained differently, side by side at every budget of both kinds."""
+
+    def rows(results: Path) -> Rows:
+        pages = {
+            kind: _page(results, f"{name}-{kind}")[f"scenes:{kind}"] for kind in ("dense", "sparse")
+        }
+        places = [(kind, budget) for kind, page in pages.items() for budget in _budgets(page)]
+        yield ["trained with", *(f"{kind} {budget}" for kind, budget in places)]
+        yield ["full cache", *(_short(_row(pages[kind], "full", "1")) for kind, _ in places)]
+        for side in dict.fromkeys(row["side"] for row in pages["dense"]["rows"]):
+            if side != "full":
+                cells = (_short(_row(pages[kind], side, budget)) for kind, budget in places)
+                yield [words[side], *cells]
+
+    return rows
 
 
 def _memory(results: Path) -> Rows:
@@ -210,7 +223,8 @@ TABLES: dict[str, Callable[[Path], Rows]] = {
     "dialogues": _dialogues,
     "texts": _texts,
     "lookahead": _lookahead,
-    "ablations": _ablations,
+    "gates": _variants("quality-gates", _GATES),
+    "ablations": _variants(f"{EARLIER}/quality-ablation", _ABLATIONS),
     "memory": _memory,
     "speed": _speed,
 }
