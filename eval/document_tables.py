@@ -32,6 +32,7 @@ _ABLATIONS = {
 }
 _GATES = {
     "recipe": "the recipe (log-bias, tying of the paper, global capacity)",
+    "none": "one readout per layer and head",
     "logit-scale": "logit-scale gating",
     "trimkv": "`trimkv` (per head, untied, n = 1), log-bias",
     "trimkv-scale": "`trimkv`, logit-scale",
@@ -218,7 +219,7 @@ TABLES: dict[str, Callable[[Path], Rows]] = {
     "recall": _recall(_long),
     "dense": _quality("quality-tiny-vlm-dense", "scenes:dense"),
     "sparse": _quality("quality-tiny-vlm-sparse", "scenes:sparse"),
-    "crowd": _quality("quality-tiny-vlm-crowd", "scenes:crowd"),
+    "throng": _quality("quality-tiny-vlm-throng", "scenes:throng"),
     "unseen": _unseen,
     "dialogues": _dialogues,
     "texts": _texts,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -29,7 +30,7 @@ from mmkv.assets import bundled_model
 from mmkv.processing import load_processor
 from mmkv.video import Clip
 from training.tiny_data import ROUNDS, DialogueBatches, encode, patches
-from training.tiny_model import IMAGE_PROCESSOR, build_tokenizer
+from training.tiny_model import IMAGE_PROCESSOR, build_model, build_tokenizer, save
 
 
 def read_cells(picture: Image.Image) -> list[list[str]]:
@@ -207,3 +208,13 @@ def test_a_resumed_run_sees_the_same_batches(lessons: str) -> None:
     assert len(resumed) == 2
     for a, b in zip(whole[4:], resumed, strict=True):
         assert all(torch.equal(a[key], b[key]) for key in a)
+
+
+def test_a_saved_model_decodes_with_a_cache(tmp_path: Path) -> None:
+    """The Trainer turns the cache off in a configuration; what is saved must not."""
+    tokenizer = build_tokenizer()
+    model = build_model(tokenizer, 0)
+    model.config.use_cache = model.config.text_config.use_cache = False
+    save(model, tokenizer, tmp_path)
+    written = [path.read_text() for path in tmp_path.glob("*config.json")]
+    assert len(written) >= 2 and not any('"use_cache": false' in text for text in written)
