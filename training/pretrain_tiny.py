@@ -55,7 +55,7 @@ def arguments() -> argparse.Namespace:
         "--lessons",
         choices=list(ROUNDS),
         help="what is taught: by default curriculum, with --init dialogues (of up to 600 tokens);"
-        " far: half of up to 4k tokens; mixed: fewer of those, and single pictures besides",
+        " far: most of them up to 4k tokens; mixed: fewer of those, more single pictures",
     )
     parser.add_argument("--steps", type=int, default=4000)
     parser.add_argument("--batch-size", type=int, default=16)
