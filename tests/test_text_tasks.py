@@ -17,7 +17,7 @@ from training.sources import examples
 
 FACT = re.compile(r"The special magic number for (\w+) is: (\d{4})\.")
 # A fact of each kind, as (name, value); the space before a value is part of the answer.
-FACTS = dict.fromkeys(["recall", "needles", "memory"], FACT) | {
+FACTS = dict.fromkeys(["recall", "needles", "memory", "haystack"], FACT) | {
     "records": re.compile(r'"([0-9a-f]{4})": "([0-9a-f]{4})",\n'),
     "assigned": re.compile(r"(\w+_\w+) = (\d{4})\n"),
 }
@@ -53,12 +53,13 @@ def test_answers_are_what_the_text_says_last(kind: str) -> None:
     assert (updates > 20) == (kind == "memory")
 
 
-def test_needles_lie_at_all_depths_among_filler() -> None:
+@pytest.mark.parametrize(("kind", "keys", "least"), [("needles", 10, 34), ("haystack", 4, 68)])
+def test_needles_lie_at_all_depths_among_filler(kind: str, keys: int, least: int) -> None:
     depths = []
-    for seed in range(60):
-        document = text_task("needles", seed, "train")[0].text
+    for seed in range(1200 // keys):
+        document = text_task(kind, seed, "train")[0].text
         facts = [match.start() / len(document) for match in FACT.finditer(document)]
-        assert len(facts) == 10 and len(document.splitlines()) >= 34
+        assert len(facts) == keys and len(document.splitlines()) >= least
         depths += facts
     for low in (0.0, 0.25, 0.5, 0.75):
         assert 0.2 < sum(low <= depth < low + 0.25 for depth in depths) / len(depths) < 0.3
