@@ -156,7 +156,7 @@ def test_several_gpus_do_not_split_documents(
     assert _arguments(settings(tmp_path), tmp_path).n_gpu == 1
 
 
-# About 40 s: three interpreters load torch and transformers.
+# About 60 s: six interpreters load torch and transformers.
 @pytest.mark.slow
 def test_two_processes_give_the_loss_curve_of_one(tmp_path: Path) -> None:
     common = [
@@ -165,12 +165,18 @@ def test_two_processes_give_the_loss_curve_of_one(tmp_path: Path) -> None:
         "--dtype", "float32", "--threads", "1",
     ]  # fmt: skip
     alone = [sys.executable, "-m", "training.distill", "--accumulate", "2"]
-    pair = [
+    torchrun = [
         sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2",
         "--master-port", "29617", "-m", "training.distill",
     ]  # fmt: skip
+    # --multi_gpu is what makes it start several processes; they find no GPU, and talk by gloo.
+    accelerate = [
+        sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2",
+        "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no",
+        "--main_process_port", "29619", "-m", "training.distill",
+    ]  # fmt: skip
     curves = []
-    for name, command in (("alone", alone), ("pair", pair)):
+    for name, command in (("alone", alone), ("torchrun", torchrun), ("accelerate", accelerate)):
         folder = tmp_path / name
         done = subprocess.run(
             [*command, *common, "--output", str(folder)],
@@ -186,12 +192,15 @@ def test_two_processes_give_the_loss_curve_of_one(tmp_path: Path) -> None:
             )
         )
         assert done.stderr.count("saved gates in") == 1
-    (one, gates), (two, others) = curves
-    assert len(one) == len(two) == 4
-    for left, right in zip(one, two, strict=True):
-        assert left == pytest.approx(right, rel=1e-3, abs=2e-5)
-    for name in gates:
-        torch.testing.assert_close(gates[name], others[name], rtol=1e-3, atol=1e-5)
+        told = json.loads((folder / "run.json").read_text())
+        assert told["processes"] == (1 if name == "alone" else 2)
+    (one, gates), *pairs = curves
+    for two, others in pairs:
+        assert len(one) == len(two) == 4
+        for left, right in zip(one, two, strict=True):
+            assert left == pytest.approx(right, rel=1e-3, abs=2e-5)
+        for name in gates:
+            torch.testing.assert_close(gates[name], others[name], rtol=1e-3, atol=1e-5)
 
 
 def test_the_card_says_what_decides_the_gates(tmp_path: Path) -> None:
