@@ -38,6 +38,25 @@ _GATES = {
     "trimkv-scale": "`trimkv`, logit-scale",
     "trimkv-tt": "`trimkv`, logit-scale, normaliser of its paper",
 }
+_RULES = {
+    "dbtrimkv": "tied, one budget (`dbtrimkv`)",
+    "tied-per-head": "tied, a budget per head",
+    "untied-global": "untied (`trimkv`'s), one budget",
+    "trimkv": "untied, a budget per head (`trimkv`)",
+    "throngs": "tied, one budget, throngs in training",
+}
+_REMEDIES = {
+    "trimkv": "`trimkv`, M = 48",
+    "trimkv-n2": "lookahead 2",
+    "trimkv-b16": "trained for M = 16",
+    "trimkv-scale": "logit-scale gating",
+    "trimkv-cap": "capacity term 16 times as heavy",
+    "trimkv-tied": "`dbtrimkv`'s gates",
+    "trimkv-global": "its own gates, but one budget for all heads",
+    "dbtrimkv": "`dbtrimkv`",
+    "snapkv": "`snapkv`",
+    "streamingllm": "`streamingllm`",
+}
 _SPEEDS = {
     "tiny-vlm": "bundled model, batch 1, `full`",
     "tiny-vlm-evicting": "bundled model, batch 1, 512 tokens, `dbtrimkv` M = 64",
@@ -160,22 +179,29 @@ def _lookahead(results: Path) -> Rows:
             yield [kind, budget, *(_short(_row(page, side, budget)) for side in sides)]
 
 
-def _variants(name: str, words: Mapping[str, str]) -> Callable[[Path], Rows]:
-    """Gates that were trained differently, side by side at every budget of both kinds."""
+def _variants(
+    name: str, words: Mapping[str, str], kinds: Sequence[str] = ("dense", "sparse")
+) -> Callable[[Path], Rows]:
+    """Gates or rules in the order of ``words``, side by side at every budget of every kind."""
 
     def rows(results: Path) -> Rows:
-        pages = {
-            kind: _page(results, f"{name}-{kind}")[f"scenes:{kind}"] for kind in ("dense", "sparse")
-        }
+        pages = {kind: _page(results, f"{name}-{kind}")[f"scenes:{kind}"] for kind in kinds}
         places = [(kind, budget) for kind, page in pages.items() for budget in _budgets(page)]
-        yield ["trained with", *(f"{kind} {budget}" for kind, budget in places)]
+        yield ["gates", *(f"{kind} {budget}" for kind, budget in places)]
         yield ["full cache", *(_short(_row(pages[kind], "full", "1")) for kind, _ in places)]
-        for side in dict.fromkeys(row["side"] for row in pages["dense"]["rows"]):
-            if side != "full":
-                cells = (_short(_row(pages[kind], side, budget)) for kind, budget in places)
-                yield [words[side], *cells]
+        for side, text in words.items():
+            cells = (_short(_row(pages[kind], side, budget)) for kind, budget in places)
+            yield [text, *cells]
 
     return rows
+
+
+def _remedies(results: Path) -> Rows:
+    """What was tried for one policy at the tightest budgets."""
+    page = _page(results, "quality-smollm2-remedies")["tasks:recall"]
+    yield ["recall", *_budgets(page)]
+    for side, text in _REMEDIES.items():
+        yield [text, *(_long(_row(page, side, budget)) for budget in _budgets(page))]
 
 
 def _memory(results: Path) -> Rows:
@@ -226,6 +252,8 @@ TABLES: dict[str, Callable[[Path], Rows]] = {
     "lookahead": _lookahead,
     "gates": _variants("quality-gates", _GATES),
     "ablations": _variants(f"{EARLIER}/quality-ablation", _ABLATIONS),
+    "rules": _variants("quality-rules", _RULES, ("dense", "sparse", "throng")),
+    "remedies": _remedies,
     "memory": _memory,
     "speed": _speed,
 }
