@@ -44,6 +44,7 @@ _RULES = {
     "untied-global": "untied (`trimkv`'s), one budget",
     "trimkv": "untied, a budget per head (`trimkv`)",
     "throngs": "tied, one budget, throngs in training",
+    "both": "tied, one budget, throngs and more streams, 700 steps",
 }
 _REMEDIES = {
     "trimkv": "`trimkv`, M = 48",
@@ -246,6 +247,7 @@ TABLES: dict[str, Callable[[Path], Rows]] = {
     "dense": _quality("quality-tiny-vlm-dense", "scenes:dense"),
     "sparse": _quality("quality-tiny-vlm-sparse", "scenes:sparse"),
     "throng": _quality("quality-tiny-vlm-throng", "scenes:throng"),
+    "haystack": _quality("quality-smollm2-haystack", "tasks:haystack"),
     "unseen": _unseen,
     "dialogues": _dialogues,
     "texts": _texts,
