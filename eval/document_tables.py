@@ -45,6 +45,7 @@ _RULES = {
     "trimkv": "untied, a budget per head (`trimkv`)",
     "throngs": "tied, one budget, throngs in training",
     "both": "tied, one budget, throngs and more streams, 700 steps",
+    "heavy": "tied, one budget, throngs and more streams, capacity term x 16",
 }
 _REMEDIES = {
     "trimkv": "`trimkv`, M = 48",
