@@ -1,12 +1,15 @@
-"""Whether the model hub can be asked at all."""
+"""Whether the model hub can be asked at all, and what a checkpoint there or here is."""
 
 from __future__ import annotations
 
+import hashlib
 import socket
 import urllib.request
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import huggingface_hub.constants as hub
+from transformers.utils import cached_file
 
 
 def in_reach() -> bool:
@@ -21,3 +24,14 @@ def in_reach() -> bool:
     except OSError:
         return False
     return True
+
+
+def config_digest(model: str) -> str:
+    """SHA-256 of the ``config.json`` of a folder or hub id, as ``sha256sum`` gives it.
+
+    Raises:
+        OSError: there is none, or it is out of reach.
+    """
+    local = Path(model).is_dir() or not in_reach()
+    found = cached_file(model, "config.json", local_files_only=local)
+    return hashlib.sha256(Path(found).read_bytes()).hexdigest()

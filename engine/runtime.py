@@ -15,7 +15,7 @@ from engine.decoder import Decoder
 from engine.errors import GateError, InputError, PolicyError, SessionError
 from engine.families.base import Family
 from engine.families.loading import load, resolve_device
-from engine.gates import Gates, load_gates
+from engine.gates import Gates, foreign_note, load_gates
 from engine.graph import GraphRunner
 from engine.kernels.sample import Draw, columns_of, sample, uniform
 from engine.native import NativeDecoder, NativeEvictor
@@ -102,7 +102,8 @@ class Engine:
         Args:
             path_or_hub_id: a transformers checkpoint folder, or the id of one on the hub.
             policy: a preset of :data:`engine.policies.PRESETS`. None takes ``dbtrimkv`` when
-                there are gates and ``streamingllm`` otherwise (``policy_note`` says so).
+                there are gates and ``streamingllm`` otherwise (``policy_note`` says so, as
+                it does of gates that seem to be another model's).
             budget: M, mean entries kept per (layer, KV head), or a :class:`Budget`.
             gates: a gate folder, file or hub id; ``"random"`` for tests and speed runs; None
                 takes the checkpoint's own ``gates/`` folder if it has one.
@@ -117,7 +118,7 @@ class Engine:
         if gates is None and (Path(path_or_hub_id) / "gates" / "gates.safetensors").is_file():
             gates = Path(path_or_hub_id) / "gates"
         loaded = None if gates is None else load_gates(gates, spec)
-        note = None
+        note = None if loaded is None else foreign_note(loaded, str(path_or_hub_id))
         if loaded is None and chosen.scoring.needs_gates and chosen.evicts:
             if policy is not None:
                 raise GateError(

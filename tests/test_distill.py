@@ -156,7 +156,7 @@ def test_several_gpus_do_not_split_documents(
     assert _arguments(settings(tmp_path), tmp_path).n_gpu == 1
 
 
-# About 60 s: six interpreters load torch and transformers.
+# About 45 s: seven interpreters, launchers with them, load torch and transformers.
 @pytest.mark.slow
 def test_two_processes_give_the_loss_curve_of_one(tmp_path: Path) -> None:
     common = [

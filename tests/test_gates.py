@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import mpmath
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from engine.errors import GateError
 from engine.gates import load_gates, make_random_gates, save_gates
+from engine.runtime import Engine
 from engine.spec import DecoderSpec
 from mmkv.assets import bundled_model
 from tests.conftest import make_spec
@@ -261,6 +263,20 @@ def test_the_gates_of_smollm2_fit_it_and_the_repository() -> None:
     log_beta = torch.stack([gates.log_beta(layer, hidden) for layer in range(30)])
     assert bool((log_beta <= 0).all()) and bool(log_beta.isfinite().all())
     assert log_beta.quantile(0.05) < -0.03 and log_beta.quantile(0.95) > -0.003
+
+
+def test_gates_of_another_checkpoint_of_the_same_shape_are_named(tmp_path: Path) -> None:
+    """They load (the shapes agree) and would keep the wrong entries: every front end tells so."""
+    model = tmp_path / "model"
+    shutil.copytree(bundled_model(), model)
+    assert Engine.from_pretrained(str(model)).policy_note is None
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"note": "thinking"}))
+    note = Engine.from_pretrained(str(model)).policy_note
+    assert note is not None and "assets/tiny-vlm" in note and str(model) in note
+    assert "\n" not in note
+    # Gates that do not say what they were trained for, and models without gates, get no note.
+    assert Engine.from_pretrained(str(model), gates="random").policy_note is None
 
 
 def test_random_gates_are_spread_and_seeded() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -13,7 +12,6 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 from transformers import TrainingArguments
-from transformers.utils import cached_file
 
 from engine import hub
 from engine.errors import ModelError
@@ -125,7 +123,7 @@ def distill(
         "base_model": settings.model,
         "base_sha256": before,
         "base_dtype": str(engine.dtype).removeprefix("torch."),
-        "base_config_sha256": config_digest(settings.model),
+        "base_config_sha256": hub.config_digest(settings.model),
         "trained": True,
         "settings": dataclasses.asdict(settings),
         "data": list(data),
@@ -138,12 +136,6 @@ def distill(
         draw_curve(history(folder), folder / "curve.png", settings.budget)
         write_card(folder, described)
     return described
-
-
-def config_digest(model: str) -> str:
-    """SHA-256 of the checkpoint's ``config.json``, as ``sha256sum`` gives it."""
-    found = cached_file(model, "config.json", local_files_only=not hub.in_reach())
-    return hashlib.sha256(Path(found).read_bytes()).hexdigest()
 
 
 def _arguments(settings: Settings, folder: Path) -> TrainingArguments:

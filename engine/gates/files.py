@@ -54,6 +54,25 @@ def load_gates(source: str | Path, spec: DecoderSpec) -> Gates:
     return tied_gates(tensors, spec, info)
 
 
+def foreign_note(gates: Gates, model: str) -> str | None:
+    """One line if the gates name a ``config.json`` that is not this checkpoint's, else None.
+
+    Models of one shape (an Instruct and a Thinking one) load each other's gates, and the scores
+    would be noise. A note, not an error: a checkpoint saved again has another file, too.
+
+    Args:
+        model: the checkpoint's folder or hub id.
+    """
+    theirs = gates.info.get("base_config_sha256")
+    if theirs is None or theirs == hub.config_digest(model):
+        return None
+    return (
+        f"these gates were trained for a checkpoint with another config.json "
+        f"({gates.info.get('base_model', 'not named')}); if {model} is another model, their scores "
+        "mean nothing for it: train gates for it with `python -m training.distill`"
+    )
+
+
 def as_stored(tensors: dict[str, Tensor], trunk_dtype: torch.dtype | None) -> dict[str, Tensor]:
     """The tensors of a gate file with its trunks in ``trunk_dtype``; None: as they are."""
     return {
