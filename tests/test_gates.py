@@ -265,6 +265,22 @@ def test_the_gates_of_smollm2_fit_it_and_the_repository() -> None:
     assert log_beta.quantile(0.05) < -0.03 and log_beta.quantile(0.95) > -0.003
 
 
+@pytest.mark.parametrize("name", ["dbtrimkv-1", "trimkv-0", "trimkv-1"])
+def test_the_gates_that_results_compare_with_differ_in_what_their_names_say(name: str) -> None:
+    """The sides and seeds of the README's table: one recipe, other seed or other method."""
+    folder = bundled_model().parent / "gates" / f"tiny-vlm-{name}"
+    engine = Engine.from_pretrained(str(bundled_model()), gates=str(folder))
+    assert engine.policy_note is None, "trained for other weights of the bundled model"
+    ours = json.loads((bundled_model() / "gates" / "gates.json").read_text())
+    theirs = json.loads((folder / "gates.json").read_text())
+    assert theirs["base_sha256"] == ours["base_sha256"] and theirs["data"] == ours["data"]
+    changed = {k: v for k, v in theirs["settings"].items() if ours["settings"][k] != v}
+    del changed["output"]
+    method, _, seed = name.partition("-")
+    wanted = {"scope": "head", "tying": "none"} if method == "trimkv" else {}
+    assert changed == (wanted | {"seed": 1} if seed == "1" else wanted)
+
+
 def test_gates_of_another_checkpoint_of_the_same_shape_are_named(tmp_path: Path) -> None:
     """They load (the shapes agree) and would keep the wrong entries: every front end tells so."""
     model = tmp_path / "model"
