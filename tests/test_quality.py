@@ -213,7 +213,7 @@ def test_whole_texts_are_told_by_perplexity(tmp_path: Path) -> None:
 def test_plots_say_what_their_budgets_are(tmp_path: Path, monkeypatch: Any) -> None:
     drawn: list[Figure] = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, path, **_: drawn.append(figure))
-    pages = json.loads((RESULTS / "quality-gates-dense.json").read_text())["results"]
+    pages = json.loads((RESULTS / "quality-rules-dense.json").read_text())["results"]
     entries = "entries per layer and KV head"
     for budget, label, title in (
         ("1/5", "budget, share of the context", "Entries kept at 1/5 of the context"),
