@@ -44,6 +44,14 @@ _RULES = {
     "untied-global": "untied (`trimkv`'s), one budget",
     "trimkv": "untied, a budget per head (`trimkv`)",
 }
+_SWEEP = {
+    "dbtrimkv": "`dbtrimkv`",
+    "dbtrimkv-none": "one readout per layer and head",
+    "dbtrimkv-M64": "M = 64",
+    "dbtrimkv-cap4": "capacity term x 4",
+    "trimkv": "`trimkv`",
+    "trimkv-M64": "`trimkv`, M = 64",
+}
 _RECIPES = {
     "dbtrimkv": "the recipe of that time",
     "throngs": "throngs among the documents",
@@ -260,6 +268,7 @@ TABLES: dict[str, Callable[[Path], Rows]] = {
     "lookahead": _lookahead,
     "ablations": _variants(f"{ROUND_2}/quality-ablation", _ABLATIONS),
     "rules": _variants("quality-rules", _RULES, ("dense", "sparse", "throng")),
+    "sweep": _variants("quality-sweep", _SWEEP, ("dense", "sparse", "throng")),
     "recipes": _variants(f"{ROUND_3}/quality-rules", _RECIPES, ("dense", "sparse", "throng")),
     "gates": _variants(f"{ROUND_3}/quality-gates", _GATES),
     "remedies": _remedies,

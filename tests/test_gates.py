@@ -282,7 +282,7 @@ def test_the_gates_that_results_compare_with_differ_in_what_their_names_say(name
 
 
 def test_gates_of_another_checkpoint_of_the_same_shape_are_named(tmp_path: Path) -> None:
-    """They load (the shapes agree) and would keep the wrong entries: every front end tells so."""
+    """They load (the shapes agree) and would keep the wrong entries; front ends show the note."""
     model = tmp_path / "model"
     shutil.copytree(bundled_model(), model)
     assert Engine.from_pretrained(str(model)).policy_note is None
