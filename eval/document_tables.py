@@ -47,6 +47,7 @@ _RULES = {
 _SWEEP = {
     "dbtrimkv": "`dbtrimkv`",
     "dbtrimkv-none": "one readout per layer and head",
+    "dbtrimkv-kv": "gates on [k; v]",
     "dbtrimkv-M64": "M = 64",
     "dbtrimkv-cap4": "capacity term x 4",
     "trimkv": "`trimkv`",
