@@ -48,6 +48,7 @@ _SWEEP = {
     "dbtrimkv": "`dbtrimkv`",
     "dbtrimkv-none": "one readout per layer and head",
     "dbtrimkv-kv": "gates on [k; v]",
+    "dbtrimkv-kl": "KL alone",
     "dbtrimkv-M64": "M = 64",
     "dbtrimkv-cap4": "capacity term x 4",
     "trimkv": "`trimkv`",
