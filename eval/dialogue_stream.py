@@ -97,7 +97,9 @@ def run(
     free = Engine(base.family, endless, base.decoder.weights, None, base.policy)
     cells = compared.cells()
     rows: dict[str, list[list[Row]]] = {}
-    engines = {cell: cell.engine(free) for group in cells.values() for cell in group}
+    engines = {
+        cell: cell.engine(free, compared.model) for group in cells.values() for cell in group
+    }
     full_clips = min(clips, full_clips)
     total = sum(
         full_clips if c.budget is None else clips for group in cells.values() for c in group

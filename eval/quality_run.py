@@ -23,7 +23,7 @@ import torch
 from tqdm import tqdm
 
 from engine.errors import InputError
-from engine.gates import load_gates
+from engine.gates import foreign_note, load_gates
 from engine.policies import Budget, make_policy
 from engine.runtime import Engine
 from eval.budgets import is_share
@@ -94,8 +94,10 @@ class Cell:
         amount = float(Fraction(written))
         return Budget.of(max(1.0, amount * tokens) if is_share(written) else amount)
 
-    def engine(self, base: Engine) -> Engine:
-        """An engine over the weights of ``base``.
+    def engine(self, base: Engine, model: str) -> Engine:
+        """An engine over the weights of ``base``, which were read from ``model``.
+
+        Gates that were trained for another checkpoint are named on stderr.
 
         Raises:
             InputError: a policy that scores with gates, and none given.
@@ -104,6 +106,9 @@ class Cell:
         if policy.scoring.needs_gates and policy.evicts and self.gates is None:
             raise InputError(f"policy {self.policy!r} needs gates: write {self.policy}:GATES")
         gates = None if self.gates is None else load_gates(self.gates, base.spec)
+        note = None if gates is None else foreign_note(gates, model)
+        if note is not None:
+            tqdm.write(f"{self.gates}: {note}", file=sys.stderr)
         return Engine(base.family, base.spec, base.decoder.weights, gates, policy)
 
 
@@ -200,7 +205,7 @@ class Reader:
     def _engine(self, cell: Cell) -> Engine:
         whatever = _unbudgeted(cell)
         if whatever not in self._engines:
-            self._engines[whatever] = cell.engine(self.base)
+            self._engines[whatever] = cell.engine(self.base, self.comparison.model)
         return self._engines[whatever]
 
     @torch.inference_mode()

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -158,6 +159,20 @@ def test_sides_are_read_as_written() -> None:
     assert Side.parse("snapkv") == Side("snapkv", "snapkv", None, ())
     with pytest.raises(InputError, match="not a number"):
         Side.parse("dbtrimkv@two:a")
+
+
+def test_gates_of_another_checkpoint_are_named_before_anything_is_read(
+    tmp_path: Path, capsys: Any
+) -> None:
+    gates = tmp_path / "gates"
+    shutil.copytree(bundled_model() / "gates", gates)
+    Reader(Comparison(MODEL, "float32", (Side.parse(f"dbtrimkv:{gates}"),), ("1/3", "1/8")))
+    assert "config.json" not in capsys.readouterr().err
+    info = json.loads((gates / "gates.json").read_text())
+    (gates / "gates.json").write_text(json.dumps(info | {"base_config_sha256": "0" * 64}))
+    Reader(Comparison(MODEL, "float32", (Side.parse(f"dbtrimkv:{gates}"),), ("1/3", "1/8")))
+    said = capsys.readouterr().err
+    assert said.count("another config.json") == 1 and str(gates) in said
 
 
 def test_a_small_run_writes_table_plot_and_json(tmp_path: Path) -> None:
