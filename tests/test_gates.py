@@ -251,13 +251,16 @@ def test_trunks_stored_in_half_read_the_same_within_its_rounding(tmp_path: Path)
         assert 0 < (z - rounded).abs().max() < 2e-3
 
 
-def test_the_gates_of_smollm2_fit_it_and_the_repository() -> None:
+@pytest.mark.parametrize("name", ["", "-dbtrimkv-1", "-trimkv-0", "-trimkv-1"])
+def test_the_gates_of_smollm2_fit_it_and_the_repository(name: str) -> None:
     """30 layers, 3 KV heads, 576 features: what SmolLM2-135M's config says."""
-    folder = bundled_model().parent / "gates" / "smollm2-135m"
+    folder = bundled_model().parent / "gates" / f"smollm2-135m{name}"
     assert (folder / "gates.safetensors").stat().st_size <= 4 * 2**20
     spec = make_spec(layers=30, kv_heads=3, hidden=576)
     gates = load_gates(folder, spec).to(torch.device("cpu"), torch.float32)
-    assert gates.info["tying"] == "paper" and gates.info["trained"] is True
+    scope, tying = ("head", "none") if "trimkv" in name.split("-") else ("global", "paper")
+    assert gates.info["tying"] == tying and gates.info["settings"]["scope"] == scope
+    assert gates.info["trained"] is True and gates.info["settings"]["seed"] == int(name[-1:] or 0)
     # Trained gates tell tokens apart: some are forgotten within tens of steps, some never.
     hidden = torch.randn(400, 576, generator=torch.Generator().manual_seed(0))
     log_beta = torch.stack([gates.log_beta(layer, hidden) for layer in range(30)])
