@@ -12,6 +12,7 @@ appendix B.3 (what matters can be told when it is read).
 it never matters); not among the kinds that this repository's gates were trained on.
 ``memory``: numbered sessions of small talk in which facts are stated and later replaced; the
 latest value is asked.
+``far-needles`` and ``far-memory``: the two over 2k to 8k tokens, with up to four values to a key.
 ``records`` and ``assigned``: recall in other words: lines of JSON with hexadecimal keys and values,
 and names in a program that are given numbers. No gates of this repository were trained on them.
 """
@@ -75,9 +76,15 @@ def assigned(rng: random.Random, facts: int, questions: int) -> list[Piece]:
     return _asked_back(rng, questions, known, lambda name: f"{name} = ", "\n")
 
 
-def needles(rng: random.Random, filler: int, keys: int, queries: int) -> list[Piece]:
-    """``keys`` facts at random depths among ``filler`` sentences, then ``queries`` of them."""
-    known = _numbers(rng, keys)
+def needles(
+    rng: random.Random, filler: int, keys: int, queries: int, values: int = 1
+) -> list[Piece]:
+    """``keys`` facts at random depths among ``filler`` sentences, then ``queries`` of them.
+
+    Args:
+        values: numbers to each key, all of which are asked at once.
+    """
+    known = _numbers(rng, keys, values)
     lines = [small_talk(rng) for _ in range(filler)]
     for name, value in known.items():
         lines.insert(rng.randint(0, len(lines)), _stated(name, value))
@@ -115,6 +122,10 @@ KINDS: dict[str, Callable[[random.Random], list[Piece]]] = {
     "records": lambda rng: records(rng, rng.randint(16, 28), 16),
     "assigned": lambda rng: assigned(rng, rng.randint(16, 28), 16),
     "haystack": lambda rng: needles(rng, rng.randint(64, 80), 4, 4),
+    "far-needles": lambda rng: needles(
+        rng, rng.randint(140, 520), rng.randint(10, 24), 10, rng.randint(1, 4)
+    ),
+    "far-memory": lambda rng: memory(rng, rng.randint(16, 52), 12, rng.randint(6, 8)),
 }
 
 
@@ -157,15 +168,21 @@ def _asked_back(
 
 
 def _stated(name: str, value: str) -> str:
-    return f"{opening(name)} {value}.\n"
+    return f"{_opening_of(name, value)} {value}.\n"
 
 
 def _asked(name: str, value: str) -> list[Piece]:
-    return [Piece(f"\n{opening(name)}"), Piece(f" {value}", True), Piece(".\n")]
+    return [Piece(f"\n{_opening_of(name, value)}"), Piece(f" {value}", True), Piece(".\n")]
 
 
-def _numbers(rng: random.Random, count: int) -> dict[str, str]:
-    return {name: _number(rng) for name in rng.sample(NAMES, count)}
+def _opening_of(name: str, value: str) -> str:
+    return opening(name, 1 + value.count(","))
+
+
+def _numbers(rng: random.Random, count: int, values: int = 1) -> dict[str, str]:
+    return {
+        name: ", ".join(_number(rng) for _ in range(values)) for name in rng.sample(NAMES, count)
+    }
 
 
 def _number(rng: random.Random) -> str:

@@ -16,8 +16,10 @@ from training.examples import IGNORED
 from training.sources import examples
 
 FACT = re.compile(r"The special magic number for (\w+) is: (\d{4})\.")
+SEVERAL = re.compile(r"The special magic numbers? for (\w+) (?:is|are): (\d{4}(?:, \d{4})*)\.")
 # A fact of each kind, as (name, value); the space before a value is part of the answer.
-FACTS = dict.fromkeys(["recall", "needles", "memory", "haystack"], FACT) | {
+FACTS = dict.fromkeys(["recall", "needles", "memory", "haystack", "far-memory"], FACT) | {
+    "far-needles": SEVERAL,
     "records": re.compile(r'"([0-9a-f]{4})": "([0-9a-f]{4})",\n'),
     "assigned": re.compile(r"(\w+_\w+) = (\d{4})\n"),
 }
@@ -50,7 +52,7 @@ def test_answers_are_what_the_text_says_last(kind: str) -> None:
         assert text_task(kind, seed, "heldout") == pieces
         assert text_task(kind, seed, "train") != pieces != text_task(kind, seed + 1, "heldout")
     # Only sessions replace what they said before.
-    assert (updates > 20) == (kind == "memory")
+    assert (updates > 20) == (kind in ("memory", "far-memory"))
 
 
 @pytest.mark.parametrize(("kind", "keys", "least"), [("needles", 10, 34), ("haystack", 4, 68)])
@@ -61,6 +63,23 @@ def test_needles_lie_at_all_depths_among_filler(kind: str, keys: int, least: int
         facts = [match.start() / len(document) for match in FACT.finditer(document)]
         assert len(facts) == keys and len(document.splitlines()) >= least
         depths += facts
+    for low in (0.0, 0.25, 0.5, 0.75):
+        assert 0.2 < sum(low <= depth < low + 0.25 for depth in depths) / len(depths) < 0.3
+
+
+def test_far_needles_have_several_values_and_lie_at_all_depths() -> None:
+    depths, counts, sentences = [], set(), []
+    for seed in range(60):
+        pieces = text_task("far-needles", seed, "train")
+        document = pieces[0].text
+        facts = list(SEVERAL.finditer(document))
+        values = {fact[2].count(",") + 1 for fact in facts}
+        assert len(values) == 1 and ("numbers" in document) == (values != {1})
+        assert all(piece.text.count(",") + 1 in values for piece in pieces if piece.answer)
+        counts |= values
+        depths += [fact.start() / len(document) for fact in facts]
+        sentences.append(len(document.splitlines()))
+    assert counts == {1, 2, 3, 4} and min(sentences) < 200 and max(sentences) > 480
     for low in (0.0, 0.25, 0.5, 0.75):
         assert 0.2 < sum(low <= depth < low + 0.25 for depth in depths) / len(depths) < 0.3
 

@@ -32,8 +32,8 @@ def distill(
         _option(
             "[WEIGHT*][KIND:]PATH, kinds chat, llava, mmdu, text (found by content when left out); "
             "or [WEIGHT*]scenes:KIND for the bundled model (dense, sparse, crowd, throng, gallery, "
-            "clip, stream); or [WEIGHT*]tasks:KIND (recall, needles, memory, records, assigned, "
-            "haystack). Repeatable.",
+            "clip, stream); or [WEIGHT*]tasks:KIND (recall, needles, memory, far-needles, "
+            "far-memory, records, assigned, haystack). Repeatable.",
             _DATA,
         ),
     ],
