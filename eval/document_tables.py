@@ -82,7 +82,7 @@ _SPEEDS = {
     "smollm2-4k-batch8-evicting": "SmolLM2-135M, batch 8, 4,096 tokens, `dbtrimkv` M = 256",
 }
 
-# Results of the bundled model before its present weights, and of its gates before those of today.
+# Results of the bundled model before its present weights, and of gates before those of today.
 ROUND_2, ROUND_3 = "round-2", "round-3"
 
 Rows = Iterator[Sequence[str]]
@@ -215,7 +215,7 @@ def _variants(
 
 def _remedies(results: Path) -> Rows:
     """What was tried for one policy at the tightest budgets."""
-    page = _page(results, "quality-smollm2-remedies")["tasks:recall"]
+    page = _page(results, f"{ROUND_3}/quality-smollm2-remedies")["tasks:recall"]
     yield ["recall", *_budgets(page)]
     for side, text in _REMEDIES.items():
         yield [text, *(_long(_row(page, side, budget)) for budget in _budgets(page))]
