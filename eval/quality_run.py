@@ -108,8 +108,13 @@ class Cell:
         gates = None if self.gates is None else load_gates(self.gates, base.spec)
         note = None if gates is None else foreign_note(gates, model)
         if note is not None:
-            tqdm.write(f"{self.gates}: {note}", file=sys.stderr)
+            _say_once(f"{self.gates}: {note}")
         return Engine(base.family, base.spec, base.decoder.weights, gates, policy)
+
+
+@functools.cache  # some programs build an engine for every budget of a side
+def _say_once(line: str) -> None:
+    tqdm.write(line, file=sys.stderr)
 
 
 @functools.cache

@@ -170,7 +170,10 @@ def test_gates_of_another_checkpoint_are_named_before_anything_is_read(
     assert "config.json" not in capsys.readouterr().err
     info = json.loads((gates / "gates.json").read_text())
     (gates / "gates.json").write_text(json.dumps(info | {"base_config_sha256": "0" * 64}))
-    Reader(Comparison(MODEL, "float32", (Side.parse(f"dbtrimkv:{gates}"),), ("1/3", "1/8")))
+    compared = Comparison(MODEL, "float32", (Side.parse(f"dbtrimkv:{gates}"),), ("1/3", "1/8"))
+    base = Reader(compared).base
+    for (cell,) in compared.cells().values():
+        cell.engine(base, MODEL)
     said = capsys.readouterr().err
     assert said.count("another config.json") == 1 and str(gates) in said
 
