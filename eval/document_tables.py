@@ -17,19 +17,7 @@ from eval.quality_report import interval
 
 _BLOCK = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 _SIDES = ("dbtrimkv", "trimkv", "snapkv", "streamingllm")
-_ABLATIONS = {
-    "paper": "the recipe (tying of the paper, x, KL + NTP, log-bias, M = 32)",
-    "layer": "one readout per layer",
-    "none": "one readout per layer and head",
-    "kv": "gates on [k; v]",
-    "kl": "KL alone",
-    "ntp": "NTP alone",
-    "logit-scale": "logit-scale gating",
-    "M16": "M = 16",
-    "M64": "M = 64",
-    "stream": "streams among the documents",
-    "trimkv": "`trimkv` (per head, untied, n = 1)",
-}
+_KINDS = ("dense", "sparse", "throng")
 _GATES = {
     "recipe": "the recipe of that time (log-bias, tying of the paper, global capacity)",
     "none": "one readout per layer and head",
@@ -46,13 +34,23 @@ _RULES = {
 }
 _SWEEP = {
     "dbtrimkv": "`dbtrimkv`",
+    "dbtrimkv-layer": "one readout per layer",
     "dbtrimkv-none": "one readout per layer and head",
     "dbtrimkv-kv": "gates on [k; v]",
     "dbtrimkv-kl": "KL alone",
+    "dbtrimkv-ntp": "NTP alone",
+    "dbtrimkv-logit": "logit-scale gating",
+    "dbtrimkv-M16": "M = 16",
     "dbtrimkv-M64": "M = 64",
     "dbtrimkv-cap4": "capacity term x 4",
     "trimkv": "`trimkv`",
     "trimkv-M64": "`trimkv`, M = 64",
+}
+_BUDGET16 = {
+    "dbtrimkv-M16": "`dbtrimkv`, M = 16",
+    "dbtrimkv": "`dbtrimkv`, M = 32: bundled",
+    "trimkv-M16": "`trimkv`, M = 16",
+    "trimkv": "`trimkv`, M = 32: bundled",
 }
 _RECIPES = {
     "dbtrimkv": "the recipe of that time",
@@ -82,8 +80,7 @@ _SPEEDS = {
     "smollm2-4k-batch8-evicting": "SmolLM2-135M, batch 8, 4,096 tokens, `dbtrimkv` M = 256",
 }
 
-# Results of the bundled model before its present weights, and of gates before those of today.
-ROUND_2, ROUND_3 = "round-2", "round-3"
+ROUND_3 = "round-3"  # results of gates before those of today
 
 Rows = Iterator[Sequence[str]]
 
@@ -196,13 +193,31 @@ def _lookahead(results: Path) -> Rows:
             yield [kind, budget, *(_short(_row(page, side, budget)) for side in sides)]
 
 
+def together(results: Path, names: Sequence[str], kind: str) -> Mapping[str, Any]:
+    """The rows of several results over the same dialogues.
+
+    Raises:
+        ValueError: a side that several of them hold reads differently in two.
+    """
+    rows: dict[tuple[str, str], Mapping[str, Any]] = {}
+    for name in names:
+        for row in _page(results, f"{name}-{kind}")[f"scenes:{kind}"]["rows"]:
+            side, budget = place = row["side"], row["budget"]
+            if _short(rows.setdefault(place, row)) != _short(row):
+                raise ValueError(f"{side} at {budget} of {kind} differs in one of {list(names)}")
+    return {"rows": list(rows.values())}
+
+
 def _variants(
-    name: str, words: Mapping[str, str], kinds: Sequence[str] = ("dense", "sparse")
+    names: str | Sequence[str],
+    words: Mapping[str, str],
+    kinds: Sequence[str] = ("dense", "sparse"),
 ) -> Callable[[Path], Rows]:
     """Gates or rules in the order of ``words``, side by side at every budget of every kind."""
+    names = [names] if isinstance(names, str) else names
 
     def rows(results: Path) -> Rows:
-        pages = {kind: _page(results, f"{name}-{kind}")[f"scenes:{kind}"] for kind in kinds}
+        pages = {kind: together(results, names, kind) for kind in kinds}
         places = [(kind, budget) for kind, page in pages.items() for budget in _budgets(page)]
         yield ["gates", *(f"{kind} {budget}" for kind, budget in places)]
         yield ["full cache", *(_short(_row(pages[kind], "full", "1")) for kind, _ in places)]
@@ -268,10 +283,10 @@ TABLES: dict[str, Callable[[Path], Rows]] = {
     "dialogues": _dialogues,
     "texts": _texts,
     "lookahead": _lookahead,
-    "ablations": _variants(f"{ROUND_2}/quality-ablation", _ABLATIONS),
-    "rules": _variants("quality-rules", _RULES, ("dense", "sparse", "throng")),
-    "sweep": _variants("quality-sweep", _SWEEP, ("dense", "sparse", "throng")),
-    "recipes": _variants(f"{ROUND_3}/quality-rules", _RECIPES, ("dense", "sparse", "throng")),
+    "rules": _variants("quality-rules", _RULES, _KINDS),
+    "sweep": _variants(("quality-sweep", "quality-ablation"), _SWEEP, _KINDS),
+    "budget16": _variants("quality-budget16", _BUDGET16, _KINDS),
+    "recipes": _variants(f"{ROUND_3}/quality-rules", _RECIPES, _KINDS),
     "gates": _variants(f"{ROUND_3}/quality-gates", _GATES),
     "remedies": _remedies,
     "memory": _memory,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from eval.document_tables import filled
+from eval.document_tables import filled, together
 from eval.record import RESULTS
 from eval.report import PAGE, documents, main, page
 
@@ -37,6 +37,26 @@ def test_tables_are_put_between_their_marks(tmp_path: Path) -> None:
     assert filled(made, tmp_path) == made
     with pytest.raises(KeyError, match="nothing"):
         filled("<!-- table: nothing -->\n<!-- end -->", tmp_path)
+
+
+def test_sides_of_two_results_stand_in_one_table_if_they_agree(tmp_path: Path) -> None:
+    def write(name: str, **accuracy: float) -> None:
+        rows = [
+            {"side": side, "budget": "1/8", "accuracy": {"value": value}}
+            for side, value in accuracy.items()
+        ]
+        held = {"results": {"scenes:dense": {"rows": rows}}}
+        (tmp_path / f"{name}-dense.json").write_text(json.dumps(held))
+
+    write("one", dbtrimkv=0.9, kl=0.8)
+    write("two", dbtrimkv=0.9, ntp=0.7)
+    rows = together(tmp_path, ("one", "two"), "dense")["rows"]
+    assert [(r["side"], r["accuracy"]["value"]) for r in rows] == [
+        ("dbtrimkv", 0.9), ("kl", 0.8), ("ntp", 0.7)
+    ]  # fmt: skip
+    write("two", dbtrimkv=0.95, ntp=0.7)
+    with pytest.raises(ValueError, match="dbtrimkv at 1/8 of dense differs"):
+        together(tmp_path, ("one", "two"), "dense")
 
 
 def test_every_committed_result_and_figure_is_on_the_page() -> None:
