@@ -151,6 +151,20 @@ def _recall(shown: Callable[[Mapping[str, Any]], str]) -> Callable[[Path], Rows]
     return rows
 
 
+def _far(results: Path) -> Rows:
+    sides = ("dbtrimkv", "longer", "streamingllm")
+    page = _page(results, "quality-smollm2-far")["tasks:far-needles"]
+
+    def shown(side: str, budget: str) -> str:
+        row = _row(page, side, budget)
+        return f"{_long(row)}; {row['kl_per_token']['value']:.3f}"
+
+    yield ["entries", "full", *(f"`{side}`" for side in sides)]
+    for budget in _budgets(page):
+        cells = (shown(side, budget) for side in sides)
+        yield [budget, _long(_row(page, "full", "1")), *cells]
+
+
 def _unseen(results: Path) -> Rows:
     yield ["task", "budget", "full", *(f"`{side}`" for side in _SIDES)]
     for source, page in _page(results, "quality-smollm2-unseen").items():
@@ -279,6 +293,7 @@ TABLES: dict[str, Callable[[Path], Rows]] = {
     "sparse": _quality("quality-tiny-vlm-sparse", "scenes:sparse"),
     "throng": _quality("quality-tiny-vlm-throng", "scenes:throng"),
     "haystack": _quality("quality-smollm2-haystack", "tasks:haystack"),
+    "far": _far,
     "unseen": _unseen,
     "dialogues": _dialogues,
     "texts": _texts,
