@@ -35,7 +35,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         help="budgets: shares of the context, or entries per layer and KV head such as 64",
     )  # fmt: skip
     parser.add_argument("--dialogues", type=int, default=120, help="of each data source")
+    parser.add_argument(
+        "--skip", type=int, default=0, metavar="N",
+        help="leave out the first N dialogues, which something was chosen on",
+    )  # fmt: skip
     args = parser.parse_args(arguments)
+    if args.skip < 0 or args.dialogues < 1:
+        parser.error("--skip takes 0 or more, --dialogues 1 or more")
     with running(args, "eval.quality") as (path, journal):
         sides = tuple(Side.parse(text) for text in args.side)
         comparison = Comparison(
@@ -44,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         pages = {}
         with Readings(comparison, journal, args.workers) as readings:
             for source in args.data:
-                raw = readings.of(source, args.dialogues)
+                raw = readings.of(source, args.dialogues, args.skip)
                 pages[source] = summarise(raw, [side.name for side in sides], args.fractions)
         write_results(path, settings(args), pages)
         text = markdown(pages)

@@ -293,8 +293,8 @@ class Readings:
         if self._pool is not None:
             self._pool.shutdown()
 
-    def of(self, source: str, count: int) -> dict[str, list[list[Record]]]:
-        """The first ``count`` dialogues of a source through every cell.
+    def of(self, source: str, count: int, first: int = 0) -> dict[str, list[list[Record]]]:
+        """``count`` dialogues of a source, from the one with index ``first``, through every cell.
 
         Returns:
             ``"side at budget"`` -> per gate folder -> per dialogue what the reader keeps.
@@ -306,9 +306,9 @@ class Readings:
         done = {
             (row["cell"], row["index"]): row["record"] for row in self.journal.rows("where", where)
         }
+        wanted = range(first, first + count)
         left = {
-            index: [cell for cell in keys if (keys[cell], index) not in done]
-            for index in range(count)
+            index: [cell for cell in keys if (keys[cell], index) not in done] for index in wanted
         }
         todo = {index: missing for index, missing in left.items() if missing}
         if done:
@@ -323,7 +323,7 @@ class Readings:
             for row in self.journal.add(rows):
                 done[row["cell"], index] = row["record"]
         return {
-            name: [[done[keys[cell], index] for index in range(count)] for cell in seeds]
+            name: [[done[keys[cell], index] for index in wanted] for cell in seeds]
             for name, seeds in cells.items()
         }
 

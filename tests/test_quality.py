@@ -294,6 +294,24 @@ def test_a_comparison_that_grows_reads_only_what_is_new(tmp_path: Path, monkeypa
     assert len(keys) == 7
 
 
+def test_dialogues_that_something_was_chosen_on_are_left_out(tmp_path: Path) -> None:
+    """``--skip 2``: the third dialogue, as a run over all three reads it."""
+    compared = Comparison(MODEL, "float32", (Side.parse("streamingllm"),), ("1/4",))
+    whole = Readings(compared, Journal(tmp_path / "whole")).of("scenes:dense", 3)
+    options = ["--data", "scenes:dense", "--side", "streamingllm", "--fractions", "1/4"]
+    options += ["--dialogues", "1", "--skip", "2", "--output", str(tmp_path), "--name", "q"]
+    main([MODEL, *options])
+    read = Readings(compared, Journal(tmp_path / "q.readings.jsonl")).of("scenes:dense", 1, 2)
+    assert read == {name: [[third] for _, _, third in seeds] for name, seeds in whole.items()}
+    rows = [json.loads(line) for line in (tmp_path / "q.readings.jsonl").read_text().splitlines()]
+    assert {row["index"] for row in rows} == {2}
+    written = json.loads((tmp_path / "q.json").read_text())
+    assert written["settings"]["skip"] == 2 and written["results"]["scenes:dense"]["dialogues"] == 1
+    for wrong in (["--skip", "-1"], ["--dialogues", "0"]):
+        with pytest.raises(SystemExit):
+            main([MODEL, *options, *wrong])
+
+
 def test_the_model_is_loaded_once_and_only_for_what_is_left(
     tmp_path: Path, monkeypatch: Any
 ) -> None:
