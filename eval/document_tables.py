@@ -33,30 +33,30 @@ _RULES = {
     "trimkv": "untied, a budget per head (`trimkv`)",
 }
 _SWEEP = {
-    "dbtrimkv": "`dbtrimkv`",
+    "dbtrimkv": "`dbtrimkv`, M = 32",
     "dbtrimkv-layer": "one readout per layer",
     "dbtrimkv-none": "one readout per layer and head",
     "dbtrimkv-kv": "gates on [k; v]",
     "dbtrimkv-kl": "KL alone",
     "dbtrimkv-ntp": "NTP alone",
     "dbtrimkv-logit": "logit-scale gating",
-    "dbtrimkv-M16": "M = 16",
+    "dbtrimkv-M16": "M = 16: bundled",
     "dbtrimkv-M64": "M = 64",
     "dbtrimkv-cap4": "capacity term x 4",
-    "trimkv": "`trimkv`",
+    "trimkv": "`trimkv`, M = 32",
     "trimkv-M64": "`trimkv`, M = 64",
 }
 _BUDGET16 = {
-    "dbtrimkv-M16": "`dbtrimkv`, M = 16",
-    "dbtrimkv": "`dbtrimkv`, M = 32: bundled",
+    "dbtrimkv-M16": "`dbtrimkv`, M = 16: bundled",
+    "dbtrimkv": "`dbtrimkv`, M = 32",
     "trimkv-M16": "`trimkv`, M = 16",
-    "trimkv": "`trimkv`, M = 32: bundled",
+    "trimkv": "`trimkv`, M = 32: its gates in the other tables",
 }
 _RECIPES = {
     "dbtrimkv": "the recipe of that time",
     "throngs": "throngs among the documents",
     "both": "throngs and more streams, 700 steps",
-    "heavy": "throngs and more streams, capacity term x 16: the recipe of today",
+    "heavy": "throngs and more streams, capacity term x 16: today's but for M = 32",
     "trimkv": "`trimkv` of that time",
 }
 _REMEDIES = {
@@ -250,6 +250,14 @@ def _remedies(results: Path) -> Rows:
         yield [text, *(_long(_row(page, side, budget)) for budget in _budgets(page))]
 
 
+def _mmdu(results: Path) -> Rows:
+    yield ["policy, budget", "right", "share", "95 % interval"]
+    for row in _page(results, "mmdu-small"):
+        name = f"`{row['policy']}`" + (f", {row['budget']}" if row["budget"] else "")
+        low, high = row["ci"]
+        yield [name, str(row["right"]), f"{row['share']:.3f}", f"{low:.3f} .. {high:.3f}"]
+
+
 def _memory(results: Path) -> Rows:
     cases = _page(results, "memory-cpu")
     yield ["prompt tokens", "KV, `dbtrimkv`", "physical / logical", "peak growth", "KV, `full`",
@@ -304,6 +312,7 @@ TABLES: dict[str, Callable[[Path], Rows]] = {
     "recipes": _variants(f"{ROUND_3}/quality-rules", _RECIPES, _KINDS),
     "gates": _variants(f"{ROUND_3}/quality-gates", _GATES),
     "remedies": _remedies,
+    "mmdu": _mmdu,
     "memory": _memory,
     "speed": _speed,
 }
