@@ -33,30 +33,30 @@ _RULES = {
     "trimkv": "untied, a budget per head (`trimkv`)",
 }
 _SWEEP = {
-    "dbtrimkv": "`dbtrimkv`, M = 32",
+    "dbtrimkv": "`dbtrimkv`",
     "dbtrimkv-layer": "one readout per layer",
     "dbtrimkv-none": "one readout per layer and head",
     "dbtrimkv-kv": "gates on [k; v]",
     "dbtrimkv-kl": "KL alone",
     "dbtrimkv-ntp": "NTP alone",
     "dbtrimkv-logit": "logit-scale gating",
-    "dbtrimkv-M16": "M = 16: bundled",
+    "dbtrimkv-M16": "M = 16",
     "dbtrimkv-M64": "M = 64",
     "dbtrimkv-cap4": "capacity term x 4",
-    "trimkv": "`trimkv`, M = 32",
+    "trimkv": "`trimkv`",
     "trimkv-M64": "`trimkv`, M = 64",
 }
 _BUDGET16 = {
-    "dbtrimkv-M16": "`dbtrimkv`, M = 16: bundled",
-    "dbtrimkv": "`dbtrimkv`, M = 32",
+    "dbtrimkv-M16": "`dbtrimkv`, M = 16",
+    "dbtrimkv": "`dbtrimkv`, M = 32: bundled",
     "trimkv-M16": "`trimkv`, M = 16",
-    "trimkv": "`trimkv`, M = 32: its gates in the other tables",
+    "trimkv": "`trimkv`, M = 32: bundled",
 }
 _RECIPES = {
     "dbtrimkv": "the recipe of that time",
     "throngs": "throngs among the documents",
     "both": "throngs and more streams, 700 steps",
-    "heavy": "throngs and more streams, capacity term x 16: today's but for M = 32",
+    "heavy": "throngs and more streams, capacity term x 16: the recipe of today",
     "trimkv": "`trimkv` of that time",
 }
 _REMEDIES = {
