@@ -52,6 +52,7 @@ _BUDGET16 = {
     "trimkv-M16": "`trimkv`, M = 16",
     "trimkv": "`trimkv`, M = 32: bundled",
 }
+_HALF = {"dbtrimkv-M16": "`dbtrimkv`, M = 16"}
 _RECIPES = {
     "dbtrimkv": "the recipe of that time",
     "throngs": "throngs among the documents",
@@ -119,14 +120,14 @@ def _budgets(page: Mapping[str, Any]) -> list[str]:
     return list(dict.fromkeys(row["budget"] for row in page["rows"] if row["side"] != "full"))
 
 
-def _quality(name: str, source: str) -> Callable[[Path], Rows]:
-    """Every budget of one result, with intervals."""
+def _quality(name: str, source: str, others: Mapping[str, str] = {}) -> Callable[[Path], Rows]:
+    """Every budget of one result, with intervals; ``others``: more sides, and what to call them."""
 
     def rows(results: Path) -> Rows:
         page = _page(results, name)[source]
-        yield ["budget", *(f"`{side}`" for side in _SIDES)]
+        yield ["budget", *(f"`{side}`" for side in _SIDES), *others.values()]
         for budget in _budgets(page):
-            yield [budget, *(_long(_row(page, side, budget)) for side in _SIDES)]
+            yield [budget, *(_long(_row(page, side, budget)) for side in (*_SIDES, *others))]
 
     return rows
 
@@ -297,9 +298,9 @@ TABLES: dict[str, Callable[[Path], Rows]] = {
     "readme-quality": _readme_quality,
     "readme-recall": _recall(_short),
     "recall": _recall(_long),
-    "dense": _quality("quality-tiny-vlm-dense", "scenes:dense"),
-    "sparse": _quality("quality-tiny-vlm-sparse", "scenes:sparse"),
-    "throng": _quality("quality-tiny-vlm-throng", "scenes:throng"),
+    "dense": _quality("quality-tiny-vlm-dense", "scenes:dense", _HALF),
+    "sparse": _quality("quality-tiny-vlm-sparse", "scenes:sparse", _HALF),
+    "throng": _quality("quality-tiny-vlm-throng", "scenes:throng", _HALF),
     "haystack": _quality("quality-smollm2-haystack", "tasks:haystack"),
     "far": _far,
     "unseen": _unseen,
