@@ -251,7 +251,9 @@ def test_trunks_stored_in_half_read_the_same_within_its_rounding(tmp_path: Path)
         assert 0 < (z - rounded).abs().max() < 2e-3
 
 
-@pytest.mark.parametrize("name", ["", "-dbtrimkv-1", "-longer-0", "-longer-1", "-trimkv-0", "-trimkv-1"])
+@pytest.mark.parametrize(
+    "name", ["", "-dbtrimkv-1", "-longer-0", "-longer-1", "-trimkv-0", "-trimkv-1"]
+)
 def test_the_gates_of_smollm2_fit_it_and_the_repository(name: str) -> None:
     """30 layers, 3 KV heads, 576 features: what SmolLM2-135M's config says."""
     folder = bundled_model().parent / "gates" / f"smollm2-135m{name}"
