@@ -120,7 +120,7 @@ def _budgets(page: Mapping[str, Any]) -> list[str]:
     return list(dict.fromkeys(row["budget"] for row in page["rows"] if row["side"] != "full"))
 
 
-def _quality(name: str, source: str, others: Mapping[str, str] = {}) -> Callable[[Path], Rows]:
+def _quality(name: str, source: str, others: Mapping[str, str]) -> Callable[[Path], Rows]:
     """Every budget of one result, with intervals; ``others``: more sides, and what to call them."""
 
     def rows(results: Path) -> Rows:
@@ -301,7 +301,7 @@ TABLES: dict[str, Callable[[Path], Rows]] = {
     "dense": _quality("quality-tiny-vlm-dense", "scenes:dense", _HALF),
     "sparse": _quality("quality-tiny-vlm-sparse", "scenes:sparse", _HALF),
     "throng": _quality("quality-tiny-vlm-throng", "scenes:throng", _HALF),
-    "haystack": _quality("quality-smollm2-haystack", "tasks:haystack"),
+    "haystack": _quality("quality-smollm2-haystack", "tasks:haystack", {}),
     "far": _far,
     "unseen": _unseen,
     "dialogues": _dialogues,
