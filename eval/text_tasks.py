@@ -13,7 +13,7 @@ it never matters); not among the kinds that this repository's gates were trained
 ``memory``: numbered sessions of small talk in which facts are stated and later replaced; the
 latest value is asked.
 ``far-needles`` and ``far-memory``: the like over 2k to 8k tokens, with one to four values to a
-needle's key. Of the gates here only ``smollm2-135m-longer-0`` were trained on them.
+needle's key. Of the gates here only ``smollm2-135m-longer-*`` were trained on them.
 ``records`` and ``assigned``: recall in other words: lines of JSON with hexadecimal keys and values,
 and names in a program that are given numbers. No gates of this repository were trained on them.
 """

@@ -40,6 +40,7 @@ def test_rows_are_counted_as_a_session_answers(tmp_path: Path, monkeypatch: Any)
     assert evicting["entries_kept_mean"] <= 16 * rows < full["entries_kept_mean"]
 
 
-def test_a_failed_command_ends_the_program() -> None:
-    with pytest.raises(SystemExit):
+def test_a_failed_command_ends_the_program(capsys: Any) -> None:
+    with pytest.raises(SystemExit) as ended:
         mmdu_small.answered("streamingllm", 0, 1)
+    assert ended.value.code and "budget" in capsys.readouterr().err

@@ -308,8 +308,9 @@ def test_dialogues_that_something_was_chosen_on_are_left_out(tmp_path: Path) -> 
     written = json.loads((tmp_path / "q.json").read_text())
     assert written["settings"]["skip"] == 2 and written["results"]["scenes:dense"]["dialogues"] == 1
     for wrong in (["--skip", "-1"], ["--dialogues", "0"]):
-        with pytest.raises(SystemExit):
+        with pytest.raises(SystemExit) as ended:
             main([MODEL, *options, *wrong])
+        assert ended.value.code == 2
 
 
 def test_the_model_is_loaded_once_and_only_for_what_is_left(
