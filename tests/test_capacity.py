@@ -228,6 +228,48 @@ def test_tt_loss_is_equation_5() -> None:
     assert capacity_loss(counts, 2, "tt", mask=mask).item() == pytest.approx(3 / (4 * (4 - 2)))
 
 
+@pytest.mark.parametrize("scope", ["global", "head"])
+def test_tt_loss_of_packed_documents_is_the_mean_of_theirs(scope: str) -> None:
+    """Documents of 3 to 40 tokens, M = 4: each is weighed by its own length, one is too short.
+
+    Against equation 5 written out in float64 for each document alone, forward and gradient.
+    """
+    lengths, rows, budget = [40, 3, 17, 9], 5, 4.0
+    generator = torch.Generator().manual_seed(1)
+    log_beta = F.logsigmoid(2 + torch.randn(rows, sum(lengths), generator=generator)).double()
+    log_beta.requires_grad_()
+    start = torch.tensor([sum(lengths[:n]) for n, t in enumerate(lengths) for _ in range(t)])
+    counts = retained_counts(log_beta, start)
+    if scope == "global":
+        whole = budget * rows
+        loss = capacity_loss(counts.sum(0), whole, "tt", rows=rows, document_start=start)
+    else:
+        loss = capacity_loss(counts, budget, "tt", document_start=start)
+    alone = []
+    for part in log_beta.split(lengths, 1):
+        steps = part.shape[1]
+        age = torch.arange(steps)[:, None] - torch.arange(steps)
+        kept = torch.exp(age.clamp(min=0) * part[:, None]).tril().sum(-1)
+        if scope == "global":
+            over = (kept.sum(0) - budget * rows).clamp(min=0).sum() / rows
+        else:
+            over = (kept - budget).clamp(min=0).sum() / rows
+        alone.append(over / (steps * (steps - budget)))
+    assert alone[1] == 0 and all(float(x) > 0.01 for x in (alone[0], *alone[2:]))
+    expected = sum(alone) / len(alone)
+    torch.testing.assert_close(loss, expected)
+    (got,), (wanted,) = (torch.autograd.grad(x, log_beta) for x in (loss, expected))
+    torch.testing.assert_close(got, wanted)
+
+
+def test_tt_loss_counts_the_unmasked_steps_of_each_document() -> None:
+    counts = torch.tensor([1.0, 2.0, 3.0, 4.0, 9.0, 1.0, 2.0, 3.0, 9.0, 9.0])
+    start = torch.tensor([0] * 5 + [5] * 5)
+    mask = torch.tensor([True] * 4 + [False] + [True] * 3 + [False] * 2)
+    found = capacity_loss(counts, 2, "tt", document_start=start, mask=mask)
+    assert found.item() == pytest.approx((3 / (4 * (4 - 2)) + 1 / (3 * (3 - 2))) / 2)
+
+
 @pytest.mark.parametrize("normaliser", ["relative", "tt"])
 def test_global_and_per_head_losses_agree_when_every_head_is_over(normaliser: str) -> None:
     counts = torch.arange(1.0, 9).repeat(6, 1)

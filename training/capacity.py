@@ -131,30 +131,34 @@ def capacity_loss(
     normaliser: str = "relative",
     *,
     rows: int = 1,
-    seen: Tensor | None = None,
+    document_start: Tensor | None = None,
     mask: Tensor | None = None,
 ) -> Tensor:
-    """The capacity penalty of TRIM-KV (000, equation 5) or its global form (001, section 4.1).
+    """Compute the capacity loss of TRIM-KV (arXiv 2512.03324, eq. 5) or its global form.
 
-    With ``hinge[t] = max(0, S_t - M)``:
+    The global form is DBTrimKV's (arXiv 2605.09649, section 4.1). With
+    ``hinge[t] = max(0, S_t - M)`` over documents that lie end to end:
 
-    - ``relative``: mean over t of ``hinge[t] / max(seen[t] * rows - M, 1)``, the share of what
-      could be over budget at t that is;
-    - ``tt``: ``sum over t of hinge[t] / (T * max(T * rows - M, 1))``; for ``rows=1`` this is
-      equation 5, with T the number of unmasked steps.
+    - ``relative``: mean over all steps of ``hinge[t] / max(seen[t] * rows - M, 1)``, the share of
+      what could be over budget at t that is; ``seen[t]`` counts the tokens of t's document up to
+      and with t. A longer document weighs more.
+    - ``tt``: mean over documents of ``sum over t of hinge[t] / (T * max(T * rows - M, 1))``, T
+      being the document's own unmasked steps; for ``rows=1`` each term is equation 5. The paper
+      trains on one sequence a pass and averages over passes (appendix B.1), so every document
+      weighs the same, and one that is too short to be over budget adds 0 to the mean.
 
     Global form: ``counts [T]`` is S_t summed over all layers and heads, ``budget`` is M_global
     (entries in the whole model) and ``rows`` is L * H. Per-head form: ``counts [R, T]``,
     ``budget`` is M (entries of one head), ``rows`` stays 1, and the loss is the mean over rows,
-    so that both forms agree where every row is over budget and ``M_global = R * M``. (001 writes
-    the sum over heads: multiply by R, or lambda by R.)
+    so that both forms agree where every row is over budget and ``M_global = R * M``. (DBTrimKV
+    writes the sum over heads: multiply by R, or lambda by R.)
 
     Args:
         counts: ``[T]`` or ``[R, T]`` float.
         budget: M, >= 0.
         normaliser: ``relative`` or ``tt``.
         rows: entries that one token adds to ``counts``.
-        seen: ``[T]`` tokens seen in the document up to and with t; default ``1 .. T``.
+        document_start: as for ``retained_counts``.
         mask: ``[T]`` bool, False where a step is padding.
 
     Returns:
@@ -163,19 +167,22 @@ def capacity_loss(
     Raises:
         ValueError: when ``normaliser`` is neither of the two.
     """
-    steps = counts.shape[-1]
-    if seen is None:
-        seen = torch.arange(1, steps + 1, device=counts.device)
-    keep = torch.ones_like(seen, dtype=torch.bool) if mask is None else mask
-    valid = keep.sum().to(counts.dtype)
+    step = torch.arange(counts.shape[-1], device=counts.device)
+    start = torch.zeros_like(step) if document_start is None else document_start
+    keep = torch.ones_like(step, dtype=torch.bool) if mask is None else mask
     hinge = torch.where(keep, (counts - budget).clamp(min=0), 0.0)
     if normaliser == "relative":
-        scaled = hinge / (seen * rows - budget).clamp(min=1)
+        scaled = hinge / ((step - start + 1) * rows - budget).clamp(min=1)
+        parts = keep.sum()
     elif normaliser == "tt":
-        scaled = hinge / (valid * rows - budget).clamp(min=1)
+        # Each document's steps are counted at the index of its first token.
+        lengths = counts.new_zeros(len(step)).index_add_(0, start, keep.to(counts.dtype))
+        own = lengths[start]
+        scaled = hinge / (own.clamp(min=1) * (own * rows - budget).clamp(min=1))
+        parts = (lengths > 0).sum()
     else:
         raise ValueError(f"normaliser is {normaliser!r}; use 'relative' or 'tt'")
-    return (scaled.sum(-1) / valid.clamp(min=1)).mean()
+    return (scaled.sum(-1) / parts.clamp(min=1)).mean()
 
 
 class _Tile(NamedTuple):

@@ -103,16 +103,16 @@ class DistillModel(nn.Module):
 
     def _capacity(self, rows: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
         goal, count = self.objective, rows.shape[0]
-        seen = torch.arange(rows.shape[1], device=rows.device) - start + 1
         if goal.scope == "head":
             counts = retained_counts(rows, start)
-            each = capacity_loss(counts, goal.budget, goal.normaliser, seen=seen)
+            each = capacity_loss(counts, goal.budget, goal.normaliser, document_start=start)
             return each, counts.detach().mean()
         if goal.rates:
             total = retained_total_grouped(rows, start, goal.rates)
         else:
             total = retained_total(rows, start)
-        cap = capacity_loss(total, goal.budget * count, goal.normaliser, rows=count, seen=seen)
+        budget = goal.budget * count
+        cap = capacity_loss(total, budget, goal.normaliser, rows=count, document_start=start)
         return cap, total.detach().mean() / count
 
 
