@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from dataclasses import asdict
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from engine.errors import InputError
 from engine.gates import load_gates, make_random_gates
 from engine.runtime import Engine
 from mmkv.assets import bundled_model
+from training import distill as command_line
 from training.card import write_card
 from training.distill import main
 from training.folder import ASKED, HISTORY, history
@@ -203,6 +205,75 @@ def test_two_processes_give_the_loss_curve_of_one(tmp_path: Path) -> None:
             torch.testing.assert_close(gates[name], others[name], rtol=1e-3, atol=1e-5)
 
 
+def test_trim_kvs_recipe_trains_gates_that_the_engine_reads(tmp_path: Path) -> None:
+    given = asdict(settings(tmp_path))
+    chosen = {name: given[name] for name in ("model", "output", "device", "dtype", "log_every")}
+    made = Settings.of("trimkv", **chosen, d_gate=16, budget=24.0, steps=2, accumulate=1)
+    engine, described = train(made, held=1)
+    assert described["settings"]["recipe"] == "trimkv"
+    assert described["settings"]["normaliser"] == "tt" and described["results"]
+    gates = load_gates(tmp_path, engine.spec)
+    assert gates.kind == "rg" and gates.info["settings"]["recipe"] == "trimkv"
+    assert "| recipe | trimkv |" in (tmp_path / "README.md").read_text()
+    rates = [line["learning_rate"] for line in history(tmp_path) if "learning_rate" in line]
+    assert rates == pytest.approx([2e-4, 1e-4])  # linear, no warm-up
+
+
+def recipe_numbers(name: str) -> dict[str, Any]:
+    return asdict(Settings.of(name, model="m", output="o"))
+
+
+def test_recipes_are_the_papers_numbers() -> None:
+    """TRIM-KV, section 5.1 and appendix B.1; DBTrimKV, section 5.1 and appendix B.1."""
+    trimkv, dbtrimkv = recipe_numbers("trimkv"), recipe_numbers("dbtrimkv")
+    both = {"lambda_cap": 1.0, "d_gate": 512, "lr": 2e-4, "batch": 1, "accumulate": 4, "clip": 1.0,
+            "warmup": 0.0, "loss": "kl+ntp"}  # fmt: skip
+    apart = {
+        "budget": (512.0, 64.0), "bias": (8.0, 18.0), "weight_decay": (0.01, 1e-6),
+        "schedule": ("linear", "cosine"), "gating": ("logit-scale", "log-bias"),
+        "scope": ("head", "global"), "gate": ("rg", "tied"), "tying": ("none", "paper"),
+        "normaliser": ("tt", "relative"), "recipe": ("trimkv", "dbtrimkv"),
+    }  # fmt: skip
+    for name, value in both.items():
+        assert trimkv[name] == dbtrimkv[name] == value, name
+    for name, values in apart.items():
+        assert (trimkv[name], dbtrimkv[name]) == values, name
+    # And nothing else differs from the defaults, which say that they are this project's.
+    ours = recipe_numbers("mmkv")
+    for found in (trimkv, dbtrimkv):
+        assert {name for name in ours if found[name] != ours[name]} <= both.keys() | apart.keys()
+    assert ours["recipe"] == "mmkv" and ours["budget"] == 256.0
+
+
+def run_settings(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Settings:
+    """What the command line makes of its arguments, without a run."""
+    seen: list[Settings] = []
+
+    def stop(chosen: Settings) -> Engine:
+        seen.append(chosen)
+        raise InputError("far enough")
+
+    monkeypatch.setattr("training.run.load_backbone", stop)
+    data = ["--model", MODEL, "--data", "scenes:dense", "--output", "unused"]
+    assert main([*data, *arguments]) == 1
+    return seen[0]
+
+
+def test_options_override_the_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = run_settings(monkeypatch, "--recipe", "trimkv", "--lr", "1e-3")
+    expected = recipe_numbers("trimkv") | {"lr": 1e-3, "model": MODEL, "output": "unused"}
+    assert asdict(one) == expected
+    # An option that is given at the default's value counts as given.
+    two = run_settings(monkeypatch, "--recipe", "trimkv", "--bias", "18", "--tying", "none")
+    assert two.bias == 18.0 and two.gating == "logit-scale"
+    # The command line's own defaults are those of Settings: --help does not lie.
+    three = asdict(run_settings(monkeypatch))
+    assert three == recipe_numbers("mmkv") | {"model": MODEL, "output": "unused"}
+    defaults = {name: p.default for name, p in signature(command_line.distill).parameters.items()}
+    for name, value in three.items():
+        assert name in ("model", "output") or defaults[name] == value, name
+
+
 def test_the_card_says_what_decides_the_gates(tmp_path: Path) -> None:
     chosen = settings(tmp_path, model="owner/name", held_out_budget=12.0)
     described = {
@@ -233,6 +304,13 @@ def test_the_card_says_what_decides_the_gates(tmp_path: Path) -> None:
         (["--model", "/nowhere", "--data", "scenes:dense"], 1, "/nowhere"),
         (["--model", MODEL, "--data", "scenes:dense", "--tying", "loose"], 1, "--tying"),
         (["--model", MODEL, "--data", "scenes:dense", "--budget", "-3"], 1, "--budget"),
+        (
+            ["--model", MODEL, "--data", "scenes:dense", "--recipe", "paper"],
+            1,
+            "choose one of mmkv, dbtrimkv, trimkv",
+        ),
+        (["--model", MODEL, "--data", "scenes:dense", "--gate", "rg"], 1, "--tying none"),
+        (["--model", MODEL, "--data", "scenes:dense", "--schedule", "step"], 1, "cosine, linear"),
         (["--model", MODEL, "--data", "scenes:dense", "--resume"], 1, "no checkpoint"),
         (["--model", MODEL, "--data", "scenes:dense", "--capacity-rates", "2"], 1, "4 or more"),
         (["--model", MODEL, "--data", "scenes:dense", "--log-every", "0"], 1, "--log-every"),

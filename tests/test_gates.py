@@ -233,6 +233,44 @@ def test_tied_formula(tying: str, tmp_path: Path) -> None:
             torch.testing.assert_close(got, F.logsigmoid(z), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("stored", [None, torch.float16])
+def test_trained_rg_gates_are_trim_kvs(stored: torch.dtype | None, tmp_path: Path) -> None:
+    """d -> d_gate -> H per layer, the published names and start of the bias, through a file."""
+    spec = make_spec(layers=3, kv_heads=2)
+    trained = TrainableGates(spec, d_gate=10, tying="none", bias=8.0, seed=2, gate="rg")
+    tensors = trained.file_tensors()
+    wanted = published(spec, "rg")
+    assert tensors.keys() == wanted.keys()
+    for name, tensor in tensors.items():
+        assert tensor.shape == tuple(10 if n == INNER else n for n in wanted[name].shape), name
+        if name.endswith("gate.bias"):
+            assert torch.equal(tensor, torch.full((2,), 8.0))
+    save_gates(trained.gates(), tmp_path, spec, stored)
+    held = load_file(tmp_path / "gates.safetensors")
+    half = {name for name, tensor in held.items() if tensor.dtype == torch.float16}
+    assert half == {name for name in held if stored and ".linear1." in name}
+    gates = load_gates(tmp_path, spec)
+    assert gates.kind == "rg" and gates.info["layout"] == "rg" and gates.info["d_gate"] == 10
+    hidden = torch.randn(6, spec.hidden_size, generator=torch.Generator().manual_seed(3))
+    for layer in range(spec.num_layers):
+        expected = sequential(tensors, layer, "rg")(hidden.double())
+        got = gates.logits(layer, hidden)
+        torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-3 if stored else 1e-6)
+    trained.gates().log_beta(1, hidden).sum().backward()
+    learns = dict(trained.named_parameters())
+    assert all(
+        learns[f"layers.1.{name}"].grad.abs().sum() > 0
+        for name in ("linear1.weight", "linear1.bias", "linear2.weight", "bias")
+    )
+
+
+def test_the_published_rg10_layout_is_not_saved(tmp_path: Path) -> None:
+    spec = make_spec(layers=2)
+    gates = load_gates(write(published(spec, "rg10"), tmp_path / "gates"), spec)
+    with pytest.raises(GateError, match="own file"):
+        save_gates(gates, tmp_path / "copy", spec)
+
+
 def test_trunks_stored_in_half_read_the_same_within_its_rounding(tmp_path: Path) -> None:
     spec = make_spec(layers=3, kv_heads=2)
     made = TrainableGates(spec, d_gate=32, bias=18.0, seed=4).gates()

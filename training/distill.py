@@ -26,6 +26,7 @@ def _option(help: str, panel: str, *names: str) -> Any:
 
 @app.command()
 def distill(
+    context: typer.Context,
     model: Annotated[str, _option("Checkpoint folder or hub id; stays frozen.", _RUN)],
     data: Annotated[
         list[str],
@@ -50,10 +51,25 @@ def distill(
     media_root: Annotated[
         str | None, _option("What relative paths of pictures start from.", _DATA)
     ] = None,
+    recipe: Annotated[
+        str,
+        _option(
+            "mmkv (the defaults shown here), dbtrimkv or trimkv (the papers' numbers); options "
+            "that are given override it.",
+            _RUN,
+        ),
+    ] = "mmkv",
     gating: Annotated[
-        str, _option("log-bias (001) or logit-scale (000, eq. 3).", _GATES)
+        str, _option("log-bias (DBTrimKV) or logit-scale (TRIM-KV, eq. 3).", _GATES)
     ] = "log-bias",
-    d_gate: Annotated[int, _option("Width of the gates' trunk.", _GATES)] = 512,
+    gate: Annotated[
+        str,
+        _option(
+            "tied (two layers, a block of them per head) or rg (TRIM-KV: one hidden layer).",
+            _GATES,
+        ),
+    ] = "tied",
+    d_gate: Annotated[int, _option("Width of the gates' hidden layers.", _GATES)] = 512,
     tying: Annotated[
         str, _option("One readout for all (paper), per layer, or per head (none).", _GATES)
     ] = "paper",
@@ -70,14 +86,17 @@ def distill(
     ] = "global",
     budget: Annotated[float, _option("M, mean entries per layer and KV head.", _LOSS)] = 256.0,
     lambda_cap: Annotated[float, _option("Weight of the capacity term.", _LOSS)] = 1.0,
-    normaliser: Annotated[str, _option("relative or tt (000, eq. 5).", _LOSS)] = "relative",
+    normaliser: Annotated[str, _option("relative or tt (TRIM-KV, eq. 5).", _LOSS)] = "relative",
     capacity_rates: Annotated[
         int, _option("0: exact count; K: approximate it with K decay rates.", _LOSS)
     ] = 0,
     steps: Annotated[int, _option("Optimiser steps.", _RUN)] = 1000,
     batch: Annotated[int, _option("Documents per process and forward pass.", _RUN)] = 1,
     accumulate: Annotated[int, _option("Forward passes per step.", _RUN)] = 1,
-    lr: Annotated[float, _option("Peak learning rate, cosine to 0.", _RUN)] = 2e-4,
+    lr: Annotated[float, _option("Peak learning rate.", _RUN)] = 2e-4,
+    schedule: Annotated[
+        str, _option("How the learning rate falls to 0: cosine or linear.", _RUN)
+    ] = "cosine",
     warmup: Annotated[float, _option("Share of the steps.", _RUN)] = 0.03,
     weight_decay: Annotated[float, _option("AdamW's.", _RUN)] = 1e-6,
     clip: Annotated[float, _option("Largest gradient norm.", _RUN)] = 1.0,
@@ -98,7 +117,7 @@ def distill(
     resume: Annotated[bool, _option("Go on from the last checkpoint in --output.", _RUN)] = False,
 ) -> None:
     """Train retention gates for a frozen checkpoint by distillation."""
-    given = dict(locals())
+    values = dict(locals())
     if not all(map(importlib.util.find_spec, ("accelerate", "matplotlib"))):
         raise InputError("training needs the train extra: pip install 'mmkv[train]'")
     import torch
@@ -115,8 +134,12 @@ def distill(
             raise InputError(f"{name} is {value}; give 0 or more")
     if threads:
         torch.set_num_threads(threads)
-    names = Settings.__dataclass_fields__
-    settings = Settings(**{name: value for name, value in given.items() if name in names})
+    given = {}
+    for name in Settings.__dataclass_fields__.keys() - {"recipe"}:
+        source = context.get_parameter_source(name)
+        if source is not None and source.name != "DEFAULT":
+            given[name] = values[name]
+    settings = Settings.of(recipe, **given)
     engine = load_backbone(settings)
     console = Console(stderr=True, markup=False)  # file names may hold brackets
     count = settings.steps * settings.batch * settings.accumulate * processes()

@@ -12,10 +12,11 @@ from engine.errors import InputError
 
 ASKED, HISTORY = "run.json", "history.jsonl"
 _STATE = "trainer_state.json"  # what the Trainer writes last of a checkpoint
-# What a resumed run may be asked anew: none of it changes what is learned.
+# What a resumed run may be asked anew: none of it changes what is learned. (A recipe only fills in
+# settings, and those are compared.)
 _FREE = frozenset(
-    "output resume device checkpointing log_every save_every eval_every held_out_budget store "
-    "eval_data eval_samples".split()
+    "output recipe resume device checkpointing log_every save_every eval_every held_out_budget "
+    "store eval_data eval_samples".split()
 )
 
 

@@ -16,7 +16,6 @@ from transformers import TrainingArguments
 from engine import hub
 from engine.errors import ModelError
 from engine.gates import as_stored, save_gates
-from engine.gates.module import tied_gates
 from engine.runtime import Engine
 from eval.record import provenance
 from training.card import write_card
@@ -94,7 +93,7 @@ def distill(
     before = backbone_digest(engine)
     gates = TrainableGates(
         engine.spec, settings.d_gate, settings.tying, settings.bias, settings.seed,
-        engine.decoder.weights.layers if settings.gate_input == "kv" else None,
+        engine.decoder.weights.layers if settings.gate_input == "kv" else None, settings.gate,
     )  # fmt: skip
     model = DistillModel(engine, gates, settings.objective(), settings.checkpointing)
     watched = HeldOutData(engine, held_out)
@@ -104,7 +103,7 @@ def distill(
 
     def evaluate() -> dict[str, float]:
         # What is measured is what the file will hold.
-        made = tied_gates(as_stored(gates.file_tensors(), stored), engine.spec)
+        made = gates.built(as_stored(gates.file_tensors(), stored))
         return summary(watched.read(made, settings.policy, budget))
 
     measure = HeldOut(evaluate, settings.eval_every, folder)
@@ -131,7 +130,7 @@ def distill(
         "results": measure.latest(),
     }
     if trainer.is_world_process_zero():
-        made = tied_gates(gates.file_tensors(), engine.spec)
+        made = gates.built(gates.file_tensors())
         save_gates(made, folder, engine.spec, stored, **described)
         draw_curve(history(folder), folder / "curve.png", settings.budget)
         write_card(folder, described)
@@ -145,7 +144,7 @@ def _arguments(settings: Settings, folder: Path) -> TrainingArguments:
         per_device_train_batch_size=settings.batch,
         gradient_accumulation_steps=settings.accumulate,
         learning_rate=settings.lr,
-        lr_scheduler_type="cosine",
+        lr_scheduler_type=settings.schedule,
         warmup_steps=math.ceil(settings.warmup * settings.steps),
         weight_decay=settings.weight_decay,
         max_grad_norm=settings.clip,

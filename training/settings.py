@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from engine.errors import InputError
 from training.capacity import LEAST_RATES
 from training.model import Objective
+from training.recipes import DEFAULT, recipe_options
+from training.trainable import GATES
 
 _LOSSES = {
     "kl+ntp": (1.0, 1.0, False), "kl": (1.0, 0.0, False), "ntp": (0.0, 1.0, False),
@@ -15,10 +18,12 @@ _LOSSES = {
 _CHOICES = {
     "gating": ("log-bias", "logit-scale"),
     "scope": ("global", "head"),
+    "gate": GATES,
     "tying": ("paper", "layer", "none"),
     "gate_input": ("x", "kv"),
     "store": ("float32", "float16"),
     "normaliser": ("relative", "tt"),
+    "schedule": ("cosine", "linear"),
     "loss": tuple(_LOSSES),
 }
 _ABOVE_ZERO = (
@@ -31,13 +36,21 @@ _NOT_BELOW_ZERO = (
 
 @dataclass(frozen=True)
 class Settings:
-    """Defaults are the main paper's (001, appendix B) where it states them.
+    """The options of a run; :meth:`of` starts from a recipe.
+
+    The defaults are this project's own, the recipe ``mmkv``: method and numbers of DBTrimKV
+    (arXiv 2605.09649; the recipe ``dbtrimkv``) but for M = 256 where it has 64, one pass a step
+    for 4, and a warm-up over 3 % of the steps for none.
 
     Attributes:
+        recipe: where the run started from, one of :data:`training.recipes.RECIPES`; what it
+            asked may have been overridden since.
+        gate: ``tied`` or ``rg``, see :class:`training.trainable.TrainableGates`.
         budget: M, mean entries per (layer, KV head), that the capacity term aims at.
         lambda_cap: weight of the capacity term.
         gate_input: ``x`` or ``kv``, see :class:`training.trainable.TrainableGates`.
         batch, accumulate: documents per process and forward pass; passes per step.
+        schedule: of the learning rate, from its peak to 0: ``cosine`` or ``linear``.
         warmup: share of the steps.
         capacity_rates: 0 counts exactly; K groups log_beta into K decay rates.
         store: dtype of the trunks in the gate file; training itself is in float32.
@@ -46,12 +59,14 @@ class Settings:
 
     model: str
     output: str
+    recipe: str = DEFAULT
     gating: str = "log-bias"
     scope: str = "global"
     budget: float = 256.0
     lambda_cap: float = 1.0
     normaliser: str = "relative"
     loss: str = "kl+ntp"
+    gate: str = "tied"
     d_gate: int = 512
     tying: str = "paper"
     gate_input: str = "x"
@@ -61,6 +76,7 @@ class Settings:
     batch: int = 1
     accumulate: int = 1
     lr: float = 2e-4
+    schedule: str = "cosine"
     warmup: float = 0.03
     weight_decay: float = 1e-6
     clip: float = 1.0
@@ -75,7 +91,17 @@ class Settings:
     store: str = "float32"
     resume: bool = False
 
+    @classmethod
+    def of(cls, name: str, **given: Any) -> Settings:
+        """The settings of a recipe, with the ``given`` ones in place of its own.
+
+        Raises:
+            InputError: for an unknown recipe, and for settings that do not hold.
+        """
+        return cls(**{**recipe_options(name), **given, "recipe": name})
+
     def __post_init__(self) -> None:
+        recipe_options(self.recipe)
         for name, allowed in _CHOICES.items():
             if (given := getattr(self, name)) not in allowed:
                 option = name.replace("_", "-")
@@ -87,6 +113,11 @@ class Settings:
         self._require("warmup", 0 <= self.warmup <= 1, "a share of the steps, 0 to 1")
         few = 0 < self.capacity_rates < LEAST_RATES
         self._require("capacity_rates", not few, f"0 for the exact count, or {LEAST_RATES} or more")
+        if self.gate == "rg" and self.tying != "none":
+            raise InputError(
+                f"--gate rg has one readout per layer and head, --tying is {self.tying}; give "
+                "--tying none, or --gate tied"
+            )
         if self.capacity_rates and self.scope == "head":
             raise InputError(
                 "--capacity-rates approximates the sum over all heads; leave it out with --scope "

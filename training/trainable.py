@@ -1,4 +1,4 @@
-"""TrainableGates: retention gates as a torch module, and the gate file they make."""
+"""Retention gates as torch modules, and the gate files they make."""
 
 from __future__ import annotations
 
@@ -10,22 +10,31 @@ from torch import Tensor, nn
 
 from engine.gates import Gates
 from engine.gates.module import tied_gates
+from engine.gates.published import layer_name, published_gates
 from engine.spec import DecoderSpec
 from engine.weights import LayerWeights
 
+GATES = ("tied", "rg")
+
 
 class TrainableGates(nn.Module):
-    """The parameters of gates in our own layout (see :func:`engine.gates.module.tied_gates`).
+    """The parameters of gates in one of two layouts.
+
+    ``tied``: a trunk of two layers per decoder layer, of which each KV head reads a block of its
+    own (:func:`engine.gates.module.tied_gates`; DBTrimKV, arXiv 2605.09649, sections 4 and 5.1).
+    ``rg``: ``d -> d_gate -> H`` per decoder layer, every head reading the whole hidden layer
+    (:func:`engine.gates.published.published_gates`; TRIM-KV, arXiv 2512.03324, section 5.1).
 
     Args:
-        d_gate: width of the trunk, rounded up to a multiple of the KV heads.
-        tying: ``paper`` (one readout for all layers and heads: 001, section 4), ``layer`` or
-            ``none`` (one per layer and head).
+        d_gate: width of the hidden layers; with ``tied`` rounded up to a multiple of the KV heads.
+        tying: ``paper`` (one readout for all layers and heads: arXiv 2605.09649, section 4),
+            ``layer`` or ``none`` (one per layer and head); ``rg`` ties nothing.
         bias: where the readout's bias starts; at 18, 1 - beta is 1.5e-8 and nothing is forgotten.
         layers: the backbone's, for gates that read ``[k; v]`` instead of x (the ablation of 001,
             section 5.4): keys and values of all KV heads as they are projected, before norm and
             RoPE. These are linear in x, so :meth:`file_tensors` folds the projection into the
             gates' first layer, and the engine runs them like any others.
+        gate: one of :data:`GATES`.
     """
 
     def __init__(
@@ -36,14 +45,12 @@ class TrainableGates(nn.Module):
         bias: float = 18.0,
         seed: int = 0,
         layers: Sequence[LayerWeights] | None = None,
+        gate: str = "tied",
     ) -> None:
         super().__init__()
-        self.spec = spec
+        self.spec, self.gate = spec, gate
         self._projections = None if layers is None else [_key_value(x, spec) for x in layers]
         heads = spec.num_kv_heads
-        block = math.ceil(d_gate / heads)
-        width = block * heads
-        lead = {"paper": (), "layer": (spec.num_layers,), "none": (spec.num_layers, heads)}[tying]
         read = spec.hidden_size if layers is None else 2 * heads * spec.head_dim
         generator = torch.Generator().manual_seed(seed)
 
@@ -52,14 +59,29 @@ class TrainableGates(nn.Module):
             limit = shape[-1] ** -0.5
             return nn.Parameter((2 * torch.rand(*shape, generator=generator) - 1) * limit)
 
+        def linear(inputs: int, outputs: int) -> nn.Module:
+            made = nn.Module()
+            made.weight = uniform(outputs, inputs)
+            made.bias = nn.Parameter(torch.zeros(outputs))
+            return made
+
         self.layers = nn.ModuleList()
+        if gate == "rg":
+            for _ in range(spec.num_layers):
+                stage = nn.Module()
+                stage.linear1 = linear(read, d_gate)
+                stage.linear2 = nn.Module()
+                stage.linear2.weight = uniform(heads, d_gate)
+                stage.bias = nn.Parameter(torch.full((heads,), float(bias)))
+                self.layers.append(stage)
+            return
+        block = math.ceil(d_gate / heads)
+        width = block * heads
+        lead = {"paper": (), "layer": (spec.num_layers,), "none": (spec.num_layers, heads)}[tying]
         for _ in range(spec.num_layers):
             stage = nn.Module()
-            for name, inputs in (("linear1", read), ("linear2", width)):
-                linear = nn.Module()
-                linear.weight = uniform(width, inputs)
-                linear.bias = nn.Parameter(torch.zeros(width))
-                setattr(stage, name, linear)
+            stage.linear1 = linear(read, width)
+            stage.linear2 = linear(width, width)
             self.layers.append(stage)
         self.readout = nn.Module()
         self.readout.weight = uniform(*lead, block)
@@ -67,7 +89,12 @@ class TrainableGates(nn.Module):
 
     def gates(self) -> Gates:
         """The engine's gates over the live parameters: gradients reach them."""
-        return tied_gates(self._folded(), self.spec)
+        return self.built(self._folded())
+
+    def built(self, tensors: dict[str, Tensor]) -> Gates:
+        """The engine's gates of this layout over the tensors of a gate file."""
+        make = published_gates if self.gate == "rg" else tied_gates
+        return make(tensors, self.spec)
 
     def file_tensors(self) -> dict[str, Tensor]:
         """What a gate file holds."""
@@ -81,6 +108,8 @@ class TrainableGates(nn.Module):
             tensors[f"{name}.weight"] = first @ weight.to(first)
             if bias is not None:
                 tensors[f"{name}.bias"] = tensors[f"{name}.bias"] + first @ bias.to(first)
+        if self.gate == "rg":
+            return {layer_name(name): tensor for name, tensor in tensors.items()}
         return tensors
 
 

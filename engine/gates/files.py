@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import re
 from pathlib import Path
 
 import torch
@@ -20,6 +21,8 @@ from engine.gates.published import published_gates
 from engine.spec import DecoderSpec
 
 FORMAT = "mmkv-gates-1"
+# What a gate file may hold in half precision: all but the readout and its bias.
+_TRUNK = re.compile(r"layers\.|.*\.retention_gate\.linear1\.")
 _TENSORS, _INFO, _PUBLISHED = "gates.safetensors", "gates.json", "trimkv_weights.pth"
 
 
@@ -51,7 +54,8 @@ def load_gates(source: str | Path, spec: DecoderSpec) -> Gates:
     if not isinstance(info, dict) or info.get("format") != FORMAT:
         raise GateError(f"{path} is not in the format {FORMAT}; save it with this mmkv version")
     _check_shape(info, spec)
-    return tied_gates(tensors, spec, info)
+    make = published_gates if info.get("layout") == "rg" else tied_gates
+    return make(tensors, spec, info)
 
 
 def foreign_note(gates: Gates, model: str) -> str | None:
@@ -76,7 +80,7 @@ def foreign_note(gates: Gates, model: str) -> str | None:
 def as_stored(tensors: dict[str, Tensor], trunk_dtype: torch.dtype | None) -> dict[str, Tensor]:
     """The tensors of a gate file with its trunks in ``trunk_dtype``; None: as they are."""
     return {
-        name: tensor.to(trunk_dtype) if trunk_dtype and name.startswith("layers.") else tensor
+        name: tensor.to(trunk_dtype) if trunk_dtype and _TRUNK.match(name) else tensor
         for name, tensor in tensors.items()
     }
 
@@ -95,22 +99,27 @@ def save_gates(
             The readout, whose bias decides over the last 1e-8 of beta, stays float32.
 
     Raises:
-        GateError: for published layouts, which stay in their own files.
+        GateError: for the published layout ``rg10``, which stays in its own file.
     """
-    if gates.kind != "tied":
-        raise GateError(f"gates of kind {gates.kind!r} keep their own file; only 'tied' is saved")
+    if gates.kind == "tied":
+        readout = gates.tensors["readout.weight"]
+        sizes = {"tying": tying_of(readout), "d_gate": readout.shape[-1] * spec.num_kv_heads}
+    elif gates.kind == "rg":
+        sizes = {"layout": "rg", "d_gate": gates.layers[0].readout.shape[1]}
+    else:
+        raise GateError(
+            f"gates of kind {gates.kind!r} keep their own file; 'tied' and 'rg' are saved"
+        )
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {name: tensor.detach().contiguous() for name, tensor in gates.tensors.items()}
     save_file(as_stored(tensors, trunk_dtype), folder / _TENSORS)
-    readout = gates.tensors["readout.weight"]
     described = {
         "format": FORMAT,
-        "tying": tying_of(readout),
         "hidden_size": spec.hidden_size,
         "num_layers": spec.num_layers,
         "num_kv_heads": spec.num_kv_heads,
-        "d_gate": readout.shape[-1] * spec.num_kv_heads,
+        **sizes,
         **gates.info,
         **info,
     }

@@ -1,4 +1,7 @@
-"""The published gate layouts ``rg`` and ``rg10`` of ``trimkv_weights.pth`` (design section 7)."""
+"""The gate layouts ``rg`` and ``rg10``, as TRIM-KV and DBTrimKV publish them.
+
+``rg`` is the gate of TRIM-KV (arXiv 2512.03324, section 5.1); training writes it, too.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +17,20 @@ from engine.spec import DecoderSpec
 _KEY = re.compile(r"layers\.(\d+)\.self_attn\.retention_gate\.(.+)$")
 
 
-def published_gates(tensors: dict[str, Tensor], spec: DecoderSpec) -> Gates:
+def layer_name(name: str) -> str:
+    """The published name of ``layers.{l}.PART``."""
+    _, layer, part = name.split(".", 2)
+    return f"model.layers.{layer}.self_attn.retention_gate.{part}"
+
+
+def published_gates(
+    tensors: dict[str, Tensor], spec: DecoderSpec, info: dict[str, object] | None = None
+) -> Gates:
     """Build gates from published tensors; the layout is told by the presence of ``linear3``.
 
     ``rg``: linear1 [512, d] + bias, SiLU, linear2 [H, 512], + bias [H].
     ``rg10``: linear1, SiLU, linear2, SiLU, linear3 [H, 512], + bias [H]; linear3 and the bias
-    are one and the same in every layer, which is verified.
+    are one and the same in every layer, which is verified. Gradients flow to ``tensors``.
 
     Raises:
         GateError: other layouts, other shapes (both named), or a tie that does not hold.
@@ -78,7 +89,7 @@ def published_gates(tensors: dict[str, Tensor], spec: DecoderSpec) -> Gates:
                 "the rg10 gates differ in linear3 or bias between layers, so the tie that makes "
                 "scores comparable does not hold; use the original file"
             )
-    return Gates(kind, layers, tensors, {"layout": kind})
+    return Gates(kind, layers, tensors, {"layout": kind, **(info or {})})
 
 
 def _bias(part: dict[str, Tensor], last: str) -> Tensor:
