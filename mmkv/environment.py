@@ -59,7 +59,7 @@ def _native() -> str:
     from engine import native
 
     why = native.reason()
-    return f"torch ({why})" if why else "native"
+    return f"torch ({why})" if why else f"native (level {native.level()})"
 
 
 def _video_readers() -> list[str]:

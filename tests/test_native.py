@@ -21,7 +21,7 @@ from torch import Tensor
 import mmkv
 from engine.cache import RaggedCache
 from engine.errors import BudgetError
-from engine.native import NativeDecoder, available, binding, reason
+from engine.native import NativeDecoder, available, binding, levels, reason
 from engine.policies import make_policy
 from engine.runtime import Engine
 from engine.session import Session
@@ -326,7 +326,7 @@ def test_the_number_of_threads_does_not_change_the_logits(monkeypatch: pytest.Mo
 def test_what_runs_on_torch_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = engine_for("odd")
     assert engine.decode_path == engine.session().decode_path == "native"
-    assert "decode step on the CPU: native" in describe().splitlines()
+    assert f"decode step on the CPU: native (level {levels()[0]})" in describe().splitlines()
     assert engine_for("odd", "snapkv").evictor is None
     engine.decoder.on_gate_input = lambda layer, hidden: None
     assert engine.decode_path == "torch: on_gate_input is set"
@@ -346,4 +346,4 @@ def test_what_runs_on_torch_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler on PATH")
 def test_a_machine_with_a_compiler_has_the_library() -> None:
-    assert not isinstance(binding._load(), str), binding._load()
+    assert not isinstance(binding._load("baseline"), str), binding._load("baseline")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -13,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.cache import PagePool, RaggedCache
-from engine.native import NativeEvictor
+from engine.native import NativeEvictor, levels
 from engine.policies import CacheView, Policy, make_policy
 from tests.test_native import POLICIES, content, needs_native
 
@@ -68,15 +70,27 @@ class Held:
         return self.budget
 
 
+def evictor_at(level: str, policy: Policy) -> NativeEvictor:
+    """An evictor of one level's library."""
+    with mock.patch.dict(os.environ, MMKV_NATIVE=level):
+        return NativeEvictor(policy)
+
+
 @needs_native
+@pytest.mark.parametrize("level", levels())
 @settings(max_examples=250, deadline=None)
 @given(LENGTHS, LEVELS, st.sampled_from(POLICIES[1:]), ENDS, st.integers(0, 130))
 def test_victims_and_pages_are_those_of_torch(
-    lengths: list[int], levels: list[float], named: Any, ends: tuple[int, int], budget: int
+    level: str,
+    lengths: list[int],
+    betas: list[float],
+    named: Any,
+    ends: tuple[int, int],
+    budget: int,
 ) -> None:
     policy = replace(make_policy(*named), protect_first=ends[0], protect_recent=ends[1])
-    ours, reference = (cache_of(lengths, levels, seed=budget) for _ in range(2))
-    evictor, held = NativeEvictor(policy), Held(SEEN, sum(lengths), budget)
+    ours, reference = (cache_of(lengths, betas, seed=budget) for _ in range(2))
+    evictor, held = evictor_at(level, policy), Held(SEEN, sum(lengths), budget)
     for now in (
         SEEN,
         SEEN + 1,
@@ -93,6 +107,7 @@ def test_victims_and_pages_are_those_of_torch(
 
 
 @needs_native
+@pytest.mark.parametrize("level", levels())
 @settings(max_examples=100, deadline=None)
 @given(
     st.floats(-7.5, 0.5),
@@ -102,18 +117,18 @@ def test_victims_and_pages_are_those_of_torch(
     st.integers(0, 2**31),
 )
 def test_scores_that_lie_a_rounding_apart(
-    exponent: float, apart: int, lookahead: float, ends: tuple[int, int], seed: int
+    level: str, exponent: float, apart: int, lookahead: float, ends: tuple[int, int], seed: int
 ) -> None:
     """Steps of a decode loop, whose search is in single precision where nothing hangs on it."""
-    levels = [-(10**exponent)]
+    betas = [-(10**exponent)]
     for _ in range(12 * apart):
-        levels.append(float(np.nextafter(np.float32(levels[-1]), np.float32(-9))))
+        betas.append(float(np.nextafter(np.float32(betas[-1]), np.float32(-9))))
     policy = replace(
         make_policy("dbtrimkv", lookahead), protect_first=ends[0], protect_recent=ends[1]
     )
     lengths = [40] * 4
-    ours, reference = (cache_of(lengths, levels[::apart], seed) for _ in range(2))
-    evictor, held = NativeEvictor(policy), Held(SEEN, 160, 150)
+    ours, reference = (cache_of(lengths, betas[::apart], seed) for _ in range(2))
+    evictor, held = evictor_at(level, policy), Held(SEEN, 160, 150)
     for _ in range(12):
         assert evictor.evict(ours, [held]) == []
         evict_in_torch(reference, policy, held.budget, held.seen)

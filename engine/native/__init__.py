@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from engine.native.binding import library
+from engine.native.binding import levels, library
 from engine.native.decoder import NativeDecoder
 from engine.native.evictor import NativeEvictor
 
-__all__ = ["NativeDecoder", "NativeEvictor", "available", "reason"]
+__all__ = ["NativeDecoder", "NativeEvictor", "available", "level", "levels", "reason"]
 
 
 def available() -> bool:
@@ -18,3 +18,9 @@ def reason() -> str:
     """Why it cannot; empty when it can."""
     found = library()
     return found if isinstance(found, str) else ""
+
+
+def level() -> str:
+    """The level of the instruction set that it was compiled for; empty when it cannot be used."""
+    found = library()
+    return "" if isinstance(found, str) else found.level

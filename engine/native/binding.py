@@ -1,8 +1,7 @@
-"""The compiled library: found beside this file, checked against its structures, called by ctypes.
+"""The compiled library: the best that this CPU can run, checked against its structures, by ctypes.
 
-``setup.py`` compiles it at install for the CPU of that machine (``-march=native``): an install
-carried to a machine with an older CPU may die on an illegal instruction, which no cheap test
-would foresee; install again there, or set ``MMKV_NATIVE=0``.
+``setup.py`` compiles the same sources once per level of the instruction set (``LEVELS``). The
+environment variable ``MMKV_NATIVE`` names the level to load, or refuses all of them with ``0``.
 """
 
 from __future__ import annotations
@@ -10,11 +9,11 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
-from ctypes import POINTER, Structure, byref, c_double, c_int64, c_void_p
-from importlib.machinery import EXTENSION_SUFFIXES
-from pathlib import Path
+from ctypes import POINTER, Structure, byref, c_char_p, c_double, c_int64, c_void_p
+from importlib.util import find_spec
 
 MAX_TRUNK = 2
+LEVELS = ("v4", "v3", "sve", "baseline")  # best first; v3 and v4: of x86-64
 
 
 class Linear(Structure):
@@ -119,38 +118,73 @@ _FUNCTIONS = {
     "mmkv_evict_scratch": (c_int64, [c_int64]),
     "mmkv_evict": (None, [POINTER(Cache), POINTER(Eviction), c_int64, c_int64]),
     "mmkv_layout": (c_int64, [POINTER(c_int64)]),
+    "mmkv_runs": (c_int64, [c_char_p]),
 }
 
 
-def library() -> ctypes.CDLL | str:
-    """The library, or why there is none. ``MMKV_NATIVE=0`` in the environment refuses it."""
-    if os.environ.get("MMKV_NATIVE", "1") == "0":
+class Library(ctypes.CDLL):
+    """The functions of one level's library."""
+
+    level: str
+
+
+def library() -> Library | str:
+    """The library, or why there is none."""
+    named = os.environ.get("MMKV_NATIVE", "1")
+    if named == "0":
         return "switched off by MMKV_NATIVE=0"
-    return _load()
+    if named == "1":
+        return _best()
+    if named not in LEVELS:
+        return f"MMKV_NATIVE={named} is none of {', '.join(LEVELS)}, 1 (the best) and 0 (torch)"
+    return _load(named)
+
+
+def levels() -> list[str]:
+    """The levels that are compiled and that this CPU can run, best first."""
+    return [level for level in LEVELS if not isinstance(_load(level), str)]
 
 
 @functools.cache
-def _load() -> ctypes.CDLL | str:
-    here = Path(__file__).parent
-    paths = [here / f"_step{suffix}" for suffix in EXTENSION_SUFFIXES]
-    found = next((path for path in paths if path.is_file()), None)
-    if found is None:
-        return "not compiled; install a C compiler and then mmkv again"
+def _best() -> Library | str:
+    found: Library | str = ""
+    for level in LEVELS:
+        found = _load(level)
+        if not isinstance(found, str):
+            break
+    return found
+
+
+@functools.cache
+def _load(level: str) -> Library | str:
+    spec = find_spec(f"{__package__}._step_{level}")
+    if spec is None or spec.origin is None:
+        if level == "baseline":
+            return "not compiled; install a C compiler and then mmkv again"
+        return f"level {level} is not compiled"
+    if level != "baseline":
+        baseline = _load("baseline")
+        if isinstance(baseline, str):
+            return baseline
+        if not baseline.mmkv_runs(level.encode()):
+            return f"this CPU cannot run level {level}"
+    name = os.path.basename(spec.origin)
     try:
-        loaded = ctypes.CDLL(str(found))
-        for name, (result, arguments) in _FUNCTIONS.items():
-            function = getattr(loaded, name)
+        loaded = Library(spec.origin)
+        for function_name, (result, arguments) in _FUNCTIONS.items():
+            function = getattr(loaded, function_name)
             function.restype, function.argtypes = result, arguments
     except (OSError, AttributeError) as error:
-        return f"{found.name} does not load ({error}); install mmkv again"
+        return f"{name} does not load ({error}); install mmkv again"
     ours = [ctypes.sizeof(kind) for kind in (Linear, Layer, Model, Cache, Lane, Step, Eviction)]
     theirs = (c_int64 * 16)()
     if ours != theirs[: loaded.mmkv_layout(theirs)]:
-        return f"{found.name} was compiled from other sources; install mmkv again"
+        return f"{name} was compiled from other sources; install mmkv again"
+    loaded.level = level
     return loaded
 
 
 __all__ = [
     "MAX_TRUNK", "Cache", "Eviction", "Lane", "Layer", "Linear", "Model", "Step", "byref",
-    "library",
+    "levels", "library",
 ]  # fmt: skip
