@@ -45,34 +45,34 @@ DECODE_PEERS = transformers "transformers static+compile" kvpress trimkv
 
 test-gpu:
 	HF_HUB_OFFLINE=1 $(GPU_PYTHON) -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "no GPU here; make test runs the same tests on the CPU")'
-	HF_HUB_OFFLINE=1 $(GPU_PYTHON) -m pytest tests/test_kernels_*.py tests/test_graph.py tests/test_bench*.py tests/test_capacity.py tests/test_gated_attention.py tests/test_quality_options.py
+	HF_HUB_OFFLINE=1 $(GPU_PYTHON) -m pytest tests/test_kernels_*.py tests/engine/backends/test_graph.py tests/test_bench*.py tests/training/test_capacity.py tests/training/test_gated_attention.py tests/eval/test_quality_options.py
 
 bench-gpu:
 	$(MAKE) --keep-going $(BENCH_PARTS)
 
 bench-gpu-kernels:
-	$(BENCH) eval.bench_kernels --output $(RESULTS)
+	$(BENCH) eval.bench.kernels --output $(RESULTS)
 
 bench-gpu-4b:
-	$(BENCH) eval.bench_decode --shape qwen3-4b --cases bars --peers $(DECODE_PEERS) $(BENCH_OPTIONS) --output $(RESULTS)
+	$(BENCH) eval.bench.decode --shape qwen3-4b --cases bars --peers $(DECODE_PEERS) $(BENCH_OPTIONS) --output $(RESULTS)
 
 bench-gpu-8b:
-	$(BENCH) eval.bench_decode --shape qwen3-vl-8b --cases bars --peers transformers $(BENCH_OPTIONS) --output $(RESULTS)
+	$(BENCH) eval.bench.decode --shape qwen3-vl-8b --cases bars --peers transformers $(BENCH_OPTIONS) --output $(RESULTS)
 
 bench-gpu-llava:
-	$(BENCH) eval.bench_decode --shape llava-1.5-7b --cases 1:4096:256 16:4096:256 64:4096:256 --peers --output $(RESULTS)
+	$(BENCH) eval.bench.decode --shape llava-1.5-7b --cases 1:4096:256 16:4096:256 64:4096:256 --peers --output $(RESULTS)
 
 bench-gpu-grid:
-	$(BENCH) eval.bench_decode --shape qwen3-4b --cases grid --rounds 3 --steps 64 --no-eager --no-parts --peers --name gpu-decode-grid-qwen3-4b --output $(RESULTS)
+	$(BENCH) eval.bench.decode --shape qwen3-4b --cases grid --rounds 3 --steps 64 --no-eager --no-parts --peers --name gpu-decode-grid-qwen3-4b --output $(RESULTS)
 
 bench-gpu-largest:
-	$(BENCH) eval.bench_decode --shape qwen3-4b --cases largest --rounds 5 --peers transformers --name gpu-decode-largest-qwen3-4b --output $(RESULTS)
+	$(BENCH) eval.bench.decode --shape qwen3-4b --cases largest --rounds 5 --peers transformers --name gpu-decode-largest-qwen3-4b --output $(RESULTS)
 
 bench-gpu-batching:
-	$(BENCH) eval.bench_decode --shape qwen3-4b --cases 16:4096:256 --rounds 3 --peers "transformers continuous batching" --name gpu-decode-batching-qwen3-4b --output $(RESULTS)
+	$(BENCH) eval.bench.decode --shape qwen3-4b --cases 16:4096:256 --rounds 3 --peers "transformers continuous batching" --name gpu-decode-batching-qwen3-4b --output $(RESULTS)
 
 bench-gpu-prefill:
-	$(BENCH) eval.bench_prefill --output $(RESULTS)
+	$(BENCH) eval.bench.prefill --output $(RESULTS)
 
 bench-gpu-capacity:
-	$(BENCH) eval.bench_capacity --output $(RESULTS)
+	$(BENCH) eval.bench.capacity --output $(RESULTS)

@@ -16,8 +16,8 @@ from setuptools import Extension, setup
 FLAGS = ["-std=gnu11", "-O3", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden"]
 # Apple's clang has no OpenMP runtime; the step then uses one thread.
 OPENMP = [] if sys.platform == "darwin" else ["-fopenmp"]
-FOLDER = "engine/native"
-NAMES = ("step", "linear", "attention", "pages", "evict", "near", "levels")
+FOLDER = "engine/backends/cpu"
+NAMES = ("step", "linear", "attention", "pages", "evict", "fast_select", "levels")
 
 # What vector code uses of x86-64-v3 and x86-64-v4: older compilers know these, but not the levels.
 V3 = ["-mavx2", "-mfma", "-mbmi", "-mbmi2"]
@@ -41,7 +41,7 @@ def levels() -> dict[str, list[str]]:
 setup(
     ext_modules=[
         Extension(
-            f"engine.native._step_{level}",
+            f"engine.backends.cpu._step_{level}",
             [f"{FOLDER}/{name}.c" for name in NAMES],
             depends=["setup.py", *(f"{FOLDER}/{name}.h" for name in ("native", "evict", "vmath"))],
             extra_compile_args=FLAGS + flags + (OPENMP or ["-fopenmp-simd"]),

@@ -10,25 +10,25 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from engine.backends.cpu import NativeDecoder, NativeEvictor
+from engine.backends.cuda import GraphRunner
+from engine.backends.cuda.kernels.sample import Draw, columns_of, sample, uniform
+from engine.backends.torch.step import DecodeStep
 from engine.cache import PagePool, RaggedCache
-from engine.decoder import Decoder
 from engine.errors import GateError, InputError, PolicyError, SessionError
-from engine.families.base import Family
-from engine.families.loading import load, resolve_device
-from engine.gates import Gates, foreign_note, load_gates
-from engine.graph import GraphRunner
-from engine.kernels.sample import Draw, columns_of, sample, uniform
-from engine.native import NativeDecoder, NativeEvictor
+from engine.model.decoder import Decoder
+from engine.model.families.base import Family
+from engine.model.families.loading import load, resolve_device
+from engine.model.gates import Gates, foreign_note, load_gates
+from engine.model.rope import Rope
+from engine.model.spec import DecoderSpec
+from engine.model.weights import DecoderWeights
 from engine.policies import Budget, Policy, make_policy
-from engine.rope import Rope
-from engine.session import Session
-from engine.session_file import load_session
-from engine.spec import DecoderSpec
-from engine.step import DecodeStep
-from engine.weights import DecoderWeights
+from engine.sequence import CachedSequence
+from engine.sequence_file import load_session
 
 
-class Engine:
+class Runtime:
     """Decodes with a bounded KV cache.
 
     Args:
@@ -145,7 +145,7 @@ class Engine:
             raise GateError("this engine has no gates; load it with gates=PATH")
         return self._gates.log_beta(layer, hidden)
 
-    def session(self, budget: Budget | float | None = None) -> Session:
+    def session(self, budget: Budget | float | None = None) -> CachedSequence:
         """Open an empty session.
 
         Raises:
@@ -153,7 +153,7 @@ class Engine:
         """
         return self._open(self._checked(budget))
 
-    def load_session(self, path: str | Path) -> tuple[Session, dict[str, str]]:
+    def load_session(self, path: str | Path) -> tuple[CachedSequence, dict[str, str]]:
         """Open a saved session: the session and the strings saved beside it.
 
         Raises:
@@ -179,7 +179,7 @@ class Engine:
         }
 
     @torch.inference_mode()
-    def decode(self, sessions: Sequence[Session], token_ids: Sequence[int]) -> Tensor:
+    def decode(self, sessions: Sequence[CachedSequence], token_ids: Sequence[int]) -> Tensor:
         """Append one token to each of B sessions in one batched step.
 
         Ctrl-C on torch leaves everything as it was; in C it is seen when the step is over, and the
@@ -216,7 +216,7 @@ class Engine:
     @torch.inference_mode()
     def decode_many(
         self,
-        sessions: Sequence[Session],
+        sessions: Sequence[CachedSequence],
         token_ids: Sequence[int],
         steps: int,
         stop: Sequence[int] = (),
@@ -277,18 +277,18 @@ class Engine:
         """What replies are decoded on: ``native``, ``CUDA graph``, or ``torch: `` and why.
 
         A batch runs on torch when one of its sessions must, such as one past its sliding window
-        (:attr:`engine.session.Session.decode_path`).
+        (:attr:`engine.sequence.CachedSequence.decode_path`).
         """
         return self._path_of(None)
 
-    def _path_of(self, session: Session | None) -> str:
+    def _path_of(self, session: CachedSequence | None) -> str:
         if self.device.type == "cuda":
             why = self._why_no_graph()
             return f"torch: {why}" if why else "CUDA graph"
         why = self._why_torch(session)
         return f"torch: {why}" if why else "native"
 
-    def _why_torch(self, session: Session | None) -> str:
+    def _why_torch(self, session: CachedSequence | None) -> str:
         if self.native is None:
             return self._torch_because or "switched off"
         if self.decoder.on_gate_input is not None:
@@ -299,13 +299,13 @@ class Engine:
             return "a sliding window is in effect"
         return ""
 
-    def _count(self, sessions: Sequence[Session]) -> None:
+    def _count(self, sessions: Sequence[CachedSequence]) -> None:
         for session in sessions:
             session.seen += 1
             session.next_position += 1
             session.entries += self.spec.rows
 
-    def _enforce(self, sessions: Sequence[Session], slack: int) -> None:
+    def _enforce(self, sessions: Sequence[CachedSequence], slack: int) -> None:
         """Evict from every session that stands more than ``slack`` entries above its budget."""
         if not self.policy.evicts and not self.policy.admission.selective:
             return
@@ -316,8 +316,8 @@ class Engine:
             session._enforce(slack)
 
     def _native_step(
-        self, sessions: Sequence[Session], token_ids: Sequence[int], slack: int
-    ) -> tuple[Tensor, Sequence[Session]]:
+        self, sessions: Sequence[CachedSequence], token_ids: Sequence[int], slack: int
+    ) -> tuple[Tensor, Sequence[CachedSequence]]:
         """Step and eviction in one call of C, counted even if Ctrl-C comes when it returns.
 
         Returns:
@@ -343,7 +343,7 @@ class Engine:
                 left = sessions if evictor is None else evictor.settle(sessions)
         return logits, left
 
-    def _torch_step(self, sessions: Sequence[Session], token_ids: Sequence[int]) -> Tensor:
+    def _torch_step(self, sessions: Sequence[CachedSequence], token_ids: Sequence[int]) -> Tensor:
         seqs = torch.tensor([session.seq for session in sessions], device=self.device)
         position = torch.tensor([session.seen for session in sessions], device=self.device)
         rope = self._decode_rope(sessions)
@@ -356,8 +356,8 @@ class Engine:
             step.store_gates(log_beta)
         return self.decoder.logits(hidden)
 
-    def _open(self, budget: Budget) -> Session:
-        return Session(self, budget)
+    def _open(self, budget: Budget) -> CachedSequence:
+        return CachedSequence(self, budget)
 
     def _checked(self, budget: Budget | float | None) -> Budget:
         made = self.budget if budget is None else Budget.of(budget)
@@ -365,7 +365,7 @@ class Engine:
         made.entries(self.spec.rows, 0, pool.page_size, pool.page_bytes)
         return made
 
-    def _decode_rope(self, sessions: Sequence[Session]) -> tuple[Tensor, Tensor]:
+    def _decode_rope(self, sessions: Sequence[CachedSequence]) -> tuple[Tensor, Tensor]:
         where = torch.tensor([s.next_position for s in sessions], device=self.device)
         long = [bool(s.long_rope) for s in sessions]
         if len(set(long)) == 1:
@@ -378,7 +378,7 @@ class Engine:
             torch.where(chosen, long_sin, short_sin),
         )
 
-    def _check_step(self, sessions: Sequence[Session], token_ids: Sequence[int]) -> None:
+    def _check_step(self, sessions: Sequence[CachedSequence], token_ids: Sequence[int]) -> None:
         if not sessions or len(sessions) != len(token_ids):
             raise InputError(
                 f"{len(sessions)} sessions and {len(token_ids)} tokens; give one token a session"

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from eval.quality_report import interval
+from eval.quality.report import interval
 
 _BLOCK = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 _SIDES = ("dbtrimkv", "trimkv", "snapkv", "streamingllm")

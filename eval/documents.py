@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from eval.forced import spans
-from eval.scenes import Turn
-from training.examples import IGNORED
-from training.scene_data import scene_example
+from mmkv.data.labels import IGNORED
+from mmkv.data.scene_data import scene_example
+from mmkv.data.scenes import Turn
+from mmkv.measure.teacher_forced import spans
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from eval.document_tables import filled
-from eval.record import RESULTS
+from mmkv.measure.record import RESULTS
 
 _ROOT = Path(__file__).resolve().parent.parent
 PAGE = _ROOT / "docs" / "results.md"
@@ -206,7 +206,7 @@ def _load(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ReportError(f"cannot read {path}: {error}; run its program again") from error
     if not isinstance(held, dict) or "results" not in held:
-        raise ReportError(f"{path} is no result file of eval.record; move it elsewhere")
+        raise ReportError(f"{path} is no result file of mmkv.measure.record; move it elsewhere")
     return held
 
 

@@ -79,11 +79,11 @@ def _pip(*arguments: str) -> None:
 
 def compare(folder: Path, steps: int) -> list[dict[str, Any]]:
     """Greedy tokens and logits of mmkv beside transformers', float32, one row per prompt."""
-    from engine.runtime import Engine
+    from engine.runtime import Runtime
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     reference = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    engine = Engine.from_pretrained(folder, policy="full", device="cpu", dtype="float32")
+    engine = Runtime.from_pretrained(folder, policy="full", device="cpu", dtype="float32")
     rows = []
     for prompt in PROMPTS:
         inputs = tokenizer.apply_chat_template(
@@ -148,7 +148,7 @@ def main() -> None:
         )
         print(f"    {' '.join(row['reply'].split())[:160]}")
     if args.bench:
-        from eval.bench_decode_cpu import main as bench
+        from eval.bench.decode_cpu import main as bench
 
         bench([str(args.folder)])
     if any(row["same"] < row["tokens"] for row in rows):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import mmkv.torchvision_guard  # noqa: F401 (before anything that imports transformers)
+import mmkv.prompt.torchvision_guard  # noqa: F401 (before anything that imports transformers)
 
 # isort: split
 from collections.abc import Sequence
@@ -13,23 +13,23 @@ import torch
 
 from engine.errors import InputError
 from engine.policies.budget import Budget
-from engine.runtime import Engine as CoreEngine
-from mmkv.media import load_image
-from mmkv.messages import is_blank, take_media
-from mmkv.processing import Processor, load_processor
+from engine.runtime import Runtime
+from mmkv.prompt.media import load_image
+from mmkv.prompt.messages import is_blank, take_media
+from mmkv.prompt.processing import Processor, load_processor
+from mmkv.prompt.video import load_video
 from mmkv.reply import Reply, ReplyWriter
 from mmkv.sampling import Sampling
 from mmkv.session import Session
 from mmkv.stepping import step
-from mmkv.video import load_video
 
 if TYPE_CHECKING:
-    from mmkv.template import Message
+    from mmkv.prompt.template import Message
 
 __all__ = ["Engine", "Session"]
 
 
-class Engine(CoreEngine):
+class Engine(Runtime):
     """An engine together with its checkpoint's tokenizer, chat template and processor."""
 
     _source: str | Path | None = None
@@ -45,7 +45,7 @@ class Engine(CoreEngine):
         max_pixels: int | None = None,
         **options: Any,
     ) -> Self:
-        """Load a checkpoint; the options are those of engine.runtime.Engine.from_pretrained.
+        """Load a checkpoint; the options are those of engine.runtime.Runtime.from_pretrained.
 
         ``min_pixels``, ``max_pixels`` bound a picture's size for models that take any size. The
         tokenizer and processor are loaded when they are first needed.

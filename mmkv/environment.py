@@ -56,14 +56,14 @@ def _devices() -> list[str]:
 
 
 def _native() -> str:
-    from engine import native
+    from engine.backends import cpu as native
 
     why = native.reason()
     return f"torch ({why})" if why else f"native (level {native.level()})"
 
 
 def _video_readers() -> list[str]:
-    from mmkv.video import READERS, import_reader
+    from mmkv.prompt.video import READERS, import_reader
 
     lines = []
     for package in READERS:
@@ -77,7 +77,7 @@ def _video_readers() -> list[str]:
 
 def _bundled() -> str:
     from engine.errors import ModelError
-    from mmkv.assets import bundled_model
+    from mmkv.resources import bundled_model
 
     try:
         return str(bundled_model())

@@ -7,14 +7,14 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from mmkv.detokenizer import Detokenizer, StopStrings
 from mmkv.sampling import Sampler, Sampling
-from mmkv.text import Detokenizer, StopStrings
 
 if TYPE_CHECKING:
     import torch
 
-    from engine.kernels.sample import Draw
-    from engine.session import Memory
+    from engine.backends.cuda.kernels.sample import Draw
+    from engine.sequence import Memory
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from engine.errors import InputError
 if TYPE_CHECKING:
     import torch
 
-    from engine.kernels.sample import Draw
+    from engine.backends.cuda.kernels.sample import Draw
 
 
 @dataclass(frozen=True)
@@ -79,8 +79,8 @@ class Sampler:
 
     @functools.cached_property
     def draw_on_device(self) -> Draw:
-        """The settings for :func:`engine.kernels.sample.sample`, with a seed for this reply."""
-        from engine.kernels.sample import Draw
+        """The settings for ``sample``, with a seed for this reply."""
+        from engine.backends.cuda.kernels.sample import Draw
 
         chosen = self.sampling
         seed = secrets.randbits(63) if chosen.seed is None else chosen.seed

@@ -13,19 +13,19 @@ from typing import TYPE_CHECKING, Any, Self, cast
 import torch
 
 from engine.errors import ContextError, InputError, SessionError
-from engine.session import Session as CoreSession
+from engine.sequence import CachedSequence
 from mmkv.interrupts import CtrlC
-from mmkv.media import load_image
-from mmkv.messages import is_blank, take_media
+from mmkv.prompt.media import load_image
+from mmkv.prompt.messages import is_blank, take_media
+from mmkv.prompt.video import load_video
 from mmkv.reply import Reply, ReplyWriter
 from mmkv.sampling import Sampling
 from mmkv.stepping import step
-from mmkv.video import load_video
 
 if TYPE_CHECKING:
     from engine.policies.budget import Budget
     from mmkv.api import Engine
-    from mmkv.template import Message
+    from mmkv.prompt.template import Message
 
 Progress = Callable[[int, int], None]
 Pieces = Generator[str, None, None]
@@ -45,7 +45,7 @@ class _Turn:
         return self.inputs["input_ids"].shape[-1]
 
 
-class Session(CoreSession):
+class Session(CachedSequence):
     """One conversation.
 
     ``history``: its messages in the transformers chat format (pictures and videos as bare

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from engine.session import Session
+    from engine.sequence import CachedSequence
     from mmkv.api import Engine
     from mmkv.reply import ReplyWriter
 
@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 BURST = 16
 
 
-def step(engine: Engine, going: Sequence[tuple[Session, ReplyWriter, int]]) -> list[int | None]:
+def step(
+    engine: Engine, going: Sequence[tuple[CachedSequence, ReplyWriter, int]]
+) -> list[int | None]:
     """Append each reply's token and choose what follows.
 
     Args:
@@ -46,7 +48,9 @@ def step(engine: Engine, going: Sequence[tuple[Session, ReplyWriter, int]]) -> l
     return [writer.take_burst(row) for writer, row in zip(writers, said, strict=True)]
 
 
-def _ahead(engine: Engine, sessions: Sequence[Session], writers: Sequence[ReplyWriter]) -> int:
+def _ahead(
+    engine: Engine, sessions: Sequence[CachedSequence], writers: Sequence[ReplyWriter]
+) -> int:
     """How many steps all replies can take before the host has to look."""
     if engine.many_path != "graph":
         return 1

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from transformers.utils import logging as transformers_logging
 
-from engine.runtime import Engine
-from engine.spec import DecoderSpec, RopeSpec
-from tests.session_kit import SMALL_CONTEXT, load, qwen3_vl, save_checkpoint
+from engine.model.spec import DecoderSpec, RopeSpec
+from engine.runtime import Runtime
+from tests.support.sessions import SMALL_CONTEXT, load, qwen3_vl, save_checkpoint
 
 # A shell starts background jobs with Ctrl-C ignored, which children inherit; tests press it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -47,7 +47,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture
-def engine(folders: dict[str, Path]) -> Iterator[Engine]:
+def engine(folders: dict[str, Path]) -> Iterator[Runtime]:
     """A Qwen3-VL engine; every test must leave its pool consistent."""
     made = load(folders["vl"])
     yield made

@@ -123,11 +123,11 @@ def distill(
     import torch
     from rich.console import Console
 
+    from mmkv.data.sources import examples
     from training.folder import first_process, processes
     from training.run import distill as run
     from training.run import load_backbone
     from training.settings import Settings
-    from training.sources import examples
 
     for name, value in (("--threads", threads), ("--eval-samples", eval_samples)):
         if value < 0:

@@ -7,15 +7,15 @@ from typing import Any
 
 from torch import Tensor
 
-from engine.gates import Gates
+from engine.model.gates import Gates
 from engine.policies import make_policy
-from engine.runtime import Engine
-from eval.forced import Reading, read
+from engine.runtime import Runtime
+from mmkv.measure.teacher_forced import Reading, read
 
 
-def engine_with(engine: Engine, gates: Gates | None, policy: str, budget: float) -> Engine:
+def engine_with(engine: Runtime, gates: Gates | None, policy: str, budget: float) -> Runtime:
     """A second engine over the same weights, with other gates and another policy."""
-    return Engine(
+    return Runtime(
         engine.family, engine.spec, engine.decoder.weights, gates, make_policy(policy),
         budget, prefill_chunk=engine.prefill_chunk,
     )  # fmt: skip
@@ -53,7 +53,7 @@ class HeldOutData:
         examples: per dialogue what the processor returns, and ``labels``.
     """
 
-    def __init__(self, engine: Engine, examples: Sequence[Mapping[str, Any]]) -> None:
+    def __init__(self, engine: Runtime, examples: Sequence[Mapping[str, Any]]) -> None:
         self.engine = engine
         self.rows: list[tuple[dict[str, Any], Tensor]] = []
         for example in examples:

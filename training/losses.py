@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from engine.decoder import Decoder
+from engine.model.decoder import Decoder
+from mmkv.data.labels import predicted
 
-IGNORED = -100
 KINDS = ("kl", "reverse-kl", "ntp")
 
 
@@ -34,15 +34,6 @@ class Quality:
     ntp: Tensor
     agreement: Tensor
     tokens: int
-
-
-def predicted(labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Where the states stand that predict a label ``[N]``, and those labels ``[N]``.
-
-    The label of a document's first token must be -100: nothing before it predicts it.
-    """
-    where = (labels[1:] != IGNORED).nonzero().flatten()
-    return where, labels[where + 1]
 
 
 def quality_losses(

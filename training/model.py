@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engine.decoder import Decoder
-from engine.runtime import Engine
+from engine.model.decoder import Decoder
+from engine.runtime import Runtime
+from mmkv.measure.full_attention import full_attention_states, lay_out
 from training.capacity import capacity_loss, retained_counts, retained_total, retained_total_grouped
 from training.losses import quality_losses
-from training.student import lay_out, student_states, teacher_states
+from training.student import student_states
 from training.trainable import TrainableGates
 
 PARTS = (
@@ -57,7 +58,7 @@ class DistillModel(nn.Module):
 
     def __init__(
         self,
-        engine: Engine,
+        engine: Runtime,
         gates: TrainableGates,
         objective: Objective,
         checkpointing: bool = False,
@@ -82,7 +83,7 @@ class DistillModel(nn.Module):
         documents = lay_out(engine, [_inputs(example) for example in examples])
         labels = torch.cat([_labels(example) for example in examples]).to(engine.device)
         gates = self.gates.gates().to(engine.device, engine.dtype)
-        teacher = teacher_states(engine, documents)
+        teacher = full_attention_states(engine, documents)
         student, log_beta = student_states(
             engine, documents, gates, goal.gating, self.checkpointing
         )
@@ -132,7 +133,7 @@ def weights_at_end(rows: Tensor, start: Tensor) -> Tensor:
     return torch.exp((ends - step) * rows)
 
 
-def backbone_digest(engine: Engine) -> str:
+def backbone_digest(engine: Runtime) -> str:
     """SHA-256 over every weight, the vision side's too: equal before and after training."""
     weights, digest = engine.decoder.weights, hashlib.sha256()
     tensors = [weights.embed, weights.norm, weights.head]

@@ -20,8 +20,9 @@ from transformers import (
 )
 from transformers.trainer_utils import get_last_checkpoint
 
-from training.tiny_data import ROUNDS, DialogueBatches
-from training.tiny_model import build_model, build_tokenizer, save
+from mmkv.data.tokenizer import build_tokenizer
+from training.curriculum import ROUNDS, DialogueBatches
+from training.tiny_model import build_model, save
 
 
 def only(examples: list[dict[str, Tensor]]) -> dict[str, Tensor]:

@@ -15,9 +15,9 @@ from transformers import TrainingArguments
 
 from engine import hub
 from engine.errors import ModelError
-from engine.gates import as_stored, save_gates
-from engine.runtime import Engine
-from eval.record import provenance
+from engine.model.gates import as_stored, save_gates
+from engine.runtime import Runtime
+from mmkv.measure.record import provenance
 from training.card import write_card
 from training.curve import draw_curve
 from training.folder import begin, go_on, history, processes
@@ -30,14 +30,14 @@ from training.trainer import DistillTrainer, HeldOut, History
 _DAY = 24 * 3600  # seconds
 
 
-def load_backbone(settings: Settings) -> Engine:
+def load_backbone(settings: Settings) -> Runtime:
     """The frozen model, without gates and without a budget.
 
     Raises:
         ModelError: not readable, or with layers of limited attention, which the gated attention
             of training does not know.
     """
-    engine = Engine.from_pretrained(
+    engine = Runtime.from_pretrained(
         settings.model, policy="full", device=own_device(settings.device), dtype=settings.dtype
     )
     if any(engine.spec.sliding_window):
@@ -57,7 +57,7 @@ def own_device(device: str) -> str:
 
 def distill(
     settings: Settings,
-    engine: Engine,
+    engine: Runtime,
     train: Dataset[Any],
     held_out: Sequence[Mapping[str, Any]],
     data: Sequence[str] = (),

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from engine.gates import Gates
-from engine.gates.module import tied_gates
-from engine.gates.published import layer_name, published_gates
-from engine.spec import DecoderSpec
-from engine.weights import LayerWeights
+from engine.model.gates import Gates
+from engine.model.gates.module import tied_gates
+from engine.model.gates.published import layer_name, published_gates
+from engine.model.spec import DecoderSpec
+from engine.model.weights import LayerWeights
 
 GATES = ("tied", "rg")
 
@@ -21,9 +21,9 @@ class TrainableGates(nn.Module):
     """The parameters of gates in one of two layouts.
 
     ``tied``: a trunk of two layers per decoder layer, of which each KV head reads a block of its
-    own (:func:`engine.gates.module.tied_gates`; DBTrimKV, arXiv 2605.09649, sections 4 and 5.1).
-    ``rg``: ``d -> d_gate -> H`` per decoder layer, every head reading the whole hidden layer
-    (:func:`engine.gates.published.published_gates`; TRIM-KV, arXiv 2512.03324, section 5.1).
+    own (:func:`engine.model.gates.module.tied_gates`; DBTrimKV, arXiv 2605.09649, sections 4 and
+    5.1). ``rg``: ``d -> d_gate -> H`` per decoder layer, every head reading the whole hidden layer
+    (:func:`engine.model.gates.published.published_gates`; TRIM-KV, arXiv 2512.03324, section 5.1).
 
     Args:
         d_gate: width of the hidden layers; with ``tied`` rounded up to a multiple of the KV heads.

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import mmkv.torchvision_guard  # noqa: F401 (before anything that imports transformers)
+import mmkv.prompt.torchvision_guard  # noqa: F401 (before anything that imports transformers)
 
 # isort: split
 from lmms_eval.api.instance import GenerationResult, Instance

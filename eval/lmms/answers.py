@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import InputError, MmkvError
-from mmkv.mmdu.data import Dialogue, read_benchmark
-from mmkv.mmdu.files import AnswerFolder
-from mmkv.mmdu.run import DataOptions
+from eval.mmdu.data import Dialogue, read_benchmark
+from eval.mmdu.files import AnswerFolder
+from eval.mmdu.run import DataOptions
 
 
 def convert(samples: Path, data: Path, output: Path) -> int:

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from eval.lmms.messages import Frames, Key, keys
-from mmkv.media import load_image
-from mmkv.messages import take_media
+from mmkv.prompt.media import load_image
+from mmkv.prompt.messages import take_media
 from mmkv.reply import Reply, ReplyWriter
 
 if TYPE_CHECKING:
     from mmkv import Engine, Sampling, Session
-    from mmkv.template import Message
+    from mmkv.prompt.template import Message
 
 
 class Dialogue:

@@ -10,12 +10,12 @@ from lmms_eval.api.instance import GenerationResult
 from engine.errors import InputError
 from eval.lmms.counts import Scored, answer
 from eval.lmms.messages import Frames, Key, keys
-from mmkv.media import load_image
-from mmkv.messages import take_media
+from mmkv.prompt.media import load_image
+from mmkv.prompt.messages import take_media
 
 if TYPE_CHECKING:
     from mmkv import Engine, Session
-    from mmkv.template import Message
+    from mmkv.prompt.template import Message
 
 
 class Scorer:

@@ -14,8 +14,8 @@ import numpy as np
 from PIL import Image
 
 from engine.errors import InputError
-from mmkv.template import Message
-from mmkv.video import Clip, load_video
+from mmkv.prompt.template import Message
+from mmkv.prompt.video import Clip, load_video
 
 _VIDEOS = (".mp4", ".avi", ".mov", ".mkv", ".webm", ".mpeg", ".mpg", ".m4v", ".gif")
 # What qwen-vl-utils takes the rate of loose frames to be.
@@ -73,7 +73,7 @@ def visual_part(visual: Any) -> dict[str, Any]:
 
 
 def picture(source: Any) -> Any:
-    """A picture source as mmkv.media.load_image takes it: a PIL image or a path.
+    """A picture source as mmkv.prompt.media.load_image takes it: a PIL image or a path.
 
     Arrays and the undecoded form of the datasets library ({"bytes", "path"}) become images.
     """

@@ -13,8 +13,8 @@ from typing import Any
 
 from engine.errors import InputError
 from eval.lmms.media import FOLDER
-from mmkv.mmdu.data import Dialogue, find_pictures, interleave, read_benchmark, read_row
-from mmkv.mmdu.exact import is_right
+from eval.mmdu.data import Dialogue, find_pictures, interleave, read_benchmark, read_row
+from eval.mmdu.exact import is_right
 
 
 def messages(

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from mmkv.qwen_vision import VideoRules
+from mmkv.prompt.qwen_vision import VideoRules
 
 if TYPE_CHECKING:
     from eval.lmms.settings import Settings

@@ -18,8 +18,8 @@ from mmkv.stepping import step
 
 if TYPE_CHECKING:
     from mmkv import Engine, Sampling
+    from mmkv.prompt.template import Message
     from mmkv.reply import Reply, ReplyWriter
-    from mmkv.template import Message
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from eval.lmms.likelihood import Scorer
 from eval.lmms.messages import conversation, visual_part
 from eval.lmms.pixels import SIMPLE_IMAGES
 from eval.lmms.scheduler import Ask, Script
-from mmkv.template import Message
+from mmkv.prompt.template import Message
 
 
 class MmkvSimple(Adapter):

@@ -21,7 +21,7 @@ import yaml
 from engine.errors import InputError, MmkvError
 from eval.lmms.media import FOLDER
 from eval.lmms.mmdu import check
-from mmkv.assets import bundled_model
+from mmkv.resources import bundled_model
 
 HERE = Path(__file__).resolve().parent.parent / "lmms_tasks"
 _KWARGS = "lmms_eval_specific_kwargs"

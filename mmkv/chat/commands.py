@@ -11,8 +11,8 @@ from rich.table import Table
 from engine.errors import InputError
 from mmkv.chat.display import memory_line, statistics
 from mmkv.chat.options import parse_budget
-from mmkv.media import load_image
-from mmkv.video import check_sampling
+from mmkv.prompt.media import load_image
+from mmkv.prompt.video import check_sampling
 
 if TYPE_CHECKING:
     from mmkv.chat.repl import Repl

@@ -16,7 +16,7 @@ from rich.text import Text
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from engine.session import Memory
+    from engine.sequence import Memory
     from mmkv.api import Engine, Session
     from mmkv.chat.options import ChatOptions
 

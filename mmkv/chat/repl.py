@@ -10,7 +10,7 @@ from engine.errors import MmkvError
 from mmkv.chat.answer import answer
 from mmkv.chat.commands import COMMANDS, Leave
 from mmkv.chat.lines import LineReader
-from mmkv.video import load_video
+from mmkv.prompt.video import load_video
 
 if TYPE_CHECKING:
     from mmkv.api import Engine, Session

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from engine.errors import InputError
 from mmkv.chat.display import Display
 from mmkv.chat.options import ChatOptions
-from mmkv.media import check_source, load_image
-from mmkv.video import check_sampling, load_video
+from mmkv.prompt.media import check_source, load_image
+from mmkv.prompt.video import check_sampling, load_video
 
 if TYPE_CHECKING:
     from mmkv.api import Engine
@@ -41,7 +41,7 @@ def run_chat(options: ChatOptions) -> int:
 
 def load_engine(options: ChatOptions, display: Display) -> Engine:
     """Load the model that the options name; notes go to stderr. Raises MmkvError."""
-    from mmkv.assets import bundled_model
+    from mmkv.resources import bundled_model
 
     name = options.model if options.model is not None else str(bundled_model())
     options.model = name

@@ -1,0 +1,26 @@
+"""The decode step of one float32 sequence on the CPU, in C."""
+
+from __future__ import annotations
+
+from engine.backends.cpu.binding import levels, library
+from engine.backends.cpu.decoder import NativeDecoder
+from engine.backends.cpu.evictor import NativeEvictor
+
+__all__ = ["NativeDecoder", "NativeEvictor", "available", "level", "levels", "reason"]
+
+
+def available() -> bool:
+    """Whether the compiled library can be used."""
+    return not isinstance(library(), str)
+
+
+def reason() -> str:
+    """Why it cannot; empty when it can."""
+    found = library()
+    return found if isinstance(found, str) else ""
+
+
+def level() -> str:
+    """The level of the instruction set that it was compiled for; empty when it cannot be used."""
+    found = library()
+    return "" if isinstance(found, str) else found.level

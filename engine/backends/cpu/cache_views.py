@@ -1,0 +1,78 @@
+"""Sequences of a RaggedCache as C sees them."""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from engine.backends.cpu.binding import Cache
+from engine.cache import PagePool, RaggedCache
+
+
+class Lender:
+    """Lends rows of one cache and the pool's free pages to C, one loan at a time.
+
+    The views of the last loan are used again, and only what changes between steps is written:
+    to fill them anew would take as long as a small model's eviction.
+    """
+
+    def __init__(self) -> None:
+        self._views = (Cache * 0)()
+        self._each: list[Cache] = []
+        self._of: tuple[weakref.ref[Tensor], ...] = ()
+        self._seqs: list[int] = []
+
+    def lend(self, cache: RaggedCache, seqs: Sequence[int]) -> Loan:
+        """A loan of the sequences ``seqs``, to be used in a with statement."""
+        pool = cache.pool
+        # Pool and tables are replaced by others when they grow.
+        now = (pool.keys, pool._stack, cache.length, cache.table)
+        if not self._of or len(self._views) != len(seqs) or any(map(_differ, self._of, now)):
+            self._of, self._seqs = (), []
+            self._views = (Cache * len(seqs))(*([self._whole(cache)] * len(seqs)))
+            self._each = list(self._views)  # to take one out of the array anew is slow
+            # Weak: what a pool has outgrown shall not live on here.
+            self._of = tuple(map(weakref.ref, now))
+        if self._seqs != seqs:
+            self._seqs = []  # until all are written: Ctrl-C may come in between
+            rows, tables = cache.length.data_ptr(), cache.table.data_ptr()
+            width = 8 * self._each[0].width
+            for view, seq in zip(self._each, seqs, strict=True):
+                first = seq * cache.rows
+                view.length, view.table = rows + 8 * first, tables + width * first
+            self._seqs = list(seqs)
+        self._each[0].free = pool._free
+        return Loan(pool, self._views)
+
+    @staticmethod
+    def _whole(cache: RaggedCache) -> Cache:
+        pool = cache.pool
+        columns = (pool.keys, pool.values, pool.log_beta, pool.position, pool.modality)
+        tables = (cache.length, cache.table, pool._stack)
+        return Cache(
+            *(tensor.data_ptr() for tensor in (*columns, *tables)),
+            pool._free, cache.rows, cache.table.shape[-1], pool.page_size, pool.head_dim,
+        )  # fmt: skip
+
+
+class Loan:
+    """The views of a loan; at its end the pool takes the count of free pages back.
+
+    It does so even when Ctrl-C lands the moment C returns.
+    """
+
+    def __init__(self, pool: PagePool, views: ctypes.Array[Cache]) -> None:
+        self._pool, self._views = pool, views
+
+    def __enter__(self) -> ctypes.Array[Cache]:
+        return self._views
+
+    def __exit__(self, *_: object) -> None:
+        self._pool._free = self._views[0].free
+
+
+def _differ(known: weakref.ref[Tensor], other: Tensor) -> bool:
+    return known() is not other

@@ -1,0 +1,238 @@
+"""NativeDecoder: a model's weights laid out for the C step."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from engine.backends.cpu.binding import (
+    MAX_TRUNK,
+    Eviction,
+    Lane,
+    Layer,
+    Linear,
+    Model,
+    Step,
+    byref,
+    library,
+)
+from engine.backends.cpu.cache_views import Lender
+from engine.cache import RaggedCache
+from engine.model.gates import Gates, LayerGate
+from engine.model.spec import DecoderSpec
+from engine.model.weights import DecoderWeights, LayerWeights
+
+# With fewer weight bytes per thread and step, a second thread saves less (0.28 against 0.35 ms on
+# two idle cores) than it risks: on a busy machine it may keep the step waiting for milliseconds.
+_BYTES_PER_THREAD = 2**24
+# Copies in bfloat16 come on top of the float32 weights, which prefill reads.
+_MOST_BRIEF_BYTES = 2**31
+
+
+class NativeDecoder:
+    """Runs a decode step of one or more sequences in C: embedding rows to logits, cache included.
+
+    It reads the tensors where they lie and keeps them alive; a gate's values may change in place,
+    but a tensor put in another's place later is not seen. Projections that bfloat16 holds exactly
+    (most checkpoints are published in it) are copied in that form, which changes no result.
+    """
+
+    def __init__(self, spec: DecoderSpec, weights: DecoderWeights, gates: Gates | None) -> None:
+        refused = self.refusal(weights, gates)
+        loaded = library()
+        if refused or isinstance(loaded, str):
+            raise RuntimeError(refused)
+        self._library, self._kept = loaded, (weights, gates)
+        self._layers = (Layer * spec.num_layers)()
+        brief = self._brief = _Brief()
+        for index, layer in enumerate(weights.layers):
+            gate = None if gates is None else gates.layers[index]
+            self._layers[index] = _layer(layer, gate, brief)
+        self._model = Model(
+            layers=spec.num_layers,
+            hidden=spec.hidden_size,
+            heads=spec.num_heads,
+            kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            rotary=2 * spec.rope.inv_freq.numel(),
+            trunk=0 if gates is None else len(gates.layers[0].trunk),
+            eps=spec.rms_eps,
+            embed=weights.embed.data_ptr(),
+            norm=weights.norm.data_ptr(),
+            head=_linear(weights.head, None, brief),
+            layer=self._layers,
+        )
+        long = spec.rope.inv_freq if spec.rope.long_inv_freq is None else spec.rope.long_inv_freq
+        self._inv_freq = (spec.rope.inv_freq.contiguous(), long.contiguous())
+        self._frequencies = [tensor.data_ptr() for tensor in self._inv_freq]
+        self._lender = Lender()
+        self._vocab = weights.head.shape[0]
+        self._most_threads = max(1, weights.nbytes() // _BYTES_PER_THREAD)
+        self._scratch, self._scratch_for = torch.empty(0), (0, 0, 0)
+        self._step, self._lanes = Step(rope_scale=spec.rope.scale), (Lane * 0)()
+        self._lane: list[Lane] = []  # to take one out of the array anew is slow
+        self._model_ref, self._step_ref = byref(self._model), byref(self._step)
+
+    @staticmethod
+    def refusal(weights: DecoderWeights, gates: Gates | None) -> str:
+        """Why these weights cannot run in C, in a few words; empty when they can."""
+        loaded = library()
+        if isinstance(loaded, str):
+            return loaded
+        if weights.embed.device.type != "cpu":
+            return f"weights on {weights.embed.device}"
+        if gates is not None and any(len(gate.trunk) > MAX_TRUNK for gate in gates.layers):
+            return f"gates with more than {MAX_TRUNK} trunk stages"
+        for tensor in _tensors(weights, gates):
+            if tensor.dtype != torch.float32:
+                return f"{str(tensor.dtype).removeprefix('torch.')} weights"
+            if not tensor.is_contiguous():
+                return "weights that are not contiguous"
+        return ""
+
+    @property
+    def bytes_spared(self) -> int:
+        """Bytes that a step need not read, thanks to copies in bfloat16."""
+        return sum(short.nbytes for short in self._brief.kept)
+
+    @property
+    def stepped(self) -> bool:
+        """Whether C made the last step: then it is whole, even if Ctrl-C came when C returned."""
+        return bool(self._step.done)
+
+    def forget(self) -> None:
+        """No step has been made: what :attr:`stepped` says until the next one is."""
+        self._step.done = 0
+
+    @property
+    def eviction_seconds(self) -> float:
+        """Time that C has spent on eviction in all steps so far."""
+        return self._step.evicting / 1e9
+
+    def step(
+        self,
+        cache: RaggedCache,
+        seqs: Sequence[int],
+        tokens: Sequence[int],
+        positions: Sequence[int],
+        rope_positions: Sequence[int],
+        long: Sequence[bool],
+        orders: ctypes.Array[Eviction] | None = None,
+    ) -> Tensor:
+        """Append one text token to each of B different sequences ``seqs``, and evict.
+
+        Every weight is read once for all of them, and each is computed as if it were alone: the
+        logits of a sequence do not depend, not in one bit, on its company.
+
+        Args:
+            positions: token indices; long: whether to take the long rope frequencies.
+            orders: from ``NativeEvictor.order``; its ``settle`` counts what went.
+
+        Returns:
+            float32 logits ``[B, vocab]``.
+
+        Raises:
+            BudgetError: the pool would pass its limit; nothing has changed then.
+        """
+        lanes, step = len(seqs), self._step
+        if lanes > len(self._lane):
+            self._lanes = (Lane * lanes)()
+            self._lane = list(self._lanes)
+            step.lane = self._lanes
+        for lane, token, position, rope_position, far in zip(
+            self._lane, tokens, positions, rope_positions, long, strict=False
+        ):
+            lane.token, lane.position, lane.rope_position = token, position, rope_position
+            lane.inv_freq = self._frequencies[far]
+        threads = min(torch.get_num_threads(), self._most_threads * lanes)
+        logits = torch.empty(lanes, self._vocab)
+        step.lanes, step.threads, step.logits = lanes, threads, logits.data_ptr()
+        step.orders = orders
+        self._make_scratch(0, threads, lanes)
+        while not self._run(cache, seqs):
+            self._make_room(cache)
+            self._make_scratch(step.longest, threads, lanes)
+        return logits
+
+    def _run(self, cache: RaggedCache, seqs: Sequence[int]) -> bool:
+        with self._lender.lend(cache, seqs) as views:
+            self._library.mmkv_step(self._model_ref, views, self._step_ref)
+        return bool(self._step.done)
+
+    def _make_room(self, cache: RaggedCache) -> None:
+        """Grow pool and table to what C wants for one entry more per row."""
+        step = self._step
+        if step.pages > cache.pool.free_pages:
+            # take() grows the pool by an eighth at least; handed back in the order they lay.
+            cache.pool.give(cache.pool.take(step.pages).flip(0))
+        if step.width > cache.table.shape[-1]:
+            cache._widen(step.width)
+
+    def _make_scratch(self, longest: int, threads: int, lanes: int) -> None:
+        have = self._scratch_for
+        if longest > have[0] or threads > have[1] or lanes > have[2]:
+            room = max(longest + 256, 2 * have[0]) if longest > have[0] else have[0]
+            threads, lanes = max(threads, have[1]), max(lanes, have[2])
+            count = self._library.mmkv_scratch(byref(self._model), room, threads, lanes)
+            # torch aligns tensors to cache lines, which the C code counts on for speed only.
+            scratch = torch.empty(count)
+            # C has the new one before the old one goes, even when Ctrl-C comes in between.
+            self._step.scratch, old, self._scratch = scratch.data_ptr(), self._scratch, scratch
+            self._step.room, self._scratch_for = room, (room, threads, lanes)
+            del old
+
+
+class _Brief:
+    """Copies of matrices in bfloat16, as long as nothing is lost and they stay small together."""
+
+    def __init__(self) -> None:
+        self.kept: list[Tensor] = []
+        self._room = _MOST_BRIEF_BYTES
+
+    def of(self, weight: Tensor) -> int | None:
+        """Address of the copy; None where there is none."""
+        if weight.numel() * 2 > self._room:
+            return None
+        short = weight.to(torch.bfloat16)
+        if not torch.equal(short.float(), weight):
+            return None
+        self._room -= short.nbytes
+        self.kept.append(short)
+        return short.data_ptr()
+
+
+def _linear(weight: Tensor, bias: Tensor | None, brief: _Brief | None = None) -> Linear:
+    rows, width = weight.shape
+    return Linear(
+        weight.data_ptr(), None if bias is None else bias.data_ptr(),
+        None if brief is None else brief.of(weight), rows, width,
+    )  # fmt: skip
+
+
+def _layer(layer: LayerWeights, gate: LayerGate | None, brief: _Brief) -> Layer:
+    made = Layer(
+        input_norm=layer.input_norm.data_ptr(),
+        post_norm=layer.post_norm.data_ptr(),
+        qk_norm=None if layer.qk_norm is None else layer.qk_norm.data_ptr(),
+        qkv=_linear(layer.qkv, layer.qkv_bias, brief),
+        out=_linear(layer.out, layer.out_bias, brief),
+        gate_up=_linear(layer.gate_up, layer.gate_up_bias, brief),
+        down=_linear(layer.down, layer.down_bias, brief),
+    )
+    if gate is not None:
+        for index, (weight, bias) in enumerate(gate.trunk):
+            made.trunk[index] = _linear(weight, bias)
+        made.readout = _linear(gate.readout, gate.bias)
+    return made
+
+
+def _tensors(weights: DecoderWeights, gates: Gates | None) -> list[Tensor]:
+    found = [weights.embed, weights.norm, weights.head]
+    for layer in weights.layers:
+        found += [tensor for tensor in vars(layer).values() if tensor is not None]
+    for gate in [] if gates is None else gates.layers:
+        found += [*(tensor for pair in gate.trunk for tensor in pair), gate.readout, gate.bias]
+    return found

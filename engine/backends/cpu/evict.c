@@ -1,0 +1,271 @@
+/* Eviction: score every entry at the present step, find the lowest exactly, drop them.
+ *
+ * An entry's rank is one integer: its score, mapped so that integers order as floats do, above
+ * its position. Entries are numbered row by row, so equal ranks fall to the lower number: ties
+ * go by position, then layer, then head, as everywhere in mmkv.
+ *
+ * Scores need logarithms, but a bound from below needs none: a mean of powers is at least the power
+ * of the mean, log(1 + b + .. + b^(n-1)) >= log n + (n-1)/2 log b. The scores of those with the
+ * lowest bounds give a limit; only entries whose bound is not above it are scored at all. A decode
+ * loop's usual case is quicker still: fast_select.c. */
+#include <stdlib.h>
+#include <string.h>
+
+#include "evict.h"
+
+/* A max-heap of the lowest ranks so far; its top is the best of them. No score is below
+ * (age + slope) * log_beta + offset, and no victim's score above limit. */
+struct search {
+    struct victim *heap;
+    int64_t wanted, size;
+    float slope, offset, limit;
+    int scoring; /* by scores, or by bounds */
+};
+
+static inline uint32_t ordered(float score)
+{
+    uint32_t bits;
+    score += 0.0f; /* -0 and 0 are one score */
+    memcpy(&bits, &score, sizeof bits);
+    bits = bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+    return score != score ? UINT32_MAX : bits; /* NaN outranks all, as in torch */
+}
+
+static double log1mexp(double x)
+{
+    return x > -0.6931471805599453 ? log(-expm1(x)) : log1p(-exp(x));
+}
+
+/* The part of eq. 9 that does not depend on age, in double and rounded once, as in torch. */
+static float ahead_of(double log_beta, double lookahead)
+{
+    if (lookahead == 1)
+        return 0.0f;
+    if (lookahead == 2)
+        return (float)log1p(exp(log_beta));
+    if (isinf(lookahead))
+        return (float)-log1mexp(log_beta);
+    double sum = log_beta == 0 ? lookahead : expm1(lookahead * log_beta) / expm1(log_beta);
+    return (float)log(sum);
+}
+
+static float score_of(const struct eviction *what, float log_beta, int32_t position)
+{
+    if (is_protected(what, position))
+        return INFINITY;
+    if (what->scorer != SCORE_RETENTION)
+        return (float)position;
+    /* Rounded before the sum, as in torch: volatile keeps compilers from fusing the two. */
+    volatile float decayed = (float)((int32_t)what->seen - position) * log_beta;
+    return decayed + ahead_of(log_beta, what->lookahead);
+}
+
+#define ENTRIES_PER_THREAD (1 << 14) /* waking a thread takes as long as looking through thousands */
+
+static struct search search_for(const struct eviction *what, struct victim *heap, int64_t wanted)
+{
+    struct search search = {heap, wanted, 0, 0.0f, 0.0f, INFINITY, 0};
+    if (what->scorer == SCORE_RETENTION && !isinf(what->lookahead)) {
+        double most = log(what->lookahead);
+        search.slope = (float)((what->lookahead - 1) / 2);
+        search.offset = (float)(most - MARGIN * (most + 1));
+    }
+    return search;
+}
+
+static inline int after(struct victim a, struct victim b)
+{
+    return a.rank > b.rank || (a.rank == b.rank && a.index > b.index);
+}
+
+static void sift_down(struct victim *heap, int64_t size, struct victim item)
+{
+    int64_t at = 0;
+    for (int64_t child = 1; child < size; child = 2 * at + 1) {
+        if (child + 1 < size && after(heap[child + 1], heap[child]))
+            child++;
+        if (!after(heap[child], item))
+            break;
+        heap[at] = heap[child];
+        at = child;
+    }
+    heap[at] = item;
+}
+
+static void offer(struct search *search, struct victim item)
+{
+    if (search->size == search->wanted) {
+        if (item.rank < search->heap[0].rank) /* an equal rank of a later row stays */
+            sift_down(search->heap, search->size, item);
+        return;
+    }
+    int64_t at = search->size++;
+    for (; at && after(item, search->heap[(at - 1) / 2]); at = (at - 1) / 2)
+        search->heap[at] = search->heap[(at - 1) / 2];
+    search->heap[at] = item;
+}
+
+/* Offer `count` entries that lie together from `slot` on, the first of which has number `index`. */
+static void search_block(const struct cache *cache, const struct eviction *what, int64_t slot,
+                         int64_t count, int64_t index, struct search *search)
+{
+    const float *log_beta = cache->log_beta + slot;
+    const int32_t *position = cache->position + slot, now = (int32_t)what->seen;
+    const float slope = search->slope, offset = search->offset, more = 1 + MARGIN;
+    const float best = search->size == search->wanted ? search->heap[0].score : INFINITY;
+    const float limit = best < search->limit ? best : search->limit;
+    float bound[BLOCK];
+    int any = 0; /* not above the limit, or NaN */
+    if (what->scorer == SCORE_RETENTION)
+#pragma omp simd reduction(| : any)
+        for (int64_t i = 0; i < count; i++) {
+            bound[i] = ((float)(now - position[i]) + slope) * (log_beta[i] * more) + offset;
+            any |= !(bound[i] > limit);
+        }
+    else
+#pragma omp simd reduction(| : any)
+        for (int64_t i = 0; i < count; i++) {
+            bound[i] = (float)position[i];
+            any |= !(bound[i] > limit);
+        }
+    for (int64_t i = 0; any && i < count; i++) {
+        if (bound[i] > limit)
+            continue;
+        float score = bound[i];
+        if (search->scoring || is_protected(what, position[i]))
+            score = score_of(what, log_beta[i], position[i]);
+        uint64_t rank = (uint64_t)ordered(score) << 32 | (uint32_t)position[i];
+        offer(search, (struct victim){rank, index + i, score, log_beta[i], position[i]});
+    }
+}
+
+/* Offer the entries of one row, the first of which has the number `index`. */
+static void search_row(const struct cache *cache, const struct eviction *what, int64_t row,
+                       int64_t index, struct search *search)
+{
+    const int64_t *page = cache->table + row * cache->width, size = cache->page_size;
+    for (int64_t left = cache->length[row]; left > 0; left -= size, index += size) {
+        int64_t slot = *page++ * size, live = left < size ? left : size;
+        for (int64_t at = 0; at < live; at += BLOCK)
+            search_block(cache, what, slot + at, live - at < BLOCK ? live - at : BLOCK,
+                         index + at, search);
+    }
+}
+
+/* From bounds to scores: the wanted-th lowest score is not above the highest of any `wanted`. */
+static void begin_scoring(const struct eviction *what, struct search *search)
+{
+    search->limit = search->size < search->wanted ? INFINITY : -INFINITY;
+    for (int64_t i = 0; i < search->size; i++) {
+        float score = score_of(what, search->heap[i].log_beta, search->heap[i].position);
+        search->limit = score <= search->limit ? search->limit : score; /* NaN: no limit */
+    }
+    search->size = 0;
+    search->scoring = 1;
+}
+
+static int by_index(const void *a, const void *b)
+{
+    int64_t left = *(const int64_t *)a, right = *(const int64_t *)b;
+    return (left > right) - (left < right);
+}
+
+/* How many entries have to go. */
+static int64_t excess(const struct cache *cache, const struct eviction *what)
+{
+    if (what->entries <= what->budget + what->slack)
+        return 0;
+    if (what->allocation == COMPETE_GLOBAL)
+        return what->entries - what->budget;
+    int64_t share = what->budget / cache->rows, count = 0;
+    for (int64_t row = 0; row < cache->rows; row++)
+        count += cache->length[row] > share ? cache->length[row] - share : 0;
+    return count;
+}
+
+/* Bytes of scratch that mmkv_evict needs for so many victims. */
+EXPORT int64_t mmkv_evict_scratch(int64_t victims)
+{
+    return victims * (int64_t)(sizeof(struct victim) + sizeof(int64_t));
+}
+
+static void search_rows(const struct cache *cache, const struct eviction *what,
+                        struct search *search)
+{
+    for (int64_t row = 0, index = 0; row < cache->rows; index += cache->length[row++])
+        search_row(cache, what, row, index, search);
+}
+
+/* All rows together. From one step to the next the limit moves little: a guess near the last one
+ * saves the search by bounds. It was too low if there are not `wanted` entries at or below it. */
+static void search_all(const struct cache *cache, struct eviction *what, struct search *search)
+{
+    if (!isinf(what->guess)) {
+        search->limit = (float)what->guess;
+        search->scoring = 1;
+        search_rows(cache, what, search);
+    }
+    if (search->size < search->wanted || !(search->heap[0].score <= search->limit)) {
+        *search = search_for(what, search->heap, search->wanted);
+        search_rows(cache, what, search);
+        begin_scoring(what, search);
+        search_rows(cache, what, search);
+    }
+    guess_after(what, search->heap[0].score);
+}
+
+/* List who has to go. Refuses when there is no room for so many, or the rows do not hold
+ * `entries`. */
+static void find_victims(const struct cache *cache, struct eviction *what)
+{
+    int64_t wanted = excess(cache, what), share = what->budget / cache->rows, held = 0;
+    for (int64_t row = 0; row < cache->rows; row++)
+        held += cache->length[row];
+    what->found = wanted > what->most || held != what->entries ? -1 : wanted > 0 ? wanted : 0;
+    if (what->found <= 0)
+        return;
+    if (what->allocation == COMPETE_GLOBAL && search_near(cache, what))
+        return;
+    struct victim *heap = what->scratch;
+    struct search search = search_for(what, heap, wanted);
+    if (what->allocation == COMPETE_GLOBAL)
+        search_all(cache, what, &search);
+    else
+        for (int64_t row = 0, index = 0, found = 0; row < cache->rows; row++) {
+            int64_t length = cache->length[row];
+            if (length > share) {
+                search = search_for(what, heap + found, length - share);
+                search_row(cache, what, row, index, &search);
+                begin_scoring(what, &search);
+                search_row(cache, what, row, index, &search);
+                found += search.wanted;
+            }
+            index += length;
+        }
+    int64_t *victims = victims_of(what);
+    for (int64_t i = 0; i < wanted; i++)
+        victims[i] = heap[i].index;
+    qsort(victims, (size_t)wanted, sizeof *victims, by_index);
+}
+
+/* Evict each sequence that stands more than its slack above its budget down to the budget, or,
+ * where refused, change nothing of it. The caches lend one stack of free pages, as to mmkv_step; it
+ * is filled sequence after sequence. */
+EXPORT void mmkv_evict(struct cache *caches, struct eviction *orders, int64_t lanes, int64_t threads)
+{
+    int64_t entries = 0;
+    for (int64_t lane = 0; lane < lanes; lane++)
+        entries += orders[lane].entries;
+    int64_t useful = entries / ENTRIES_PER_THREAD < lanes ? entries / ENTRIES_PER_THREAD : lanes;
+    threads = threads < useful ? threads : useful > 1 ? useful : 1;
+#pragma omp parallel for num_threads((int)threads) schedule(dynamic, 1) if (threads > 1)
+    for (int64_t lane = 0; lane < lanes; lane++)
+        find_victims(caches + lane, orders + lane);
+    for (int64_t lane = 0; lane < lanes; lane++) {
+        caches[lane].free = caches[lane ? lane - 1 : 0].free;
+        if (orders[lane].found > 0)
+            drop_entries(caches + lane, victims_of(orders + lane), orders[lane].found);
+    }
+    for (int64_t lane = 0; lane < lanes; lane++)
+        caches[lane].free = caches[lanes - 1].free;
+}

@@ -1,0 +1,40 @@
+/* What the two searches for victims share. */
+#ifndef MMKV_EVICT_H
+#define MMKV_EVICT_H
+
+#include <math.h>
+
+#include "native.h"
+
+#define MARGIN 1e-6f /* room for the rounding of scores and of what stands for them, relative */
+#define BLOCK 64     /* entries looked at together */
+
+struct victim {
+    uint64_t rank;
+    int64_t index;
+    float score, log_beta;
+    int32_t position;
+};
+
+static inline int is_protected(const struct eviction *what, int32_t position)
+{
+    return position < what->protect_first ||
+           (what->protect_recent && position >= what->seen - what->protect_recent);
+}
+
+/* Where the victims of an order are listed, by ascending index. */
+static inline int64_t *victims_of(const struct eviction *what)
+{
+    return (int64_t *)((struct victim *)what->scratch + what->most);
+}
+
+/* From one step to the next the last victim's score moves little. */
+static inline void guess_after(struct eviction *what, float last)
+{
+    what->guess = last + what->margin * (1 + fabs(last));
+}
+
+/* fast_select.c */
+int search_near(const struct cache *cache, struct eviction *what);
+
+#endif

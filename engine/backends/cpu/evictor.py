@@ -1,0 +1,119 @@
+"""NativeEvictor: eviction in C, of a batch at once, for the policies a decode loop runs on."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from engine.backends.cpu.binding import Eviction, library
+from engine.backends.cpu.cache_views import Lender
+from engine.cache import RaggedCache
+from engine.policies.allocation import GlobalAllocation, HeadAllocation
+from engine.policies.base import Policy
+from engine.policies.scoring import Recency, Retention
+
+if TYPE_CHECKING:
+    from engine.sequence import CachedSequence
+
+_SCORERS: dict[type, int] = {Retention: 0, Recency: 1}
+_ALLOCATIONS: dict[type, int] = {GlobalAllocation: 0, HeadAllocation: 1}
+
+# The C code keeps the victims in a heap: right for the few of a decode step, while torch's
+# selection is as fast for the many of a prefill chunk.
+_MOST_VICTIMS = 1024
+# What C can count with; no cache holds as many entries.
+_MOST_ENTRIES = 2**61
+
+
+class NativeEvictor:
+    """Scores, selects and drops like :meth:`engine.policies.Policy.victims` and ``drop``.
+
+    Both leave the same pages in the same order, so the two paths can take turns on one session.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        loaded = library()
+        if isinstance(loaded, str) or not self.supports(policy):
+            raise RuntimeError(f"no native eviction for policy {policy.name!r}")
+        self._library = loaded
+        scoring = policy.scoring
+        self._policy = Eviction(
+            scorer=_SCORERS[type(scoring)],
+            allocation=_ALLOCATIONS[type(policy.allocation)],
+            protect_first=policy.protect_first,
+            protect_recent=policy.protect_recent,
+            lookahead=scoring.lookahead if isinstance(scoring, Retention) else 1,
+            guess=math.inf,
+            margin=0.01,
+            most=_MOST_VICTIMS,
+        )
+        self._lender = Lender()
+        self._orders = (Eviction * 0)()
+        self._each: list[Eviction] = []  # to take one out of the array anew is slow
+        self._scratch = torch.empty(0, dtype=torch.uint8)
+
+    @staticmethod
+    def supports(policy: Policy) -> bool:
+        """Whether C knows this scoring, allocation and admission."""
+        return (
+            type(policy.scoring) in _SCORERS
+            and type(policy.allocation) in _ALLOCATIONS
+            and not policy.admission.selective
+        )
+
+    def order(
+        self, sessions: Sequence[CachedSequence], tokens: int, rows: int, slack: int
+    ) -> ctypes.Array[Eviction]:
+        """What C shall do after ``tokens`` more tokens in ``rows`` rows each.
+
+        Args:
+            slack: entries above a session's budget that are let be.
+        """
+        if len(sessions) > len(self._each):
+            self._make_orders(len(sessions))
+        for order, session in zip(self._each, sessions, strict=False):
+            order.seen = seen = session.seen + tokens
+            order.entries, order.slack = session.entries + tokens * rows, min(slack, _MOST_ENTRIES)
+            order.budget = min(session.allowed_at(seen), _MOST_ENTRIES)
+        return self._orders
+
+    def settle(self, sessions: Sequence[CachedSequence]) -> list[CachedSequence]:
+        """Count what C dropped; the sessions where it refused: more victims than it is meant for.
+
+        Of those nothing has changed.
+        """
+        left = []
+        for order, session in zip(self._each, sessions, strict=False):
+            found = order.found
+            if found < 0:
+                left.append(session)
+            elif found:
+                session.entries -= found
+                session.evicted += found
+        return left
+
+    def evict(self, cache: RaggedCache, sessions: Sequence[CachedSequence]) -> list[CachedSequence]:
+        """Cut different sessions back to their budgets; those are left that C refuses."""
+        orders = self.order(sessions, tokens=0, rows=0, slack=0)
+        for order in self._each:
+            order.found = 0
+        try:
+            with self._lender.lend(cache, [session.seq for session in sessions]) as views:
+                self._library.mmkv_evict(views, orders, len(sessions), torch.get_num_threads())
+        finally:  # Ctrl-C may land the moment C returns
+            left = self.settle(sessions)
+        return left
+
+    def _make_orders(self, lanes: int) -> None:
+        each = self._library.mmkv_evict_scratch(_MOST_VICTIMS)
+        scratch = torch.empty(lanes, each, dtype=torch.uint8)
+        orders = (Eviction * lanes)(*([self._policy] * lanes))
+        made = list(orders)
+        for order, room in zip(made, scratch, strict=True):
+            order.scratch = room.data_ptr()
+        # All at once, and last: Ctrl-C may come between any two lines.
+        self._scratch, self._orders, self._each = scratch, orders, made

@@ -1,0 +1,121 @@
+/* The structures that Python fills and C reads. engine/backends/cpu/binding.py mirrors them field by
+ * field; the loader compares their sizes, so a library built from older sources is refused. */
+#ifndef MMKV_NATIVE_H
+#define MMKV_NATIVE_H
+
+#include <stdint.h>
+
+#ifdef _WIN32
+#define EXPORT __declspec(dllexport)
+#else
+#define EXPORT __attribute__((visibility("default")))
+#endif
+
+#define MAX_TRUNK 2 /* stages of a gate's trunk: 1 (rg) or 2 (tied, rg10) */
+
+/* y = weight x + bias; weight [out, in] row-major, bias [out] or NULL. `brief` holds the upper halves
+ * of the weights (bfloat16) where the lower ones are zero, else NULL: half of the bytes to read. */
+struct linear {
+    const float *weight, *bias;
+    const uint16_t *brief;
+    int64_t out, in;
+};
+
+struct layer {
+    const float *input_norm, *post_norm; /* [hidden] */
+    const float *qk_norm;                /* [heads + kv_heads, head_dim] or NULL */
+    struct linear qkv, out, gate_up, down;
+    struct linear trunk[MAX_TRUNK], readout;
+};
+
+struct model {
+    int64_t layers, hidden, heads, kv_heads, head_dim, rotary, trunk; /* trunk 0: no gates */
+    double eps;
+    const float *embed, *norm;
+    struct linear head;
+    const struct layer *layer;
+};
+
+/* The pool, and the rows of one sequence (row = layer * kv_heads + head). */
+struct cache {
+    float *keys, *values, *log_beta; /* [pages, P, D], [pages, P, D], [pages, P] */
+    int32_t *position;               /* [pages, P] */
+    uint8_t *modality;               /* [pages, P] */
+    int64_t *length, *table;         /* [rows], [rows, width] */
+    int64_t *stack;                  /* free page ids; the last `free` pushed are on top */
+    int64_t free, rows, width, page_size, head_dim;
+};
+
+/* One sequence's part of a step. */
+struct lane {
+    int64_t token, position, rope_position;
+    const float *inv_freq; /* [rotary / 2] */
+};
+
+struct eviction;
+
+struct step {
+    int64_t lanes, threads;
+    double rope_scale; /* on cos and sin */
+    float *scratch, *logits; /* logits [lanes, vocab] */
+    const struct lane *lane;
+    struct eviction *orders; /* [lanes], each for after the append; NULL: nothing is evicted */
+    int64_t room;            /* the longest row that the scratch is made for */
+    int64_t pages, width, longest; /* left behind: free pages, table columns and scratch it takes */
+    int64_t done;     /* left behind: 1, or 0 if one of them was not there */
+    int64_t evicting; /* nanoseconds of eviction, of all steps so far */
+};
+
+enum { SCORE_RETENTION, SCORE_RECENCY };
+enum { COMPETE_GLOBAL, COMPETE_HEAD };
+
+struct eviction {
+    int64_t scorer, allocation, seen, budget, protect_first, protect_recent;
+    double lookahead; /* >= 1, or infinity */
+    double guess;  /* which score no victim will pass, left for the next call; infinity or NaN: none */
+    double margin; /* of the guess; grows where it was too low, shrinks where it held */
+    int64_t slack; /* entries above the budget that are let be */
+    int64_t entries, most; /* held before; victims there is room for */
+    int64_t found;         /* victims of this call, -1: refused */
+    void *scratch;
+};
+
+static inline int64_t pages_of(const struct cache *cache, int64_t length)
+{
+    return (length + cache->page_size - 1) / cache->page_size;
+}
+
+/* Flat slot of the entry with storage index `offset` in `row`. */
+static inline int64_t slot_of(const struct cache *cache, int64_t row, int64_t offset)
+{
+    int64_t page = cache->table[row * cache->width + offset / cache->page_size];
+    return page * cache->page_size + offset % cache->page_size;
+}
+
+/* One vector per lane, `stride` floats apart. */
+struct vectors {
+    float *at;
+    int64_t stride;
+};
+
+/* lifast_select.c */
+void linear_rows(const struct linear *map, struct vectors x, struct vectors y, int64_t lanes,
+                 int64_t from, int64_t to);
+void linear_add_rows(const struct linear *map, struct vectors x, struct vectors y, int64_t lanes,
+                     int64_t from, int64_t to);
+void dot_rows(const float *weight, int64_t rows, int64_t width, const float *x, float *y);
+void rms_norm(const float *x, const float *gain, int64_t size, float eps, float *y);
+
+/* attention.c */
+void attend_row(const struct cache *cache, int64_t row, const float *query, int64_t group,
+                float *scores, float *out);
+
+/* pages.c */
+void plan_append(const struct cache *cache, struct step *step);
+void append_entry(struct cache *cache, int64_t position);
+void drop_entries(struct cache *cache, int64_t *victims, int64_t count);
+
+/* evict.c */
+void mmkv_evict(struct cache *caches, struct eviction *orders, int64_t lanes, int64_t threads);
+
+#endif

@@ -1,0 +1,394 @@
+/* One decode step of one or more sequences (lanes), from embedding rows to logits.
+ *
+ * The step is a sequence of phases, each cut into chunks: some rows of a matrix for all lanes, or
+ * one KV head of one lane's attention. Threads claim chunks as they come free, and a phase begins when all chunks of the
+ * one before are done. Nobody waits for a thread that holds no chunk: on a busy machine one of
+ * them may be off its core for milliseconds, and meeting at a barrier in every phase would cost
+ * such a pause each time. Norms are so cheap that each thread takes its own. */
+#include <math.h>
+#include <sched.h>
+#include <string.h>
+#include <time.h>
+
+#include "native.h"
+#include "vmath.h"
+
+#define PHASES 5                  /* per layer; the head is one more */
+#define CHUNK_FLOATS (16 * 1024)  /* of weights in one chunk */
+#define SPINS 2000                /* looks at a counter before the core is offered to others */
+
+struct phase {
+    int64_t next, done; /* chunks claimed and finished */
+    int64_t line[6];    /* a cache line of its own */
+};
+
+/* Shared by all threads: rotation and activations, one vector per lane; then what belongs to one
+ * thread. */
+struct worker {
+    int64_t lanes;
+    struct vectors cos, sin, hidden, qkv, mixed, act, trunk[MAX_TRUNK];
+    struct phase *phase; /* the current one */
+    int64_t chunks, chunks_before;
+    struct vectors normed;
+    float *scores;
+};
+
+static int64_t whole_lines(int64_t floats)
+{
+    return (floats + 15) / 16 * 16; /* whole cache lines: threads do not share one */
+}
+
+/* Lay out one thread's view of the scratch at `base`, a cache line's start (NULL to measure);
+ * returns the floats needed for all threads. The phases come first. */
+static int64_t carve(const struct model *model, int64_t longest, int64_t threads, int64_t thread,
+                     int64_t lanes, float *base, struct worker *to)
+{
+    const struct layer *layer = model->layer;
+    struct vectors *shared[] = {&to->cos,   &to->sin, &to->hidden,   &to->qkv,
+                                &to->mixed, &to->act, &to->trunk[0], &to->trunk[1]};
+    int64_t size[] = {model->rotary / 2,
+                      model->rotary / 2,
+                      model->hidden,
+                      layer->qkv.out,
+                      model->heads * model->head_dim,
+                      layer->gate_up.out,
+                      layer->trunk[0].out,
+                      layer->trunk[1].out};
+    int64_t at = (PHASES * model->layers + 1) * (int64_t)(sizeof(struct phase) / sizeof(float));
+    to->lanes = lanes;
+    to->phase = (struct phase *)base;
+    for (int i = 0; i < 8; i++) {
+        int64_t stride = whole_lines(size[i]);
+        *shared[i] = (struct vectors){base ? base + at : 0, stride};
+        at += lanes * stride;
+    }
+    int64_t stride = whole_lines(model->hidden), normed = lanes * stride;
+    int64_t own = normed + whole_lines(model->heads / model->kv_heads * longest);
+    to->normed = (struct vectors){base ? base + at + thread * own : 0, stride};
+    to->scores = base ? to->normed.at + normed : 0;
+    return at + threads * own;
+}
+
+/* Floats of scratch that mmkv_step needs for rows of up to `longest` entries. */
+EXPORT int64_t mmkv_scratch(const struct model *model, int64_t longest, int64_t threads,
+                            int64_t lanes)
+{
+    struct worker unused;
+    return carve(model, longest, threads, 0, lanes, 0, &unused);
+}
+
+static float *of_lane(struct vectors x, int64_t lane)
+{
+    return x.at + lane * x.stride;
+}
+
+static void begin(struct worker *me, int64_t chunks)
+{
+    me->chunks = chunks;
+}
+
+static void end(struct worker *me)
+{
+    me->chunks_before = me->chunks;
+    me->phase++;
+}
+
+/* Claim a chunk of the current phase: its number, or -1 when none is left. What the chunk reads
+ * stays as it is until the chunk is finished. */
+static int64_t claim(struct worker *me)
+{
+    struct phase *now = me->phase, *before = now - 1;
+    if (__atomic_load_n(&now->next, __ATOMIC_RELAXED) >= me->chunks)
+        return -1;
+    if (me->chunks_before)
+        for (int spin = 0; __atomic_load_n(&before->done, __ATOMIC_ACQUIRE) < me->chunks_before;)
+            if (++spin > SPINS)
+                sched_yield();
+    int64_t chunk = __atomic_fetch_add(&now->next, 1, __ATOMIC_RELAXED);
+    return chunk < me->chunks ? chunk : -1;
+}
+
+static void finish(struct worker *me)
+{
+    __atomic_fetch_add(&me->phase->done, 1, __ATOMIC_RELEASE);
+}
+
+/* Rows in one chunk of a matrix; a multiple of four, see lifast_select.c. */
+static int64_t chunk_rows(int64_t width)
+{
+    int64_t rows = CHUNK_FLOATS / width / 4 * 4;
+    return rows > 4 ? rows : 4;
+}
+
+static int64_t chunks_of(int64_t rows, int64_t width)
+{
+    return (rows + chunk_rows(width) - 1) / chunk_rows(width);
+}
+
+struct span {
+    int64_t from, to;
+};
+
+static struct span rows_of(int64_t rows, int64_t width, int64_t chunk)
+{
+    int64_t from = chunk * chunk_rows(width), to = from + chunk_rows(width);
+    return (struct span){from, to < rows ? to : rows};
+}
+
+static void rotate(float *x, const float *cos, const float *sin, int64_t half)
+{
+    for (int64_t i = 0; i < half; i++) {
+        float low = x[i], high = x[i + half];
+        x[i] = low * cos[i] - high * sin[i];
+        x[i + half] = high * cos[i] + low * sin[i];
+    }
+}
+
+/* Finish one KV head of a lane: norm and turn its queries and key, store key and value, attend. */
+static void attend_head(const struct model *model, const struct layer *layer, struct cache *cache,
+                        int64_t index, int64_t head, int64_t lane, struct worker *me)
+{
+    int64_t dim = model->head_dim, group = model->heads / model->kv_heads;
+    int64_t row = index * model->kv_heads + head;
+    float *qkv = of_lane(me->qkv, lane);
+    float *query = qkv + head * group * dim;
+    float *key = qkv + (model->heads + head) * dim;
+    const float *value = qkv + (model->heads + model->kv_heads + head) * dim;
+    for (int64_t i = 0; i <= group; i++) {
+        float *x = i < group ? query + i * dim : key;
+        int64_t of = i < group ? head * group + i : model->heads + head;
+        if (layer->qk_norm)
+            rms_norm(x, layer->qk_norm + of * dim, dim, (float)model->eps, x);
+        rotate(x, of_lane(me->cos, lane), of_lane(me->sin, lane), model->rotary / 2);
+    }
+    int64_t slot = slot_of(cache, row, cache->length[row] - 1);
+    memcpy(cache->keys + slot * dim, key, sizeof(float) * dim);
+    memcpy(cache->values + slot * dim, value, sizeof(float) * dim);
+    attend_row(cache, row, query, group, me->scores,
+               of_lane(me->mixed, lane) + head * group * dim);
+}
+
+static void silu(float *x, int64_t from, int64_t to)
+{
+#pragma omp simd
+    for (int64_t i = from; i < to; i++)
+        x[i] = x[i] / (1.0f + exp_float(-x[i]));
+}
+
+static void trunk_chunk(const struct linear *map, struct vectors x, struct vectors y,
+                        int64_t lanes, int64_t chunk)
+{
+    struct span rows = rows_of(map->out, map->in, chunk);
+    linear_rows(map, x, y, lanes, rows.from, rows.to);
+    for (int64_t lane = 0; lane < lanes; lane++)
+        silu(of_lane(y, lane), rows.from, rows.to);
+}
+
+/* silu(gate) * up into the first half of `y`; the matrix is the gate above the up projection. */
+static void swiglu_chunk(const struct linear *map, struct vectors x, struct vectors y,
+                         int64_t lanes, int64_t chunk)
+{
+    int64_t inner = map->out / 2;
+    struct span rows = rows_of(inner, map->in, chunk);
+    linear_rows(map, x, y, lanes, rows.from, rows.to);
+    linear_rows(map, x, y, lanes, inner + rows.from, inner + rows.to);
+    for (int64_t lane = 0; lane < lanes; lane++) {
+        float *act = of_lane(y, lane);
+        silu(act, rows.from, rows.to);
+#pragma omp simd
+        for (int64_t i = rows.from; i < rows.to; i++)
+            act[i] *= act[inner + i];
+    }
+}
+
+/* log_beta = logsigmoid(z) of this layer's heads, in the form that keeps 1 - beta = 1.5e-8. */
+static void store_gates(const struct model *model, const struct layer *layer, struct cache *cache,
+                        int64_t index, const float *trunk)
+{
+    for (int64_t head = 0; head < model->kv_heads; head++) {
+        float z[1];
+        dot_rows(layer->readout.weight + head * layer->readout.in, 1, layer->readout.in, trunk, z);
+        z[0] += layer->readout.bias[head];
+        int64_t row = index * model->kv_heads + head;
+        cache->log_beta[slot_of(cache, row, cache->length[row] - 1)] =
+            (z[0] < 0 ? z[0] : 0.0f) - log1pf(expf(-fabsf(z[0])));
+    }
+}
+
+/* Normed input of a phase, taken with a thread's first chunk of it. */
+static struct vectors normed(const struct model *model, const float *gain, struct worker *me,
+                             int *taken)
+{
+    for (int64_t lane = 0; lane < me->lanes && !*taken; lane++)
+        rms_norm(of_lane(me->hidden, lane), gain, model->hidden, (float)model->eps,
+                 of_lane(me->normed, lane));
+    *taken = 1;
+    return me->normed;
+}
+
+static void project(const struct model *model, const struct layer *layer, struct worker *me)
+{
+    const struct linear *trunk = &layer->trunk[0];
+    int64_t qkv = chunks_of(layer->qkv.out, layer->qkv.in);
+    int taken = 0;
+    begin(me, qkv + (model->trunk > 0 ? chunks_of(trunk->out, trunk->in) : 0));
+    for (int64_t chunk; (chunk = claim(me)) >= 0; finish(me)) {
+        struct vectors x = normed(model, layer->input_norm, me, &taken);
+        struct span rows = rows_of(layer->qkv.out, layer->qkv.in, chunk);
+        if (chunk < qkv)
+            linear_rows(&layer->qkv, x, me->qkv, me->lanes, rows.from, rows.to);
+        else
+            trunk_chunk(trunk, x, me->trunk[0], me->lanes, chunk - qkv);
+    }
+    end(me);
+}
+
+static void attend(const struct model *model, struct cache *caches, int64_t index,
+                   struct worker *me)
+{
+    const struct layer *layer = model->layer + index;
+    const struct linear *trunk = &layer->trunk[1];
+    int64_t heads = model->kv_heads, rows = me->lanes * heads;
+    begin(me, rows + (model->trunk > 1 ? chunks_of(trunk->out, trunk->in) : 0));
+    for (int64_t chunk; (chunk = claim(me)) >= 0; finish(me)) {
+        int64_t lane = chunk / heads;
+        if (chunk < rows)
+            attend_head(model, layer, caches + lane, index, chunk % heads, lane, me);
+        else
+            trunk_chunk(trunk, me->trunk[0], me->trunk[1], me->lanes, chunk - rows);
+    }
+    end(me);
+}
+
+/* hidden += map x; one chunk more reads the gates when `caches` are given. */
+static void add(const struct model *model, const struct linear *map, struct vectors x,
+                struct cache *caches, int64_t index, struct worker *me)
+{
+    int64_t chunks = chunks_of(map->out, map->in);
+    begin(me, chunks + (caches != 0));
+    for (int64_t chunk; (chunk = claim(me)) >= 0; finish(me)) {
+        struct span rows = rows_of(map->out, map->in, chunk);
+        if (chunk < chunks)
+            linear_add_rows(map, x, me->hidden, me->lanes, rows.from, rows.to);
+        else
+            for (int64_t lane = 0; lane < me->lanes; lane++)
+                store_gates(model, model->layer + index, caches + lane, index,
+                            of_lane(me->trunk[model->trunk - 1], lane));
+    }
+    end(me);
+}
+
+static void widen(const struct model *model, const struct layer *layer, struct worker *me)
+{
+    int taken = 0;
+    begin(me, chunks_of(layer->gate_up.out / 2, layer->gate_up.in));
+    for (int64_t chunk; (chunk = claim(me)) >= 0; finish(me))
+        swiglu_chunk(&layer->gate_up, normed(model, layer->post_norm, me, &taken), me->act,
+                     me->lanes, chunk);
+    end(me);
+}
+
+static void read_out(const struct model *model, struct vectors logits, struct worker *me)
+{
+    const struct linear *head = &model->head;
+    int taken = 0;
+    begin(me, chunks_of(head->out, head->in));
+    for (int64_t chunk; (chunk = claim(me)) >= 0; finish(me)) {
+        struct span rows = rows_of(head->out, head->in, chunk);
+        linear_rows(head, normed(model, model->norm, me, &taken), logits, me->lanes, rows.from,
+                    rows.to);
+    }
+    end(me);
+}
+
+static void run_thread(const struct model *model, struct cache *caches, struct vectors logits,
+                       struct worker *me)
+{
+    me->chunks_before = 0;
+    for (int64_t index = 0; index < model->layers; index++) {
+        const struct layer *layer = model->layer + index;
+        project(model, layer, me);
+        attend(model, caches, index, me);
+        add(model, &layer->out, me->mixed, model->trunk > 0 ? caches : 0, index, me);
+        widen(model, layer, me);
+        add(model, &layer->down, me->act, 0, index, me);
+    }
+    read_out(model, logits, me);
+}
+
+/* Append the lane's token; embedding row and rotation into the first thread's view. */
+static void start_lane(const struct model *model, const struct step *step, int64_t lane,
+                       struct worker *first)
+{
+    const struct lane *mine = step->lane + lane;
+    float *cos = of_lane(first->cos, lane), *sin = of_lane(first->sin, lane);
+    memcpy(of_lane(first->hidden, lane), model->embed + mine->token * model->hidden,
+           sizeof(float) * model->hidden);
+    for (int64_t i = 0; i < model->rotary / 2; i++) {
+        float angle = (float)mine->rope_position * mine->inv_freq[i];
+        cos[i] = cosf(angle) * (float)step->rope_scale;
+        sin[i] = sinf(angle) * (float)step->rope_scale;
+    }
+}
+
+static int has_room(const struct cache *caches, struct step *step)
+{
+    step->pages = step->width = step->longest = 0;
+    for (int64_t lane = 0; lane < step->lanes; lane++)
+        plan_append(caches + lane, step);
+    return step->pages <= caches->free && step->width <= caches->width &&
+           step->longest <= step->room;
+}
+
+static int64_t nanoseconds(void)
+{
+    struct timespec now;
+#ifdef CLOCK_MONOTONIC
+    clock_gettime(CLOCK_MONOTONIC, &now);
+#else
+    timespec_get(&now, TIME_UTC);
+#endif
+    return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
+}
+
+/* Append one token to each lane's sequence, compute its logits, [lanes, vocab], and evict what was
+ * ordered; or, without room, change nothing. The caches lend one stack of free pages: the first
+ * says how many there are, and all of them afterwards. */
+EXPORT void mmkv_step(const struct model *model, struct cache *caches, struct step *step)
+{
+    struct vectors logits = {step->logits, model->head.out};
+    struct worker first;
+    step->done = has_room(caches, step);
+    if (!step->done)
+        return;
+    memset(step->scratch, 0, sizeof(struct phase) * (size_t)(PHASES * model->layers + 1));
+    carve(model, step->room, step->threads, 0, step->lanes, step->scratch, &first);
+    for (int64_t lane = 0; lane < step->lanes; lane++) {
+        caches[lane].free = caches[lane ? lane - 1 : 0].free;
+        append_entry(caches + lane, step->lane[lane].position);
+        start_lane(model, step, lane, &first);
+    }
+    for (int64_t lane = 0; lane < step->lanes; lane++)
+        caches[lane].free = caches[step->lanes - 1].free;
+#pragma omp parallel for num_threads((int)step->threads) schedule(static, 1) if (step->threads > 1)
+    for (int64_t thread = 0; thread < step->threads; thread++) {
+        struct worker me;
+        carve(model, step->room, step->threads, thread, step->lanes, step->scratch, &me);
+        run_thread(model, caches, logits, &me);
+    }
+    if (step->orders) {
+        int64_t begun = nanoseconds();
+        mmkv_evict(caches, step->orders, step->lanes, step->threads);
+        step->evicting += nanoseconds() - begun;
+    }
+}
+
+/* Sizes of the structures, for the loader to compare with its own. */
+EXPORT int64_t mmkv_layout(int64_t *sizes)
+{
+    int64_t of[] = {sizeof(struct linear), sizeof(struct layer), sizeof(struct model),
+                    sizeof(struct cache),  sizeof(struct lane),  sizeof(struct step),
+                    sizeof(struct eviction)};
+    memcpy(sizes, of, sizeof of);
+    return (int64_t)(sizeof of / sizeof *of);
+}

@@ -1,0 +1,203 @@
+"""GraphRunner: sessions handed to the static step, replayed as a CUDA graph, and taken back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from engine.backends.cuda.kernels.evict import supported
+from engine.backends.cuda.kernels.sample import Draw, columns_of
+from engine.backends.cuda.static_step import StaticStep
+from engine.errors import BudgetError
+
+if TYPE_CHECKING:
+    from engine.runtime import Runtime
+    from engine.sequence import CachedSequence
+
+MOST_STEPS = 256  # per loan: pages for all of them are set aside beforehand
+_WARM_UP = 2  # steps on idle lanes, so that libraries allocate before the capture
+
+
+class GraphRunner:
+    """Decodes steps of an engine's sessions with no host work in between.
+
+    One step object, and on CUDA one graph, per batch size (powers of two) and kind of draw. They
+    are made anew when the pool or the block tables have grown.
+    """
+
+    def __init__(self, engine: Runtime) -> None:
+        self.engine = engine
+        self._steps: dict[tuple[object, ...], tuple[StaticStep, torch.cuda.CUDAGraph | None]] = {}
+
+    @staticmethod
+    def refusal(engine: Runtime) -> str:
+        """Why this engine's steps cannot run without the host; empty when they can."""
+        policy, gates = engine.policy, engine.decoder.gates
+        if any(engine.spec.sliding_window):
+            return "sliding-window layers"
+        if policy.evicts and not supported(policy):
+            return f"policy {policy.name!r}"
+        if gates is not None and any(not gate.trunk for gate in gates.layers):
+            return "gates without a trunk"
+        if engine.decoder.on_gate_input is not None:
+            return "on_gate_input is set"
+        if engine.spec.rope.switch_at is not None:
+            return "longrope"
+        return ""
+
+    @torch.inference_mode()
+    def decode(
+        self,
+        sessions: Sequence[CachedSequence],
+        token_ids: Sequence[int],
+        steps: int,
+        stop: Sequence[int] = (),
+        draws: Sequence[Draw] | None = None,
+    ) -> list[list[int]]:
+        """Append a token to each session, then each token it says, ``steps`` times in all.
+
+        Args:
+            stop: tokens that end a session's part; they are said, not appended.
+            draws: per session how its tokens are drawn, None for the likeliest.
+
+        Returns:
+            per session the tokens said: ``steps`` of them, or up to a stop token.
+
+        Raises:
+            BudgetError: the pool would pass its limit; the steps before that are kept.
+        """
+        said: list[list[int]] = [[] for _ in sessions]
+        going = list(range(len(sessions)))
+        token = list(token_ids)
+        for start in range(0, steps, MOST_STEPS):
+            part = self._loan(
+                [sessions[i] for i in going], [token[i] for i in going],
+                min(MOST_STEPS, steps - start), tuple(stop),
+                None if draws is None else [draws[i] for i in going],
+            )  # fmt: skip
+            for index, tokens in zip(going, part, strict=True):
+                said[index] += tokens
+                token[index] = tokens[-1]
+            going = [index for index in going if said[index][-1] not in stop]
+            if not going:
+                break
+        return said
+
+    def _loan(
+        self,
+        sessions: Sequence[CachedSequence],
+        token_ids: Sequence[int],
+        steps: int,
+        stop: tuple[int, ...],
+        draws: Sequence[Draw] | None,
+    ) -> list[list[int]]:
+        engine, cache = self.engine, self.engine.cache
+        most = self._make_room(sessions, steps)
+        batch = 1 << (len(sessions) - 1).bit_length()
+        step, graph = self._step(batch, stop, draws is not None, most)
+        self._fill(step, sessions, token_ids, draws)
+        try:
+            for _ in range(steps):
+                if graph is None:
+                    step.run()
+                else:
+                    graph.replay()
+        finally:
+            # The first reading of the device since the loan began.
+            cache.pool._free = int(step.top)
+            seen, entries = step.seen.tolist(), cache.length.flatten(1).sum(1).tolist()
+            for lane, session in enumerate(sessions):
+                appended = (seen[lane] - session.seen) * engine.spec.rows
+                session.evicted += session.entries + appended - entries[session.seq]
+                session.next_position += seen[lane] - session.seen
+                session.seen, session.entries = seen[lane], entries[session.seq]
+        if int(step.room.error):
+            raise BudgetError("the page pool was too small for a step; this is a bug in mmkv")
+        rows = step.said[: len(sessions), :steps].tolist()
+        return [[token for token in row if token >= 0] for row in rows]
+
+    def _make_room(self, sessions: Sequence[CachedSequence], steps: int) -> int:
+        """Pages and table columns for all steps, so that nothing has to grow in between.
+
+        Returns:
+            the most entries that eviction will meet in one session, 1 where nothing is evicted.
+        """
+        cache, rows = self.engine.cache, self.engine.spec.rows
+        size = cache.pool.page_size
+        pages, largest = 0, 0
+        for session in sessions:
+            most = session.entries + steps * rows
+            if self.engine.policy.evicts:
+                pool = cache.pool
+                budget = session.budget.entries(
+                    rows, session.seen + steps, pool.page_size, pool.page_bytes
+                )
+                kept = max(budget, session.entries) + self.engine.evict_every * rows
+                most = min(most, kept)
+            largest = max(largest, most)
+            pages += (most + rows * (size - 1)) // size - cache.held_pages(session.seq)
+        cache.pool.reserve(max(pages, 0))
+        seqs = [session.seq for session in sessions]
+        longest = int(cache.length[seqs].max()) + steps
+        cache._widen(-(-longest // size))
+        return largest if self.engine.policy.evicts else 1
+
+    def _step(
+        self, batch: int, stop: tuple[int, ...], drawn: bool, entries: int
+    ) -> tuple[StaticStep, torch.cuda.CUDAGraph | None]:
+        key = (batch, stop, drawn)
+        known = self._steps.get(key)
+        if known is None or not known[0].fits(entries):
+            # Graphs of the old pool go first: they hold its memory.
+            self._steps = {k: v for k, v in self._steps.items() if k != key and v[0].fits()}
+            most = 1 << (entries - 1).bit_length()  # captures are slow: room to grow
+            step = StaticStep(self.engine, batch, MOST_STEPS, stop, drawn, most)
+            self._steps[key] = known = (step, _captured(step))
+        return known
+
+    def _fill(
+        self,
+        step: StaticStep,
+        sessions: Sequence[CachedSequence],
+        token_ids: Sequence[int],
+        draws: Sequence[Draw] | None,
+    ) -> None:
+        idle = [0] * (step.batch - len(sessions))
+        columns = {
+            "seqs": [session.seq for session in sessions] + [-1] * len(idle),
+            "token": [int(token) for token in token_ids] + idle,
+            "seen": [session.seen for session in sessions] + idle,
+            "rope_position": [session.next_position for session in sessions] + idle,
+        }
+        for name, values in columns.items():
+            getattr(step, name).copy_(torch.tensor(values))
+        for lane, session in enumerate(sessions):
+            step.set_budget(lane, session.budget)
+        step.top.fill_(self.engine.cache.pool.free_pages)
+        step.index.zero_()
+        step.said.fill_(-1)
+        step.room.error.zero_()
+        if draws is not None and step.columns is not None:
+            settings, seed = columns_of(draws, step.seqs.device)
+            for name, column in vars(settings).items():
+                getattr(step.columns, name)[: len(draws)] = column
+            step.seed[: len(draws)] = seed
+
+
+def _captured(step: StaticStep) -> torch.cuda.CUDAGraph | None:
+    """The step as a graph; None on a CPU. All lanes are idle meanwhile, so nothing changes."""
+    if step.seqs.device.type != "cuda":
+        return None
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(_WARM_UP):
+            step.run()
+            step.index.zero_()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step.run()
+    return graph

@@ -1,0 +1,107 @@
+"""Room for one new entry in every row of a batch, with the page bookkeeping on the device.
+
+What :meth:`engine.cache.RaggedCache.append` does for a count of 1, without a host sync: the same
+pages in the same order, so that the eager path and a CUDA graph may take turns on one cache.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.backends.cuda.kernels.available import on_triton
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The ragged rows and the free pages of a cache, all int64 and contiguous on one device.
+
+    Attributes:
+        length: ``[S, L, H]`` entries per row.
+        table: ``[S, L, H, W]`` page ids; columns past ``ceil(length / page_size)`` mean nothing.
+        stack: ``[pages]``; its first ``top`` ids are the free pages, handed out from the end.
+        top: ``[1]``.
+        page_size: entries per page.
+    """
+
+    length: Tensor
+    table: Tensor
+    stack: Tensor
+    top: Tensor
+    page_size: int
+
+
+@dataclass(frozen=True)
+class Room:
+    """Static buffers of one batch bucket.
+
+    Attributes:
+        slots: ``[B, L, H]`` int64, the result: flat slots ``page * P + offset``, or -1.
+        error: ``[1]`` int32; 1 once a step did not fit. It stays until the host clears it, and
+            until then nothing is appended: the host, which reads it a step late, finds the cache
+            as the last step that fitted left it.
+        wanted: ``[B]`` int64 scratch, pages each lane takes; top_before: ``[1]`` int64 scratch.
+    """
+
+    slots: Tensor
+    error: Tensor
+    wanted: Tensor
+    top_before: Tensor
+
+
+def empty_room(batch: int, rows: Rows) -> Room:
+    """Buffers for :func:`make_room` with B = ``batch``; allocate once, outside a CUDA graph."""
+    length = rows.length
+    return Room(
+        length.new_full((batch, *length.shape[1:]), -1),
+        length.new_zeros(1, dtype=torch.int32),
+        length.new_zeros(batch),
+        length.new_zeros(1),
+    )
+
+
+def make_room(room: Room, rows: Rows, seqs: Tensor) -> Tensor:
+    """Lengthen every row of the sequences ``seqs`` by one entry, which the caller fills.
+
+    Rows at the end of a page take a new one, in the order lane, layer, head. When the free pages
+    or the table's columns do not suffice, no row changes, all slots are -1 and ``room.error`` is
+    raised. No host sync on CUDA.
+
+    Args:
+        room: the result goes to ``room.slots``.
+        rows: changed in place: lengths, tables and ``top``.
+        seqs: ``[B]`` int64, different sequence slots; -1 marks an idle lane, whose slots are -1.
+
+    Returns:
+        ``room.slots``.
+    """
+    if on_triton(seqs):
+        from engine.backends.cuda.kernels import append_triton
+
+        return append_triton.make_room(room, rows, seqs)
+    return make_room_reference(room, rows, seqs)
+
+
+def make_room_reference(room: Room, rows: Rows, seqs: Tensor) -> Tensor:
+    """The torch twin of :func:`make_room`."""
+    size, width = rows.page_size, rows.table.shape[-1]
+    live = seqs >= 0
+    seq = seqs[live]
+    before = rows.length[seq]
+    column = before // size
+    fresh = before % size == 0
+    count, top = int(fresh.sum()), int(rows.top)
+    room.slots.fill_(-1)
+    if room.error or count > top or bool((column >= width).any()):
+        room.error.fill_(1)
+        return room.slots
+    table = rows.table[seq]
+    page = table.gather(-1, column[..., None])[..., 0]
+    page[fresh] = rows.stack[top - count : top].flip(0)
+    rows.table[seq] = table.scatter(-1, column[..., None], page[..., None])
+    rows.length[seq] = before + 1
+    rows.top.sub_(count)
+    room.slots[live] = page * size + before % size
+    return room.slots

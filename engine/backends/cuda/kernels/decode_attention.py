@@ -1,0 +1,107 @@
+"""Attention of one decode step's queries to the ragged paged rows of one layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.backends.cuda.kernels.available import on_triton
+from engine.backends.cuda.kernels.worklist import WorkList
+
+
+@dataclass(frozen=True)
+class Partials:
+    """Static scratch of :func:`decode_attention`, shared by all layers of a step.
+
+    Attributes:
+        out: ``[2 N, G, D]`` float32, values summed over a piece with the weights
+            ``exp(scale (q.k - peak))``. Of run p, the piece that begins a row is at ``2 p + 1``,
+            one that continues a row at ``2 p``.
+        peak, total: ``[2 N, G]`` float32, the piece's highest ``q.k`` and the sum of its weights.
+            (Apart they lose nothing; a log-sum-exp of 1e4 would be rounded to 1e-3.)
+        arrived: ``[R]`` int32, pieces of a row that are done; zero between layers.
+    """
+
+    out: Tensor
+    peak: Tensor
+    total: Tensor
+    arrived: Tensor
+
+
+def empty_partials(work: WorkList, group: int, head_dim: int) -> Partials:
+    """Scratch for ``group`` query heads per KV head; allocate once, outside a CUDA graph."""
+    pieces, device = 2 * work.runs.shape[1], work.runs.device
+    return Partials(
+        torch.zeros(pieces, group, head_dim, device=device),
+        torch.zeros(pieces, group, device=device),
+        torch.zeros(pieces, group, device=device),
+        torch.zeros(work.rows.shape[1], dtype=torch.int32, device=device),
+    )
+
+
+def decode_attention_reference(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    table: Tensor,
+    work: WorkList,
+    layer: int,
+    partials: Partials,
+    scale: float,
+    out: Tensor,
+    lse: Tensor | None = None,
+) -> None:
+    """The torch form of :func:`decode_attention`: one row after the other, in float32."""
+    grouped = query.reshape(query.shape[0] * work.heads, -1, query.shape[2])
+    result = out.view(grouped.shape)
+    logs = None if lse is None else lse.view(grouped.shape[:2])
+    for row, (entries, source, _, _) in enumerate(work.rows[layer].tolist()):
+        held = -(-entries // keys.shape[1])
+        pages = table.view(-1, table.shape[-1])[source, :held]
+        key = keys[pages].flatten(0, 1)[:entries].float()
+        value = values[pages].flatten(0, 1)[:entries].float()
+        scores = grouped[row].float() @ key.T * scale
+        result[row] = (scores.softmax(-1) @ value).to(out.dtype)  # of no entries: 0
+        if logs is not None:
+            logs[row] = scores.logsumexp(-1)  # of no entries: -inf
+
+
+def decode_attention(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    table: Tensor,
+    work: WorkList,
+    layer: int,
+    partials: Partials,
+    scale: float,
+    out: Tensor,
+    lse: Tensor | None = None,
+) -> None:
+    """Attend from one query per sequence and head to all entries of its rows in ``layer``.
+
+    Reads the pool through the table; the G = Hq / H query heads of a KV head share one read.
+    No host sync and no allocation, so it may stand in a CUDA graph.
+
+    Args:
+        query: ``[B, Hq, D]`` float16, bfloat16 or float32, contiguous along D; G from 1 to 8.
+        keys, values: ``[pages, P, D]``, the pool; P a power of two.
+        table: ``[S, L, H, W]`` int64 page ids.
+        work: what ``build_worklist`` made of this step's lengths.
+        layer: its index in ``work`` and ``table``.
+        partials: scratch; layers run one after the other, so one is enough.
+        scale: factor on the logits, above 0.
+        out: ``[B, Hq, D]`` contiguous, written in its dtype. Rows without entries and idle lanes
+            get zeros.
+        lse: ``[B, Hq]`` float32 contiguous or None, written: natural log-sum-exp of the logits,
+            -inf without entries.
+    """
+    if on_triton(query):
+        from engine.backends.cuda.kernels import decode_attention_triton
+
+        run = decode_attention_triton.decode_attention
+    else:
+        run = decode_attention_reference
+    run(query, keys, values, table, work, layer, partials, scale, out, lse)

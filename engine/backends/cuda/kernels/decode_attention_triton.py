@@ -1,0 +1,209 @@
+"""``decode_attention`` as one Triton kernel. Import only where Triton is.
+
+A program walks over the tiles of its run (see ``kernels.worklist``) in one loop that does
+not stop between rows, so that the next tiles are always on their way from memory. Where it leaves a
+row, the softmax is closed: a row that lies in this run alone is written out, otherwise the piece
+goes to the partial buffers. After the loop each program says which split rows it worked on, and the
+one that brings a row's last piece merges them all, in the order of the runs. The integer counters
+decide only who merges, so results do not depend on timing, and the merge costs no second launch.
+
+The G query heads of a KV head are rows of a 16-row matrix product: K and V are read once, and the
+tensor cores need a small part of the time in which a tile arrives.
+"""
+
+# mypy: disable-error-code="import-not-found, import-untyped, no-untyped-def"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from engine.backends.cuda.kernels.decode_attention import Partials
+from engine.backends.cuda.kernels.worklist import WorkList
+
+# 3 stages: a tile in use and two on their way, 48 KiB of shared memory in half precision. With at
+# most 128 registers per thread (the compile test says so) four programs share a multiprocessor,
+# which is what ``worklist.PROGRAMS_PER_SM`` counts on.
+WARPS = 4
+STAGES = 3
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
+PADDED = tl.constexpr(16)  # rows of the smallest tensor-core product
+MERGE_ELEMENTS = tl.constexpr(4096)  # partial outputs a program has in flight while it merges
+
+
+def decode_attention(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    table: Tensor,
+    work: WorkList,
+    layer: int,
+    partials: Partials,
+    scale: float,
+    out: Tensor,
+    lse: Tensor | None = None,
+) -> None:
+    """See :func:`engine.backends.cuda.kernels.decode_attention.decode_attention`; one launch."""
+    heads, head_dim, group = work.heads, query.shape[2], query.shape[1] // work.heads
+    decode_kernel[(work.runs.shape[1],)](
+        query, keys, values, table, work.rows[layer], work.runs[layer],
+        partials.out, partials.peak, partials.total, partials.arrived,
+        out, out if lse is None else lse,
+        query.stride(0), query.stride(1), table.shape[-1], scale,
+        HEADS=heads, G=group, GROUP=triton.next_power_of_2(group), D=head_dim,
+        BLOCK_D=triton.next_power_of_2(head_dim), P=keys.shape[1], TILE=work.tile,
+        WRITE_LSE=lse is not None, num_warps=WARPS, num_stages=STAGES,
+    )  # fmt: skip
+
+
+@triton.jit
+def _merge(
+    partial, peaks, totals, first, pieces, factor,
+    G: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Sums ``[GROUP, BLOCK_D]``, peak and total of a row from its pieces, in their order."""
+    BLOCK: tl.constexpr = MERGE_ELEMENTS // (GROUP * BLOCK_D)
+    lane, g, d = tl.arange(0, BLOCK), tl.arange(0, GROUP), tl.arange(0, BLOCK_D)
+    peak = tl.full([GROUP], float("-inf"), tl.float32)
+    total = tl.zeros([GROUP], tl.float32)
+    acc = tl.zeros([GROUP, BLOCK_D], tl.float32)
+    for base in range(0, pieces, BLOCK):
+        piece = base + lane
+        spot = 2 * (first + piece) + (piece == 0).to(tl.int32)
+        to = spot[:, None] * G + g[None, :]
+        there = (piece < pieces)[:, None] & (g < G)[None, :]
+        # .cg: the L1 of this multiprocessor does not know what others wrote.
+        top = tl.load(peaks + to, mask=there, other=float("-inf"), cache_modifier=".cg")
+        part = tl.load(totals + to, mask=there, other=0.0, cache_modifier=".cg")
+        body = tl.load(
+            partial + to[:, :, None] * D + d[None, None, :],
+            mask=there[:, :, None] & (d < D)[None, None, :], other=0.0, cache_modifier=".cg",
+        )  # fmt: skip
+        high = tl.maximum(peak, tl.max(top, 0))
+        shrink = tl.exp2((peak - high) * factor)
+        share = tl.exp2((top - high[None, :]) * factor)
+        acc = acc * shrink[:, None] + tl.sum(body * share[:, :, None], 0)
+        total = total * shrink + tl.sum(part * share, 0)
+        peak = high
+    return acc, peak, total
+
+
+@triton.jit
+def _write(
+    out, lse, row, acc, peak, total, scale,
+    G: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr, BLOCK_D: tl.constexpr, LSE: tl.constexpr,
+):  # fmt: skip
+    """Store what a row's sums ``acc [GROUP, BLOCK_D]``, ``peak``, ``total [GROUP]`` amount to."""
+    g, d = tl.arange(0, GROUP), tl.arange(0, BLOCK_D)
+    to = row * G + g
+    live = (g < G)[:, None] & (d < D)[None, :]
+    mean = acc / tl.where(total == 0, 1.0, total)[:, None]
+    tl.store(out + to[:, None] * D + d[None, :], mean.to(out.dtype.element_ty), mask=live)
+    if LSE:
+        tl.store(lse + to, peak * scale + tl.log2(total) * LN_2, mask=g < G)
+
+
+@triton.jit
+def decode_kernel(
+    query, keys, values, table, rows, runs, partial, peaks, totals, arrived, out, lse,
+    query_batch, query_head, width, scale,
+    HEADS: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
+    BLOCK_D: tl.constexpr, P: tl.constexpr, TILE: tl.constexpr, WRITE_LSE: tl.constexpr,
+):  # fmt: skip
+    """One run of one layer; grid (N,)."""
+    run = tl.program_id(0)
+    tiles = tl.load(runs + run * 8)
+    row = tl.load(runs + run * 8 + 1)
+    at = tl.load(runs + run * 8 + 2)
+    entries = tl.load(runs + run * 8 + 3)
+    source = tl.load(runs + run * 8 + 4)
+
+    lane, g, d = tl.arange(0, TILE), tl.arange(0, PADDED), tl.arange(0, BLOCK_D)
+    in_head = (d < D)[None, :]
+    live = (g < G)[:, None] & in_head
+    factor = scale * LOG2_E  # applied to differences of logits, which it then rounds least
+    peak = tl.full([PADDED], float("-inf"), tl.float32)
+    total = tl.zeros([PADDED, TILE], tl.float32)  # summed over lanes only where a row ends
+    acc = tl.zeros([PADDED, BLOCK_D], tl.float32)
+    # Page ids are read one tile before keys and values, which then need not wait for them.
+    pages = tl.load(
+        table + source.to(tl.int64) * width + (at + lane) // P,
+        mask=(at + lane < entries) & (tiles > 0), other=0,
+    ).to(tl.int32)  # fmt: skip
+    # A plain range: under tl.range(num_stages=...) the compiler stages the page ids as well, and
+    # then gives up on the overlap of all loads.
+    for step in range(0, tiles):
+        there = at + lane < entries
+        mask = there[:, None] & in_head
+        slot = pages.to(tl.int64) * (P * D) + (at + lane) % P * D
+        # The query is read with every tile (an eighth of its bytes at most, from L2), so
+        # that a new row does not stop the loop.
+        q = tl.load(
+            query + (row // HEADS).to(tl.int64) * query_batch
+            + ((row % HEADS) * G + g)[:, None] * query_head + d[None, :],
+            mask=live, other=0.0,
+        )  # fmt: skip
+        key = tl.load(keys + slot[:, None] + d[None, :], mask=mask, other=0.0)
+        value = tl.load(values + slot[:, None] + d[None, :], mask=mask, other=0.0)
+        scores = tl.dot(q, tl.trans(key), input_precision="ieee")
+        scores = tl.where(there[None, :], scores, float("-inf"))
+        high = tl.maximum(peak, tl.max(scores, 1))
+        # In a row without entries nothing is above -inf; -inf - -inf must not come up.
+        base = tl.where(high == float("-inf"), 0.0, high)
+        shrink = tl.exp2((peak - base) * factor)
+        weight = tl.exp2((scores - base[:, None]) * factor)
+        total = total * shrink[:, None] + weight
+        acc = tl.dot(
+            weight.to(value.dtype), value, acc * shrink[:, None], input_precision="ieee"
+        )  # fmt: skip
+        peak = high
+
+        ends = at + TILE >= entries
+        more = step + 1 < tiles
+        if ends | (not more):
+            summed = tl.sum(total, 1)
+            first = tl.load(rows + row * 4 + 2)
+            if tl.load(rows + row * 4 + 3) == 1:
+                _write(out, lse, row, acc, peak, summed, scale, G, D, PADDED, BLOCK_D, WRITE_LSE)
+            else:
+                spot = (2 * run + (run == first).to(tl.int32)) * G + g
+                tl.store(partial + spot[:, None] * D + d[None, :], acc, mask=live)
+                tl.store(peaks + spot, peak, mask=g < G)
+                tl.store(totals + spot, summed, mask=g < G)
+            peak = tl.full([PADDED], float("-inf"), tl.float32)
+            total = tl.zeros([PADDED, TILE], tl.float32)
+            acc = tl.zeros([PADDED, BLOCK_D], tl.float32)
+        if ends & more:
+            row += 1
+            at = 0
+            entries = tl.load(rows + row * 4)
+            source = tl.load(rows + row * 4 + 1)
+        else:
+            at += TILE
+        pages = tl.load(
+            table + source.to(tl.int64) * width + (at + lane) // P,
+            mask=(at + lane < entries) & more, other=0,
+        ).to(tl.int32)  # fmt: skip
+
+    # A run shares with others at most its first row and its last. Both are told of at once.
+    if tiles > 0:
+        tl.debug_barrier()  # all threads' partial results first, then the word that they are there
+        side = tl.arange(0, 2)
+        begun = tl.load(runs + run * 8 + 1)
+        shared = tl.where(side == 0, begun, row)
+        pieces = tl.load(rows + shared * 4 + 3)
+        mine = (pieces > 1) & ((side == 0) | (row != begun))
+        came = tl.atomic_add(arrived + shared, 1, mask=mine, sem="acq_rel")
+        last = (mine & (came == pieces - 1)).to(tl.int32)
+        for index in range(2):
+            if tl.sum(tl.where(side == index, last, 0), 0) > 0:
+                whose = tl.where(index == 0, begun, row)
+                tl.store(arrived + whose, 0)  # ready for the next layer
+                first = tl.load(rows + whose * 4 + 2)
+                count = tl.load(rows + whose * 4 + 3)
+                merged, top, sums = _merge(
+                    partial, peaks, totals, first, count, factor, G, D, GROUP, BLOCK_D
+                )
+                _write(out, lse, whose, merged, top, sums, scale, G, D, GROUP, BLOCK_D, WRITE_LSE)

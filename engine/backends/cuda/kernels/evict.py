@@ -1,0 +1,192 @@
+"""Eviction of a batch on the device: score, select, fill holes, give pages back; no host sync.
+
+What the runtime does for one sequence after the other (``CachedSequence._enforce``), with the same
+victims, the same storage order afterwards and the same pages in the same places of the free stack.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.backends.cuda.kernels.append import Rows
+from engine.backends.cuda.kernels.available import on_triton
+from engine.backends.cuda.kernels.store import Columns
+from engine.policies.allocation import GlobalAllocation, HeadAllocation
+from engine.policies.base import CacheView, Policy
+from engine.policies.scoring import Recency, Retention
+
+# The radix selection looks at 8 bytes of a rank, one launch each: 4 of the score, 4 of the tie.
+TURNS = 8
+BINS = 256
+# Entries are read in blocks of this many; scratch is padded to whole blocks.
+BLOCK = 2048
+# Selecting programs that an H200 holds at once, or nearly: the sequences share them.
+PROGRAMS = 384
+# Ties are ordered by position * rows + row, in 32 bits.
+MOST_TIES = 2**32
+
+
+@dataclass(frozen=True)
+class Eviction:
+    """Static buffers of one batch bucket; R = layers x KV heads.
+
+    Attributes:
+        dropped: ``[B]`` int64, the result: entries evicted from each lane; -1 where a lane had to
+            evict and could not, being larger than these buffers (nothing has changed there).
+        most_entries: entries of one sequence that fit.
+        keys, ties: ``[B, N]`` int32 holding uint32: per entry, row after row, its score mapped so
+            that unsigned numbers order as floats do, and ``position * R + row``.
+        plan: ``[B, 4]`` int64: entries (0 if nothing is to be evicted), how many of all have to
+            go, how many a row may keep, unused.
+        starts: ``[B, R]`` int32, entries of the sequence before each row.
+        state: ``[TURNS + 1, B, 4]`` int64 of the selection before each turn: threshold of keys,
+            of ties, victims still sought, whether it is settled.
+        counts: ``[TURNS, B, BINS]`` int32, each turn's histogram.
+        chunks: programs that share the selection of one sequence.
+        freed: ``[B, R]`` int32, pages each row gives back; top_before: ``[1]`` int64.
+    """
+
+    dropped: Tensor
+    most_entries: int
+    keys: Tensor
+    ties: Tensor
+    plan: Tensor
+    starts: Tensor
+    state: Tensor
+    counts: Tensor
+    chunks: int
+    freed: Tensor
+    top_before: Tensor
+
+
+def empty_eviction(batch: int, rows: Rows, most_entries: int | None = None) -> Eviction:
+    """Buffers for :func:`evict` with B = ``batch``; allocate once, outside a CUDA graph.
+
+    Args:
+        most_entries: the most entries a sequence may hold when it is evicted from, such as budget +
+            ``evict_every`` x R; None: as many as its table could name. Costs 8 bytes each.
+    """
+    count = rows.length[0].numel()
+    if most_entries is None:
+        most_entries = rows.table[0].numel() * rows.page_size
+    padded = (most_entries // BLOCK + 2) * BLOCK
+    wide, narrow = rows.length, torch.int32
+    return Eviction(
+        dropped=wide.new_zeros(batch),
+        most_entries=most_entries,
+        keys=wide.new_zeros(batch, padded, dtype=narrow),
+        ties=wide.new_zeros(batch, padded, dtype=narrow),
+        plan=wide.new_zeros(batch, 4),
+        starts=wide.new_zeros(batch, count, dtype=narrow),
+        state=wide.new_zeros(TURNS + 1, batch, 4),
+        counts=wide.new_zeros(TURNS, batch, BINS, dtype=narrow),
+        chunks=max(1, min(PROGRAMS // batch, most_entries // BLOCK + 1)),
+        freed=wide.new_zeros(batch, count, dtype=narrow),
+        top_before=wide.new_zeros(1),
+    )
+
+
+def supported(policy: Policy) -> bool:
+    """Whether the kernel knows this policy's scoring, allocation and admission."""
+    return (
+        type(policy.scoring) in (Retention, Recency)
+        and type(policy.allocation) in (GlobalAllocation, HeadAllocation)
+        and not policy.admission.selective
+    )
+
+
+def evict(
+    work: Eviction,
+    policy: Policy,
+    rows: Rows,
+    pool: Columns,
+    seqs: Tensor,
+    seen: Tensor,
+    allowed: Tensor,
+    slack: int = 0,
+) -> Tensor:
+    """Cut every sequence that stands more than ``slack`` entries above its budget back to it.
+
+    Args:
+        work: the result goes to ``work.dropped``.
+        policy: one that is :func:`supported`.
+        rows: changed in place: lengths, ``stack`` and ``top``; tables stay as they are.
+        pool: entries move inside their rows, in all columns.
+        seqs: ``[B]`` int64, different sequence slots; -1 marks an idle lane, which drops nothing.
+        seen: ``[B]`` int64 tokens seen, positions lie below; allowed: ``[B]`` int64 entries that
+            may stay. Both are read on the device.
+        slack: ``(evict_every - 1) * R``.
+
+    Returns:
+        ``work.dropped``.
+    """
+    if on_triton(seqs):
+        from engine.backends.cuda.kernels import evict_triton
+
+        return evict_triton.evict(work, policy, rows, pool, seqs, seen, allowed, slack)
+    return evict_reference(work, policy, rows, pool, seqs, seen, allowed, slack)
+
+
+def evict_reference(
+    work: Eviction,
+    policy: Policy,
+    rows: Rows,
+    pool: Columns,
+    seqs: Tensor,
+    seen: Tensor,
+    allowed: Tensor,
+    slack: int = 0,
+) -> Tensor:
+    """The torch twin of :func:`evict`: the policy's own victims, sequence after sequence."""
+    work.dropped.zero_()
+    for lane, seq in enumerate(seqs.tolist()):
+        length = rows.length[max(seq, 0)].flatten()
+        entries, budget, now = int(length.sum()), int(allowed[lane]), int(seen[lane])
+        if seq < 0 or entries <= budget + slack:
+            continue
+        if entries > work.most_entries or now * length.numel() > MOST_TIES:
+            work.dropped[lane] = -1
+            continue
+        row = torch.repeat_interleave(length)
+        offset = torch.arange(entries, device=row.device) - (length.cumsum(0) - length)[row]
+        table = rows.table[seq].flatten(0, 1)
+        slot = table[row, offset // rows.page_size] * rows.page_size + offset % rows.page_size
+        columns = (c.view(-1)[slot] for c in (pool.position, pool.log_beta, pool.modality))
+        position, log_beta, modality = columns
+        layers, heads = rows.length.shape[1:]
+        view = CacheView(
+            now, layers, heads, row, length, position.long(), log_beta, modality, _no_attention
+        )
+        victims = policy.victims(view, budget)
+        _drop(rows, pool, seq, row, offset, slot, victims)
+        work.dropped[lane] = victims.numel()
+    return work.dropped
+
+
+def _drop(
+    rows: Rows, pool: Columns, seq: int, row: Tensor, offset: Tensor, slot: Tensor, victims: Tensor
+) -> None:
+    """:meth:`engine.cache.RaggedCache.drop`, with the free stack on the device."""
+    size, before = rows.page_size, rows.length[seq].flatten()
+    after = before - torch.bincount(row[victims], minlength=before.numel())
+    keep = torch.ones_like(row, dtype=torch.bool)
+    keep[victims] = False
+    inside = offset < after[row]
+    hole, mover = slot[~keep & inside], slot[keep & ~inside]
+    for column in (pool.keys, pool.values, pool.log_beta, pool.position, pool.modality):
+        flat = column.flatten(0, 1)
+        flat[hole] = flat[mover]
+    column_index = torch.arange(rows.table.shape[-1], device=row.device)
+    first, last = ((n + size - 1) // size for n in (after, before))
+    freed = (column_index >= first[:, None]) & (column_index < last[:, None])
+    pages, top = rows.table[seq].flatten(0, 1)[freed], int(rows.top)
+    rows.stack[top : top + pages.numel()] = pages
+    rows.top.add_(pages.numel())
+    rows.length[seq] = after.view_as(rows.length[seq])
+
+
+def _no_attention(view: CacheView) -> Tensor:
+    raise AssertionError("a scorer that the kernel supports reads no attention")

@@ -1,0 +1,218 @@
+"""``kernels.evict`` in Triton: a fixed sequence of kernels, whatever there is to evict.
+
+Plan (who has to evict how much), score, select (``kernels.select_triton``: a launch per byte
+for a budget shared by all rows, none for one budget per row), fill, pages. Programs of sequences
+that need no eviction read one number and end.
+"""
+
+# mypy: disable-error-code="import-not-found, import-untyped, no-untyped-def"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from engine.backends.cuda.kernels import score_triton, select_triton
+from engine.backends.cuda.kernels.append import Rows
+from engine.backends.cuda.kernels.evict import BINS, BLOCK, MOST_TIES, TURNS, Eviction
+from engine.backends.cuda.kernels.select_triton import is_victim, lowest_of_row
+from engine.backends.cuda.kernels.store import Columns
+from engine.policies.allocation import HeadAllocation
+from engine.policies.base import Policy
+
+PLAN_WARPS = 4
+# Rows hold some hundred entries and lose one or two: small programs, so that many rows are on
+# their way at once (21 per multiprocessor; with blocks of 512 and 8 moves it was 7).
+FILL_BLOCK = 256
+MOVES = 4
+FILL_WARPS = 2
+PAGES_BLOCK = 4096
+PAGES_WARPS = 8
+
+
+def evict(
+    work: Eviction,
+    policy: Policy,
+    rows: Rows,
+    pool: Columns,
+    seqs: Tensor,
+    seen: Tensor,
+    allowed: Tensor,
+    slack: int = 0,
+) -> Tensor:
+    """See ``evict``: 5 + TURNS launches, or 4 with a budget per row."""
+    lanes, count = work.starts.shape
+    width, page = rows.table.shape[-1], rows.page_size
+    capacity, dim = work.keys.shape[1], pool.keys.shape[-1]
+    block = triton.next_power_of_2(count)
+    per_row = type(policy.allocation) is HeadAllocation
+    plan_kernel[(lanes,)](
+        seqs, seen, allowed, rows.length, rows.top, work.plan, work.starts, work.counts,
+        work.dropped, work.top_before, count, slack, work.most_entries, MOST_TIES // count, lanes,
+        BLOCK=block, TURNS=TURNS, BINS=BINS, num_warps=PLAN_WARPS,
+    )  # fmt: skip
+    kind, ahead = score_triton.horizon(policy)
+    score_triton.score_kernel[(lanes, count)](
+        seqs, seen, rows.length, rows.table, pool.log_beta, pool.position, work.plan, work.starts,
+        work.keys, work.ties, count, width, capacity, ahead,
+        policy.protect_first, policy.protect_recent,
+        HORIZON=kind, PAGE=page, BLOCK=score_triton.BLOCK, num_warps=score_triton.WARPS,
+    )  # fmt: skip
+    if not per_row:
+        for turn in range(TURNS + 1):
+            select_triton.count_kernel[(lanes, work.chunks if turn < TURNS else 1)](
+                work.keys, work.ties, work.plan, work.state, work.counts, capacity, lanes,
+                work.chunks, TURN=turn, BLOCK=BLOCK, num_warps=select_triton.WARPS,
+            )  # fmt: skip
+    fill_kernel[(lanes, count)](
+        seqs, rows.length, rows.table,
+        pool.keys, pool.values, pool.log_beta, pool.position, pool.modality,
+        work.plan, work.starts, work.keys, work.ties, work.state[TURNS], work.freed,
+        count, width, capacity,
+        PER_ROW=per_row, PAGE=page, DIM=dim, DIM_BLOCK=triton.next_power_of_2(dim),
+        BLOCK=FILL_BLOCK, MOVES=MOVES, num_warps=FILL_WARPS,
+    )  # fmt: skip
+    pages_kernel[(lanes,)](
+        seqs, rows.length, rows.table, rows.stack, rows.top, work.top_before, work.plan,
+        work.freed, work.dropped, count, width, lanes,
+        PAGE=page, BLOCK=PAGES_BLOCK, ROWS=block, num_warps=PAGES_WARPS,
+    )  # fmt: skip
+    return work.dropped
+
+
+@triton.jit
+def plan_kernel(
+    seqs, seen, allowed, length, top, plan, starts, counts, dropped, top_before,
+    rows, slack, most_entries, most_seen, lanes,
+    BLOCK: tl.constexpr, TURNS: tl.constexpr, BINS: tl.constexpr,
+):  # fmt: skip
+    """What one sequence has to give up; grid (B)."""
+    lane = tl.program_id(0)
+    seq = tl.load(seqs + lane)
+    row = tl.arange(0, BLOCK)
+    exists = row < rows
+    count = tl.load(length + seq * rows + row, mask=exists & (seq >= 0), other=0)
+    tl.store(starts + lane * rows + row, (tl.cumsum(count, 0) - count).to(tl.int32), mask=exists)
+    entries = tl.sum(count, 0)
+    budget = tl.load(allowed + lane)
+    over = (seq >= 0) & (entries > budget + slack)
+    fits = (entries <= most_entries) & (tl.load(seen + lane) <= most_seen)
+    tl.store(plan + lane * 4, tl.where(over & fits, entries, 0))
+    tl.store(plan + lane * 4 + 1, entries - budget)
+    tl.store(plan + lane * 4 + 2, budget // rows)
+    turn = tl.arange(0, TURNS)[:, None]
+    cell = (turn * lanes + lane) * BINS + tl.arange(0, BINS)[None, :]
+    tl.store(counts + cell, tl.zeros([TURNS, BINS], tl.int32))
+    # The last kernel writes the number of those that do evict.
+    tl.store(dropped + lane, tl.where(over, -1, 0).to(tl.int64))
+    if lane == 0:  # the last kernel writes `top` while others still need it
+        tl.store(top_before, tl.load(top))
+
+
+@triton.jit
+def fill_kernel(
+    seqs, length, table, pool_keys, pool_values, pool_log_beta, pool_position, pool_modality,
+    plan, starts, keys, ties, threshold, freed, rows, width, capacity,
+    PER_ROW: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, MOVES: tl.constexpr,
+):  # fmt: skip
+    """Drop the victims of one row; grid (B, R).
+
+    Victims inside the new length, in ascending order, are replaced by the survivors beyond it, in
+    ascending order. The pairs are found MOVES at a time, by counting: rows lose about one entry
+    per step, and nothing has to be written down.
+    """
+    lane = tl.program_id(0)
+    row = tl.program_id(1)
+    tl.store(freed + lane * rows + row, 0)
+    if tl.load(plan + lane * 4) == 0:
+        return
+    source = tl.load(seqs + lane) * rows + row
+    before = tl.load(length + source).to(tl.int32)
+    start = lane.to(tl.int64) * capacity + tl.load(starts + lane * rows + row)
+    if PER_ROW:
+        gone = before - tl.load(plan + lane * 4 + 2).to(tl.int32)
+        if gone <= 0:
+            return
+        key_at, tie_at = lowest_of_row(keys, ties, start, before, gone.to(tl.int64), BLOCK)
+    else:
+        key_at = tl.load(threshold + lane * 4)
+        tie_at = tl.load(threshold + lane * 4 + 1)
+        gone = tl.zeros([], tl.int32)
+        for base in range(0, before, BLOCK):
+            offset = base + tl.arange(0, BLOCK)
+            victim = is_victim(keys, ties, start + offset, offset < before, key_at, tie_at)
+            gone += tl.sum(victim.to(tl.int32), 0)
+        if gone == 0:
+            return
+    after = before - gone
+    tl.store(length + source, after.to(tl.int64))
+    tl.store(freed + lane * rows + row, tl.cdiv(before, PAGE) - tl.cdiv(after, PAGE))
+
+    pages = table + source * width
+    for first in range(0, tl.minimum(gone, after), MOVES):
+        nth = first + tl.arange(0, MOVES)
+        hole = tl.zeros([MOVES], tl.int32)
+        mover = tl.zeros([MOVES], tl.int32)
+        passed = tl.zeros([], tl.int32)  # holes and movers of the blocks before
+        holes = tl.zeros([], tl.int32)
+        for base in range(0, before, BLOCK):
+            offset = base + tl.arange(0, BLOCK)
+            live = offset < before
+            victim = is_victim(keys, ties, start + offset, live, key_at, tie_at)
+            inside = offset < after
+            item = tl.where(inside, victim, live & (victim == 0)).to(tl.int32)
+            holes += tl.sum(tl.where(inside, item, 0), 0)
+            order = passed + tl.cumsum(item, 0) - 1
+            passed += tl.sum(item, 0)
+            # All holes come before the first mover, so their number is known by then.
+            order = tl.where(inside, order, order - holes)
+            chosen = (item == 1)[None, :] & (order[None, :] == nth[:, None])
+            hole += tl.sum(tl.where(chosen & inside[None, :], offset[None, :], 0), 1)
+            mover += tl.sum(tl.where(chosen & ~inside[None, :], offset[None, :], 0), 1)
+        moving = nth < holes
+        to = tl.load(pages + hole // PAGE, mask=moving, other=0) * PAGE + hole % PAGE
+        at = tl.load(pages + mover // PAGE, mask=moving, other=0) * PAGE + mover % PAGE
+        feature = tl.arange(0, DIM_BLOCK)[None, :]
+        whole = moving[:, None] & (feature < DIM)
+        key = tl.load(pool_keys + at[:, None] * DIM + feature, mask=whole)
+        value = tl.load(pool_values + at[:, None] * DIM + feature, mask=whole)
+        log_beta = tl.load(pool_log_beta + at, mask=moving)
+        position = tl.load(pool_position + at, mask=moving)
+        modality = tl.load(pool_modality + at, mask=moving)
+        tl.store(pool_keys + to[:, None] * DIM + feature, key, mask=whole)
+        tl.store(pool_values + to[:, None] * DIM + feature, value, mask=whole)
+        tl.store(pool_log_beta + to, log_beta, mask=moving)
+        tl.store(pool_position + to, position, mask=moving)
+        tl.store(pool_modality + to, modality, mask=moving)
+
+
+@triton.jit
+def pages_kernel(
+    seqs, length, table, stack, top, top_before, plan, freed, dropped, rows, width, lanes,
+    PAGE: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Give back the pages that one sequence no longer needs; grid (B)."""
+    lane = tl.program_id(0)
+    given = tl.zeros([], tl.int32)  # by the lanes before
+    for base in range(0, lane * rows, BLOCK):
+        index = base + tl.arange(0, BLOCK)
+        given += tl.sum(tl.load(freed + index, mask=index < lane * rows, other=0), 0)
+    row = tl.arange(0, ROWS)
+    exists = row < rows
+    mine = tl.load(freed + lane * rows + row, mask=exists, other=0)
+    free = tl.load(top_before) + given
+    if lane == lanes - 1:
+        tl.store(top, free + tl.sum(mine, 0))
+    entries = tl.load(plan + lane * 4)
+    if entries == 0:
+        return
+    source = tl.load(seqs + lane) * rows + row
+    count = tl.load(length + source, mask=exists, other=0)
+    tl.store(dropped + lane, entries - tl.sum(count, 0))
+    column = table + source * width + tl.cdiv(count, PAGE)
+    place = stack + free + tl.cumsum(mine, 0) - mine
+    for nth in range(0, tl.max(mine, 0)):
+        page = tl.load(column + nth, mask=nth < mine, other=0)
+        tl.store(place + nth, page, mask=nth < mine)

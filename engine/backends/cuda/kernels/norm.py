@@ -1,0 +1,38 @@
+"""RMSNorm, together with the residual sum before it."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.backends.cuda.kernels.available import on_triton
+
+
+def rms_norm(x: Tensor, residual: Tensor | None, gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Add ``residual`` and normalise over the features.
+
+    Rounding is the eager decoder's: the sum is rounded to the dtype before anything reads it,
+    the normed value once, after the gain. The sum therefore agrees to the last bit, and the
+    normed value to one rounding (the squares are summed in another order).
+
+    Args:
+        x: ``[T, d]`` in the model's dtype, rows contiguous.
+        residual: ``[T, d]`` in the same dtype, rows contiguous, or None.
+        gain: ``[d]``; eps: added to the mean square.
+
+    Returns:
+        normed ``[T, d]`` and the sum ``[T, d]`` (``x`` itself without a residual).
+    """
+    if on_triton(x):
+        from engine.backends.cuda.kernels import norm_triton
+
+        return norm_triton.rms_norm(x, residual, gain, eps)
+    return rms_norm_reference(x, residual, gain, eps)
+
+
+def rms_norm_reference(
+    x: Tensor, residual: Tensor | None, gain: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """The torch twin of :func:`rms_norm`: what the eager decoder does."""
+    total = x if residual is None else residual + x
+    return F.rms_norm(total, gain.shape, gain, eps), total

@@ -1,0 +1,104 @@
+"""``prefill_attention`` as one Triton kernel. Import only where Triton is.
+
+A program owns a block of one KV head's queries (its G heads x C tokens in one row of queries) and
+walks over that head's entries tile by tile, page ids a tile ahead of keys and values.
+"""
+
+# mypy: disable-error-code="import-not-found, import-untyped, no-untyped-def"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+STAGES = 3
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
+
+
+def blocks(dtype: torch.dtype, head_dim: int, queries: int) -> tuple[int, int, int]:
+    """Queries per program, entries per tile, warps.
+
+    Half precision takes 64 queries per warpgroup, what Hopper's matrix unit multiplies at once;
+    float32 runs on the plain arithmetic units, where small tiles keep the registers.
+    """
+    if dtype == torch.float32:
+        return 64, 32, 8
+    if queries <= 64:
+        return 64, 64, 4
+    return 128, 64 if head_dim > 64 else 128, 8
+
+
+def prefill_attention(
+    query: Tensor, keys: Tensor, values: Tensor, length: Tensor, table: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """See :func:`engine.backends.cuda.kernels.prefill_attention.prefill_attention`; one launch."""
+    query_heads, count, head_dim = query.shape
+    heads = length.shape[0]
+    group = query_heads // heads
+    out = torch.empty_like(query)
+    lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
+    block, tile, warps = blocks(query.dtype, head_dim, group * count)
+    prefill_kernel[(triton.cdiv(group * count, block), heads)](
+        query, keys, values, length, table, out, lse, count,
+        query.stride(0), query.stride(1), out.stride(0), out.stride(1),
+        length.stride(0), table.stride(0), scale,
+        G=group, D=head_dim, BLOCK_D=triton.next_power_of_2(head_dim), P=keys.shape[1],
+        BLOCK=block, TILE=tile, num_warps=warps, num_stages=STAGES,
+    )  # fmt: skip
+    return out, lse
+
+
+@triton.jit(do_not_specialize=["count"])  # each chunk length would be compiled anew
+def prefill_kernel(
+    query, keys, values, length, table, out, lse, count,
+    query_head, query_token, out_head, out_token, length_head, table_head, scale,
+    G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, P: tl.constexpr,
+    BLOCK: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Grid (blocks of G x C queries, H)."""
+    head = tl.program_id(1)
+    entries = tl.load(length + head * length_head).to(tl.int32)
+    mine = table + head.to(tl.int64) * table_head
+    lane, d = tl.arange(0, TILE), tl.arange(0, BLOCK_D)
+    in_head = (d < D)[None, :]
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = index < G * count
+    row, token = (head * G + index // count).to(tl.int64), index % count
+    live = inside[:, None] & in_head
+    q = tl.load(
+        query + (row * query_head + token * query_token)[:, None] + d[None, :],
+        mask=live, other=0.0,
+    )  # fmt: skip
+    factor = scale * LOG2_E
+    peak = tl.full([BLOCK], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK], tl.float32)
+    acc = tl.zeros([BLOCK, BLOCK_D], tl.float32)
+    pages = tl.load(mine + lane // P, mask=lane < entries, other=0).to(tl.int32)
+    for at in range(0, entries, TILE):
+        there = at + lane < entries
+        mask = there[:, None] & in_head
+        slot = pages.to(tl.int64) * (P * D) + (at + lane) % P * D
+        key = tl.load(keys + slot[:, None] + d[None, :], mask=mask, other=0.0)
+        value = tl.load(values + slot[:, None] + d[None, :], mask=mask, other=0.0)
+        scores = tl.dot(q, tl.trans(key), input_precision="ieee")
+        scores = tl.where(there[None, :], scores, float("-inf"))
+        high = tl.maximum(peak, tl.max(scores, 1) * factor)  # above -inf: a tile has an entry
+        shrink = tl.exp2(peak - high)
+        weight = tl.exp2(scores * factor - high[:, None])
+        total = total * shrink + tl.sum(weight, 1)
+        acc = tl.dot(
+            weight.to(value.dtype), value, acc * shrink[:, None], input_precision="ieee"
+        )  # fmt: skip
+        peak = high
+        ahead = at + TILE + lane
+        pages = tl.load(mine + ahead // P, mask=ahead < entries, other=0).to(tl.int32)
+
+    mean = acc / tl.where(total == 0, 1.0, total)[:, None]
+    tl.store(
+        out + (row * out_head + token * out_token)[:, None] + d[None, :],
+        mean.to(out.dtype.element_ty), mask=live,
+    )  # fmt: skip
+    tl.store(lse + row * count + token, (peak + tl.log2(total)) * LN_2, mask=inside)

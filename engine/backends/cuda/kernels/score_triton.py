@@ -1,0 +1,122 @@
+"""Scores of all entries as sortable integers, in Triton: ``engine.policies.scoring`` on pages.
+
+As there, what does not depend on age is evaluated in float64 and rounded once, so that it is right
+to the last bit but in rare ties of rounding: the order of entries must not depend on the machine.
+Products are formed in float64, where they are exact, and rounded: a multiply-add that skips this
+rounding cannot arise.
+"""
+
+# mypy: disable-error-code="import-not-found, import-untyped, no-untyped-def"
+
+from __future__ import annotations
+
+import math
+
+import triton
+import triton.language as tl
+
+from engine.policies.base import Policy
+from engine.policies.scoring import Retention
+
+# Small programs, because rows are short and their reads depend on each other: what counts is how
+# many rows are on their way at once.
+BLOCK = 256
+WARPS = 2
+# What the HORIZON of the kernel means, beside the horizons 1 and 2.
+POSITION = tl.constexpr(0)
+FINITE = tl.constexpr(3)
+INFINITE = tl.constexpr(4)
+
+
+def horizon(policy: Policy) -> tuple[int, float]:
+    """The kernel's HORIZON for a policy, and its lookahead."""
+    if not isinstance(policy.scoring, Retention):
+        return POSITION.value, 1.0
+    ahead = policy.scoring.lookahead
+    if math.isinf(ahead):
+        return INFINITE.value, 1.0
+    return (int(ahead) if ahead in (1, 2) else FINITE.value), float(ahead)
+
+
+@triton.jit
+def score_kernel(
+    seqs, seen, length, table, log_beta, position, plan, starts, keys, ties,
+    rows, width, capacity, lookahead, protect_first, protect_recent,
+    HORIZON: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Keys and ties of one row, see ``kernels.evict.Eviction``; grid (B, R)."""
+    lane = tl.program_id(0)
+    row = tl.program_id(1)
+    if tl.load(plan + lane * 4) == 0:
+        return
+    now = tl.load(seen + lane).to(tl.int32)
+    source = tl.load(seqs + lane) * rows + row
+    count = tl.load(length + source).to(tl.int32)
+    target = lane.to(tl.int64) * capacity + tl.load(starts + lane * rows + row)
+    for base in range(0, count, BLOCK):
+        offset = base + tl.arange(0, BLOCK)
+        live = offset < count
+        page = tl.load(table + source * width + offset // PAGE, mask=live, other=0)
+        slot = page * PAGE + offset % PAGE
+        place = tl.load(position + slot, mask=live, other=0)
+        if HORIZON == POSITION:
+            score = place.to(tl.float32)
+        else:
+            rate = tl.load(log_beta + slot, mask=live, other=-1.0)
+            score = _retention(rate, now - place, lookahead, HORIZON)
+        if protect_first > 0:
+            score = tl.where(place < protect_first, float("inf"), score)
+        if protect_recent > 0:
+            score = tl.where(place >= now - protect_recent, float("inf"), score)
+        tl.store(keys + target + offset, _sortable(score), mask=live)
+        tie = place.to(tl.int64) * rows + row
+        tl.store(ties + target + offset, tie.to(tl.int32), mask=live)
+
+
+@triton.jit
+def _retention(rate, age, lookahead, HORIZON: tl.constexpr):
+    """``engine.policies.score.lookahead_log_score``: float32, to the last bit where it can be."""
+    x = rate.to(tl.float64)
+    score = (x * age.to(tl.float32).to(tl.float64)).to(tl.float32)
+    if HORIZON == 2:
+        score += _log1p(tl.exp(x)).to(tl.float32)
+    if HORIZON == INFINITE:
+        near = tl.log(-_expm1(x))
+        far = _log1p(-tl.exp(x))
+        score -= tl.where(x > -0.6931471805599453, near, far).to(tl.float32)
+    if HORIZON == FINITE:
+        ratio = _expm1(x * lookahead) / _expm1(x)
+        score += tl.log(tl.where(x == 0, lookahead, ratio)).to(tl.float32)
+    return score
+
+
+@triton.jit
+def _expm1(x):
+    """``exp(x) - 1`` in float64 for x <= 0; near 0 by the series, whose ninth term is 1e-15."""
+    series = 1.0 + x * (1 / 6) * (1.0 + x * (1 / 7) * (1.0 + x * (1 / 8)))
+    series = 1.0 + x * (1 / 3) * (1.0 + x * (1 / 4) * (1.0 + x * (1 / 5) * series))
+    series = x * (1.0 + x * 0.5 * series)
+    return tl.where(x > -0.03125, series, tl.exp(x) - 1.0)
+
+
+@triton.jit
+def _log1p(y):
+    """``log(1 + y)`` in float64 for -0.5 <= y <= 1, to 1e-16 of itself.
+
+    It is 2 artanh(s) with s = y / (2 + y), at most 1/3 in size: an odd series.
+    """
+    s = y / (2.0 + y)
+    t = s * s
+    series = 1 / 25 + t * (1 / 27 + t * (1 / 29 + t * (1 / 31)))
+    series = 1 / 17 + t * (1 / 19 + t * (1 / 21 + t * (1 / 23 + t * series)))
+    series = 1 / 9 + t * (1 / 11 + t * (1 / 13 + t * (1 / 15 + t * series)))
+    return 2.0 * s * (1.0 + t * (1 / 3 + t * (1 / 5 + t * (1 / 7 + t * series))))
+
+
+@triton.jit
+def _sortable(score):
+    """The bits of an int32 that, read as uint32, order as the scores do; NaN above all."""
+    score = tl.where(score == 0, 0.0, score)  # -0 and 0 are one score
+    bits = score.to(tl.int32, bitcast=True)
+    bits = bits ^ ((bits >> 31) | -2147483648)
+    return tl.where(score != score, -1, bits)

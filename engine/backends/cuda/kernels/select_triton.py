@@ -1,0 +1,152 @@
+"""Radix selection in Triton: the threshold below which the wanted number of entries lies.
+
+Entries are ordered by two unsigned numbers, key and then tie (``kernels.evict.Eviction``);
+no two entries share both. A *turn* looks at one byte, from the highest of the keys to the lowest of
+the ties: it counts the 256 values of that byte among the entries that agree with the threshold in
+all bytes before it, and the sum of the counts says which value the threshold has. As soon as all
+entries that agree are victims, the rest of the threshold is all ones and the selection is settled;
+at a usual eviction that is so after three or four of the eight turns.
+
+A threshold (key_at, tie_at) means: victims are those with key < key_at, and those with key =
+key_at and tie <= tie_at.
+"""
+
+# mypy: disable-error-code="import-not-found, import-untyped, no-untyped-def"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+WARPS = 8
+BINS = tl.constexpr(256)
+ONES = tl.constexpr(2**32 - 1)
+# Up to so many entries of a block are counted one by one in memory. A histogram of the block takes
+# 60 instructions for each entry that is looked at, whether it counts or not.
+FEW = tl.constexpr(64)
+
+
+@triton.jit
+def count_kernel(
+    keys, ties, plan, state, counts, capacity, lanes, chunks,
+    TURN: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One turn over one chunk of one sequence; grid (B, chunks), and (B, 1) for TURN 8.
+
+    Each program first repeats the conclusion from the last turn's counts: a launch of its own would
+    cost more. TURN 8 only concludes. Counts are whole numbers, so that the order in which programs
+    add them up does not matter.
+    """
+    lane = tl.program_id(0)
+    chunk = tl.program_id(1)
+    bins = tl.arange(0, BINS)
+    entries = tl.load(plan + lane * 4).to(tl.int32)
+    target = state + (TURN * lanes + lane) * 4
+    here = counts + (TURN * lanes + lane) * BINS + bins
+    if TURN == 0:
+        key_at = tl.zeros([], tl.int64)
+        tie_at = tl.zeros([], tl.int64)
+        sought = tl.load(plan + lane * 4 + 1)
+        settled = tl.zeros([], tl.int64)
+    else:  # read before it is known whether it is of use: one wait instead of three
+        source = target - lanes * 4
+        key_at = tl.load(source)
+        tie_at = tl.load(source + 1)
+        sought = tl.load(source + 2)
+        settled = tl.load(source + 3)
+        total = tl.load(here - lanes * BINS)
+    if entries == 0:
+        return
+    if TURN > 0:  # noqa: SIM102 - known to the compiler, unlike what follows
+        if settled == 0:
+            key_at, tie_at, sought, settled = conclude(total, key_at, tie_at, sought, TURN - 1)
+    if chunk == 0:
+        tl.store(target, key_at)
+        tl.store(target + 1, tie_at)
+        tl.store(target + 2, sought)
+        tl.store(target + 3, settled)
+
+    if (TURN < 8) & (settled == 0):
+        found = tl.zeros([BINS], tl.int32)
+        start = lane.to(tl.int64) * capacity
+        for base in range(chunk * BLOCK, entries, chunks * BLOCK):
+            index = base + tl.arange(0, BLOCK)
+            byte, agrees = look(keys, ties, start + index, index < entries, key_at, tie_at, TURN)
+            number = tl.sum(agrees.to(tl.int32), 0)
+            if number > FEW:
+                found += tl.histogram(byte, BINS, mask=agrees)
+            elif number > 0:
+                cell = counts + (TURN * lanes + lane) * BINS + byte
+                tl.atomic_add(cell, 1, mask=agrees, sem="relaxed")
+        tl.atomic_add(here, found, mask=found > 0, sem="relaxed")
+
+
+@triton.jit
+def look(keys, ties, index, live, key_at, tie_at, TURN: tl.constexpr):
+    """Byte TURN of entries, and which live ones agree with the threshold in all bytes before it.
+
+    Reads the keys of entries that are not live, too: whole blocks are loaded faster.
+    """
+    shift: tl.constexpr = 24 - 8 * (TURN % 4)
+    number = tl.load(keys + index).to(tl.uint32, bitcast=True)
+    known = key_at
+    if TURN >= 4:
+        live = live & (number == key_at.to(tl.uint32))
+        number = tl.load(ties + index, mask=live, other=0).to(tl.uint32, bitcast=True)
+        known = tie_at
+    number = number >> shift
+    if TURN % 4 > 0:
+        live = live & ((number >> 8) == (known >> (shift + 8)).to(tl.uint32))
+    return (number & 255).to(tl.int32), live
+
+
+@triton.jit
+def conclude(total, key_at, tie_at, sought, TURN: tl.constexpr):
+    """The threshold with one byte more, from the counts ``[256]`` of that byte.
+
+    Returns:
+        key_at, tie_at, how many victims are sought inside the chosen value, whether these are all
+        of it: then the threshold is complete.
+    """
+    shift: tl.constexpr = 24 - 8 * (TURN % 4)
+    upto = tl.cumsum(total, 0)
+    passed = upto < sought
+    value = tl.sum(passed.to(tl.int64), 0)
+    sought -= tl.max(tl.where(passed, upto, 0), 0)
+    inside = tl.sum(tl.where(tl.arange(0, BINS) == value, total, 0), 0)
+    settled = (inside == sought).to(tl.int64)
+    rest: tl.constexpr = (1 << shift) - 1
+    byte = (value << shift) + tl.where(settled == 1, rest, 0)
+    if TURN < 4:
+        key_at += byte
+        tie_at = tl.where(settled == 1, ONES, tie_at)
+    else:
+        tie_at += byte
+    return key_at, tie_at, sought, settled
+
+
+@triton.jit
+def lowest_of_row(keys, ties, start, count, sought, BLOCK: tl.constexpr):
+    """Threshold of the ``sought`` lowest among ``count`` entries, by one program: no launches."""
+    key_at = tl.zeros([], tl.int64)
+    tie_at = tl.zeros([], tl.int64)
+    settled = tl.zeros([], tl.int64)
+    for turn in tl.static_range(8):
+        if settled == 0:
+            total = tl.zeros([BINS], tl.int32)
+            for base in range(0, count, BLOCK):
+                index = base + tl.arange(0, BLOCK)
+                byte, agrees = look(keys, ties, start + index, index < count, key_at, tie_at, turn)
+                total += tl.histogram(byte, BINS, mask=agrees)
+            key_at, tie_at, sought, settled = conclude(total, key_at, tie_at, sought, turn)
+    return key_at, tie_at
+
+
+@triton.jit
+def is_victim(keys, ties, index, live, key_at, tie_at):
+    """Whether entries lie at or below a threshold."""
+    key = tl.load(keys + index, mask=live, other=0).to(tl.uint32, bitcast=True)
+    level = key_at.to(tl.uint32)
+    tied = live & (key == level)
+    tie = tl.load(ties + index, mask=tied, other=0).to(tl.uint32, bitcast=True)
+    return live & ((key < level) | (tied & (tie <= tie_at.to(tl.uint32))))

@@ -1,0 +1,117 @@
+"""Everything between a layer's qkv projection and its attention, for one decode step.
+
+q/k norm, rotation, the store of the new keys and values, and the gate's readout: one kernel
+instead of some fifteen.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.backends.cuda.kernels.available import on_triton
+from engine.model.rope import rotate
+
+
+class Columns(Protocol):
+    """The pool's tensors, as :class:`engine.cache.PagePool` holds them.
+
+    ``keys, values [pages, P, D]`` in the model's dtype; ``log_beta [pages, P]`` float32;
+    ``position [pages, P]`` int32; ``modality [pages, P]`` uint8. All contiguous.
+    """
+
+    keys: Tensor
+    values: Tensor
+    log_beta: Tensor
+    position: Tensor
+    modality: Tensor
+
+
+@dataclass(frozen=True)
+class Readout:
+    """The last part of one layer's gate: ``log_beta = logsigmoid(weight . silu(trunk) + bias)``.
+
+    Attributes:
+        trunk: ``[B, d_last]`` in the model's dtype: the trunk's last matrix product with its
+            bias, *before* SiLU. Rows contiguous; a slice of a wider product will do.
+        weight: ``[H, d_last]`` float32; bias: ``[H]`` float32, both contiguous.
+    """
+
+    trunk: Tensor
+    weight: Tensor
+    bias: Tensor
+
+
+def store_layer(
+    qkv: Tensor,
+    rope: tuple[Tensor, Tensor],
+    qk_norm: Tensor | None,
+    eps: float,
+    pool: Columns,
+    slots: Tensor,
+    position: Tensor,
+    readout: Readout | None = None,
+) -> Tensor:
+    """Normalise, rotate and store one layer's new entries; one token of each of B sequences.
+
+    Lanes whose slots are -1 do nothing: nothing of theirs is stored, and their rows of the
+    result mean nothing. Every intermediate is rounded where the eager decoder rounds it, so
+    that both agree to the last bit but for the order of two sums (the mean square, the readout).
+
+    Args:
+        qkv: ``[B, (Hq + 2 H) D]`` in the model's dtype, heads ordered q, k, v. Rows contiguous;
+            a slice of a wider product will do.
+        rope: cos and signed sin ``[B, rot]`` in the model's dtype (``Rope``);
+            features past ``rot`` pass through.
+        qk_norm: ``[Hq + H, D]`` gains of the per-head RMSNorm of q and k, or None; eps: of it.
+        pool: written at ``slots``, with modality 0 (text).
+        slots: ``[B, H]`` int64 flat slots ``page * P + offset``, all different; or -1. May be
+            ``[:, layer]`` of those of all layers.
+        position: ``[B]`` int64 token indices.
+        readout: the layer's gate, or None: ``log_beta`` is left alone then.
+
+    Returns:
+        queries ``[B, Hq, D]``, normalised and rotated.
+    """
+    if on_triton(qkv):
+        from engine.backends.cuda.kernels import store_triton
+
+        run = store_triton.store_layer
+    else:
+        run = store_layer_reference
+    return run(qkv, rope, qk_norm, eps, pool, slots, position, readout)
+
+
+def store_layer_reference(
+    qkv: Tensor,
+    rope: tuple[Tensor, Tensor],
+    qk_norm: Tensor | None,
+    eps: float,
+    pool: Columns,
+    slots: Tensor,
+    position: Tensor,
+    readout: Readout | None = None,
+) -> Tensor:
+    """The torch twin of :func:`store_layer`, in the eager decoder's own operations."""
+    lanes, heads = slots.shape
+    head_dim = pool.keys.shape[-1]
+    fused = qkv.reshape(lanes, -1, head_dim)
+    rotated = fused.shape[1] - heads
+    turned, value = fused[:, :rotated], fused[:, rotated:]
+    if qk_norm is not None:
+        turned = F.rms_norm(turned, (head_dim,), eps=eps) * qk_norm
+    turned = rotate(turned, *rope)
+    query, key = turned[:, :-heads], turned[:, -heads:]
+    live = slots >= 0
+    where = slots[live]
+    pool.keys.flatten(0, 1)[where] = key[live]
+    pool.values.flatten(0, 1)[where] = value[live]
+    pool.position.view(-1)[where] = position.int()[:, None].expand_as(slots)[live]
+    pool.modality.view(-1)[where] = 0
+    if readout is not None:
+        z = F.linear(F.silu(readout.trunk).float(), readout.weight, readout.bias)
+        pool.log_beta.view(-1)[where] = F.logsigmoid(z)[live]
+    return query

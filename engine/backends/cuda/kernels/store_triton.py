@@ -1,0 +1,165 @@
+"""``engine.backends.cuda.kernels.store`` in Triton: one program owns one KV head of one lane.
+
+Its tile holds the head's queries, key and value, one per row. All loads are independent and come
+before the first store, so that the latency of memory is paid once. The rotation's partner
+features come from a second load (of lines already in L1), which costs less than a shuffle
+between threads.
+"""
+
+# mypy: disable-error-code="import-not-found, import-untyped, no-untyped-def"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from engine.backends.cuda.kernels.store import Columns, Readout
+
+# log2(e) with 12 significant bits, and what is missing: see `_exp_of_minus`.
+LOG2_E = tl.constexpr(1.4426950408889634)
+LOG2_E_HIGH = tl.constexpr(2955 / 2048)
+LOG2_E_LOW = tl.constexpr(1.4426950408889634 - 2955 / 2048)
+
+
+def store_layer(
+    qkv: Tensor,
+    rope: tuple[Tensor, Tensor],
+    qk_norm: Tensor | None,
+    eps: float,
+    pool: Columns,
+    slots: Tensor,
+    position: Tensor,
+    readout: Readout | None = None,
+) -> Tensor:
+    """See :func:`engine.backends.cuda.kernels.store.store_layer`."""
+    lanes, heads = slots.shape
+    head_dim = pool.keys.shape[-1]
+    group = qkv.shape[1] // (head_dim * heads) - 2
+    query = torch.empty(lanes, heads * group, head_dim, dtype=qkv.dtype, device=qkv.device)
+    cos, sin = (x.contiguous() for x in rope)
+    # Stand-ins for what is absent are never read or written.
+    trunk, weight, bias = (
+        (readout.trunk, readout.weight, readout.bias) if readout else (qkv, cos, cos)
+    )
+    shape = sizes(group, head_dim, trunk.shape[1] if readout else 0)
+    store_kernel[(lanes, heads)](
+        qkv, cos, sin, cos if qk_norm is None else qk_norm, slots, position,
+        pool.keys, pool.values, pool.log_beta, pool.position, pool.modality, query,
+        trunk, weight, bias,
+        qkv.stride(0), slots.stride(0), trunk.stride(0), eps,
+        HEADS=heads, GROUP=group, DIM=head_dim, ROT=cos.shape[1], NORM=qk_norm is not None,
+        TRUNK=trunk.shape[1] if readout else 0, **shape,
+    )  # fmt: skip
+    return query
+
+
+def sizes(group: int, head_dim: int, trunk: int) -> dict[str, int]:
+    """Tile sizes of a program, and its warps: 8 elements per thread."""
+    rows, features = triton.next_power_of_2(group + 2), triton.next_power_of_2(head_dim)
+    return {
+        "ROWS": rows,
+        "DIM_BLOCK": features,
+        "TRUNK_BLOCK": min(triton.next_power_of_2(max(trunk, 1)), 1024),
+        "num_warps": min(max(rows * features // 256, 1), 8),
+    }
+
+
+@triton.jit
+def store_kernel(
+    qkv, cos, sin, gain, slots, position,
+    keys, values, log_beta, positions, modality, query,
+    trunk, weight, bias,
+    qkv_row, slots_row, trunk_row, eps,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, ROT: tl.constexpr,
+    NORM: tl.constexpr, TRUNK: tl.constexpr,
+    ROWS: tl.constexpr, DIM_BLOCK: tl.constexpr, TRUNK_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One KV head of one lane; grid (B, H). TRUNK of 0: no gate."""
+    lane = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    slot = tl.load(slots + lane * slots_row + head)
+    at = tl.load(position + lane)
+    dtype = query.dtype.element_ty
+
+    # Rows of the tile: the group's queries, then the key, then the value.
+    row = tl.arange(0, ROWS)
+    feature = tl.arange(0, DIM_BLOCK)
+    part = tl.where(row == GROUP, HEADS * GROUP, HEADS * (GROUP + 1))
+    source = tl.where(row < GROUP, head * GROUP + row, part + head)[:, None]
+    inside = (row < GROUP + 2)[:, None] & (feature < DIM)[None, :]
+    turns = (row <= GROUP)[:, None] & (feature < DIM)[None, :]
+    half: tl.constexpr = ROT // 2
+    partner = tl.where(feature < half, feature + half, feature - half)
+    partner = tl.where(feature < ROT, partner, feature)
+    start = qkv + lane * qkv_row + source * DIM
+    x = tl.load(start + feature[None, :], mask=inside, other=0.0).to(tl.float32)
+    y = tl.load(start + partner[None, :], mask=inside, other=0.0).to(tl.float32)
+    plain = x
+    if NORM:
+        factor = gain + source * DIM
+        x_gain = tl.load(factor + feature[None, :], mask=turns, other=0.0).to(tl.float32)
+        y_gain = tl.load(factor + partner[None, :], mask=turns, other=0.0).to(tl.float32)
+        scale = tl.rsqrt(tl.sum(x * x, 1) / DIM + eps)[:, None]
+        x = ((x * scale).to(dtype).to(tl.float32) * x_gain).to(dtype).to(tl.float32)
+        y = ((y * scale).to(dtype).to(tl.float32) * y_gain).to(dtype).to(tl.float32)
+    # One angle for all rows, but read by each: a broadcast would go through shared memory.
+    angle = tl.broadcast_to(lane * ROT + feature[None, :], (ROWS, DIM_BLOCK))
+    rotates = turns & (feature < ROT)[None, :]
+    c = tl.load(cos + angle, mask=rotates, other=1.0).to(tl.float32)
+    s = tl.load(sin + angle, mask=rotates, other=0.0).to(tl.float32)
+    turned = ((x * c).to(dtype).to(tl.float32) + y * s).to(dtype)
+
+    if TRUNK > 0:
+        total = tl.zeros([TRUNK_BLOCK], tl.float32)
+        for begin in tl.static_range(0, TRUNK, TRUNK_BLOCK):
+            column = begin + tl.arange(0, TRUNK_BLOCK)
+            known = column < TRUNK
+            t = tl.load(trunk + lane * trunk_row + column, mask=known, other=0.0).to(tl.float32)
+            active = (t / (1.0 + tl.exp(-t))).to(dtype).to(tl.float32)
+            total += active * tl.load(weight + head * TRUNK + column, mask=known, other=0.0)
+        z = tl.sum(total, 0) + tl.load(bias + head)
+
+    # Only now, so that no load had to wait for the slot; an idle lane's inputs are readable.
+    if slot < 0:
+        return
+    is_query = inside & (row < GROUP)[:, None]
+    tl.store(query + (lane * HEADS * GROUP + source) * DIM + feature[None, :], turned, is_query)
+    here = tl.broadcast_to(slot * DIM + feature[None, :], (ROWS, DIM_BLOCK))
+    tl.store(keys + here, turned, inside & (row == GROUP)[:, None])
+    tl.store(values + here, plain.to(dtype), inside & (row == GROUP + 1)[:, None])
+    tl.store(positions + slot, at.to(tl.int32))
+    tl.store(modality + slot, 0)
+    if TRUNK > 0:
+        tl.store(log_beta + slot, _logsigmoid(z))
+
+
+@triton.jit
+def _logsigmoid(z):
+    """``min(z, 0) - log1p(exp(-|z|))``, to a few units in the last place for every z.
+
+    With u = exp(-|z|) <= 1 and r = u / (2 + u) <= 1/3, log1p(u) = 2 artanh(r), an odd series
+    whose ninth term is below 2**-24 of the first. Nothing is added to 1 that matters: at z = 18
+    the result is -1.5e-8, where log(1 + u) would give 0.
+    """
+    u = _exp_of_minus(tl.abs(z))
+    r = u / (2.0 + u)
+    q = r * r
+    series = q * (1 / 13 + q * (1 / 15))
+    series = q * (1 / 7 + q * (1 / 9 + q * (1 / 11 + series)))
+    series = 1.0 + q * (1 / 3 + q * (1 / 5 + series))
+    return tl.minimum(z, 0.0) - 2.0 * r * series
+
+
+@triton.jit
+def _exp_of_minus(a):
+    """``exp(-a)`` for a >= 0. ``exp2(-a log2(e))`` alone would be off by 1e-6 at a = 18.
+
+    The upper 12 bits of a times the upper 12 bits of log2(e) are exact in float32; the small
+    rest has an exponential of its own.
+    """
+    a = tl.minimum(a, 104.0)  # 0 in float32 from here on; an infinite z must not give NaN
+    high = (a.to(tl.int32, bitcast=True) & -4096).to(tl.float32, bitcast=True)
+    rest = high * LOG2_E_LOW + (a - high) * LOG2_E
+    return tl.exp2(-(high * LOG2_E_HIGH)) * tl.exp2(-rest)

@@ -1,0 +1,27 @@
+"""SwiGLU: the gated activation between the two matrix products of the MLP."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.backends.cuda.kernels.available import on_triton
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """``silu(gate) * up`` of ``gate_up [T, 2 f]`` (gate first, rows contiguous): ``[T, f]``.
+
+    As in the eager decoder the activation is rounded to the dtype before it is multiplied, and
+    the product again.
+    """
+    if on_triton(gate_up):
+        from engine.backends.cuda.kernels import swiglu_triton
+
+        return swiglu_triton.swiglu(gate_up)
+    return swiglu_reference(gate_up)
+
+
+def swiglu_reference(gate_up: Tensor) -> Tensor:
+    """The torch twin of :func:`swiglu`."""
+    gate, up = gate_up.chunk(2, -1)
+    return F.silu(gate) * up

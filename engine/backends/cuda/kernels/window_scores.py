@@ -1,0 +1,82 @@
+"""Attention that the last queries pay to every retained entry, for the heuristic policies."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from engine.backends.cuda.kernels.available import on_triton
+
+
+def window_scores(
+    query: Tensor,
+    query_position: Tensor,
+    keys: Tensor,
+    position: Tensor,
+    length: Tensor,
+    table: Tensor,
+    seqs: Tensor,
+    scale: float,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Window attention as :meth:`engine.query_window.QueryWindow.attention` defines it.
+
+    For every row: softmax over its entries in float32 (causal by position), averaged over the
+    window's known queries and the group's heads. A query that may see no entry counts as zeros.
+
+    Args:
+        query: ``[S, L, Hq, w, D]`` in the model's dtype, contiguous, in any order along w.
+        query_position: ``[S, w]`` int64 token indices, -1 for queries not seen yet.
+        keys: ``[pages, P, D]``; position: ``[pages, P]`` int32, the pool's.
+        length: ``[S, L, H]`` int64; table: ``[S, L, H, W]`` int64 page ids.
+        seqs: ``[B]`` int64 sequences of the lanes; -1: the lane's part of ``out`` is left alone.
+        scale: factor on the logits.
+        out: ``[B, L, H, W P]`` float32, contiguous, to be filled; None: a new one.
+
+    Returns:
+        ``out``: the probability of the entry at each storage offset, 0 past the row's length.
+    """
+    if out is None:
+        shape = (seqs.shape[0], *table.shape[1:3], table.shape[3] * keys.shape[1])
+        out = torch.zeros(shape, device=keys.device)
+    if on_triton(keys):
+        from engine.backends.cuda.kernels import window_scores_triton
+
+        run = window_scores_triton.window_scores
+    else:
+        run = window_scores_reference
+    return run(query, query_position, keys, position, length, table, seqs, scale, out)
+
+
+def window_scores_reference(
+    query: Tensor,
+    query_position: Tensor,
+    keys: Tensor,
+    position: Tensor,
+    length: Tensor,
+    table: Tensor,
+    seqs: Tensor,
+    scale: float,
+    out: Tensor,
+) -> Tensor:
+    """The torch twin of :func:`window_scores`: one row after the other. Syncs with the host."""
+    size, (layers, heads) = keys.shape[1], length.shape[1:]
+    group = query.shape[2] // heads
+    for lane, seq in enumerate(seqs.tolist()):
+        if seq < 0:
+            continue
+        known = query_position[seq] >= 0
+        at = query_position[seq, known].repeat(group)[:, None]
+        out[lane] = 0
+        for layer in range(layers):
+            for head in range(heads):
+                count = int(length[seq, layer, head])
+                offset = torch.arange(count, device=keys.device)
+                page = table[seq, layer, head, offset // size]
+                slot = page * size + offset % size
+                mine = query[seq, layer, head * group : (head + 1) * group, known].flatten(0, 1)
+                scores = mine.float() @ keys.flatten(0, 1)[slot].float().T * scale
+                allowed = position.view(-1)[slot] <= at
+                share = scores.masked_fill(~allowed, -torch.inf).softmax(-1).nan_to_num(0.0)
+                out[lane, layer, head, :count] = share.sum(0) / max(at.numel(), 1)
+    return out

@@ -1,0 +1,118 @@
+"""The work list of a decode step: which program reads which part of which row, for all layers.
+
+The entries of a row are cut into *tiles* of a fixed count; the tiles of all rows of a layer stand
+end to end, and are dealt to a fixed number of programs in equal, contiguous *runs*. So every
+program reads the same number of bytes, however uneven the rows are, and a row is cut only where
+one run ends and the next begins. A run's part of one row is a *piece*.
+
+Why equal runs and not pieces of a chosen length (design section 10's first idea): with pieces, some
+programs of a persistent grid get one more than others, and the slowest decides. Runs differ by one
+tile at most, and need buffers of a size known beforehand: each run shares at most two rows with its
+neighbours, so there are at most ``2 * runs`` pieces to merge, whatever the lengths.
+
+The list is made on the device, once per step, and depends on lengths only, not on what is stored.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.backends.cuda.kernels.available import on_triton
+
+# A tile holds about this many bytes of keys and values. A program of the attention kernel has two
+# tiles on their way from memory and four programs share a multiprocessor: 128 KiB in flight, five
+# times what Little's law asks of 4.3 TB/s at 0.8 us on 132 multiprocessors.
+TILE_BYTES = 16384
+PROGRAMS_PER_SM = 4
+
+
+@dataclass(frozen=True)
+class WorkList:
+    """Static buffers of one batch bucket. R = batch x KV heads rows, in that order; N runs.
+
+    Attributes:
+        rows: ``[L, R, 4]`` int32 per row: entries; the row's index in ``table.view(-1, W)``; the
+            first run with a piece of it; its pieces (at least 1: a row without entries still has
+            one tile, in which its output is zeroed).
+        runs: ``[L, N, 8]`` int32 per run: tiles (0: nothing to do); row of the first tile; entry
+            of that row where it starts; that row's entries and table index again, so that a
+            program learns them in one read; the rest unused.
+        tile: entries in a tile, a power of two.
+        heads: KV heads.
+    """
+
+    rows: Tensor
+    runs: Tensor
+    tile: int
+    heads: int
+
+
+def tile_entries(head_dim: int, dtype: torch.dtype) -> int:
+    """Entries whose keys and values take ``TILE_BYTES``, as a power of two from 16 to 128."""
+    fitting = TILE_BYTES // (2 * head_dim * dtype.itemsize)
+    return max(16, min(128, 1 << (fitting.bit_length() - 1)))
+
+
+def default_runs(device: torch.device) -> int:
+    """Programs of the attention kernel that fit the device together (a few on a CPU)."""
+    if device.type != "cuda":
+        return 8
+    return PROGRAMS_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def empty_worklist(
+    batch: int, layers: int, heads: int, tile: int, runs: int, device: torch.device | str
+) -> WorkList:
+    """Buffers for :func:`build_worklist`; allocate once, outside a CUDA graph."""
+    rows = torch.zeros(layers, batch * heads, 4, dtype=torch.int32, device=device)
+    return WorkList(
+        rows, torch.zeros(layers, runs, 8, dtype=torch.int32, device=device), tile, heads
+    )
+
+
+def build_worklist_reference(work: WorkList, seqs: Tensor, length: Tensor) -> None:
+    """The torch form of :func:`build_worklist`."""
+    rows, runs = work.rows, work.runs
+    layers, count = rows.shape[:2]
+    slot = seqs.clamp(min=0)
+    entries = length[slot].where((seqs >= 0)[:, None, None], 0)  # [B, L, H]
+    at = torch.arange(layers * work.heads, device=seqs.device).view(layers, work.heads)
+    source = slot[:, None, None] * at.numel() + at  # [B, L, H]
+    entries = entries.transpose(0, 1).reshape(layers, count)
+    source = source.transpose(0, 1).reshape(layers, count)
+    tiles = (entries + work.tile - 1).div(work.tile, rounding_mode="floor").clamp(min=1)
+    end = tiles.cumsum(1)
+    total = end[:, -1:]
+    busy = total.clamp(max=runs.shape[1])
+    # Run p covers the tiles from p * total / busy on; tile t is in the last run that starts by t.
+    run = torch.arange(runs.shape[1], device=seqs.device)
+    begin = (run * total).div(busy, rounding_mode="floor")
+    after = ((run + 1) * total).div(busy, rounding_mode="floor")
+    first = ((end - tiles + 1) * busy - 1).div(total, rounding_mode="floor")
+    last = (end * busy - 1).div(total, rounding_mode="floor")
+    rows.copy_(torch.stack([entries, source, first, last - first + 1], -1))
+
+    active = run < busy
+    row = torch.searchsorted(end, begin, right=True).clamp(max=count - 1)
+    offset = (begin - (end - tiles).gather(1, row)) * work.tile
+    columns = [after - begin, row, offset, entries.gather(1, row), source.gather(1, row)]
+    runs[..., :5] = torch.stack([column.where(active, 0) for column in columns], -1).int()
+
+
+def build_worklist(work: WorkList, seqs: Tensor, length: Tensor) -> None:
+    """Fill ``work`` for the present lengths; no host sync, so it may stand in a CUDA graph.
+
+    Args:
+        work: buffers whose batch is B.
+        seqs: ``[B]`` int64 sequence slots; -1 marks an idle lane, whose rows count as empty.
+        length: ``[S, L, H]`` int64 entries per row, those appended in this step included.
+    """
+    if on_triton(seqs):
+        from engine.backends.cuda.kernels import worklist_triton
+
+        worklist_triton.build_worklist(work, seqs, length)
+    else:
+        build_worklist_reference(work, seqs, length)

@@ -1,0 +1,172 @@
+"""One decode step of a fixed batch size, embedding to next token, with nothing left to the host.
+
+Append, attention, eviction and page bookkeeping read and change the same tensors as the eager
+path (``step``), through the kernels of ``kernels``. All shapes are fixed and
+nothing is read back, so the step can be captured as a CUDA graph; on a CPU the kernels' torch
+twins run it, for tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.backends.cuda.kernels.append import Rows, empty_room, make_room
+from engine.backends.cuda.kernels.decode_attention import decode_attention, empty_partials
+from engine.backends.cuda.kernels.evict import empty_eviction, evict
+from engine.backends.cuda.kernels.norm import rms_norm
+from engine.backends.cuda.kernels.sample import SamplingColumns, sample, uniform
+from engine.backends.cuda.kernels.store import Readout, store_layer
+from engine.backends.cuda.kernels.swiglu import swiglu
+from engine.backends.cuda.kernels.worklist import (
+    build_worklist,
+    default_runs,
+    empty_worklist,
+    tile_entries,
+)
+from engine.policies import Budget
+
+if TYPE_CHECKING:
+    from engine.runtime import Runtime
+
+
+class StaticStep:
+    """The step and its buffers for B lanes; a lane is a sequence, or idle.
+
+    Attributes:
+        most_entries: of one lane, so many at most may stand when it is evicted from.
+        seqs: ``[B]`` int64 sequence slots, -1 idle. A lane becomes idle when it says a stop token.
+        token: ``[B]`` int64, what is appended next.
+        seen: ``[B]`` int64 tokens seen; rope_position: ``[B]`` int64 of the next token.
+        allowed: ``[B]`` int64 entries that may stay; share: ``[B]`` float64, above 0 for budgets
+            that are a fraction of the tokens seen.
+        said: ``[B, steps]`` int64, the tokens chosen, -1 where a lane was idle; index: ``[1]``.
+        seed: ``[B]`` int64; columns: settings of the draw, or None for greedy decoding.
+    """
+
+    def __init__(
+        self,
+        engine: Runtime,
+        batch: int,
+        most_steps: int,
+        stop: Sequence[int],
+        drawn: bool,
+        most_entries: int,
+    ) -> None:
+        self.engine, self.batch, self.most_entries = engine, batch, most_entries
+        spec, cache, device = engine.spec, engine.cache, engine.device
+        self.top = torch.zeros(1, dtype=torch.int64, device=device)
+        pool = cache.pool
+        self.rows = Rows(cache.length, cache.table, pool._stack, self.top, pool.page_size)
+        self._keys = pool.keys
+        self.room = empty_room(batch, self.rows)
+        tile = tile_entries(spec.head_dim, engine.dtype)
+        self._work = empty_worklist(
+            batch, spec.num_layers, spec.num_kv_heads, tile, default_runs(device), device
+        )
+        self._partials = empty_partials(self._work, spec.group, spec.head_dim)
+        self._eviction = None
+        if engine.policy.evicts:
+            self._eviction = empty_eviction(batch, self.rows, most_entries)
+        shape = (batch, spec.num_heads, spec.head_dim)
+        self._mixed = torch.zeros(shape, dtype=engine.dtype, device=device)
+
+        def integers(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.int64, device=device)
+
+        self.seqs, self.token, self.seen = integers(batch) - 1, integers(batch), integers(batch)
+        self.rope_position, self.allowed = integers(batch), integers(batch)
+        self.share = torch.zeros(batch, dtype=torch.float64, device=device)
+        self.said, self.index = integers(batch, most_steps), integers(1)
+        self.stop = torch.tensor(list(stop) or [-1], device=device)
+        self.seed = integers(batch)
+        self.columns: SamplingColumns | None = None
+        if drawn:
+            ones = torch.ones(batch, device=device)
+            self.columns = SamplingColumns(ones, integers(batch), ones.clone())
+
+    def fits(self, entries: int = 0) -> bool:
+        """Whether lanes may hold so many entries, and pool and tables are still the same ones."""
+        cache, rows = self.engine.cache, self.rows
+        return (
+            entries <= self.most_entries
+            and self._keys is cache.pool.keys
+            and rows.stack is cache.pool._stack
+            and rows.length is cache.length
+            and rows.table is cache.table
+        )
+
+    def set_budget(self, lane: int, budget: Budget) -> None:
+        """Bound a lane by ``budget``."""
+        engine, pool = self.engine, self.engine.cache.pool
+        self.share[lane] = budget.value if budget.kind == "fraction" else 0
+        if budget.kind != "fraction":
+            rows = engine.spec.rows
+            self.allowed[lane] = budget.entries(rows, 0, pool.page_size, pool.page_bytes)
+
+    def run(self) -> None:
+        """Append every lane's token, choose the next, evict."""
+        engine, pool, spec = self.engine, self.engine.cache.pool, self.engine.spec
+        weights, eps = engine.decoder.weights, spec.rms_eps
+        slots = make_room(self.room, self.rows, self.seqs)
+        live = slots[:, 0, 0] >= 0  # not those that are idle, none when the pool was too small
+        by_layer = slots.transpose(0, 1).contiguous()
+        build_worklist(self._work, self.seqs, self.rows.length)
+        rope = engine.rope.text(self.rope_position)
+        x, residual = engine.decoder.embed(self.token), None
+        for index, layer in enumerate(weights.layers):
+            normed, residual = rms_norm(x, residual, layer.input_norm, eps)
+            query = store_layer(
+                F.linear(normed, layer.qkv, layer.qkv_bias), rope, layer.qk_norm, eps, pool,
+                by_layer[index], self.seen, self._readout(index, normed),
+            )  # fmt: skip
+            decode_attention(
+                query, pool.keys, pool.values, self.rows.table, self._work, index,
+                self._partials, spec.head_dim**-0.5, self._mixed,
+            )  # fmt: skip
+            x = F.linear(self._mixed.flatten(1), layer.out, layer.out_bias)
+            normed, residual = rms_norm(x, residual, layer.post_norm, eps)
+            wide = F.linear(normed, layer.gate_up, layer.gate_up_bias)
+            x = F.linear(swiglu(wide), layer.down, layer.down_bias)
+        normed, _ = rms_norm(x, residual, weights.norm, eps)
+        self._choose(F.linear(normed, weights.head).float(), live)
+        self._evict()
+
+    def _readout(self, index: int, normed: Tensor) -> Readout | None:
+        if self.engine.decoder.gates is None:
+            return None
+        gate = self.engine.decoder.gates.layers[index]
+        *first, (weight, bias) = gate.trunk
+        for stage in first:
+            normed = F.silu(F.linear(normed, *stage))
+        return Readout(F.linear(normed, weight, bias), gate.readout, gate.bias)
+
+    def _choose(self, logits: Tensor, live: Tensor) -> None:
+        self.seen += live
+        self.rope_position += live
+        if self.columns is None:
+            token = logits.argmax(-1)
+        else:
+            token = sample(logits, self.columns, uniform(self.seed, self.seen))
+        self.said.scatter_(
+            1, self.index.expand(self.batch)[:, None], token.where(live, -1)[:, None]
+        )
+        self.index += 1
+        self.token.copy_(token.where(live, self.token))
+
+    def _evict(self) -> None:
+        engine = self.engine
+        if self._eviction is not None:
+            rows = engine.spec.rows
+            growing = (self.share * self.seen * rows).floor().long().clamp(min=rows)
+            allowed = growing.where(self.share > 0, self.allowed)
+            evict(
+                self._eviction, engine.policy, self.rows, engine.cache.pool, self.seqs,
+                self.seen, allowed, (engine.evict_every - 1) * rows,
+            )  # fmt: skip
+        said = (self.token[:, None] == self.stop).any(-1)
+        self.seqs.copy_(self.seqs.where(~said, -1))

@@ -1,0 +1,126 @@
+"""The one decoder of all families: pre-norm, RoPE, grouped-query attention, SwiGLU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.model.families.base import Turn
+from engine.model.gates import Gates
+from engine.model.rope import rotate
+from engine.model.spec import DecoderSpec
+from engine.model.weights import DecoderWeights, LayerWeights
+
+
+class StepAttention(Protocol):
+    """Where a forward pass leaves its keys and values and gets its attention from."""
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Store ``key, value [T, H, D]`` and attend with ``query [T, Hq, D]``: ``[T, Hq D]``."""
+        ...
+
+
+class Decoder:
+    """Runs token states ``[T, d]`` through all layers; T tokens of one chunk, or of B sequences.
+
+    Attributes:
+        on_gate_input: called with (layer, ``[T, d]`` output of input_layernorm) when set: the
+            tensor that retention gates read. For tools, tests and training data.
+    """
+
+    def __init__(self, spec: DecoderSpec, weights: DecoderWeights, gates: Gates | None) -> None:
+        self.spec, self.weights, self.gates = spec, weights, gates
+        self.on_gate_input: Callable[[int, Tensor], None] | None = None
+        self._rotated = spec.num_heads + spec.num_kv_heads
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """Embeddings ``[T, d]`` of ``token_ids [T]``."""
+        return F.embedding(token_ids, self.weights.embed)
+
+    def embed_turn(self, turn: Turn) -> tuple[Tensor, tuple[tuple[Tensor, Tensor], ...]]:
+        """Input states ``[T, d]`` of a turn and its deepstack as :meth:`forward` takes it."""
+        hidden = self.embed(turn.token_ids)
+        if turn.visual is None or not turn.visual.numel():
+            return hidden, ()
+        where = (turn.modality > 0).nonzero().flatten()
+        hidden = hidden.index_copy(0, where, turn.visual.to(hidden.dtype))
+        return hidden, tuple((where, level.to(hidden.dtype)) for level in turn.deepstack)
+
+    def forward(
+        self,
+        hidden: Tensor,
+        rope: tuple[Tensor, Tensor],
+        step: StepAttention,
+        deepstack: tuple[tuple[Tensor, Tensor], ...] = (),
+    ) -> tuple[Tensor, Tensor | None]:
+        """Run every layer.
+
+        Args:
+            hidden: ``[T, d]`` input embeddings.
+            rope: cos and signed sin ``[T, rot]``.
+            step: the cache side of the pass.
+            deepstack: per layer from the first: (token indices ``[V]``, features ``[V, d]``)
+                added to the states after that layer (Qwen3-VL).
+
+        Returns:
+            states ``[T, d]`` before the final norm, and log_beta ``[T, L, H]`` float32 (None
+            without gates).
+        """
+        gate_logits: list[Tensor] = []
+        for index in range(len(self.weights.layers)):
+            x = self.gate_input(index, hidden)
+            if self.on_gate_input is not None:
+                self.on_gate_input(index, x)
+            if self.gates is not None:
+                gate_logits.append(self.gates.logits(index, x))
+            hidden = self.layer(index, hidden, x, rope, step, deepstack)
+        log_beta = F.logsigmoid(torch.stack(gate_logits, 1)) if gate_logits else None
+        return hidden, log_beta
+
+    def gate_input(self, index: int, hidden: Tensor) -> Tensor:
+        """Output ``[T, d]`` of the input_layernorm of layer ``index``: what its gate reads."""
+        return self._norm(hidden, self.weights.layers[index].input_norm)
+
+    def layer(
+        self,
+        index: int,
+        hidden: Tensor,
+        x: Tensor,
+        rope: tuple[Tensor, Tensor],
+        step: StepAttention,
+        deepstack: tuple[tuple[Tensor, Tensor], ...] = (),
+    ) -> Tensor:
+        """States ``[T, d]`` after one layer, from those before it and :meth:`gate_input` ``x``."""
+        layer = self.weights.layers[index]
+        query, key, value = self._project(x, layer, rope)
+        mixed = step.attend(index, query, key, value)
+        hidden = hidden + F.linear(mixed, layer.out, layer.out_bias)
+        x = self._norm(hidden, layer.post_norm)
+        gate, up = F.linear(x, layer.gate_up, layer.gate_up_bias).chunk(2, -1)
+        hidden = hidden + F.linear(F.silu(gate) * up, layer.down, layer.down_bias)
+        if index < len(deepstack):
+            where, features = deepstack[index]
+            hidden = hidden.index_add(0, where, features)
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Float32 logits ``[T, vocab]`` of states ``[T, d]``."""
+        return F.linear(self._norm(hidden, self.weights.norm), self.weights.head).float()
+
+    def _project(
+        self, x: Tensor, layer: LayerWeights, rope: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        spec = self.spec
+        fused = F.linear(x, layer.qkv, layer.qkv_bias).view(x.shape[0], -1, spec.head_dim)
+        turned, value = fused[:, : self._rotated], fused[:, self._rotated :]
+        if layer.qk_norm is not None:
+            turned = F.rms_norm(turned, (spec.head_dim,), eps=spec.rms_eps) * layer.qk_norm
+        turned = rotate(turned, *rope)
+        return turned[:, : spec.num_heads], turned[:, spec.num_heads :], value
+
+    def _norm(self, x: Tensor, gain: Tensor) -> Tensor:
+        return F.rms_norm(x, gain.shape, gain, self.spec.rms_eps)

@@ -1,0 +1,69 @@
+"""LLaVA-1.5 (and checkpoints of the same architecture): one fixed grid of features a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+
+from engine.errors import InputError
+from engine.model.families.base import Family, Features, required, rows_of
+
+
+class LlavaFamily(Family):
+    """Vision tower and projector of transformers; text positions count tokens."""
+
+    model_types: ClassVar[tuple[str, ...]] = ("llava",)
+    pixel_dims: ClassVar[tuple[int, ...]] = (4,)
+
+    def image_features(self, inputs: Mapping[str, Any], device: torch.device | str) -> Features:
+        """Features of all pictures of a turn, in order."""
+        arguments = self.selection()
+        if self.config.vision_config.model_type == "pixtral":
+            # The one tower that keeps each picture's own size.
+            arguments["image_sizes"] = required(inputs, "image_sizes").cpu()
+        output = self.hf.model.get_image_features(
+            pixel_values=self.pixels(inputs, "pixel_values", self.pixel_dims, device),
+            **arguments,
+        )
+        return Features(rows_of(output.pooler_output))
+
+    def selection(self) -> dict[str, Any]:
+        """Which tower layers feed the projector, and whether the class token is cut off.
+
+        Passed explicitly, with the form of the result, so that neither depends on how a
+        transformers version fills in what is left out.
+        """
+        return {
+            "vision_feature_layer": self.config.vision_feature_layer,
+            "vision_feature_select_strategy": self.config.vision_feature_select_strategy,
+            "return_dict": True,
+        }
+
+    def pixels(
+        self,
+        inputs: Mapping[str, Any],
+        key: str,
+        dims: tuple[int, ...],
+        device: torch.device | str,
+    ) -> torch.Tensor:
+        """``inputs[key]`` on ``device`` in the tower's dtype.
+
+        Raises:
+            InputError: for another number of dimensions or another picture size.
+        """
+        pixels = required(inputs, key)
+        if pixels.dim() not in dims or pixels.shape[-3] != 3:
+            raise InputError(
+                f"{key} has shape {list(pixels.shape)}, not {' or '.join(map(str, dims))} "
+                "dimensions with 3 colours; use this checkpoint's processor"
+            )
+        size = getattr(self.config.vision_config, "image_size", None)
+        fixed = self.config.vision_config.model_type != "pixtral"
+        if fixed and isinstance(size, int) and tuple(pixels.shape[-2:]) != (size, size):
+            raise InputError(
+                f"{key} holds pictures of {pixels.shape[-2]}x{pixels.shape[-1]} pixels and the "
+                f"vision tower reads {size}x{size}; use this checkpoint's processor"
+            )
+        return pixels.to(device=device, dtype=self.hf.model.vision_tower.dtype)

@@ -1,0 +1,33 @@
+"""LLaVA-NeXT (1.6): a picture is a thumbnail plus tiles of the best fitting grid."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+
+from engine.model.families.base import Features, required, rows_of
+from engine.model.families.llava import LlavaFamily
+
+
+class LlavaNextFamily(LlavaFamily):
+    """The number of tokens of a picture follows from its size in pixels (``image_sizes``)."""
+
+    model_types: ClassVar[tuple[str, ...]] = ("llava_next",)
+    pixel_dims: ClassVar[tuple[int, ...]] = (4, 5)
+
+    def image_features(self, inputs: Mapping[str, Any], device: torch.device | str) -> Features:
+        """Features of all pictures of a turn, unpadded, with the row-end feature of the model."""
+        output = self.hf.model.get_image_features(
+            pixel_values=self.pixels(inputs, "pixel_values", self.pixel_dims, device),
+            # Sizes steer Python control flow: on the CPU they cost no device round trip.
+            image_sizes=required(inputs, "image_sizes").cpu(),
+            **self.selection(),
+            **self.extra_arguments(inputs),
+        )
+        return Features(rows_of(output.pooler_output))
+
+    def extra_arguments(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """Further arguments of the vision side of this family."""
+        return {}

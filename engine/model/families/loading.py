@@ -1,0 +1,221 @@
+"""From a folder or hub id to a family, the decoder's sizes and its weights."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors import SafetensorError
+from transformers.utils import logging as transformers_logging
+
+from engine import hub
+from engine.errors import ModelError
+from engine.model.families import Family, family_for
+from engine.model.spec import DecoderSpec
+from engine.model.weights import DecoderWeights
+
+_DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+
+def load(
+    path_or_hub_id: str | Path,
+    dtype: str | torch.dtype = "auto",
+    device: str | torch.device = "auto",
+    progress: Callable[[str], None] | None = None,
+) -> tuple[Family, DecoderSpec, DecoderWeights]:
+    """Read a checkpoint: each shard once, into the dtype used.
+
+    Args:
+        path_or_hub_id: a transformers checkpoint folder with safetensors, or a hub id.
+        dtype: see :func:`resolve_dtype`. device: see :func:`resolve_device`.
+        progress: called with a few words on what is being done.
+
+    Returns:
+        The family (which keeps the vision side), the sizes, and the text weights, which have
+        been moved out of the transformers model: there is no second copy.
+
+    Raises:
+        ModelError: nothing there, unreadable or incomplete files, or an unsupported model.
+    """
+    say = progress or (lambda _: None)
+    name, where = str(path_or_hub_id), resolve_device(device)
+    source = _source(name)
+    local = Path(source).is_dir() or not hub.in_reach()
+    say("reading the config")
+    config = _config(name, source, local)
+    family_type = family_for(config)
+    precision = resolve_dtype(dtype, config, where)
+    say("reading the weights")
+    hf_model = _model(name, source, local, family_type, config, precision, where)
+    say("preparing the decoder")
+    text_model = family_type.text_model(hf_model)
+    family = family_type(hf_model)
+    spec = DecoderSpec.from_hf(text_model)
+    weights = DecoderWeights.take(text_model, family_type.output_head(hf_model), spec)
+    return family, spec, weights
+
+
+def resolve_device(device: str | torch.device = "auto") -> torch.device:
+    """``auto`` is the GPU where PyTorch sees one, else the CPU.
+
+    Raises:
+        ModelError: for a device that is unknown or absent.
+    """
+    if isinstance(device, str) and device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        made = torch.device(device)
+    except RuntimeError as error:
+        raise ModelError(f"unknown device {device!r}; use 'auto', 'cpu' or 'cuda'") from error
+    if made.type == "cuda" and (made.index or 0) >= torch.cuda.device_count():
+        raise ModelError(f"device {str(made)!r} is not there; use device='cpu'")
+    if made.type not in ("cpu", "cuda"):
+        raise ModelError(f"device {str(made)!r} is not supported; use 'auto', 'cpu' or 'cuda'")
+    return made
+
+
+def resolve_dtype(dtype: str | torch.dtype, config: Any, device: torch.device) -> torch.dtype:
+    """The dtype of weights and KV cache.
+
+    ``auto`` is the checkpoint's own on a GPU. On a CPU it is float32 for float16 and bfloat16
+    checkpoints: few CPUs multiply them natively, so prompts take longer, and results then
+    depend on the machine. Ask for ``bfloat16`` to halve the memory, or where the CPU has AMX.
+
+    Raises:
+        ModelError: for another name.
+    """
+    if isinstance(dtype, torch.dtype):
+        chosen = dtype
+    elif dtype != "auto":
+        chosen = _DTYPES.get(dtype.removeprefix("torch."), torch.int8)
+    elif device.type == "cpu":
+        return torch.float32
+    else:
+        own = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
+        chosen = own if isinstance(own, torch.dtype) else torch.float32
+    if chosen not in _DTYPES.values():
+        raise ModelError(f"dtype {str(dtype)!r} is not supported; use auto, {', '.join(_DTYPES)}")
+    return chosen
+
+
+def _source(name: str) -> str:
+    """The folder or hub id that transformers is given.
+
+    Raises:
+        ModelError: for a folder without a model, or a path that is not there.
+    """
+    folder = Path(name).expanduser()
+    if not name.strip():
+        raise ModelError("the model's name is empty; name a checkpoint folder or a hub id")
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise ModelError(f"{name} has no config.json; name a transformers checkpoint folder")
+        return str(folder)
+    if folder.is_file():
+        raise ModelError(f"{name} is a file; name the checkpoint's folder")
+    # A hub id is "name" or "owner/name"; all else was meant as a path.
+    if name[0] in "./~" or name.count("/") > 1 or "\\" in name or name.endswith("/"):
+        raise ModelError(f"no folder {name!r}; name a transformers checkpoint folder or a hub id")
+    return name
+
+
+def _config(name: str, source: str, local: bool) -> Any:
+    try:
+        return transformers.AutoConfig.from_pretrained(
+            source, trust_remote_code=False, local_files_only=local
+        )
+    except Exception as error:
+        raise _explained(name, source, error) from error
+
+
+def _model(
+    name: str,
+    source: str,
+    local: bool,
+    family_type: type[Family],
+    config: Any,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Any:
+    auto_class = getattr(transformers, family_type.auto_class)
+    # With accelerate at hand the shards go straight to the GPU, else by way of the CPU.
+    direct = device.type != "cpu" and importlib.util.find_spec("accelerate") is not None
+    try:
+        # A download of gigabytes keeps its progress bar.
+        with _quiet(bars=not local):
+            model, report = auto_class.from_pretrained(
+                source,
+                config=config,
+                dtype=dtype,
+                attn_implementation="sdpa",
+                output_loading_info=True,
+                # A pickle can run code when it is read.
+                use_safetensors=True,
+                trust_remote_code=False,
+                local_files_only=local,
+                device_map={"": device} if direct else None,
+            )
+    except Exception as error:
+        raise _explained(name, source, error) from error
+    # transformers fills what is missing with random numbers and only warns.
+    missing = sorted(report["missing_keys"])
+    if missing:
+        raise ModelError(
+            f"{name} lacks {len(missing)} weights ({missing[0]} ...); get the complete checkpoint"
+        )
+    return model.requires_grad_(False).eval().to(device)
+
+
+def _explained(name: str, source: str, error: Exception) -> Exception:
+    """A :class:`ModelError` of one line for what reading a checkpoint can raise."""
+    first = _first_sentence(str(error)) or type(error).__name__
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return ModelError(f"not enough memory for {name}; use a smaller model or dtype='bfloat16'")
+    if isinstance(error, SafetensorError):
+        return ModelError(
+            f"the weights of {name} are corrupt ({first}); copy or download them again"
+        )
+    unknown = re.search(r"model type `([^`]+)`", str(error))
+    if unknown:
+        return ModelError(
+            f"{name} has model type {unknown[1]!r}, which transformers {transformers.__version__} "
+            "does not know; update transformers or use another model"
+        )
+    if Path(source).is_dir():
+        return ModelError(f"{name} is not a readable checkpoint: {first}")
+    return ModelError(
+        f"cannot get {name!r} from the hub and no such folder is here; check the name and the "
+        "network, or give the path of a downloaded checkpoint"
+    )
+
+
+def _first_sentence(text: str, longest: int = 160) -> str:
+    """The start of a library's message that fits one line."""
+    line = (text.strip().splitlines() or [""])[0].strip()
+    return line if len(line) <= longest else line[:longest].rsplit(" ", 1)[0] + " ..."
+
+
+@contextmanager
+def _quiet(bars: bool) -> Iterator[None]:
+    """Without transformers' reports and, unless ``bars``, progress bars: callers show their own."""
+    shown = transformers_logging.is_progress_bar_enabled()
+    level = transformers_logging.get_verbosity()
+    if not bars:
+        transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(level)
+        if shown:
+            transformers_logging.enable_progress_bar()

@@ -1,0 +1,23 @@
+"""Text-only models: Llama, Mistral, Qwen2/2.5, Qwen3."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from torch import nn
+
+from engine.model.families.base import Family
+
+
+class TextFamily(Family):
+    """Models whose every token is text, at rope position = token index."""
+
+    model_types: ClassVar[tuple[str, ...]] = ("llama", "mistral", "qwen2", "qwen3")
+    auto_class: ClassVar[str] = "AutoModelForCausalLM"
+    has_vision: ClassVar[bool] = False
+    pixel_keys: ClassVar[dict[int, str]] = {}
+
+    @staticmethod
+    def text_model(hf_model: Any) -> nn.Module:
+        """The module with embed_tokens, layers, norm and rotary_emb."""
+        return hf_model.model

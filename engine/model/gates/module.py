@@ -1,0 +1,173 @@
+"""Retention gates: ``z = w_g . Proj_{l,h}(x) + b_g``, ``log_beta = logsigmoid(z)``.
+
+Source: 001, section 4. Every published layout is the same shape of computation: a small SiLU
+trunk per layer and a linear readout to one number per KV head. They differ in the trunk's depth
+and in what is tied.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.errors import GateError
+from engine.model.spec import DecoderSpec
+
+
+@dataclass
+class LayerGate:
+    """The gate of one layer.
+
+    Attributes:
+        trunk: ``(weight [out, in], bias [out])`` pairs, each followed by SiLU.
+        readout: ``[H, d_last]`` float32; bias: ``[H]`` float32.
+    """
+
+    trunk: list[tuple[Tensor, Tensor]]
+    readout: Tensor
+    bias: Tensor
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """z for ``hidden [T, d]``: float32 ``[T, H]``. The trunk runs in its own dtype."""
+        x = hidden
+        for weight, bias in self.trunk:
+            x = F.silu(F.linear(x, weight, bias))
+        return F.linear(x.float(), self.readout, self.bias)
+
+
+@dataclass
+class Gates:
+    """The gates of a whole model.
+
+    Attributes:
+        kind: ``tied`` (ours, the main paper's tying), ``rg`` or ``rg10`` (published layouts).
+        tensors: the parameters as stored in a gate file, name -> float tensor.
+        info: what ``gates.json`` says beside the sizes (base model, settings, results).
+    """
+
+    kind: str
+    layers: list[LayerGate]
+    tensors: dict[str, Tensor]
+    info: dict[str, object] = field(default_factory=dict)
+
+    def logits(self, layer: int, hidden: Tensor) -> Tensor:
+        """z of one layer: ``hidden [T, d]`` -> float32 ``[T, H]``."""
+        return self.layers[layer].logits(hidden)
+
+    def log_beta(self, layer: int, hidden: Tensor) -> Tensor:
+        """``logsigmoid(z)``, float32 ``[T, H]``. ``hidden`` is the output of input_layernorm."""
+        return F.logsigmoid(self.logits(layer, hidden))
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> Gates:
+        """Trunks in the model's dtype; readout, bias and all that follows stay float32.
+
+        A bias near 18 leaves ``1 - beta = 1.5e-8``: bfloat16, with steps of 0.125 there, would
+        blur exactly the entries worth keeping (design section 3).
+        """
+        layers = [
+            LayerGate(
+                [(w.to(device, dtype), b.to(device, dtype)) for w, b in gate.trunk],
+                gate.readout.to(device, torch.float32),
+                gate.bias.to(device, torch.float32),
+            )
+            for gate in self.layers
+        ]
+        return Gates(self.kind, layers, self.tensors, self.info)
+
+
+def tied_gates(
+    tensors: dict[str, Tensor], spec: DecoderSpec, info: dict[str, object] | None = None
+) -> Gates:
+    """Gates in our own layout, tied as the main paper ties them or less.
+
+    Names: ``layers.{l}.linear1.weight [d_g, d]``, ``.linear1.bias``, ``.linear2.weight
+    [d_g, d_g]``, ``.linear2.bias``. KV head h reads the h-th of H equal blocks (of width
+    b = d_g / H) of the trunk's output, ``Proj_{l,h}``, through the readout ``(w_g, b_g)``:
+
+    - ``readout.weight [b]``, ``readout.bias []``: one for all layers and heads (001, section 4);
+    - ``[L, b]``, ``[L]``: one per layer;
+    - ``[L, H, b]``, ``[L, H]``: one per layer and head.
+
+    Gradients flow to ``tensors``: training builds its gates here too.
+
+    Raises:
+        GateError: when tensors are missing or do not have these shapes.
+    """
+    heads, layers = spec.num_kv_heads, []
+    weight = _get(tensors, "readout.weight")
+    block = weight.shape[-1] if weight.dim() else 0
+    width = block * heads
+    tying = tying_of(weight)
+    if tying is None or weight.shape[:-1] not in ((), (spec.num_layers,), (spec.num_layers, heads)):
+        raise GateError(
+            f"gate tensor 'readout.weight' is {list(weight.shape)}, the model has "
+            f"{spec.num_layers} layers of {heads} KV heads; use gates trained for this model"
+        )
+    bias = _get(tensors, "readout.bias", tuple(weight.shape[:-1]))
+    every = {"paper": (1, 1), "layer": (-1, 1), "none": (-1, heads)}[tying]
+    weights = weight.float().reshape(*every, block).expand(spec.num_layers, heads, block)
+    biases = bias.float().reshape(*every).expand(spec.num_layers, heads)
+    for index in range(spec.num_layers):
+        # Row h holds its readout in block h: the per-head dot products are one small matmul.
+        readout = torch.block_diag(*weights[index].split(1))
+        name = f"layers.{index}"
+        first = _get(tensors, f"{name}.linear1.weight", (width, spec.hidden_size))
+        second = _get(tensors, f"{name}.linear2.weight", (width, width))
+        trunk = [
+            (first, _get(tensors, f"{name}.linear1.bias", (width,))),
+            (second, _get(tensors, f"{name}.linear2.bias", (width,))),
+        ]
+        layers.append(LayerGate(trunk, readout, biases[index].contiguous()))
+    extra = sum(name.startswith("layers.") for name in tensors) - 4 * spec.num_layers
+    if extra:
+        raise GateError(
+            f"the gates hold {extra // 4 + spec.num_layers} layers, the model has "
+            f"{spec.num_layers}; use gates trained for this model"
+        )
+    return Gates("tied", layers, tensors, info or {})
+
+
+def tying_of(readout: Tensor) -> str | None:
+    """``paper``, ``layer`` or ``none`` by the shape of ``readout.weight``; None for no such."""
+    return {1: "paper", 2: "layer", 3: "none"}.get(readout.dim())
+
+
+def make_random_gates(spec: DecoderSpec, seed: int = 0, d_gate: int = 64) -> Gates:
+    """Untrained gates for tests and speed runs: log_beta spreads over about -8 .. -1e-4.
+
+    ``d_gate`` is rounded up to a multiple of the KV heads.
+    """
+    heads, hidden = spec.num_kv_heads, spec.hidden_size
+    width = math.ceil(d_gate / heads) * heads
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int, std: float) -> Tensor:
+        return torch.randn(*shape, generator=generator) * std
+
+    block = width // heads
+    # SiLU shrinks a unit normal to about 0.6; the readout brings z to a spread of about 4.
+    tensors = {"readout.weight": normal(block, std=4.0 / (0.5 * math.sqrt(block)))}
+    tensors["readout.bias"] = torch.tensor(1.0)
+    for index in range(spec.num_layers):
+        name = f"layers.{index}"
+        tensors[f"{name}.linear1.weight"] = normal(width, hidden, std=1.5 / math.sqrt(hidden))
+        tensors[f"{name}.linear1.bias"] = torch.zeros(width)
+        tensors[f"{name}.linear2.weight"] = normal(width, width, std=1.5 / math.sqrt(width))
+        tensors[f"{name}.linear2.bias"] = torch.zeros(width)
+    return tied_gates(tensors, spec, {"trained": False, "seed": seed})
+
+
+def _get(tensors: dict[str, Tensor], name: str, shape: tuple[int, ...] | None = None) -> Tensor:
+    if name not in tensors:
+        raise GateError(f"the gates lack the tensor {name!r}; use gates trained for this model")
+    tensor = tensors[name]
+    if shape is not None and tuple(tensor.shape) != shape:
+        raise GateError(
+            f"gate tensor {name!r} is {list(tensor.shape)}, the model needs {list(shape)}; use "
+            "gates trained for this model"
+        )
+    return tensor

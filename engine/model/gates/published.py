@@ -1,0 +1,96 @@
+"""The gate layouts ``rg`` and ``rg10``, as TRIM-KV and DBTrimKV publish them.
+
+``rg`` is the gate of TRIM-KV (arXiv 2512.03324, section 5.1); training writes it, too.
+"""
+
+from __future__ import annotations
+
+import re
+
+import torch
+from torch import Tensor
+
+from engine.errors import GateError
+from engine.model.gates.module import Gates, LayerGate
+from engine.model.spec import DecoderSpec
+
+_KEY = re.compile(r"layers\.(\d+)\.self_attn\.retention_gate\.(.+)$")
+
+
+def layer_name(name: str) -> str:
+    """The published name of ``layers.{l}.PART``."""
+    _, layer, part = name.split(".", 2)
+    return f"model.layers.{layer}.self_attn.retention_gate.{part}"
+
+
+def published_gates(
+    tensors: dict[str, Tensor], spec: DecoderSpec, info: dict[str, object] | None = None
+) -> Gates:
+    """Build gates from published tensors; the layout is told by the presence of ``linear3``.
+
+    ``rg``: linear1 [512, d] + bias, SiLU, linear2 [H, 512], + bias [H].
+    ``rg10``: linear1, SiLU, linear2, SiLU, linear3 [H, 512], + bias [H]; linear3 and the bias
+    are one and the same in every layer, which is verified. Gradients flow to ``tensors``.
+
+    Raises:
+        GateError: other layouts, other shapes (both named), or a tie that does not hold.
+    """
+    parts: dict[int, dict[str, Tensor]] = {}
+    for key, tensor in tensors.items() if isinstance(tensors, dict) else ():
+        match = _KEY.search(str(key))
+        if match and isinstance(tensor, Tensor):
+            parts.setdefault(int(match[1]), {})[match[2]] = tensor.float()
+    if not parts:
+        raise GateError("the file holds no 'self_attn.retention_gate' tensors; name a gate file")
+    if sorted(parts) != list(range(spec.num_layers)):
+        raise GateError(
+            f"the gates cover {len(parts)} layers, the model has {spec.num_layers}; use gates "
+            "trained for this model"
+        )
+    kind = "rg10" if "linear3.weight" in parts[0] else "rg"
+    last = "linear3" if kind == "rg10" else "linear2"
+    layers = []
+    for index in range(spec.num_layers):
+        part = parts[index]
+        try:
+            readout, bias = part[f"{last}.weight"], _bias(part, last)
+            trunk = [(part["linear1.weight"], part["linear1.bias"])]
+            if kind == "rg10":
+                width = part["linear2.weight"].shape[0]
+                second = part.get("linear2.bias", torch.zeros(width))
+                trunk.append((part["linear2.weight"], second))
+        except KeyError as error:
+            raise GateError(
+                f"layer {index} of the gates lacks {error.args[0]!r}; layouts rg and rg10 are read"
+            ) from error
+        hidden, heads = trunk[0][0].shape[1], readout.shape[0]
+        if (hidden, heads) != (spec.hidden_size, spec.num_kv_heads):
+            raise GateError(
+                f"the gates are for hidden size {hidden} and {heads} KV heads; this model has "
+                f"{spec.hidden_size} and {spec.num_kv_heads}; use gates trained for it"
+            )
+        for (weight, offset), inner in zip(
+            [*trunk, (readout, bias)], [hidden, *(w.shape[0] for w, _ in trunk)], strict=True
+        ):
+            if weight.shape != (offset.numel(), inner):
+                raise GateError(
+                    f"layer {index} of the gates has a weight {list(weight.shape)} between "
+                    f"{inner} inputs and {offset.numel()} outputs; the file is damaged"
+                )
+        layers.append(LayerGate(trunk, readout, bias))
+    if kind == "rg10":
+        tied = all(
+            torch.equal(layer.readout, layers[0].readout)
+            and torch.equal(layer.bias, layers[0].bias)
+            for layer in layers
+        )
+        if not tied:
+            raise GateError(
+                "the rg10 gates differ in linear3 or bias between layers, so the tie that makes "
+                "scores comparable does not hold; use the original file"
+            )
+    return Gates(kind, layers, tensors, {"layout": kind, **(info or {})})
+
+
+def _bias(part: dict[str, Tensor], last: str) -> Tensor:
+    return part["bias"] if "bias" in part else part[f"{last}.bias"]

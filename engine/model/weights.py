@@ -1,0 +1,148 @@
+"""Take the text weights out of a loaded transformers model, without a second copy."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from engine.errors import ModelError
+from engine.model.spec import DecoderSpec
+
+_EXPECTED = {
+    "input_layernorm", "self_attn", "mlp", "post_attention_layernorm",
+    "resid_attn_dropout", "resid_mlp_dropout",
+}  # fmt: skip
+
+
+@dataclass
+class LayerWeights:
+    """One decoder layer. Linear weights are ``[out, in]``; q, k, v and gate, up are fused.
+
+    Attributes:
+        qkv: ``[(Hq + 2 H) D, d]`` with rows ordered q, k, v; ``qkv_bias`` likewise or None.
+        qk_norm: ``[Hq + H, D]`` per-head RMSNorm gains of q and k, or None.
+        out: ``[d, Hq D]``; gate_up: ``[2 f, d]`` with gate first; down: ``[d, f]``.
+    """
+
+    input_norm: Tensor
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    qk_norm: Tensor | None
+    out: Tensor
+    out_bias: Tensor | None
+    post_norm: Tensor
+    gate_up: Tensor
+    gate_up_bias: Tensor | None
+    down: Tensor
+    down_bias: Tensor | None
+
+
+@dataclass
+class DecoderWeights:
+    """All text weights: ``embed`` and ``head`` are ``[vocab, d]`` (one tensor when tied)."""
+
+    embed: Tensor
+    layers: list[LayerWeights]
+    norm: Tensor
+    head: Tensor
+
+    @classmethod
+    @torch.no_grad()
+    def take(cls, text_model: Any, head: Tensor, spec: DecoderSpec) -> DecoderWeights:
+        """Move the weights of ``text_model`` here, emptying it layer by layer.
+
+        The fused matrices of one layer exist beside their parts for the time of that layer
+        only, so the peak is the model plus one layer.
+
+        Raises:
+            ModelError: when a layer has parts this decoder would silently leave out.
+        """
+        layers: list[LayerWeights] = []
+        for index in range(spec.num_layers):
+            layers.append(_take_layer(text_model.layers[index], spec))
+            text_model.layers[index] = nn.Identity()
+        embed = text_model.embed_tokens.weight.data
+        taken = cls(embed, layers, text_model.norm.weight.data, head.data)
+        text_model.layers = nn.ModuleList()
+        gc.collect()
+        return taken
+
+    def nbytes(self) -> int:
+        """Bytes of all weights; a tied head counts once."""
+        tensors = [self.embed, self.norm]
+        if self.head.data_ptr() != self.embed.data_ptr():
+            tensors.append(self.head)
+        for layer in self.layers:
+            tensors += [t for t in vars(layer).values() if t is not None]
+        return sum(t.numel() * t.element_size() for t in tensors)
+
+    def fingerprint(self) -> str:
+        """A short hash that tells two checkpoints apart, from a sample of every matrix."""
+        digest = hashlib.sha256()
+        for tensor in [self.embed, self.norm, self.head] + [
+            t for layer in self.layers for t in (layer.qkv, layer.out, layer.gate_up, layer.down)
+        ]:
+            flat = tensor.reshape(-1)
+            sample = flat[:: max(1, flat.numel() // 257)].float().cpu().contiguous()
+            digest.update(str(tuple(tensor.shape)).encode())
+            digest.update(sample.numpy().tobytes())
+        return digest.hexdigest()[:16]
+
+
+def _take_layer(layer: Any, spec: DecoderSpec) -> LayerWeights:
+    extra = {name for name, _ in layer.named_children()} - _EXPECTED
+    attention, mlp = layer.self_attn, layer.mlp
+    if extra or not (hasattr(mlp, "gate_proj") or hasattr(mlp, "gate_up_proj")):
+        raise ModelError(
+            f"layers of type {type(layer).__name__} have parts this decoder does not run "
+            f"({', '.join(sorted(extra)) or type(mlp).__name__}); use a dense checkpoint of a "
+            "supported family"
+        )
+    if hasattr(attention, "qkv_proj"):
+        qkv, qkv_bias = attention.qkv_proj.weight.data, _bias(attention.qkv_proj)
+    else:
+        parts = [attention.q_proj, attention.k_proj, attention.v_proj]
+        qkv, qkv_bias = _fuse(parts)
+    if hasattr(mlp, "gate_up_proj"):
+        gate_up, gate_up_bias = mlp.gate_up_proj.weight.data, _bias(mlp.gate_up_proj)
+    else:
+        gate_up, gate_up_bias = _fuse([mlp.gate_proj, mlp.up_proj])
+    qk_norm = None
+    if hasattr(attention, "q_norm"):
+        q_gain = attention.q_norm.weight.data.expand(spec.num_heads, -1)
+        k_gain = attention.k_norm.weight.data.expand(spec.num_kv_heads, -1)
+        qk_norm = torch.cat([q_gain, k_gain])
+    return LayerWeights(
+        input_norm=layer.input_layernorm.weight.data,
+        qkv=qkv,
+        qkv_bias=qkv_bias,
+        qk_norm=qk_norm,
+        out=attention.o_proj.weight.data,
+        out_bias=_bias(attention.o_proj),
+        post_norm=layer.post_attention_layernorm.weight.data,
+        gate_up=gate_up,
+        gate_up_bias=gate_up_bias,
+        down=mlp.down_proj.weight.data,
+        down_bias=_bias(mlp.down_proj),
+    )
+
+
+def _bias(linear: nn.Linear) -> Tensor | None:
+    return None if linear.bias is None else linear.bias.data
+
+
+def _fuse(linears: list[nn.Linear]) -> tuple[Tensor, Tensor | None]:
+    weight = torch.cat([linear.weight.data for linear in linears])
+    biases = [_bias(linear) for linear in linears]
+    if all(bias is None for bias in biases):
+        return weight, None
+    filled = [
+        weight.new_zeros(linear.out_features) if bias is None else bias
+        for linear, bias in zip(linears, biases, strict=True)
+    ]
+    return weight, torch.cat(filled)

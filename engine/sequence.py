@@ -1,0 +1,329 @@
+"""A session: one sequence under its own budget, from its first token to its last."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from engine.backends.torch.step import PrefillChunk
+from engine.cache import Entries
+from engine.errors import ContextError, InputError, SessionError
+from engine.policies import Budget, CacheView
+from engine.query_window import QueryWindow
+
+if TYPE_CHECKING:
+    from engine.model.families.base import Turn
+    from engine.runtime import Runtime
+
+MODALITIES = ("text", "image", "video")
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What a session has seen and what it physically holds.
+
+    Attributes:
+        tokens_seen: tokens of the sequence so far, evicted ones included.
+        entries: live (layer, head, token) entries; evicted: entries dropped so far.
+        pages: pages held; kv_bytes: bytes of their keys and values.
+        metadata_bytes: log_beta, position and modality of those pages, block tables, and the
+            query window where a scorer keeps one.
+        by_modality: live entries per modality.
+    """
+
+    tokens_seen: int
+    entries: int
+    evicted: int
+    pages: int
+    kv_bytes: int
+    metadata_bytes: int
+    by_modality: dict[str, int] = field(default_factory=dict)
+
+
+class CachedSequence:
+    """Appends turns and tokens to one sequence; made by :meth:`Runtime.session`.
+
+    Attributes:
+        seen: tokens so far; next_position: rope position of the next text token. Their
+            difference is this sequence's M-RoPE delta: it belongs to the session, never to
+            the model.
+    """
+
+    def __init__(self, engine: Runtime, budget: Budget) -> None:
+        self.engine = engine
+        self._set_budget(budget)
+        self.seen, self.next_position, self.evicted, self.entries = 0, 0, 0, 0
+        self.long_rope: bool | None = None
+        self.seq = engine.cache.open()
+        self.closed = False
+        self.window: QueryWindow | None = None
+        if engine.policy.scoring.window and engine.policy.evicts:
+            size = engine.policy.scoring.window
+            self.window = QueryWindow(engine.spec, size, engine.dtype, engine.device)
+
+    def _set_budget(self, budget: Budget) -> None:
+        """Raises :class:`BudgetError`, and changes nothing, for less than one entry per row."""
+        spec, pool = self.engine.spec, self.engine.cache.pool
+        entries = budget.entries(spec.rows, 0, pool.page_size, pool.page_bytes)
+        self.budget = budget
+        # Every decode step asks; only a share of the tokens changes with them.
+        self._fixed_entries = None if budget.kind == "fraction" else entries
+
+    @property
+    def allowed_entries(self) -> int:
+        """M_global at the present length: the entries that may stay after an eviction."""
+        return self.allowed_at(self.seen)
+
+    def allowed_at(self, seen: int) -> int:
+        """M_global once ``seen`` tokens have been read."""
+        if self._fixed_entries is not None:
+            return self._fixed_entries
+        pool = self.engine.cache.pool
+        return self.budget.entries(self.engine.spec.rows, seen, pool.page_size, pool.page_bytes)
+
+    @torch.inference_mode()
+    def prefill(
+        self,
+        inputs: Mapping[str, Tensor],
+        progress: Callable[[int, int], None] | None = None,
+    ) -> Tensor:
+        """Append one turn, in chunks, cutting the cache back to the budget after each.
+
+        Args:
+            inputs: what the processor returns for this turn alone (one row), or ``input_ids``.
+            progress: called with (tokens done, tokens of the turn) after each chunk.
+
+        Returns:
+            float32 logits ``[vocab]`` of the last token.
+
+        Raises:
+            InputError, ContextError, BudgetError: before anything has changed. If a later
+            chunk is interrupted, the session keeps the chunks before it, whole.
+        """
+        self._require_open()
+        engine = self.engine
+        return self.extend(engine.family.turn(inputs, self.next_position, engine.device), progress)
+
+    @torch.inference_mode()
+    def extend(self, turn: Turn, progress: Callable[[int, int], None] | None = None) -> Tensor:
+        """:meth:`prefill` of a turn already built, whose positions follow this session's."""
+        self._require_open()
+        engine = self.engine
+        total = turn.token_ids.numel()
+        if not total:
+            raise InputError("the prompt is empty; give at least one token")
+        self._require_context(total, turn.next_position)
+        if self.long_rope is None:
+            self.long_rope = self._needs_long(turn.next_position)
+        self._reserve(total)
+        hidden = torch.empty(0)
+        for start in range(0, total, engine.prefill_chunk):
+            hidden = self._run_chunk(turn, start, min(start + engine.prefill_chunk, total))
+            self._enforce(slack=0)
+            if progress is not None:
+                progress(min(start + engine.prefill_chunk, total), total)
+        self.next_position = turn.next_position
+        return engine.decoder.logits(hidden[-1:])[0]
+
+    @property
+    def decode_path(self) -> str:
+        """What :meth:`decode` runs on now; as :attr:`engine.runtime.Runtime.decode_path`."""
+        return self.engine._path_of(self)
+
+    def decode(self, token_id: int) -> Tensor:
+        """Append one token; float32 logits ``[vocab]`` of the next."""
+        return self.engine.decode([self], [int(token_id)])[0]
+
+    def retained(self) -> list[list[Tensor]]:
+        """Token indices kept, ``[layer][kv_head]``, each ascending int64 on the CPU."""
+        self._require_open()
+        cache = self.engine.cache
+        entries = cache.entries(self.seq)
+        position = cache.pool.position.view(-1)[entries.slot].long().cpu()
+        rows = position.split(cache.length[self.seq].flatten().tolist())
+        heads = self.engine.spec.num_kv_heads
+        ordered = [row.sort().values for row in rows]
+        return [ordered[i : i + heads] for i in range(0, len(ordered), heads)]
+
+    def memory(self) -> Memory:
+        """Physical memory of this session, beside the logical entry count."""
+        self._require_open()
+        cache = self.engine.cache
+        pages = cache.held_pages(self.seq)
+        entries = cache.entries(self.seq)
+        modality = cache.pool.modality.view(-1)[entries.slot].long()
+        counts = torch.bincount(modality, minlength=len(MODALITIES)).tolist()
+        tables = cache.rows * (cache.table.shape[-1] + 1) * cache.table.element_size()
+        window = 0 if self.window is None else self.window.nbytes
+        return Memory(
+            tokens_seen=self.seen,
+            entries=entries.slot.numel(),
+            evicted=self.evicted,
+            pages=pages,
+            kv_bytes=pages * cache.pool.kv_page_bytes,
+            metadata_bytes=pages * cache.pool.metadata_page_bytes + tables + window,
+            by_modality=dict(zip(MODALITIES, counts, strict=True)),
+        )
+
+    def entries_per_layer(self) -> list[int]:
+        """Live entries of each layer, all heads together."""
+        self._require_open()
+        return self.engine.cache.length[self.seq].sum(-1).tolist()
+
+    @torch.inference_mode()
+    def set_budget(self, budget: Budget | float) -> None:
+        """Change the budget now; a smaller one evicts at once.
+
+        Raises:
+            BudgetError: for a budget below one entry per row; the old one stays then.
+        """
+        self._require_open()
+        self._set_budget(Budget.of(budget))
+        self._enforce(slack=0)
+
+    @torch.inference_mode()
+    def fork(self) -> CachedSequence:
+        """An independent copy that continues from the same state."""
+        self._require_open()
+        other = self._sibling()
+        # The sibling opened an empty slot; the copy brings its own.
+        self.engine.cache.close(other.seq)
+        other.seq = self.engine.cache.fork(self.seq)
+        other.window = None if self.window is None else self.window.copy()
+        for name in ("seen", "next_position", "evicted", "entries", "long_rope"):
+            setattr(other, name, getattr(self, name))
+        return other
+
+    def save(self, path: str | Path, extra: dict[str, str] | None = None) -> None:
+        """Write the whole memory to one safetensors file, atomically. See session_file."""
+        from engine.sequence_file import save_session
+
+        self._require_open()
+        save_session(self, Path(path), extra or {})
+
+    @torch.inference_mode()
+    def close(self) -> None:
+        """Return every page to the pool; the session cannot be used afterwards."""
+        if not self.closed:
+            self.engine.cache.close(self.seq)
+            self.closed = True
+
+    def __enter__(self) -> CachedSequence:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _sibling(self) -> CachedSequence:
+        return type(self)(self.engine, self.budget)
+
+    def _run_chunk(self, turn: Turn, start: int, stop: int) -> Tensor:
+        engine, part = self.engine, slice(start, stop)
+        hidden, deepstack = engine.decoder.embed_turn(turn.part(start, stop))
+        position = torch.arange(self.seen, self.seen + stop - start, device=engine.device)
+        rope = engine.rope.at(turn.positions[:, part], bool(self.long_rope))
+        try:
+            step = PrefillChunk(
+                engine.cache, engine.spec, self.seq, position, turn.modality[part], self.window
+            )
+            hidden, log_beta = engine.decoder.forward(hidden, rope, step, deepstack)
+        except BaseException:
+            self._roll_back()
+            raise
+        if log_beta is not None:
+            step.store_gates(log_beta)
+        self.seen += stop - start
+        # Exact at the end of the turn; in between, what an interrupted prefill continues from.
+        self.next_position = int(turn.positions[:, :stop].max()) + 1
+        self.entries += (stop - start) * engine.spec.rows
+        return hidden
+
+    def _enforce(self, slack: int) -> None:
+        """Evict down to the budget if more than ``slack`` entries stand above it."""
+        policy = self.engine.policy
+        if policy.admission.selective:
+            entries = self.engine.cache.entries(self.seq)
+            self._drop(policy.admission.refused(self.view(entries)), entries)
+        if not policy.evicts:
+            return
+        allowed, evictor = self.allowed_entries, self.engine.evictor
+        if self.entries <= allowed + slack:
+            return
+        if evictor is None or evictor.evict(self.engine.cache, [self]):
+            entries = self.engine.cache.entries(self.seq)
+            self._drop(policy.victims(self.view(entries), allowed), entries)
+
+    def _drop(self, victims: Tensor, entries: Entries) -> None:
+        self.engine.cache.drop(self.seq, victims, entries)
+        self.entries -= victims.numel()
+        self.evicted += victims.numel()
+
+    def view(self, entries: Entries | None = None) -> CacheView:
+        """The entries as policies see them."""
+        engine = self.engine
+        live = engine.cache.entries(self.seq) if entries is None else entries
+        pool = engine.cache.pool
+        return CacheView(
+            seen=self.seen,
+            layers=engine.spec.num_layers,
+            kv_heads=engine.spec.num_kv_heads,
+            row=live.row,
+            length=engine.cache.length[self.seq].flatten(),
+            position=pool.position.view(-1)[live.slot].long(),
+            log_beta=pool.log_beta.view(-1)[live.slot],
+            modality=pool.modality.view(-1)[live.slot],
+            # Takes the view as an argument: a view that held itself would keep its tensors
+            # until the next garbage collection.
+            attention=lambda view: self._window_attention(live, view),
+        )
+
+    def _window_attention(self, entries: Entries, view: CacheView) -> Tensor:
+        assert self.window is not None, "the policy's scorer has no query window"
+        return self.window.attention(self.engine.cache, self.seq, entries, view)
+
+    def _roll_back(self) -> None:
+        """Drop what an unfinished pass appended: every entry not yet counted as seen."""
+        cache = self.engine.cache
+        entries = cache.entries(self.seq)
+        position = cache.pool.position.view(-1)[entries.slot]
+        cache.drop(self.seq, (position >= self.seen).nonzero().flatten(), entries)
+        if self.window is not None:
+            self.window.roll_back(self.seen)
+
+    def _reserve(self, total: int) -> None:
+        engine = self.engine
+        rows, pool = engine.spec.rows, engine.cache.pool
+        most = self.entries + total * rows
+        if engine.policy.evicts:
+            budget = self.budget.entries(rows, self.seen + total, pool.page_size, pool.page_bytes)
+            kept = max(budget + (engine.evict_every - 1) * rows, self.entries)
+            most = min(most, kept + engine.prefill_chunk * rows)
+        pages = math.ceil((most + rows * (pool.page_size - 1)) / pool.page_size)
+        pool.reserve(pages - engine.cache.held_pages(self.seq))
+
+    def _require_open(self) -> None:
+        if self.closed:
+            raise SessionError("the session is closed; open a new one with engine.session()")
+
+    def _require_context(self, count: int, next_position: int) -> None:
+        limit = self.engine.spec.max_position
+        if next_position > limit:
+            raise ContextError(
+                f"{count:,} more tokens after {self.seen:,} reach position {next_position:,}, the "
+                f"model was trained for {limit:,}; shorten the prompt or start a new session"
+            )
+        if self.long_rope is False and self._needs_long(next_position):
+            raise ContextError(
+                f"this session began with the short rope factors and cannot pass position "
+                f"{self.engine.spec.rope.switch_at:,}; send the long text in the first prompt"
+            )
+
+    def _needs_long(self, next_position: int) -> bool:
+        switch = self.engine.spec.rope.switch_at
+        return switch is not None and next_position > switch

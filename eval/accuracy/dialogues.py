@@ -1,0 +1,94 @@
+"""``python -m eval.accuracy.dialogues``: exact answers in long held-out dialogues, full cache.
+
+Answers are given token by token and counted right when every token is the most likely one: what
+greedy decoding would have said after the same history (:mod:`mmkv.measure.teacher_forced`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections import defaultdict
+from collections.abc import Callable
+from itertools import islice
+from pathlib import Path
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from engine.runtime import Runtime
+from eval.accuracy.scenes import wilson
+from mmkv.data.dialogues import clip, dense, sparse, stream
+from mmkv.data.scene_data import scene_example
+from mmkv.data.scenes import Turn
+from mmkv.data.tokenizer import build_tokenizer
+from mmkv.measure.record import write_results
+from mmkv.measure.teacher_forced import FullCache, spans
+
+# What is asked: by name, from a seed.
+DIALOGUES: dict[str, Callable[[int], list[Turn]]] = {
+    "dense, 8 pictures, 12 turns": lambda seed: dense(seed, "heldout", 8, 12, search=False),
+    "dense, 4 pictures, 8 turns": lambda seed: dense(seed, "heldout", 4, 8, search=False),
+    "dense, 4 pictures, 8 turns, search": lambda seed: dense(seed, "heldout", 4, 8),
+    "sparse, 2 of 24 pictures": lambda seed: sparse(seed, "heldout", 24, 2, 8, search=False),
+    "sparse, 2 of 96 pictures": lambda seed: sparse(seed, "heldout", 96, 2, 8, search=False),
+    "sparse, 2 of 192 pictures": lambda seed: sparse(seed, "heldout", 192, 2, 8, search=False),
+    "dense, 32 pictures, 64 turns": lambda seed: dense(seed, "heldout", 32, 64, search=False),
+    "stream of 32 clips": lambda seed: stream(seed, "heldout", 32),
+    "clip": lambda seed: clip(seed, "heldout", 6),
+}
+
+
+def main() -> None:
+    """Run the program."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model", nargs="?", default="assets/tiny-vlm")
+    parser.add_argument("--dialogues", type=int, default=100, help="of each sort")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--output", type=Path, default=Path("eval/results/dialogue-accuracy.json"))
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    engine = Runtime.from_pretrained(args.model, policy="full", dtype="float32")
+    tokenizer = build_tokenizer()
+    right: dict[tuple[str, str, str], list[bool]] = defaultdict(list)
+    lengths: dict[str, list[int]] = defaultdict(list)
+    jobs = [(name, seed) for name in DIALOGUES for seed in range(args.dialogues)]
+    for name, seed in track(jobs, "reading", console=Console(stderr=True)):
+        turns = DIALOGUES[name](seed)
+        example = scene_example(turns, tokenizer)
+        labels = example.pop("labels")[0]
+        read = engine.family.turn(example, 0, engine.device)
+        said = (int(logits.argmax()) for logits in FullCache.of(engine, read, labels).logits())
+        lengths[name].append(labels.numel())
+        for turn, (start, stop) in zip(turns, spans(labels.tolist()), strict=True):
+            hit = list(islice(said, stop - start)) == labels[start:stop].tolist()
+            right[name, turn.question.about, "all"].append(hit)
+            right[name, turn.question.about, turn.question.kind].append(hit)
+    table = Table(title=f"Exact answers, {args.model}, full cache")
+    for column in ("dialogue", "tokens", "about", "kind", "right", "share", "95 % interval"):
+        table.add_column(column)
+    rows = []
+    for (name, about, kind), hits_ in sorted(right.items()):
+        low, high = wilson(sum(hits_), len(hits_))
+        tokens = sum(lengths[name]) / len(lengths[name])
+        row = {
+            "dialogue": name, "mean_tokens": tokens, "about": about, "kind": kind,
+            "right": sum(hits_), "of": len(hits_), "share": sum(hits_) / len(hits_),
+            "ci": [low, high],
+        }  # fmt: skip
+        rows.append(row)
+        table.add_row(
+            name, f"{tokens:.0f}", about, kind, f"{row['right']} / {row['of']}",
+            f"{row['share']:.3f}", f"{low:.3f} {high:.3f}",
+        )  # fmt: skip
+    Console().print(table)
+    settings = {k: v for k, v in vars(args).items() if k != "output"}
+    write_results(args.output, settings, rows)
+
+
+if __name__ == "__main__":
+    main()

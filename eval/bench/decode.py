@@ -1,0 +1,382 @@
+"""A decode step on true shapes: its time, its parts, its floor, and the peers, in one run.
+
+``python -m eval.bench.decode --shape qwen3-4b`` builds the shape with random weights and fills the
+caches of all sides with random entries, as a long run would have left them; there is no long
+prefill. Sides take turns: our graph path with eviction, our own full cache, our eager path in one
+group; then each peer, in a process of its own, in turns with our graph path. A side that cannot run
+or does not fit ``--memory`` is named with the reason. ms/step is the slope between a short and a
+long run; tokens/s of ours counts what a call costs once as well.
+
+Cases are ``B:CONTEXT:M``, or a set: ``bars``, ``grid``, ``largest`` (each side at the largest batch
+that fits ``--largest-memory``), ``tiny``. Figures go to ``gpu-decode-<shape>.json`` case by case.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine.backends.cuda import GraphRunner
+from engine.errors import MmkvError
+from engine.runtime import Runtime
+from eval.bench.decode_report import figure, show, show_bars
+from eval.bench.memory_estimate import own_bytes, peer_bytes
+from eval.bench.methods import EAGER_STEPS, Own, why_not
+from eval.bench.names import BOUNDED, DYNAMIC, EAGER, FULL, OWN
+from eval.bench.output import BenchError, device_note, failure, on_gpu, parser, save
+from eval.bench.parts import split
+from eval.bench.peer import PEERS, Job
+from eval.bench.process import PeerProcess
+from eval.bench.shapes import SHAPES, build_engine
+from eval.bench.targets import checks
+from mmkv.measure.timing import copy_bandwidth, spread, take_turns
+
+
+@dataclass(frozen=True)
+class Case:
+    """``batch`` sequences that have seen ``context`` tokens and may keep ``budget`` per row."""
+
+    batch: int
+    context: int
+    budget: int
+    kind: str = "given"
+
+    @classmethod
+    def parse(cls, text: str) -> Case:
+        """From ``B:CONTEXT:M``. Raises BenchError."""
+        try:
+            batch, context, budget = (int(part) for part in text.split(":"))
+        except ValueError:
+            raise BenchError(
+                f"case {text!r} is not B:CONTEXT:M, such as 16:16384:256, nor a set: "
+                f"{', '.join(SETS)}"
+            ) from None
+        if min(batch, context, budget) < 1:
+            raise BenchError(f"case {text!r} has a number below 1; give B:CONTEXT:M from 1 on")
+        return cls(batch, context, budget)
+
+
+SETS: dict[str, list[Case]] = {
+    "bars": [
+        Case(batch, context, budget, "bars")
+        for batch, context, budget in (
+            (1, 16384, 256), (4, 32768, 1024), (8, 16384, 1024), (16, 16384, 256), (64, 4096, 256),
+        )
+    ],
+    "grid": [
+        Case(batch, context, budget, "grid")
+        for batch in (1, 4, 8, 16, 64)
+        for context, budget in ((4096, 64), (16384, 128), (32768, 512), (131072, 1024))
+    ],
+    "largest": [Case(0, 16384, 256, "largest")],
+    "tiny": [Case(1, 40, 12, "tiny"), Case(3, 60, 12, "tiny")],
+}  # fmt: skip
+
+
+class Bench:
+    """One shape on one device: its weights, the measured bandwidth, the options."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args, self.shape = args, SHAPES[args.shape]
+        self.device, self.dtype = on_gpu(args)
+        self.bandwidth = copy_bandwidth(self.device, args.copy_bytes)
+        settings: dict[str, Any] = {"device": self.device, "dtype": self.dtype}
+        self.base = build_engine(self.shape, "full", **settings)
+        self.settings: dict[str, Any] = settings | {"weights_of": self.base}
+        self.logs = Path(tempfile.mkdtemp(prefix="mmkv-bench-"))
+        total = 4e9
+        if self.device.type == "cuda":
+            total = 0.92 * torch.cuda.get_device_properties(self.device).total_memory
+        self.memory = args.memory * 1e9 if args.memory else total
+
+    def engine(self, case: Case, full: bool) -> Runtime:
+        """An engine for one side, on the shared weights."""
+        policy = "full" if full else "dbtrimkv"
+        engine = build_engine(self.shape, policy, case.budget, **self.settings)
+        engine.native = engine.evictor = None  # on a CPU: the sides say torch
+        return engine
+
+    def need(self, case: Case, full: bool) -> int:
+        """Bytes of one of our sides, weights included."""
+        budget = None if full else case.budget
+        return own_bytes(
+            self.shape, case.batch, case.context, budget, self.args.steps, self.dtype,
+            skew=self.args.skew,
+        )  # fmt: skip
+
+    def _peer_need(self, case: Case) -> int:
+        """Bytes of a peer that keeps everything."""
+        tokens = case.context + self.args.peer_tokens
+        return peer_bytes(self.shape, case.batch, tokens, self.dtype)
+
+    def measure(self, case: Case) -> dict[str, Any]:
+        """All sides of one case."""
+        found: dict[str, Any] = {**asdict(case), "sides": {}}
+        owns: dict[str, Own] = {}
+        weights = self.shape.weight_bytes(self.dtype.itemsize)
+        left = self.memory - weights
+        for name, full in ((OWN, False), (FULL, True)):
+            need = self.need(case, full) - weights
+            if need > left:
+                reason = f"needs {need / 1e9:.0f} GB beside the weights, {left / 1e9:.0f} are left"
+                found["sides"][name] = {"failed": reason}
+                continue
+            try:
+                owns[name] = self._open(case, full)
+                left -= need
+            except Exception as error:
+                self._or_raise(error)
+                found["sides"][name] = {"failed": failure(error)}
+        self._measure_own(case, owns, found)
+        owns.pop(FULL, None)  # its memory is for the peers
+        self._release()
+        if OWN in owns and self._wants_peers(case):
+            for peer in self.args.peers:
+                self._measure_peer(case, peer, owns[OWN], found)
+        owns.clear()
+        self._release()
+        return found
+
+    def _open(self, case: Case, full: bool) -> Own:
+        engine = self.engine(case, full)
+        return Own(engine, case.batch, case.context, self.args.skew, self.args.steps)
+
+    def _measure_own(self, case: Case, owns: dict[str, Own], found: dict[str, Any]) -> None:
+        sides: dict[str, Callable[[], float]] = {}
+        called: dict[str, list[float]] = {}
+        for name, own in owns.items():
+            sides[name], called[name] = self._graph_side(own)
+        if OWN in owns and self.args.eager:
+            sides[EAGER] = lambda: owns[OWN].eager() / EAGER_STEPS
+        for name in list(sides):
+            try:
+                sides[name]()  # compiles, captures
+            except Exception as error:
+                self._or_raise(error)
+                found["sides"][name] = {"failed": failure(error)}
+                del sides[name]
+        for times in called.values():
+            times.clear()
+        for name, times in take_turns(sides, self.args.rounds).items():
+            own = owns[OWN if name == EAGER else name]
+            found["sides"][name] = self._side(own, times, called.get(name) or times)
+        if OWN in sides and self.args.parts and case.kind != "largest":
+            found["parts"] = self._parts(owns[OWN])
+
+    def _parts(self, own: Own) -> dict[str, Any]:
+        try:
+            return split(own, self.bandwidth, max(3, self.args.rounds // 2), self.args.steps)
+        except Exception as error:
+            self._or_raise(error)
+            return {"failed": failure(error)}
+
+    def _graph_side(self, own: Own) -> tuple[Callable[[], float], list[float]]:
+        runner, called = GraphRunner(own.engine), list[float]()
+
+        def timed() -> float:
+            step, with_call = own.graph_step(runner)
+            called.append(with_call)
+            return step
+
+        return timed, called
+
+    def _side(self, own: Own, times: list[float], called: list[float]) -> dict[str, Any]:
+        size = own.step_bytes()
+        floor = size.floor(self.bandwidth)
+        step = spread([1e3 * t for t in times])
+        return {
+            "batch": len(own.sessions),
+            "ms_per_step": step,
+            "tokens_per_second": len(own.sessions) / spread(called)["median"],
+            "floor_ms": 1e3 * floor,
+            "step_over_floor": step["median"] / (1e3 * floor),
+            "bytes": asdict(size),
+            "memory": own.memory(),
+        }
+
+    def _wants_peers(self, case: Case) -> bool:
+        return case.kind in ("given", "tiny") or (case.batch, case.context) in (
+            (4, 32768),
+            (16, 16384),
+        )
+
+    def _measure_peer(self, case: Case, peer: str, own: Own, found: dict[str, Any]) -> None:
+        """In turns with our graph path, which is measured again."""
+        tokens, job = self.args.peer_tokens, self._job(peer, case)
+        need = self._peer_need(case) + self.need(case, False)
+        if peer not in BOUNDED and need > self.memory:
+            reason = f"needs {need / 1e9:.0f} GB beside ours, the memory is {self.memory / 1e9:.0f}"
+            found["sides"][peer] = {"failed": reason}
+            return
+        mine, called = self._graph_side(own)
+        try:
+            with self._start(job) as process:
+                mine()
+                called.clear()
+                times = take_turns(
+                    {"mine": mine, "peer": lambda: process.seconds(tokens) / tokens},
+                    self.args.rounds,
+                )
+                found["sides"][peer] = _peer_side(process, times["peer"])
+        except Exception as error:
+            self._or_raise(error)
+            found["sides"][peer] = {"failed": failure(error).removeprefix("BenchError: ")}
+            return
+        ours = self._side(own, times["mine"], called)
+        found.setdefault("beside", {})[peer] = {
+            "ours_ms_per_step": ours["ms_per_step"],
+            "ours_over_peers_tokens_per_second": spread(
+                [theirs / own for theirs, own in zip(times["peer"], called, strict=True)]
+            ),
+        }
+
+    def _job(self, peer: str, case: Case) -> Job:
+        return Job(
+            peer, self.args.shape, case.batch, case.context, case.budget, self.args.peer_tokens,
+            str(self.device), self.args.dtype,
+        )  # fmt: skip
+
+    def _start(self, job: Job) -> PeerProcess:
+        python = self.args.python.get(job.peer, sys.executable)
+        log = self.logs / f"{job.peer.replace(' ', '-')}-{job.batch}x{job.context}.log"
+        return PeerProcess(job, python, self.args.patience, log)
+
+    def largest(self, case: Case) -> dict[str, Any]:
+        """Each side alone at the largest batch that fits the stated memory."""
+        memory = self.args.largest_memory * 1e9
+        found: dict[str, Any] = {**asdict(case), "memory_bytes": memory, "sides": {}}
+        for name, full in ((OWN, False), (FULL, True)):
+            size = self._most(memory, lambda batch, full=full: self.need(_sized(case, batch), full))
+            if not size:
+                found["sides"][name] = {"failed": f"not one sequence fits {memory / 1e9:g} GB"}
+                continue
+            found["batch"] = found["batch"] or size
+            try:
+                found["sides"][name] = self._alone(_sized(case, size), full)
+            except Exception as error:
+                self._or_raise(error)
+                found["sides"][name] = {"failed": failure(error)}
+            self._release()
+        if DYNAMIC in self.args.peers:
+            found["sides"][DYNAMIC] = self._largest_peer(case, memory)
+        return found
+
+    def _alone(self, case: Case, full: bool) -> dict[str, Any]:
+        own = self._open(case, full)
+        timed, called = self._graph_side(own)
+        timed()
+        called.clear()
+        return self._side(own, [timed() for _ in range(self.args.rounds)], called)
+
+    def _largest_peer(self, case: Case, memory: float) -> dict[str, Any]:
+        batch = self._most(memory, lambda size: self._peer_need(_sized(case, size)))
+        if not batch:
+            return {"failed": f"not one sequence fits {memory / 1e9:g} GB"}
+        try:
+            with self._start(self._job(DYNAMIC, _sized(case, batch))) as process:
+                tokens = self.args.peer_tokens
+                times = [process.seconds(tokens) / tokens for _ in range(self.args.rounds)]
+                return _peer_side(process, times)
+        except Exception as error:
+            self._or_raise(error)
+            return {"failed": failure(error).removeprefix("BenchError: ")}
+
+    def _most(self, memory: float, need: Callable[[int], int]) -> int:
+        """The largest batch up to ``--most-batch`` whose ``need`` is within ``memory``."""
+        low, high = 0, self.args.most_batch
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if need(middle) <= memory else (low, middle - 1)
+        return low
+
+    def _or_raise(self, error: Exception) -> None:
+        if not why_not(error):
+            raise error
+        self._release()
+
+    def _release(self) -> None:
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _sized(case: Case, batch: int) -> Case:
+    return Case(batch, case.context, case.budget, case.kind)
+
+
+def _peer_side(process: PeerProcess, times: list[float]) -> dict[str, Any]:
+    step = spread([1e3 * t for t in times])
+    return {
+        "batch": process.job.batch,
+        "ms_per_step": step,
+        "tokens_per_second": 1e3 * process.job.batch / step["median"],
+        "peak_bytes": process.peak_bytes,
+        "versions": process.versions,
+    }
+
+
+def _assignments(pairs: Sequence[str]) -> dict[str, str]:
+    found = {}
+    for pair in pairs:
+        peer, _, path = pair.partition("=")
+        if peer not in PEERS or not path:
+            raise BenchError(f"--python {pair!r} is not PEER=PATH with one of {', '.join(PEERS)}")
+        found[peer] = path
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the program; 1 when a side of our own failed."""
+    options = parser("bench_decode", __doc__)
+    options.add_argument("--shape", default="qwen3-4b", choices=SHAPES)
+    options.add_argument("--cases", nargs="+", default=["bars"], metavar="CASE")
+    options.add_argument("--steps", type=int, default=128, help="steps of a timed run")
+    options.add_argument("--skew", type=float, default=5.0, help="longest row over the mean")
+    options.add_argument("--memory", type=float, help="GB for all sides together (default: 92 %%)")
+    options.add_argument("--largest-memory", type=float, default=100.0, help="GB for each side")
+    options.add_argument("--most-batch", type=int, default=1024)
+    options.add_argument("--peers", nargs="*", default=list(PEERS), choices=list(PEERS))
+    options.add_argument("--peer-tokens", type=int, default=32, help="steps of a peer's timed run")
+    options.add_argument("--python", nargs="*", default=[], metavar="PEER=PATH",
+                         help="the interpreter of a peer's own environment")  # fmt: skip
+    options.add_argument("--patience", type=float, default=240, help="seconds to wait for a peer")
+    options.add_argument("--no-parts", dest="parts", action="store_false")
+    options.add_argument("--no-eager", dest="eager", action="store_false")
+    options.add_argument("--copy-bytes", type=int, help=argparse.SUPPRESS)
+    args = options.parse_args(arguments)
+    try:
+        args.python = _assignments(args.python)
+        cases = [
+            case for name in args.cases for case in SETS.get(name) or [Case.parse(name)]
+        ]  # fmt: skip
+        bench = Bench(args)
+    except MmkvError as error:
+        options.error(str(error))
+    machine = {"copy_bandwidth": bench.bandwidth, "note": device_note(bench.device)}
+    print(f"copy: {bench.bandwidth / 1e9:,.0f} GB/s; {machine['note']}")
+    found: list[dict[str, Any]] = []
+    bars: list[dict[str, Any]] = []
+    path = None
+    for case in cases:
+        found.append(bench.largest(case) if case.kind == "largest" else bench.measure(case))
+        bars += checks(args.shape, found[-1])
+        path = save(args, f"gpu-decode-{args.shape}", {**machine, "cases": found, "bars": bars})
+        show(args.shape, found[-1])
+    if curve := figure(args, found):
+        print(f"figure in {curve}")
+    if bars and bench.device.type == "cuda":
+        show_bars(bars)
+    print(f"in {path}; what the peers printed: {bench.logs}")
+    return int(any("failed" in case["sides"].get(OWN, {}) for case in found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,69 @@
+"""Tables and figure of the decode benchmark."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from eval.bench.names import FULL, OWN
+from eval.bench.output import curves, table
+from eval.bench.targets import PUBLISHED
+
+
+def show(shape: str, case: dict[str, Any]) -> None:
+    """Print one case."""
+    rows = []
+    for name, side in case["sides"].items():
+        if "failed" in side:
+            rows.append([name, "-", "-", "-", "-", side["failed"]])
+            continue
+        low, high = side["ms_per_step"]["quartiles"]
+        over = f"{side['step_over_floor']:.2f}" if "step_over_floor" in side else ""
+        memory = side.get("memory")
+        kv = f"{memory['kv_bytes'] / 1e9:.3f} GB KV" if memory else ""
+        rows.append(
+            [name, side["batch"], f"{side['ms_per_step']['median']:.3f} ({low:.3f} .. {high:.3f})",
+             f"{side['tokens_per_second']:,.0f}", over, kv]
+        )  # fmt: skip
+    for name, speed in PUBLISHED.get(
+        (shape, case["batch"], case["context"], case["budget"]), {}
+    ).items():
+        rows.append(
+            [f"{name} (paper)", case["batch"], "", f"{speed:,}", "", "published, on one H200"]
+        )
+    names = ("side", "batch", "ms per step", "tokens/s", "step / floor", "")
+    kind = f"{case['kind']}: {case['context']} tokens seen, M = {case['budget']}"
+    table(f"{shape}, {kind}", names, rows)
+    parts = case.get("parts", {})
+    if "failed" in parts:
+        print(f"the parts of a step could not be measured: {parts['failed']}")
+    elif parts:
+        parts = parts["ms"]
+        table("ms of our evicting step", list(parts), [[f"{v:.3f}" for v in parts.values()]])
+
+
+def figure(args: argparse.Namespace, cases: Sequence[dict[str, Any]]) -> Path | None:
+    """Tokens per second against the batch, for the cases of the grid."""
+    lines: dict[str, tuple[list[Any], list[Any]]] = {}
+    for case in cases:
+        for side, name in ((OWN, f"M = {case['budget']}"), (FULL, f"full, {case['context']}")):
+            speed = case["sides"].get(side, {}).get("tokens_per_second")
+            if case["kind"] == "grid" and speed:
+                x, y = lines.setdefault(name, ([], []))
+                x.append(case["batch"])
+                y.append(speed)
+    if not lines:
+        return None
+    path: Path = args.output / f"{args.name or f'gpu-decode-{args.shape}'}.png"
+    return curves(path, args.shape, ("sequences in a batch", "tokens/s"), lines)
+
+
+def show_bars(bars: Sequence[dict[str, Any]]) -> None:
+    """Print which bars are met."""
+    rows = [
+        [bar["bar"], f"{bar['value']:.3f}", bar["wanted"], "yes" if bar["met"] else "NO"]
+        for bar in bars
+    ]
+    table("Bars", ("bar", "value", "wanted", "met"), rows)

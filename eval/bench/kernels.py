@@ -1,0 +1,391 @@
+"""Every kernel by itself: time, and which part of the measured copy bandwidth it moves.
+
+``python -m eval.bench.kernels`` fills a paged cache with random entries in rows of even or of very
+uneven length (10x: the longest row holds ten times the mean) and times the public functions of
+``engine.backends.cuda.kernels``; attention over as many layers as it takes to pass the GPU's cache.
+Bytes are what a kernel cannot do without: keys and values of the live entries, 8 bytes of retention
+and position for a score. What append and eviction touch may stay in the cache here, which a real
+step flushes with its weights: their share of a step is in ``eval.bench.decode``. Figures go to
+``gpu-kernels.json``. On a CPU the torch twins run: a test of this program, not of the kernels.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.backends.cuda.kernels.append import Room, Rows, empty_room, make_room
+from engine.backends.cuda.kernels.decode_attention import decode_attention, empty_partials
+from engine.backends.cuda.kernels.evict import Eviction, empty_eviction, evict
+from engine.backends.cuda.kernels.prefill_attention import prefill_attention
+from engine.backends.cuda.kernels.store import Readout, store_layer
+from engine.backends.cuda.kernels.window_scores import window_scores
+from engine.backends.cuda.kernels.worklist import (
+    build_worklist,
+    default_runs,
+    empty_worklist,
+    tile_entries,
+)
+from engine.cache import PagePool, RaggedCache
+from engine.errors import MmkvError
+from engine.policies import make_policy
+from eval.bench.output import device_note, failure, on_gpu, parser, save, table
+from eval.bench.shapes import SHAPES, Shape
+from eval.bench.synthetic_cache import fill_sequence, pages_for, row_lengths, scatter_pages
+from mmkv.measure.timing import copy_bandwidth, matmul_rate, spread, time_calls
+
+SPARE_STEPS = 4  # pages for that many more entries per row
+PAST_THE_CACHE = 2**28  # bytes: several times the 60 MB of an H200's L2
+
+
+@dataclass(frozen=True)
+class Case:
+    """One state of the cache: ``batch`` sequences of ``mean`` entries per row."""
+
+    kernel: str
+    batch: int
+    mean: int
+    skew: float = 1.0
+    layers: int = 0  # 0: the model's own, for attention more if the GPU's cache would hold them
+    chunk: int = 0
+
+    def __str__(self) -> str:
+        """A short name for tables."""
+        rows = "even" if self.skew == 1 else f"{self.skew:g}x skew"
+        chunk = f", chunk {self.chunk}" if self.chunk else ""
+        return f"{self.kernel}, B={self.batch}, {self.mean}/row, {rows}{chunk}"
+
+
+CASES = [
+    Case("attention", 16, 16384, layers=4),
+    Case("attention", 1, 32768),
+    *(Case("attention", 16, 256, skew) for skew in (1, 10)),
+    *(Case("attention", batch, 256, 10) for batch in (1, 4, 64)),
+    *(Case("attention", 64, mean, 10) for mean in (64, 1024)),
+    *(Case("work list", batch, 256, 10) for batch in (1, 16, 64)),
+    *(Case("append", batch, 256, 10) for batch in (1, 16, 64)),
+    *(Case("eviction", batch, 256, skew) for batch in (1, 16, 64) for skew in (1, 10)),
+    Case("eviction", 16, 1024, 10),
+    *(Case("prefill", 1, mean, skew, 36, 2048) for mean, skew in ((256, 10), (1024, 10))),
+    Case("prefill", 1, 16384, 1, 4, 2048),
+    *(Case("window scores", 16, mean, skew) for mean, skew in ((256, 1), (256, 10), (1024, 10))),
+]
+QUICK = [CASES[0], CASES[2], CASES[3], Case("append", 16, 256, 10), Case("eviction", 16, 256, 10),
+         Case("prefill", 1, 1024, 10, 36, 2048)]  # fmt: skip
+TINY = [
+    Case(kernel, 3, 12, skew, 2, chunk=6 if kernel == "prefill" else 0)
+    for kernel in ("attention", "work list", "append", "eviction", "prefill", "window scores")
+    for skew in (1, 4)
+]
+
+
+class State:
+    """A filled cache and the buffers of the kernels, for one case."""
+
+    def __init__(
+        self, case: Case, shape: Shape, device: torch.device, dtype: torch.dtype, page: int
+    ) -> None:
+        self.case, self.shape, self.device, self.dtype = case, shape, device, dtype
+        self.layers = case.layers or shape.layers
+        if case.kernel == "attention" and not case.layers:
+            layer_bytes = shape.kv_token_bytes(dtype.itemsize) // shape.layers * case.mean
+            enough = math.ceil(PAST_THE_CACHE / (layer_bytes * case.batch))
+            self.layers = max(self.layers, min(enough, 4 * shape.layers))
+        rows = self.layers * shape.kv_heads
+        self.total, seen = case.mean * rows, max(4 * case.mean, 1000)
+        pages = pages_for(self.total + SPARE_STEPS * rows, rows, page)
+        pool = PagePool(page, shape.head_dim, case.batch * pages, dtype, device)
+        self.cache = RaggedCache(pool, self.layers, shape.kv_heads)
+        scatter_pages(self.cache)
+        for index in range(case.batch):
+            length = row_lengths(rows, self.total, seen, case.skew, index)
+            fill_sequence(self.cache, length.view(self.layers, -1), seen, index)
+        self.cache._widen(int(self.cache.length.max()) // page + 2)
+        self.seqs = torch.arange(case.batch, device=device)
+        self.seen = torch.full((case.batch,), seen, device=device)
+        top = torch.tensor([pool.free_pages], device=device)
+        self.rows = Rows(self.cache.length, self.cache.table, pool._stack, top, page)
+        self.entries = int(self.cache.length.sum())
+
+    def normal(self, *size: int) -> Tensor:
+        """Random numbers in the model's dtype."""
+        return torch.empty(*size, device=self.device).normal_().to(self.dtype)
+
+    def row_facts(self) -> dict[str, float]:
+        """How uneven the rows are, and what their pages cost."""
+        length, page = self.cache.length, self.cache.pool.page_size
+        held = int((length + page - 1).div(page, rounding_mode="floor").sum())
+        return {
+            "mean": float(length.float().mean()),
+            "longest": int(length.max()),
+            "empty_rows": float((length == 0).float().mean()),
+            "physical_over_logical": held * page / self.entries,
+        }
+
+
+# (what is called, calls of the kernel in it, bytes it must move, operations it must do)
+Work = tuple[Callable[[], object], int, float, float]
+
+
+def attention(state: State) -> Work:
+    """Decode attention of one step, all layers."""
+    shape, pool, layers = state.shape, state.cache.pool, state.layers
+    heads = shape.kv_heads
+    tile = tile_entries(shape.head_dim, state.dtype)
+    work = empty_worklist(
+        state.case.batch, layers, heads, tile, default_runs(state.device), state.device
+    )
+    build_worklist(work, state.seqs, state.cache.length)
+    partials = empty_partials(work, shape.heads // heads, shape.head_dim)
+    queries = state.normal(layers, state.case.batch, shape.heads, shape.head_dim)
+    out = torch.empty_like(queries[0])
+
+    def call() -> None:
+        for layer in range(layers):
+            decode_attention(
+                queries[layer], pool.keys, pool.values, state.cache.table, work, layer, partials,
+                shape.head_dim**-0.5, out,
+            )  # fmt: skip
+
+    return call, layers, state.entries * 2 * shape.head_dim * state.dtype.itemsize, 0
+
+
+def work_list(state: State) -> Work:
+    """Which program reads what, once a step for all layers."""
+    shape = state.shape
+    tile = tile_entries(shape.head_dim, state.dtype)
+    work = empty_worklist(
+        state.case.batch, state.layers, shape.kv_heads, tile, default_runs(state.device),
+        state.device,
+    )  # fmt: skip
+    written = work.rows.nbytes + work.runs.nbytes
+
+    def call() -> None:
+        build_worklist(work, state.seqs, state.cache.length)
+
+    return call, 1, state.cache.length.nbytes + written, 0
+
+
+class Step:
+    """Append and eviction of one step on a filled cache; each time from the very same state.
+
+    Left to itself the cache would drift: rows whose entries score well grow, others empty.
+    """
+
+    def __init__(self, state: State, evicting: Eviction | None) -> None:
+        self.state, self.evicting = state, evicting
+        rows, pool = state.rows, state.cache.pool
+        self.room: Room = empty_room(state.case.batch, rows)
+        self.now = [rows.length, rows.top, rows.stack, pool.position, pool.log_beta]
+        self.saved = [tensor.clone() for tensor in self.now]
+        self.allowed = torch.full_like(state.seqs, state.total)
+        self.rates = -torch.rand(self.room.slots.shape, device=state.device) * 3
+        self.policy = make_policy("dbtrimkv")
+
+    def append(self) -> None:
+        """Room for an entry per row, with a position and a retention of its own."""
+        state, pool = self.state, self.state.cache.pool
+        slots = make_room(self.room, state.rows, state.seqs)
+        position = state.seen[:, None, None].expand_as(slots).int()
+        pool.position.view(-1).scatter_(0, slots.flatten(), position.flatten())
+        pool.log_beta.view(-1).scatter_(0, slots.flatten(), self.rates.flatten())
+
+    def take_back(self) -> None:
+        """Return to the first state, but for keys and values."""
+        for tensor, saved in zip(self.now, self.saved, strict=True):
+            tensor.copy_(saved)
+
+    def once(self) -> None:
+        """Append, evict as many if this step evicts, take everything back."""
+        self.append()
+        if self.evicting is not None:
+            state = self.state
+            evict(
+                self.evicting, self.policy, state.rows, state.cache.pool, state.seqs,
+                state.seen + 1, self.allowed,
+            )  # fmt: skip
+        self.take_back()
+
+
+def append(state: State) -> Work:
+    """Room in every row, and per layer: q/k norm, rope, gate readout, store."""
+    shape, heads = state.shape, state.shape.kv_heads
+    batch, dim = state.case.batch, state.shape.head_dim
+    step = Step(state, None)
+    wide = state.normal(state.layers, batch, (shape.heads + 2 * heads) * dim)
+    norm = state.normal(shape.heads + heads, dim) if shape.kind == "qwen3" else None
+    rope = state.normal(batch, dim), state.normal(batch, dim)
+    trunk = state.normal(batch, shape.gate)
+    weight = state.normal(heads, shape.gate).float()
+    readout = Readout(trunk, weight, torch.zeros(heads, device=state.device))
+
+    def call() -> None:
+        slots = make_room(step.room, state.rows, state.seqs).transpose(0, 1).contiguous()
+        for layer in range(state.layers):
+            store_layer(
+                wide[layer], rope, norm, shape.eps, state.cache.pool, slots[layer], state.seen,
+                readout,
+            )  # fmt: skip
+        for tensor, saved in zip(step.now[:2], step.saved, strict=False):
+            tensor.copy_(saved)  # lengths and free pages
+
+    element = 2 * dim * state.dtype.itemsize + 9
+    moved = wide.nbytes + state.layers * batch * heads * element
+    return call, 1, moved, 0
+
+
+def eviction(state: State, device: torch.device, rounds: int) -> list[float]:
+    """Seconds of one step's eviction: of append and eviction, less those of append and undoing."""
+    undone = Step(state, None)
+    floor = statistics.median(time_calls(undone.once, device, rounds))
+    step = Step(state, empty_eviction(state.case.batch, state.rows))
+    found = [seconds - floor for seconds in time_calls(step.once, device, rounds)]
+    dropped = step.evicting.dropped.tolist() if step.evicting else []
+    expected = state.layers * state.shape.kv_heads
+    if dropped != [expected] * state.case.batch:
+        raise RuntimeError(f"evicted {dropped[:4]}, expected {expected} a sequence")
+    return found
+
+
+def prefill(state: State) -> Work:
+    """A chunk's attention to what was retained before it, layer by layer."""
+    shape, count = state.shape, state.case.chunk
+    query = state.normal(count, shape.heads, shape.head_dim).transpose(0, 1)
+    cache, scale = state.cache, state.shape.head_dim**-0.5
+
+    def call() -> None:
+        for layer in range(state.layers):
+            prefill_attention(
+                query, cache.pool.keys, cache.pool.values, cache.length[0, layer],
+                cache.table[0, layer], scale,
+            )  # fmt: skip
+
+    element = 2 * shape.head_dim * state.dtype.itemsize
+    moved = state.entries * element + state.layers * 2 * query.nbytes
+    group = shape.heads // shape.kv_heads
+    return call, state.layers, moved, 4.0 * state.entries * group * count * shape.head_dim
+
+
+def scores(state: State, window: int = 16) -> Work:
+    """Attention of the last ``window`` queries to every entry, all layers."""
+    shape, cache = state.shape, state.cache
+    query = state.normal(state.case.batch, state.layers, shape.heads, window, shape.head_dim)
+    at = state.seen[:, None] - 1 - torch.arange(window, device=state.device)
+    size = (*cache.table.shape[:3], cache.table.shape[3] * cache.pool.page_size)
+    out = torch.zeros(size, device=state.device)
+
+    def call() -> None:
+        window_scores(
+            query, at, cache.pool.keys, cache.pool.position, cache.length, cache.table, state.seqs,
+            shape.head_dim**-0.5, out,
+        )  # fmt: skip
+
+    moved = state.entries * (shape.head_dim * state.dtype.itemsize + 8) + query.nbytes
+    return call, 1, moved, 0
+
+
+PREPARE: dict[str, Callable[[State], Work]] = {
+    "attention": attention,
+    "work list": work_list,
+    "append": append,
+    "prefill": prefill,
+    "window scores": scores,
+}
+
+
+@torch.inference_mode()
+def measure(
+    case: Case, shape: Shape, device: torch.device, dtype: torch.dtype, rounds: int,
+    bandwidth: float, matmul: float, page: int = 16,
+) -> dict[str, Any]:  # fmt: skip
+    """Time one case.
+
+    Returns:
+        seconds of a step's share (all layers of the case), microseconds of one launch, bytes and
+        the fraction of ``bandwidth`` they mean; for prefill also the fraction of ``matmul``.
+    """
+    state = State(case, shape, device, dtype, page)
+    found: dict[str, Any] = {"case": str(case), **asdict(case), "layers": state.layers}
+    if case.kernel == "eviction":
+        times, calls, flops = eviction(state, device, rounds), 1, 0.0
+        moved: float = state.entries * 8
+    else:
+        call, calls, moved, flops = PREPARE[case.kernel](state)
+        times = time_calls(call, device, rounds)
+    seconds = statistics.median(times)
+    found |= {
+        "seconds": spread(times),
+        "microseconds_per_call": seconds * 1e6 / calls,
+        "bytes": moved,
+        "of_copy_bandwidth": moved / seconds / bandwidth,
+        "rows": state.row_facts(),
+    }
+    if flops:
+        found["of_matmul_rate"] = flops / seconds / matmul
+    return found
+
+
+def run(
+    cases: Sequence[Case], shape: Shape, device: torch.device, dtype: torch.dtype, rounds: int
+) -> Iterator[dict[str, Any]]:
+    """Measure the machine, then each case; a case that fails is named with its reason."""
+    bandwidth = copy_bandwidth(device)
+    matmul = matmul_rate(device, dtype, 8192 if device.type == "cuda" else 256)
+    yield {"copy_bandwidth": bandwidth, "matmul_rate": matmul, "note": device_note(device)}
+    for case in cases:
+        try:
+            yield measure(case, shape, device, dtype, rounds, bandwidth, matmul)
+        except (RuntimeError, MmkvError) as error:
+            if "device-side assert" in str(error) or "illegal memory" in str(error):
+                raise  # the GPU cannot be used any more by this process
+            yield {"case": str(case), **asdict(case), "failed": failure(error)}
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the program; 1 if a case failed."""
+    options = parser("bench_kernels", __doc__)
+    options.add_argument("--shape", default="qwen3-vl-8b", choices=SHAPES)
+    options.add_argument("--cases", default="all", choices=["all", "quick", "tiny"])
+    args = options.parse_args(arguments)
+    try:
+        device, dtype = on_gpu(args)
+    except MmkvError as error:
+        options.error(str(error))
+    cases = {"all": CASES, "quick": QUICK, "tiny": TINY}[args.cases]
+    machine: dict[str, Any] = {}
+    found: list[dict[str, Any]] = []
+    for result in run(cases, SHAPES[args.shape], device, dtype, args.rounds):
+        if not machine:
+            machine = result
+            print(f"copy: {result['copy_bandwidth'] / 1e9:,.0f} GB/s; {result['note']}")
+            continue
+        found.append(result)
+        path = save(args, "gpu-kernels", {**machine, "cases": found})
+    rows = []
+    for r in found:
+        if "failed" in r:
+            rows.append([r["case"], "failed", r["failed"], "", ""])
+            continue
+        low, high = (1e6 * q for q in r["seconds"]["quartiles"])
+        rate = f"{r['of_matmul_rate']:.0%}" if "of_matmul_rate" in r else ""
+        rows.append(
+            [r["case"], f"{r['seconds']['median'] * 1e6:,.1f}", f"{low:,.1f} .. {high:,.1f}",
+             f"{r['of_copy_bandwidth']:.1%}", rate]
+        )  # fmt: skip
+    names = ("kernel and state", "us", "quartiles", "of copy bandwidth", "of matmul")
+    table(f"Kernels, {args.shape}", names, rows)
+    print(f"in {path}")
+    return int(any("failed" in r for r in found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,133 @@
+"""Is memory really bounded? Physical KV bytes and process peak against prompt length.
+
+``python -m eval.bench.memory_bound`` prefills prompts of 1k .. 128k tokens into a small random
+model, one process each so that peaks do not hide behind one another, decodes a few tokens, and
+prints a table; ``eval/results/memory-cpu.json`` gets the figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import resource
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from mmkv.measure.record import write_results
+
+LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
+DECODED = 32
+
+
+def build_model(folder: Path) -> None:
+    """Write a random Qwen3 checkpoint: 8 layers, 4 KV heads of 32, context 256k."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=8,
+        num_attention_heads=4, num_key_value_heads=4, head_dim=32, tie_word_embeddings=True,
+        max_position_embeddings=262144,
+    )  # fmt: skip
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+
+
+def measure(folder: str, policy: str, budget: float, chunk: int, length: int) -> dict[str, Any]:
+    """One prompt in this process: what is held at the end, and the peak resident set.
+
+    Returns:
+        bytes; ``peak_growth_bytes`` is the peak above the resident set before the prompt.
+    """
+    import torch
+
+    from engine.runtime import Runtime
+
+    torch.set_num_threads(1)
+    engine = Runtime.from_pretrained(
+        folder, policy=policy, budget=budget, prefill_chunk=chunk, gates="random"
+    )
+    warm = engine.session()
+    warm.prefill({"input_ids": torch.zeros(1, 64, dtype=torch.int64)})
+    warm.close()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    generator = torch.Generator().manual_seed(length)
+    prompt = torch.randint(0, 256, (1, length), generator=generator)
+    session = engine.session()
+    token = int(session.prefill({"input_ids": prompt}).argmax())
+    for _ in range(DECODED):
+        token = int(session.decode(token).argmax())
+    memory = session.memory()
+    entry_bytes = engine.cache.pool.kv_page_bytes // engine.cache.pool.page_size
+    logical = memory.entries * entry_bytes
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return {
+        "policy": policy,
+        "prompt_tokens": length,
+        "tokens_seen": memory.tokens_seen,
+        "entries": memory.entries,
+        "evicted": memory.evicted,
+        "kv_bytes": memory.kv_bytes,
+        "logical_kv_bytes": logical,
+        "physical_over_logical": memory.kv_bytes / logical,
+        "metadata_bytes": memory.metadata_bytes,
+        "pool_bytes": engine.cache.pool.num_pages * engine.cache.pool.page_bytes,
+        "peak_growth_bytes": peak - before,
+        "process_peak_bytes": peak,
+    }
+
+
+def show(rows: list[dict[str, Any]], console: Console) -> None:
+    """Print the rows as one table; bytes in MiB."""
+    table = Table(title="Physical memory against prompt length")
+    for name in (
+        "policy", "prompt", "entries", "KV MiB", "physical/logical", "pool MiB",
+        "peak growth MiB", "process peak MiB",
+    ):  # fmt: skip
+        table.add_column(name, justify="left" if name == "policy" else "right")
+    for row in rows:
+        table.add_row(
+            row["policy"],
+            f"{row['prompt_tokens']:,}",
+            f"{row['entries']:,}",
+            f"{row['kv_bytes'] / 2**20:.3f}",
+            f"{row['physical_over_logical']:.3f}",
+            f"{row['pool_bytes'] / 2**20:.2f}",
+            f"{row['peak_growth_bytes'] / 2**20:.1f}",
+            f"{row['process_peak_bytes'] / 2**20:.0f}",
+        )
+    console.print(table)
+
+
+def main() -> None:
+    """Run the program."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--budget", type=float, default=64.0, help="M, entries per row")
+    parser.add_argument("--chunk", type=int, default=1024, help="prefill chunk, tokens")
+    parser.add_argument("--longest", type=int, default=LENGTHS[-1], help="longest prompt, tokens")
+    parser.add_argument("--policies", nargs="+", default=["dbtrimkv", "full"])
+    parser.add_argument("--output", type=Path, default=Path("eval/results/memory-cpu.json"))
+    args = parser.parse_args()
+    console = Console(width=120)
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        build_model(Path(folder))
+        context = multiprocessing.get_context("spawn")
+        for policy in args.policies:
+            for length in (n for n in LENGTHS if n <= args.longest):
+                with context.Pool(1) as pool:
+                    job = (folder, policy, args.budget, args.chunk, length)
+                    rows.append(pool.apply(measure, job))
+                console.print(json.dumps(rows[-1]), style="dim", soft_wrap=True)
+    show(rows, console)
+    settings = {"budget": args.budget, "chunk": args.chunk, "decoded": DECODED}
+    write_results(args.output, settings, rows)
+
+
+if __name__ == "__main__":
+    main()

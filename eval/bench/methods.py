@@ -1,0 +1,100 @@
+"""Our sides of the decode benchmark: the graph path and the eager one, with eviction or without."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from engine.backends.cuda import GraphRunner
+from engine.errors import MmkvError
+from engine.runtime import Runtime
+from engine.sequence import CachedSequence
+from eval.bench.synthetic_cache import filled_sessions, rewind
+from mmkv.measure.speed_model import StepBytes, entry_bytes, step_bytes
+from mmkv.measure.timing import wall
+
+EAGER_STEPS = 8  # it is slow, and only there to be compared with
+# Entries that a row may grow by before the block tables, and with them the graphs, are made anew.
+SPARE_COLUMNS = 1024
+
+
+class Own:
+    """Sessions of an engine, filled with random entries, that decode again and again.
+
+    With a policy that evicts they stand at their budget and stay there; without one they are cut
+    back after each run.
+    """
+
+    def __init__(self, engine: Runtime, batch: int, context: int, skew: float, steps: int) -> None:
+        self.engine, self.context, self.steps = engine, context, steps
+        self.sessions: list[CachedSequence] = filled_sessions(engine, batch, context, skew, steps)
+        longest = int(engine.cache.length.max())
+        engine.cache._widen(
+            (longest + max(steps, SPARE_COLUMNS)) // engine.cache.pool.page_size + 2
+        )
+        self.tokens = [lane % engine.spec.vocab_size for lane in range(batch)]
+
+    def timed(self, decode: Callable[[], Any]) -> float:
+        """Seconds of one call that decodes; the sessions are as long afterwards as before."""
+        seconds = wall(decode, self.engine.device)
+        if not self.engine.policy.evicts:
+            for session in self.sessions:
+                rewind(session, self.context)
+        return seconds
+
+    def graph(self, runner: GraphRunner, steps: int | None = None) -> float:
+        """Seconds of ``steps`` steps of the static path (a CUDA graph where CUDA is)."""
+        count = steps or self.steps
+        return self.timed(lambda: runner.decode(self.sessions, self.tokens, count))
+
+    def graph_step(self, runner: GraphRunner) -> tuple[float, float]:
+        """Seconds per step: without what a call of ``decode`` costs once, and with it.
+
+        The first is the slope between a short call and one of all steps.
+        """
+        few = max(1, self.steps // 4)
+        short, long = self.graph(runner, few), self.graph(runner)
+        return max(long - short, 1e-9) / max(self.steps - few, 1), long / self.steps
+
+    def eager(self) -> float:
+        """Seconds of ``EAGER_STEPS`` steps of :meth:`Runtime.decode`, in torch."""
+
+        def decode() -> None:
+            token = self.tokens
+            for _ in range(EAGER_STEPS):
+                token = self.engine.decode(self.sessions, token).argmax(-1).tolist()
+
+        return self.timed(decode)
+
+    def step_bytes(self) -> StepBytes:
+        """What a step reads, in the middle of a run."""
+        found = step_bytes(self.engine, self.sessions)
+        if self.engine.policy.evicts:
+            return found
+        grown = len(self.sessions) * self.engine.spec.rows * self.steps // 2
+        return StepBytes(found.weights, found.kv + grown * entry_bytes(self.engine), found.gates)
+
+    def memory(self) -> dict[str, Any]:
+        """Physical bytes of the entries, beside what they would take without pages."""
+        pool = self.engine.cache.pool
+        pages = sum(self.engine.cache.held_pages(session.seq) for session in self.sessions)
+        entries = sum(session.entries for session in self.sessions)
+        length = self.engine.cache.length[[session.seq for session in self.sessions]]
+        return {
+            "entries": entries,
+            "kv_bytes": pages * pool.kv_page_bytes,
+            "metadata_bytes": pages * pool.metadata_page_bytes + self.engine.cache.table.nbytes,
+            "physical_over_logical": pages * pool.page_size / entries,
+            "longest_row": int(length.max()),
+            "empty_rows": float((length == 0).float().mean()),
+        }
+
+
+def why_not(error: BaseException) -> bool:
+    """Whether a side that failed like this can be named and left out; else the GPU is lost."""
+    if isinstance(error, MmkvError | torch.OutOfMemoryError):
+        return True
+    lost = ("device-side assert", "illegal memory", "misaligned", "launch failure")
+    return isinstance(error, RuntimeError) and not any(word in str(error) for word in lost)

@@ -1,0 +1,308 @@
+"""One peer of the decode benchmark in a process of its own: ``python -m eval.bench.peer JSON``.
+
+A process of its own because peers need other versions of transformers than mmkv (``--python`` of
+the benchmark names their environment), and because one that fails must not take the others along.
+It builds the model of ``shapes``, fills a cache, says ``{"ready": ...}`` on stdout, and
+then answers each line on stdin, the number of tokens to decode, with the seconds that they took.
+Only decode steps are timed: from the first new token to the last.
+
+Only torch and transformers (4.57 to 5) are needed, and the peer's own package.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import torch
+import transformers
+from torch import Tensor
+
+from eval.bench.names import BATCHING, DYNAMIC, KVPRESS, STATIC, TRIMKV
+from eval.bench.shapes import SHAPES, Shape, build_model, config_arguments, randomise
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a peer is asked to do; ``context`` tokens are in the cache before it decodes.
+
+    Attributes:
+        budget: entries per layer and KV head, for peers that evict; tokens: most per run.
+    """
+
+    peer: str
+    shape: str
+    batch: int
+    context: int
+    budget: int
+    tokens: int
+    device: str
+    dtype: str
+
+    @property
+    def sizes(self) -> Shape:
+        """The model's sizes."""
+        return SHAPES[self.shape]
+
+    @property
+    def where(self) -> tuple[torch.device, torch.dtype]:
+        """The device and dtype."""
+        return torch.device(self.device), getattr(torch, self.dtype)
+
+
+class Clock:
+    """A stopping criterion that never stops and notes when tokens came."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.times: list[float] = []
+
+    def __call__(self, ids: Tensor, scores: Any, **_: Any) -> Tensor:
+        """Note the time; generate itself waits for the device at every token."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self.times.append(time.perf_counter())
+        return torch.zeros(ids.shape[0], dtype=torch.bool, device=ids.device)
+
+
+class Generate:
+    """``model.generate`` on a cache that holds the context already, in random numbers."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.device, self.dtype = job.where
+        self.held = job.context - 1  # generate reads the last token of the prompt itself
+        self.model = self.build()
+        self.cache = self.fill()
+
+    def build(self) -> Any:
+        """The model."""
+        return build_model(self.job.sizes, self.device, self.dtype)
+
+    def empty(self) -> Any:
+        """A cache for the job."""
+        return transformers.DynamicCache(config=self.model.config)
+
+    def fill(self) -> Any:
+        """A cache of ``held`` random entries in every layer."""
+        cache, shape = self.empty(), self.job.sizes
+        size = (self.job.batch, shape.kv_heads, self.held, shape.head_dim)
+        at = {"cache_position": torch.arange(self.held, device=self.device)}
+        for layer in range(shape.layers):
+            key, value = (
+                torch.empty(size, dtype=self.dtype, device=self.device).normal_() for _ in range(2)
+            )
+            cache.update(key, value, layer, at)
+        return cache
+
+    def restore(self) -> None:
+        """Cut the cache back to the context."""
+        extra = self.cache.get_seq_length() - self.held
+        if extra > 0:
+            self.cache.crop(-extra)
+
+    def prompt(self) -> Tensor:
+        """Token ids; those before the last one only say how long the context is."""
+        ids = torch.ones(self.job.batch, self.held + 1, dtype=torch.int64)
+        return ids.to(self.device)
+
+    @torch.inference_mode()
+    def run(self, tokens: int) -> float:
+        """Seconds of ``tokens`` decode steps."""
+        clock, prompt = Clock(self.device), self.prompt()
+        self.model.generate(
+            input_ids=prompt, attention_mask=torch.ones_like(prompt), past_key_values=self.cache,
+            max_new_tokens=tokens + 1, min_new_tokens=tokens + 1, do_sample=False, use_cache=True,
+            stopping_criteria=transformers.StoppingCriteriaList([clock]),
+        )  # fmt: skip
+        self.restore()
+        if len(clock.times) != tokens + 1:
+            raise RuntimeError(f"{len(clock.times) - 1} steps were timed, {tokens} asked for")
+        return clock.times[-1] - clock.times[0]
+
+
+class Static(Generate):
+    """The same with a static cache, which makes transformers compile the step on a GPU."""
+
+    def empty(self) -> Any:
+        """A cache of the final length."""
+        length = self.job.context + self.job.tokens + 8
+        return transformers.StaticCache(config=self.model.config, max_cache_len=length)
+
+    def restore(self) -> None:
+        """Clear what was decoded: older versions count what is not zero, newer ones keep count."""
+        for layer in self.cache.layers:
+            layer.keys[:, :, self.held :].zero_()
+            layer.values[:, :, self.held :].zero_()
+            if hasattr(layer, "cumulative_length"):
+                layer.cumulative_length.fill_(self.held)
+
+
+class Kvpress(Generate):
+    """NVIDIA's kvpress: a decoding press (KnormPress, its cheapest) over generate.
+
+    Its cache starts at the budget, and is cut back to it every 16 steps.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self.presses = importlib.import_module("kvpress")
+        super().__init__(job)
+
+    def fill(self) -> Any:
+        """Nothing more than the budget lies in its cache."""
+        self.held = min(self.job.context - 1, self.job.budget)
+        return super().fill()
+
+    def restore(self) -> None:
+        """The press left other lengths behind: fill anew."""
+        self.cache = None
+        self.cache = self.fill()
+
+    def run(self, tokens: int) -> float:
+        """Generate inside the press."""
+        press = self.presses.DecodingPress(
+            base_press=self.presses.KnormPress(), compression_interval=16,
+            target_size=self.job.budget,
+        )  # fmt: skip
+        with press(self.model):
+            return super().run(tokens)
+
+
+class Trimkv(Generate):
+    """The TRIM-KV authors' package (0.1.5): its model, its cache, and a real prefill each run."""
+
+    def __init__(self, job: Job) -> None:
+        self.models = importlib.import_module("trimkv.models.qwen3")
+        self.caches = importlib.import_module("trimkv.cache_utils")
+        super().__init__(job)
+
+    def build(self) -> Any:
+        """Their Qwen3 with untrained gates."""
+        if self.job.sizes.kind != "qwen3":
+            raise RuntimeError("trimkv has other shapes as well; only Qwen3 is set up here")
+        config = self.models.TrimKVQwen3Config(
+            memory_size=self.job.budget, global_capacity=False, **config_arguments(self.job.sizes)
+        )
+        with torch.device("meta"):
+            model = self.models.TrimKVQwen3ForCausalLM(config)
+        made = randomise(model, config, self.device, self.dtype)
+        made.config._attn_implementation = "flash_attention_2"
+        return made
+
+    def fill(self) -> Any:
+        """Empty: generate fills it by reading the prompt."""
+        return self.caches.TrimKVCache(
+            memory_size=self.job.budget, buffer_size=32, device=str(self.device)
+        )
+
+    def restore(self) -> None:
+        """A new cache for the next run."""
+        self.cache = None
+        self.cache = self.fill()
+
+
+class Paged(Generate):
+    """transformers' continuous batching; it reads the prompts for real.
+
+    Timed is the span in which all sequences decode, from the last one's first token to the first
+    one's last.
+    """
+
+    def fill(self) -> Any:
+        """The prompts, all different: equal ones would share their pages."""
+        generator = torch.Generator().manual_seed(0)
+        size = (self.job.batch, self.job.context)
+        return torch.randint(1, self.job.sizes.vocab, size, generator=generator).tolist()
+
+    def room(self, tokens: int) -> Any:
+        """Blocks for this job: left alone it sizes its buffers after all free memory."""
+        blocks = self.job.batch * ((self.job.context + tokens) // 256 + 2)
+        config = transformers.generation.ContinuousBatchingConfig
+        return config(num_blocks=blocks, max_batch_tokens=max(2048, self.job.batch))
+
+    def run(self, tokens: int) -> float:
+        """Seconds per ``tokens`` steps, from the time stamps of the tokens.
+
+        Not in inference mode: its worker is another thread, which would not be in it.
+        """
+        settings = transformers.GenerationConfig(
+            max_new_tokens=2 * tokens, do_sample=False, eos_token_id=-1, pad_token_id=0
+        )
+        made = self.model.generate_batch(
+            self.cache, generation_config=settings, record_timestamps=True, progress_bar=False,
+            continuous_batching_config=self.room(2 * tokens),
+        )  # fmt: skip
+        stamps = [list(result.timestamps or []) for result in made.values()]
+        if len(stamps) != self.job.batch or not all(len(s) > tokens for s in stamps):
+            errors = [result.error for result in made.values() if result.error]
+            raise RuntimeError(f"not all requests gave time stamps; {errors[:1] or 'no error'}")
+        start, end = max(s[0] for s in stamps), min(s[-1] for s in stamps)
+        inside = sum(start <= t <= end for s in stamps for t in s) / len(stamps) - 1
+        if inside < tokens / 2:
+            raise RuntimeError("the sequences did not decode at the same time long enough")
+        return (end - start) / inside * tokens
+
+
+PEERS: dict[str, Callable[[Job], Generate]] = {
+    DYNAMIC: Generate,
+    STATIC: Static,
+    BATCHING: Paged,
+    KVPRESS: Kvpress,
+    TRIMKV: Trimkv,
+}
+
+
+def versions() -> dict[str, str]:
+    """What runs here; it need not be what mmkv runs on."""
+    from importlib import metadata
+
+    found = {"torch": torch.__version__, "transformers": transformers.__version__}
+    for name in ("kvpress", "trimkv", "flash-attn"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
+
+
+def serve(job: Job, say: Callable[[dict[str, Any]], None]) -> None:
+    """Prepare the peer, then decode as often as stdin asks."""
+    peer = PEERS[job.peer](job)
+    peer.run(min(4, job.tokens))  # compiles, and shows that it runs
+    say({"ready": True, "versions": versions()})
+    for line in sys.stdin:
+        seconds = peer.run(int(line))
+        peak = torch.cuda.max_memory_allocated() if job.where[0].type == "cuda" else None
+        say({"seconds": seconds, "peak_bytes": peak})
+
+
+def main(arguments: list[str]) -> int:
+    """Run one job; what goes wrong is said on stdout as well, in one line."""
+    # Libraries print: only our own lines may reach the real stdout.
+    with os.fdopen(os.dup(1), "w") as answers:
+        os.dup2(2, 1)
+
+        def say(answer: dict[str, Any]) -> None:
+            answers.write(json.dumps(answer) + "\n")
+            answers.flush()
+
+        try:
+            serve(Job(**json.loads(arguments[0])), say)
+        except BaseException as error:
+            traceback.print_exc()
+            first = (str(error).strip().splitlines() or [""])[0]
+            say({"failed": f"{type(error).__name__}: {first}"[:240]})
+            return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,226 @@
+"""Time to the first token and peak memory of long prompts: cut back chunk by chunk, or kept whole.
+
+``python -m eval.bench.prefill`` reads prompts of 4k .. 512k random tokens into a shape with random
+weights. Sides take turns: chunks with eviction to M after each, the same engine with a full cache,
+and transformers in one pass with its own attention. Memory is the peak above what the weights take.
+Figures go to ``gpu-prefill-<shape>.json`` after each length.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine.errors import MmkvError
+from engine.runtime import Runtime
+from eval.bench.methods import why_not
+from eval.bench.output import curves, device_note, failure, on_gpu, parser, save, table, where
+from eval.bench.shapes import SHAPES, Shape, build_engine, build_model
+from mmkv.measure.timing import spread, take_turns, wall
+
+LENGTHS = (4096, 16384, 65536, 131072, 200_000, 524_288)
+EVICTING, FULL, PEER = "mmkv, evicting", "mmkv, full cache", "transformers, one pass"
+
+
+class Side(ABC):
+    """One way to read a prompt; ``run`` returns seconds and notes memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.peak: int | None = None  # bytes; only a GPU tells
+        self.kv = 0
+
+    def prepare(self) -> None:  # noqa: B027 - nothing, for most
+        """What is not timed."""
+
+    @abstractmethod
+    def read(self, prompt: torch.Tensor) -> None:
+        """Read the prompt and choose the first token; sets ``kv``."""
+
+    def leave(self) -> None:  # noqa: B027
+        """Let go of what :meth:`prepare` made."""
+
+    def run(self, prompt: torch.Tensor) -> float:
+        """Seconds to the first token."""
+        gc.collect()
+        cuda = self.device.type == "cuda"
+        if cuda:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(self.device)
+        before = torch.cuda.memory_allocated(self.device) if cuda else 0
+        self.prepare()
+        try:
+            seconds = wall(lambda: self.read(prompt), self.device)
+        finally:
+            self.leave()
+        if cuda:
+            peak = torch.cuda.max_memory_allocated(self.device) - before
+            self.peak = max(self.peak or 0, peak)
+        return seconds
+
+
+class Own(Side):
+    """A session of our engine, with a pool that starts empty each time."""
+
+    def __init__(self, make: Callable[[], Runtime], device: torch.device) -> None:
+        super().__init__(device)
+        self.make = make
+        self.engine: Runtime | None = None
+
+    def prepare(self) -> None:
+        """An engine."""
+        self.engine = self.make()
+
+    def leave(self) -> None:
+        """Its pool goes."""
+        self.engine = None
+
+    def read(self, prompt: torch.Tensor) -> None:
+        """Prefill in chunks."""
+        assert self.engine is not None
+        with self.engine.session() as session:
+            int(session.prefill({"input_ids": prompt}).argmax())
+            self.kv = session.memory().kv_bytes
+
+
+class Peer(Side):
+    """transformers: the whole prompt in one forward pass."""
+
+    def __init__(self, shape: Shape, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__(device)
+        self.model = build_model(shape, device, dtype)
+        self.token_bytes = shape.kv_token_bytes(dtype.itemsize)
+
+    @torch.inference_mode()
+    def read(self, prompt: torch.Tensor) -> None:
+        """Forward, with logits of the last token only."""
+        made = self.model(
+            input_ids=prompt.to(self.device), use_cache=True, logits_to_keep=1, return_dict=True
+        )
+        int(made.logits[0, -1].argmax())
+        self.kv = prompt.numel() * self.token_bytes
+
+
+def sides_of(args: argparse.Namespace) -> dict[str, Side]:
+    """The sides that were asked for."""
+    device, dtype = on_gpu(args)
+    shape = SHAPES[args.shape]
+    base = build_engine(shape, "full", device=device, dtype=dtype)
+    options: dict[str, Any] = {
+        "device": device,
+        "dtype": dtype,
+        "weights_of": base,
+        "prefill_chunk": args.chunk,
+    }
+
+    def engine(policy: str) -> Callable[[], Runtime]:
+        return lambda: build_engine(shape, policy, args.budget, **options)
+
+    made: dict[str, Side] = {EVICTING: Own(engine("dbtrimkv"), device)}
+    if args.full_longest:
+        made[FULL] = Own(engine("full"), device)
+    if args.peer_longest:
+        made[PEER] = Peer(shape, device, dtype)
+    return made
+
+
+def measure(args: argparse.Namespace, sides: dict[str, Side], length: int) -> dict[str, Any]:
+    """All sides on one prompt; rounds are fewer for long prompts (``--seconds``), 1 at least."""
+    longest = {FULL: args.full_longest, PEER: args.peer_longest}
+    vocab, generator = SHAPES[args.shape].vocab, torch.Generator().manual_seed(length)
+    prompt = torch.randint(1, vocab, (1, length), generator=generator)
+    found: dict[str, Any] = {"length": length, "sides": {}}
+    running: dict[str, Callable[[], float]] = {}
+    first: dict[str, list[float]] = {}
+    for name, side in sides.items():
+        if length > longest.get(name, length):
+            found["sides"][name] = {"failed": f"not asked for above {longest[name]} tokens"}
+            continue
+        side.peak = None
+        try:
+            if length == args.lengths[0]:
+                side.run(prompt)  # compiles
+            first[name] = [side.run(prompt)]
+        except Exception as error:
+            if not why_not(error):
+                raise
+            found["sides"][name] = {"failed": failure(error)}
+            continue
+        running[name] = lambda side=side: side.run(prompt)
+    once = sum(times[0] for times in first.values())
+    rounds = min(args.rounds, int(args.seconds / max(once, 1e-9)))
+    for name, times in (take_turns(running, rounds) if rounds else first).items():
+        found["sides"][name] = {
+            "seconds": spread(times),
+            "peak_bytes": sides[name].peak,
+            "kv_bytes": sides[name].kv,
+        }
+    ours = found["sides"][EVICTING].get("seconds")
+    for side in found["sides"].values():
+        if ours and "seconds" in side:
+            side["over_evicting"] = side["seconds"]["median"] / ours["median"]
+    return found
+
+
+def show(args: argparse.Namespace, found: Sequence[dict[str, Any]]) -> Path | None:
+    """Print the table and draw the figure."""
+    rows: list[list[Any]] = []
+    lines: dict[str, tuple[list[Any], list[Any]]] = {}
+    for case in found:
+        for name, side in case["sides"].items():
+            if "failed" in side:
+                rows.append([f"{case['length']:,}", name, "-", "-", "-", side["failed"]])
+                continue
+            low, high = side["seconds"]["quartiles"]
+            middle = side["seconds"]["median"]
+            rows.append(
+                [f"{case['length']:,}", name, f"{middle:.3f} ({low:.3f} .. {high:.3f})",
+                 f"{side['over_evicting']:.2f}" if "over_evicting" in side else "-",
+                 "-" if side["peak_bytes"] is None else f"{side['peak_bytes'] / 1e9:.2f}",
+                 f"{side['kv_bytes'] / 1e9:.3f} GB KV at the end"]
+            )  # fmt: skip
+            x, y = lines.setdefault(name, ([], []))
+            x.append(case["length"])
+            y.append(middle)
+    names = ("tokens", "side", "seconds to first token", "x evicting", "peak GB", "")
+    table(f"Prefill, {args.shape}, M = {args.budget:g}, chunks of {args.chunk}", names, rows)
+    path = args.output / f"{args.name or f'gpu-prefill-{args.shape}'}.png"
+    return curves(path, f"Prefill, {args.shape}", ("prompt tokens", "s to first token"), lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the program; 1 when our evicting side failed."""
+    options = parser("bench_prefill", __doc__)
+    options.add_argument("--shape", default="qwen3-4b", choices=SHAPES)
+    options.add_argument("--lengths", type=int, nargs="+", default=list(LENGTHS))
+    options.add_argument("--budget", type=float, default=256, help="M, entries per row")
+    options.add_argument("--chunk", type=int, default=2048, help="tokens per prefill chunk")
+    options.add_argument("--full-longest", type=int, default=200_000, help="0: leave it out")
+    options.add_argument("--peer-longest", type=int, default=200_000, help="0: leave it out")
+    options.add_argument("--seconds", type=float, default=20, help="for the rounds of a length")
+    args = options.parse_args(arguments)
+    args.lengths.sort()
+    try:
+        sides = sides_of(args)
+    except MmkvError as error:
+        options.error(str(error))
+    note = device_note(where(args)[0])
+    print(note)
+    found: list[dict[str, Any]] = []
+    for length in args.lengths:
+        found.append(measure(args, sides, length))
+        path = save(args, f"gpu-prefill-{args.shape}", {"note": note, "lengths": found})
+    picture = show(args, found)
+    print(f"in {path}" + (f", {picture}" if picture else ""))
+    return int(any("failed" in case["sides"][EVICTING] for case in found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,175 @@
+"""True sizes of the models the benchmarks speak of, with random weights: nothing is downloaded.
+
+A decode step costs what its bytes cost, whatever they mean, so random weights in the true shapes
+time the same. The text decoder of Qwen3-VL is that of Qwen3 (for text tokens M-RoPE turns all
+frequencies alike), and that of LLaVA-1.5 is Llama's; their vision sides take no part in decoding.
+
+Only torch and transformers are imported at the top: the peers' own environments read this too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers
+
+if TYPE_CHECKING:
+    from engine.runtime import Runtime
+
+# Positions that may be used: speed runs go past what some of these models were trained for.
+MOST_POSITIONS = 2**20
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of one text decoder, as its published config.json gives them.
+
+    Attributes:
+        kind: ``qwen3`` or ``llama``; inner: width f of the MLP; theta: base of the rope.
+        tied: whether the output head is the embedding; gate: width of the retention gates' trunk.
+    """
+
+    kind: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    inner: int
+    vocab: int
+    tied: bool
+    theta: float
+    eps: float
+    gate: int = 512
+
+    @property
+    def rows(self) -> int:
+        """Cache rows of one sequence."""
+        return self.layers * self.kv_heads
+
+    @property
+    def parameters(self) -> int:
+        """Weights of the decoder; a tied head counts once."""
+        wide, narrow = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        layer = self.hidden * (2 * wide + 2 * narrow + 3 * self.inner) + 2 * self.hidden
+        if self.kind == "qwen3":
+            layer += 2 * self.head_dim
+        ends = self.vocab * self.hidden * (1 if self.tied else 2) + self.hidden
+        return self.layers * layer + ends
+
+    def weight_bytes(self, itemsize: int = 2) -> int:
+        """Bytes of the weights."""
+        return self.parameters * itemsize
+
+    def kv_token_bytes(self, itemsize: int = 2) -> int:
+        """Bytes of the keys and values of one token in all layers."""
+        return 2 * self.rows * self.head_dim * itemsize
+
+
+# kind, layers, hidden, heads, KV heads, head_dim, MLP, vocabulary, tied, theta, eps
+SHAPES = {
+    "qwen3-4b": Shape("qwen3", 36, 2560, 32, 8, 128, 9728, 151936, True, 1e6, 1e-6),
+    "qwen3-vl-4b": Shape("qwen3", 36, 2560, 32, 8, 128, 9728, 151936, True, 5e6, 1e-6),
+    "qwen3-vl-8b": Shape("qwen3", 36, 4096, 32, 8, 128, 12288, 151936, False, 5e6, 1e-6),
+    "llava-1.5-7b": Shape("llama", 32, 4096, 32, 32, 128, 11008, 32064, False, 1e4, 1e-5),
+    "tiny": Shape("qwen3", 2, 64, 4, 2, 32, 96, 128, True, 1e4, 1e-6, gate=16),
+}
+
+
+def config_of(shape: Shape) -> Any:
+    """The transformers config of a shape (transformers 4.57 to 5)."""
+    kind = getattr(transformers, {"qwen3": "Qwen3Config", "llama": "LlamaConfig"}[shape.kind])
+    return kind(**config_arguments(shape))
+
+
+def config_arguments(shape: Shape) -> dict[str, Any]:
+    """What the config of a shape is made from; the base of the rope under its old and new name."""
+    return {
+        "vocab_size": shape.vocab,
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.inner,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "tie_word_embeddings": shape.tied,
+        "rms_norm_eps": shape.eps,
+        "max_position_embeddings": MOST_POSITIONS,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": 0,
+    } | (
+        {"rope_parameters": {"rope_type": "default", "rope_theta": shape.theta}}
+        if int(transformers.__version__.split(".")[0]) >= 5
+        else {"rope_theta": shape.theta}
+    )
+
+
+@torch.no_grad()
+def build_model(
+    shape: Shape, device: torch.device | str, dtype: torch.dtype, seed: int = 0
+) -> Any:  # fmt: skip
+    """A transformers model of this shape, made where it stays; equal for equal seeds."""
+    names = {"qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}
+    config = config_of(shape)
+    with torch.device("meta"):
+        model = getattr(transformers, names[shape.kind])(config)
+    return randomise(model, config, device, dtype, seed)
+
+
+@torch.no_grad()
+def randomise(
+    model: Any, config: Any, device: torch.device | str, dtype: torch.dtype, seed: int = 0
+) -> Any:
+    """Give a causal language model that lies on ``meta`` its memory and random weights."""
+    model = model.to(dtype).to_empty(device=device)
+    model.tie_weights()
+    generator = torch.Generator(device).manual_seed(seed)
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            parameter.fill_(1.0)  # norm gains
+        else:
+            parameter.normal_(0.0, 0.02, generator=generator)
+    # Its frequencies are a buffer, and were on meta.
+    model.model.rotary_emb = type(model.model.rotary_emb)(config).to(device)
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    return model.requires_grad_(False).eval()
+
+
+def build_engine(
+    shape: Shape,
+    policy: str = "dbtrimkv",
+    budget: float = 256,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.bfloat16,
+    weights_of: Runtime | None = None,
+    **settings: Any,
+) -> Runtime:
+    """An engine of this shape with random weights, and random gates if the policy reads them.
+
+    Args:
+        weights_of: an engine of the same shape, device and dtype whose weights to share.
+        settings: as of :class:`engine.runtime.Runtime`.
+    """
+    from engine.model.families import TextFamily
+    from engine.model.gates.module import make_random_gates
+    from engine.model.spec import DecoderSpec
+    from engine.model.weights import DecoderWeights
+    from engine.policies import make_policy
+    from engine.runtime import Runtime
+
+    chosen = make_policy(policy)
+    if weights_of is None:
+        model = build_model(shape, torch.device(device), dtype)
+        family, spec = TextFamily(model), DecoderSpec.from_hf(model.model)
+        weights = DecoderWeights.take(model.model, family.output_head(model), spec)
+    else:
+        family, spec = weights_of.family, weights_of.spec
+        weights = weights_of.decoder.weights
+    gates = None
+    if chosen.evicts and chosen.scoring.needs_gates:
+        gates = make_random_gates(spec, d_gate=shape.gate)
+    return Runtime(family, spec, weights, gates, chosen, budget, **settings)

@@ -1,0 +1,200 @@
+"""A judge behind an OpenAI-compatible endpoint: asking, waiting, giving up."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+from engine.errors import InputError, MmkvError
+from eval.mmdu.http import Answer, post
+
+# Waits between attempts: the first, and the longest that is waited without being told to.
+FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 60.0
+# A server that asks for more than this has closed for the day (a quota, not a rate).
+LONGEST_RETRY_AFTER_S = 600.0
+_AGAIN = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 520, 522, 524, 529})
+_WRONG_SETUP = frozenset({401, 402, 403, 404, 405})
+
+
+class JudgeError(MmkvError):
+    """The judge cannot be used at all: going on with other questions would be no better."""
+
+
+class NoVerdictError(Exception):
+    """This question got no reply, for a cause that says nothing about the answer in question."""
+
+
+@dataclass(frozen=True)
+class Reply:
+    """A judge's reply. ``refusal``: why it wrote none (a content filter), else empty."""
+
+    text: str
+    refusal: str = ""
+    finish_reason: str = ""
+    usage: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Endpoint:
+    """Where the judge is and how patiently it is asked.
+
+    Attributes:
+        base_url: for example https://api.openai.com/v1. extra: fields put into every request
+            (None takes a field out). retries: attempts after the first. timeout: seconds each.
+    """
+
+    base_url: str
+    model: str
+    key: str | None = field(default=None, repr=False)
+    extra: dict[str, Any] = field(default_factory=dict)
+    retries: int = 6
+    timeout: float = 180.0
+
+    def __post_init__(self) -> None:
+        parts = urlsplit(self.base_url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise InputError(f"{self.base_url!r} is no http(s) address; check --base-url")
+        if self.key is not None and not (self.key.isascii() and self.key.isprintable()):
+            raise InputError("the API key holds characters that no key has; set it again")
+
+    @property
+    def url(self) -> str:
+        """The address that requests go to."""
+        base = self.base_url.rstrip("/")
+        return base if base.endswith("/chat/completions") else f"{base}/chat/completions"
+
+
+class JudgeClient:
+    """Asks one judge, from several threads at a time.
+
+    ``notify``: called with a line when something is waited for. ``stop()`` ends all waiting.
+    """
+
+    def __init__(self, endpoint: Endpoint, notify: Callable[[str], None] = lambda _: None) -> None:
+        self.endpoint, self._notify = endpoint, notify
+        self._stopped = threading.Event()
+        self._lock = threading.Lock()
+        self._quiet_until = 0.0
+
+    def stop(self) -> None:
+        """Let no request begin any more; waiting threads end with NoVerdictError."""
+        self._stopped.set()
+
+    def ask(self, text: str, images: Sequence[str]) -> Reply:
+        """The judge's reply to ``text`` with ``images`` (data: URIs).
+
+        Rate limits, server faults and timeouts are tried again after growing waits with jitter,
+        or after what Retry-After asks for; then all threads wait.
+
+        Raises:
+            NoVerdictError: no reply to this question. JudgeError: none to any question.
+        """
+        content: list[dict[str, Any]] = [{"type": "text", "text": text}]
+        content += [{"type": "image_url", "image_url": {"url": image}} for image in images]
+        body = {
+            "model": self.endpoint.model,
+            "messages": [{"role": "user", "content": content}],
+            "max_tokens": 4096,
+            **self.endpoint.extra,
+        }
+        body = {name: value for name, value in body.items() if value is not None}
+        headers = {"Authorization": f"Bearer {self.endpoint.key}"} if self.endpoint.key else {}
+        for attempt in range(self.endpoint.retries + 1):
+            self._wait_my_turn()
+            answer = post(self.endpoint.url, body, headers, self.endpoint.timeout)
+            reply = self._reply(answer)
+            if reply is not None:
+                return reply
+            self._back_off(answer, attempt)
+        if answer.unreachable:
+            raise JudgeError(f"the judge is down: {self._told(answer)}; check --base-url")
+        raise NoVerdictError(f"{self._told(answer)}, {attempt + 1} times")
+
+    def _reply(self, answer: Answer) -> Reply | None:
+        """A reply, None to try again. Raises NoVerdictError, JudgeError."""
+        if answer.status == 200:
+            return _read_reply(answer.body)
+        if answer.status == 400 and _is_filtered(answer.body):
+            return Reply("", refusal=self._told(answer))
+        if answer.status in _WRONG_SETUP or 300 <= answer.status < 400:
+            raise JudgeError(
+                f"the judge refuses: {self._told(answer)}; check the key, --base-url and "
+                "--judge-model"
+            )
+        if answer.status == 429 and _is_out_of_money(answer.body):
+            raise JudgeError(f"the judge's account is empty: {self._told(answer)}; top it up")
+        if answer.status in _AGAIN or answer.status >= 500 or answer.status == 0:
+            return None
+        raise NoVerdictError(f"the judge does not take the request: {self._told(answer)}")
+
+    def _back_off(self, answer: Answer, attempt: int) -> None:
+        asked = answer.retry_after
+        if asked is not None and asked > LONGEST_RETRY_AFTER_S:
+            raise JudgeError(
+                f"the judge asks to come back in {asked:,.0f} s ({self._told(answer)}); run the "
+                "same command again then"
+            )
+        if attempt >= self.endpoint.retries:
+            return
+        # Jitter, so that threads refused together do not come back together.
+        wait = min(LONGEST_WAIT_S, FIRST_WAIT_S * 2**attempt) * random.uniform(0.5, 1.0)
+        if asked is not None:
+            wait = asked + min(wait, FIRST_WAIT_S)
+            with self._lock:
+                self._quiet_until = max(self._quiet_until, time.monotonic() + asked)
+        self._notify(f"{self._told(answer)}; trying again in {wait:.1f} s")
+        self._stopped.wait(wait)
+
+    def _wait_my_turn(self) -> None:
+        while not self._stopped.is_set():
+            with self._lock:
+                left = self._quiet_until - time.monotonic()
+            if left <= 0:
+                return
+            self._stopped.wait(left)
+        raise NoVerdictError("stopped")
+
+    def _told(self, answer: Answer) -> str:
+        """What went wrong, with the key taken out should the server repeat it."""
+        text = answer.message()
+        if answer.status == 200:
+            text = "the judge's reply is no chat completion"
+        return text.replace(self.endpoint.key, "***") if self.endpoint.key else text
+
+
+def _read_reply(body: Any) -> Reply | None:
+    """The reply in a chat completion; None when there is no completion in it (a proxy's page)."""
+    try:
+        choice = body["choices"][0]
+        message = choice["message"]
+        text, refusal = message.get("content"), message.get("refusal")
+        reason = str(choice.get("finish_reason") or "")
+    except (KeyError, IndexError, TypeError, AttributeError):
+        return None
+    if isinstance(text, list):  # content in parts
+        text = "".join(str(part.get("text", "")) for part in text if isinstance(part, dict))
+    text = text if isinstance(text, str) else ""
+    usage = body.get("usage")
+    usage = usage if isinstance(usage, dict) else {}
+    if not text and (refusal or reason == "content_filter"):
+        return Reply("", str(refusal or "content filter"), reason, usage)
+    return Reply(text, "", reason, usage)
+
+
+def _is_filtered(body: Any) -> bool:
+    error = body.get("error") if isinstance(body, dict) else None
+    code = str(error.get("code") or error.get("type")) if isinstance(error, dict) else ""
+    return "content_filter" in code or "content_policy" in code
+
+
+def _is_out_of_money(body: Any) -> bool:
+    error = body.get("error") if isinstance(body, dict) else None
+    return isinstance(error, dict) and "insufficient_quota" in (
+        error.get("code"),
+        error.get("type"),
+    )

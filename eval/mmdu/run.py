@@ -1,0 +1,203 @@
+"""``mmkv mmdu``: answer every dialogue of a set, one file each, and say what it took."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from engine.errors import InputError, MmkvError
+from eval.mmdu.data import Dialogue, Problem, find_pictures, read_benchmark, require_folder
+from eval.mmdu.files import SUMMARY, AnswerFolder, write_json
+from eval.mmdu.summary import exact_table, memory_table, summarize
+from mmkv.chat.display import Display
+from mmkv.chat.options import ChatOptions
+from mmkv.environment import versions
+
+if TYPE_CHECKING:
+    from mmkv.api import Engine
+
+Job = tuple[Dialogue, list[Path]]
+
+
+@dataclass
+class DataOptions:
+    """Which dialogues: ``data`` None takes the bundled set, ``images`` None the data's folder."""
+
+    data: Path | None = None
+    images: Path | None = None
+    limit: int | None = None
+    allow_unused_images: bool = False
+
+    def source(self) -> tuple[Path, Path]:
+        """The benchmark file and the folder of its pictures. Raises MmkvError."""
+        if self.data is None:
+            from mmkv.resources import bundled_model
+
+            self.data = bundled_model().parent / "mmdu" / "benchmark.json"
+        return self.data, self.data.parent if self.images is None else self.images
+
+    def read(self) -> tuple[list[Dialogue], list[Problem], Path]:
+        """Usable dialogues, problems with the others, and the folder. Raises MmkvError."""
+        data, folder = self.source()
+        dialogues, problems = read_benchmark(data, self.limit, self.allow_unused_images)
+        if any(dialogue.images for dialogue in dialogues):
+            require_folder(folder)
+        return dialogues, problems, folder
+
+
+def run(data: DataOptions, options: ChatOptions, output: Path) -> int:
+    """Answer what is not answered yet and print the summary.
+
+    Returns 0 when every dialogue is answered. Raises MmkvError: nothing could be done, or some
+    dialogues failed (each was named on stderr; the others' answers stand).
+    """
+    display = Display(options)
+    if output.exists() and not output.is_dir():
+        raise InputError(f"{output} is a file; name a folder with --output")
+    dialogues, problems, folder = data.read()
+    jobs: list[Job] = []
+    for dialogue in dialogues:
+        try:
+            jobs.append((dialogue, find_pictures(dialogue, folder)))
+        except InputError as error:
+            problems.append(Problem(dialogue.id, str(error)))
+    for problem in problems:
+        _report(display, problem)
+    total = len(jobs) + len(problems)
+    if not jobs:
+        raise InputError(f"none of the {total} dialogues can be used: the lines above say why")
+    answers = AnswerFolder(output)
+    engine = _engine(options, display, any(pictures for _, pictures in jobs))
+    answers.begin(_settings(engine, options), {"model": options.model, "versions": versions()})
+    finished = _answer_all(engine, options, display, answers, jobs, problems)
+    summary = summarize([dialogue for dialogue, _ in jobs], finished, len(problems))
+    write_json(output / SUMMARY, summary)
+    budget = f", budget {engine.budget.describe()}" if engine.policy.evicts else ""
+    name = str(options.model)
+    name = Path(name).resolve().name if Path(name).is_dir() else name
+    memory_table(summary, f"{name}, {engine.policy.name}{budget}").show()
+    if summary["exact"]:
+        exact_table(summary["exact"], "Exact answers").show()
+    if summary["cut_at_max_new_tokens"]:
+        cut = f"{summary['cut_at_max_new_tokens']} of {summary['questions']} answers"
+        display.note(f"{cut} ended at --max-new-tokens {options.max_new_tokens}")
+    display.note(f"{len(finished)} of {total} dialogues are answered in {output}")
+    if problems:
+        raise InputError(
+            f"{len(problems)} of {total} dialogues failed, for the reasons above; "
+            f"{len(finished)} are answered in {output}; run the same command again after mending"
+        )
+    return 0
+
+
+def _engine(options: ChatOptions, display: Display, pictures: bool) -> Engine:
+    from mmkv.chat.run import load_engine
+
+    engine = load_engine(options, display)
+    if pictures and not engine.processor.sees:
+        raise InputError(f"{options.model} reads text only; name a model that takes pictures")
+    return engine
+
+
+def _settings(engine: Engine, options: ChatOptions) -> dict[str, Any]:
+    """All that an answer depends on, so that a folder never mixes two runs.
+
+    The set itself is not among it: every file is compared with its own dialogue, and a mended row
+    must not make the finished ones worthless.
+    """
+    budget = {"unit": engine.budget.kind, "value": engine.budget.value}
+    return {
+        **{f"engine_{key}": value for key, value in engine.identity().items()},
+        "policy": engine.policy.name,
+        "budget": budget if engine.policy.evicts else None,
+        "prefill_chunk": engine.prefill_chunk,
+        "page_size": engine.cache.pool.page_size,
+        "max_new_tokens": options.max_new_tokens,
+        "system": options.system,
+        "min_pixels": options.min_pixels,
+        "max_pixels": options.max_pixels,
+    }
+
+
+def _answer_all(
+    engine: Engine,
+    options: ChatOptions,
+    display: Display,
+    folder: AnswerFolder,
+    jobs: Sequence[Job],
+    problems: list[Problem],
+) -> dict[str, dict[str, Any]]:
+    """Finished rows by dialogue id; what fails is reported and added to ``problems``."""
+    from eval.mmdu.loop import answer
+
+    finished: dict[str, dict[str, Any]] = {}
+    skipped = 0
+    with _progress(display, sum(len(d.questions) for d, _ in jobs)) as bar:
+        for dialogue, pictures in jobs:
+            bar.begin(dialogue)
+            try:
+                row = folder.load(dialogue)
+                if row is None:
+                    folder.save(
+                        dialogue,
+                        *answer(
+                            engine, dialogue, pictures, options.sampling(), options.system, bar.turn
+                        ),
+                    )
+                    row = folder.load(dialogue)
+                else:
+                    skipped += 1
+                assert row is not None
+                finished[dialogue.id] = row
+            except MmkvError as error:
+                problems.append(Problem(dialogue.id, str(error)))
+                _report(display, problems[-1])
+            bar.end(dialogue)
+    if skipped:
+        display.note(f"{skipped} dialogues were already answered and were left as they are")
+    return finished
+
+
+def _report(display: Display, problem: Problem) -> None:
+    cause = " ".join(problem.cause.split())
+    display.say(f"mmkv: failed: dialogue {problem.dialogue}: {cause}")
+
+
+class _Bar:
+    """Questions done, with the time left; silent without a terminal."""
+
+    def __init__(self, progress: Progress | None, questions: int) -> None:
+        self._progress, self._done = progress, 0
+        self._task = None if progress is None else progress.add_task("", total=questions)
+
+    def begin(self, dialogue: Dialogue) -> None:
+        self._update(0, dialogue.id)
+
+    def turn(self, done: int) -> None:
+        self._update(done)
+
+    def end(self, dialogue: Dialogue) -> None:
+        self._done += len(dialogue.questions)
+        self._update(0)
+
+    def _update(self, within: int, name: str | None = None) -> None:
+        if self._progress is not None and self._task is not None:
+            self._progress.update(self._task, completed=self._done + within)
+            if name is not None:
+                self._progress.update(self._task, description=f"dialogue {name}")
+
+
+@contextmanager
+def _progress(display: Display, questions: int) -> Iterator[_Bar]:
+    if not display.animated:
+        yield _Bar(None, questions)
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
+               TextColumn("questions"), TimeRemainingColumn())  # fmt: skip
+    with Progress(*columns, console=display.console, transient=True) as progress:
+        yield _Bar(progress, questions)

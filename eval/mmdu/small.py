@@ -1,0 +1,69 @@
+"""Policies on mmkv's own MMDU set, whose answers are checked exactly.
+
+``python -m eval.mmdu.small`` runs ``mmkv mmdu`` once for every row of the table in docs/mmdu.md,
+with the bundled model, and writes how many questions each answered to ``mmdu-small.json``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+from eval.mmdu.files import SUMMARY
+from mmkv.cli.app import run
+from mmkv.measure.record import RESULTS, write_results
+from mmkv.resources import bundled_model
+
+#: Policy and budget, entries per layer and KV head.
+ROWS: tuple[tuple[str, int | None], ...] = (
+    ("full", None),
+    ("dbtrimkv", 64), ("dbtrimkv", 32), ("dbtrimkv", 16),
+    ("trimkv", 64), ("trimkv", 32),
+    ("snapkv", 64), ("snapkv", 32),
+    ("streamingllm", 64), ("streamingllm", 32),
+)  # fmt: skip
+TRIMKV_GATES = bundled_model().parent / "gates" / "tiny-vlm-trimkv-0"
+
+
+def answered(policy: str, budget: int | None, limit: int | None = None) -> dict[str, Any]:
+    """One run: the row ``all`` of its exact answers, and what memory it took at the end.
+
+    Args:
+        policy: preset; ``trimkv`` runs on gates of its own. budget: mean entries per layer and KV
+            head, None for the policy that never evicts. limit: only the first dialogues.
+
+    Raises:
+        SystemExit: the command failed, and has said why.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = ["mmdu", "--policy", policy, "--output", folder, "--device", "cpu"]
+        arguments += [] if budget is None else ["--budget", str(budget)]
+        arguments += ["--gates", str(TRIMKV_GATES)] if policy == "trimkv" else []
+        arguments += [] if limit is None else ["--limit", str(limit)]
+        if code := run([*arguments, "--quiet"]):
+            raise SystemExit(code)
+        summary = json.loads((Path(folder) / SUMMARY).read_text())
+    everything = next(row for row in summary["exact"] if row["kind"] == "all")
+    kept = {key: summary[key] for key in ("entries_kept_mean", "kv_bytes_mean")}
+    return {"policy": policy, "budget": budget, **everything, **kept}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the program."""
+    parser = argparse.ArgumentParser(prog="python -m eval.mmdu.small", description=__doc__)
+    parser.add_argument("--limit", type=int, help="only the first dialogues")
+    parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the result file")
+    args = parser.parse_args(arguments)
+    rows = [answered(policy, budget, args.limit) for policy, budget in ROWS]
+    write_results(args.output / "mmdu-small.json", {"limit": args.limit}, rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,186 @@
+"""Tables and heat maps of :mod:`eval.needle.__main__`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from eval.needle.tasks import Haystack, Needle
+from eval.quality import report as quality_report
+from eval.quality.report import interval
+from eval.quality.run import Record
+from mmkv.measure.stats import mean
+
+Raw = Mapping[str, list[list[Record]]]
+Read = tuple[Haystack, Raw, list[list[Needle]]]
+
+
+def found(record: Record, notes: Sequence[Needle]) -> list[list[bool]]:
+    """Per answer, per value: whether every token of the value was the most likely one."""
+    answers = []
+    for wrong, note in zip(record["wrong"], notes, strict=True):
+        missed = {index for index, _ in wrong}
+        answers.append([missed.isdisjoint(range(*value)) for value in note.values])
+    return answers
+
+
+def _by_value(raw: Raw, notes: Sequence[Sequence[Needle]]) -> dict[str, list[list[Record]]]:
+    """The same readings with ``right`` counted by value, as the tables want them."""
+
+    def counted(record: Record, about: Sequence[Needle]) -> Record:
+        values = found(record, about)
+        return {**record, "right": [value for answer in values for value in answer]}
+
+    return {
+        name: [[counted(*pair) for pair in zip(run, notes, strict=True)] for run in runs]
+        for name, runs in raw.items()
+    }
+
+
+def summarise(read: Sequence[Read], sides: Sequence[str], budgets: Sequence[str]) -> dict[str, Any]:
+    """Everything the result file holds.
+
+    Args:
+        read: per length the kind of document, what :meth:`eval.quality.run.Readings.of` returned,
+            and per document the notes of its answers.
+
+    Returns:
+        ``lengths``: per length a page of :func:`eval.quality.report.summarise` over values;
+        ``all``: that of all lengths together; ``queries``: share of queries all of whose values
+        were found, by side and budget; ``heat``: by side and budget the share found,
+        ``[part of the depth][length]``, and ``counted``: values per cell.
+    """
+    by_value = [(kind, _by_value(raw, notes), notes) for kind, raw, notes in read]
+    names = list(by_value[0][1])
+    together = {
+        name: [[row for _, raw, _ in by_value for row in raw[name][seed]] for seed in range(seeds)]
+        for name, seeds in ((name, len(by_value[0][1][name])) for name in names)
+    }
+    heat, queries = {}, {}
+    for name in names:
+        cells = [_by_depth(kind, raw[name], notes) for kind, raw, notes in by_value]
+        heat[name] = [[column[part][0] for column in cells] for part in range(len(cells[0]))]
+        queries[name] = _queries([(raw[name], notes) for _, raw, notes in read])
+    counted = [_by_depth(kind, raw["full"], notes) for kind, raw, notes in by_value]
+    kind = read[0][0]
+    return {
+        "world": kind.world,
+        "keys": kind.keys,
+        "values": kind.values,
+        "queries_asked": kind.queries,
+        "sides": list(sides),
+        "budgets": list(budgets),
+        "lengths": {
+            str(kind.length): quality_report.summarise(raw, sides, budgets)
+            for kind, raw, _ in by_value
+        },
+        "all": quality_report.summarise(together, sides, budgets),
+        "queries": queries,
+        "heat": heat,
+        "counted": [[column[part][1] for column in counted] for part in range(kind.parts)],
+    }
+
+
+def _by_depth(
+    kind: Haystack, runs: Sequence[Sequence[Record]], notes: Sequence[Sequence[Needle]]
+) -> list[tuple[float | None, int]]:
+    """Per part of the depth: share of values found (None without any), and values per run."""
+    hits, total = np.zeros(kind.parts), np.zeros(kind.parts)
+    for run in runs:
+        for record, about in zip(run, notes, strict=True):
+            right = iter(record["right"])
+            for note in about:
+                part = int(note.depth * kind.parts)
+                for _ in note.values:
+                    hits[part] += next(right)
+                    total[part] += 1
+    return [
+        (float(hit / of) if of else None, int(of) // len(runs))
+        for hit, of in zip(hits, total, strict=True)
+    ]
+
+
+def _queries(
+    read: Sequence[tuple[Sequence[Sequence[Record]], Sequence[Sequence[Needle]]]],
+) -> dict[str, float]:
+    """Whole answers: what greedy decoding would have said from the first value to the last."""
+    sums, counts = [], []
+    for runs, notes in read:
+        for index in range(len(notes)):
+            sums.append(sum(sum(run[index]["right"]) for run in runs) / len(runs))
+            counts.append(len(notes[index]))
+    return asdict(mean(sums, counts))
+
+
+def markdown(page: Mapping[str, Any]) -> str:
+    """Accuracy by length, budget and side; whole answers; paired tests."""
+    whole = page["all"]
+    lines = [
+        f"### Needles in {page['world']}: {page['keys']} keys, {page['values']} values, "
+        f"{page['queries_asked']} queries; {whole['questions']} values in {whole['dialogues']} "
+        "documents\n",
+        "Share of values found, with 95 % interval.\n",
+        f"| haystack | budget | full | {' | '.join(page['sides'])} |",
+        f"|---|---|---|{'---|' * len(page['sides'])}",
+    ]
+    for length, part in [*page["lengths"].items(), ("all", whole)]:
+        full = interval(part["rows"][0]["accuracy"])
+        for budget in page["budgets"]:
+            rows = {row["side"]: row for row in part["rows"] if row["budget"] == budget}
+            cells = [interval(rows[side]["accuracy"]) for side in page["sides"]]
+            lines.append(f"| {length} | {budget} | {full} | {' | '.join(cells)} |")
+    if page["values"] > 1 and page["world"] == "text":
+        lines += ["\nShare of queries whose values were all found:\n",
+                  f"| budget | full | {' | '.join(page['sides'])} |",
+                  f"|---|---|{'---|' * len(page['sides'])}"]  # fmt: skip
+        for budget in page["budgets"]:
+            cells = [interval(page["queries"][f"{side} at {budget}"]) for side in page["sides"]]
+            full = interval(page["queries"]["full"])
+            lines.append(f"| {budget} | {full} | {' | '.join(cells)} |")
+    lines += ["", *quality_report.paired_lines(whole["tests"])]
+    for length, part in page["lengths"].items():
+        to_full = [test for test in part["tests"] if test["of"].endswith(" - full")]
+        lines += ["", *quality_report.paired_lines(to_full, f" at {length} tokens")]
+    return "\n".join(lines) + "\n"
+
+
+def draw(page: Mapping[str, Any], path: Path) -> None:
+    """Heat maps over depth and length: a row of panels per budget, a column per side."""
+    from matplotlib.figure import Figure
+
+    sides, budgets, lengths = ["full", *page["sides"]], page["budgets"], list(page["lengths"])
+    parts = len(page["heat"]["full"])
+    figure = Figure(
+        figsize=(1.2 + 2.1 * len(sides), 0.8 + 1.9 * len(budgets)), layout="constrained"
+    )
+    panels = figure.subplots(len(budgets), len(sides), squeeze=False)
+    for row, budget in enumerate(budgets):
+        for column, side in enumerate(sides):
+            panel = panels[row, column]
+            share = page["heat"]["full" if side == "full" else f"{side} at {budget}"]
+            cells = np.array(share, float)
+            shown = panel.imshow(cells, aspect="auto", cmap="viridis", vmin=0, vmax=1)
+            for (y, x), value in np.ndenumerate(cells):
+                if not np.isnan(value):
+                    ink = "black" if value > 0.6 else "white"
+                    panel.text(
+                        x, y, f"{value:.2f}", ha="center", va="center", fontsize=6, color=ink
+                    )
+            panel.set_xticks(range(len(lengths)), lengths, fontsize=7)
+            panel.set_yticks(
+                np.arange(parts + 1) - 0.5, [f"{i / parts:.0%}" for i in range(parts + 1)],
+                fontsize=6,
+            )  # fmt: skip
+            if row == 0:
+                panel.set_title(side, fontsize=9)
+            if column == 0:
+                panel.set_ylabel(f"budget {budget}\ndepth", fontsize=8)
+            if row == len(budgets) - 1:
+                panel.set_xlabel("haystack, tokens", fontsize=8)
+    figure.colorbar(shown, ax=panels, label="share of values found", shrink=0.6)
+    figure.suptitle(f"Needles in {page['world']}")
+    figure.savefig(path, dpi=110)

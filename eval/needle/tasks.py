@@ -1,0 +1,297 @@
+"""Needles in a haystack: several keys, values and queries, at depths that are known (001, B.3).
+
+*text*: sentences of small talk hide one sentence per key, with all its values; a query repeats the
+sentence up to its values. *pictures*: pictures under ``ignore:`` hide numbered ones (keys), whose
+cells (values) are asked. *video*: pictures under ``ignore:`` hide one clip, whose cells are asked
+as they were at its start and its end.
+
+The keys are spread over the depths, one in each of as many equal parts, and every part is asked
+about as often as any other. No question is known when the haystack is read: memory is brought down
+to the budget before the first one.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from engine.errors import InputError
+from eval.documents import Made, Pieces, scene_document
+from mmkv.data.dialogues import (
+    IGNORE,
+    caption,
+    cell_question,
+    changing_clip,
+    clip_question,
+    exchanged,
+    grid,
+)
+from mmkv.data.scene_encoding import timestamp
+from mmkv.data.scenes import Clip, Question, Scene, Turn
+from mmkv.data.sources import require_scene_tokens
+from mmkv.data.text_tasks import NAMES, opening, small_talk
+from mmkv.measure.teacher_forced import spans
+from mmkv.prompt.processing import Processor
+
+T = TypeVar("T")
+# What one world asks when it is not told: keys, values, queries. The bundled model has learned
+# dialogues with up to four pictures that matter, and with one video.
+SIZES = {"text": (8, 4, 4), "pictures": (4, 4, 4), "video": (1, 4, 1)}
+_VIDEO_PARTS = 4  # parts of the depth that the one clip takes turns with
+
+
+@dataclass(frozen=True)
+class Needle:
+    """About one answer.
+
+    Attributes:
+        depth: share of the haystack before the needle. values: (start, stop) of each value among
+            the answer's tokens. where: the needle's own tokens; haystack: all of its haystack's,
+            both (start, stop) in the document.
+    """
+
+    depth: float
+    values: tuple[tuple[int, int], ...]
+    where: tuple[int, int] = (0, 0)
+    haystack: tuple[int, int] = (0, 0)
+
+
+@dataclass(frozen=True)
+class Haystack:
+    """A kind of document.
+
+    Attributes:
+        length: tokens of the haystack, needles included; the questions come on top.
+    """
+
+    world: str
+    length: int
+    keys: int
+    values: int
+    queries: int
+
+    @property
+    def name(self) -> str:
+        """What :mod:`eval.domains` knows it by."""
+        return f"needle:{self.world}:{self.length}:{self.keys}:{self.values}:{self.queries}"
+
+    @property
+    def parts(self) -> int:
+        """Equal parts of the depth that needles take turns with."""
+        return self.keys if self.keys > 1 else _VIDEO_PARTS
+
+    @classmethod
+    def parse(cls, name: str) -> Haystack:
+        """The kind of document called ``name``.
+
+        Raises:
+            InputError: not such a name, or sizes that do not go together.
+        """
+        try:
+            _, world, *numbers = name.split(":")
+            made = cls(world, *map(int, numbers))
+        except (ValueError, TypeError):
+            raise InputError(
+                f"no needles {name!r}; write needle:WORLD:LENGTH:KEYS:VALUES:QUERIES"
+            ) from None
+        if made.world not in SIZES:
+            raise InputError(f"no needles in {world!r}; choose one of {', '.join(SIZES)}")
+        if min(made.length, made.keys, made.values, made.queries) < 1 or made.queries > made.keys:
+            raise InputError(f"{name}: sizes are at least 1, and no more queries than keys")
+        if made.keys > len(NAMES):
+            raise InputError(f"{made.keys} keys, but there are {len(NAMES)} names for them")
+        if made.world == "video" and made.keys > 1:
+            raise InputError("a document holds one video; give --keys 1 --queries 1")
+        return made
+
+
+def maker(name: str, model: str, processor: Processor) -> Callable[[int], Made]:
+    """What makes the documents of :attr:`Haystack.name`; see :func:`eval.domains.maker`."""
+    kind = Haystack.parse(name)
+    if kind.world == "text":
+        return lambda index: _text(kind, index, processor.tokenizer)
+    require_scene_tokens(processor, model)
+    made = _pictures if kind.world == "pictures" else _video
+    return lambda index: made(kind, index, processor.tokenizer)
+
+
+def _text(kind: Haystack, index: int, tokenizer: Any) -> Made:
+    rng = random.Random(f"{kind.name}-{index}")
+    text = Pieces(tokenizer)
+
+    def sized(line: str) -> tuple[str, int]:
+        return line, len(text.tokens(line))
+
+    # Every value stands once in the document: none can be right by chance.
+    numbers = iter(rng.sample(range(1000, 10000), kind.keys * kind.values))
+    known = {
+        name: [str(next(numbers)) for _ in range(kind.values)]
+        for name in rng.sample(NAMES, kind.keys)
+    }
+    stated = [sized(f"{opening(name, kind.values)} {', '.join(known[name])}.\n") for name in known]
+    filler = (sized(small_talk(rng)) for _ in iter(int, 1))
+    depths = _depths(kind, index, rng)
+    lines, places = bury(stated, filler, kind.length, depths)
+    for line in lines:
+        text.say(line)
+    haystack = (0, len(text.ids))
+    notes = []
+    for key in _asked(kind, index):
+        name = list(known)[key]
+        text.cut()
+        text.say(f"\n{opening(name, kind.values)}")
+        values = []
+        begin = len(text.ids)
+        for number, value in enumerate(known[name]):
+            if number:
+                text.answer(",")
+            where = text.answer(f" {value}")
+            values.append((where.start - begin, where.stop - begin))
+        text.say(".\n")
+        notes.append(Needle(depths[key], tuple(values), places[key], haystack))
+    return Made(text.example(), notes)
+
+
+def _pictures(kind: Haystack, index: int, tokenizer: Any) -> Made:
+    rng = random.Random(f"{kind.name}-{index}")
+    kept = [_filled(rng, kind.values) for _ in range(kind.keys)]
+    depths = _depths(kind, index, rng)
+    needles = [_captioned(caption(n), scene, tokenizer) for n, scene in enumerate(kept, 1)]
+    shown, places = bury(needles, _ignored(rng, tokenizer), kind.length, depths)
+    asked = []
+    for key in _asked(kind, index):
+        for item in rng.sample(kept[key].items, kind.values):
+            question = cell_question(key + 1, item.cell, item.name)
+            asked.append((question, depths[key], places[key]))
+    rng.shuffle(asked)
+    return _dialogue(shown, asked, tokenizer)
+
+
+def _video(kind: Haystack, index: int, tokenizer: Any) -> Made:
+    rng = random.Random(f"{kind.name}-{index}")
+    first = _filled(rng, kind.values)
+    last, changed = exchanged(first, rng, "heldout")
+    clip = changing_clip(first, last, rng)
+    depths = _depths(kind, index, rng)
+    needle: list[tuple[tuple[str, Scene | Clip], int]] = [_captioned("", clip, tokenizer)]
+    shown, places = bury(needle, _ignored(rng, tokenizer), kind.length, depths)
+    # The cell that changed is always asked: only there do start and end differ.
+    others = [item for item in first.items if item is not changed]
+    asked = []
+    for item in [changed, *rng.sample(others, kind.values - 1)]:
+        question = clip_question(clip, item.cell, rng.choice(["start", "end"]))
+        asked.append((question, depths[0], places[0]))
+    rng.shuffle(asked)
+    return _dialogue(shown, asked, tokenizer)
+
+
+def _dialogue(
+    shown: Sequence[tuple[str, Scene | Clip]],
+    asked: list[tuple[Question, float, tuple[int, int]]],
+    tokenizer: Any,
+) -> Made:
+    """Everything shown at once, then the questions turn by turn."""
+    captions, pictures = zip(*shown, strict=True)
+    turns = [Turn(pictures, asked[0][0], captions)]
+    turns += [Turn((), question) for question, _, _ in asked[1:]]
+    example = scene_document(turns, tokenizer)
+    # The haystack ends where the first question begins; before it stand the marks of the turn.
+    begin = len(tokenizer.encode("<|im_start|>user\n", add_special_tokens=False))
+    notes = [
+        Needle(
+            depth, ((0, stop - start),), (begin + place[0], begin + place[1]),
+            (begin, example["cuts"][0]),
+        )
+        for (_, depth, place), (start, stop) in zip(
+            asked, spans(example["labels"][0].tolist()), strict=True
+        )
+    ]  # fmt: skip
+    return Made(example, notes)
+
+
+def bury(
+    needles: Sequence[tuple[T, int]],
+    filler: Iterator[tuple[T, int]],
+    length: int,
+    depths: list[float],
+) -> tuple[list[T], list[tuple[int, int]]]:
+    """Needles among as much filler as makes ``length`` tokens.
+
+    Args:
+        needles, filler: things and their tokens. depths: ascending, share of the filler that
+            comes before each needle.
+
+    Returns:
+        everything in order, and (start, stop) of each needle in tokens.
+
+    Raises:
+        InputError: the needles alone are longer.
+    """
+    room = length - sum(size for _, size in needles)
+    if room < 0:
+        raise InputError(
+            f"the needles alone take {length - room} tokens; give --lengths of more, or fewer "
+            "keys or values"
+        )
+    found: list[T] = []
+    places: list[tuple[int, int]] = []
+    waiting = list(zip(needles, depths, strict=True))
+    used = 0  # tokens of filler so far
+
+    def place() -> None:
+        (thing, size), _ = waiting.pop(0)
+        start = used + sum(stop - start for start, stop in places)
+        found.append(thing)
+        places.append((start, start + size))
+
+    while used < room:
+        while waiting and waiting[0][1] * room <= used:
+            place()
+        thing, size = next(filler)
+        found.append(thing)
+        used += size
+    while waiting:
+        place()
+    return found, places
+
+
+def _depths(kind: Haystack, index: int, rng: random.Random) -> list[float]:
+    first = 0 if kind.keys > 1 else index
+    return [((first + key) % kind.parts + rng.random()) / kind.parts for key in range(kind.keys)]
+
+
+def _asked(kind: Haystack, index: int) -> list[int]:
+    """The keys asked about: over keys / queries documents in a row, each once."""
+    turns = max(1, kind.keys // kind.queries)
+    order = list(range(kind.keys))
+    random.Random(f"{kind.name}-{index // turns}-order").shuffle(order)
+    first = index % turns * kind.queries
+    return order[first : first + kind.queries]
+
+
+def _filled(rng: random.Random, cells: int) -> Scene:
+    """A held-out grid with at least ``cells`` things in it."""
+    if cells > 16:
+        raise InputError(f"{cells} values, but a picture has at most 16 cells")
+    return grid(rng, "heldout", least=cells)
+
+
+def _ignored(rng: random.Random, tokenizer: Any) -> Iterator[tuple[tuple[str, Scene], int]]:
+    while True:
+        yield _captioned(IGNORE, grid(rng, "heldout"), tokenizer)
+
+
+S = TypeVar("S", Scene, Clip)
+
+
+def _captioned(words: str, shown: S, tokenizer: Any) -> tuple[tuple[str, S], int]:
+    """A picture under its caption, and the tokens of both."""
+    frames = shown.frames if isinstance(shown, Clip) else (shown,)
+    size = sum(frame.rows * frame.columns + 2 for frame in frames)
+    texts = [words]
+    if isinstance(shown, Clip):
+        texts += [timestamp(index) for index in range(len(frames))]
+    size += sum(len(tokenizer.encode(text, add_special_tokens=False)) for text in texts)
+    return (words, shown), size

@@ -1,0 +1,92 @@
+"""What the programs that compare policies have in common: their options and how they end."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import torch
+
+from engine.errors import InputError, MmkvError
+from engine.model.families.loading import resolve_device
+from eval.quality.run import Comparison, Side
+from mmkv.measure.journal import Journal
+from mmkv.measure.record import RESULTS
+
+
+def add_options(parser: argparse.ArgumentParser, name: str) -> None:
+    """Options of every comparison; ``name``: of the result files."""
+    parser.add_argument("model", nargs="?", default="assets/tiny-vlm")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="cpu")
+    parser.add_argument("--threads", type=int, default=1, help="of each worker")
+    parser.add_argument("--workers", type=int, default=1, help="processes that read dialogues")
+    parser.add_argument("--fresh", action="store_true", help="forget what earlier runs have read")
+    parser.add_argument("--name", default=name, help="the files are NAME.json, .md and .png")
+    parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the result files")
+
+
+def add_sides(parser: argparse.ArgumentParser, budgets: tuple[str, ...]) -> None:
+    """``--side`` and ``--budgets``, for programs that have a default for both."""
+    parser.add_argument(
+        "--side", action="append", default=[], metavar="[NAME=]POLICY[@N][:GATES,..]",
+        help="repeatable; default: dbtrimkv with the model's own gates, snapkv, streamingllm",
+    )  # fmt: skip
+    parser.add_argument(
+        "--budgets", nargs="+", default=list(budgets),
+        help="mean entries per layer and KV head, or shares of the dialogue such as 1/8",
+    )  # fmt: skip
+
+
+def comparison(args: argparse.Namespace) -> Comparison:
+    """What the options of :func:`add_sides` ask for.
+
+    Raises:
+        InputError: for a side or a budget that cannot be read.
+    """
+    texts = args.side
+    if not texts:
+        gates = Path(args.model) / "gates"
+        texts = [f"dbtrimkv:{gates}"] if (gates / "gates.json").is_file() else []
+        texts += ["snapkv", "streamingllm"]
+    sides = tuple(Side.parse(text) for text in texts)
+    return Comparison(args.model, args.dtype, sides, tuple(args.budgets), device=args.device)
+
+
+@contextmanager
+def running(args: argparse.Namespace, program: str) -> Iterator[tuple[Path, Journal]]:
+    """The result file's path and the journal; a mistake or Ctrl-C inside ends in one line.
+
+    What was read is in the journal by then. ``args.device`` is what ``auto`` stands for from then
+    on.
+    """
+    torch.set_num_threads(args.threads)
+    path = args.output / f"{args.name}.json"
+    journal = path.with_suffix(".readings.jsonl")
+    try:
+        args.device = resolve_device(args.device).type
+        if args.device != "cpu" and args.workers > 1:
+            raise InputError(
+                f"--workers {args.workers} would share one GPU; leave out --workers, or give "
+                "--device cpu"
+            )
+        args.output.mkdir(parents=True, exist_ok=True)
+        if args.fresh:
+            journal.unlink(missing_ok=True)
+            for left in journal.parent.glob(f"{journal.stem}.*.session"):  # eval.sessions' stream
+                left.unlink()
+        yield path, Journal(journal)
+    except (MmkvError, OSError) as error:
+        raise SystemExit(f"{program}: error: {error}") from error
+    except KeyboardInterrupt:
+        raise SystemExit(f"{program}: stopped; the same command goes on from {journal}") from None
+
+
+def settings(args: argparse.Namespace) -> dict[str, object]:
+    """What the run was asked to do."""
+    return {name: value for name, value in vars(args).items() if name not in ("output", "fresh")}

@@ -1,0 +1,216 @@
+"""Tables and plots of :mod:`eval.quality.__main__`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from fractions import Fraction
+from itertools import combinations, product
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from eval.budgets import axis_label
+from mmkv.measure.stats import mean, paired
+
+T = TypeVar("T")
+Runs = Sequence[Sequence[Mapping[str, Any]]]
+
+
+def summarise(
+    raw: Mapping[str, Runs], sides: Sequence[str], budgets: Sequence[str]
+) -> dict[str, Any]:
+    """Means with intervals for every side and budget, and the paired tests between sides.
+
+    Args:
+        raw: what :meth:`eval.quality.run.Readings.of` returns.
+
+    Returns:
+        ``rows`` (one per side and budget), ``tests`` (first side against each other side, and
+        against the full cache) and the sizes of the data. With ``whole_texts``, where every token
+        but the first was predicted and none asked for, negative log-likelihoods stand for accuracy.
+    """
+    full = raw["full"][0]
+    questions = [len(row["right"]) for row in full]
+    tokens = [sum(row["tokens"]) for row in full]
+    texts = all(count == row["seen"] - 1 for count, row in zip(tokens, full, strict=True))
+    rows = [_row("full", "1", raw["full"], questions, tokens)]
+    tests = []
+    for budget in budgets:
+        for side in sides:
+            runs = raw[f"{side} at {budget}"]
+            rows.append(_row(side, budget, runs, questions, tokens))
+            rows[-1]["of_full"] = rows[-1]["accuracy"]["value"] / max(
+                rows[0]["accuracy"]["value"], 1e-9
+            )
+        for of, one, two in comparisons(raw, sides, budget):
+            tests.append(
+                {
+                    "budget": budget,
+                    "of": of,
+                    "accuracy": _difference(one, two, "right", questions),
+                    "kl_per_token": _difference(one, two, "kl", tokens),
+                }
+            )
+            if texts:
+                tests[-1]["nll_per_token"] = _difference(one, two, "nll", tokens)
+    return {
+        **({"whole_texts": True} if texts else {}),
+        "dialogues": len(full),
+        "questions": sum(questions),
+        "answer_tokens": sum(tokens),
+        "context_tokens": {
+            "mean": sum(row["seen"] for row in full) / len(full),
+            "least": min(row["seen"] for row in full),
+            "most": max(row["seen"] for row in full),
+        },
+        "rows": rows,
+        "tests": tests,
+    }
+
+
+def comparisons(
+    raw: Mapping[str, T], sides: Sequence[str], budget: str
+) -> Iterator[tuple[str, T, T]]:
+    """What is tested at a budget: every side against each later one, and against the full cache.
+
+    Args:
+        raw: something of every cell, under ``"side at budget"`` and ``"full"``.
+
+    Yields:
+        ``"first - second"``, and what ``raw`` has of the two.
+    """
+    for first, second in [*combinations(sides, 2), *product(sides, ["full"])]:
+        one, two = (
+            raw["full" if side == "full" else f"{side} at {budget}"] for side in (first, second)
+        )
+        yield f"{first} - {second}", one, two
+
+
+def _average(runs: Runs, name: str) -> list[float]:
+    """Per dialogue the sum over its answers, averaged over gate seeds."""
+    return [sum(sum(row[name]) for row in rows) / len(rows) for rows in zip(*runs, strict=True)]
+
+
+def _difference(one: Runs, two: Runs, name: str, counts: Sequence[int]) -> dict[str, float]:
+    return asdict(paired(_average(one, name), _average(two, name), counts))
+
+
+def _row(
+    side: str, budget: str, runs: Runs, questions: Sequence[int], tokens: Sequence[int]
+) -> dict[str, Any]:
+    seen = sum(row["seen"] for row in runs[0])
+    layouts = [row["per_row"] for run in runs for row in run]
+    entries = sum(row["entries"] for run in runs for row in run)
+    return {
+        "side": side,
+        "budget": budget,
+        "seeds": len(runs),
+        "accuracy": asdict(mean(_average(runs, "right"), questions)),
+        "accuracy_by_seed": [
+            sum(sum(row["right"]) for row in run) / sum(questions) for run in runs
+        ],
+        "kl_per_token": asdict(mean(_average(runs, "kl"), tokens)),
+        "nll_per_token": asdict(mean(_average(runs, "nll"), tokens)),
+        "agreement": asdict(mean(_average(runs, "agree"), tokens)),
+        "kept_of_context": entries / len(runs) / np.size(layouts[0]) / seen,
+        "evicted": sum(row["evicted"] for run in runs for row in run),
+        "visual_share": sum(row["visual"] for run in runs for row in run) / max(entries, 1),
+        "entries_by_row": np.mean(layouts, axis=0).round(3).tolist(),
+    }
+
+
+def markdown(pages: Mapping[str, Mapping[str, Any]]) -> str:
+    """One table per data source: accuracy or perplexity, and KL per token, by side and budget."""
+    text = []
+    for source, page in pages.items():
+        context, shown = page["context_tokens"], _shown(page)
+        held = "" if shown == "perplexity" else f"{page['questions']} questions in "
+        what = "texts" if shown == "perplexity" else "dialogues"
+        text.append(
+            f"### {source}: {held}{page['dialogues']} held-out "
+            f"{what} of {context['least']} to {context['most']} tokens\n"
+        )
+        budgets = list(dict.fromkeys(r["budget"] for r in page["rows"] if r["side"] != "full"))
+        sides = list(dict.fromkeys(r["side"] for r in page["rows"] if r["side"] != "full"))
+        full = _measure(page["rows"][0], shown)
+        text.append(f"Full cache: {interval(full)}. Cells: {shown} with 95 % interval; KL.\n")
+        text.append(f"| budget | {' | '.join(sides)} |\n|---|{'---|' * len(sides)}")
+        for budget in budgets:
+            cells = []
+            for side in sides:
+                row = next(r for r in page["rows"] if (r["side"], r["budget"]) == (side, budget))
+                kl = row["kl_per_token"]["value"]
+                cells.append(f"{interval(_measure(row, shown))}; {kl:.3f}")
+            text.append(f"| {budget} | {' | '.join(cells)} |")
+        text += ["", *paired_lines(page["tests"])]
+        text.append("")
+    return "\n".join(text)
+
+
+def _shown(page: Mapping[str, Any]) -> str:
+    return "perplexity" if page.get("whole_texts") else "accuracy"
+
+
+def _measure(row: Mapping[str, Any], shown: str) -> Mapping[str, float]:
+    """Value and interval of what is shown of a row."""
+    if shown == "accuracy":
+        return row["accuracy"]
+    return {name: float(np.exp(value)) for name, value in row["nll_per_token"].items()}
+
+
+def paired_lines(tests: Sequence[Mapping[str, Any]], where: str = "") -> list[str]:
+    """The table of the paired tests of :func:`summarise`; ``where``: said in its heading."""
+    text = [f"Paired differences{where} (sign-flip tests over dialogues):\n"]
+    names = {"accuracy": "accuracy", "kl_per_token": "KL per token"}
+    if tests and "nll_per_token" in tests[0]:
+        names = {"nll_per_token": "log perplexity", "kl_per_token": "KL per token"}
+    text.append(f"| budget | difference | {' | p | '.join(names.values())} | p |")
+    text.append("|---|---|---|---|---|---|")
+    for test in tests:
+        cells = [f"{interval(test[name], sign=True)} | {test[name]['p']:.4f}" for name in names]
+        text.append(f"| {test['budget']} | {test['of']} | {' | '.join(cells)} |")
+    return text
+
+
+def interval(value: Mapping[str, float], sign: bool = False) -> str:
+    """A value and its interval, as tables show them."""
+    form = "+.3f" if sign else ".3f"
+    return f"{value['value']:{form}} [{value['low']:{form}}, {value['high']:{form}}]"
+
+
+def draw(pages: Mapping[str, Mapping[str, Any]], path: Path) -> None:
+    """Accuracy or perplexity (above) and KL (below) by budget, one column per data source."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(5.2 * len(pages), 7), layout="constrained")
+    panels = figure.subplots(2, len(pages), squeeze=False)
+    for column, (source, page) in enumerate(pages.items()):
+        shown = _shown(page)
+        rows = [row for row in page["rows"] if row["side"] != "full"]
+        budgets = list(dict.fromkeys(row["budget"] for row in rows))
+        for side in dict.fromkeys(row["side"] for row in rows):
+            mine = sorted(
+                (row for row in rows if row["side"] == side), key=lambda r: Fraction(r["budget"])
+            )
+            x = [float(Fraction(row["budget"])) for row in mine]
+            measured = ([_measure(r, shown) for r in mine], [r["kl_per_token"] for r in mine])
+            for panel, values in zip(panels[:, column], measured, strict=True):
+                panel.plot(x, [v["value"] for v in values], marker="o", markersize=4, label=side)
+                panel.fill_between(
+                    x, [v["low"] for v in values], [v["high"] for v in values], alpha=0.15
+                )
+        full = _measure(page["rows"][0], shown)["value"]
+        panels[0, column].axhline(full, color="0.5", linestyle="--", label="full")
+        panels[0, column].set(title=source, ylabel=shown)
+        if shown == "accuracy":
+            panels[0, column].set(ylim=(0, 1.02))
+        panels[1, column].set(ylabel="KL to the full cache per token", yscale="log")
+        for panel in panels[:, column]:
+            panel.set(xscale="log", xlabel=axis_label(budgets))
+            panel.set_xticks([float(Fraction(budget)) for budget in budgets], budgets)
+            panel.minorticks_off()
+            panel.grid(alpha=0.3)
+        panels[0, column].legend(fontsize=8)
+    figure.savefig(path, dpi=110)

@@ -1,0 +1,366 @@
+"""The readings of ``__main__``: every dialogue through every side, in worker processes.
+
+Each reading is one row of a journal (``journal``): a run that was killed goes on where it
+was, and a larger comparison reads only what is new.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import itertools
+import multiprocessing
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from engine.errors import InputError
+from engine.model.gates import foreign_note, load_gates
+from engine.policies import Budget, make_policy
+from engine.runtime import Runtime
+from eval.budgets import is_share
+from eval.domains import held_out
+from mmkv.measure.journal import Journal
+from mmkv.measure.teacher_forced import FullCache, Reading, read_at
+
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Side:
+    """One of the things compared.
+
+    Attributes:
+        name: what tables call it. lookahead: n of the retention score, None for the preset's.
+        gates: gate folders, one per training seed; their readings are averaged.
+    """
+
+    name: str
+    policy: str
+    lookahead: float | None
+    gates: tuple[str, ...]
+
+    @classmethod
+    def parse(cls, text: str) -> Side:
+        """``[NAME=]POLICY[@LOOKAHEAD][:GATES[,GATES]]``; ``dbtrimkv+N`` is a policy, too.
+
+        Raises:
+            InputError: for a lookahead that is no number.
+        """
+        name, _, rest = text.rpartition("=")
+        policy, _, gates = rest.partition(":")
+        policy, _, lookahead = policy.partition("@")
+        try:
+            number = float(lookahead) if lookahead else None
+        except ValueError:
+            raise InputError(
+                f"--side {text!r}: lookahead {lookahead!r} is not a number; write POLICY@5:GATES"
+            ) from None
+        return cls(
+            name or rest.partition(":")[0], policy, number, tuple(filter(None, gates.split(",")))
+        )
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One reading of every dialogue: a policy with one set of gates under one budget.
+
+    Attributes:
+        gates: a folder, or None.
+        budget: as :mod:`eval.budgets` writes it; None: none.
+    """
+
+    policy: str
+    lookahead: float | None
+    gates: str | None
+    budget: str | None
+
+    def key(self) -> str:
+        """Says all that decides a reading, the gates by their bytes."""
+        gates = "none" if self.gates is None else digest(self.gates)
+        return f"{self.policy}@{self.lookahead}:{gates} at {self.budget}"
+
+    def budget_for(self, tokens: int) -> Budget:
+        """The budget for a dialogue of ``tokens``, known to none of the sides in advance."""
+        written = self.budget or "1"
+        amount = float(Fraction(written))
+        return Budget.of(max(1.0, amount * tokens) if is_share(written) else amount)
+
+    def engine(self, base: Runtime, model: str) -> Runtime:
+        """An engine over the weights of ``base``, which were read from ``model``.
+
+        Gates that were trained for another checkpoint are named on stderr.
+
+        Raises:
+            InputError: a policy that scores with gates, and none given.
+        """
+        policy = make_policy(self.policy, 2 if self.lookahead is None else self.lookahead)
+        if policy.scoring.needs_gates and policy.evicts and self.gates is None:
+            raise InputError(f"policy {self.policy!r} needs gates: write {self.policy}:GATES")
+        gates = None if self.gates is None else load_gates(self.gates, base.spec)
+        note = None if gates is None else foreign_note(gates, model)
+        if note is not None:
+            _say_once(f"{self.gates}: {note}")
+        return Runtime(base.family, base.spec, base.decoder.weights, gates, policy)
+
+
+@functools.cache  # some programs build an engine for every budget of a side
+def _say_once(line: str) -> None:
+    tqdm.write(line, file=sys.stderr)
+
+
+@functools.cache
+def digest(source: str) -> str:
+    """Of the weights in a folder, or of one file of them; a hub id stands for itself."""
+    folder = Path(source)
+    files = [path for kind in ("*.safetensors", "*.pth") for path in sorted(folder.glob(kind))]
+    held = hashlib.sha256()
+    for path in files or [folder] * folder.is_file():
+        held.update(path.read_bytes())
+    if not files and not folder.is_file():
+        held.update(source.encode())
+    return held.hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What is read, and how.
+
+    Attributes:
+        budgets: as :mod:`eval.budgets` writes them.
+        max_length: longest dialogue in tokens.
+        device: ``cpu`` or ``cuda``.
+
+    Raises:
+        InputError: a budget that cannot be read, or sides or budgets that nothing tells apart.
+    """
+
+    model: str
+    dtype: str
+    sides: tuple[Side, ...]
+    budgets: tuple[str, ...]
+    max_length: int = 8192
+    device: str = "cpu"
+
+    def described(self) -> str:
+        """The model, by its bytes, and how it is run."""
+        # Journals begun before there was a choice name no device, and stay good.
+        where = "" if self.device == "cpu" else f" {self.device}"
+        return f"{self.model} {digest(self.model)} {self.dtype}{where}"
+
+    def __post_init__(self) -> None:
+        names = [side.name for side in self.sides]
+        for name in names:
+            if name == "full":
+                raise InputError(
+                    "'full' is the full cache, which is always read; leave out that --side, or "
+                    "write --side NAME=POLICY:GATES"
+                )
+            if names.count(name) > 1:
+                raise InputError(
+                    f"two sides are called {name!r}; write --side NAME=POLICY:GATES to tell them "
+                    "apart"
+                )
+        amounts: dict[Fraction, str] = {}
+        for text in self.budgets:
+            try:
+                amount = Fraction(text)
+            except (ValueError, ZeroDivisionError):
+                amount = Fraction(0)
+            if amount <= 0:
+                raise InputError(
+                    f"budget {text!r}: give a share of the dialogue such as 1/8, or entries per "
+                    "layer and head such as 64"
+                )
+            if amount in amounts:
+                raise InputError(f"budget {text!r} is {amounts[amount]!r} again; leave one out")
+            amounts[amount] = text
+
+    def cells(self) -> dict[str, list[Cell]]:
+        """``"side at budget"`` -> one cell per gate folder; the full cache under ``"full"``."""
+        found = {"full": [Cell("full", None, None, None)]}
+        for side, budget in itertools.product(self.sides, self.budgets):
+            found[f"{side.name} at {budget}"] = [
+                Cell(side.policy, side.lookahead, gates, budget) for gates in side.gates or (None,)
+            ]
+        return found
+
+
+class Reader:
+    """The loaded model of a comparison and its engines, one per policy and gates."""
+
+    def __init__(self, comparison: Comparison) -> None:
+        self.comparison = comparison
+        self.base = Runtime.from_pretrained(
+            comparison.model, policy="full", dtype=comparison.dtype, device=comparison.device
+        )
+        self._engines: dict[Cell, Runtime] = {}
+        for cell in itertools.chain.from_iterable(comparison.cells().values()):
+            self._engine(cell)  # wrong gates are found before hours of reading
+        self._data: dict[str, Any] = {}
+
+    def _engine(self, cell: Cell) -> Runtime:
+        whatever = _unbudgeted(cell)
+        if whatever not in self._engines:
+            self._engines[whatever] = cell.engine(self.base, self.comparison.model)
+        return self._engines[whatever]
+
+    @torch.inference_mode()
+    def read(self, source: str, index: int, cells: Sequence[Cell]) -> list[Record]:
+        """One held-out dialogue through every cell; what :func:`record` keeps of each."""
+        if source not in self._data:
+            self._data[source] = held_out(self.comparison.model, source, self.comparison.max_length)
+        example = self._data[source][index]
+        inputs = {k: v for k, v in example.items() if k not in ("labels", "cuts")}
+        labels, cuts = example["labels"].flatten().clone(), example.get("cuts", ())
+        labels[0] = -100
+        turn = self.base.family.turn(inputs, 0, self.base.device)
+        if turn.next_position > self.base.spec.max_position:
+            raise InputError(
+                f"dialogue {index} of {source} reaches position {turn.next_position:,}, the model "
+                f"was trained for {self.base.spec.max_position:,}; give shorter dialogues"
+            )
+        full = FullCache.of(self.base, turn, labels)
+        found: dict[Cell, Record] = {}
+        alike: dict[Cell, list[Cell]] = {}
+        for cell in cells:
+            alike.setdefault(_unbudgeted(cell), []).append(cell)
+        for whatever, mine in alike.items():
+            budgets = [cell.budget_for(labels.numel()) for cell in mine]
+            made = read_at(self._engine(whatever), turn, labels, budgets, full, cuts)
+            found.update(zip(mine, map(record, made), strict=True))
+        return [found[cell] for cell in cells]
+
+
+def _unbudgeted(cell: Cell) -> Cell:
+    return dataclasses.replace(cell, budget=None)
+
+
+def record(reading: Reading) -> Record:
+    """What the result file keeps of one dialogue."""
+    return {
+        "right": [answer.right for answer in reading.answers],
+        "tokens": [answer.tokens for answer in reading.answers],
+        "kl": [round(answer.kl, 5) for answer in reading.answers],
+        "nll": [round(answer.nll, 5) for answer in reading.answers],
+        "agree": [answer.agree for answer in reading.answers],
+        "wrong": [answer.wrong for answer in reading.answers],
+        "seen": reading.tokens_seen,
+        "entries": reading.entries,
+        "evicted": reading.evicted,
+        "visual": sum(n for name, n in reading.by_modality.items() if name != "text"),
+        "per_row": reading.per_row,
+        "bytes": reading.nbytes,
+    }
+
+
+class Readings:
+    """All readings of a comparison: those of the journal, and the others as they are asked for.
+
+    A context manager. The model is loaded once for all sources, and only if something is left to
+    read; so are the workers.
+
+    Args:
+        journal: finished readings. They are kept under what decides them, so sides, seeds, budgets
+            and dialogues can be added later.
+        reader: what reads them, for programs that keep something else of each.
+    """
+
+    def __init__(
+        self,
+        comparison: Comparison,
+        journal: Journal,
+        workers: int = 1,
+        reader: type[Reader] = Reader,
+    ) -> None:
+        self.comparison, self.journal = comparison, journal
+        self.workers, self.kind = workers, reader
+        self._reader: Reader | None = None
+        self._pool: ProcessPoolExecutor | None = None
+
+    def __enter__(self) -> Readings:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._pool is not None:
+            self._pool.shutdown()
+
+    def of(self, source: str, count: int, first: int = 0) -> dict[str, list[list[Record]]]:
+        """``count`` dialogues of a source, from the one with index ``first``, through every cell.
+
+        Returns:
+            ``"side at budget"`` -> per gate folder -> per dialogue what the reader keeps.
+        """
+        compared = self.comparison
+        cells = compared.cells()
+        keys = {cell: cell.key() for cell in itertools.chain.from_iterable(cells.values())}
+        where = f"{compared.described()} {compared.max_length} {source} {self.kind.__name__}"
+        done = {
+            (row["cell"], row["index"]): row["record"] for row in self.journal.rows("where", where)
+        }
+        wanted = range(first, first + count)
+        left = {
+            index: [cell for cell in keys if (keys[cell], index) not in done] for index in wanted
+        }
+        todo = {index: missing for index, missing in left.items() if missing}
+        if done:
+            said = f"{source}: {len(done)} readings are in {self.journal.path}"
+            tqdm.write(said, file=sys.stderr)
+        made = self._read(source, todo)
+        for index, records in tqdm(made, f"reading {source}", len(todo), unit="dialogue"):
+            rows = [
+                {"where": where, "cell": keys[cell], "index": index, "record": found}
+                for cell, found in zip(todo[index], records, strict=True)
+            ]
+            for row in self.journal.add(rows):
+                done[row["cell"], index] = row["record"]
+        return {
+            name: [[done[keys[cell], index] for index in wanted] for cell in seeds]
+            for name, seeds in cells.items()
+        }
+
+    def _read(
+        self, source: str, todo: Mapping[int, list[Cell]]
+    ) -> Iterator[tuple[int, list[Record]]]:
+        if not todo:
+            return
+        if self.workers <= 1:
+            self._reader = self._reader or self.kind(self.comparison)
+            for index, cells in todo.items():
+                yield index, self._reader.read(source, index, cells)
+            return
+        if self._pool is None:
+            # Spawned, not forked: torch's threads do not survive a fork.
+            self._pool = ProcessPoolExecutor(
+                self.workers,
+                multiprocessing.get_context("spawn"),
+                _start,
+                (self.kind, self.comparison, torch.get_num_threads()),
+            )
+        waiting = {
+            self._pool.submit(_read, source, index, cells): index for index, cells in todo.items()
+        }
+        for future in as_completed(waiting):
+            yield waiting[future], future.result()
+
+
+_reader: Reader | None = None
+
+
+def _start(kind: type[Reader], comparison: Comparison, threads: int) -> None:
+    global _reader
+    torch.set_num_threads(threads)
+    _reader = kind(comparison)
+
+
+def _read(source: str, index: int, cells: list[Cell]) -> list[Record]:
+    assert _reader is not None
+    return _reader.read(source, index, cells)

@@ -1,0 +1,144 @@
+"""Tables and figure of the sessions of :mod:`eval.sessions.__main__`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+from eval.quality import report as quality_report
+from eval.quality.report import interval
+from eval.quality.run import Record
+from eval.sessions.tasks import KINDS, Asked, Sessions
+from mmkv.measure.stats import mean
+
+Runs = Sequence[Sequence[Record]]
+Notes = Sequence[Sequence[Asked]]
+
+
+def summarise(
+    kind: Sessions, raw: Mapping[str, Runs], notes: Notes, sides: Sequence[str],
+    budgets: Sequence[str],
+) -> dict[str, Any]:  # fmt: skip
+    """Everything the result file holds.
+
+    Args:
+        raw: what :meth:`eval.quality.run.Readings.of` returned; notes: about each answer.
+
+    Returns:
+        ``page``: that of :func:`eval.quality.report.summarise`; ``kinds``: share right by kind of
+        question; ``stale``: share of the questions about a replaced value that were answered with
+        the replaced one; ``bytes``: mean physical bytes at the end; all three by side and budget.
+    """
+    return {
+        "world": kind.world,
+        "sessions": kind.sessions,
+        "things": kind.things,
+        "distractors": kind.distractors,
+        "sides": list(sides),
+        "budgets": list(budgets),
+        "page": quality_report.summarise(raw, sides, budgets),
+        "asked": {name: sum(a.kind == name for about in notes for a in about) for name in KINDS},
+        "kinds": {name: _by_kind(runs, notes) for name, runs in raw.items()},
+        "stale": {name: _stale(runs, notes) for name, runs in raw.items()},
+        "bytes": {
+            name: sum(row["bytes"] for run in runs for row in run) / sum(map(len, runs))
+            for name, runs in raw.items()
+        },
+    }
+
+
+def _by_kind(runs: Runs, notes: Notes) -> dict[str, dict[str, float] | None]:
+    def right(record: Record, about: Sequence[Asked], name: str) -> int:
+        return sum(hit for hit, a in zip(record["right"], about, strict=True) if a.kind == name)
+
+    return {name: _share(runs, notes, name, right) for name in KINDS}
+
+
+def _stale(runs: Runs, notes: Notes) -> dict[str, float] | None:
+    def stale(record: Record, about: Sequence[Asked], name: str) -> int:
+        return sum(
+            a.kind == name and a.said_stale(wrong)
+            for wrong, a in zip(record["wrong"], about, strict=True)
+        )
+
+    replaced = [[a for a in about if a.stale] for about in notes]
+    kept = [
+        [{"wrong": [w for w, a in zip(run[i]["wrong"], about, strict=True) if a.stale]}
+         for i, about in enumerate(notes)]
+        for run in runs
+    ]  # fmt: skip
+    return _share(kept, replaced, "updated", stale)
+
+
+def _share(runs: Runs, notes: Notes, name: str, count: Any) -> dict[str, float] | None:
+    """Mean over the questions of a kind, averaged over gate seeds; None without any."""
+    sums, counts = [], []
+    for index, about in enumerate(notes):
+        asked = sum(a.kind == name for a in about)
+        if asked:
+            sums.append(sum(count(run[index], about, name) for run in runs) / len(runs))
+            counts.append(asked)
+    return asdict(mean(sums, counts)) if counts else None
+
+
+def markdown(found: Mapping[str, Any]) -> str:
+    """Accuracy by budget and side, by kind of question, stale answers, paired tests."""
+    page, sides = found["page"], found["sides"]
+    head = [
+        f"### Sessions in {found['world']}: {found['sessions']} sessions, "
+        f"{page['questions']} questions in {page['dialogues']} dialogues of "
+        f"{page['context_tokens']['least']} to {page['context_tokens']['most']} tokens\n",
+        f"Asked: {', '.join(f'{count} {name}' for name, count in found['asked'].items())}. "
+        "Share answered right, with 95 % interval.\n",
+    ]
+    lines = [f"| questions | budget | full | {' | '.join(sides)} |",
+             f"|---|---|---|{'---|' * len(sides)}"]  # fmt: skip
+    tables: dict[str, Any] = {
+        "all": {
+            "full" if row["side"] == "full" else f"{row['side']} at {row['budget']}": row[
+                "accuracy"
+            ]
+            for row in page["rows"]
+        },
+        **{name: {key: row[name] for key, row in found["kinds"].items()} for name in KINDS},
+        "updated: said the replaced value": found["stale"],
+    }
+    for what, cells in tables.items():
+        for budget in found["budgets"]:
+            shown = [cells["full"], *(cells[f"{side} at {budget}"] for side in sides)]
+            texts = ["-" if cell is None else interval(cell) for cell in shown]
+            lines.append(f"| {what} | {budget} | {' | '.join(texts)} |")
+    return "\n".join([*head, *lines, "", *quality_report.paired_lines(page["tests"])]) + "\n"
+
+
+def draw(found: Mapping[str, Any], path: Path) -> None:
+    """Share right against the budget, a panel for each kind of question and one for stale ones."""
+    from matplotlib.figure import Figure
+
+    panels: dict[str, Any] = {
+        name: {k: row[name] for k, row in found["kinds"].items()} for name in KINDS
+    }
+    panels["said the replaced value"] = found["stale"]
+    figure = Figure(figsize=(3.1 * len(panels), 3.2), layout="constrained")
+    axes = figure.subplots(1, len(panels), squeeze=False)[0]
+    budgets = sorted(found["budgets"], key=Fraction)
+    x = [float(Fraction(budget)) for budget in budgets]
+    for axis, (title, cells) in zip(axes, panels.items(), strict=True):
+        axis.set(title=title, ylim=(-0.02, 1.02), xscale="log", xlabel="budget")
+        axis.set_xticks(x, budgets)
+        axis.minorticks_off()
+        axis.grid(alpha=0.3)
+        if cells["full"] is None:
+            continue
+        for side in found["sides"]:
+            mine = [cells[f"{side} at {budget}"] for budget in budgets]
+            axis.plot(x, [m["value"] for m in mine], marker="o", markersize=4, label=side)
+            axis.fill_between(x, [m["low"] for m in mine], [m["high"] for m in mine], alpha=0.12)
+        axis.axhline(cells["full"]["value"], color="0.5", linestyle="--", label="full")
+    axes[0].set_ylabel("share of questions")
+    axes[0].legend(fontsize=7)
+    figure.suptitle(f"Sessions in {found['world']}")
+    figure.savefig(path, dpi=110)

@@ -1,0 +1,180 @@
+"""The ``mmkv`` command: ``chat``, ``distill``, ``eval``, ``mmdu``, ``bench``, ``env``.
+
+Exit codes: 0 done, 1 failed (one line on stderr says why and what to do), 2 wrong usage,
+130 stopped with Ctrl-C. Nothing here imports torch: help and usage errors come at once.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+
+from engine.errors import MmkvError
+from mmkv import __version__
+from mmkv.chat.options import ChatOptions, UsageError
+from mmkv.cli import arguments
+from mmkv.cli.bench import bench
+from mmkv.cli.evaluate import evaluate
+from mmkv.cli.mmdu import app as mmdu
+
+app = typer.Typer(
+    name="mmkv",
+    help="Vision-language decoding with a bounded KV cache.",
+    no_args_is_help=True,
+    pretty_exceptions_show_locals=False,
+    rich_markup_mode="rich",
+)
+
+app.add_typer(mmdu, name="mmdu")
+app.command(name="eval")(evaluate)
+app.command()(bench)
+
+# typer carries its own copy of click in some versions and uses the package in others; the class
+# that both derive usage mistakes from is the base of typer's own public one.
+_CLICK_USAGE_ERROR: Any = typer.BadParameter.__mro__[1]
+
+_MEDIA, _SAMPLING, _OUTPUT = arguments.MEDIA, "Sampling", "Output"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line; always ends with SystemExit."""
+    sys.exit(run(arguments))
+
+
+def run(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return the exit code."""
+    try:
+        code = app(args=arguments, prog_name="mmkv", standalone_mode=False)
+    except (UsageError, _CLICK_USAGE_ERROR) as error:
+        text = error.format_message() if hasattr(error, "format_message") else str(error)
+        return _fail(f"{' '.join(text.split()).rstrip('.')}; see mmkv --help", 2)
+    except MmkvError as error:
+        return _fail(" ".join(str(error).split()), 1)
+    except (KeyboardInterrupt, typer.Abort):
+        return 130
+    except BrokenPipeError:
+        # The reader of our output has gone (mmkv ... | head). Python would complain once more
+        # when it flushes stdout at exit, so that has to lead somewhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    return code if isinstance(code, int) else 0
+
+
+def _fail(message: str, code: int) -> int:
+    print(f"mmkv: error: {message}", file=sys.stderr)
+    return code
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"mmkv {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version."),
+    ] = False,
+) -> None:
+    """Vision-language decoding with a bounded KV cache."""
+
+
+@app.command()
+def env() -> None:
+    """Show versions, devices, and which optional packages are usable."""
+    from mmkv.environment import describe
+
+    print(describe())
+
+
+@app.command(
+    add_help_option=False,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)
+def distill(context: typer.Context) -> int:
+    """Train retention gates for a checkpoint (as python -m training.distill)."""
+    from training.distill import main as train
+
+    return train(context.args)
+
+
+@app.command()
+def chat(
+    model: arguments.Model = None,
+    prompt: Annotated[
+        str | None,
+        typer.Option("--prompt", "-p", help="Ask this and exit; - reads it from stdin."),
+    ] = None,
+    interactive: Annotated[
+        bool,
+        typer.Option("--interactive", "-i", help="Converse, also after -p or with piped input."),
+    ] = False,
+    system: arguments.System = None,
+    image: Annotated[
+        list[str] | None,
+        typer.Option(help="Picture: path, URL or data: URI. Repeatable.", rich_help_panel=_MEDIA),
+    ] = None,
+    video: Annotated[
+        list[str] | None,
+        typer.Option(help="Video: path or URL. Repeatable.", rich_help_panel=_MEDIA),
+    ] = None,
+    fps: Annotated[
+        float | None,
+        typer.Option(help="Frames per second to take (default 2).", rich_help_panel=_MEDIA),
+    ] = None,
+    num_frames: Annotated[
+        int | None,
+        typer.Option(help="Frames to take in all, instead of --fps.", rich_help_panel=_MEDIA),
+    ] = None,
+    min_pixels: arguments.MinPixels = None,
+    max_pixels: arguments.MaxPixels = None,
+    max_new_tokens: Annotated[
+        int, typer.Option(help="Longest reply, in tokens.", rich_help_panel=_SAMPLING)
+    ] = 512,
+    temperature: Annotated[
+        float, typer.Option(help="0 takes the likeliest token.", rich_help_panel=_SAMPLING)
+    ] = 0.0,
+    top_p: Annotated[
+        float, typer.Option(help="Sample from this much probability.", rich_help_panel=_SAMPLING)
+    ] = 1.0,
+    top_k: Annotated[
+        int, typer.Option(help="Sample from so many tokens; 0: all.", rich_help_panel=_SAMPLING)
+    ] = 0,
+    seed: Annotated[
+        int | None, typer.Option(help="Makes sampling repeatable.", rich_help_panel=_SAMPLING)
+    ] = None,
+    stop: Annotated[
+        list[str] | None,
+        typer.Option(help="End the reply before this text. Repeatable.", rich_help_panel=_SAMPLING),
+    ] = None,
+    policy: arguments.Policy = None,
+    budget: arguments.Budget = None,
+    budget_bytes: arguments.BudgetBytes = None,
+    budget_fraction: arguments.BudgetFraction = None,
+    lookahead: arguments.Lookahead = 2,
+    evict_every: arguments.EvictEvery = 1,
+    prefill_chunk: arguments.PrefillChunk = 2048,
+    page_size: arguments.PageSize = 16,
+    gates: arguments.Gates = None,
+    device: arguments.Device = "auto",
+    dtype: arguments.DType = "auto",
+    no_stream: Annotated[
+        bool, typer.Option("--no-stream", help="Print replies whole.", rich_help_panel=_OUTPUT)
+    ] = False,
+    json: Annotated[
+        bool, typer.Option("--json", help="Print replies as JSON.", rich_help_panel=_OUTPUT)
+    ] = False,
+    quiet: arguments.Quiet = False,
+) -> None:
+    """Talk with a model about pictures; one answer with -p or piped input."""
+    options = ChatOptions(**{**locals(), "image": image or [], "video": video or []})
+    options.check()
+    from mmkv.chat.run import run_chat
+
+    raise typer.Exit(run_chat(options))

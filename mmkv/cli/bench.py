@@ -1,0 +1,179 @@
+"""``mmkv bench``: how far this machine's decode step is from the bytes it has to read.
+
+The floor of a step is its weights and retained keys and values over the bandwidth that a copy in
+this machine's memory reaches. What a small model keeps fits a processor's cache, so there the floor
+can be passed. Heavy imports wait until the command runs.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from mmkv.cli import arguments
+
+if TYPE_CHECKING:
+    from engine.runtime import Runtime
+
+
+def bench(
+    model: arguments.Model = None,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences decoded together.")] = 1,
+    context: Annotated[
+        int | None, typer.Option(min=1, help="Prompt tokens of each (default 2048, if they fit).")
+    ] = None,
+    budget: Annotated[float, typer.Option(help="Entries to keep per layer and KV head.")] = 256,
+    policy: arguments.Policy = None,
+    gates: arguments.Gates = None,
+    steps: Annotated[int, typer.Option(min=1, help="Decode steps of a timed run.")] = 64,
+    rounds: Annotated[int, typer.Option(min=1, help="Timed runs.")] = 5,
+    device: arguments.Device = "auto",
+    dtype: arguments.DType = "auto",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Time a decode step on this machine, beside the floor of its bytes."""
+    from engine.runtime import Runtime
+    from mmkv.resources import bundled_model
+
+    engine = Runtime.from_pretrained(
+        model or bundled_model(), policy=policy, budget=budget, gates=gates, device=device,
+        dtype=dtype,
+    )  # fmt: skip
+    found = measure(engine, batch, context, steps, rounds)
+    name = model or bundled_model().name
+    print(json.dumps({"model": name, **asdict(found)}) if as_json else found.describe(name))
+
+
+@dataclass(frozen=True)
+class Found:
+    """What was measured; seconds and bytes.
+
+    Attributes:
+        step: spread of the seconds per step: median, quartiles, rounds.
+        kv_bytes: physical bytes of keys and values; logical_bytes: those of the live entries.
+    """
+
+    machine: str
+    dtype: str
+    policy: str
+    path: str
+    batch: int
+    context: int
+    copy_bandwidth: float
+    weight_bytes: int
+    read_kv_bytes: int
+    floor: float
+    step: dict[str, Any]
+    over_floor: float
+    tokens_per_second: float
+    kv_bytes: int
+    logical_bytes: int
+
+    def describe(self, name: str) -> str:
+        """A few lines for a terminal."""
+        low, high = (1e3 * q for q in self.step["quartiles"])
+        weights, kept = _size(self.weight_bytes), _size(self.read_kv_bytes)
+        middle = 1e3 * self.step["median"]
+        return "\n".join(
+            [
+                f"model     {name}: {self.dtype}, policy {self.policy}, decoded on {self.path}",
+                f"machine   {self.machine}; a copy moves {self.copy_bandwidth / 1e9:,.1f} GB/s",
+                f"floor     {1e3 * self.floor:.3f} ms a step: {weights} of weights and {kept} kept",
+                f"step      {middle:.3f} ms ({low:.3f} .. {high:.3f}), {self.over_floor:.2f} x the "
+                f"floor; batch {self.batch} after {self.context:,} tokens",
+                f"speed     {self.tokens_per_second:,.0f} tokens/s",
+                f"memory    {_size(self.kv_bytes)} of keys and values in pages, "
+                f"{self.kv_bytes / self.logical_bytes:.2f} x what their entries need",
+            ]
+        )
+
+
+def measure(
+    engine: Runtime, batch: int, context: int | None, steps: int, rounds: int
+) -> Found:  # fmt: skip
+    """Prefill random text, decode greedily from copies of the sessions.
+
+    Args:
+        context: prompt tokens; None: 2048, or as many as leave room for the steps.
+
+    Raises:
+        MmkvError: the context or the memory does not hold that much.
+    """
+    import torch
+
+    from engine.errors import ContextError
+    from mmkv.measure.speed_model import entry_bytes, step_bytes
+    from mmkv.measure.timing import copy_bandwidth, spread, wall
+
+    longest = engine.spec.max_position - steps
+    context = context or max(1, min(2048, longest))
+    if context > longest:
+        raise ContextError(
+            f"{context:,} prompt tokens and {steps} steps pass position "
+            f"{engine.spec.max_position:,}, which the model was trained for; give a --context of "
+            f"at most {longest:,}"
+        )
+    bandwidth = copy_bandwidth(engine.device)
+    below = min([engine.spec.vocab_size, *engine.family.placeholder.values()])
+    size = (batch, context)
+    prompts = torch.randint(
+        min(3, below - 1), below, size, generator=torch.Generator().manual_seed(0)
+    )
+    sessions = [engine.session() for _ in range(batch)]
+    try:
+        first = [
+            int(session.prefill({"input_ids": prompt[None]}).argmax())
+            for session, prompt in zip(sessions, prompts, strict=True)
+        ]
+
+        def run() -> float:
+            forks = [session.fork() for session in sessions]
+            try:
+                return wall(lambda: engine.decode_many(forks, first, steps), engine.device) / steps
+            finally:
+                for fork in forks:
+                    fork.close()
+
+        run()  # compiles, captures, and lets the pool grow
+        step = spread([run() for _ in range(rounds)])
+        read = step_bytes(engine, sessions)
+        held = [session.memory() for session in sessions]
+    finally:
+        for session in sessions:
+            session.close()
+    floor = read.floor(bandwidth)
+    return Found(
+        machine=_machine(engine.device),
+        dtype=str(engine.dtype).removeprefix("torch."),
+        policy=engine.policy.name,
+        path=engine.decode_path,
+        batch=batch,
+        context=context,
+        copy_bandwidth=bandwidth,
+        weight_bytes=read.weights,
+        read_kv_bytes=read.kv,
+        floor=floor,
+        step=step,
+        over_floor=step["median"] / floor,
+        tokens_per_second=batch / step["median"],
+        kv_bytes=sum(memory.kv_bytes for memory in held),
+        logical_bytes=sum(memory.entries for memory in held) * entry_bytes(engine),
+    )
+
+
+def _machine(device: Any) -> str:
+    import torch
+
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"CPU, {torch.get_num_threads()} threads"
+
+
+def _size(count: int) -> str:
+    for unit, least in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= least:
+            return f"{count / least:.2f} {unit}"
+    return f"{count} B"

@@ -1,0 +1,224 @@
+"""``mmkv eval``: run lmms-eval on this engine and believe its results file, not its exit code.
+
+lmms-eval 0.7.3 ends with exit code 0 when an evaluation has failed. Nothing is installed here, and
+nothing heavy imported: lmms-eval runs in a process of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from engine.errors import InputError, MmkvError
+
+_RUN, _MODEL = "Run", "Model and cache"
+
+
+class EvaluationError(MmkvError):
+    """A task failed, or the evaluation ended without results."""
+
+
+def evaluate(
+    tasks: Annotated[
+        list[str],
+        typer.Option(help="Tasks, comma-separated or repeated; NAME_local reads --data."),
+    ],
+    model: Annotated[
+        str | None,
+        typer.Option(help="Model folder or hub id. Default: the small bundled model."),
+    ] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(help="Folder of local data; tasks that can then read nothing else."),
+    ] = None,
+    output: Annotated[
+        Path, typer.Option(help="Folder for results and samples.", rich_help_panel=_RUN)
+    ] = Path("lmms-results"),
+    limit: Annotated[
+        float | None,
+        typer.Option(help="Documents per task, or a share below 1.", rich_help_panel=_RUN),
+    ] = None,
+    batch_size: Annotated[
+        int, typer.Option(min=1, help="Documents in a decode step.", rich_help_panel=_RUN)
+    ] = 1,
+    force_simple: Annotated[
+        bool,
+        typer.Option("--force-simple", help="The form for likelihood tasks.", rich_help_panel=_RUN),
+    ] = False,
+    gen_kwargs: Annotated[
+        str | None,
+        typer.Option(help="Over the tasks' own: max_new_tokens=512,...", rich_help_panel=_RUN),
+    ] = None,
+    budget: Annotated[
+        str | None,
+        typer.Option(
+            help="Entries per row (256), a share (25%) or bytes (64MiB).", rich_help_panel=_MODEL
+        ),
+    ] = None,
+    policy: Annotated[
+        str | None, typer.Option(help="What to keep.", rich_help_panel=_MODEL)
+    ] = None,
+    gates: Annotated[
+        str | None, typer.Option(help="Retention gates: path or hub id.", rich_help_panel=_MODEL)
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(help="cpu, cuda, cuda:1, ...", rich_help_panel=_MODEL)
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="float32, bfloat16, ...", rich_help_panel=_MODEL)
+    ] = None,
+    model_args: Annotated[
+        str | None,
+        typer.Option(help="Further model arguments: fps=2,seed=1,...", rich_help_panel=_MODEL),
+    ] = None,
+    more: Annotated[
+        list[str] | None, typer.Argument(help="After --: options for lmms-eval itself.")
+    ] = None,
+) -> None:
+    """Evaluate with lmms-eval; exit 1 when a task failed or had no samples."""
+    from mmkv.resources import bundled_model
+
+    named = {
+        "pretrained": model or str(bundled_model()), "budget": budget, "policy": policy,
+        "gates": gates, "device": device, "dtype": dtype,
+    }  # fmt: skip
+    options = ["--batch_size", str(batch_size), "--output_path", str(output), "--log_samples"]
+    if limit is not None:
+        if not limit > 0:
+            raise InputError(f"--limit is {limit:g}; give a number of documents, or a share")
+        options += ["--limit", f"{limit:g}"]
+    if gen_kwargs:
+        options += ["--gen_kwargs", gen_kwargs]
+    if force_simple:
+        options.append("--force_simple")
+    wanted = [name.strip() for group in tasks for name in group.split(",") if name.strip()]
+    job = Job(wanted, _model_args(named, model_args), [*options, *(more or [])], output, data)
+    raise typer.Exit(job.run())
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run of lmms-eval."""
+
+    tasks: list[str]
+    model_args: str
+    options: list[str]
+    output: Path
+    data: Path | None
+
+    def run(self) -> int:
+        """Run it and check what it wrote. Raises InputError before, EvaluationError after."""
+        from eval.lmms.cause import VARIABLE, cause
+        from eval.lmms.tasks import find, shipped_folder, write
+
+        if not self.tasks:
+            raise InputError("no task is named; give --tasks NAME,NAME")
+        before = self._results()
+        with tempfile.TemporaryDirectory(prefix="mmkv-eval-") as folder:
+            names = write(self.tasks, Path(folder), self.data)
+            # Other names may be groups, tags or patterns, which results list by their tasks.
+            single = [n for n in names if find(n, Path(folder)) or find(n, shipped_folder())]
+            for given, name in zip(self.tasks, names, strict=True):
+                if given != name:
+                    print(f"mmkv: task {given} runs as {name}", file=sys.stderr)
+            joined = ",".join(names)
+            if Path(joined).is_dir():
+                raise InputError(
+                    f"lmms-eval would take the folder ./{joined} for the tasks; run elsewhere"
+                )
+            told = Path(folder) / "cause.txt"
+            env = {**_environment(), VARIABLE: str(told)}
+            code = subprocess.run(self._command(joined, folder), env=env).returncode
+            reason = cause(told)
+        if reason:
+            raise EvaluationError(reason)
+        if code:
+            raise EvaluationError(f"lmms-eval ended with exit code {code}; its message is above")
+        if os.environ.get("RANK", "0") != "0":
+            return 0  # the first process of several writes and checks the results
+        found = sorted(self._results() - before)
+        if not found:
+            raise EvaluationError("lmms-eval ended without results; its message is above")
+        if wrong := problems(found[-1], single):
+            raise EvaluationError(f"{'; '.join(wrong)} (results in {found[-1]})")
+        print(f"mmkv: results in {found[-1]}", file=sys.stderr)
+        return 0
+
+    def _command(self, names: str, folder: str) -> list[str]:
+        return [
+            sys.executable, "-m", "lmms_eval", "--model", "mmkv", "--model_args", self.model_args,
+            "--tasks", names, "--include_path", folder, *self.options,
+        ]  # fmt: skip
+
+    def _results(self) -> set[Path]:
+        return set(self.output.rglob("*_results.json"))
+
+
+def problems(results: Path, names: Sequence[str]) -> list[str]:
+    """What is wrong with a results file: tasks that are missing, empty or without a score.
+
+    ``names``: tasks that must be there; all others in the file are looked at too.
+    """
+    content: dict[str, Any] = json.loads(results.read_text("utf-8"))
+    scores, counts = content.get("results", {}), content.get("n-samples", {})
+    wrong = [f"task {name} gave no result" for name in names if name not in counts]
+    if not counts and not wrong:
+        wrong.append("no task gave a result")
+    for name, count in counts.items():
+        samples = results.name.removesuffix("results.json") + f"samples_{name}.jsonl"
+        if not count.get("effective") or not _lines(results.with_name(samples)):
+            wrong.append(f"task {name} has no samples")
+        elif not any(map(_is_score, scores.get(name, {}).items())):
+            wrong.append(f"task {name} has no score")
+    return wrong
+
+
+def _is_score(item: tuple[str, Any]) -> bool:
+    name, value = item
+    if "_stderr" in name or isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    return math.isfinite(value)
+
+
+def _lines(path: Path) -> int:
+    if not path.is_file():
+        return 0
+    with path.open(encoding="utf-8") as file:
+        return sum(1 for _ in file)
+
+
+def _model_args(named: dict[str, str | None], more: str | None) -> str:
+    """``key=value,...``, names and numbers checked: lmms-eval takes half a minute to get there.
+
+    Raises InputError, also for a value that this form cannot carry.
+    """
+    from eval.lmms.settings import Settings
+
+    given = {name: value for name, value in named.items() if value is not None}
+    for name, value in given.items():
+        if "," in value or "=" in value:
+            raise InputError(f"{name} {value!r} holds a comma or =, which lmms-eval splits")
+    pairs = [pair.partition("=") for pair in (more or "").split(",") if pair]
+    if not all(equals for _, equals, _ in pairs):
+        raise InputError(f"--model-args {more!r} is not understood; write name=value,name=value")
+    given |= {name.strip(): value for name, _, value in pairs}
+    if "batch_size" in given:
+        raise InputError("batch_size is not a model argument; write --batch-size")
+    Settings.of(given)
+    return ",".join(f"{name}={value}" for name, value in given.items())
+
+
+def _environment() -> dict[str, str]:
+    """The child's environment: Video-MMMU's task file fails without HF_HOME."""
+    home = os.path.join(os.path.expanduser("~"), ".cache", "huggingface")
+    return {"HF_HOME": home, **os.environ}

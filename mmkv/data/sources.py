@@ -1,0 +1,153 @@
+"""What ``--data`` names, as a dataset of documents for the trainer: files, scenes, text tasks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mmkv.data.conversations import DataError, Row
+from mmkv.data.examples import Encoder, Example, Examples
+from mmkv.data.labels import IGNORED
+from mmkv.data.mixture import Mixture
+from mmkv.data.readers import DataSource, Report, RowFile
+from mmkv.data.scene_data import KINDS, scene_example, scene_turns
+from mmkv.data.scenes import Split
+from mmkv.data.text_tasks import KINDS as TASKS
+from mmkv.data.text_tasks import text_task
+from mmkv.data.tokenizer import build_tokenizer
+from mmkv.prompt.processing import Processor, load_processor
+
+_DRAWN = {"scenes": KINDS, "tasks": TASKS}
+_ROWS = 2**17  # of each kind, before they come again
+
+
+@dataclass(frozen=True)
+class DrawnRow:
+    """One made-up dialogue, before it is made.
+
+    Attributes:
+        world: ``scenes`` (:mod:`mmkv.data.scene_data`) or ``tasks`` (:mod:`mmkv.data.text_tasks`).
+    """
+
+    world: str
+    kind: str
+    seed: int
+    split: Split
+
+    @property
+    def file(self) -> str:
+        """What messages call where it comes from."""
+        return f"{self.world}:{self.kind}"
+
+    @property
+    def row(self) -> int:
+        """Its number there."""
+        return self.seed
+
+
+class Drawn(Sequence[DrawnRow]):
+    """The made-up dialogues of one kind as rows of a mixture."""
+
+    def __init__(self, world: str, kind: str, split: Split) -> None:
+        if kind not in _DRAWN[world]:
+            raise DataError(
+                f"no {world} of kind {kind!r}; choose one of {', '.join(_DRAWN[world])}"
+            )
+        self.world, self.kind, self.split = world, kind, split
+
+    def __len__(self) -> int:
+        return _ROWS
+
+    def __getitem__(self, index: int) -> DrawnRow:  # type: ignore[override]
+        return DrawnRow(self.world, self.kind, index, self.split)
+
+
+class DrawnEncoder(Encoder):
+    """An :class:`Encoder` that also makes up dialogues."""
+
+    def __call__(self, row: Row | DrawnRow) -> list[Example]:  # type: ignore[override]
+        """Examples of a row; see :class:`Encoder`. What is made up is never cut, only left out."""
+        if not isinstance(row, DrawnRow):
+            return super().__call__(row)
+        self.tally["rows"] += 1
+        made = self._scene(row) if row.world == "scenes" else self._task(row)
+        return [made] if len(made) <= self.max_length else self._too_long(row, len(made))
+
+    def _scene(self, row: DrawnRow) -> Example:
+        made = scene_example(scene_turns(row.kind, row.seed, row.split), self.processor.tokenizer)
+        ids, labels, types = (
+            made.pop(name)[0] for name in ("input_ids", "labels", "mm_token_type_ids")
+        )
+        return Example(ids, labels, made, types)
+
+    def _task(self, row: DrawnRow) -> Example:
+        ids: list[int] = []
+        labels: list[int] = []
+        for piece in text_task(row.kind, row.seed, row.split):
+            tokens = self.processor.tokenizer(piece.text, add_special_tokens=False)["input_ids"]
+            ids += tokens
+            labels += tokens if piece.answer else [IGNORED] * len(tokens)
+        return Example(torch.tensor(ids), torch.tensor(labels))
+
+
+def examples(
+    model: str,
+    data: Sequence[str],
+    length: int,
+    seed: int,
+    *,
+    max_length: int = 4096,
+    long_chats: str = "cut",
+    media_root: str | None = None,
+    split: Split = "train",
+    report: Report | None = None,
+) -> Examples:
+    """The first ``length`` examples of a mixture of files and scenes.
+
+    Args:
+        model: whose processor and chat template make the tokens.
+        data: ``[WEIGHT*][KIND:]PATH``, ``[WEIGHT*]scenes:KIND`` or ``[WEIGHT*]tasks:KIND``, each.
+        split: of scenes and tasks.
+        report: gets one line per broken, cut or dropped row, up to a few per reason.
+
+    Raises:
+        DataError: a source that cannot be read.
+    """
+    encoder = DrawnEncoder(load_processor(model), max_length, long_chats, report)
+    sources: list[Sequence[Any]] = []
+    weights = []
+    for text in data:
+        weight, _, rest = text.rpartition("*")
+        world, _, kind = rest.partition(":")
+        if world in _DRAWN:
+            if world == "scenes":
+                require_scene_tokens(encoder.processor, model)
+            sources.append(Drawn(world, kind, split))
+            weights.append(_weight(weight, text))
+        else:
+            source = DataSource.parse(text)
+            sources.append(RowFile(source.path, source.kind, media_root, report=report))
+            weights.append(source.weight)
+    return Examples(Mixture(sources, weights, seed), encoder, length)
+
+
+def _weight(text: str, source: str) -> float:
+    try:
+        weight = float(text or 1)
+    except ValueError:
+        weight = 0.0
+    if weight <= 0:
+        raise DataError(f"--data {source!r}: {text!r} is no weight above 0")
+    return weight
+
+
+def require_scene_tokens(processor: Processor, model: str) -> None:
+    """Raise DataError unless the processor has the tokens that scenes are written in."""
+    if build_tokenizer().get_vocab() != processor.tokenizer.get_vocab():
+        raise DataError(
+            f"scenes are written in the bundled model's tokens, which {model} does not use; give "
+            "it files or text"
+        )

@@ -1,0 +1,60 @@
+"""The floor of a decode step: the bytes it cannot do without, over the measured bandwidth."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from engine.runtime import Runtime
+from engine.sequence import CachedSequence
+
+
+@dataclass(frozen=True)
+class StepBytes:
+    """Bytes that one decode step reads.
+
+    Attributes:
+        weights: of the decoder and the output head, once for the whole batch.
+        kv: keys and values of all entries, the new ones included.
+        gates: weights of the retention gates. Not part of the floor: they are ours to justify.
+    """
+
+    weights: int
+    kv: int
+    gates: int
+
+    def floor(self, bandwidth: float) -> float:
+        """Seconds for weights and entries at ``bandwidth`` bytes per second."""
+        return (self.weights + self.kv) / bandwidth
+
+
+def weight_bytes(engine: Runtime) -> int:
+    """Weights a step reads. Of an embedding that is not also the head it reads single rows."""
+    weights = engine.decoder.weights
+    untied = weights.head.data_ptr() != weights.embed.data_ptr()
+    spared = 0 if engine.native is None else engine.native.bytes_spared
+    return weights.nbytes() - (weights.embed.nbytes if untied else 0) - spared
+
+
+def gate_bytes(engine: Runtime) -> int:
+    """Weights of the gates a step reads, 0 without gates."""
+    if engine.decoder.gates is None:
+        return 0
+    tensors = [
+        tensor
+        for gate in engine.decoder.gates.layers
+        for tensor in (*(t for pair in gate.trunk for t in pair), gate.readout, gate.bias)
+    ]
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def entry_bytes(engine: Runtime) -> int:
+    """Bytes of the key and value of one entry."""
+    pool = engine.cache.pool
+    return pool.kv_page_bytes // pool.page_size
+
+
+def step_bytes(engine: Runtime, sessions: Sequence[CachedSequence]) -> StepBytes:
+    """What the next step of these sessions reads."""
+    entries = sum(session.entries + engine.spec.rows for session in sessions)
+    return StepBytes(weight_bytes(engine), entries * entry_bytes(engine), gate_bytes(engine))

@@ -1,0 +1,230 @@
+"""Given answers read through an engine under its budget, beside the full cache's predictions.
+
+A dialogue is fed token by token as it would have been decoded: prompts in prefill chunks, answers
+one token at a time, eviction after each. At every answer token the logits are compared with those
+of plain full attention over the same tokens. An answer all of whose tokens are the most likely ones
+is what greedy decoding would have said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.model.decoder import Decoder
+from engine.model.families.base import Turn
+from engine.policies import Budget
+from engine.runtime import Runtime
+from engine.sequence import CachedSequence
+from mmkv.data.labels import predicted
+from mmkv.measure.full_attention import full_attention_states, lay_out_turns
+
+BLOCK = 256  # answer tokens whose logits stand at once: a vocabulary of 152k takes 156 MB
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One answer, T tokens.
+
+    Attributes:
+        right: whether every token was the most likely one.
+        kl: sum over tokens of KL(full || ours); nll: sum of negative log-likelihoods of the tokens.
+        agree: tokens whose most likely continuation is that of the full cache.
+        wrong: (index in the answer, id said instead) of every token that was not the most likely.
+    """
+
+    tokens: int
+    right: bool
+    kl: float
+    nll: float
+    agree: int
+    wrong: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What one dialogue gave.
+
+    Attributes:
+        answers: in order.
+        tokens_seen: length of the dialogue; entries: held at its end, over all rows; evicted: gone.
+        per_row: entries at the end by layer and KV head; by_modality: over all of them.
+        nbytes: physical bytes of the pages held at the end, block tables left out (they grow with
+            what an engine has held before).
+    """
+
+    answers: list[Answer]
+    tokens_seen: int
+    entries: int
+    evicted: int
+    per_row: list[list[int]]
+    by_modality: dict[str, int]
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class FullCache:
+    """What plain full attention predicts at the N answer tokens of a dialogue, in order.
+
+    States are kept and logits made as they are asked for: those of 8k tokens take 5 GB.
+
+    Attributes:
+        decoder: makes logits of states; states: ``[N, d]`` before the final norm.
+    """
+
+    decoder: Decoder
+    states: Tensor
+
+    @classmethod
+    @torch.inference_mode()
+    def of(cls, engine: Runtime, turn: Turn, labels: Tensor) -> FullCache:
+        """Read a whole dialogue; ``labels``: int64 ``[T]``, -100 where no answer stands."""
+        states = full_attention_states(engine, lay_out_turns(engine, [turn]))
+        return cls(engine.decoder, states[predicted(labels)[0]])
+
+    def logits(self) -> Iterator[Tensor]:
+        """Float32 ``[vocab]`` for one answer token after the other; a block of them is held."""
+        for states in self.states.split(BLOCK):
+            yield from self.decoder.logits(states)
+
+
+def spans(labels: Sequence[int]) -> list[tuple[int, int]]:
+    """Start and stop of every run of labels (-100 between them)."""
+    found, start = [], None
+    for index, label in enumerate([*labels, -100]):
+        if label != -100 and start is None:
+            start = index
+        elif label == -100 and start is not None:
+            found.append((start, index))
+            start = None
+    return found
+
+
+@torch.inference_mode()
+def read(
+    engine: Runtime,
+    inputs: Mapping[str, Any],
+    labels: Tensor,
+    budget: Budget | float | None = None,
+    full: FullCache | None = None,
+) -> Reading:
+    """Feed one dialogue through a session under ``budget``.
+
+    Args:
+        inputs: what the processor returns for the whole dialogue; labels: int64 ``[T]``.
+        full: of this dialogue, when several policies are compared.
+    """
+    turn = engine.family.turn(inputs, 0, engine.device)
+    made = engine.budget if budget is None else Budget.of(budget)
+    return read_at(engine, turn, labels, [made], full)[0]
+
+
+@torch.inference_mode()
+def read_at(
+    engine: Runtime,
+    turn: Turn,
+    labels: Tensor,
+    budgets: Sequence[Budget],
+    full: FullCache | None = None,
+    cuts: Sequence[int] = (),
+) -> list[Reading]:
+    """Feed one dialogue through sessions that differ in their budget only, side by side.
+
+    What comes before the first eviction is the same for all and read once; answers are decoded in
+    one batch.
+
+    Args:
+        turn: the whole dialogue; full: of it, when several policies are compared.
+        cuts: token indices at which the prefill is cut: memory is brought down to the budget before
+            what follows is known.
+
+    Returns:
+        One reading per budget, in order.
+    """
+    reference = (FullCache.of(engine, turn, labels) if full is None else full).logits()
+    where = spans(labels.tolist())
+    parts = sorted({*cuts, *(start for start, _ in where)} - {0})
+    answers: list[list[Answer]] = [[] for _ in budgets]
+    with ExitStack() as stack:
+        sessions, logits = _begin(engine, turn, budgets, parts[0], stack)
+        done = parts[0]
+        for start, stop in where:
+            for part in [part for part in parts if done < part <= start]:
+                logits = torch.stack([s.extend(turn.part(done, part)) for s in sessions])
+                done = part
+            blocks: list[list[Answer]] = [[] for _ in budgets]
+            for target in labels[start:stop].split(BLOCK):
+                given = []
+                for token in target.tolist():
+                    given.append(logits)
+                    logits = engine.decode(sessions, [token] * len(sessions))
+                theirs = F.log_softmax(torch.stack([next(reference) for _ in given]), -1)
+                for index, found in enumerate(blocks):
+                    ours = F.log_softmax(torch.stack([step[index] for step in given]), -1)
+                    found.append(_answer(ours, theirs, target))
+            done = stop
+            for kept, found in zip(answers, blocks, strict=True):
+                kept.append(_joined(found))
+        return [_reading(*pair) for pair in zip(sessions, answers, strict=True)]
+
+
+def _begin(
+    engine: Runtime, turn: Turn, budgets: Sequence[Budget], stop: int, stack: ExitStack
+) -> tuple[list[CachedSequence], Tensor]:
+    """Sessions that have read the first ``stop`` tokens, and their logits ``[B, vocab]``."""
+    # Nothing is evicted inside a chunk: up to the end of the first, budgets make no difference.
+    alike = min(stop, engine.prefill_chunk)
+    sessions = []
+    with engine.session(float(alike)) as whole:
+        logits = whole.extend(turn.part(0, alike)).expand(len(budgets), -1)
+        for budget in budgets:
+            sessions.append(stack.enter_context(whole.fork()))
+            sessions[-1].set_budget(budget)
+    if stop > alike:
+        logits = torch.stack([session.extend(turn.part(alike, stop)) for session in sessions])
+    return sessions, logits
+
+
+def _answer(ours: Tensor, theirs: Tensor, target: Tensor) -> Answer:
+    """What is kept of the log-probabilities ``[T, vocab]`` at one answer ``[T]``."""
+    best, target = ours.argmax(-1), target.to(ours.device)
+    miss = (best != target).nonzero().flatten().tolist()
+    return Answer(
+        tokens=target.numel(),
+        right=not miss,
+        kl=float((theirs.exp() * (theirs - ours)).sum()),
+        nll=float(F.nll_loss(ours, target, reduction="sum")),
+        agree=int((best == theirs.argmax(-1)).sum()),
+        wrong=tuple((index, int(best[index])) for index in miss),
+    )
+
+
+def _joined(blocks: Sequence[Answer]) -> Answer:
+    """The answer whose tokens stand in ``blocks`` of :data:`BLOCK`, the last maybe smaller."""
+    return Answer(
+        tokens=sum(block.tokens for block in blocks),
+        right=all(block.right for block in blocks),
+        kl=sum(block.kl for block in blocks),
+        nll=sum(block.nll for block in blocks),
+        agree=sum(block.agree for block in blocks),
+        wrong=tuple(
+            (number * BLOCK + index, said)
+            for number, block in enumerate(blocks)
+            for index, said in block.wrong
+        ),
+    )
+
+
+def _reading(session: CachedSequence, answers: list[Answer]) -> Reading:
+    memory = session.memory()
+    per_row = session.engine.cache.length[session.seq].tolist()
+    return Reading(
+        answers, memory.tokens_seen, memory.entries, memory.evicted, per_row, memory.by_modality,
+        memory.pages * session.engine.cache.pool.page_bytes,
+    )  # fmt: skip

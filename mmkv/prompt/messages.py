@@ -1,0 +1,64 @@
+"""Conversations in the transformers chat format: reading them, taking the media out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from engine.errors import InputError
+from mmkv.prompt.template import Message, as_parts
+
+_ROLES = ("system", "user", "assistant")
+# Where the formats in use put the picture or video of a part.
+_SOURCE_KEYS = ("image", "video", "url", "path", "image_url", "video_url")
+
+
+def take_media(messages: Sequence[Message]) -> tuple[list[Message], list[Any], list[Any]]:
+    """Split ``messages`` into messages with bare placeholders, pictures, and videos, in order.
+
+    A part is {"type": "text", "text": ...}, or of type image / video (or image_url / video_url)
+    with its source under "image", "video", "url", "path" or "image_url". Raises InputError for
+    anything else.
+    """
+    plain: list[Message] = []
+    images: list[Any] = []
+    videos: list[Any] = []
+    if not messages:
+        raise InputError("the conversation is empty; give at least one user message")
+    for message in messages:
+        if not isinstance(message, dict) or message.get("role") not in _ROLES:
+            raise InputError(f"a message needs a role out of {', '.join(_ROLES)}, and a content")
+        parts: list[dict[str, Any]] = []
+        for part in as_parts(message.get("content") or ""):
+            kind = str(part.get("type", "")).removesuffix("_url")
+            if kind == "text" and isinstance(part.get("text"), str):
+                parts.append({"type": "text", "text": part["text"]})
+            elif kind in ("image", "video"):
+                (images if kind == "image" else videos).append(_source(part))
+                parts.append({"type": kind})
+            else:
+                raise InputError(
+                    f"a message part of type {part.get('type')!r} is not understood; "
+                    "use text, image or video"
+                )
+        plain.append({"role": message["role"], "content": parts})
+    return plain, images, videos
+
+
+def is_blank(message: Message) -> bool:
+    """Whether a message says nothing in words."""
+    return not any(
+        part["type"] == "text" and part["text"].strip() for part in as_parts(message["content"])
+    )
+
+
+def _source(part: dict[str, Any]) -> Any:
+    for key in _SOURCE_KEYS:
+        value = part.get(key)
+        if isinstance(value, dict):  # {"image_url": {"url": ...}}
+            value = value.get("url")
+        if value is not None:
+            return value
+    raise InputError(
+        f"a message part of type {part['type']!r} names no source; add 'url' or 'path'"
+    )

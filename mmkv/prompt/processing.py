@@ -1,0 +1,313 @@
+"""From a rendered prompt with pictures and videos to the tensors a session is prefilled with."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from engine.errors import InputError, ModelError
+from mmkv.prompt.template import ChatTemplate
+from mmkv.prompt.video import Clip
+
+if TYPE_CHECKING:
+    import torch
+    from PIL.Image import Image
+
+    from mmkv.prompt.qwen_vision import VideoRules
+
+# Text put before a continuation and cut off again after tokenizing, so that a tokenizer that
+# treats the start of a text specially (SentencePiece adds a space) sees no start there.
+_ANCHOR = "a"
+
+
+class Processor:
+    """Tokenizer, chat template and picture processing of one checkpoint.
+
+    ``sees`` / ``watches``: whether it takes pictures / videos. Each family's way of making pixel
+    inputs is a subclass; this class alone serves text-only models.
+    """
+
+    sees = False
+    watches = False
+    image_token = video_token = ""
+
+    def __init__(self, tokenizer: Any, template: ChatTemplate) -> None:
+        self.tokenizer, self.template = tokenizer, template
+
+    @property
+    def size_rule(self) -> Any:
+        """For mmkv.prompt.video.load_video: how to scale frames while they are read."""
+        return None
+
+    def encode(
+        self,
+        text: str,
+        images: Sequence[Image] = (),
+        clips: Sequence[Clip] = (),
+        continuing: bool = False,
+    ) -> dict[str, torch.Tensor]:
+        """Model inputs of one row for ``text``, in which each picture and video has a placeholder.
+
+        ``continuing``: the text follows tokens that a session holds, so nothing that marks a
+        beginning is added. Raises InputError: no text, placeholders that do not match the media,
+        media the model cannot take, a picture the image processor refuses.
+        """
+        self._check(text, images, clips)
+        try:
+            inputs = self._inputs(_ANCHOR + text if continuing else text, images, clips, continuing)
+        except ValueError as error:  # e.g. a picture 1 pixel high and 1000 wide
+            raise InputError(f"the picture cannot be processed: {_line(error)}; crop it") from error
+        if not continuing:
+            return inputs
+        return self._without_anchor(inputs, text)
+
+    def _check(self, text: str, images: Sequence[Image], clips: Sequence[Clip]) -> None:
+        if not text:
+            raise InputError("the prompt is empty; write a question")
+        if images and not self.sees:
+            raise InputError("this model reads text only; drop the pictures or name another model")
+        if clips and not self.watches:
+            raise InputError("this model takes no videos here; use a Qwen3-VL model or pictures")
+        for token, media, kind in (
+            (self.image_token, images, "picture"),
+            (self.video_token, clips, "video"),
+        ):
+            found = text.count(token) if token else 0
+            if found != len(media):
+                raise InputError(
+                    f"the prompt has {found} {kind} placeholders ({token}) for {len(media)} "
+                    f"{kind}s; do not write the placeholder yourself"
+                )
+
+    def _inputs(
+        self, text: str, images: Sequence[Image], clips: Sequence[Clip], continuing: bool
+    ) -> dict[str, torch.Tensor]:
+        return dict(self.tokenizer(text, add_special_tokens=False, return_tensors="pt"))
+
+    def _starts_itself(self, text: str) -> bool:
+        """Whether the rendered text already begins with the tokenizer's start marker."""
+        start = self.tokenizer.bos_token
+        return start is not None and text.startswith(start)
+
+    def _without_anchor(
+        self, inputs: dict[str, torch.Tensor], text: str
+    ) -> dict[str, torch.Tensor]:
+        anchor = self._ids(_ANCHOR)
+        ids = inputs["input_ids"][0].tolist()
+        if ids[: len(anchor)] != anchor:
+            # The anchor merged with the text; at worst the text then starts like a fresh one.
+            raise InputError("the tokenizer cannot continue a text; start a new conversation")
+        cut = {"input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids"}
+        return {
+            key: value[:, len(anchor) :] if key in cut else value for key, value in inputs.items()
+        }
+
+    def _ids(self, text: str) -> list[int]:
+        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+class QwenProcessor(Processor):
+    """Qwen3-VL without transformers' combined processor (see mmkv.prompt.qwen_vision)."""
+
+    watches = True
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        template: ChatTemplate,
+        image_processor: Any | None,
+        rules: VideoRules,
+        image_size: dict[str, int] | None,
+    ) -> None:
+        from mmkv.prompt.qwen_vision import IMAGE, VIDEO
+
+        super().__init__(tokenizer, template)
+        self.image_processor, self.rules, self.image_size = image_processor, rules, image_size
+        self.sees = image_processor is not None
+        self.image_token, self.video_token = IMAGE, VIDEO
+
+    @property
+    def size_rule(self) -> Any:
+        """Frames are scaled to the model's size while they are read."""
+        return self.rules.scaler
+
+    def _inputs(
+        self, text: str, images: Sequence[Image], clips: Sequence[Clip], continuing: bool
+    ) -> dict[str, torch.Tensor]:
+        from mmkv.prompt.qwen_vision import prepare
+
+        expanded, pixels = prepare(
+            text, images, clips, self.image_processor, self.rules, self.image_size
+        )
+        special = not continuing and not self._starts_itself(text)
+        inputs = dict(self.tokenizer(expanded, add_special_tokens=special, return_tensors="pt"))
+        ids = inputs["input_ids"]
+        image, video = self.tokenizer.convert_tokens_to_ids([self.image_token, self.video_token])
+        inputs["mm_token_type_ids"] = (ids == image).long() + 2 * (ids == video).long()
+        return inputs | pixels
+
+
+class HubProcessor(Processor):
+    """Any family whose transformers processor can be used as it is (the LLaVA models)."""
+
+    sees = True
+
+    def __init__(self, processor: Any, template: ChatTemplate) -> None:
+        super().__init__(processor.tokenizer, template)
+        self.processor = processor
+        self.image_token = processor.image_token
+
+    def _inputs(
+        self, text: str, images: Sequence[Image], clips: Sequence[Clip], continuing: bool
+    ) -> dict[str, torch.Tensor]:
+        special = not continuing and not self._starts_itself(text)
+        return dict(
+            self.processor(
+                text=[text],
+                # Nested: all of one prompt (LLaVA-OneVision cuts only a lone picture into tiles).
+                images=[list(images)] if images else None,
+                add_special_tokens=special,
+                return_tensors="pt",
+            )
+        )
+
+
+def load_processor(
+    name: str | Path, min_pixels: int | None = None, max_pixels: int | None = None
+) -> Processor:
+    """Load what the checkpoint at ``name`` (directory or hub id) needs besides its weights.
+
+    ``min_pixels``, ``max_pixels``: bounds on a picture's pixels, for models that take pictures
+    of any size. Raises ModelError when files are missing or damaged, InputError for pixel bounds
+    that the model does not take.
+    """
+    from transformers import AutoConfig, AutoTokenizer
+
+    try:
+        config = AutoConfig.from_pretrained(name)
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    # Damaged files surface as OSError, ValueError, KeyError or the tokenizers library's Exception.
+    except Exception as error:
+        raise ModelError(
+            f"cannot load the tokenizer of {name}: {_line(error)}; "
+            "check that tokenizer.json and tokenizer_config.json are complete"
+        ) from error
+    if config.model_type == "qwen3_vl":
+        return _load_qwen(name, tokenizer, min_pixels, max_pixels)
+    if min_pixels is not None or max_pixels is not None:
+        raise InputError(
+            "this model does not take pictures of any size; drop --min-pixels and --max-pixels"
+        )
+    if getattr(config, "vision_config", None) is None:
+        return Processor(tokenizer, ChatTemplate(tokenizer, tokenizer.chat_template, parts=False))
+    return _load_hub(name, tokenizer)
+
+
+def _load_qwen(
+    name: str | Path, tokenizer: Any, min_pixels: int | None, max_pixels: int | None
+) -> QwenProcessor:
+    from mmkv.prompt.qwen_vision import FRAME_END, FRAME_START, IMAGE, VIDEO, VideoRules
+
+    image_processor = _load_image_processor(name)
+    size = None
+    if min_pixels is not None or max_pixels is not None:
+        if image_processor is None:
+            raise InputError(f"{name} has no image processor; drop --min-pixels and --max-pixels")
+        own = image_processor.size
+        size = {
+            "shortest_edge": min_pixels or own["shortest_edge"],
+            "longest_edge": max_pixels or own["longest_edge"],
+        }
+        if not 0 < size["shortest_edge"] <= size["longest_edge"]:
+            raise InputError(
+                f"min-pixels {size['shortest_edge']} and max-pixels {size['longest_edge']} leave "
+                "no size between them; give 0 < min <= max"
+            )
+    config = _read_json(name, "video_preprocessor_config.json") or _read_json(
+        name, "processor_config.json"
+    ).get("video_processor", {})
+    placeholders = {
+        "image": f"{FRAME_START}{IMAGE}{FRAME_END}",
+        "video": f"{FRAME_START}{VIDEO}{FRAME_END}",
+    }
+    template = ChatTemplate(tokenizer, _template(name, tokenizer), True, placeholders)
+    return QwenProcessor(tokenizer, template, image_processor, VideoRules.from_config(config), size)
+
+
+def _load_image_processor(name: str | Path) -> Any | None:
+    """The image processor in its PIL form (the same pixels with and without torchvision)."""
+    # transformers 5.17 hides the name at its top level when torchvision is absent; the class itself
+    # does not need torchvision in either version.
+    from transformers.models.auto.image_processing_auto import AutoImageProcessor
+
+    try:
+        return AutoImageProcessor.from_pretrained(name, backend="pil")
+    except (OSError, ValueError):  # no preprocessor file: the model then takes text only
+        return None
+
+
+def _load_hub(name: str | Path, tokenizer: Any) -> HubProcessor:
+    from transformers import AutoProcessor
+
+    try:
+        processor = AutoProcessor.from_pretrained(name, backend="pil")
+    # Without torchvision the video processor of LLaVA-OneVision refuses to load, with it broken
+    # transformers raises RuntimeError; the rest of the processor works without it.
+    except (ImportError, RuntimeError, ValueError, OSError) as error:
+        processor = _without_video(name, tokenizer, error)
+    template = _template(name, tokenizer) or getattr(processor, "chat_template", None)
+    placeholders = {"image": processor.image_token + "\n"}
+    return HubProcessor(processor, ChatTemplate(processor.tokenizer, template, True, placeholders))
+
+
+def _without_video(name: str | Path, tokenizer: Any, cause: Exception) -> Any:
+    """Assemble a transformers processor from its parts, leaving out the video processor."""
+    import transformers
+
+    config = _read_json(name, "processor_config.json")
+    settings = _read_json(name, "preprocessor_config.json") | config
+    base = getattr(transformers, str(settings.get("processor_class")), None)
+    image_processor = _load_image_processor(name)
+    if base is None or image_processor is None:
+        raise ModelError(
+            f"cannot load the picture processor of {name}: {_line(cause)}; check "
+            "preprocessor_config.json and processor_config.json"
+        ) from cause
+
+    class PicturesOnly(base):  # type: ignore[misc, valid-type]
+        def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
+            if argument is None:
+                return type(None)
+            return super().check_argument_for_proper_class(argument_name, argument)
+
+    known = {
+        key: value
+        for key, value in config.items()
+        if key not in ("processor_class", "image_processor", "video_processor")
+    }
+    return PicturesOnly(image_processor, tokenizer, None, **known)
+
+
+def _template(name: str | Path, tokenizer: Any) -> str | None:
+    """The chat template: the tokenizer's, or that of the older separate file."""
+    if tokenizer.chat_template:
+        return tokenizer.chat_template
+    return _read_json(name, "chat_template.json").get("chat_template")
+
+
+def _read_json(name: str | Path, file: str) -> dict[str, Any]:
+    """A JSON file of the checkpoint, {} when it has none."""
+    from transformers.utils import cached_file
+
+    try:
+        path = cached_file(str(name), file, _raise_exceptions_for_missing_entries=False)
+        return json.loads(Path(path).read_text(encoding="utf-8")) if path else {}
+    except (OSError, ValueError) as error:
+        raise ModelError(f"cannot read {file} of {name}: {_line(error)}; fetch it again") from error
+
+
+def _line(error: Exception) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0][:200] if text else type(error).__name__

@@ -1,0 +1,168 @@
+"""Pictures and videos as Qwen3-VL takes them: patches, grids and expanded placeholders.
+
+transformers' processor of this family needs torchvision even for plain pictures, because it
+loads a video processor. Its image processor does not, so the pictures go through that one; video
+frames are cut into patches here by the same rules and give the same numbers on every machine.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from engine.errors import InputError
+from mmkv.prompt.video import Clip, FrameMap
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+IMAGE, VIDEO = "<|image_pad|>", "<|video_pad|>"
+FRAME_START, FRAME_END = "<|vision_start|>", "<|vision_end|>"
+
+
+@dataclass(frozen=True)
+class VideoRules:
+    """How frames become patches. The defaults are those of transformers' processor."""
+
+    patch_size: int = 16
+    temporal_patch_size: int = 2
+    merge_size: int = 2
+    shortest_edge: int = 128 * 32 * 32  # bounds on frames x height x width, in pixels
+    longest_edge: int = 768 * 32 * 32
+    image_mean: tuple[float, ...] = (0.5, 0.5, 0.5)
+    image_std: tuple[float, ...] = (0.5, 0.5, 0.5)
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> VideoRules:
+        """Read a ``video_preprocessor_config.json`` (unknown keys do not matter here)."""
+        size = config.get("size") or {}
+        named: dict[str, Any] = {
+            key: tuple(value) if isinstance(value, list) else value
+            for key, value in {**config, **size}.items()
+            if key in cls.__dataclass_fields__ and value is not None
+        }
+        return cls(**named)
+
+    def size(self, frames: int, height: int, width: int) -> tuple[int, int]:
+        """Height and width to scale to: multiples of a merged patch, within the pixel bounds."""
+        factor = self.patch_size * self.merge_size
+        if height < factor or width < factor:
+            grow = max(factor / height, factor / width)
+            height, width = int(height * grow), int(width * grow)
+        if max(height, width) > 200 * min(height, width):
+            raise InputError(f"video frames of {width} x {height} are too thin; crop them")
+        rows, columns = round(height / factor) * factor, round(width / factor) * factor
+        step = self.temporal_patch_size
+        frames = max(frames, step)  # a single frame is repeated to fill its patch
+        volume = round(frames / step) * step * rows * columns
+        ideal = frames * height * width
+        if volume > self.longest_edge:
+            shrink = math.sqrt(ideal / self.longest_edge)
+            rows = max(factor, math.floor(height / shrink / factor) * factor)
+            columns = max(factor, math.floor(width / shrink / factor) * factor)
+        elif volume < self.shortest_edge:
+            grow = math.sqrt(self.shortest_edge / ideal)
+            rows = math.ceil(height * grow / factor) * factor
+            columns = math.ceil(width * grow / factor) * factor
+        return rows, columns
+
+    def scaler(self, frames: int, height: int, width: int) -> FrameMap:
+        """A function that scales one frame [height, width, 3] to the size for this video."""
+        from PIL import Image as pil
+
+        rows, columns = self.size(frames, height, width)
+
+        def scale(frame: np.ndarray) -> np.ndarray:
+            if frame.shape[:2] == (rows, columns):
+                return frame
+            return np.asarray(pil.fromarray(frame).resize((columns, rows), pil.Resampling.BICUBIC))
+
+        return scale
+
+    def patches(self, clip: Clip) -> tuple[np.ndarray, tuple[int, int, int]]:
+        """Patches float32 [n, 3 * temporal * patch * patch] in merge order, and the grid t, h, w.
+
+        The last frame is repeated when the number of frames does not fill the temporal patch.
+        """
+        scale = self.scaler(len(clip.frames), *clip.frames.shape[1:3])
+        frames = np.stack([scale(frame) for frame in clip.frames])
+        missing = -len(frames) % self.temporal_patch_size
+        frames = np.concatenate([frames, np.repeat(frames[-1:], missing, axis=0)])
+        pixels = frames.astype(np.float32) / np.float32(255)
+        mean, std = (np.asarray(v, np.float32) for v in (self.image_mean, self.image_std))
+        pixels = (pixels - mean) / std
+        patch, merge = self.patch_size, self.merge_size
+        grid = (
+            len(frames) // self.temporal_patch_size,
+            frames.shape[1] // patch,
+            frames.shape[2] // patch,
+        )
+        cut = pixels.reshape(
+            grid[0],
+            self.temporal_patch_size,
+            grid[1] // merge,
+            merge,
+            patch,
+            grid[2] // merge,
+            merge,
+            patch,
+            3,
+        )
+        # -> time, merged row, merged column, row and column in it, channel, frame, pixel
+        ordered = cut.transpose(0, 2, 5, 3, 6, 8, 1, 4, 7)
+        return np.ascontiguousarray(ordered).reshape(math.prod(grid), -1), grid
+
+    def timestamps(self, clip: Clip) -> list[float]:
+        """Seconds per temporal patch: the mean of its first and last frame's time."""
+        step = self.temporal_patch_size
+        times = clip.timestamps
+        times += times[-1:] * (-len(times) % step)
+        return [(times[i] + times[i + step - 1]) / 2 for i in range(0, len(times), step)]
+
+    def expand(self, clip: Clip, grid: tuple[int, int, int]) -> str:
+        """What replaces one video placeholder: per temporal patch, its time and its tokens."""
+        tokens = VIDEO * (grid[1] * grid[2] // self.merge_size**2)
+        return "".join(
+            f"<{seconds:.1f} seconds>{FRAME_START}{tokens}{FRAME_END}"
+            for seconds in self.timestamps(clip)
+        )
+
+
+def prepare(
+    text: str,
+    images: Sequence[Image],
+    clips: Sequence[Clip],
+    image_processor: Any,
+    rules: VideoRules,
+    image_size: dict[str, int] | None,
+) -> tuple[str, dict[str, Any]]:
+    """Expand the placeholders of ``text`` and make the pixel inputs (torch tensors).
+
+    ``image_size``: bounds on a picture's pixels as {"shortest_edge", "longest_edge"}, or None
+    for the checkpoint's own.
+    """
+    import torch
+
+    pixels: dict[str, Any] = {}
+    fills: dict[str, list[str]] = {IMAGE: [], VIDEO: []}
+    if images:
+        options = {"size": image_size} if image_size else {}
+        made = image_processor(list(images), return_tensors="pt", **options)
+        pixels |= {key: made[key] for key in ("pixel_values", "image_grid_thw")}
+        merged = made["image_grid_thw"].prod(-1) // image_processor.merge_size**2
+        fills[IMAGE] = [IMAGE * count for count in merged.tolist()]
+    if clips:
+        cut = [rules.patches(clip) for clip in clips]
+        pixels["pixel_values_videos"] = torch.from_numpy(np.concatenate([part for part, _ in cut]))
+        pixels["video_grid_thw"] = torch.tensor([grid for _, grid in cut])
+        fills[VIDEO] = [
+            rules.expand(clip, grid) for clip, (_, grid) in zip(clips, cut, strict=True)
+        ]
+    waiting = {token: iter(fill) for token, fill in fills.items()}
+    pattern = "|".join(map(re.escape, waiting))
+    return re.sub(pattern, lambda match: next(waiting[match[0]]), text), pixels

@@ -1,0 +1,256 @@
+"""The step without the host against the eager one: same tokens, same entries, same pages.
+
+On a CPU the torch twins of the kernels run; where CUDA is, the captured graph does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import pkgutil
+from typing import Any
+
+import pytest
+import torch
+
+import engine.backends.cuda.kernels
+import mmkv
+from engine.backends.cuda import GraphRunner
+from engine.backends.cuda.kernels.sample import Draw
+from engine.errors import BudgetError, ContextError
+from engine.policies import Budget
+from engine.runtime import Runtime
+from engine.sequence import CachedSequence
+from mmkv.resources import bundled_model
+from tests.engine.backends.test_native import POLICIES, content, engine_for
+from tests.support.kernels import HAS_TRITON, INTERPRETED
+from tests.support.sessions import state, text_ids
+
+MODELS = ["qwen3_vl", "llama_biased", "odd"]
+
+
+def opened(engine: Runtime, count: int) -> list[CachedSequence]:
+    """Sessions of different lengths, with a closed one between them."""
+    # Enough for all: the static step takes its pages beforehand, and grown pools differ in ids.
+    engine.cache.pool.grow(600)
+    made = [engine.session() for _ in range(count + 1)]
+    for index, session in enumerate(made):
+        session.prefill({"input_ids": text_ids(5 + 11 * index, index)[None]})
+    made.pop(min(1, count)).close()
+    return made
+
+
+def eager(
+    engine: Runtime, sessions: list[CachedSequence], tokens: list[int], steps: int
+) -> list[Any]:
+    """Greedy decoding step by step, in torch."""
+    engine.native = engine.evictor = None
+    said = []
+    for _ in range(steps):
+        tokens = engine.decode(sessions, tokens).argmax(-1).tolist()
+        said.append(tokens)
+    return [list(row) for row in zip(*said, strict=True)]
+
+
+def states(sessions: list[CachedSequence]) -> list[Any]:
+    """All but the tables' bytes: the static step widens them beforehand."""
+    found = [state(session) for session in sessions]
+    return [(dataclasses.replace(memory, metadata_bytes=0), *rest) for memory, *rest in found]
+
+
+def same(left: list[CachedSequence], right: list[CachedSequence]) -> None:
+    assert states(left) == states(right)
+    assert content(left[0].engine.cache) == content(right[0].engine.cache)
+    left[0].engine.cache.check()
+
+
+@pytest.mark.parametrize(("policy", "lookahead"), [*POLICIES, ("dbtrimkv", 5)])
+@pytest.mark.parametrize("model", MODELS)
+def test_the_static_step_is_the_eager_step(model: str, policy: str, lookahead: float) -> None:
+    ours, reference = (engine_for(model, policy, lookahead) for _ in range(2))
+    runner = GraphRunner(ours)
+    assert not runner.refusal(ours)
+    one, two = opened(ours, 3), opened(reference, 3)
+    said = runner.decode(one, [3, 4, 5], 14)
+    assert said == eager(reference, two, [3, 4, 5], 14)
+    same(one, two)
+    assert all(s.evicted > 0 for s in one) == ours.policy.evicts
+    # On from there: larger tables, fewer lanes, another order; then eager steps on the result.
+    for sessions in (one, two):
+        sessions[0].prefill({"input_ids": text_ids(60, 9)[None]})
+    one, two = [one[2], one[0]], [two[2], two[0]]
+    assert runner.decode(one, [6, 7], 9) == eager(reference, two, [6, 7], 9)
+    same(one, two)
+    assert eager(ours, one, [8, 9], 3) == eager(reference, two, [8, 9], 3)
+    same(one, two)
+
+
+@pytest.mark.parametrize("budget", [Budget.fraction(0.4), Budget.bytes(40_000), Budget.of(9)])
+def test_every_kind_of_budget_holds_at_every_step(budget: Budget) -> None:
+    ours, reference = (engine_for("qwen3", budget=budget, evict_every=3) for _ in range(2))
+    one, two = opened(ours, 2), opened(reference, 2)
+    runner = GraphRunner(ours)
+    for steps in (1, 2, 7):
+        assert runner.decode(one, [3, 4], steps) == eager(reference, two, [3, 4], steps)
+        same(one, two)
+
+
+def test_a_larger_budget_makes_a_larger_step() -> None:
+    ours, reference = (engine_for("qwen3", budget=4) for _ in range(2))
+    one, two = opened(ours, 1), opened(reference, 1)
+    runner = GraphRunner(ours)
+    for budget, steps in ((4, 3), (40, 60), (4, 3)):
+        one[0].set_budget(budget)
+        two[0].set_budget(budget)
+        assert runner.decode(one, [3], steps) == eager(reference, two, [3], steps)
+        same(one, two)
+    (step,) = (step for step, _ in runner._steps.values())
+    assert step.most_entries >= 41 * ours.spec.rows > 8 * ours.spec.rows
+
+
+def test_a_lane_stops_at_its_stop_token_and_the_others_go_on() -> None:
+    ours, reference = (engine_for("qwen3_vl") for _ in range(2))
+    one, two = opened(ours, 2), opened(reference, 2)
+    free = eager(reference, two, [3, 4], 12)
+    stop = free[0][5]
+    first = [row[: row.index(stop) + 1] if stop in row else row for row in free]
+    said = GraphRunner(ours).decode(one, [3, 4], 12, stop=[stop])
+    assert said == first and len(said[0]) <= 6
+    # What was said last has not been appended, as when the eager loop stops there.
+    assert [s.seen for s in one] == [
+        s.seen - 12 + len(row) for s, row in zip(two, said, strict=True)
+    ]
+    ours.cache.check()
+
+
+def test_draws_follow_their_seed_whatever_the_company() -> None:
+    engine = engine_for("qwen3_vl")
+    sessions = opened(engine, 3)
+    draws = [Draw(temperature=2.0, seed=seed) for seed in (1, 2, 3)]
+    alone = []
+    for session, draw in zip(sessions, draws, strict=True):
+        with session.fork() as fork:
+            alone += GraphRunner(engine).decode([fork], [3], 12, draws=[draw])
+    together = GraphRunner(engine).decode(sessions, [3, 3, 3], 12, draws=draws)
+    assert together == alone
+    again = engine_for("qwen3_vl")
+    assert again.decode_many(opened(again, 3), [3, 3, 3], 12, draws=draws) == together
+    assert len({tuple(row) for row in together}) == 3
+    assert all(len(set(row)) > 4 for row in together)
+
+
+def test_a_pool_that_grew_is_found_again() -> None:
+    ours, reference = (engine_for("odd", "full") for _ in range(2))
+    one, two = opened(ours, 1), opened(reference, 1)
+    runner = GraphRunner(ours)
+    for _ in range(3):
+        assert runner.decode(one, [3], 8) == eager(reference, two, [3], 8)
+        ours.cache.pool.grow(ours.cache.pool.num_pages + 50)
+        ours.session()  # other tables
+        assert not any(step.fits() for step, _ in runner._steps.values())
+    assert states(one) == states(two)
+    assert len(runner._steps) == 1
+
+
+def test_long_runs_are_lent_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, reference = (engine_for("odd", "full") for _ in range(2))
+    one, two = opened(ours, 1), opened(reference, 1)
+    monkeypatch.setattr("engine.backends.cuda.graph_runner.MOST_STEPS", 8)
+    assert GraphRunner(ours).decode(one, [3], 30) == eager(reference, two, [3], 30)
+    same(one, two)
+
+
+def test_a_pool_without_room_refuses_before_the_first_step() -> None:
+    engine = engine_for("odd", "full")
+    sessions = [engine.session()]
+    sessions[0].prefill({"input_ids": text_ids(20, 1)[None]})
+    engine.cache.pool.limit = engine.cache.pool.num_pages
+    before, pages = state(sessions[0]), content(engine.cache)
+    with pytest.raises(BudgetError, match="the limit is"):
+        GraphRunner(engine).decode(sessions, [3], 200)
+    assert state(sessions[0]) == before and content(engine.cache) == pages
+
+
+def test_without_a_gpu_many_steps_are_single_ones() -> None:
+    """Where there is one the graph runs; the tokens are the static step's either way."""
+    ours, reference = (engine_for("qwen3_vl") for _ in range(2))
+    one, two = opened(ours, 3), opened(reference, 3)
+    said = ours.decode_many(one, [3, 4, 5], 12)
+    stop = said[1][4]
+    assert ours.many_path == "step by step: no GPU"
+    assert said == GraphRunner(reference).decode(two, [3, 4, 5], 12)
+    again = ours.decode_many(one, [row[-1] for row in said], 6, stop=[stop])
+    assert again == GraphRunner(reference).decode(two, [row[-1] for row in said], 6, stop=[stop])
+    same(one, two)
+    with pytest.raises(ContextError):
+        ours.decode_many(one, [3, 4, 5], 10**6)
+    same(one, two)
+
+
+def test_what_cannot_run_without_the_host_says_why() -> None:
+    for model, policy, why in [
+        ("mistral", "full", "sliding-window layers"),
+        ("odd", "snapkv", "policy 'snapkv'"),
+        ("phi3_long", "full", "longrope"),
+    ]:
+        assert GraphRunner.refusal(engine_for(model, policy)) == why
+    assert GraphRunner.refusal(engine_for("odd", "full")) == ""
+
+
+def test_the_bundled_model_says_the_same_for_512_tokens() -> None:
+    """Three paths: static step, eager torch, and the native one that the CPU takes by itself."""
+    picture = {"type": "image", "image": str(bundled_model().parent / "scene.png")}
+    message = {"role": "user", "content": [picture, {"type": "text", "text": "Describe."}]}
+    said, kept = [], []
+    for path in ("static", "torch", "native"):
+        engine = mmkv.Engine.from_pretrained(
+            bundled_model(), gates="random", dtype="float32", device="cpu", budget=24
+        )
+        session = engine.session()
+        first = int(session.prefill(engine.inputs([message])).argmax())
+        if path == "static":
+            said.append(GraphRunner(engine).decode([session], [first], 512)[0])
+        elif path == "torch":
+            said.append(eager(engine, [session], [first], 512)[0])
+        else:
+            token, mine = first, []
+            for _ in range(512):
+                token = int(session.decode(token).argmax())
+                mine.append(token)
+            said.append(mine)
+        assert session.entries == 24 * engine.spec.rows
+        kept.append([row.tolist() for layer in session.retained() for row in layer])
+    assert said[0] == said[1] == said[2] and kept[0] == kept[1] == kept[2]
+    assert len(set(said[0])) > 8, "a model that repeats itself proves little"
+
+
+@pytest.mark.skipif(
+    not (HAS_TRITON and INTERPRETED), reason="needs Triton and TRITON_INTERPRET=1 (the interpreter)"
+)
+@pytest.mark.parametrize("policy", ["dbtrimkv", "trimkv", "streamingllm", "full"])
+@pytest.mark.parametrize("model", MODELS)
+def test_the_kernels_together_are_the_eager_step(
+    model: str, policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prefill and static step with every kernel in its Triton form, on a CPU."""
+    reference = engine_for(model, policy)
+    two = opened(reference, 2)
+    for name in [m.name for m in pkgutil.iter_modules(engine.backends.cuda.kernels.__path__)]:
+        module = importlib.import_module(f"engine.backends.cuda.kernels.{name}")
+        if hasattr(module, "on_triton"):
+            monkeypatch.setattr(module, "on_triton", lambda tensor: True)
+    monkeypatch.setattr("engine.backends.torch.step.on_triton", lambda tensor: True)
+    ours = engine_for(model, policy)
+    one = opened(ours, 2)
+    said = GraphRunner(ours).decode(one, [3, 4], 3)
+    assert said == eager(reference, two, [3, 4], 3)
+    same(one, two)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA: captures a graph")
+def test_a_captured_graph_says_what_eager_steps_say() -> None:
+    options: dict[str, Any] = {"gates": "random", "dtype": "float32", "device": "cuda"}
+    one, two = (Runtime.from_pretrained(bundled_model(), budget=24, **options) for _ in range(2))
+    left, right = opened(one, 3), opened(two, 3)
+    assert GraphRunner(one).decode(left, [3, 4, 5], 300) == eager(two, right, [3, 4, 5], 300)
+    same(left, right)

@@ -1,0 +1,372 @@
+"""Eviction on the device against the eager cache, its policies and its order of pages."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from engine.backends.cuda.kernels.append import Rows, empty_room, make_room
+from engine.backends.cuda.kernels.evict import (
+    BLOCK,
+    MOST_TIES,
+    TURNS,
+    Eviction,
+    empty_eviction,
+    supported,
+)
+from engine.cache import RaggedCache
+from engine.policies import CacheView, Policy, make_policy
+from engine.policies.score import lookahead_log_score
+from tests.support.kernels import DEVICE, compile_for_hopper, forms, is_triton, needs_compiler
+from tests.support.rows import COLUMNS, assert_same, eager_cache, snapshot, to_device, unchanged
+
+FORMS = forms("evict", "evict")
+# Three sequences of 2 layers and 2 heads: empty rows, single entries, whole pages, long rows.
+LENGTHS = torch.tensor(
+    [[[0, 1], [33, 8]], [[5, 5], [5, 5]], [[16, 16], [40, 7]]], dtype=torch.int64
+)
+ROWS = 4
+# Few values, and the same positions in most rows: ties everywhere. Or all of them different.
+LEVELS = {
+    "ties": [0.0, -0.0, -1e-9, -1.5e-8, -1e-3, -0.6931472, -2.0, -50.0, -1e30],
+    "one score": [0.0],
+    "all different": None,
+}
+METHODS = [
+    ("dbtrimkv", 1), ("dbtrimkv", 2), ("dbtrimkv", 5), ("dbtrimkv", math.inf), ("trimkv", 1),
+    ("streamingllm", 1),
+]  # fmt: skip
+
+
+def on_device(values: list[int]) -> Tensor:
+    return torch.tensor(values, device=DEVICE)
+
+
+def eager_evict(cache: RaggedCache, policy: Policy, seq: int, seen: int, budget: int) -> int:
+    """The session's own way: how many went."""
+    entries, pool = cache.entries(seq), cache.pool
+    view = CacheView(
+        seen, cache.layers, cache.kv_heads, entries.row, cache.length[seq].flatten(),
+        pool.position.view(-1)[entries.slot].long(), pool.log_beta.view(-1)[entries.slot],
+        pool.modality.view(-1)[entries.slot], lambda view: view.row,
+    )  # fmt: skip
+    victims = policy.victims(view, budget)
+    cache.drop(seq, victims, entries)
+    return victims.numel()
+
+
+class Machine:
+    """The eager cache and its copy on the device, taken through the same steps."""
+
+    def __init__(self, policy: Policy, levels: str, seed: int, page: int = 8) -> None:
+        self.policy, self.levels = policy, LEVELS[levels]
+        self.random = torch.Generator().manual_seed(seed)
+        self.cache = eager_cache(LENGTHS * page // 8, page, pages=160, width=12, seed=seed)
+        pool = self.cache.pool
+        pool.log_beta.copy_(self.rates(pool.log_beta.numel()).view_as(pool.log_beta))
+        self.rows, self.columns = to_device(self.cache)
+        self.seen = [int(length.max()) for length in self.cache.length]
+        self.work = empty_eviction(3, self.rows)
+        self.room = empty_room(3, self.rows)
+
+    def rates(self, count: int) -> Tensor:
+        if self.levels is None:
+            return -(10 ** (torch.rand(count, generator=self.random) * 10 - 9))
+        chosen = torch.randint(len(self.levels), (count,), generator=self.random)
+        return torch.tensor(self.levels)[chosen]
+
+    def draw(self, *values: int) -> int:
+        return values[int(torch.randint(len(values), (), generator=self.random))]
+
+    def append(self, seqs: list[int]) -> None:
+        """One token of each sequence, with the same content on both sides."""
+        slots = make_room(self.room, self.rows, on_device(seqs)).cpu()
+        live = torch.tensor([seq for seq in seqs if seq >= 0])
+        place = self.cache.append(live, 1)[..., 0]
+        assert torch.equal(slots[torch.tensor(seqs) >= 0], place)
+        position = torch.tensor([self.seen[seq] for seq in live]).view(-1, 1, 1).expand_as(place)
+        content = {"position": position.flatten().int(), "log_beta": self.rates(place.numel())}
+        content |= {n: torch.randn(place.numel(), 4, generator=self.random) for n in COLUMNS[:2]}
+        content["modality"] = content["position"].to(torch.uint8) % 3
+        for name, column in content.items():
+            getattr(self.cache.pool, name).flatten(0, 1)[place.flatten()] = column
+            ours = getattr(self.columns, name)
+            ours.flatten(0, 1)[place.flatten().to(DEVICE)] = column.to(DEVICE)
+        for seq in live.tolist():
+            self.seen[seq] += 1
+
+    def evict(self, form: Any, seqs: list[int], budgets: list[int], slack: int) -> list[int]:
+        """On both sides; the whole state must agree afterwards."""
+        seen = [self.seen[seq] for seq in seqs]  # of an idle lane: any number
+        dropped = form(
+            self.work, self.policy, self.rows, self.columns, on_device(seqs), on_device(seen),
+            on_device(budgets), slack,
+        )  # fmt: skip
+        expected = []
+        for seq, budget in zip(seqs, budgets, strict=True):
+            due = seq >= 0 and int(self.cache.length[seq].sum()) > budget + slack
+            expected.append(
+                eager_evict(self.cache, self.policy, seq, self.seen[seq], budget) if due else 0
+            )
+        assert dropped is self.work.dropped
+        assert dropped.tolist() == expected
+        assert_same(self.cache, self.rows, self.columns)
+        return expected
+
+    def step(self, form: Any) -> list[int]:
+        """A decode step of a random batch, and an eviction by little, by much or by nothing."""
+        order = torch.randperm(3, generator=self.random).tolist()
+        seqs = [seq if self.draw(1, 1, 1, 0) else -1 for seq in order]
+        if max(seqs) >= 0:
+            self.append(seqs)
+        held = [int(self.cache.length[seq].sum()) for seq in seqs]
+        budgets = [max(n - self.draw(-3, 0, 1, 4, 5, n // 4, n), ROWS) for n in held]
+        return self.evict(form, seqs, budgets, slack=self.draw(0, 0, ROWS))
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("levels", LEVELS)
+@pytest.mark.parametrize(("name", "ahead"), METHODS)
+def test_rounds_of_append_and_evict(form: Any, name: str, ahead: float, levels: str) -> None:
+    seeds, rounds = (1, 3) if is_triton(form) else (4, 12)
+    for seed in range(seeds):
+        machine = Machine(make_policy(name, ahead), levels, seed)
+        dropped = [sum(machine.step(form)) for _ in range(rounds)]
+        assert sum(dropped) > 0
+        machine.cache.check()
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", ["dbtrimkv", "streamingllm"])
+@pytest.mark.parametrize("ends", [(4, 0), (0, 10), (4, 10), (1000, 0), (0, 1000)], ids=str)
+def test_protected_ends(form: Any, name: str, ends: tuple[int, int]) -> None:
+    """Also where everything is protected: the budget holds, and the smallest positions go."""
+    policy = replace(make_policy(name), protect_first=ends[0], protect_recent=ends[1])
+    machine = Machine(policy, "ties", seed=1)
+    assert machine.evict(form, [2, 0, -1], [37, 30, 0], 0)[0] > 0
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_tie_is_cut_between_two_rows_of_one_position(form: Any) -> None:
+    """All scores equal: victims go position after position, and inside one row after row."""
+    machine = Machine(make_policy("dbtrimkv"), "one score", seed=3)
+    sequence = int(machine.cache.length[2].sum())
+    for budget in range(sequence - 1, sequence - (4 if is_triton(form) else 30), -1):
+        assert machine.evict(form, [-1, 2, -1], [0, budget, 0], 0) == [0, 1, 0]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", ["dbtrimkv", "trimkv"])
+def test_slack_and_budgets_at_their_edges(form: Any, name: str) -> None:
+    """One entry within the slack nothing goes; one above it, all down to the budget."""
+    machine = Machine(make_policy(name), "all different", seed=5)
+    held = [int(machine.cache.length[seq].sum()) for seq in range(3)]
+    before = snapshot(machine.rows, machine.columns)
+    machine.work.dropped.fill_(99)
+    assert machine.evict(form, [0, 1, 2], [n - 4 for n in held], 4) == [0, 0, 0]
+    assert unchanged(before, machine.rows, machine.columns)
+    allowed = [held[0] - 5, held[1] - 4, 0]  # and nothing at all may stay of sequence 2
+    gone = machine.evict(form, [0, 1, 2], allowed, 4)
+    assert gone[1:] == [0, held[2]] and gone[0] >= 5
+    machine.cache.check()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_an_idle_batch_changes_nothing(form: Any) -> None:
+    machine = Machine(make_policy("dbtrimkv"), "ties", seed=0)
+    before = snapshot(machine.rows, machine.columns)
+    assert machine.evict(form, [-1, -1, -1], [0, 0, 0], 0) == [0, 0, 0]
+    assert unchanged(before, machine.rows, machine.columns)
+
+
+def long_machine(policy: Policy, page: int = 16) -> tuple[RaggedCache, Rows, Any, Eviction]:
+    """One sequence of two long rows: several blocks and chunks, pages of a real size."""
+    lengths = torch.tensor([[[1500, 900]], [[3, 2]]])
+    cache = eager_cache(lengths, page, pages=170, width=100, dim=6, seed=2)
+    rows, columns = to_device(cache)
+    return cache, rows, columns, empty_eviction(2, rows)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("name", "budget"), [("dbtrimkv", 2340), ("trimkv", 2 * 885)])
+def test_rows_longer_than_a_block(form: Any, name: str, budget: int) -> None:
+    policy = make_policy(name)
+    cache, rows, columns, work = long_machine(policy)
+    assert work.chunks > 1 and cache.length[0].sum() > BLOCK
+    if name == "trimkv" and is_triton(form):
+        cache.drop(0, torch.arange(600))  # else 615 victims are paired 4 at a time, interpreted
+        rows, columns = to_device(cache)
+    dropped = form(
+        work, policy, rows, columns, on_device([0, 1]), on_device([1500, 3]),
+        on_device([budget, 5]), 0,
+    )  # fmt: skip
+    assert dropped.tolist() == [eager_evict(cache, policy, 0, 1500, budget), 0]
+    assert_same(cache, rows, columns)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("why", ["entries", "positions"])
+def test_a_sequence_too_large_for_the_buffers_is_left_and_named(form: Any, why: str) -> None:
+    """The lane after it evicts all the same, and its pages lie where they should."""
+    machine = Machine(make_policy("dbtrimkv"), "all different", seed=7)
+    held = machine.cache.length.sum((1, 2)).tolist()
+    seen = list(machine.seen)
+    if why == "entries":
+        machine.work = empty_eviction(3, machine.rows, most_entries=held[2] - 1)
+    else:
+        seen[2] = MOST_TIES // ROWS + 1
+    dropped = form(
+        machine.work, machine.policy, machine.rows, machine.columns, on_device([2, 0, 1]),
+        on_device([seen[2], seen[0], seen[1]]), on_device([20, 20, 5]), 0,
+    )  # fmt: skip
+    assert dropped.tolist() == [-1, held[0] - 20, held[1] - 5]
+    for seq, budget in ((0, 20), (1, 5)):
+        eager_evict(machine.cache, machine.policy, seq, seen[seq], budget)
+    assert_same(machine.cache, machine.rows, machine.columns)
+
+
+def test_which_policies_are_supported() -> None:
+    assert all(supported(make_policy(*method)) for method in METHODS)
+    assert not supported(make_policy("full"))  # never evicts
+    assert not supported(make_policy("snapkv"))  # reads attention
+
+
+def rounded_scores(rate: np.ndarray, age: np.ndarray, ahead: float) -> np.ndarray:
+    """The definition of ``lookahead_log_score`` in long double: three roundings to float32."""
+    x = rate.astype(np.longdouble)
+    decayed = age.astype(np.float32) * rate
+    if ahead == 1:
+        return decayed
+    if math.isinf(ahead):
+        near, far = np.log(-np.expm1(x)), np.log1p(-np.exp(x))
+        return decayed - np.where(x > -math.log(2), near, far).astype(np.float32)
+    ratio = np.expm1(ahead * x) / np.expm1(x)
+    return decayed + np.log(np.where(x == 0, ahead, ratio)).astype(np.float32)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("ahead", [1, 2, 5, 64, math.inf])
+@np.errstate(all="ignore")
+def test_scores_are_the_formula_correctly_rounded(form: Any, ahead: float) -> None:
+    """So they, and the order of entries, do not depend on the machine."""
+    count, now = 1024, 70_000
+    cache = eager_cache(torch.tensor([[[count]]]), 16, pages=64, width=64, seed=4)
+    powers = torch.rand(count, generator=torch.Generator().manual_seed(6)) * 10.7 - 9
+    special = torch.tensor([0.0, -0.0, -1e-9, -1.5e-8, -0.6931472, -0.6931471, -0.03125, -50.0])
+    cache.pool.log_beta.copy_(torch.cat([-(10**powers)[:-8], special]).view(-1, 16))
+    slot = cache.entries(0).slot
+    rate, position = (getattr(cache.pool, n).view(-1)[slot] for n in ("log_beta", "position"))
+    want = rounded_scores(rate.numpy(), (now - position).numpy(), ahead)
+    if is_triton(form):
+        rows, columns = to_device(cache)
+        work = empty_eviction(1, rows)
+        form(
+            work, make_policy("dbtrimkv", ahead), rows, columns, on_device([0]), on_device([now]),
+            on_device([count - 1]), 0,
+        )  # fmt: skip
+        key = work.keys[0, :count].cpu().numpy().view(np.uint32)
+        got = np.where(key >> 31, key ^ np.uint32(1 << 31), ~key).view(np.float32)
+        assert work.ties[0, :count].tolist() == position.tolist()
+    else:
+        got = lookahead_log_score(rate.to(DEVICE), (now - position).to(DEVICE), ahead).cpu().numpy()
+    assert np.array_equal(got, want), np.flatnonzero(got != want)
+
+
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU")
+@pytest.mark.parametrize("name", ["dbtrimkv", "trimkv"])
+def test_append_and_evict_in_one_cuda_graph(name: str) -> None:
+    """Captured once, replayed for steps that take pages, drop entries, and do neither."""
+    from engine.backends.cuda.kernels.evict import evict
+
+    policy = make_policy(name)
+    lengths = torch.full((2, 2, 2), 20)
+    cache = eager_cache(lengths, 8, pages=120, width=8)
+    rows, columns = to_device(cache)
+    seqs, seen, allowed = on_device([1, 0, -1]), on_device([20, 20, 0]), on_device([90, 70, 0])
+    room, work = empty_room(3, rows), empty_eviction(3, rows)
+    graph, state = torch.cuda.CUDAGraph(), snapshot(rows, columns)
+
+    def step() -> None:
+        slots = make_room(room, rows, seqs)
+        seat = slots.clamp(min=0).flatten()
+        columns.position.view(-1)[seat] = seen[:, None].expand(3, 4).flatten().int()
+        seen.add_(1)
+        evict(work, policy, rows, columns, seqs, seen, allowed)
+
+    step()  # compiles; a capture may not
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        step()
+    now = [rows.length, rows.table, rows.stack, rows.top]
+    now += [getattr(columns, column) for column in COLUMNS]
+    for tensor, old in zip(now, state, strict=True):
+        tensor.copy_(old)
+    seen.copy_(on_device([20, 20, 0]))
+    for number in range(40):
+        graph.replay()
+        place = cache.append(torch.tensor([1, 0]), 1)[..., 0]
+        cache.pool.position.view(-1)[place] = 20 + number
+        for seq, budget in ((1, 90), (0, 70)):
+            if int(cache.length[seq].sum()) > budget:
+                eager_evict(cache, policy, seq, 21 + number, budget)
+    assert int(room.error) == 0
+    assert_same(cache, rows, columns)
+
+
+LONG, INT = "*i64", "*i32"
+LONGS = ["seqs", "seen", "allowed", "length", "table", "top", "top_before", "stack", "plan",
+         "dropped", "state", "threshold"]  # fmt: skip
+INTS = ["starts", "keys", "ties", "counts", "freed", "position", "pool_position"]
+SCALARS = ["rows", "width", "capacity", "lanes", "chunks", "slack", "most_entries", "most_seen",
+           "protect_first", "protect_recent"]  # fmt: skip
+TYPES = (
+    dict.fromkeys(LONGS, LONG) | dict.fromkeys(INTS, INT) | dict.fromkeys(SCALARS, "i32")
+    | dict.fromkeys(["log_beta", "pool_log_beta"], "*fp32") | {"pool_modality": "*u8"}
+    | dict.fromkeys(["pool_keys", "pool_values"], "*bf16") | {"lookahead": "fp32"}
+)  # fmt: skip
+SIZES = {"PAGE": 16, "DIM": 128, "DIM_BLOCK": 128, "MOVES": 4, "ROWS": 512,
+         "TURNS": TURNS, "BINS": 256}  # fmt: skip
+# Module, kernel, what varies, warps; then the most registers and bytes of shared memory.
+BUDGETS = [
+    ("evict", "plan_kernel", {"BLOCK": 512}, 4, 40, 64),
+    ("score", "score_kernel", {"BLOCK": 256, "HORIZON": 2}, 2, 64, 64),
+    ("score", "score_kernel", {"BLOCK": 256, "HORIZON": 3}, 2, 96, 64),
+    ("score", "score_kernel", {"BLOCK": 256, "HORIZON": 4}, 2, 72, 64),
+    ("select", "count_kernel", {"BLOCK": BLOCK, "TURN": 0}, 8, 80, 16384),
+    ("select", "count_kernel", {"BLOCK": BLOCK, "TURN": 3}, 8, 80, 16384),
+    ("select", "count_kernel", {"BLOCK": BLOCK, "TURN": 7}, 8, 80, 16384),
+    ("select", "count_kernel", {"BLOCK": BLOCK, "TURN": TURNS}, 8, 64, 4096),
+    ("evict", "fill_kernel", {"BLOCK": 256, "PER_ROW": False}, 2, 64, 1024),
+    ("evict", "fill_kernel", {"BLOCK": 256, "PER_ROW": True}, 2, 80, 1024),
+    ("evict", "pages_kernel", {"BLOCK": 4096}, 8, 40, 4096),
+]
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("module", "kernel", "sizes", "warps", "registers", "shared"), BUDGETS, ids=str
+)
+def test_kernels_fit_a_hopper_sm(
+    module: str, kernel: str, sizes: dict[str, Any], warps: int, registers: int, shared: int,
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    """36 layers of 8 heads of 128 in bfloat16."""
+    report = compile_for_hopper(
+        f"engine.backends.cuda.kernels.{module}_triton",
+        kernel,
+        TYPES,
+        SIZES | sizes,
+        warps,
+        tmp_path,
+    )
+    assert (report.registers <= registers, report.spills) == (True, 0)
+    assert report.shared <= shared
+    if kernel == "score_kernel":
+        assert "fma.rn.f32" not in report.ptx, "a rounding that torch makes is left out"

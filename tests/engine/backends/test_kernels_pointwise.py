@@ -1,0 +1,283 @@
+"""RMSNorm, SwiGLU and the choice of the next token, against float64 and the eager engine.
+
+Rounding. Where a kernel states how it rounds, the test computes in float64, rounds where it does
+and allows one unit in the last place (of the dtype) for the order of float32 sums and the last
+bits of exp and rsqrt. Triton's interpreter cuts float32 to bfloat16 off instead of rounding, so
+there every rounding of the Triton form may cost one unit more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.backends.cuda.kernels.norm import rms_norm
+from engine.backends.cuda.kernels.sample import Draw, SamplingColumns, columns_of, sample, uniform
+from engine.backends.cuda.kernels.swiglu import swiglu
+from mmkv.sampling import Sampling, distribution
+from tests.support.kernels import (
+    DEVICE,
+    INTERPRETED,
+    compile_for_hopper,
+    forms,
+    is_triton,
+    needs_compiler,
+)
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+
+def normal(
+    *shape: int, dtype: torch.dtype = torch.float32, seed: int = 0, std: float = 1
+) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(*shape, generator=generator) * std).to(dtype).to(DEVICE)
+
+
+def assert_within_units(got: Tensor, want: Tensor, units: float) -> None:
+    """``got`` is within so many units in the last place of its dtype of the float64 ``want``."""
+    eps = torch.finfo(got.dtype).eps
+    tiny = torch.finfo(got.dtype).smallest_normal
+    error = (got.double() - want).abs() / (want.abs().clamp(min=tiny) * eps)
+    assert error.max() <= units, f"{error.max():.2f} units"
+
+
+def allowance(form: Callable[..., Tensor], dtype: torch.dtype, roundings: int) -> float:
+    """Units in the last place for values that were rounded so often."""
+    cut_off = INTERPRETED and is_triton(form) and dtype == torch.bfloat16
+    # float32: rsqrt, exp and a sum over up to 5000 features cost a few units themselves.
+    return {torch.float32: 8.0}.get(dtype, 1.0 * roundings) + roundings * cut_off
+
+
+@pytest.mark.parametrize("form", forms("norm", "rms_norm"))
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("tokens", "width"), [(1, 1), (3, 24), (2, 2560), (2, 4096), (1, 5120)])
+@pytest.mark.parametrize("with_residual", [False, True])
+def test_rms_norm(
+    form: Callable[..., tuple[Tensor, Tensor]], dtype: torch.dtype, tokens: int, width: int,
+    with_residual: bool,
+) -> None:  # fmt: skip
+    x, gain = normal(tokens, width, dtype=dtype, std=3), normal(width, dtype=dtype, seed=1)
+    residual = normal(tokens, width, dtype=dtype, seed=2, std=30) if with_residual else None
+    before = None if residual is None else residual.clone()
+    normed, total = form(x, residual, gain, 1e-6)
+    assert normed.dtype == total.dtype == dtype and normed.shape == total.shape == x.shape
+    exact = x.double() if residual is None else x.double() + residual.double()
+    if not with_residual:
+        assert torch.equal(total, x)
+    elif dtype == torch.bfloat16 and INTERPRETED and is_triton(form):
+        assert_within_units(total, exact, 1)
+    else:  # to the last bit: one addition, rounded
+        assert torch.equal(total, exact.to(dtype))
+    # The norm is that of the rounded sum.
+    sum_ = total.double()
+    scale = (sum_.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
+    assert_within_units(normed, sum_ * scale * gain.double(), allowance(form, dtype, 1))
+    if residual is not None:
+        assert torch.equal(residual, before)
+
+
+@pytest.mark.parametrize("form", forms("norm", "rms_norm"))
+def test_rms_norm_at_the_ends(form: Callable[..., tuple[Tensor, Tensor]]) -> None:
+    """Zeros stay zeros; eps decides for small rows; strided rows are read where they lie."""
+    gain = normal(48, seed=1)
+    assert not form(torch.zeros(1, 48, device=DEVICE), None, gain, 1e-6)[0].any()
+    small = normal(1, 48, std=1e-4)
+    want = small.double() / (small.double().square().mean() + 1e-5).sqrt() * gain.double()
+    assert_within_units(form(small, None, gain, 1e-5)[0], want, 8)
+    wide, beside = normal(3, 100), normal(3, 64, seed=4)
+    got = form(wide[:, 20:68], beside[:, :48], gain, 1e-6)
+    want = form(wide[:, 20:68].contiguous(), beside[:, :48].contiguous(), gain, 1e-6)
+    assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
+
+
+@pytest.mark.parametrize("form", forms("swiglu", "swiglu"))
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("tokens", "width"), [(1, 1), (3, 37), (2, 1024), (2, 2100)])
+def test_swiglu(form: Callable[..., Tensor], dtype: torch.dtype, tokens: int, width: int) -> None:
+    gate_up = normal(tokens, 2 * width, dtype=dtype, std=4)
+    got = form(gate_up)
+    assert got.shape == (tokens, width) and got.dtype == dtype
+    gate, up = gate_up.double().chunk(2, -1)
+    active = F.silu(gate).to(dtype).double()
+    # A last bit of exp can push the first rounding to its neighbour: one unit more.
+    assert_within_units(got, active * up, allowance(form, dtype, 2))
+
+
+@pytest.mark.parametrize("form", forms("swiglu", "swiglu"))
+def test_swiglu_at_the_ends(form: Callable[..., Tensor]) -> None:
+    """exp overflows for large negative gates: the result is 0, not NaN. Strided rows are read."""
+    gate = torch.tensor([[-200.0, -88.8, -20.0, 0.0, 20.0, 200.0]], device=DEVICE)
+    got = form(torch.cat([gate, torch.full_like(gate, 2.0)], 1))
+    want = 2 * F.silu(gate.double())
+    assert got.isfinite().all() and torch.allclose(got.double(), want, rtol=2e-6, atol=1e-30)
+    wide = normal(3, 50)
+    assert torch.equal(form(wide[:, 7:31]), form(wide[:, 7:31].contiguous()))
+
+
+def test_dispatch_on_a_cpu_is_the_twin() -> None:
+    x, gain = torch.randn(2, 8), torch.randn(8)
+    assert torch.equal(rms_norm(x, x, gain, 1e-6)[0], F.rms_norm(x + x, (8,), gain, 1e-6))
+    assert torch.equal(swiglu(x), F.silu(x[:, :4]) * x[:, 4:])
+
+
+# --- the next token ------------------------------------------------------------------------
+
+
+def columns(lanes: int, **values: Any) -> SamplingColumns:
+    return columns_of([Draw(**values)] * lanes, DEVICE)[0]
+
+
+def frequencies(row: Tensor, lanes: int = 20_000, **values: Any) -> Tensor:
+    """How often each token is drawn from ``row [vocab]`` when the noise covers [0, 1) evenly."""
+    noise = (torch.arange(lanes, device=DEVICE, dtype=torch.float64) + 0.5) / lanes
+    rows = row.to(DEVICE).expand(lanes, -1).contiguous()
+    drawn = sample(rows, columns(lanes, **values), noise)
+    assert drawn.dtype == torch.int64 and drawn.shape == (lanes,)
+    return torch.bincount(drawn.cpu(), minlength=row.numel()).double() / lanes
+
+
+SETTINGS = [
+    {"temperature": 1.0},
+    {"temperature": 0.3},
+    {"temperature": 0.8, "top_k": 5},
+    {"temperature": 0.8, "top_k": 1},
+    {"temperature": 1.7, "top_k": 500},
+    {"temperature": 0.9, "top_p": 0.7},
+    {"temperature": 2.0, "top_p": 0.95},
+    {"temperature": 1.0, "top_p": 1e-6},
+    {"temperature": 0.8, "top_k": 8, "top_p": 0.5},
+]
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+@pytest.mark.parametrize("ties", [False, True])
+def test_the_distribution_is_that_of_the_sampler(setting: dict[str, Any], ties: bool) -> None:
+    """With evenly spread noise each token's share is its probability, to 1 / lanes a side."""
+    row = torch.randn(50, generator=torch.Generator().manual_seed(3)) * 3
+    if ties:
+        row = row.round()  # as logits of a bfloat16 head are: equal values everywhere
+    wanted = distribution(row, Sampling(**setting)).double()
+    got = frequencies(row, **setting)
+    assert ((got - wanted).abs() <= 2 / 20_000).all()
+    assert not got[wanted == 0].any()
+
+
+def test_lanes_have_their_own_settings() -> None:
+    rows = normal(6, 300, std=2)
+    setting = [
+        Sampling(temperature=0.0),
+        Sampling(temperature=0.7),
+        Sampling(temperature=1.0, top_k=3),
+        Sampling(temperature=1.3, top_p=0.5),
+        Sampling(temperature=0.5, top_k=40, top_p=0.9),
+        Sampling(temperature=0.0, top_k=4),
+    ]
+    draws = [Draw(s.temperature, s.top_k, s.top_p) for s in setting]
+    lanes, _ = columns_of(draws, DEVICE)
+    for step in range(50):
+        noise = uniform(torch.arange(6, device=DEVICE), torch.full((6,), step, device=DEVICE))
+        drawn = sample(rows, lanes, noise)
+        for lane, one in enumerate(setting):
+            if one.temperature == 0:
+                assert drawn[lane] == rows[lane].argmax()
+            else:
+                assert distribution(rows[lane], one)[drawn[lane]] > 0
+            alone = SamplingColumns(*(x[lane : lane + 1] for x in vars(lanes).values()))
+            assert sample(rows[lane : lane + 1], alone, noise[lane : lane + 1])[0] == drawn[lane]
+
+
+def test_a_vocabulary_of_true_size() -> None:
+    """Fixed point holds 151,936 weights: flat, peaked and partly forbidden rows."""
+    vocab = 151_936
+    rows = torch.zeros(4, vocab, device=DEVICE)
+    rows[1] = normal(vocab, std=2)
+    rows[2, :1000] = 60.0
+    rows[3, 7:] = -torch.inf
+    noise = torch.tensor([0.25, 0.5, 1 - 2.0**-53, 1 - 2.0**-53], device=DEVICE).double()
+    drawn = sample(rows, columns(4), noise).tolist()
+    ordered = rows[1].double().sort(descending=True, stable=True)
+    running = ordered.values.softmax(-1).cumsum(-1)
+    near = int(ordered.indices[int((running <= 0.5).sum())])
+    assert drawn[0] == vocab // 4 and drawn[2] == 999 and drawn[3] == 6
+    assert abs(rows[1, drawn[1]] - rows[1, near]) < 1e-4
+    tiny = sample(rows, columns(4, temperature=1e-30), noise)
+    assert tiny[1] == rows[1].argmax() and 0 <= tiny[2] < 1000
+
+
+def test_greedy_takes_the_first_of_equals() -> None:
+    rows = torch.tensor([[1.0, 3.0, 3.0, 2.0], [5.0, 5.0, 5.0, 5.0]], device=DEVICE)
+    noise = torch.full((2,), 0.9, device=DEVICE, dtype=torch.float64)
+    assert sample(rows, columns(2, temperature=0.0), noise).tolist() == [1, 0]
+
+
+def test_noise_is_splitmix64() -> None:
+    """The published first outputs for seed 1234567, and even spread over lanes and counters."""
+    from engine.backends.cuda.kernels import sample as module
+
+    seed = 1234567
+    states = seed + torch.arange(3) * module._GOLDEN
+    wanted = [6457827717110365317, 3203168211198807973, 9817491932198370423]
+    assert [x % 2**64 for x in module._mix(states).tolist()] == wanted
+    seeds = torch.arange(100).repeat_interleave(1000)
+    noise = uniform(seeds, torch.arange(1000).repeat(100))
+    assert noise.dtype == torch.float64 and noise.min() >= 0 and noise.max() < 1
+    counts = torch.histc(noise.float(), 50, 0, 1)
+    assert ((counts - 2000) ** 2 / 2000).sum() < 100  # chi-square, 49 degrees: p = 2e-5
+    table = noise.view(100, 1000)
+    for other in (table.roll(1, 0), table.roll(1, 1)):  # the next seed, the next counter
+        assert abs(torch.corrcoef(torch.stack([table.flatten(), other.flatten()]))[0, 1]) < 0.015
+
+
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU")
+def test_sampling_is_captured_in_a_graph() -> None:
+    rows, lanes = normal(3, 5000, std=2), columns(3, temperature=0.9, top_k=20, top_p=0.8)
+    seed, counter = torch.arange(3, device=DEVICE), torch.zeros(3, dtype=torch.int64, device=DEVICE)
+    sample(rows, lanes, uniform(seed, counter))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        drawn = sample(rows, lanes, uniform(seed, counter))
+    for step in range(4):
+        counter.fill_(step)
+        graph.replay()
+        assert torch.equal(drawn, sample(rows, lanes, uniform(seed, counter)))
+
+
+# --- what the compiler makes of it ---------------------------------------------------------
+
+
+@needs_compiler
+@pytest.mark.parametrize("add", [False, True])
+@pytest.mark.parametrize("width", [2560, 4096])
+def test_rms_norm_fits_a_hopper_sm(width: int, add: bool, tmp_path: Path) -> None:
+    """bf16, 16 warps for d up to 4096: <= 40 registers, nothing spilled, 16-byte accesses."""
+    from engine.backends.cuda.kernels import norm_triton
+
+    types = dict.fromkeys(("x", "residual", "gain", "normed", "total"), "*bf16")
+    types |= {"x_row": "i32", "residual_row": "i32", "eps": "fp32"}
+    report = compile_for_hopper(
+        norm_triton.__name__, "rms_norm_kernel", types,
+        {"ADD": add, "WIDTH": width, "BLOCK": 4096}, norm_triton.warps(4096), tmp_path,
+    )  # fmt: skip
+    assert report.spills == 0 and report.registers <= 40 and report.shared <= 128
+    assert "ld.global.v4.b32" in report.ptx and "st.global.v4.b32" in report.ptx
+
+
+@needs_compiler
+def test_swiglu_fits_a_hopper_sm(tmp_path: Path) -> None:
+    """bf16, f of Qwen3-8B: <= 32 registers (full occupancy), no shared memory."""
+    from engine.backends.cuda.kernels import swiglu_triton
+
+    report = compile_for_hopper(
+        swiglu_triton.__name__, "swiglu_kernel",
+        {"gate_up": "*bf16", "out": "*bf16", "row_stride": "i32"},
+        {"WIDTH": 12288, "BLOCK": swiglu_triton.BLOCK}, swiglu_triton.WARPS, tmp_path,
+    )  # fmt: skip
+    assert report.spills == 0 and report.registers <= 32 and report.shared == 0
+    assert "ld.global.v4.b32" in report.ptx and "st.global.v4.b32" in report.ptx

@@ -1,0 +1,380 @@
+"""Families: turns, positions, and what a wrong input or checkpoint is told."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from engine.errors import InputError, ModelError
+from engine.model.families import IMAGE, VIDEO, Family, family_for
+from engine.model.families.loading import load, resolve_device, resolve_dtype
+from tests.support.factories import (
+    CHECKPOINTS,
+    IMAGE_ID,
+    VIDEO_ID,
+    VOCAB,
+    checkpoint,
+    join_turns,
+    make_model,
+    make_turn,
+    pad_left,
+)
+
+CPU = torch.device("cpu")
+
+
+def family(name: str) -> Family:
+    return load(checkpoint(name), "float32", "cpu")[0]
+
+
+@pytest.fixture(scope="module")
+def qwen() -> Family:
+    return family("qwen3_vl")
+
+
+@pytest.fixture(scope="module")
+def onevision() -> Family:
+    return family("llava_onevision")
+
+
+@pytest.fixture(scope="module")
+def llama() -> Family:
+    return family("llama")
+
+
+def one_line(error: pytest.ExceptionInfo[Any]) -> str:
+    text = str(error.value)
+    assert text and "\n" not in text and len(text) < 300
+    return text
+
+
+def conversation() -> list[dict[str, Tensor]]:
+    name = "qwen3_vl"
+    return [
+        make_turn(name, [4, ("image", 24, 40), 6, ("image", 8, 16), 2], seed=1),
+        make_turn(name, [9], seed=2),
+        make_turn(name, [3, ("video", 4, 32, 16), 7, ("image", 16, 48), 1], seed=3),
+    ]
+
+
+def test_positions_are_those_of_the_whole_conversation(qwen: Family) -> None:
+    turns = conversation()
+    whole = join_turns(*turns)
+    wanted, delta = qwen.hf.model.get_rope_index(
+        whole["input_ids"], whole["mm_token_type_ids"], whole["image_grid_thw"],
+        whole["video_grid_thw"],
+    )  # fmt: skip
+    offset, found = 0, []
+    for turn in turns:
+        made = qwen.turn(turn, offset, CPU)
+        found.append(made.positions)
+        offset = made.next_position
+    assert torch.equal(torch.cat(found, 1), wanted[:, 0])
+    assert offset == whole["input_ids"].shape[1] + int(delta)
+
+
+def test_positions_ignore_what_the_model_remembers(qwen: Family) -> None:
+    turn = conversation()[0]
+    clean = qwen.turn(turn, 10, CPU)
+    qwen.hf.model.rope_deltas = torch.tensor([[1234]])
+    try:
+        again = qwen.turn(turn, 10, CPU)
+    finally:
+        qwen.hf.model.rope_deltas = None
+    assert torch.equal(clean.positions, again.positions)
+    assert clean.next_position == again.next_position
+
+
+def test_token_types_are_optional(qwen: Family) -> None:
+    turn = conversation()[2]
+    bare = {key: value for key, value in turn.items() if key != "mm_token_type_ids"}
+    assert torch.equal(qwen.turn(bare, 5, CPU).positions, qwen.turn(turn, 5, CPU).positions)
+
+
+def test_features_follow_the_order_of_the_tokens(qwen: Family) -> None:
+    """A picture behind a video: each token gets its own modality's features."""
+    turn = conversation()[2]
+    made = qwen.turn(turn, 0, CPU)
+    kinds = made.modality[made.modality > 0]
+    picture = qwen.image_features(turn, CPU)
+    video = qwen.video_features(turn, CPU)
+    assert made.visual is not None and len(made.deepstack) == 2
+    assert torch.equal(made.visual[kinds == IMAGE], picture.rows)
+    assert torch.equal(made.visual[kinds == VIDEO], video.rows)
+    for level, (a, b) in zip(
+        made.deepstack, zip(picture.deepstack, video.deepstack, strict=True), strict=True
+    ):
+        assert torch.equal(level[kinds == IMAGE], a) and torch.equal(level[kinds == VIDEO], b)
+
+
+@pytest.mark.parametrize("name", ["qwen3_vl", "llava_next", "llama"])
+def test_left_padding_is_dropped(name: str) -> None:
+    pieces: list[Any] = [3, ("image", 16, 32), 4] if name != "llama" else [12]
+    plain = make_turn(name, pieces)
+    padded = pad_left([plain, make_turn(name, [60])])
+    row = {**plain, **{k: v[:1] for k, v in padded.items() if v.shape[0] == 2}}
+    reader = family(name)
+    wanted, found = reader.turn(plain, 7, CPU), reader.turn(row, 7, CPU)
+    assert row["input_ids"].shape[1] == 60
+    for part in ("token_ids", "modality", "positions"):
+        assert torch.equal(getattr(found, part), getattr(wanted, part))
+    assert found.next_position == wanted.next_position
+
+
+@pytest.mark.parametrize("ids", [[[5, 6, 7]], [5, 6, 7], torch.tensor([5, 6, 7]).int()])
+def test_ids_alone(qwen: Family, llama: Family, ids: Any) -> None:
+    for reader, axes in ((qwen, 3), (llama, 1)):
+        made = reader.turn({"input_ids": ids}, 4, CPU)
+        assert made.token_ids.tolist() == [5, 6, 7] and made.token_ids.dtype == torch.int64
+        assert made.positions.tolist() == [[4, 5, 6]] * axes
+        assert made.modality.dtype == torch.uint8 and not made.modality.any()
+        assert made.visual is None and made.deepstack == () and made.next_position == 7
+
+
+def test_no_tokens(qwen: Family) -> None:
+    made = qwen.turn({"input_ids": torch.zeros(1, 0, dtype=torch.int64)}, 4, CPU)
+    assert made.token_ids.numel() == 0 and made.next_position == 4
+
+
+Change = Callable[[dict[str, Any]], None]
+
+
+def drop(key: str) -> Change:
+    return lambda turn: turn.pop(key)
+
+
+def put(key: str, value: Any) -> Change:
+    return lambda turn: turn.update({key: value})
+
+
+def edit(key: str, change: Callable[[Tensor], Any]) -> Change:
+    return lambda turn: turn.update({key: change(turn[key])})
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (drop("input_ids"), "no input_ids"),
+        (edit("input_ids", lambda x: x.float()), "integers"),
+        (edit("input_ids", lambda x: x.expand(2, -1)), "not a batch of 2"),
+        (edit("input_ids", lambda x: x + VOCAB), "outside 0 .. 159"),
+        (edit("input_ids", lambda x: -x), "outside 0 .. 159"),
+        (put("input_ids", [[1, 2], [3]]), "not a tensor"),
+        (edit("attention_mask", lambda x: x[:, 1:]), "attention_mask covers"),
+        (drop("pixel_values"), "no image came with it"),
+        (edit("pixel_values", lambda x: x[:0]), "no image came with it"),
+        (drop("image_grid_thw"), "no image_grid_thw"),
+        (edit("pixel_values", lambda x: x[:-4]), "asks for"),
+        (edit("image_grid_thw", lambda x: x[:1]), "asks for"),
+        (edit("image_grid_thw", lambda x: x.flip(0)), "stand in runs of"),
+        (edit("image_grid_thw", lambda x: x[:, :2]), "asks for"),
+        (edit("input_ids", lambda x: x.masked_fill(x == IMAGE_ID, 5)), "without image tokens"),
+        (edit("input_ids", lambda x: x[:, :-8]), "features"),
+        (put("pixel_values_videos", torch.ones(4, 96)), "without video tokens"),
+    ],
+)
+def test_bad_qwen_inputs(qwen: Family, change: Change, said: str) -> None:
+    turn: dict[str, Any] = dict(make_turn("qwen3_vl", [4, ("image", 24, 40), 6, ("image", 8, 16)]))
+    if said == "features":
+        turn.pop("attention_mask")
+    change(turn)
+    with pytest.raises(InputError) as error:
+        qwen.turn(turn, 0, CPU)
+    assert said in one_line(error)
+
+
+def test_video_frames_must_stand_apart(qwen: Family) -> None:
+    """One run of tokens for two frames would put both at one temporal position."""
+    turn = make_turn("qwen3_vl", [2, ("video", 4, 16, 16)])
+    kept = turn["input_ids"][turn["input_ids"] == VIDEO_ID]
+    turn["input_ids"] = torch.cat([torch.tensor([5]), kept])[None]
+    turn.pop("attention_mask")
+    with pytest.raises(InputError) as error:
+        qwen.turn(turn, 0, CPU)
+    assert "video tokens stand in runs of [8]" in one_line(error)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (drop("image_sizes"), "no image_sizes"),
+        (edit("pixel_values", lambda x: x[..., :8]), "reads 16x16"),
+        (edit("pixel_values", lambda x: x[:, :, :2]), "3 colours"),
+        (edit("pixel_values", lambda x: x[0, 0]), "dimensions"),
+        (edit("input_ids", lambda x: x[:, 8:]), "features"),
+    ],
+)
+def test_bad_llava_inputs(onevision: Family, change: Change, said: str) -> None:
+    turn: dict[str, Any] = dict(make_turn("llava_onevision", [4, ("image", 16, 48), 6]))
+    turn.pop("attention_mask")
+    change(turn)
+    with pytest.raises(InputError) as error:
+        onevision.turn(turn, 0, CPU)
+    assert said in one_line(error)
+
+
+def test_pictures_for_a_text_model(llama: Family) -> None:
+    with pytest.raises(InputError, match="takes no pixel_values; send text only"):
+        llama.turn({"input_ids": [[5]], "pixel_values": torch.ones(1, 3, 16, 16)}, 0, CPU)
+
+
+def test_video_for_llava() -> None:
+    with pytest.raises(InputError, match="takes no pixel_values_videos"):
+        family("llava").turn(
+            {"input_ids": [[5]], "pixel_values_videos": torch.ones(1, 2, 3, 16, 16)}, 0, CPU
+        )
+
+
+@pytest.mark.parametrize("name", ["qwen3_vl", "llava_next", "qwen2", "phi3"])
+def test_no_second_copy_of_the_text_weights(name: str) -> None:
+    reader, spec, weights = load(checkpoint(name), "float32", "cpu")
+    assert len(reader.text_model(reader.hf).layers) == 0
+    left = {p.untyped_storage().data_ptr(): p.nbytes for p in reader.hf.parameters()}
+    ours = {weights.embed.untyped_storage().data_ptr(), weights.norm.untyped_storage().data_ptr()}
+    ours.add(weights.head.untyped_storage().data_ptr())
+    vision = sum(size for where, size in left.items() if where not in ours)
+    whole = sum(p.nbytes for p in make_model(CHECKPOINTS[name]).parameters())
+    # The gains of q and k are kept once per head, a few hundred bytes.
+    gains = [w.qk_norm.nbytes for w in weights.layers if w.qk_norm is not None]
+    assert whole <= vision + weights.nbytes() <= whole + sum(gains)
+    assert spec.rope.axes == reader.rope_axes
+
+
+def test_end_tokens() -> None:
+    model = make_model(CHECKPOINTS["llama"])
+    assert family_for(model.config)(model).eos_token_ids == ()
+    model.config.eos_token_id = 7
+    assert family_for(model.config)(model).eos_token_ids == (7,)
+    model.generation_config.eos_token_id = [3, 4]
+    assert family_for(model.config)(model).eos_token_ids == (3, 4)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_vl_moe", "gpt2", "qwen3_moe", "gemma3"])
+def test_unsupported_types_are_named(kind: str) -> None:
+    with pytest.raises(ModelError) as error:
+        family_for(transformers.CONFIG_MAPPING[kind]())
+    assert repr(kind) in one_line(error) and "qwen3_vl" in one_line(error)
+
+
+def test_unsupported_text_part_and_quantisation() -> None:
+    config = transformers.LlavaConfig(text_config=transformers.Gemma2Config())
+    with pytest.raises(ModelError, match="'gemma2' language model"):
+        family_for(config)
+    config = transformers.LlamaConfig()
+    config.quantization_config = {"quant_method": "awq"}
+    with pytest.raises(ModelError, match="quantised"):
+        family_for(config)
+
+
+def copy_of(name: str, folder: Path) -> Path:
+    return Path(shutil.copytree(checkpoint(name), folder / "model"))
+
+
+def lose_a_tensor(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    tensors.pop("model.layers.1.mlp.up_proj.weight")
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def shrink_a_tensor(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    key = "model.layers.1.mlp.up_proj.weight"
+    tensors[key] = tensors[key][:-1].clone()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def truncate(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-5000])
+
+
+def scribble(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes(b"not a safetensors file at all" * 9)
+
+
+def as_pickle(folder: Path) -> None:
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+
+
+def configured(**values: Any) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        file = folder / "config.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), **values}))
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lose_a_tensor, "lacks 1 weights (model.layers.1.mlp.up_proj.weight"),
+        (shrink_a_tensor, "not a readable checkpoint"),
+        (truncate, "corrupt"),
+        (scribble, "corrupt"),
+        (as_pickle, "not a readable checkpoint"),
+        (lambda folder: (folder / "model.safetensors").unlink(), "not a readable checkpoint"),
+        (lambda folder: (folder / "config.json").unlink(), "no config.json"),
+        (lambda folder: (folder / "config.json").write_text("{"), "not a readable checkpoint"),
+        (configured(model_type="no_such_model"), "no_such_model"),
+        (configured(model_type="qwen3_moe"), "'qwen3_moe' is not supported"),
+        (configured(hidden_act="gelu"), "'gelu' is not supported"),
+        (configured(rope_parameters={"rope_type": "no_such_rope"}), "no_such_rope"),
+    ],
+)
+def test_damaged_checkpoints(tmp_path: Path, damage: Callable[[Path], Any], said: str) -> None:
+    folder = copy_of("llama", tmp_path)
+    damage(folder)
+    with pytest.raises(ModelError) as error:
+        load(folder, "auto", "cpu")
+    assert said in one_line(error)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("/no/such/folder", "no folder"),
+        ("./missing", "no folder"),
+        ("a/b/c", "no folder"),
+        ("", "name is empty"),
+        ("nobody/no-such-model", "cannot get 'nobody/no-such-model' from the hub"),
+        (__file__, "is a file"),
+    ],
+)
+def test_names_that_lead_nowhere(name: str, said: str) -> None:
+    """Offline, as conftest sets it: a hub id that is not cached."""
+    with pytest.raises(ModelError) as error:
+        load(name, "auto", "cpu")
+    assert said in one_line(error)
+
+
+def test_dtypes_and_devices() -> None:
+    config = transformers.LlamaConfig(dtype=torch.bfloat16)
+    assert resolve_dtype("auto", config, CPU) == torch.float32
+    assert resolve_dtype("auto", config, torch.device("cuda")) == torch.bfloat16
+    assert resolve_dtype("auto", transformers.LlamaConfig(), torch.device("cuda")) == torch.float32
+    assert resolve_dtype("bfloat16", config, CPU) == torch.bfloat16
+    assert resolve_dtype(torch.float16, config, CPU) == torch.float16
+    for bad in ("int8", torch.int64):
+        with pytest.raises(ModelError, match="not supported; use auto"):
+            resolve_dtype(bad, config, CPU)
+    assert resolve_device("cpu") == CPU
+    for bad in ("cuda:99", "gpu", "meta"):
+        with pytest.raises(ModelError) as error:
+            resolve_device(bad)
+        one_line(error)
+
+
+def test_progress_is_told() -> None:
+    said: list[str] = []
+    load(checkpoint("llama"), "auto", "cpu", said.append)
+    assert said == ["reading the config", "reading the weights", "preparing the decoder"]

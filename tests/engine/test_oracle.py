@@ -1,0 +1,297 @@
+"""Runtime against oracle: retained sets and logits after every call (issue 2, acceptance 3).
+
+Both run float32 model arithmetic and the oracle float64 scores. Retained sets must be equal,
+except for swaps of entries whose scores differ by less than 1e-6 relative; those are counted
+and the count is shown in the test summary (see ``conftest.py``).
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+
+from engine.model.gates import make_random_gates, save_gates
+from engine.policies import Budget
+from engine.runtime import Runtime
+from engine.sequence import CachedSequence
+from tests import conftest
+from tests.support.factories import CHECKPOINTS, IMAGE_ID, Checkpoint, Piece, make_turn
+from tests.support.oracle import Oracle, Retained
+from tests.support.sessions import save_checkpoint, text_ids
+
+TOLERANCE = 1e-4
+# A step of a dialogue: ("turn", texts, pictures), ("decode", tokens) or ("budget", M).
+Step = tuple[object, ...]
+
+LATE: list[Step] = [  # pictures arrive in later turns, of different sizes
+    ("turn", 9, ("image", 16, 24), 5),
+    ("decode", 6),
+    ("turn", 4, ("image", 32, 16), 3, ("image", 16, 48), 6),
+    ("decode", 10),
+    ("turn", 3),
+    ("decode", 4),
+]
+VIDEO: list[Step] = [  # a video, then a picture and a video in one turn
+    ("turn", 5, ("video", 6, 16, 16), 4),
+    ("decode", 4),
+    ("turn", 4, ("image", 24, 16), 3, ("video", 4, 8, 16), 6),
+    ("decode", 6),
+]
+LONG: list[Step] = [("turn", 70), ("decode", 20)]
+SHIFT: list[Step] = [  # the budget moves both ways, between turns and while decoding
+    ("turn", 20, ("image", 16, 16), 6),
+    ("decode", 5),
+    ("budget", 6),
+    ("decode", 5),
+    ("budget", 17.4),
+    ("decode", 12),
+    ("turn", 2, ("image", 24, 16), 2),
+    ("budget", 9),
+    ("turn", 12),
+    ("decode", 9),
+]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One dialogue under one setting."""
+
+    model: str
+    policy: str
+    lookahead: float
+    evict_every: int
+    chunk: int
+    script: str
+    budget: float = 12
+    page_size: int = 16
+
+    @property
+    def name(self) -> str:
+        """For pytest -k."""
+        return (
+            f"{self.model}-{self.policy}-n{self.lookahead:g}-s{self.evict_every}-c{self.chunk}"
+            f"-{self.script}-M{self.budget:g}-P{self.page_size}"
+        )
+
+
+def vl(group: int, kv_heads: int, head_dim: int) -> Checkpoint:
+    return Checkpoint("qwen3_vl", group * kv_heads, kv_heads, head_dim, layers=2)
+
+
+def text(group: int, kv_heads: int, head_dim: int) -> Checkpoint:
+    return Checkpoint("llama", group * kv_heads, kv_heads, head_dim, layers=3)
+
+
+# Named by query heads per KV head; the others are those of test_parity.
+MODELS = CHECKPOINTS | {
+    "vl1": vl(1, 3, 32), "vl3": vl(3, 2, 32), "vl4": vl(4, 1, 64),
+    "text1": text(1, 3, 32), "text3": text(3, 2, 32), "text4": text(4, 1, 64),
+}  # fmt: skip
+SCRIPTS = {"late": LATE, "video": VIDEO, "long": LONG, "shift": SHIFT}
+
+# A covering subset: every policy meets both families, both evict_every, chunks below and above
+# the prompt, all scripts and all group sizes; dbtrimkv also every lookahead with every script.
+CASES = [
+    Case("vl3", "dbtrimkv", 1, 1, 2048, "late"),
+    Case("vl4", "dbtrimkv", 1, 8, 7, "shift"),
+    Case("text1", "dbtrimkv", 1, 1, 16, "long"),
+    Case("vl1", "dbtrimkv", 2, 1, 7, "late"),
+    Case("vl3", "dbtrimkv", 2, 1, 16, "shift", page_size=8),
+    Case("text4", "dbtrimkv", 2, 8, 2048, "long"),
+    Case("vl4", "dbtrimkv", 5, 8, 16, "late"),
+    Case("text3", "dbtrimkv", 5, 1, 7, "long", budget=3.5),
+    Case("vl1", "dbtrimkv", 5, 1, 2048, "shift"),
+    Case("vl3", "dbtrimkv", math.inf, 8, 2048, "late", budget=20),
+    Case("text1", "dbtrimkv", math.inf, 1, 7, "long"),
+    Case("vl3", "dbtrimkv", math.inf, 1, 16, "shift"),
+    Case("vl3", "dbtrimkv", 2, 1, 9, "video"),
+    Case("vl3", "trimkv", 2, 1, 7, "late"),
+    Case("text4", "trimkv", 2, 8, 2048, "long", page_size=8),
+    Case("vl1", "trimkv", 2, 8, 16, "shift"),
+    Case("vl3", "snapkv", 2, 1, 7, "late", budget=20),
+    Case("vl4", "snapkv", 2, 8, 2048, "late", budget=24),
+    Case("text1", "snapkv", 2, 1, 16, "long", budget=18),
+    Case("text3", "snapkv", 2, 8, 2048, "long", budget=22),
+    Case("vl1", "snapkv", 2, 1, 2048, "shift", budget=25),
+    # Below its window of 16 even protected entries go, and a query can outlive all it could see.
+    Case("text3", "snapkv", 2, 1, 7, "long", budget=6),
+    Case("vl1", "streamingllm", 2, 1, 16, "late"),
+    Case("text3", "streamingllm", 2, 8, 7, "long"),
+    Case("vl4", "streamingllm", 2, 1, 2048, "shift"),
+    Case("vl3", "full", 2, 1, 7, "late"),
+    Case("text4", "full", 2, 8, 2048, "long"),
+]
+
+
+# One dialogue for each other family and for sliding windows; test_parity has all their variants.
+FAMILIES = ["llava_qwen2", "llava_next", "llava_onevision", "qwen2_sliding", "mistral", "qwen3",
+            "phi3_sliding", "llama_biased"]  # fmt: skip
+CASES += [
+    Case(name, "dbtrimkv", 2, 1, 16, "late" if "llava" in name else "long") for name in FAMILIES
+]
+
+
+@cache
+def folder_of(model: str) -> Path:
+    """A checkpoint folder, made once; the model in it gets a copy for each side."""
+    home = tempfile.TemporaryDirectory(prefix="mmkv-oracle-")
+    _homes.append(home)
+    return save_checkpoint(MODELS[model], Path(home.name))
+
+
+_homes: list[tempfile.TemporaryDirectory[str]] = []
+
+
+@cache
+def reference_model(folder: Path) -> PreTrainedModel:
+    """The oracle's own copy of the model, loaded by transformers."""
+    seeing = "vision_config" in (folder / "config.json").read_text()
+    kind = AutoModelForImageTextToText if seeing else AutoModelForCausalLM
+    return kind.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+
+
+def load(folder: Path, case: Case, gates: Path | str = "random") -> Runtime:
+    """The engine for one case."""
+    return Runtime.from_pretrained(
+        folder,
+        policy=case.policy,
+        budget=case.budget,
+        lookahead=case.lookahead,
+        evict_every=case.evict_every,
+        prefill_chunk=case.chunk,
+        page_size=case.page_size,
+        gates=gates,
+        device="cpu",
+        dtype="float32",
+    )
+
+
+def prompt(model: str, *pieces: Piece, seed: int = 0) -> dict[str, Tensor]:
+    """One turn; models that do not see get its text only."""
+    family = MODELS[model].model_type
+    named = model if model in CHECKPOINTS else family
+    seeing = "vl" in family or "llava" in family
+    return make_turn(named, [p for p in pieces if seeing or isinstance(p, int)], seed)
+
+
+def oracle_for(folder: Path, engine: Runtime, case: Case) -> Oracle:
+    """The oracle for one case; gates are the engine's public function."""
+    return Oracle(
+        reference_model(folder),
+        engine.gates,
+        case.policy,
+        case.budget,
+        lookahead=case.lookahead,
+        evict_every=case.evict_every,
+        prefill_chunk=case.chunk,
+    )
+
+
+def prefill_both(
+    session: CachedSequence, oracle: Oracle, inputs: dict[str, Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Logits of engine and oracle, whose retained sets agree after every chunk."""
+    kept: list[Retained] = []
+    ours = session.prefill(inputs, lambda done, total: kept.append(session.retained()))
+    assert len(kept) == math.ceil(inputs["input_ids"].shape[1] / oracle.prefill_chunk)
+    return ours, oracle.prefill(inputs, kept)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_engine_follows_the_oracle(case: Case) -> None:
+    folder = folder_of(case.model)
+    engine = load(folder, case)
+    oracle, session = oracle_for(folder, engine, case), engine.session()
+    worst, calls = 0.0, 0
+
+    def compare(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+        nonlocal worst, calls
+        assert ours.dtype == torch.float32 and ours.shape == theirs.shape
+        error = float((ours - theirs).abs().max() / theirs.abs().max())
+        assert error <= TOLERANCE, f"logits differ by {error:.2e} relative at token {oracle.seen}"
+        oracle.follow(session.retained())
+        worst, calls = max(worst, error), calls + 1
+        assert session.memory().tokens_seen == oracle.seen
+        assert session.memory().entries == int(oracle.keep.sum())
+
+    for number, (kind, *rest) in enumerate(SCRIPTS[case.script]):
+        if kind == "turn":
+            inputs = prompt(case.model, *rest, seed=number)
+            compare(*prefill_both(session, oracle, inputs))
+        elif kind == "decode":
+            for token in text_ids(rest[0], seed=1000 + number).tolist():
+                compare(session.decode(token), oracle.decode(token))
+        else:
+            session.set_budget(rest[0])
+            oracle.set_budget(rest[0])
+            oracle.follow(session.retained())
+    assert case.policy == "full" or oracle.evictions > 0, "the case never evicted"
+    if case.policy != "full":
+        assert any(row.numel() < oracle.seen for layer in session.retained() for row in layer)
+    conftest.ORACLE_REPORT.append((case.name, calls, oracle.evictions, oracle.swaps, worst))
+    session.close()
+
+
+def test_a_fraction_budget_follows_the_oracle() -> None:
+    """M_global = floor(f * seen * rows), never below one entry per row, as the text grows."""
+    case = Case("text3", "dbtrimkv", 2, 1, 16, "long")
+    folder = folder_of("text3")
+    engine = load(folder, case)
+    oracle, session = oracle_for(folder, engine, case), engine.session(Budget.fraction(0.3))
+    oracle.fraction = 0.3
+    prefill_both(session, oracle, prompt("text3", 45))
+    for token in text_ids(25, 5).tolist():
+        session.decode(token), oracle.decode(token)
+        oracle.follow(session.retained())
+    assert int(oracle.keep.sum()) == math.floor(0.3 * 70 * engine.spec.rows)
+    conftest.ORACLE_REPORT.append(("fraction", 26, oracle.evictions, oracle.swaps, 0.0))
+
+
+@pytest.mark.parametrize("policy", ["dbtrimkv", "trimkv"])
+@pytest.mark.parametrize("bias", [0.5, 200.0])
+@pytest.mark.parametrize("lookahead", [1, 2, math.inf])
+def test_exact_ties_follow_the_oracle(
+    lookahead: float,
+    bias: float,
+    policy: str,
+    tmp_path: Path,
+) -> None:
+    """Gates that ignore their input: every score is shared by all rows (bias 0.5), or all scores
+    are equal (bias 200, log_beta = 0 exactly). Position, then layer, then head must decide.
+    """
+    case = Case("text3", policy, lookahead, 1, 16, "long", budget=7.4)
+    folder = folder_of("text3")
+    spec = load(folder, case).spec
+    gates = make_random_gates(spec)
+    gates.tensors["readout.weight"].zero_()
+    gates.tensors["readout.bias"].fill_(bias)
+    save_gates(gates, tmp_path, spec)
+    engine = load(folder, case, tmp_path)
+    oracle, session = oracle_for(folder, engine, case), engine.session()
+    prefill_both(session, oracle, prompt("text3", 45))
+    for token in text_ids(12, 5).tolist():
+        session.decode(token), oracle.decode(token)
+        oracle.follow(session.retained())
+    assert oracle.swaps == 0, "a tie is not a swap"
+
+
+def test_rows_are_uneven_and_pictures_are_evicted() -> None:
+    """The cases above would prove little if every row kept the same tokens."""
+    engine = load(folder_of("vl3"), Case("vl3", "dbtrimkv", 2, 1, 16, "late"))
+    session = engine.session()
+    inputs = prompt("vl3", 9, ("image", 32, 32), 5)
+    session.prefill(inputs)
+    lengths = [row.numel() for layer in session.retained() for row in layer]
+    assert len(set(lengths)) > 2, lengths
+    held = session.memory().by_modality
+    assert sum(held.values()) == sum(lengths)
+    pictures = int((inputs["input_ids"] == IMAGE_ID).sum()) * engine.spec.rows
+    assert 0 < held["image"] < pictures and held["video"] == 0

@@ -1,0 +1,42 @@
+"""An engine that reads retained keys where they lie, as on a GPU, against the one that gathers.
+
+On a CPU the kernels' torch twins stand in for them.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from engine import query_window
+from engine.backends.torch import step
+from tests.engine.backends.test_native import engine_for
+from tests.support.sessions import assert_same_rows, text_ids
+
+
+@pytest.mark.parametrize("policy", ["dbtrimkv", "snapkv", "full"])
+@pytest.mark.parametrize("model", ["qwen3_vl", "llama_biased", "odd", "mistral"])
+def test_chunks_and_window_scores_read_pages(
+    model: str, policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gathers, reads = (engine_for(model, policy).session() for _ in range(2))
+    called = []
+    for module, name in ((step, "prefill_attention"), (query_window, "window_scores")):
+        whole = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *a, _f=whole, _n=name: called.append(_n) or _f(*a))
+    for turn in range(2):  # the second meets what the first left, in its first chunk too
+        prompt = {"input_ids": text_ids(61, turn)[None]}
+        expected = gathers.prefill(prompt)
+        with monkeypatch.context() as patch:
+            patch.setattr(step, "on_triton", lambda tensor: True)
+            patch.setattr(query_window, "on_triton", lambda tensor: True)
+            got = reads.prefill(prompt)
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+        assert_same_rows(reads, gathers)
+        for token in (3, 4, 5):
+            torch.testing.assert_close(
+                reads.decode(token), gathers.decode(token), rtol=1e-4, atol=1e-4
+            )
+    assert ("window_scores" in called) == (policy == "snapkv")
+    # Chunks of mistral that meet earlier ones are past its window, which has a path of its own.
+    assert ("prefill_attention" in called) == (model != "mistral")

@@ -1,0 +1,221 @@
+"""With an unlimited budget the engine is transformers: same greedy tokens, same logits.
+
+Reference and engine see the same random checkpoint in float32. All logits of all steps are
+compared, so a near tie between two tokens cannot hide a difference (and none is needed: the
+seeds have no two logits closer than what float32 tells apart).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+from engine.runtime import Runtime
+from engine.sequence import CachedSequence
+from tests.support.factories import CHECKPOINTS, Piece, checkpoint, join_turns, make_turn, pad_left
+
+STEPS = 64
+TOLERANCE = 1e-4  # of the largest logit, acceptance 2
+TEXT_TYPES = ("llama", "mistral", "qwen2", "qwen3", "phi3")
+VISION = [name for name, spec in CHECKPOINTS.items() if spec.model_type not in TEXT_TYPES]
+PICTURES: list[Piece] = [5, ("image", 32, 32), 7, ("image", 16, 48), 9]
+# Below, at a divisor of, and above the length of every prompt here.
+CHUNKS = (7, 16, 2048)
+
+
+@functools.cache
+def reference_model(name: str) -> Any:
+    text = CHECKPOINTS[name].model_type in TEXT_TYPES
+    kind = transformers.AutoModelForCausalLM if text else transformers.AutoModelForImageTextToText
+    return kind.from_pretrained(checkpoint(name), dtype=torch.float32).eval()
+
+
+@torch.inference_mode()
+def reference(name: str, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Greedy tokens ``[B, STEPS]`` and their logits ``[B, STEPS, vocab]`` by transformers."""
+    made = reference_model(name).generate(
+        **inputs,
+        max_new_tokens=STEPS,
+        do_sample=False,
+        return_dict_in_generate=True,
+        output_logits=True,
+    )
+    return made.sequences[:, inputs["input_ids"].shape[1] :], torch.stack(made.logits, dim=1)
+
+
+@functools.cache
+def engine_of(name: str, chunk: int = 2048) -> Runtime:
+    return Runtime.from_pretrained(
+        checkpoint(name), policy="full", prefill_chunk=chunk, device="cpu", dtype="float32"
+    )
+
+
+def continue_greedily(session: CachedSequence, logits: Tensor) -> tuple[Tensor, Tensor]:
+    """STEPS greedy tokens from the logits of the last prompt token, and all logits."""
+    tokens, every = [], [logits]
+    for _ in range(STEPS):
+        tokens.append(int(every[-1].argmax()))
+        every.append(session.decode(tokens[-1]))
+    return torch.tensor(tokens), torch.stack(every[:-1])
+
+
+def assert_same(found: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor]) -> None:
+    """Tokens equal and logits within TOLERANCE of the largest, step by step."""
+    error = (found[1] - wanted[1]).abs().amax(-1) / wanted[1].abs().max()
+    step = int((error > TOLERANCE).int().argmax())
+    assert float(error.max()) <= TOLERANCE, f"step {step}: relative logit error {error[step]:.2e}"
+    assert found[0].tolist() == wanted[0].tolist()
+
+
+def check_turns(name: str, turns: Sequence[dict[str, Tensor]], chunk: int = 2048) -> None:
+    """Turns one after another in a session against the whole conversation at once."""
+    tokens, logits = reference(name, join_turns(*turns))
+    with engine_of(name, chunk).session() as session:
+        last = torch.empty(0)
+        for turn in turns:
+            last = session.prefill(turn)
+        assert session.seen == sum(turn["input_ids"].shape[1] for turn in turns)
+        assert_same(continue_greedily(session, last), (tokens[0], logits[0]))
+
+
+def prompt(name: str, seed: int = 0) -> dict[str, Tensor]:
+    return make_turn(name, PICTURES if name in VISION else [40], seed)
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_one_turn(name: str) -> None:
+    """Several pictures of different sizes where the family sees."""
+    check_turns(name, [prompt(name)])
+
+
+@pytest.mark.parametrize("chunk", CHUNKS[:2])
+@pytest.mark.parametrize(
+    "name", ["qwen3_vl", "llava_next_mistral", "mistral", "phi3_long", "qwen2_sliding"]
+)
+def test_prompt_in_chunks(name: str, chunk: int) -> None:
+    """Chunk borders fall inside pictures and inside sliding windows."""
+    check_turns(name, [prompt(name)], chunk)
+
+
+@pytest.mark.parametrize("name", VISION)
+def test_picture_in_a_later_turn(name: str) -> None:
+    """Pictures of the second and third turn get the positions of the whole conversation."""
+    turns = [
+        make_turn(name, [4, ("image", 16, 32), 6], seed=1),
+        make_turn(name, [11], seed=2),
+        make_turn(name, [3, ("image", 32, 16), 2, ("image", 32, 32), 5], seed=3),
+    ]
+    check_turns(name, turns)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen3", "phi3"])
+def test_text_in_turns(name: str) -> None:
+    check_turns(name, [make_turn(name, [size], seed=size) for size in (9, 1, 30)])
+
+
+@pytest.mark.parametrize("name", ["qwen3_vl", "qwen3_vl_dim128", "llava_onevision"])
+def test_video(name: str) -> None:
+    """A video between pictures; for Qwen3-VL its frames stand behind timestamps."""
+    pieces: list[Piece] = [
+        4,
+        ("video", 6, 16, 24),
+        5,
+        ("image", 24, 16),
+        3,
+        ("video", 6, 24, 16),
+        6,
+    ]
+    check_turns(name, [make_turn(name, pieces, seed=4)], chunk=16)
+
+
+def test_video_in_a_later_turn() -> None:
+    name = "qwen3_vl"
+    turns = [
+        make_turn(name, [4, ("image", 24, 40), 6], seed=5),
+        make_turn(name, [3, ("video", 4, 32, 16), 7], seed=6),
+    ]
+    check_turns(name, turns)
+
+
+def test_a_lone_picture_is_tiled() -> None:
+    """LLaVA-OneVision cuts a single picture into tiles, more than its limit allows."""
+    for size in ((32, 32), (16, 48), (40, 20), (31, 9)):
+        check_turns("llava_onevision", [make_turn("llava_onevision", [3, ("image", *size), 4])])
+
+
+@pytest.mark.parametrize("name", ["qwen3_vl", "llava", "llava_next", "llama", "mistral", "phi3"])
+def test_left_padded_batch(name: str) -> None:
+    """Sessions of different lengths and rope offsets, decoded in one batch."""
+    if name in VISION:
+        pieces: list[list[Piece]] = [
+            [3, ("image", 32, 32), 4],
+            [2, ("image", 16, 16), 21, ("image", 16, 32), 5],
+            [6, ("image", 16, 48), 1],
+        ]
+    else:
+        pieces = [[40], [7], [23]]
+    batch = pad_left([make_turn(name, row, seed=i) for i, row in enumerate(pieces)])
+    tokens, logits = reference(name, batch)
+    engine = engine_of(name)
+    sessions = [engine.session() for _ in pieces]
+    # Each session is given its own padded row: the zeros of the mask are dropped.
+    rows = [make_turn(name, row, seed=i) for i, row in enumerate(pieces)]
+    for i, row in enumerate(rows):
+        row["input_ids"] = batch["input_ids"][i : i + 1]
+        row["attention_mask"] = batch["attention_mask"][i : i + 1]
+    current = torch.stack([s.prefill(row) for s, row in zip(sessions, rows, strict=True)])
+    chosen, every = [], []
+    for _ in range(STEPS):
+        every.append(current)
+        chosen.append(current.argmax(-1))
+        current = engine.decode(sessions, chosen[-1].tolist())
+    for session in sessions:
+        session.close()
+    assert_same((torch.stack(chosen, 1), torch.stack(every, 1)), (tokens, logits))
+
+
+def test_interleaved_sessions_share_nothing() -> None:
+    """Two conversations with pictures, step by step in turn: each as if it were alone."""
+    name = "qwen3_vl"
+    first, second = prompt(name, seed=7), make_turn(name, [3, ("image", 48, 16), 30], seed=8)
+    wanted = [reference(name, turn) for turn in (first, second)]
+    engine = engine_of(name)
+    sessions = [engine.session(), engine.session()]
+    current = [sessions[0].prefill(first), sessions[1].prefill(second)]
+    chosen: list[list[int]] = [[], []]
+    every: list[list[Tensor]] = [[], []]
+    for _ in range(STEPS):
+        for i, session in enumerate(sessions):
+            every[i].append(current[i])
+            chosen[i].append(int(current[i].argmax()))
+            current[i] = session.decode(chosen[i][-1])
+    for i, session in enumerate(sessions):
+        session.close()
+        tokens, logits = wanted[i]
+        assert_same((torch.tensor(chosen[i]), torch.stack(every[i])), (tokens[0], logits[0]))
+
+
+def test_shapes_cover_what_is_claimed() -> None:
+    shapes = CHECKPOINTS.values()
+    assert {1, 3, 4, 8} <= {spec.group for spec in shapes}
+    assert {32, 64, 128} <= {spec.head_dim for spec in shapes}
+    assert {True, False} == {spec.tied for spec in shapes}
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_references_are_lively(name: str) -> None:
+    """A reference that repeats one token, or never looks back, would prove nothing."""
+    tokens, logits = reference(name, prompt(name))
+    assert len(set(tokens[0].tolist())) >= 8
+    changed = prompt(name)
+    changed["input_ids"][0, 0] = (changed["input_ids"][0, 0] + 1) % 100
+    with torch.inference_mode():
+        first = reference_model(name)(**changed).logits[0, -1]
+    # Also in sliding models: the windows of two or three layers reach back this far.
+    assert float((first - logits[0, 0]).abs().max() / logits.abs().max()) > 10 * TOLERANCE

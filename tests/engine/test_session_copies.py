@@ -1,0 +1,184 @@
+"""Saving, loading and forking a session; files that must be refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import engine.sequence_file as session_file
+from engine.errors import SessionError
+from engine.runtime import Runtime
+from engine.sequence import CachedSequence
+from tests.support.sessions import LATER, PICTURES, assert_same_rows, load, run, text_ids, turn
+
+
+def later_life(session: CachedSequence) -> list[Tensor]:
+    """What a session does next, turns and budgets included."""
+    out = [run(session, text_ids(4, 11)), session.prefill(LATER)]
+    session.set_budget(17)
+    return [*out, run(session, text_ids(6, 12)), session.prefill(turn(5, seed=4))]
+
+
+@pytest.mark.parametrize("policy", ["dbtrimkv", "snapkv", "streamingllm", "full"])
+@pytest.mark.parametrize("how", ["save", "fork"])
+def test_a_copy_continues_bit_identically(
+    how: str, policy: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    engine = load(folders["vl"], policy=policy, budget=18)
+    session = engine.session(19)
+    session.prefill(PICTURES)
+    run(session, text_ids(9, 10))
+    if how == "fork":
+        copy = session.fork()
+    else:
+        session.save(tmp_path / "s.mmkv", extra={"history": "[é]"})
+        # A new engine, whose pool is laid out differently and busy with another session.
+        engine = load(folders["vl"], policy=policy, budget=18)
+        engine.session().prefill(turn(33))
+        copy, extra = engine.load_session(tmp_path / "s.mmkv")
+        assert extra == {"history": "[é]"}
+    assert (copy.seen, copy.next_position) == (session.seen, session.next_position)
+    assert copy.budget == session.budget
+    a, b = session.memory(), copy.memory()
+    assert (a.entries, a.evicted, a.pages, a.kv_bytes) == (
+        b.entries,
+        b.evicted,
+        b.pages,
+        b.kv_bytes,
+    )
+    assert_same_rows(session, copy)
+    ours = later_life(session)
+    for x, y in zip(ours, later_life(copy), strict=True):
+        assert torch.equal(x, y)
+    assert_same_rows(session, copy)
+
+
+def test_a_fork_is_independent(engine: Runtime) -> None:
+    session = engine.session()
+    session.prefill(PICTURES)
+    twin = session.fork()
+    run(twin, text_ids(20, 1))
+    before = session.memory()
+    twin.set_budget(2)
+    twin.close()
+    assert session.memory() == before
+    again = session.fork()
+    assert torch.equal(run(session, text_ids(5, 2)), run(again, text_ids(5, 2)))
+
+
+def test_an_empty_session_can_be_saved_and_forked(engine: Runtime, tmp_path: Path) -> None:
+    session = engine.session()
+    session.save(tmp_path / "empty")
+    copies = [session.fork(), engine.load_session(tmp_path / "empty")[0]]
+    expected = session.prefill(PICTURES)
+    assert all(torch.equal(copy.prefill(PICTURES), expected) for copy in copies)
+
+
+def test_a_session_of_another_model_is_refused(
+    engine: Runtime, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    session = engine.session()
+    session.prefill(PICTURES)
+    session.save(tmp_path / "s")
+    others = [
+        load(folders["other weights"]),
+        load(folders["other config"]),
+        load(folders["text"]),
+        load(folders["vl"], policy="snapkv"),
+        load(folders["vl"], lookahead=5),
+    ]
+    for other in others:
+        free = other.cache.pool.free_pages
+        with pytest.raises(SessionError) as error:
+            other.load_session(tmp_path / "s")
+        assert "\n" not in str(error.value)
+        assert other.cache.pool.free_pages == free
+        other.cache.check()
+
+
+def test_damaged_session_files_are_refused(engine: Runtime, tmp_path: Path) -> None:
+    session = engine.session()
+    session.prefill(PICTURES)
+    path = tmp_path / "s"
+    session.save(path)
+    good = path.read_bytes()
+    flipped = bytearray(good)
+    flipped[-40] ^= 0xFF
+    damages = {
+        "empty": b"",
+        "truncated": good[: len(good) * 2 // 3],
+        "short header": good[:5],
+        "noise": b"\x00\xff" * 500,
+        "text": b"hello",
+        "flipped bit": bytes(flipped),
+        "appended": good + b"xx",
+    }
+    free = engine.cache.pool.free_pages
+    for name, data in damages.items():
+        path.write_bytes(data)
+        with pytest.raises(SessionError) as error:
+            engine.load_session(path)
+        assert "\n" not in str(error.value), name
+        assert str(path) in str(error.value), name
+        assert engine.cache.pool.free_pages == free, name
+        engine.cache.check()
+    for missing in (tmp_path / "nowhere", tmp_path):
+        with pytest.raises(SessionError):
+            engine.load_session(missing)
+
+
+def test_a_file_without_a_needed_tensor_is_refused(
+    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A valid safetensors file whose content is not what its metadata promises."""
+    engine = load(folders["vl"], policy="snapkv", budget=20)
+    session = engine.session()
+    session.prefill(PICTURES)
+    real = session_file.save_file
+    for name in ("keys", "length", "window.query"):
+
+        def without(tensors: dict[str, Tensor], *args: Any, missing: str = name, **kw: Any) -> None:
+            real({k: v for k, v in tensors.items() if k != missing}, *args, **kw)
+
+        monkeypatch.setattr(session_file, "save_file", without)
+        session.save(tmp_path / "s")
+        free = engine.cache.pool.free_pages
+        with pytest.raises(SessionError):
+            engine.load_session(tmp_path / "s")
+        assert engine.cache.pool.free_pages == free, name
+        engine.cache.check()
+
+
+def test_saving_is_atomic(engine: Runtime, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failure in the middle of writing leaves the old file, and nothing beside it."""
+    session = engine.session()
+    session.prefill(PICTURES)
+    path = tmp_path / "s"
+    session.save(path)
+    old = path.read_bytes()
+    run(session, text_ids(3, 0))
+
+    def disk_full(_: object, target: str, *args: object, **kw: object) -> None:
+        Path(target).write_bytes(b"half a file")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(session_file, "save_file", disk_full)
+    with pytest.raises(SessionError, match="untouched"):
+        session.save(path)
+    monkeypatch.setattr(
+        session_file, "save_file", lambda *a, **k: (_ for _ in ()).throw(KeyboardInterrupt)
+    )
+    with pytest.raises(KeyboardInterrupt):
+        session.save(path)
+    assert path.read_bytes() == old
+    assert [p.name for p in tmp_path.iterdir()] == ["s"]
+    monkeypatch.undo()
+    session.save(path)
+    loaded, _ = engine.load_session(path)
+    assert torch.equal(run(loaded, text_ids(2, 1)), run(session, text_ids(2, 1)))
+    with pytest.raises(SessionError):
+        session.save(tmp_path / "no" / "such" / "folder")

@@ -1,0 +1,243 @@
+"""The speed programs from end to end on tiny shapes; no figure is judged, only what it is of."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from engine.errors import BudgetError
+from eval.bench import capacity as bench_capacity
+from eval.bench import decode as bench_decode
+from eval.bench import kernels as bench_kernels
+from eval.bench import prefill as bench_prefill
+from eval.bench.memory_estimate import dense_count, plan
+from eval.bench.names import DYNAMIC, EAGER, FULL, OWN, STATIC, TRIMKV
+from eval.bench.output import BenchError
+from eval.bench.peer import PEERS, Job
+from eval.bench.process import PeerProcess
+from eval.bench.shapes import SHAPES, build_engine
+from eval.bench.synthetic_cache import filled_sessions
+from eval.bench.targets import checks
+from tests.support.kernels import DEVICE
+
+if TYPE_CHECKING:
+    from tests.support.cli_fixtures import Ran
+
+pytest_plugins = ("tests.support.cli_fixtures",)
+
+TINY = SHAPES["tiny"]
+WHERE = ["--shape", "tiny", "--device", DEVICE.type, "--dtype", "float32", "--rounds", "2"]
+
+
+def results(folder: Path, name: str) -> dict[str, Any]:
+    page = json.loads((folder / f"{name}.json").read_text())
+    assert page["machine"]["cpu"] and page["versions"]["torch"] and page["command"]
+    return page["results"]
+
+
+def test_kernels(tmp_path: Path) -> None:
+    code = bench_kernels.main([*WHERE, "--cases", "tiny", "--output", str(tmp_path)])
+    found = results(tmp_path, "gpu-kernels")
+    assert code == 0 and found["copy_bandwidth"] > 0
+    assert [c["kernel"] for c in found["cases"][::2]] == [
+        "attention", "work list", "append", "eviction", "prefill", "window scores",
+    ]  # fmt: skip
+    for case in found["cases"]:
+        seconds = case["seconds"]["median"]
+        assert case["of_copy_bandwidth"] == pytest.approx(
+            case["bytes"] / seconds / found["copy_bandwidth"]
+        )
+        assert case["rows"]["mean"] == 12
+        assert (case["rows"]["longest"] == 12) == (case["skew"] == 1)
+    attention = found["cases"][0]
+    assert attention["bytes"] == 3 * 12 * TINY.kv_token_bytes(4)
+
+
+def test_a_kernel_that_fails_is_named_and_the_others_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(state: object) -> None:
+        raise RuntimeError("no such thing\nsecond line")
+
+    monkeypatch.setitem(bench_kernels.PREPARE, "prefill", broken)
+    code = bench_kernels.main([*WHERE, "--cases", "tiny", "--output", str(tmp_path)])
+    failed = [c for c in results(tmp_path, "gpu-kernels")["cases"] if "failed" in c]
+    assert code == 1 and len(failed) == 2
+    assert failed[0]["failed"] == "RuntimeError: no such thing"
+    assert "no such thing" in capsys.readouterr().out
+
+
+def test_decode(tmp_path: Path) -> None:
+    options = ["--steps", "6", "--peers", DYNAMIC, TRIMKV, "--peer-tokens", "3"]
+    options += ["--copy-bytes", "1000000", "--largest-memory", "0.05", "--most-batch", "3"]
+    options += ["--python", "trimkv=/no/such/python", "--output", str(tmp_path), "--skew", "3"]
+    assert bench_decode.main([*WHERE, "--cases", "3:40:12", "largest", *options]) == 0
+    found = results(tmp_path, "gpu-decode-tiny")
+    case, largest = found["cases"]
+    assert case["sides"][TRIMKV]["failed"].startswith("cannot start /no/such/python")
+    assert set(case["sides"]) == {OWN, FULL, EAGER, DYNAMIC, TRIMKV}
+    own, full = case["sides"][OWN], case["sides"][FULL]
+    assert own["memory"]["entries"] == 3 * 12 * TINY.rows
+    assert full["memory"]["entries"] == 3 * 40 * TINY.rows
+    assert own["bytes"]["kv"] == 3 * 13 * TINY.kv_token_bytes(4)
+    assert full["bytes"]["kv"] == 3 * (41 + 3) * TINY.kv_token_bytes(4)
+    assert len(own["ms_per_step"]["rounds"]) == 2 and own["tokens_per_second"] > 0
+    floor = (own["bytes"]["weights"] + own["bytes"]["kv"]) / found["copy_bandwidth"]
+    assert own["floor_ms"] == pytest.approx(1e3 * floor)
+    assert case["parts"]["ms"]["step"] > 0
+    peer = case["sides"][DYNAMIC]
+    assert peer["versions"]["transformers"] and peer["tokens_per_second"] == pytest.approx(
+        3e3 / peer["ms_per_step"]["median"]
+    )
+    batches = [largest["sides"][side]["batch"] for side in (FULL, DYNAMIC, OWN)]
+    assert 1 <= batches[0] < batches[2] == 3 and batches[1] < 3, "bounded memory holds more"
+    assert {bar["bar"].split(",")[0] for bar in found["bars"]} == {
+        "eviction / step", "physical / logical KV", "tokens/s over own full",
+    }  # fmt: skip
+
+
+def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
+    options = ["--steps", "4", "--peers", "--no-eager", "--no-parts", "--output", str(tmp_path)]
+    options += ["--copy-bytes", "1000000", "--memory", "0.0055"]
+    bench_decode.main([*WHERE, "--cases", "2:3000:8", "1:30:8", *options])
+    first, second = results(tmp_path, "gpu-decode-tiny")["cases"]
+    assert "are left" in first["sides"][FULL]["failed"]
+    assert "ms_per_step" in second["sides"][FULL]
+
+
+@pytest.mark.parametrize("peer", [DYNAMIC, STATIC])
+def test_peers_decode_and_return_to_where_they_were(peer: str) -> None:
+    made = PEERS[peer](Job(peer, "tiny", 2, 20, 8, 6, "cpu", "float32"))
+    keys = made.cache.layers[1].keys[:, :, :19].clone()
+    for tokens in (2, 6):
+        assert made.run(tokens) > 0
+        assert int(made.cache.get_seq_length()) == 19
+        assert torch.equal(made.cache.layers[1].keys[:, :, :19], keys)
+
+
+def test_a_peer_without_its_package_says_so(tmp_path: Path) -> None:
+    job = Job("kvpress", "tiny", 1, 20, 8, 4, "cpu", "float32")
+    log = tmp_path / "log"
+    with pytest.raises(BenchError, match="No module named 'kvpress'"):
+        PeerProcess(job, sys.executable, 120, log)
+    assert "Traceback" in log.read_text(), "the log keeps what the line leaves out"
+
+
+def test_a_peer_that_hangs_is_given_up(tmp_path: Path) -> None:
+    script = tmp_path / "python"
+    script.write_text("#!/bin/sh\nexec sleep 60\n")
+    script.chmod(0o755)
+    job = Job("transformers", "tiny", 1, 20, 8, 4, "cpu", "float32")
+    with pytest.raises(BenchError, match=r"no answer within 0\.2 s"):
+        PeerProcess(job, str(script), 0.2, tmp_path / "log")
+
+
+def test_bars() -> None:
+    memory = {"physical_over_logical": 1.2}
+    own = {"ms_per_step": {"median": 2.0}, "step_over_floor": 1.1, "floor_ms": 1.0}
+    own |= {"memory": memory, "tokens_per_second": 1600.0}
+    full = {"ms_per_step": {"median": 8.0}, "floor_ms": 5.0, "tokens_per_second": 100.0}
+    case = {"batch": 16, "context": 16384, "budget": 256, "kind": "bars"}
+    case |= {"sides": {OWN: own, FULL: full}, "parts": {"eviction_of_step": 0.02}}
+    case["beside"] = {DYNAMIC: {"ours_over_peers_tokens_per_second": {"median": 7.5}}}
+    found = {b["bar"].split(",")[0]: (round(b["value"], 3), b["met"]) for b in checks("x", case)}
+    assert found == {
+        "step / floor": (1.1, True),
+        "eviction / step": (0.02, True),
+        "physical / logical KV": (1.2, False),
+        "speed-up over own full / what the bytes allow": (0.8, False),
+        "tokens/s over transformers": (7.5, False),
+    }
+    four = case | {"batch": 4, "context": 32768, "budget": 1024}
+    assert {"tokens/s"} == {
+        b["bar"].split(",")[0] for b in checks("qwen3-4b", four) if b["value"] == 1600
+    }
+    assert list(checks("x", case | {"sides": {OWN: {"failed": "why"}}})) == []
+
+
+def test_prefill(tmp_path: Path) -> None:
+    options = ["--lengths", "90", "30", "--budget", "9", "--chunk", "16", "--peer-longest", "30"]
+    assert bench_prefill.main([*WHERE, *options, "--output", str(tmp_path)]) == 0
+    short, long = results(tmp_path, "gpu-prefill-tiny")["lengths"]
+    assert (short["length"], long["length"]) == (30, 90)
+    assert long["sides"][bench_prefill.PEER] == {"failed": "not asked for above 30 tokens"}
+    held = [case["sides"][bench_prefill.EVICTING]["kv_bytes"] for case in (short, long)]
+    page = 16 * 2 * TINY.head_dim * 4
+    # 9 entries a row on average: rows of one or two pages, whatever the length.
+    assert all(TINY.rows * page <= kv <= 2 * TINY.rows * page for kv in held)
+    assert long["sides"][bench_prefill.FULL]["kv_bytes"] == TINY.rows * 6 * page
+    assert short["sides"][bench_prefill.PEER]["kv_bytes"] == 30 * TINY.kv_token_bytes(4)
+
+
+def test_capacity(tmp_path: Path) -> None:
+    options = ["--memory", "0.001", "--context", "100", "--budgets", "10", "--workspace", "0.0002"]
+    options += ["--chunk", "20", "--try", "always", "--output", str(tmp_path)]
+    assert bench_capacity.main([*WHERE, *options]) == 0
+    full, bounded = results(tmp_path, "gpu-capacity-tiny")["cases"]
+    for case in (full, bounded):
+        assert case["tried"]["sessions"] == case["count"] > 1
+        assert case["tried"]["pages"] <= case["tried"]["limit"]
+    assert bounded["count"] > 3 * full["count"] and full["count"] <= full["dense"]
+    assert not full["tried"]["one_more_fits"]
+
+
+def test_a_plan_is_what_the_pages_allow() -> None:
+    """Under the plan's page limit its sequences fit, at their worst, and one more does not."""
+    options = {"device": DEVICE, "dtype": torch.float32}
+    base = build_engine(TINY, "full", **options)
+    made = plan(TINY, None, 97, 1.2e6, torch.float32, workspace=0)
+    page_bytes = base.cache.pool.page_bytes
+    limit = made.count * made.pages * page_bytes
+    engine = build_engine(TINY, "full", weights_of=base, kv_limit=limit, **options)
+    filled_sessions(engine, made.count, 97, steps=0)
+    assert engine.cache.pool.free_pages < made.pages  # 97 entries: a last page with one in it
+    with pytest.raises(BudgetError):
+        filled_sessions(engine, 1, 97, steps=0)
+    assert made.left < (made.count + 1) * made.sequence_bytes
+    assert dense_count(TINY, 97, 1.2e6, torch.float32, 0) >= made.count
+
+
+def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    for main, arguments, said in [
+        (bench_decode.main, ["--cases", "1:2"], "B:CONTEXT:M"),
+        (bench_decode.main, ["--python", "x=y"], "PEER=PATH"),
+        (bench_kernels.main, ["--device", "cuda:77"], "is not there"),
+        (bench_capacity.main, ["--device", "tpu"], "unknown device"),
+    ]:
+        with pytest.raises(SystemExit) as left:
+            main(arguments)
+        assert left.value.code == 2
+        last = capsys.readouterr().err.strip().splitlines()[-1]
+        assert said in last
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="says what happens without a GPU")
+def test_without_a_gpu_no_hour_is_wasted(capsys: pytest.CaptureFixture[str]) -> None:
+    for main in (bench_kernels.main, bench_decode.main, bench_prefill.main):
+        with pytest.raises(SystemExit):
+            main([])
+        assert "no GPU here" in capsys.readouterr().err
+
+
+def test_mmkv_bench(mmkv: Callable[..., Ran], model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mmkv.measure.timing.copy_bandwidth", lambda device: 2e9)
+    options = ["--batch", "2", "--context", "60", "--budget", "8", "--steps", "4", "--rounds", "2"]
+    where = ["--gates", "random", "--device", "cpu"]
+    ran = mmkv("bench", model, *options, *where, "--json")
+    told = json.loads(ran.out)
+    assert ran.code == 0 and told["policy"] == "dbtrimkv" and told["batch"] == 2
+    rows, entry = 4, 2 * 8 * 4  # 2 layers x 2 KV heads of 8 float32
+    assert told["logical_bytes"] == 2 * 8 * rows * entry
+    assert told["read_kv_bytes"] == 2 * 9 * rows * entry
+    assert told["floor"] == (told["weight_bytes"] + told["read_kv_bytes"]) / 2e9
+    assert told["over_floor"] == pytest.approx(told["step"]["median"] / told["floor"])
+    assert told["tokens_per_second"] == pytest.approx(2 / told["step"]["median"])
+    shown = mmkv("bench", model, *options, *where).out
+    assert f"{1e3 * told['floor']:.3f} ms a step" in shown and "tokens/s" in shown
+    assert "--context of at most" in mmkv("bench", model, "--context", "999999999").error_line()

@@ -1,0 +1,279 @@
+"""The lmms-eval adapter in this process: batches, rounds, stop strings, likelihoods."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import mmkv
+from engine.errors import InputError, MmkvError
+from eval.lmms.messages import conversation
+from eval.lmms.settings import SYSTEM_PROMPT
+from mmkv.data.dialogues import dense
+from mmkv.data.scenes import render
+from tests.support.lmms import assistant, picture, user
+from tests.support.lmms_runs import MODEL, needs_lmms_eval
+
+TASK, SPLIT = "made_up", "test"
+
+
+@pytest.fixture(scope="module")
+def chat() -> Any:
+    """The chat form of the bundled model under a small budget."""
+    pytest.importorskip("lmms_eval")
+    from eval.lmms.chat import MmkvChat
+
+    return MmkvChat(pretrained=str(MODEL), budget=24, dtype="float32", batch_size="3")
+
+
+@pytest.fixture(scope="module")
+def simple() -> Any:
+    pytest.importorskip("lmms_eval")
+    from eval.lmms.simple import MmkvSimple
+
+    return MmkvSimple(
+        pretrained=str(MODEL), policy="full", dtype="float32", system_prompt="", min_pixels=1024
+    )
+
+
+def instance(kind: str, *arguments: Any, number: int = 0) -> Any:
+    from lmms_eval.api.instance import Instance
+
+    about = {"task": TASK, "doc_id": number, "repeats": 1}
+    return Instance(request_type=kind, arguments=arguments, idx=0, metadata=about)
+
+
+def requests_of(model: Any, docs: list[Any], give: Any, **gen_kwargs: Any) -> list[Any]:
+    """Chat requests, one per document."""
+    model.task_dict = {TASK: {SPLIT: docs}}
+    return [
+        instance("generate_until", "", give, gen_kwargs, n, TASK, SPLIT, number=n)
+        for n in range(len(docs))
+    ]
+
+
+@needs_lmms_eval
+def test_a_batch_answers_as_one_by_one(chat: Any) -> None:
+    docs = [
+        [user(picture(1), "what is at row 1, column 1?")],
+        [user("picture 1:", picture(2), "picture 2:", picture(3), "name every cell.")],
+        [user("what is at row 2, column 2?")],
+        [user(picture(4), "how many objects are there?")],
+    ]
+    asked = requests_of(chat, docs, lambda doc: doc, max_new_tokens=12)
+    together = chat.generate_until(asked)
+    alone = [chat.generate_until([request])[0] for request in asked]
+    assert [r.text for r in together] == [r.text for r in alone]
+    direct = [
+        chat.engine.generate(conversation(doc, SYSTEM_PROMPT), mmkv.Sampling(max_new_tokens=12))[0]
+        for doc in docs
+    ]
+    assert [r.text for r in together] == [r.text for r in direct]
+    for result, reply in zip(together, direct, strict=True):
+        counts = result.token_counts.to_dict()
+        assert counts["input_tokens"] == reply.prompt_tokens
+        assert counts["cache"]["entries"] == reply.memory.entries <= 24 * chat.engine.spec.rows
+        assert counts["cache"]["policy"] == "dbtrimkv"
+        assert counts["cache"]["budget"] == "24 entries per row"
+    assert chat.engine.cache.pool.free_pages == chat.engine.cache.pool.num_pages
+
+
+@needs_lmms_eval
+def test_rounds_add_their_own_tokens_only(chat: Any) -> None:
+    """Under a budget, where reading the history again would not give the same cache."""
+    dialogues = [dense(seed, "heldout", 2, 4, search=False) for seed in range(2)]
+    docs = [[[render(p) if not isinstance(p, str) else p for p in t.parts()] for t in d]
+            for d in dialogues]  # fmt: skip
+
+    def messages(doc: Any, round_idx: int = 0, previous_output: Any = (), **_: Any) -> Any:
+        made: list[Any] = []
+        for index, parts in enumerate(doc[: round_idx + 1]):
+            made.append(user(*parts))
+            if index < round_idx:
+                made.append(assistant(previous_output[index]))
+        over = round_idx >= len(doc)
+        return (made, over, list(previous_output), None) if round_idx else made
+
+    results = chat.generate_until_multi_round(requests_of(chat, docs, messages, max_new_tokens=16))
+    for doc, result in zip(docs, results, strict=True):
+        texts, tokens = [], 0
+        with chat.engine.session() as session:
+            for number, parts in enumerate(doc):
+                sent = conversation([user(*parts)], "")[0]["content"]
+                system = None if number else SYSTEM_PROMPT
+                sampling = mmkv.Sampling(max_new_tokens=16)
+                texts.append("".join(session.send(sent, system=system, sampling=sampling)))
+                tokens += session.last.prompt_tokens
+            evicted = session.evicted
+        assert result.text == texts
+        counts = result.token_counts.to_dict()
+        assert counts["input_tokens"] == tokens
+        assert counts["cache"]["evicted"] == evicted > 0
+    assert chat.engine.cache.pool.free_pages == chat.engine.cache.pool.num_pages
+
+
+@needs_lmms_eval
+def test_mmdu_is_answered_as_by_its_own_loop(chat: Any) -> None:
+    """Under a budget: texts, tokens and what was evicted."""
+    from eval.lmms.media import FOLDER
+    from eval.lmms.mmdu import messages
+    from eval.mmdu.data import find_pictures, read_benchmark
+    from eval.mmdu.loop import answer
+    from eval.mmdu.make import FOLDER as SET
+
+    dialogues = read_benchmark(SET / "benchmark.json", 4)[0]
+    give = partial(messages, lmms_eval_specific_kwargs={FOLDER: str(SET)})
+    asked = requests_of(chat, [d.row for d in dialogues], give, max_new_tokens=24)
+    for dialogue, result in zip(dialogues, chat.generate_until_multi_round(asked), strict=True):
+        texts, turns = answer(
+            chat.engine, dialogue, find_pictures(dialogue, SET), mmkv.Sampling(max_new_tokens=24),
+            SYSTEM_PROMPT,
+        )  # fmt: skip
+        assert result.text == texts
+        counts = result.token_counts.to_dict()
+        assert counts["input_tokens"] == sum(turn["prompt_tokens"] for turn in turns)
+        assert counts["cache"]["evicted"] == turns[-1]["entries_evicted"] > 0
+
+
+@needs_lmms_eval
+def test_samples_do_not_depend_on_who_draws_them(chat: Any) -> None:
+    """Repeats differ; a document's are the same whatever stands before it in this process."""
+    docs = [[user(picture(n), "name every cell.")] for n in range(2)]
+    gen_kwargs = {"max_new_tokens": 12, "temperature": 3.0}
+    first, second = requests_of(chat, docs, lambda doc: doc, **gen_kwargs)
+    for request in (first, second):
+        request.repeats = 2
+    together = [r.text for r in chat.generate_until([first, first, second, second])]
+    assert len(set(together)) == 4
+    assert [r.text for r in chat.generate_until([second, second])] == together[2:]
+
+
+@needs_lmms_eval
+def test_rounds_without_history_start_anew(chat: Any) -> None:
+    """The protocol of the shipped tasks; a task may also rewrite what is kept."""
+
+    def messages(doc: Any, round_idx: int = 0, previous_output: Any = (), **_: Any) -> Any:
+        asked = [user(picture(round_idx), "name every cell.")]
+        kept = [f"{text}!" for text in previous_output]
+        return (asked, round_idx == 2, kept, None) if round_idx else asked
+
+    (result,) = chat.generate_until_multi_round(requests_of(chat, [{}], messages, max_new_tokens=6))
+    alone = [
+        chat.engine.generate(
+            conversation([user(picture(n), "name every cell.")], SYSTEM_PROMPT),
+            mmkv.Sampling(max_new_tokens=6),
+        )[0].text
+        for n in range(2)
+    ]
+    assert result.text == [f"{alone[0]}!!", f"{alone[1]}!"]
+
+
+@needs_lmms_eval
+def test_an_error_names_its_document_and_frees_the_others(chat: Any) -> None:
+    missing = {"role": "user", "content": [{"type": "image", "url": "missing.png"}]}
+    docs = [[user(picture(1), "name every cell.")], [missing]]
+    with pytest.raises(MmkvError, match=rf"task {TASK}, document 1: file not found: missing.png"):
+        chat.generate_until(requests_of(chat, docs, lambda doc: doc))
+    assert chat.engine.cache.pool.free_pages == chat.engine.cache.pool.num_pages
+
+
+@needs_lmms_eval
+def test_the_simple_form_stops_where_the_task_says(simple: Any) -> None:
+    simple.task_dict = {TASK: {SPLIT: [{"image": picture(1)}]}}
+
+    def ask(**gen_kwargs: Any) -> str:
+        request = instance(
+            "generate_until", "<image>name every cell.", gen_kwargs, lambda doc: [doc["image"]],
+            0, TASK, SPLIT,
+        )  # fmt: skip
+        return simple.generate_until([request])[0].text
+
+    whole = ask(max_new_tokens=24, until=["\n\n"])
+    assert "," in whole
+    assert ask(max_new_tokens=24, until=[",", "\n\n"]) == whole.split(",")[0]
+
+
+@needs_lmms_eval
+def test_likelihoods_are_those_of_transformers(simple: Any) -> None:
+    from lmms_eval.api.instance import unwrap_generation_output
+    from transformers import Qwen3VLForConditionalGeneration
+
+    model = Qwen3VLForConditionalGeneration.from_pretrained(MODEL, dtype=torch.float32).eval()
+    tokenizer = simple.engine.processor.tokenizer
+    question = "how many objects are there?"
+    prompt = simple.engine.inputs([{"role": "user", "content": question}])["input_ids"]
+    simple.task_dict = {TASK: {SPLIT: [{}]}}
+    own = simple.engine.generate([{"role": "user", "content": question}])[0].text
+    for choice in (" nothing", " red circle, cake", f" {own}"):
+        request = instance("loglikelihood", question, choice, lambda doc: None, 0, TASK, SPLIT)
+        (result,) = simple.loglikelihood([request])
+        # 0.7.3 makes text of a bare pair; this one reaches the task as it is.
+        (loss, greedy), _ = unwrap_generation_output(result)
+        tokens = tokenizer(choice.strip(), return_tensors="pt", add_special_tokens=False)
+        ids = torch.cat([prompt, tokens["input_ids"]], dim=1)
+        with torch.inference_mode():
+            logits = model(input_ids=ids).logits[0, prompt.shape[1] - 1 : -1]
+        wanted = torch.nn.functional.cross_entropy(logits, tokens["input_ids"][0])
+        assert loss == pytest.approx(float(wanted), abs=1e-4)
+        assert greedy == (choice.strip() == own)
+
+
+@needs_lmms_eval
+def test_choices_are_scored_by_a_task(simple: Any, tmp_path: Path) -> None:
+    """A multiple_choice task of lmms-eval from its file to its score."""
+    import json
+
+    from lmms_eval.evaluator import simple_evaluate
+    from lmms_eval.tasks import TaskManager
+
+    asked = ["how many objects are there?", "what is at row 1, column 1?", "read the word."]
+    rows = [{"question": text, "choices": ["nothing", "cake", "3"], "gold": 0} for text in asked]
+    (tmp_path / "rows.json").write_text(json.dumps(rows))
+    (tmp_path / "choose.yaml").write_text(
+        "task: choose\ndataset_path: json\ntest_split: test\noutput_type: multiple_choice\n"
+        "dataset_kwargs: {data_files: {test: rows.json}}\n"
+        "doc_to_visual: !function helpers.nothing\ndoc_to_text: question\n"
+        "doc_to_choice: choices\ndoc_to_target: gold\nmetric_list: [{metric: acc}]\n"
+    )
+    (tmp_path / "helpers.py").write_text("def nothing(doc):\n    return []\n")
+    manager = TaskManager("ERROR", include_path=str(tmp_path), include_defaults=False)
+    engine = simple.engine
+    try:
+        found = simple_evaluate(simple, tasks=["choose"], task_manager=manager, batch_size=1)
+    finally:
+        simple.engine = engine  # lmms-eval has told the model to let go of it
+    assert found is not None
+    for sample in found["samples"]["choose"]:
+        losses = [loss for loss, _ in sample["filtered_resps"]]
+        assert sample["acc"] == float(min(losses) == losses[0])
+    assert found["results"]["choose"]["acc,none"] == pytest.approx(
+        sum(s["acc"] for s in found["samples"]["choose"]) / len(rows)
+    )
+
+
+@needs_lmms_eval
+def test_texts_that_lmms_evals_response_cache_looks_into() -> None:
+    from eval.lmms.counts import Rounds, Scored
+
+    assert Rounds(["", " a "]).strip() == "a" and not Rounds([""]).strip()
+    with pytest.raises(InputError, match="without --use_cache"):
+        Scored((1.0, True)).strip()
+
+
+@needs_lmms_eval
+def test_the_entry_point_is_light_and_fits() -> None:
+    import subprocess
+    import sys
+
+    code = (
+        "import sys, eval.lmms.manifest as m; assert 'torch' not in sys.modules; "
+        "from lmms_eval.models import get_model, get_model_manifest; "
+        "assert get_model_manifest('mmkv') == m.manifest(); "
+        "assert not get_model('mmkv').is_simple; "
+        "assert get_model('mmkv', force_simple=True).is_simple"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)

@@ -1,0 +1,382 @@
+"""Task files for lmms-eval, local media, the multi-round task, and what mmkv eval believes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from PIL import Image
+
+from engine.errors import InputError
+from eval.lmms import answers, media, mmdu, tasks
+from eval.lmms.cause import VARIABLE, told
+from eval.lmms.media import FOLDER
+from mmkv.cli import evaluate as eval_command
+from mmkv.cli.app import run as mmkv_command
+from mmkv.cli.evaluate import EvaluationError, Job, problems
+from tests.support.lmms_runs import needs_lmms_eval
+
+
+@pytest.fixture
+def shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A stand-in for lmms-eval's folder of tasks."""
+    folder = tmp_path / "shipped"
+    (folder / "mmstar").mkdir(parents=True)
+    (folder / "mme").mkdir()
+    (folder / "mmstar" / "_template").write_text(
+        "output_type: generate_until\nlmms_eval_specific_kwargs:\n"
+        "  default: {post_prompt: letter}\n  qwen3_vl: {pre_prompt: 'Q: '}\n"
+    )
+    (folder / "mmstar" / "mmstar.yaml").write_text(
+        'task: "mmstar"\ninclude: _template\ndoc_to_text: !function utils.text\n'
+    )
+    (folder / "mme" / "mme.yaml").write_text(
+        "task: mme\nlmms_eval_specific_kwargs:\n  default: {post_prompt: yes or no}\n"
+    )
+    monkeypatch.setattr(tasks, "shipped_folder", lambda: folder)
+    return folder
+
+
+def test_a_local_task_includes_the_shipped_one(shipped: Path, tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    (data / "mmstar").mkdir(parents=True)
+    (data / "mmstar" / "a.parquet").touch()
+    assert tasks.write(["mmstar"], tmp_path / "out", data) == ["mmstar_local"]
+    made = tasks.read(tmp_path / "out" / "mmstar_local.yaml")
+    assert made["include"] == str(shipped / "mmstar" / "mmstar.yaml")
+    assert made["dataset_kwargs"] == {"data_files": {"val": [str(data / "mmstar" / "a.parquet")]}}
+    # One set of prompts, qwen3_vl's, whatever model reads them.
+    assert made["lmms_eval_specific_kwargs"] == {
+        "default": {"pre_prompt": "Q: ", FOLDER: str(data / "mmstar")}
+    }
+
+
+def test_files_of_the_hubs_layout_come_first(shipped: Path, tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    (data / "mme" / "data").mkdir(parents=True)
+    for name in ("mme/other.parquet", "mme/data/test-1.parquet", "mme/data/test-0.parquet"):
+        (data / name).touch()
+    tasks.write(["mme_local"], tmp_path / "out", data)
+    made = tasks.read(tmp_path / "out" / "mme_local.yaml")
+    files = made["dataset_kwargs"]["data_files"]["test"]
+    assert [Path(file).name for file in files] == ["test-0.parquet", "test-1.parquet"]
+    assert made["lmms_eval_specific_kwargs"]["default"]["post_prompt"] == "yes or no"
+
+
+def test_hub_tasks_get_the_prompts_of_qwen3_vl(shipped: Path, tmp_path: Path) -> None:
+    names = tasks.write(["mmstar", "mme", "any_group"], tmp_path / "out")
+    assert names == ["mmstar_mmkv", "mme", "any_group"]
+    (path,) = (tmp_path / "out").iterdir()
+    made = yaml.safe_load(path.read_text())
+    assert made["include"] == str(shipped / "mmstar" / "mmstar.yaml")
+    prompts = made["lmms_eval_specific_kwargs"]
+    assert prompts["mmkv"] == prompts["qwen3_vl"] == {"pre_prompt": "Q: "}
+
+
+@pytest.mark.parametrize(
+    ("names", "data", "said"),
+    [
+        (["mmstar"], "data", "task mmstar has no data: no mmstar/.*parquet"),
+        (["mmstar"], "nowhere", "no folder .*nowhere; --data names the folder"),
+        (["mmstar_local"], None, "add --data FOLDER"),
+        (["other_local"], "data", "no local form of task other_local; there is one of gqa"),
+        (["gqa"], "data", "this lmms-eval has no gqa/gqa.yaml; install version 0.7.3"),
+    ],
+)
+def test_what_is_missing_is_named(
+    shipped: Path, tmp_path: Path, names: list[str], data: str | None, said: str
+) -> None:
+    (tmp_path / "data").mkdir()
+    with pytest.raises(InputError, match=said):
+        tasks.write(names, tmp_path / "out", None if data is None else tmp_path / data)
+
+
+@needs_lmms_eval
+def test_every_local_form_fits_the_installed_lmms_eval() -> None:
+    assert len(tasks.local_names()) == 11
+    for name in tasks.local_names():
+        made = tasks.read(tasks.HERE / f"{name}.yaml")
+        (split,) = made["dataset_kwargs"]["data_files"]
+        whole = made
+        if "include" in made:
+            whole = tasks.merged(tasks.shipped_folder() / made["include"])
+            assert whole["task"] == name
+        assert split == whole.get("test_split", whole.get("validation_split"))
+
+
+def test_videos_are_found_in_any_layout(tmp_path: Path) -> None:
+    (tmp_path / "Science").mkdir()
+    (tmp_path / "Science" / "dev_Math_1.mp4").touch()
+    (tmp_path / "abc.MKV").touch()
+    kwargs = {FOLDER: str(tmp_path)}
+    assert media.video_by_id({"id": "dev_Math_1"}, kwargs)[0].endswith("Science/dev_Math_1.mp4")
+    assert media.video_by_video_id({"videoID": "abc"}, kwargs)[0].endswith("abc.MKV")
+    with pytest.raises(InputError, match=r"no video x.mp4 below .* \(2 videos there\)"):
+        media.video_by_id({"id": "x"}, kwargs)
+
+
+# --- MMDU ----------------------------------------------------------------------------------------
+
+
+def dialogue(**changes: Any) -> dict[str, Any]:
+    said = [("user", "a <ImageHere> b"), ("assistant", "Cake"), ("user", "c"), ("assistant", "2")]
+    turns = [{"from": who, "value": text} for who, text in said]
+    made = {"id": "d", "image": ["1.png"], "conversations": turns, "exact": ["cell", "count"]}
+    return {**made, **changes}
+
+
+def saved(folder: Path, *rows: dict[str, Any], pictures: str = ".") -> Path:
+    """A folder of data with a benchmark file and one picture."""
+    (folder / "mmdu" / pictures).mkdir(parents=True)
+    Image.new("RGB", (4, 2)).save(folder / "mmdu" / pictures / "1.png")
+    (folder / "mmdu" / "benchmark.json").write_text(json.dumps(list(rows)))
+    return folder
+
+
+def test_rounds_carry_their_history(tmp_path: Path) -> None:
+    folder = saved(tmp_path, dialogue()) / "mmdu"
+    kwargs = {FOLDER: str(folder)}
+    (first,) = mmdu.messages(dialogue(), kwargs)
+    assert first["content"] == [
+        {"type": "text", "text": "a "},
+        {"type": "image", "url": str(folder / "1.png")},
+        {"type": "text", "text": " b"},
+    ]
+    again, over, outputs, _ = mmdu.messages(dialogue(), kwargs, 1, ["x"])
+    assert [m["role"] for m in again] == ["user", "assistant", "user"] and not over
+    assert again[0] == first and again[1]["content"][0]["text"] == "x" and outputs == ["x"]
+    assert mmdu.messages(dialogue(), kwargs, 2, ["x", "y"])[1]
+    # The datasets library gives every row the keys of all others.
+    filled = dialogue(image={"1.png": "1.png", "2.png": None}, exact=None, note=None)
+    assert mmdu.messages(filled, kwargs)[0] == first
+
+
+def test_rounds_are_scored_question_by_question() -> None:
+    one = mmdu.score(dialogue(), [["Cake", "3"]])["exact_match"]
+    two = mmdu.score(dialogue(), [[" Cake", "2"]])["exact_match"]
+    assert (one["right"], two["right"], mmdu.share([one, two])) == (1, 2, 0.75)
+    other = mmdu.score(dialogue(exact=None), [["", "2"]])
+    assert other == {"answered": {"right": 1, "of": 2, "score": 0.5}}
+
+
+def test_mmdu_finds_its_pictures_below(shipped: Path, tmp_path: Path) -> None:
+    data = saved(tmp_path / "data", dialogue(image=["/home/somebody/1.png"]), pictures="mmdu_pics")
+    assert tasks.write(["mmdu"], tmp_path / "out", data) == ["mmdu_local"]
+    made = tasks.read(tmp_path / "out" / "mmdu_local.yaml")
+    assert made["lmms_eval_specific_kwargs"]["default"][FOLDER] == str(data / "mmdu" / "mmdu_pics")
+
+
+def test_mmdu_needs_no_data(shipped: Path, tmp_path: Path) -> None:
+    """The small set of our own is there for everybody."""
+    assert tasks.write(["mmdu"], tmp_path, None) == ["mmdu_local"]
+    files = tasks.read(tmp_path / "mmdu_local.yaml")["dataset_kwargs"]["data_files"]["test"]
+    assert [Path(file).parts[-3:] for file in files] == [("assets", "mmdu", "benchmark.json")]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"image": []}, r"dialogue d: its questions place 1 pictures"),
+        ({"conversations": [{"from": "user", "value": "a"}]}, "the last question has no reference"),
+        ({"image": ["2.png"]}, r"the picture 2.png is not under .*put MMDU's pictures into"),
+    ],
+)
+def test_malformed_dialogues_are_refused_before_the_run(
+    shipped: Path, tmp_path: Path, changes: dict[str, Any], said: str
+) -> None:
+    data = saved(tmp_path, dialogue(id="fine"), dialogue(**changes))
+    with pytest.raises(InputError, match=said):
+        tasks.write(["mmdu"], tmp_path / "out", data)
+
+
+def test_a_benchmark_that_lmms_eval_would_misread_is_refused(shipped: Path, tmp_path: Path) -> None:
+    data = saved(tmp_path, dialogue())
+    (data / "mmdu" / "benchmark.json").write_text(json.dumps({"d": dialogue()}))
+    with pytest.raises(InputError, match="holds no list"):
+        tasks.write(["mmdu"], tmp_path / "out", data)
+
+
+def test_samples_become_answers_for_the_judge(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = saved(tmp_path, dialogue(id="other"), dialogue()) / "mmdu" / "benchmark.json"
+    sample = {"doc_id": 1, "input": "a <ImageHere> b", "filtered_resps": ["Cake", "3"]}
+    samples = tmp_path / "samples.jsonl"
+    samples.write_text(json.dumps(sample) + "\n")
+    assert answers.convert(samples, data, tmp_path / "out") == 1
+    assert mmkv_command(["mmdu", "score", "--data", str(data), "--answers", str(tmp_path / "out")])
+    said = capsys.readouterr()
+    assert "| all | 1 | 2 |" in said.out and "1 dialogues have no answers" in said.err
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"doc_id": 3}, "was not made from"),
+        ({"input": "another question"}, "document 0 differs"),
+        ({"filtered_resps": ["one"]}, "document 0 differs"),
+        (None, "holds no samples"),
+    ],
+)
+def test_samples_of_other_data_are_refused(
+    tmp_path: Path, change: dict[str, Any] | None, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = saved(tmp_path, dialogue()) / "mmdu" / "benchmark.json"
+    sample = {"doc_id": 0, "input": "a <ImageHere> b", "filtered_resps": ["Cake", "3"]}
+    samples = tmp_path / "samples.jsonl"
+    samples.write_text("" if change is None else json.dumps({**sample, **change}))
+    assert answers.main([str(samples), str(tmp_path / "out"), "--data", str(data)]) == 1
+    err = capsys.readouterr().err
+    assert said in err and err.count("\n") == 1 and not (tmp_path / "out").exists()
+
+
+# --- mmkv eval -----------------------------------------------------------------------------------
+
+
+def results_file(folder: Path, lines: int = 2, **content: Any) -> Path:
+    made = {
+        "results": {"a": {"alias": "a", "acc,none": 0.5, "acc_stderr,none": 0.1}},
+        "n-samples": {"a": {"original": 2, "effective": 2}},
+    }
+    (folder / "1_samples_a.jsonl").write_text("{}\n" * lines)
+    path = folder / "1_results.json"
+    path.write_text(json.dumps({**made, **content}))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("content", "wrong"),
+    [
+        ({}, []),
+        ({"lines": 0}, ["task a has no samples"]),
+        ({"n-samples": {"a": {"effective": 0}}}, ["task a has no samples"]),
+        ({"n-samples": {}}, ["task a gave no result"]),
+        ({"results": {}}, ["task a has no score"]),
+        ({"results": {"a": {"acc,none": float("nan")}}}, ["task a has no score"]),
+        ({"results": {"a": {"acc,none": [], "acc_stderr,none": 0.0}}}, ["task a has no score"]),
+    ],
+)
+def test_results_are_believed_only_when_complete(
+    tmp_path: Path, content: dict[str, Any], wrong: list[str]
+) -> None:
+    assert problems(results_file(tmp_path, **content), ["a"]) == wrong
+
+
+def test_groups_are_judged_by_their_tasks(tmp_path: Path) -> None:
+    assert problems(results_file(tmp_path), []) == []
+    empty = results_file(tmp_path, **{"n-samples": {}})
+    assert problems(empty, []) == ["no task gave a result"]
+
+
+@pytest.mark.parametrize(
+    ("code", "writes", "fails"), [(0, False, True), (1, True, True), (0, True, False)]
+)
+def test_the_exit_code_of_lmms_eval_alone_is_not_believed(
+    shipped: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    code: int,
+    writes: bool,
+    fails: bool,
+) -> None:
+    output = tmp_path / "out"
+    output.mkdir()
+
+    def run(command: list[str], env: dict[str, str]) -> Any:
+        assert env["HF_HOME"] and "a" in command
+        if writes:
+            results_file(output)
+        return subprocess.CompletedProcess(command, code)
+
+    monkeypatch.setattr(eval_command.subprocess, "run", run)
+    job = Job(["a"], "pretrained=m", [], output, None)
+    if fails:
+        with pytest.raises(EvaluationError):
+            job.run()
+    else:
+        assert job.run() == 0
+
+
+def test_what_ended_the_model_ends_the_command(
+    shipped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also in a process that is not the first, and although lmms-eval goes on to exit 0."""
+
+    def run(command: list[str], env: dict[str, str]) -> Any:
+        monkeypatch.setenv(VARIABLE, env[VARIABLE])
+        with pytest.raises(InputError), told():
+            raise InputError("document 3: file not found")
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr(eval_command.subprocess, "run", run)
+    with pytest.raises(EvaluationError, match="document 3: file not found"):
+        Job(["a"], "pretrained=m", [], tmp_path / "out", None).run()
+
+
+def test_a_missing_package_is_named_before_the_run(
+    shipped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tasks, "find_spec", lambda name: None)
+    with pytest.raises(InputError, match="videomme needs cv2; run pip install opencv-python-head"):
+        tasks.write(["videomme"], tmp_path)
+
+
+def test_a_folder_of_a_tasks_name_is_refused(
+    shipped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mme").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError, match=r"would take the folder \./mme for the tasks"):
+        Job(["mme"], "pretrained=m", [], tmp_path, None).run()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--tasks", "mme", "--model", "a,b"], "holds a comma or ="),
+        (["--tasks", ","], "no task is named"),
+        (
+            ["--tasks", "mme", "--model-args", "budgets=3"],
+            "does not know the model argument budgets",
+        ),
+        (["--tasks", "mme", "--model-args", "fps"], "write name=value"),
+        (["--tasks", "mme", "--model-args", "batch_size=2"], "write --batch-size"),
+        (["--tasks", "mme", "--limit", "0"], "--limit is 0; give a number"),
+        (["--tasks", "mme", "--data", "/nowhere"], "no folder /nowhere"),
+    ],
+)
+def test_wrong_options_end_before_anything_starts(
+    shipped: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
+) -> None:
+    assert mmkv_command(["eval", *arguments]) == 1
+    err = capsys.readouterr().err
+    assert said in err and err.count("\n") == 1
+
+
+def test_without_lmms_eval_it_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(tasks, "find_spec", lambda name: None)
+    assert mmkv_command(["eval", "--tasks", "mme"]) == 1
+    assert "pip install 'mmkv[eval-light]'" in capsys.readouterr().err
+
+
+def test_gqa_pictures_are_looked_up(tmp_path: Path) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet")
+    import io
+
+    import pyarrow
+
+    content = io.BytesIO()
+    Image.new("RGB", (4, 2), "red").save(content, "PNG")
+    table = pyarrow.table({"id": ["n1"], "image": [{"bytes": content.getvalue(), "path": None}]})
+    parquet.write_table(table, tmp_path / "images.parquet")
+    (found,) = media.gqa_picture({"imageId": "n1"}, {FOLDER: str(tmp_path)})
+    assert found.size == (4, 2)
+    with pytest.raises(InputError, match="no picture n2 below"):
+        media.gqa_picture({"imageId": "n2"}, {FOLDER: str(tmp_path)})

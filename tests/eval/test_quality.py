@@ -1,0 +1,350 @@
+"""Forced reading against real decoding, and the statistics of paired comparisons."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from matplotlib.figure import Figure
+
+from engine.errors import InputError
+from engine.model.decoder import Decoder
+from engine.runtime import Runtime
+from eval.quality import report as quality_report
+from eval.quality.__main__ import main
+from eval.quality.kept import draw as draw_kept
+from eval.quality.kept import main as kept
+from eval.quality.run import Comparison, Reader, Readings, Side
+from mmkv.data.labels import predicted
+from mmkv.data.sources import examples
+from mmkv.measure import teacher_forced
+from mmkv.measure.journal import Journal
+from mmkv.measure.record import RESULTS
+from mmkv.measure.stats import mean, paired
+from mmkv.measure.teacher_forced import FullCache, read, spans
+from mmkv.resources import bundled_model
+
+MODEL = str(bundled_model())
+
+
+@pytest.fixture(scope="module")
+def dialogues() -> list[dict[str, torch.Tensor]]:
+    data = examples(MODEL, ["scenes:dense"], 4, 3, split="heldout")
+    return [data[index] for index in range(4)]
+
+
+def test_spans_are_runs_of_labels() -> None:
+    assert spans([-100, 3, 4, -100, -100, 5]) == [(1, 3), (5, 6)]
+    assert spans([-100]) == [] and spans([7]) == [(0, 1)]
+
+
+def test_a_right_answer_is_what_greedy_decoding_says(dialogues) -> None:
+    """Every answer of a dialogue, decoded freely from the same forced history."""
+    engine = Runtime.from_pretrained(MODEL, policy="streamingllm", budget=40, dtype="float32")
+    outcomes = set()
+    for example in dialogues:
+        inputs = {name: value for name, value in example.items() if name != "labels"}
+        labels = example["labels"][0]
+        found = read(engine, inputs, labels)
+        turn = engine.family.turn(inputs, 0)
+        session, done = engine.session(), 0
+        for answer, (start, stop) in zip(found.answers, spans(labels.tolist()), strict=True):
+            logits = session.extend(turn.part(done, start))
+            with session.fork() as free:
+                said, step = [], logits
+                for _ in range(stop - start):
+                    said.append(int(step.argmax()))
+                    step = free.decode(said[-1])
+            assert answer.right == (said == labels[start:stop].tolist())
+            outcomes.add(answer.right)
+            for token in labels[start:stop].tolist():
+                session.decode(token)
+            done = stop
+        assert found.evicted == session.evicted > 0
+        assert found.entries == session.memory().entries == sum(map(sum, found.per_row))
+    assert outcomes == {True, False}
+
+
+def test_without_eviction_nothing_is_lost(dialogues) -> None:
+    engine = Runtime.from_pretrained(MODEL, policy="full", dtype="float32")
+    for example in dialogues[:2]:
+        inputs = {name: value for name, value in example.items() if name != "labels"}
+        labels = example["labels"][0]
+        full = FullCache.of(engine, engine.family.turn(inputs, 0), labels)
+        found = read(engine, inputs, labels, full=full)
+        tokens = sum(answer.tokens for answer in found.answers)
+        assert sum(answer.kl for answer in found.answers) / tokens < 1e-6
+        assert sum(answer.agree for answer in found.answers) == tokens
+        where, target = predicted(labels)
+        logits = torch.stack(list(full.logits()))
+        nll = -logits.log_softmax(-1)[range(len(where)), target].sum()
+        assert sum(answer.nll for answer in found.answers) == pytest.approx(float(nll), rel=1e-4)
+        assert found.evicted == 0 and found.tokens_seen == spans(labels.tolist())[-1][1]
+
+
+def test_logits_of_the_full_cache_stand_in_blocks(dialogues, monkeypatch: Any) -> None:
+    """Answers longer than a block are read as whole ones are, and no more is held at once."""
+    engine = Runtime.from_pretrained(MODEL, policy="streamingllm", budget=40, dtype="float32")
+    example = dialogues[1]
+    inputs = {name: value for name, value in example.items() if name != "labels"}
+    labels, rows = example["labels"][0], []
+    longest = max(stop - start for start, stop in spans(labels.tolist()))
+    plain = Decoder.logits
+
+    def noted(self: Decoder, states: torch.Tensor) -> torch.Tensor:
+        rows.append(len(states))
+        return plain(self, states)
+
+    monkeypatch.setattr(Decoder, "logits", noted)
+    whole = read(engine, inputs, labels)
+    assert max(rows) == len(predicted(labels)[0]) > longest > 2
+    rows.clear()
+    monkeypatch.setattr(teacher_forced, "BLOCK", 2)
+    parts = read(engine, inputs, labels)
+    assert max(rows) == 2
+    for one, two in zip(whole.answers, parts.answers, strict=True):
+        for name in ("kl", "nll"):
+            assert getattr(two, name) == pytest.approx(getattr(one, name), rel=1e-4, abs=1e-5)
+        exact = dataclasses.replace(two, kl=one.kl, nll=one.nll)
+        assert exact == one
+    assert any(index > 1 for answer in parts.answers for index, _ in answer.wrong)
+    assert dataclasses.replace(parts, answers=[]) == dataclasses.replace(whole, answers=[])
+
+
+def test_the_full_cache_is_read_once_for_all_sides(monkeypatch: Any) -> None:
+    sides = tuple(map(Side.parse, ("streamingllm", "snapkv", "dbtrimkv:random")))
+    reader, passes = Reader(Comparison(MODEL, "float32", sides, ("1/4", "1/8"))), []
+    plain = teacher_forced.full_attention_states
+    monkeypatch.setattr(
+        teacher_forced, "full_attention_states", lambda *a: passes.append(a) or plain(*a)
+    )
+    cells = [cell for cells in reader.comparison.cells().values() for cell in cells]
+    assert len(reader.read("scenes:dense", 0, cells)) == 7 and len(passes) == 1
+
+
+def test_the_permutation_test_is_exact_on_a_small_case() -> None:
+    first, second, counts = [3.0, 2.0, 4.0, 5.0], [1.0, 2.0, 1.0, 1.0], [5, 5, 5, 5]
+    gaps = np.subtract(first, second)
+    every = [abs(np.dot(signs, gaps)) for signs in itertools.product((-1, 1), repeat=4)]
+    exact = np.mean(np.array(every) >= abs(gaps.sum()) - 1e-12)
+    found = paired(first, second, counts, draws=20000)
+    assert found.value == pytest.approx(9 / 20)
+    assert found.p == pytest.approx(exact, abs=0.01)
+    assert paired(first, first, counts).p == 1.0
+    assert paired(second, first, counts).value == pytest.approx(-9 / 20)
+
+
+def test_intervals_cover_as_often_as_they_say() -> None:
+    """95 % intervals of the mean of 60 dialogues of 1 to 12 questions, 200 times over."""
+    generator, hits = np.random.default_rng(5), 0
+    for trial in range(200):
+        counts = generator.integers(1, 13, 60)
+        level = generator.beta(4, 2, 60)  # dialogues differ: questions are not independent
+        sums = generator.binomial(counts, level)
+        found = mean(sums, counts, draws=400, seed=trial)
+        hits += found.low <= 4 / 6 <= found.high
+    assert 0.88 <= hits / 200 <= 0.99
+
+
+def test_sides_are_read_as_written() -> None:
+    assert Side.parse("dbtrimkv@5:a,b") == Side("dbtrimkv@5", "dbtrimkv", 5.0, ("a", "b"))
+    assert Side.parse("far=dbtrimkv@inf:a").lookahead == float("inf")
+    assert Side.parse("snapkv") == Side("snapkv", "snapkv", None, ())
+    with pytest.raises(InputError, match="not a number"):
+        Side.parse("dbtrimkv@two:a")
+
+
+def test_gates_of_another_checkpoint_are_named_before_anything_is_read(
+    tmp_path: Path, capsys: Any
+) -> None:
+    gates = tmp_path / "gates"
+    shutil.copytree(bundled_model() / "gates", gates)
+    Reader(Comparison(MODEL, "float32", (Side.parse(f"dbtrimkv:{gates}"),), ("1/3", "1/8")))
+    assert "config.json" not in capsys.readouterr().err
+    info = json.loads((gates / "gates.json").read_text())
+    (gates / "gates.json").write_text(json.dumps(info | {"base_config_sha256": "0" * 64}))
+    compared = Comparison(MODEL, "float32", (Side.parse(f"dbtrimkv:{gates}"),), ("1/3", "1/8"))
+    base = Reader(compared).base
+    for (cell,) in compared.cells().values():
+        cell.engine(base, MODEL)
+    said = capsys.readouterr().err
+    assert said.count("another config.json") == 1 and str(gates) in said
+
+
+def test_a_small_run_writes_table_plot_and_json(tmp_path: Path) -> None:
+    main(
+        [MODEL, "--data", "scenes:dense", "--side", "streamingllm", "--side", "dbtrimkv:random",
+         "--fractions", "1/3", "1/8", "--dialogues", "3", "--output", str(tmp_path), "--name", "q"]
+    )  # fmt: skip
+    page = json.loads((tmp_path / "q.json").read_text())["results"]["scenes:dense"]
+    assert page["dialogues"] == 3
+    rows = {(row["side"], row["budget"]): row for row in page["rows"]}
+    assert rows["full", "1"]["evicted"] == 0 and rows["full", "1"]["kl_per_token"]["value"] < 1e-6
+    for side in ("streamingllm", "dbtrimkv"):
+        assert rows[side, "1/8"]["kept_of_context"] == pytest.approx(1 / 8, rel=0.02)
+        assert rows[side, "1/8"]["evicted"] > rows[side, "1/3"]["evicted"] > 0
+        held = np.array(rows[side, "1/8"]["entries_by_row"])
+        assert held.shape == (6, 3)
+        assert held.sum() == pytest.approx(18 * page["context_tokens"]["mean"] / 8, rel=0.02)
+    # Recency keeps the same number everywhere, one budget over all rows does not.
+    assert np.ptp(rows["streamingllm", "1/8"]["entries_by_row"]) < 0.5
+    assert np.ptp(rows["dbtrimkv", "1/8"]["entries_by_row"]) > 2
+    kept(["--fraction", "1/8", str(tmp_path / "q.json")])
+    assert (tmp_path / "q-kept.png").stat().st_size > 5000
+    with pytest.raises(SystemExit, match="has no budget 1/7; it has 1/3, 1/8"):
+        kept(["--fraction", "1/7", str(tmp_path / "q.json")])
+    with pytest.raises(SystemExit, match="has no side snapkv; it has streamingllm, dbtrimkv"):
+        kept(["--fraction", "1/8", str(tmp_path / "q.json"), "--sides", "snapkv"])
+    assert "| 1/8 |" in (tmp_path / "q.md").read_text()
+    assert (tmp_path / "q.png").stat().st_size > 5000
+
+
+def test_whole_texts_are_told_by_perplexity(tmp_path: Path) -> None:
+    """That of the full cache as transformers has it."""
+    text = "what was at row 1, column 2 of picture 3? a red square. " * 4
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": text}) + "\n")
+    source = f"text:{tmp_path / 'a.jsonl'}"
+    options = ["--side", "streamingllm", "--fractions", "16", "--dialogues", "1", "--name", "t"]
+    main([MODEL, "--data", source, *options, "--output", str(tmp_path)])
+    page = json.loads((tmp_path / "t.json").read_text())["results"][source]
+    ids = examples(MODEL, [source], 1, 0)[0]["input_ids"]
+    model = transformers.AutoModelForImageTextToText.from_pretrained(MODEL, dtype=torch.float32)
+    with torch.inference_mode():
+        wanted = float(model(input_ids=ids, labels=ids).loss)
+    full, evicting = page["rows"]
+    assert page["answer_tokens"] == ids.shape[1] - 1 and evicting["evicted"] > 0
+    assert full["nll_per_token"]["value"] == pytest.approx(wanted, rel=1e-4)
+    assert full["nll_per_token"]["value"] != pytest.approx(evicting["nll_per_token"]["value"])
+    said = (tmp_path / "t.md").read_text()
+    shown = float(re.search(r"Full cache: ([\d.]+) ", said)[1])
+    assert shown == pytest.approx(np.exp(wanted), rel=1e-3) and "accuracy" not in said
+    assert (tmp_path / "t.png").stat().st_size > 5000
+
+
+def test_plots_say_what_their_budgets_are(tmp_path: Path, monkeypatch: Any) -> None:
+    drawn: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path, **_: drawn.append(figure))
+    pages = json.loads((RESULTS / "quality-rules-dense.json").read_text())["results"]
+    entries = "entries per layer and KV head"
+    for budget, label, title in (
+        ("1/5", "budget, share of the context", "Entries kept at 1/5 of the context"),
+        ("64", f"budget, {entries}", f"Entries kept at 64 {entries}"),
+        ("1/8", "budget", "Entries kept at 1/8 of the context"),
+    ):
+        for row in pages["scenes:dense"]["rows"][1:]:
+            row["budget"] = "64" if label == "budget" and row["side"] == "trimkv" else budget
+        quality_report.draw(pages, tmp_path / "q.png")
+        assert {axes.get_xlabel() for axes in drawn[-1].axes} == {label}
+        draw_kept(pages, tmp_path / "k.png", budget, [])
+        assert drawn[-1].get_suptitle() == title
+
+
+def test_a_killed_run_goes_on_with_the_same_result(tmp_path: Path, capfd: Any) -> None:
+    """Two workers, stopped after two of four dialogues in the middle of a line."""
+    options = [MODEL, "--data", "scenes:dense", "--side", "streamingllm", "--fractions", "1/4",
+               "--name", "q", "--output"]  # fmt: skip
+    main([*options, str(tmp_path / "whole"), "--dialogues", "4"])
+    compared = Comparison(MODEL, "float32", (Side.parse("streamingllm"),), ("1/4",))
+    journal = tmp_path / "parts" / "q.readings.jsonl"
+    journal.parent.mkdir()
+    Readings(compared, Journal(journal)).of("scenes:dense", 2)
+    journal.write_text(journal.read_text() + '{"key": "an unfinished li')
+    capfd.readouterr()
+    main([*options, str(tmp_path / "parts"), "--dialogues", "4", "--workers", "2"])
+    assert "4 readings are in" in capfd.readouterr().err
+    whole, parts = (
+        json.loads((tmp_path / name / "q.json").read_text())["results"]
+        for name in ("whole", "parts")
+    )
+    assert whole == parts
+
+
+def test_a_comparison_that_grows_reads_only_what_is_new(tmp_path: Path, monkeypatch: Any) -> None:
+    small = Comparison(MODEL, "float32", (Side.parse("streamingllm"),), ("1/4",))
+    gates = str(bundled_model() / "gates")
+    sides = (*small.sides, Side.parse(f"dbtrimkv:{gates},random"))
+    large = dataclasses.replace(small, sides=sides, budgets=("1/4", "1/8"))
+    journal, asked = tmp_path / "journal", []
+    first = Readings(small, Journal(journal)).of("scenes:dense", 2)
+    plain = Reader.read
+
+    def noted(self: Reader, source: str, index: int, cells: Any) -> Any:
+        asked.extend((cell.policy, cell.gates, cell.budget, index) for cell in cells)
+        return plain(self, source, index, cells)
+
+    monkeypatch.setattr(Reader, "read", noted)
+    second = Readings(large, Journal(journal)).of("scenes:dense", 2)
+    new = [
+        ("streamingllm", None, "1/8"),
+        *itertools.product(["dbtrimkv"], [gates, "random"], large.budgets),
+    ]
+    assert sorted(asked, key=str) == sorted(((*cell, i) for cell in new for i in (0, 1)), key=str)
+    assert first["full"] == second["full"]
+    assert first["streamingllm at 1/4"] == second["streamingllm at 1/4"]
+    one, two = second["dbtrimkv at 1/8"]
+    assert len(one) == 2 and one != two
+    keys = {cell.key() for cells in large.cells().values() for cell in cells}
+    assert len(keys) == 7
+
+
+def test_dialogues_that_something_was_chosen_on_are_left_out(tmp_path: Path) -> None:
+    """``--skip 2``: the third dialogue, as a run over all three reads it."""
+    compared = Comparison(MODEL, "float32", (Side.parse("streamingllm"),), ("1/4",))
+    whole = Readings(compared, Journal(tmp_path / "whole")).of("scenes:dense", 3)
+    options = ["--data", "scenes:dense", "--side", "streamingllm", "--fractions", "1/4"]
+    options += ["--dialogues", "1", "--skip", "2", "--output", str(tmp_path), "--name", "q"]
+    main([MODEL, *options])
+    read = Readings(compared, Journal(tmp_path / "q.readings.jsonl")).of("scenes:dense", 1, 2)
+    assert read == {name: [[third] for _, _, third in seeds] for name, seeds in whole.items()}
+    rows = [json.loads(line) for line in (tmp_path / "q.readings.jsonl").read_text().splitlines()]
+    assert {row["index"] for row in rows} == {2}
+    written = json.loads((tmp_path / "q.json").read_text())
+    assert written["settings"]["skip"] == 2 and written["results"]["scenes:dense"]["dialogues"] == 1
+    for wrong in (["--skip", "-1"], ["--dialogues", "0"]):
+        with pytest.raises(SystemExit) as ended:
+            main([MODEL, *options, *wrong])
+        assert ended.value.code == 2
+
+
+def test_the_model_is_loaded_once_and_only_for_what_is_left(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    compared = Comparison(MODEL, "float32", (Side.parse("streamingllm"),), ("1/4",))
+    sources, path, loaded = ("scenes:dense", "scenes:clip"), tmp_path / "journal", []
+    plain = Reader.__init__
+    monkeypatch.setattr(Reader, "__init__", lambda self, c: loaded.append(c) or plain(self, c))
+    with Readings(compared, Journal(path)) as readings:
+        first = [readings.of(source, 2) for source in sources]
+        again = [readings.of(source, 2) for source in sources]
+    assert loaded == [compared] and first == again and first[0] != first[1]
+    written = path.read_bytes()
+    assert [Readings(compared, Journal(path)).of(source, 2) for source in sources] == first
+    assert len(loaded) == 1 and path.read_bytes() == written
+
+
+def test_a_journal_passes_over_what_was_cut_off(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    assert Journal(path).rows("where", "a") == [] and not path.exists()
+    journal = Journal(path)
+    rows = [{"where": "a", "record": (1, 2)}, {"where": "b", "record": 3}]
+    assert journal.add(rows)[0]["record"] == [1, 2]  # as JSON has it, read back or not
+    path.write_text(path.read_text() + '{"where": "a", "rec')
+    second = Journal(path)
+    second.add([{"where": "a", "record": 4}])
+    for held in (second, Journal(path)):
+        assert [row["record"] for row in held.rows("where", "a")] == [[1, 2], 4]
+    assert [row["record"] for row in journal.rows("where", "b")] == [3]
+
+
+def test_a_side_without_its_gates_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match=r"write dbtrimkv:GATES"):
+        main([MODEL, "--data", "scenes:dense", "--side", "dbtrimkv", "--output", str(tmp_path)])

@@ -1,0 +1,156 @@
+"""Loading pictures: every way of naming one, and every way of naming a bad one."""
+
+from __future__ import annotations
+
+import base64
+import http.server
+import io
+import struct
+import threading
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image, ImageFile
+
+from engine.errors import InputError
+from mmkv.prompt import media
+from mmkv.prompt.media import load_image
+
+
+def encoded(picture: Image.Image, kind: str = "PNG", **options: object) -> bytes:
+    buffer = io.BytesIO()
+    picture.save(buffer, kind, **options)
+    return buffer.getvalue()
+
+
+def two_colours() -> Image.Image:
+    """Red on the left, blue on the right, 4 x 2."""
+    picture = Image.new("RGB", (4, 2), (255, 0, 0))
+    picture.paste((0, 0, 255), (2, 0, 4, 2))
+    return picture
+
+
+def bomb() -> bytes:
+    """A PNG of a few bytes that claims 60,000 x 60,000 pixels."""
+
+    def chunk(name: bytes, body: bytes) -> bytes:
+        return (
+            struct.pack(">I", len(body)) + name + body + struct.pack(">I", zlib.crc32(name + body))
+        )
+
+    header = struct.pack(">IIBBBBB", 60_000, 60_000, 8, 2, 0, 0, 0)
+    body = chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"")) + chunk(b"IEND", b"")
+    return b"\x89PNG\r\n\x1a\n" + body
+
+
+@pytest.fixture
+def server() -> Iterator[str]:
+    """A local web server: /picture.png, /empty, /moved (to a file: URL), else 404."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            status = {"/picture.png": 200, "/empty": 200, "/moved": 302}.get(self.path, 404)
+            self.send_response(status)
+            if status == 302:
+                self.send_header("Location", "file:///etc/passwd")
+            self.end_headers()
+            if self.path == "/picture.png":
+                self.wfile.write(encoded(two_colours()))
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as web:
+        thread = threading.Thread(target=web.serve_forever, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{web.server_port}"
+        web.shutdown()
+        thread.join()
+
+
+def test_path_url_and_data_uri_give_the_same_pixels(tmp_path: Path, server: str) -> None:
+    file = tmp_path / "a b.png"
+    file.write_bytes(encoded(two_colours()))
+    uri = "data:image/png;base64," + base64.b64encode(file.read_bytes()).decode()
+    wanted = np.asarray(two_colours())
+    for source in (file, str(file), uri, f"{server}/picture.png", two_colours()):
+        assert np.array_equal(np.asarray(load_image(source)), wanted)
+
+
+def test_orientation_is_applied() -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6  # the camera was turned: show it rotated by 90 degrees clockwise
+    turned = encoded(two_colours(), exif=exif)
+    shown = load_image("data:;base64," + base64.b64encode(turned).decode())
+    assert shown.size == (2, 4)
+    assert shown.getpixel((0, 0)) == (255, 0, 0) and shown.getpixel((0, 3)) == (0, 0, 255)
+
+
+def test_other_modes_become_rgb() -> None:
+    clear = Image.new("RGBA", (1, 1), (0, 0, 0, 0))
+    assert load_image(clear).getpixel((0, 0)) == (255, 255, 255)
+    deep = Image.fromarray(np.array([[0, 32896, 65535]], dtype=np.uint16))
+    assert [load_image(deep).getpixel((x, 0))[0] for x in range(3)] == [0, 128, 255]
+    assert load_image(Image.new("1", (1, 1), 1)).getpixel((0, 0)) == (255, 255, 255)
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (None, "file not found"),
+        (b"", "is empty"),
+        (b"not a picture", "not a picture"),
+        (encoded(Image.effect_noise((64, 64), 50))[:900], "damaged"),
+        (encoded(Image.effect_noise((64, 64), 50), "JPEG")[:300], "damaged"),
+        (bomb(), "pixels"),
+    ],
+    ids=["missing", "empty", "text", "cut PNG", "cut JPEG", "bomb"],
+)
+@pytest.mark.parametrize("patient", [False, True], ids=["", "Pillow told to fill up cut files"])
+def test_bad_files_give_one_line(
+    tmp_path: Path, content: bytes | None, says: str, patient: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ImageFile, "LOAD_TRUNCATED_IMAGES", patient)  # as lmms-eval does
+    file = tmp_path / "bad.png"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(InputError, match=says) as caught:
+        load_image(file)
+    assert "\n" not in str(caught.value) and "bad.png" in str(caught.value)
+
+
+def test_a_picture_just_over_the_pixel_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(media, "MAX_PIXELS", 7)
+    uri = "data:;base64," + base64.b64encode(encoded(two_colours())).decode()
+    with pytest.raises(InputError, match="4 x 2"):
+        load_image(uri)
+
+
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        ("data:image/png;base64,@@@@", "base64"),
+        ("data:image/png", "comma"),
+        ("x" * 5000, "file name"),
+        ("a\0b", "file name"),
+        (".", "folder"),
+        ("http://127.0.0.1:1/x.png", "cannot fetch"),
+        ("http://", "cannot fetch"),
+    ],
+)
+def test_bad_names_give_one_line(source: str, says: str) -> None:
+    with pytest.raises(InputError, match=says) as caught:
+        load_image(source)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 250
+
+
+def test_bad_answers_of_a_server(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for path, says in (("/nothing", "404"), ("/empty", "empty"), ("/moved", "cannot|answered")):
+        with pytest.raises(InputError, match=says):
+            load_image(server + path)
+    monkeypatch.setattr(media, "MAX_IMAGE_BYTES", 10)
+    with pytest.raises(InputError, match="larger than"):
+        load_image(f"{server}/picture.png")

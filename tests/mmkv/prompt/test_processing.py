@@ -1,0 +1,156 @@
+"""Templates turn by turn, and model inputs beside those of transformers' own processors."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+
+from engine.errors import InputError
+from mmkv import Engine, Sampling
+from mmkv.prompt.processing import load_processor
+from mmkv.prompt.template import NO_TEMPLATE, REWRITES, ChatTemplate
+from tests.support.chat_models import (
+    byte_tokenizer,
+    picture,
+    save_llama,
+    save_llava,
+    save_llava_onevision,
+    save_qwen3_vl,
+    script,
+    watch,
+)
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_qwen3_vl(tmp_path_factory.mktemp("qwen"))
+
+
+def test_a_template_that_rewrites_or_drops_turns_is_noticed() -> None:
+    tokenizer = byte_tokenizer()
+    numbered = "{% for m in messages %}[{{ messages | length }}]{{ m.content }}{% endfor %}"
+    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    addition = ChatTemplate(tokenizer, numbered, parts=False).addition(talk, talk[:1])
+    assert (addition.text, addition.note) == ("[3]a", REWRITES)
+    forgetful = "{{ messages[-1].content }}"
+    with pytest.raises(InputError, match="drops earlier replies"):
+        ChatTemplate(tokenizer, forgetful, parts=False).addition(talk, talk[:1])
+    strict = "{{ raise_exception('no system messages here') }}"
+    with pytest.raises(InputError, match="no system messages here"):
+        ChatTemplate(tokenizer, strict, parts=False).addition([], talk[:1])
+
+
+def test_pictures_are_prepared_as_by_transformers(qwen: Path) -> None:
+    from transformers import AutoTokenizer, Qwen3VLProcessor
+    from transformers.models.auto.image_processing_auto import AutoImageProcessor
+
+    class WithoutVideo(Qwen3VLProcessor):
+        def check_argument_for_proper_class(self, name: str, argument: Any) -> Any:
+            return (
+                None
+                if argument is None
+                else super().check_argument_for_proper_class(name, argument)
+            )
+
+    parts = (
+        AutoImageProcessor.from_pretrained(qwen, backend="pil"),
+        AutoTokenizer.from_pretrained(qwen),
+    )
+    theirs = WithoutVideo(*parts, None)
+    text = (
+        "x<|vision_start|><|image_pad|><|vision_end|>é<|vision_start|><|image_pad|><|vision_end|>"
+    )
+    images = [picture("red", (70, 30)), picture("blue", (20, 90))]
+    wanted = theirs(text=[text], images=images, return_tensors="pt")
+    made = load_processor(qwen).encode(text, images)
+    for key in ("input_ids", "attention_mask", "pixel_values", "image_grid_thw"):
+        assert torch.equal(made[key], wanted[key]), key
+    if "mm_token_type_ids" in wanted:
+        assert torch.equal(made["mm_token_type_ids"], wanted["mm_token_type_ids"])
+
+
+def test_pixel_bounds(qwen: Path) -> None:
+    text, image = "<|image_pad|>", [picture("red", (64, 64))]
+    cells = [
+        load_processor(qwen, *bounds).encode(text, image)["input_ids"].shape[1]
+        for bounds in ((None, None), (None, 32 * 32), (128 * 128, 128 * 128))
+    ]
+    assert cells == [16, 4, 64]
+    with pytest.raises(InputError, match="min <= max"):
+        load_processor(qwen, 5000, 100)
+
+
+@pytest.mark.parametrize("text", ["", "a <|image_pad|>", "<|video_pad|>"])
+def test_placeholders_written_by_hand_are_refused(qwen: Path, text: str) -> None:
+    with pytest.raises(InputError):
+        load_processor(qwen).encode(text)
+
+
+def test_text_models_refuse_pictures_and_continue_without_a_template(tmp_path: Path) -> None:
+    engine = Engine.from_pretrained(save_llama(tmp_path, template=None), dtype="float32")
+    with engine.session() as session:
+        with pytest.raises(InputError, match="text only"):
+            session.send("hi", images=[picture()])
+        list(session.send("ab", sampling=Sampling(max_new_tokens=3)))
+        assert session.note == NO_TEMPLATE and session.last is not None
+        assert session.last.prompt_tokens == 2 and session.seen == 4
+        list(session.send("cd", sampling=Sampling(max_new_tokens=1)))
+        assert session.seen == 7  # the third sampled token, then c and d
+
+
+def test_llava_talks_about_pictures_in_several_turns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine.from_pretrained(save_llava(tmp_path), policy="full", dtype="float32")
+    script(monkeypatch, engine, ["red", "blue"])
+    fed = watch(monkeypatch)
+    with engine.session() as session:
+        for colour in ("red", "blue"):
+            assert "".join(session.send("what?", images=[picture(colour)])) == colour
+    cells = "<image>" * 16
+    wanted = f"USER: {cells}\nwhat? ASSISTANT: red<|im_end|>USER: {cells}\nwhat? ASSISTANT: blue"
+    assert engine.processor.tokenizer.decode(fed) == wanted
+
+
+@pytest.mark.parametrize("save", [save_llava, save_llava_onevision])
+def test_llava_answers_as_with_transformers(tmp_path: Path, save: Callable[[Path], Path]) -> None:
+    from transformers import AutoModelForImageTextToText
+
+    engine = Engine.from_pretrained(save(tmp_path), policy="full", dtype="float32")
+    model = AutoModelForImageTextToText.from_pretrained(tmp_path, dtype=torch.float32)
+    for sizes in ([(50, 70)], [(50, 70), (90, 40)]):
+        parts = [{"type": "image", "image": Image.effect_noise(size, 60)} for size in sizes]
+        talk = [{"role": "user", "content": [*parts, {"type": "text", "text": "what?"}]}]
+        reply = engine.generate(talk, Sampling(max_new_tokens=8))[0]
+        inputs = engine.inputs(talk)
+        made = model.generate(**inputs, max_new_tokens=8, do_sample=False)
+        theirs = made[0, inputs["input_ids"].shape[1] :].tolist()
+        assert theirs[: len(reply.token_ids)] == reply.token_ids
+
+
+def test_a_broken_torchvision_does_no_harm(qwen: Path, tmp_path: Path) -> None:
+    fake = tmp_path / "torchvision"
+    fake.mkdir()
+    (fake / "__init__.py").write_text("raise RuntimeError('operator nms does not exist')")
+    facts = tmp_path / "torchvision-0.28.0.dist-info"
+    facts.mkdir()
+    (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: torchvision\nVersion: 0.28.0\n")
+    code = (
+        "import sys; from mmkv import Engine, Sampling; from PIL import Image;"
+        "session = Engine.from_pretrained(sys.argv[1]).session();"
+        "image, few = Image.new('RGB', (32, 32)), Sampling(max_new_tokens=2);"
+        "list(session.send('what?', images=[image], sampling=few))"
+    )
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", code, str(qwen)]
+    made = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert made.returncode == 0, made.stderr[-500:]

@@ -1,0 +1,183 @@
+"""Video frames: which are read, and that the tensors are what transformers makes of them."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.errors import InputError
+from mmkv.prompt.qwen_vision import VideoRules
+from mmkv.prompt.video import Clip, load_video, sample_indices
+
+av = pytest.importorskip("av")
+
+FRAMES, RATE = 24, 8
+
+
+@pytest.fixture(scope="module")
+def clip_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three seconds in which frame n is grey of level 10 n."""
+    path = tmp_path_factory.mktemp("video") / "steps.mp4"
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("mpeg4", rate=RATE)
+        stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p"
+        stream.bit_rate = 4_000_000
+        for number in range(FRAMES):
+            level = np.full((48, 64, 3), 10 * number, dtype=np.uint8)
+            for packet in stream.encode(av.VideoFrame.from_ndarray(level, format="rgb24")):
+                container.mux(packet)
+        for packet in stream.encode():
+            container.mux(packet)
+    return path
+
+
+def levels(clip: Clip) -> list[int]:
+    return [round(float(frame.mean()) / 10) for frame in clip.frames]
+
+
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [
+        ({}, [0, 5, 9, 14, 18, 23]),  # 2 frames a second of 3 seconds
+        ({"num_frames": 3}, [0, 12, 23]),
+        ({"num_frames": 1}, [0]),
+        ({"fps": 8.0}, list(range(24))),
+        ({"fps": 0.1}, [0, 8, 15, 23]),  # never below four
+        ({"num_frames": 100}, list(range(24))),  # never more than there are
+    ],
+)
+def test_the_right_frames_are_read(
+    clip_file: Path, options: dict[str, Any], wanted: list[int]
+) -> None:
+    clip = load_video(clip_file, **options)
+    assert list(clip.indices) == wanted and levels(clip) == wanted
+    assert clip.timestamps == [index / RATE for index in wanted]
+
+
+def test_frames_are_scaled_while_they_are_read(clip_file: Path) -> None:
+    rules = VideoRules(patch_size=8, shortest_edge=16 * 16, longest_edge=6 * 32 * 32)
+    whole, scaled = load_video(clip_file), load_video(clip_file, size_rule=rules.scaler)
+    assert scaled.frames.shape[1:3] == rules.size(6, 48, 64) != (48, 64)
+    one, grid = rules.patches(whole)
+    other, same_grid = rules.patches(scaled)
+    assert grid == same_grid and np.array_equal(one, other)
+
+
+def test_bad_videos_give_one_line(tmp_path: Path) -> None:
+    noise, empty = tmp_path / "noise.mp4", tmp_path / "empty.mp4"
+    noise.write_bytes(bytes(range(256)) * 20)
+    empty.touch()
+    for source, says in (
+        (noise, "cannot read the video"),
+        (empty, "empty"),
+        (tmp_path / "no.mp4", "not found"),
+        (tmp_path, "folder"),
+    ):
+        with pytest.raises(InputError, match=says) as caught:
+            load_video(source)
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "options", [{"fps": 0}, {"fps": -1}, {"num_frames": 0}, {"fps": 1, "num_frames": 1}]
+)
+def test_sampling_that_cannot_be_followed(clip_file: Path, options: dict[str, Any]) -> None:
+    with pytest.raises(InputError):
+        load_video(clip_file, **options)
+
+
+@pytest.mark.parametrize("failure", [ImportError, RuntimeError, OSError])
+def test_absent_and_broken_readers(
+    clip_file: Path, monkeypatch: pytest.MonkeyPatch, failure: type[Exception]
+) -> None:
+    real = importlib.import_module
+
+    def importing(name: str, *rest: Any) -> Any:
+        if name in ("decord", "av", "torchcodec"):
+            raise failure(f"{name} does not load")
+        return real(name, *rest)
+
+    monkeypatch.setattr(importlib, "import_module", importing)
+    with pytest.raises(InputError, match=r"pip install 'mmkv\[video\]'"):
+        load_video(clip_file)
+
+
+def test_readers_are_not_imported_before_a_video_is() -> None:
+    code = (
+        "import sys, mmkv.prompt.video, mmkv.prompt.media, mmkv.environment; "
+        "print({'decord', 'av', 'torchcodec', 'torchvision'} & set(sys.modules))"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout == "set()\n"
+
+
+@given(st.integers(2, 40), st.integers(1, 2000), st.integers(1, 2000), st.sampled_from([8, 14, 16]))
+@settings(max_examples=300, deadline=None)
+def test_sizes_are_those_of_transformers(frames: int, height: int, width: int, patch: int) -> None:
+    from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize
+
+    rules = VideoRules(patch_size=patch)
+    try:
+        wanted = smart_resize(
+            frames, height, width, 2, 2 * patch, rules.shortest_edge, rules.longest_edge
+        )
+    except ValueError:
+        with pytest.raises(InputError):
+            rules.size(frames, height, width)
+    else:
+        assert rules.size(frames, height, width) == wanted
+
+
+@given(st.integers(1, 5000), st.sampled_from([8.0, 23.976, 25.0, 60.0]), st.integers(1, 50))
+@settings(max_examples=100, deadline=None)
+def test_frame_numbers_are_those_of_transformers(total: int, rate: float, count: int) -> None:
+    from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
+
+    theirs = Qwen3VLVideoProcessor.sample_frames
+    settings_ = SimpleNamespace(fps=2, num_frames=None, min_frames=4, max_frames=768)
+    metadata = SimpleNamespace(total_num_frames=total, fps=rate)
+    assert sample_indices(total, rate) == theirs(settings_, metadata).tolist()
+    if count <= total:
+        settings_.fps = None
+        wanted = theirs(settings_, metadata, num_frames=count).tolist()
+        assert sample_indices(total, rate, num_frames=count) == wanted
+
+
+@pytest.mark.parametrize("frames", [1, 2, 5])
+def test_patches_and_text_are_those_of_transformers(frames: int) -> None:
+    from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
+    from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
+
+    rules = VideoRules(patch_size=8, shortest_edge=16, longest_edge=10**6)
+    pixels = np.random.default_rng(0).integers(0, 256, (frames, 32, 48, 3), dtype=np.uint8)
+    clip = Clip(pixels, tuple(3 * n for n in range(frames)), 8.0)
+    patches, grid = rules.patches(clip)
+
+    scaled = torch.from_numpy(pixels).permute(0, 3, 1, 2)[None].float() / 255
+    wanted, *their_grid = Qwen3VLVideoProcessor.patchify(None, (scaled - 0.5) / 0.5, 8, 2, 2)
+    assert list(grid) == their_grid
+    assert np.abs(patches - wanted[0].numpy()).max() < 1e-6
+
+    processor = SimpleNamespace(
+        video_processor=SimpleNamespace(merge_size=2, temporal_patch_size=2),
+        vision_start_token="<|vision_start|>",
+        vision_end_token="<|vision_end|>",
+        video_token="<|video_pad|>",
+    )
+    processor._calculate_timestamps = lambda *a: Qwen3VLProcessor._calculate_timestamps(None, *a)
+    made = {
+        "video_grid_thw": np.array([grid]),
+        "video_metadata": [SimpleNamespace(fps=8.0, frames_indices=list(clip.indices))],
+    }
+    theirs = Qwen3VLProcessor.replace_video_token(processor, made, 0)
+    assert rules.expand(clip, grid) == theirs

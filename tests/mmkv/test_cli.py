@@ -1,0 +1,146 @@
+"""One-shot answers: what goes where, the JSON record, the options."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from mmkv.chat.options import UsageError, parse_budget, parse_bytes
+
+if TYPE_CHECKING:
+    from tests.support.cli_fixtures import Ran
+
+pytest_plugins = ("tests.support.cli_fixtures",)
+
+FEW = ("--max-new-tokens", "6")
+
+
+def test_only_the_answer_is_on_stdout(mmkv: Callable[..., Ran], model: str, picture: str) -> None:
+    ran = mmkv("chat", model, "--image", picture, "-p", "what?", "--budget", "8", *FEW)
+    assert ran.code == 0
+    notes = ran.err.splitlines()
+    assert len(notes) == 2 and "streamingllm" in notes[0], ran.err
+    kept = re.search(r"kept ([\d,]+) of ([\d,]+) entries .* physical", notes[1])
+    assert kept is not None and kept[1] == "32"  # 8 x 2 layers x 2 heads
+    told = mmkv("chat", model, "--image", picture, "-p", "what?", "--budget", "8", "--json", *FEW)
+    assert ran.out == json.loads(told.out)["text"] + "\n"
+
+
+def test_streaming_whole_piped_and_quiet_give_the_same(
+    mmkv: Callable[..., Ran], model: str
+) -> None:
+    asked = mmkv("chat", model, "-p", "hello", *FEW)
+    assert asked.code == 0 and asked.out.strip()
+    for arguments, stdin in (
+        (("-p", "hello", "--no-stream"), ""),
+        (("--quiet",), "hello\n"),
+        (("-p", "-"), "hello"),
+    ):
+        assert mmkv("chat", model, *arguments, *FEW, stdin=stdin).out == asked.out
+    assert mmkv("chat", model, "-p", "hello", "-q", *FEW).err == ""
+
+
+def test_json_numbers_are_consistent(mmkv: Callable[..., Ran], model: str, picture: str) -> None:
+    media = ("--image", picture, "--image", picture)
+    ran = mmkv("chat", model, *media, "-p", "two?", "--budget", "8", "--json", *FEW)
+    told = json.loads(ran.out)
+    assert set(told) == {
+        "text",
+        "finish_reason",
+        "model",
+        "device",
+        "dtype",
+        "decode_path",
+        "policy",
+        "policy_note",
+        "budget",
+        "tokens",
+        "entries",
+        "memory",
+        "time_to_first_token_s",
+        "tokens_per_second",
+        "versions",
+    }
+    tokens, entries, memory = told["tokens"], told["entries"], told["memory"]
+    # The last token of a reply is never needed: it is appended with the next turn.
+    assert tokens["seen"] == tokens["prompt"] + tokens["generated"] - 1
+    assert entries["total"] == tokens["seen"] * 4 == entries["kept"] + entries["evicted"]
+    assert entries["kept"] == 32 == sum(entries["by_modality"].values())
+    # K and V of 16 entries of 8 float32 numbers a page.
+    assert memory["kv_bytes"] == memory["pages"] * 2 * 16 * 8 * 4
+    assert memory["physical_bytes"] == memory["kv_bytes"] + memory["metadata_bytes"]
+    assert told["decode_path"] == "native" or told["decode_path"].startswith("torch: ")
+    assert told["policy"] == "streamingllm" and "gates" in told["policy_note"]
+    assert told["time_to_first_token_s"] > 0 and told["tokens_per_second"] > 0
+    assert told["versions"]["torch"] and told["finish_reason"] == "length"
+
+
+def test_policies_budgets_and_seeds(mmkv: Callable[..., Ran], model: str) -> None:
+    def told(*arguments: str) -> dict[str, Any]:
+        return json.loads(mmkv("chat", model, "-p", "hello there", "--json", *arguments, *FEW).out)
+
+    assert told("--gates", "random", "--budget", "4")["policy"] == "dbtrimkv"
+    assert told("--policy", "full", "--budget", "1")["entries"]["evicted"] == 0
+    assert told("--budget-fraction", "0.5")["budget"] == {"unit": "fraction", "value": 0.5}
+    assert told("--budget-bytes", "1MiB")["budget"] == {"unit": "bytes", "value": 2**20}
+    drawn = [told("--temperature", "1.5", "--seed", seed)["text"] for seed in ("1", "1", "2", "3")]
+    assert drawn[0] == drawn[1] and len(set(drawn)) > 1
+
+
+def test_the_memory_line_says_when_nothing_was_evicted(
+    mmkv: Callable[..., Ran], model: str
+) -> None:
+    assert "nothing had to be evicted" in mmkv("chat", model, "-p", "hi", *FEW).err
+    assert "full never evicts" in mmkv("chat", model, "-p", "hi", "--policy", "full", *FEW).err
+
+
+def test_a_video_is_watched(mmkv: Callable[..., Ran], model: str, tmp_path: Path) -> None:
+    av = pytest.importorskip("av")
+    path = str(tmp_path / "clip.mp4")
+    with av.open(path, "w") as container:
+        stream = container.add_stream("mpeg4", rate=4)
+        stream.width, stream.height, stream.pix_fmt = 32, 32, "yuv420p"
+        for _ in range(8):
+            frame = av.VideoFrame.from_ndarray(np.zeros((32, 32, 3), np.uint8), format="rgb24")
+            for packet in stream.encode(frame):
+                container.mux(packet)
+        for packet in stream.encode():
+            container.mux(packet)
+    common = ("chat", model, "--video", path, "-p", "what?", "--policy", "full", "--json", *FEW)
+    kept = [
+        json.loads(mmkv(*common, "--num-frames", count).out)["entries"]["by_modality"]["video"]
+        for count in ("4", "8")
+    ]
+    assert kept[0] > 0 and kept[1] == 2 * kept[0]
+
+
+def test_the_bundled_model_names_what_it_sees(mmkv: Callable[..., Ran]) -> None:
+    """Under a budget that evicts, with the gates that lie beside it."""
+    from mmkv.resources import bundled_model
+
+    scene = bundled_model().parent / "scene.png"
+    ran = mmkv("chat", "--image", str(scene), "-p", "what is at row 2, column 3?", "--budget", "24")
+    assert ran.code == 0 and ran.out.strip() == "frog"
+    assert "kept 432 of " in ran.err and "policy dbtrimkv" in ran.err
+
+
+def test_amounts() -> None:
+    assert parse_bytes("64MiB") == 64 * 2**20 and parse_bytes("1.5 kB") == 1500
+    assert parse_budget("25%").value == 0.25 and parse_budget("2kib").value == 2048
+    assert parse_budget("128").kind == "entries"
+    with pytest.raises(UsageError):
+        parse_bytes("5 parsecs")
+
+
+def test_version_and_environment(mmkv: Callable[..., Ran]) -> None:
+    from mmkv import __version__
+
+    assert mmkv("--version").out == f"mmkv {__version__}\n"
+    report = mmkv("env")
+    assert report.code == 0 and "video reader decord: " in report.out and "torch: " in report.out

@@ -1,0 +1,54 @@
+"""The commit that results name is mmkv's own or none."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from mmkv.measure import record
+
+OURS, THEIRS = '[project]\nname = "mmkv"\n', '[project]\nname = "theirs"\n'
+
+
+def repository(folder: Path, pyproject: str) -> str:
+    """A repository of one commit; its id."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "pyproject.toml").write_text(pyproject)
+    who = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    for arguments in (["init", "-q"], ["add", "."], [*who, "commit", "-q", "-m", "x"]):
+        subprocess.run(["git", *arguments], cwd=folder, check=True)
+    done = subprocess.run(
+        ["git", "rev-parse", "HEAD"], cwd=folder, check=True, capture_output=True, text=True
+    )
+    return done.stdout.strip()
+
+
+def test_a_checkout_names_its_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    head = repository(tmp_path, OURS)
+    monkeypatch.setattr(record, "_ROOT", tmp_path)
+    assert record.commit() == head
+    (tmp_path / "new.py").write_text("1")
+    assert record.commit() == f"{head}+changes"
+
+
+@pytest.mark.parametrize("inside", [".venv/lib/site-packages", "."])
+def test_installed_into_another_repository_it_names_none(
+    inside: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    repository(tmp_path, THEIRS)
+    root = (tmp_path / inside).resolve()
+    root.mkdir(parents=True, exist_ok=True)
+    monkeypatch.setattr(record, "_ROOT", root)
+    assert record.commit() is None
+
+
+def test_a_copy_inside_another_repository_names_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    repository(tmp_path, THEIRS)
+    (tmp_path / "copy").mkdir()
+    (tmp_path / "copy/pyproject.toml").write_text(OURS)
+    monkeypatch.setattr(record, "_ROOT", tmp_path / "copy")
+    assert record.commit() is None

@@ -1,0 +1,72 @@
+"""What the session tests share: small engines, two prompts with pictures, comparisons."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.runtime import Runtime
+from engine.sequence import CachedSequence
+from tests.support.factories import TEXT_IDS, Checkpoint, Piece, make_model, make_turn
+
+
+def qwen3_vl(layers: int = 2, seed: int = 0) -> Checkpoint:
+    """A small Qwen3-VL with two KV heads and two query heads each."""
+    return Checkpoint("qwen3_vl", 4, 2, 32, layers=layers, seed=seed)
+
+
+SMALL_CONTEXT = Checkpoint("llama", 4, 2, 32, text={"max_position_embeddings": 64})
+
+
+def save_checkpoint(spec: Checkpoint, folder: Path) -> Path:
+    """Write a random model as a transformers checkpoint folder."""
+    make_model(spec).save_pretrained(folder)
+    return folder
+
+
+def turn(*pieces: Piece, seed: int = 0) -> dict[str, Tensor]:
+    """A turn for Qwen3-VL; see :func:`tests.support.factories.make_turn`."""
+    return make_turn("qwen3_vl", pieces, seed)
+
+
+def text_ids(count: int, seed: int) -> Tensor:
+    """``[count]`` random text tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, TEXT_IDS, (count,), generator=generator)
+
+
+PICTURES = turn(6, ("image", 16, 24), 4, seed=1)
+LATER = turn(3, ("image", 24, 16), 2, seed=2)
+
+
+def load(folder: Path, **settings: Any) -> Runtime:
+    """A float32 engine with random gates; chunks of 12 cut every prompt and picture."""
+    defaults = {"policy": "dbtrimkv", "budget": 10, "prefill_chunk": 12, "page_size": 8}
+    return Runtime.from_pretrained(
+        folder, gates="random", device="cpu", dtype="float32", **(defaults | settings)
+    )
+
+
+def run(session: CachedSequence, tokens: Tensor) -> Tensor:
+    """Decode some tokens; logits ``[T, vocab]``."""
+    return torch.stack([session.decode(int(token)) for token in tokens])
+
+
+def advance(session: CachedSequence, what: Any) -> Tensor:
+    """Decode a tensor of tokens, or prefill a prompt."""
+    return run(session, what) if isinstance(what, Tensor) else session.prefill(what)
+
+
+def assert_same_rows(a: CachedSequence, b: CachedSequence) -> None:
+    """Both retain the same tokens in every row."""
+    for left, right in zip(a.retained(), b.retained(), strict=True):
+        for x, y in zip(left, right, strict=True):
+            assert torch.equal(x, y)
+
+
+def state(session: CachedSequence) -> tuple[Any, ...]:
+    """Everything a failed call must leave as it was."""
+    return (session.memory(), session.seen, session.next_position, session.entries)

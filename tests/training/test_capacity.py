@@ -1,0 +1,335 @@
+"""Retained counts: the chunked form and the Triton kernels against the dense float64 twin.
+
+Tolerance. A term ``exp(x)`` with ``x = age * log_beta`` rounded in float32 is off by up to
+``|x| 2**-24`` of itself, at most ``2**-24 / e`` of 1, and is a product of two such; sums of up to
+some hundred terms add a few units more. 32 units of 2**-24 hold for S relative to itself (all
+terms are positive), and for the gradient relative to the sum of its terms' absolute values.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.support.kernels import DEVICE, INTERPRETED
+from training import capacity
+from training.capacity import (
+    capacity_loss,
+    retained_counts,
+    retained_counts_reference,
+    retained_total,
+    retained_total_grouped,
+)
+
+TOLERANCE = 32 * 2.0**-24
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+
+
+def triton_counts(log_beta: Tensor, document_start: Tensor | None = None) -> Tensor:
+    from training import capacity_triton
+
+    start = None if document_start is None else document_start.to(DEVICE)
+    return capacity_triton.retained_counts(log_beta.to(DEVICE), start).to(log_beta.device)
+
+
+TRITON = pytest.param(
+    triton_counts,
+    id="triton",
+    marks=pytest.mark.skipif(
+        not HAS_TRITON or (DEVICE.type == "cpu" and not INTERPRETED),
+        reason="needs Triton, and TRITON_INTERPRET=1 on a CPU (the interpreter: numpy < 2.4)",
+    ),
+)
+FORMS = [pytest.param(retained_counts, id="torch"), TRITON]
+
+
+def rates(rows: int, steps: int, seed: int = 0) -> Tensor:
+    """log_beta from -1e-9 to -50, with an exact 0 in every row."""
+    generator = torch.Generator().manual_seed(seed)
+    powers = torch.rand(rows, steps, generator=generator) * 10.7 - 9
+    log_beta = -(10.0**powers)
+    log_beta[:, steps // 3] = 0.0
+    return log_beta
+
+
+def documents(steps: int, count: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    cuts = torch.randint(0, steps, (count,), generator=generator)
+    start = torch.zeros(steps, dtype=torch.int64)
+    start[cuts] = cuts
+    return start.cummax(0).values
+
+
+def check(
+    form: Callable[..., Tensor], log_beta: Tensor, start: Tensor | None, seed: int = 0
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.rand(log_beta.shape, generator=generator) - 0.3
+    fast, exact = log_beta.clone().requires_grad_(), log_beta.double().requires_grad_()
+    got, want = form(fast, start), retained_counts_reference(exact, start)
+    assert got.dtype == torch.float32
+    assert ((got - want).abs() <= TOLERANCE * want).all()
+    (d_got,) = torch.autograd.grad(got, fast, weight)
+    (d_want,) = torch.autograd.grad(want, exact, weight.double(), retain_graph=True)
+    (size,) = torch.autograd.grad(want, exact, weight.double().abs())
+    assert ((d_got - d_want).abs() <= TOLERANCE * size + 1e-12).all()
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("steps", [1, 2, 31, 64, 65, 200])
+def test_counts_match_the_reference(form: Callable[..., Tensor], packed: bool, steps: int) -> None:
+    check(form, rates(2, steps), documents(steps, 4) if packed else None)
+
+
+@pytest.mark.parametrize("tile", [1, 1 << 14, 1 << 18])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("steps", [700, 2100])  # chunks of 32 and of 64
+def test_counts_do_not_depend_on_the_blocks(
+    monkeypatch: pytest.MonkeyPatch, tile: int, packed: bool, steps: int
+) -> None:
+    monkeypatch.setattr(capacity, "TILE", tile)
+    check(retained_counts, rates(3, steps), documents(steps, 9) if packed else None)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("rate", [-50.0, -1.0, -0.2])
+def test_blocks_that_nothing_reaches_may_be_skipped(
+    form: Callable[..., Tensor], rate: float
+) -> None:
+    check(form, torch.full((1, 300), rate), None)
+
+
+@pytest.mark.parametrize("rate", [-1.5e-8, -1e-9, 0.0])
+def test_kept_entries_count_one_each_and_still_get_a_gradient(rate: float) -> None:
+    log_beta = torch.full((1, 500), rate).requires_grad_()
+    counts = retained_counts(log_beta)
+    torch.testing.assert_close(counts[0], torch.arange(1.0, 501), rtol=1e-5, atol=0)
+    counts[0, -1].backward()
+    torch.testing.assert_close(log_beta.grad[0], torch.arange(499.0, -1, -1), rtol=1e-5, atol=0)
+
+
+def test_documents_are_counted_alone() -> None:
+    log_beta = rates(2, 90)
+    start = torch.zeros(90, dtype=torch.int64)
+    start[37:] = 37
+    parts = [retained_counts(log_beta[:, :37]), retained_counts(log_beta[:, 37:])]
+    torch.testing.assert_close(retained_counts(log_beta, start), torch.cat(parts, 1))
+
+
+def test_gradient_in_float64_by_finite_differences() -> None:
+    log_beta = -torch.rand(2, 70, dtype=torch.float64)
+    log_beta.requires_grad_()
+    assert torch.autograd.gradcheck(lambda x: retained_counts(x, documents(70, 3)), log_beta)
+
+
+def test_memory_grows_with_rows_times_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing but the inputs is saved, and no tensor on the way is larger than a block's."""
+    largest, saved = 0, []
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            nonlocal largest
+            out = func(*args, **(kwargs or {}))
+            for x in out if isinstance(out, (tuple, list)) else [out]:
+                # The storage counts, not the view: expanded and skewed views are larger.
+                if isinstance(x, Tensor):
+                    largest = max(largest, x.untyped_storage().nbytes() // x.element_size())
+            return out
+
+    rows, steps = 4, 3000
+    log_beta = rates(rows, steps).requires_grad_()
+    monkeypatch.setattr(capacity, "TILE", 1)
+    pack = torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x)
+    with pack, Watch():
+        counts = retained_counts(log_beta)
+        counts.sum().backward()
+    assert sum(x.numel() for x in saved) <= rows * steps
+    assert largest <= 8 * rows * steps  # T * T would be 750 * rows * steps
+
+
+def test_total_is_the_sum_over_rows() -> None:
+    log_beta, start = rates(5, 130), documents(130, 3)
+    want = retained_counts_reference(log_beta, start).sum(0).float()
+    torch.testing.assert_close(retained_total(log_beta, start), want)
+
+
+GROUPED_LIMITS = {8: (2e-1, 3e-1), 16: (1e-2, 4e-2), 32: (7e-4, 3e-3), 64: (8e-5, 4e-4)}
+
+
+def gate_logits(kind: str, rows: int, steps: int) -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    noise = torch.randn(rows, steps, generator=generator)
+    return {
+        "spread": 4 * noise + 3,
+        "heads differ": 3 * noise + torch.linspace(-2, 8, rows)[:, None],
+        "fast": noise - 2,
+        "first bias 18": torch.full_like(noise, 18.0),
+        "first bias 8": torch.full_like(noise, 8.0),
+        "constant 4": torch.full_like(noise, 4.0),
+    }[kind]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(
+    "kind", ["spread", "heads differ", "fast", "first bias 18", "first bias 8", "constant 4"]
+)
+def test_grouped_error(kind: str, packed: bool) -> None:
+    """The errors stated by ``retained_total_grouped``: of S, and of the gradient in L1."""
+    start = documents(512, 3) if packed else None
+    log_beta = F.logsigmoid(gate_logits(kind, 12, 512)).requires_grad_()
+    exact = retained_total(log_beta.double(), start)
+    (d_exact,) = torch.autograd.grad(exact.sum(), log_beta)
+    for count, (limit, d_limit) in GROUPED_LIMITS.items():
+        near = retained_total_grouped(log_beta, start, count)
+        (d_near,) = torch.autograd.grad(near.sum(), log_beta)
+        error = ((near - exact).abs() / exact).max().item()
+        d_error = ((d_near - d_exact).abs().sum() / d_exact.abs().sum()).item()
+        print(f"{kind}, {count} rates: S {error:.1e}, gradient {d_error:.1e}")
+        assert error <= limit
+        assert d_error <= d_limit
+
+
+@pytest.mark.parametrize("steps", [1, 64, 65])
+def test_grouped_at_the_ends_of_its_scale(steps: int) -> None:
+    """beta = 1 and beta = 0 are exact, at the first and the last rate."""
+    log_beta = torch.tensor([0.0, -50.0])[:, None].repeat(1, steps).requires_grad_()
+    total = retained_total_grouped(log_beta)
+    torch.testing.assert_close(total, torch.arange(2.0, steps + 2), rtol=1e-5, atol=0)
+    total.sum().backward()
+    assert log_beta.grad.isfinite().all()
+
+
+def test_relative_loss() -> None:
+    """Half of what could be over budget is: 0.5 where anything could, 0 before."""
+    seen, budget, rows = torch.arange(1, 11), 20.0, 8
+    counts = budget + 0.5 * (seen * rows - budget)
+    loss = capacity_loss(counts, budget, rows=rows)
+    assert loss.item() == pytest.approx(0.5 * 8 / 10)  # steps 3 .. 10
+    assert capacity_loss(counts, budget, rows=rows, mask=seen > 2).item() == pytest.approx(0.5)
+    assert capacity_loss(counts, budget, rows=rows, mask=seen > 99).item() == 0.0
+
+
+def test_tt_loss_is_equation_5() -> None:
+    counts = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0])
+    assert capacity_loss(counts, 2, "tt").item() == pytest.approx((1 + 2 + 3) / (5 * (5 - 2)))
+    assert capacity_loss(counts, 9, "tt").item() == 0.0
+    mask = torch.tensor([True] * 4 + [False])
+    assert capacity_loss(counts, 2, "tt", mask=mask).item() == pytest.approx(3 / (4 * (4 - 2)))
+
+
+@pytest.mark.parametrize("scope", ["global", "head"])
+def test_tt_loss_of_packed_documents_is_the_mean_of_theirs(scope: str) -> None:
+    """Documents of 3 to 40 tokens, M = 4: each is weighed by its own length, one is too short.
+
+    Against equation 5 written out in float64 for each document alone, forward and gradient.
+    """
+    lengths, rows, budget = [40, 3, 17, 9], 5, 4.0
+    generator = torch.Generator().manual_seed(1)
+    log_beta = F.logsigmoid(2 + torch.randn(rows, sum(lengths), generator=generator)).double()
+    log_beta.requires_grad_()
+    start = torch.tensor([sum(lengths[:n]) for n, t in enumerate(lengths) for _ in range(t)])
+    counts = retained_counts(log_beta, start)
+    if scope == "global":
+        whole = budget * rows
+        loss = capacity_loss(counts.sum(0), whole, "tt", rows=rows, document_start=start)
+    else:
+        loss = capacity_loss(counts, budget, "tt", document_start=start)
+    alone = []
+    for part in log_beta.split(lengths, 1):
+        steps = part.shape[1]
+        age = torch.arange(steps)[:, None] - torch.arange(steps)
+        kept = torch.exp(age.clamp(min=0) * part[:, None]).tril().sum(-1)
+        if scope == "global":
+            over = (kept.sum(0) - budget * rows).clamp(min=0).sum() / rows
+        else:
+            over = (kept - budget).clamp(min=0).sum() / rows
+        alone.append(over / (steps * (steps - budget)))
+    assert alone[1] == 0 and all(float(x) > 0.01 for x in (alone[0], *alone[2:]))
+    expected = sum(alone) / len(alone)
+    torch.testing.assert_close(loss, expected)
+    (got,), (wanted,) = (torch.autograd.grad(x, log_beta) for x in (loss, expected))
+    torch.testing.assert_close(got, wanted)
+
+
+def test_tt_loss_counts_the_unmasked_steps_of_each_document() -> None:
+    counts = torch.tensor([1.0, 2.0, 3.0, 4.0, 9.0, 1.0, 2.0, 3.0, 9.0, 9.0])
+    start = torch.tensor([0] * 5 + [5] * 5)
+    mask = torch.tensor([True] * 4 + [False] + [True] * 3 + [False] * 2)
+    found = capacity_loss(counts, 2, "tt", document_start=start, mask=mask)
+    assert found.item() == pytest.approx((3 / (4 * (4 - 2)) + 1 / (3 * (3 - 2))) / 2)
+
+
+@pytest.mark.parametrize("normaliser", ["relative", "tt"])
+def test_global_and_per_head_losses_agree_when_every_head_is_over(normaliser: str) -> None:
+    counts = torch.arange(1.0, 9).repeat(6, 1)
+    whole = capacity_loss(counts.sum(0), 6 * 0.5, normaliser, rows=6)
+    heads = capacity_loss(counts, 0.5, normaliser)
+    # `relative` divides by at least 1 entry: at the first step 0.5 of a head's, but 3 of all.
+    assert heads.item() == pytest.approx(
+        whole.item(), rel=0.08 if normaliser == "relative" else 1e-6
+    )
+
+
+def test_bad_arguments_are_named() -> None:
+    with pytest.raises(ValueError, match="must be float32"):
+        retained_counts(torch.zeros(2, 3, dtype=torch.bfloat16))
+    with pytest.raises(ValueError, match=r"float32 \[rows, T\]"):
+        retained_counts(torch.zeros(3))
+    with pytest.raises(ValueError, match="document_start"):
+        retained_counts(torch.zeros(2, 3), torch.zeros(2, dtype=torch.int64))
+    with pytest.raises(ValueError, match="at least 4"):
+        retained_total_grouped(torch.zeros(2, 3), rates=3)
+    with pytest.raises(ValueError, match="normaliser"):
+        capacity_loss(torch.zeros(3), 1, "sum")
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="needs Triton (the compiler works without a GPU)")
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("kernel", ["forward_kernel", "backward_kernel"])
+def test_kernels_fit_a_hopper_sm(kernel: str, packed: bool, tmp_path: Path) -> None:
+    """No spills; 2 programs of 8 warps per SM and more: <= 128 registers, <= 1 KB shared."""
+    target = tmp_path / "kernel.ptx"
+    script = COMPILE.format(kernel=kernel, packed=packed, target=str(target))
+    # In a process of its own: under TRITON_INTERPRET=1 there is nothing to compile.
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    shared = int(done.stdout.split()[-1])
+    import triton
+
+    ptxas = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
+    command = [str(ptxas), "-v", "-arch=sm_90a", str(target), "-o", str(tmp_path / "kernel.cubin")]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    assert set(re.findall(r"(\d+) bytes spill", said)) == {"0"}
+    assert int(re.search(r"(\d+) registers", said).group(1)) <= 128
+    assert shared <= 1024
+
+
+COMPILE = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from training import capacity_triton as ours
+
+names = ["log_beta", "starts"] + ["grad"] * ({kernel!r} == "backward_kernel") + ["out"]
+signature = dict.fromkeys(names, "*fp32") | {{"steps": "i32", "PACKED": "constexpr"}}
+signature |= {{"BLOCK": "constexpr"}} | ({{"starts": "*i64"}} if {packed} else {{}})
+constants = {{"PACKED": {packed}, "BLOCK": ours.BLOCK}}
+source = ASTSource(ours.{kernel}, signature, constexprs=constants)
+built = triton.compile(
+    source, target=GPUTarget("cuda", 90, 32), options={{"num_warps": ours.WARPS}}
+)
+open({target!r}, "w").write(built.asm["ptx"])
+print(built.metadata.shared)
+"""
