@@ -93,10 +93,10 @@ class QueryWindow:
     def _attention_on_pages(self, cache: RaggedCache, seq: int, entries: Entries) -> Tensor:
         """:meth:`attention` by the kernel, which reads keys where they lie."""
         pool = cache.pool
-        lane = torch.zeros(1, dtype=torch.int64, device=pool.keys.device)
+        batch_slot = torch.zeros(1, dtype=torch.int64, device=pool.keys.device)
         shares = window_scores(
             self.query[None], self.position[None], pool.keys, pool.position,
-            cache.length[seq][None], cache.table[seq][None], lane, self.spec.head_dim**-0.5,
+            cache.length[seq][None], cache.table[seq][None], batch_slot, self.spec.head_dim**-0.5,
         )  # fmt: skip
         return shares[0].flatten(0, 1)[entries.row, entries.offset]
 

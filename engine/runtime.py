@@ -325,8 +325,8 @@ class Runtime:
         """
         native, evictor = self.native, self.evictor
         assert native is not None
-        orders = None if evictor is None else evictor.order(sessions, 1, self.spec.rows, slack)
-        native.forget()
+        requests = None if evictor is None else evictor.request(sessions, 1, self.spec.rows, slack)
+        native.reset()
         try:
             logits = native.step(
                 self.cache,
@@ -335,12 +335,12 @@ class Runtime:
                 [session.seen for session in sessions],
                 [session.next_position for session in sessions],
                 [bool(session.long_rope) for session in sessions],
-                orders,
+                requests,
             )
         finally:
             if native.stepped:
                 self._count(sessions)
-                left = sessions if evictor is None else evictor.settle(sessions)
+                left = sessions if evictor is None else evictor.commit(sessions)
         return logits, left
 
     def _torch_step(self, sessions: Sequence[CachedSequence], token_ids: Sequence[int]) -> Tensor:

@@ -74,8 +74,8 @@ def forward_kernel(log_beta, starts, out, steps, PACKED: tl.constexpr, BLOCK: tl
     row = tl.program_id(0).to(tl.int64) * steps
     # The last steps have most entries before them: they begin first.
     begin = (tl.num_programs(1) - 1 - tl.program_id(1)) * BLOCK
-    lane = tl.arange(0, BLOCK)
-    t = begin + lane
+    batch_slot = tl.arange(0, BLOCK)
+    t = begin + batch_slot
     inside = t < steps
     start = tl.zeros([BLOCK], tl.int32)
     first = 0
@@ -84,7 +84,7 @@ def forward_kernel(log_beta, starts, out, steps, PACKED: tl.constexpr, BLOCK: tl
         first = tl.load(starts + begin).to(tl.int32) // BLOCK * BLOCK
     total = tl.zeros([BLOCK, BLOCK], tl.float32)
     for base in range(first, begin + 1, BLOCK):
-        i = base + lane
+        i = base + batch_slot
         lb = tl.load(log_beta + row + i, mask=i < steps, other=-1.0)
         slowest = (begin - base - BLOCK + 1) * tl.max(lb, 0)
         if slowest >= NEGLIGIBLE:
@@ -102,12 +102,12 @@ def backward_kernel(log_beta, starts, grad, out, steps, PACKED: tl.constexpr, BL
     """One block of entries of one row: ``out [R, T]`` = sum over t of ``grad dS/dlog_beta``."""
     row = tl.program_id(0).to(tl.int64) * steps
     base = tl.program_id(1) * BLOCK
-    lane = tl.arange(0, BLOCK)
-    i = base + lane
+    batch_slot = tl.arange(0, BLOCK)
+    i = base + batch_slot
     inside = i < steps
     lb = tl.load(log_beta + row + i, mask=inside, other=-1.0)
     lb2 = lb * LOG2_E
-    lag = lane.to(tl.float32)
+    lag = batch_slot.to(tl.float32)
 
     # Steps of the entries' own block.
     age = i[None, :] - i[:, None]
@@ -123,7 +123,7 @@ def backward_kernel(log_beta, starts, grad, out, steps, PACKED: tl.constexpr, BL
     reach = tl.minimum(NEGLIGIBLE / tl.minimum(tl.max(lb, 0), -1e-20), 1e9).to(tl.int32)
     end = tl.minimum(steps, base + BLOCK + reach)
     for begin in range(base + BLOCK, end, BLOCK):
-        t = begin + lane
+        t = begin + batch_slot
         meets = True
         if PACKED:
             head = tl.load(starts + begin).to(tl.int32)

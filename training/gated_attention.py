@@ -9,7 +9,7 @@ With ``s[t, i] = scale * q_t . k_i`` and ages ``t - i`` counted in tokens, the l
 
 Packed documents do not see each other. Three forms compute the same: blocks of queries with
 recomputation in the backward pass (``sdpa``, for CPUs), FlexAttention (``flex``, for GPUs), and a
-dense float64 twin (``reference``).
+dense float64 reference (``reference``).
 """
 
 from __future__ import annotations

@@ -115,7 +115,7 @@ class Mmkv:
         inside = 0.0 if native is None else native.eviction_seconds
         places: list[tuple[Any, str]] = [(engine, "_enforce")]
         if native is not None:
-            places = [(engine.evictor, "order"), (engine.evictor, "settle")]
+            places = [(engine.evictor, "request"), (engine.evictor, "commit")]
         with contextlib.ExitStack() as stack:
             for owner, name in places:
                 function = timed(getattr(owner, name))

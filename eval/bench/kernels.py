@@ -6,7 +6,7 @@ uneven length (10x: the longest row holds ten times the mean) and times the publ
 Bytes are what a kernel cannot do without: keys and values of the live entries, 8 bytes of retention
 and position for a score. What append and eviction touch may stay in the cache here, which a real
 step flushes with its weights: their share of a step is in ``eval.bench.decode``. Figures go to
-``gpu-kernels.json``. On a CPU the torch twins run: a test of this program, not of the kernels.
+``gpu-kernels.json``. On a CPU the torch references run: a test of this program, not of the kernels.
 """
 
 from __future__ import annotations

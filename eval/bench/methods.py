@@ -34,7 +34,7 @@ class Own:
         engine.cache._widen(
             (longest + max(steps, SPARE_COLUMNS)) // engine.cache.pool.page_size + 2
         )
-        self.tokens = [lane % engine.spec.vocab_size for lane in range(batch)]
+        self.tokens = [batch_slot % engine.spec.vocab_size for batch_slot in range(batch)]
 
     def timed(self, decode: Callable[[], Any]) -> float:
         """Seconds of one call that decodes; the sessions are as long afterwards as before."""

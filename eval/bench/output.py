@@ -69,7 +69,7 @@ def device_note(device: torch.device) -> str:
     """What readers of the figures must know about where they come from."""
     if device.type == "cuda":
         return f"measured on {torch.cuda.get_device_name(device)}"
-    return "a CPU: the kernels' torch twins ran; this shows that the program works, no more"
+    return "a CPU: the kernels' torch references ran; this shows that the program works, no more"
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:

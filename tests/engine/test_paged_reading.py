@@ -1,6 +1,6 @@
 """An engine that reads retained keys where they lie, as on a GPU, against the one that gathers.
 
-On a CPU the kernels' torch twins stand in for them.
+On a CPU the kernels' torch references stand in for them.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ def test_score_matches_mpmath(n: float) -> None:
 
 @pytest.mark.parametrize("n", LOOKAHEADS)
 def test_oracle_score_matches_mpmath(n: float) -> None:
-    """The float64 twin that the oracle sorts by is itself right, to 1e-14."""
+    """The float64 reference that the oracle sorts by is itself right, to 1e-14."""
     x, age = grid()
     for value, xi, ai in zip(log_score(x, age, n).tolist(), x.tolist(), age.tolist(), strict=True):
         decayed, summed = exact(xi, ai, n)

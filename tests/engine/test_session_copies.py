@@ -60,11 +60,11 @@ def test_a_copy_continues_bit_identically(
 def test_a_fork_is_independent(engine: Runtime) -> None:
     session = engine.session()
     session.prefill(PICTURES)
-    twin = session.fork()
-    run(twin, text_ids(20, 1))
+    reference = session.fork()
+    run(reference, text_ids(20, 1))
     before = session.memory()
-    twin.set_budget(2)
-    twin.close()
+    reference.set_budget(2)
+    reference.close()
     assert session.memory() == before
     again = session.fork()
     assert torch.equal(run(session, text_ids(5, 2)), run(again, text_ids(5, 2)))

@@ -72,8 +72,8 @@ def test_an_interrupted_pass_is_undone(
     engine = load(folders["vl"], policy=policy, budget=28)
     if where.startswith("native") and engine.decode_path != "native":
         pytest.skip(f"runs on {engine.decode_path}")
-    session, twin, other = engine.session(), engine.session(), engine.session()
-    for each in (session, twin, other):
+    session, reference, other = engine.session(), engine.session(), engine.session()
+    for each in (session, reference, other):
         each.prefill(PICTURES)
         each.prefill(turn(40, seed=9))
     before, kept = state(session), session.retained()
@@ -112,14 +112,14 @@ def test_an_interrupted_pass_is_undone(
     monkeypatch.undo()
     engine.cache.check()
     if where.startswith("native") and policy == "dbtrimkv":
-        twin.decode(5)
-        before, kept = state(twin), twin.retained()
+        reference.decode(5)
+        before, kept = state(reference), reference.retained()
     assert state(session) == before
     for left, right in zip(session.retained(), kept, strict=True):
         assert all(torch.equal(x, y) for x, y in zip(left, right, strict=True))
     for token in text_ids(20, 3).tolist():
-        assert torch.equal(session.decode(token), twin.decode(token))
-        assert_same_rows(session, twin)
+        assert torch.equal(session.decode(token), reference.decode(token))
+        assert_same_rows(session, reference)
 
 
 def test_an_interrupt_between_chunks_keeps_whole_chunks(engine: Runtime) -> None:

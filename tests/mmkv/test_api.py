@@ -169,7 +169,7 @@ def test_ctrl_c_while_the_prompt_is_read_takes_the_turn_back(
 ) -> None:
     session.undo_depth = undo_depth
     list(session.send("hello", sampling=Sampling(max_new_tokens=2)))
-    with session.fork() as twin:
+    with session.fork() as reference:
         before = [dict(message) for message in session.history]
         chunks: list[int] = []
 
@@ -180,8 +180,8 @@ def test_ctrl_c_while_the_prompt_is_read_takes_the_turn_back(
         stream = session.send("a prompt of more than two chunks of 16 tokens", progress=press)
         with pytest.raises(KeyboardInterrupt):
             next(stream)
-        assert chunks[0] == 16 and session.history == before and session.seen == twin.seen
-        assert continues_alike(session, twin)
+        assert chunks[0] == 16 and session.history == before and session.seen == reference.seen
+        assert continues_alike(session, reference)
 
 
 def test_ctrl_c_in_a_step_waits_for_its_end(
@@ -269,11 +269,11 @@ def test_bad_turns_leave_the_session_as_it_was(
     engine: Engine, session: Session, bad: Callable[[Session], Any]
 ) -> None:
     list(session.send("hello", sampling=Sampling(max_new_tokens=2)))
-    with session.fork() as twin:
+    with session.fork() as reference:
         with pytest.raises(MmkvError) as caught:
             bad(session)
         assert "\n" not in str(caught.value)
-        assert session.history == twin.history and continues_alike(session, twin)
+        assert session.history == reference.history and continues_alike(session, reference)
 
 
 @pytest.mark.parametrize(

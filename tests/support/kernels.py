@@ -28,9 +28,9 @@ needs_compiler = pytest.mark.skipif(
 
 
 def forms(idea: str, name: str) -> list[Any]:
-    """The torch twin and the Triton launch function of ``kernels.{idea}.{name}``."""
+    """The torch reference and the Triton launch function of ``kernels.{idea}.{name}``."""
 
-    def twin(*args: Any, **kwargs: Any) -> Any:
+    def reference(*args: Any, **kwargs: Any) -> Any:
         module = importlib.import_module(f"engine.backends.cuda.kernels.{idea}")
         return getattr(module, f"{name}_reference")(*args, **kwargs)
 
@@ -42,7 +42,7 @@ def forms(idea: str, name: str) -> list[Any]:
     mark = pytest.mark.skipif(
         not runs, reason="needs Triton, and TRITON_INTERPRET=1 on a CPU (the interpreter)"
     )
-    return [pytest.param(twin, id="torch"), pytest.param(triton, id="triton", marks=mark)]
+    return [pytest.param(reference, id="torch"), pytest.param(triton, id="triton", marks=mark)]
 
 
 def is_triton(form: Callable[..., Any]) -> bool:

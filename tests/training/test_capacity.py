@@ -1,4 +1,4 @@
-"""Retained counts: the chunked form and the Triton kernels against the dense float64 twin.
+"""Retained counts: the chunked form and the Triton kernels against the dense float64 reference.
 
 Tolerance. A term ``exp(x)`` with ``x = age * log_beta`` rounded in float32 is off by up to
 ``|x| 2**-24`` of itself, at most ``2**-24 / e`` of 1, and is a product of two such; sums of up to

@@ -1,4 +1,4 @@
-"""Gated attention: the blocked CPU form and FlexAttention against the dense float64 twin.
+"""Gated attention: the blocked CPU form and FlexAttention against the dense float64 reference.
 
 Tolerance. Outputs are averages of unit-normal values; a logit of age ``a`` carries an error of
 ``|a log_beta| 2**-24``, which matters only while ``exp(a log_beta)`` does, and one of
@@ -67,17 +67,17 @@ def test_blocked_form_matches_the_reference(
 ) -> None:
     monkeypatch.setattr(module, "BLOCK", block)
     tensors = inputs(2, heads, group, steps)
-    twins = doubled(tensors)
+    references = doubled(tensors)
     settings = {"scale": 0.35, "gating": gating}
     settings["document_start"] = documents(2, steps, 4) if packed else None
     got = gated_attention(*tensors, **settings, backend="sdpa")
-    want = gated_attention_reference(*twins, **settings)
+    want = gated_attention_reference(*references, **settings)
     assert got.dtype == torch.float32
     assert (got - want).abs().max() <= OUT
     weight = torch.randn(got.shape, generator=torch.Generator().manual_seed(0))
     grads = torch.autograd.grad(got, tensors, weight)
     for got_grad, want_grad in zip(
-        grads, torch.autograd.grad(want, twins, weight.double()), strict=True
+        grads, torch.autograd.grad(want, references, weight.double()), strict=True
     ):
         assert (got_grad - want_grad).abs().max() <= GRADIENT * (want_grad.abs().max() + 1e-6)
 
@@ -117,15 +117,15 @@ def test_flex_blocks_are_those_of_the_dense_mask(packed: bool, steps: int) -> No
 @pytest.mark.parametrize("packed", [False, True])
 def test_flex_gradients_on_cuda(gating: str, packed: bool) -> None:
     tensors = [x.detach().cuda().requires_grad_() for x in inputs(2, 2, 3, 300, 64)]
-    twins = doubled(tensors)
+    references = doubled(tensors)
     settings = {"scale": 0.125, "gating": gating}
     settings["document_start"] = documents(2, 300, 3).cuda() if packed else None
     got = gated_attention(*tensors, **settings, backend="flex")
-    want = gated_attention_reference(*twins, **settings)
+    want = gated_attention_reference(*references, **settings)
     weight = torch.randn_like(got)
     grads = torch.autograd.grad(got, tensors, weight)
     for got_grad, want_grad in zip(
-        grads, torch.autograd.grad(want, twins, weight.double()), strict=True
+        grads, torch.autograd.grad(want, references, weight.double()), strict=True
     ):
         # TF32 products inside the kernel: 10 bits.
         assert (got_grad - want_grad).abs().max() <= 5e-3 * want_grad.abs().max()

@@ -20,7 +20,7 @@ class Linear(Structure):
     """``struct linear`` of native.h."""
 
     _fields_ = [
-        *((name, c_void_p) for name in ("weight", "bias", "brief")),
+        *((name, c_void_p) for name in ("weight", "bias", "bf16")),
         *((name, c_int64) for name in ("rows", "width")),
     ]
 
@@ -68,8 +68,8 @@ class Cache(Structure):
     ]  # fmt: skip
 
 
-class Lane(Structure):
-    """``struct lane``."""
+class BatchSlot(Structure):
+    """``struct batch_slot``."""
 
     _fields_ = [
         *((name, c_int64) for name in ("token", "position", "rope_position")),
@@ -102,12 +102,12 @@ class Step(Structure):
     """``struct step``."""
 
     _fields_ = [
-        *((name, c_int64) for name in ("lanes", "threads")),
+        *((name, c_int64) for name in ("batch_slots", "threads")),
         ("rope_scale", c_double),
         ("scratch", c_void_p),
         ("logits", c_void_p),
-        ("lane", POINTER(Lane)),
-        ("orders", POINTER(Eviction)),
+        ("batch_slot", POINTER(BatchSlot)),
+        ("requests", POINTER(Eviction)),
         *((n, c_int64) for n in ("room", "pages", "width", "longest", "done", "evicting")),
     ]
 
@@ -176,7 +176,9 @@ def _load(level: str) -> Library | str:
             function.restype, function.argtypes = result, arguments
     except (OSError, AttributeError) as error:
         return f"{name} does not load ({error}); install mmkv again"
-    ours = [ctypes.sizeof(kind) for kind in (Linear, Layer, Model, Cache, Lane, Step, Eviction)]
+    ours = [
+        ctypes.sizeof(kind) for kind in (Linear, Layer, Model, Cache, BatchSlot, Step, Eviction)
+    ]
     theirs = (c_int64 * 16)()
     if ours != theirs[: loaded.mmkv_layout(theirs)]:
         return f"{name} was compiled from other sources; install mmkv again"
@@ -185,6 +187,15 @@ def _load(level: str) -> Library | str:
 
 
 __all__ = [
-    "MAX_TRUNK", "Cache", "Eviction", "Lane", "Layer", "Linear", "Model", "Step", "byref",
-    "levels", "library",
-]  # fmt: skip
+    "MAX_TRUNK",
+    "BatchSlot",
+    "Cache",
+    "Eviction",
+    "Layer",
+    "Linear",
+    "Model",
+    "Step",
+    "byref",
+    "levels",
+    "library",
+]

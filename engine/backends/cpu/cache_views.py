@@ -12,10 +12,10 @@ from engine.backends.cpu.binding import Cache
 from engine.cache import PagePool, RaggedCache
 
 
-class Lender:
-    """Lends rows of one cache and the pool's free pages to C, one loan at a time.
+class CacheViews:
+    """Shows C the rows of one cache and the pool's free pages, for one call at a time.
 
-    The views of the last loan are used again, and only what changes between steps is written:
+    The structures of the last call are used again, and only what changes between steps is written:
     to fill them anew would take as long as a small model's eviction.
     """
 
@@ -25,8 +25,8 @@ class Lender:
         self._of: tuple[weakref.ref[Tensor], ...] = ()
         self._seqs: list[int] = []
 
-    def lend(self, cache: RaggedCache, seqs: Sequence[int]) -> Loan:
-        """A loan of the sequences ``seqs``, to be used in a with statement."""
+    def of(self, cache: RaggedCache, seqs: Sequence[int]) -> BorrowedViews:
+        """The views of the sequences ``seqs``, to be used in a with statement."""
         pool = cache.pool
         # Pool and tables are replaced by others when they grow.
         now = (pool.keys, pool._stack, cache.length, cache.table)
@@ -45,7 +45,7 @@ class Lender:
                 view.length, view.table = rows + 8 * first, tables + width * first
             self._seqs = list(seqs)
         self._each[0].free = pool._free
-        return Loan(pool, self._views)
+        return BorrowedViews(pool, self._views)
 
     @staticmethod
     def _whole(cache: RaggedCache) -> Cache:
@@ -58,8 +58,8 @@ class Lender:
         )  # fmt: skip
 
 
-class Loan:
-    """The views of a loan; at its end the pool takes the count of free pages back.
+class BorrowedViews:
+    """Views during one call of C; at its end the pool takes the count of free pages back.
 
     It does so even when Ctrl-C lands the moment C returns.
     """

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from engine.backends.cpu.binding import (
     MAX_TRUNK,
+    BatchSlot,
     Eviction,
-    Lane,
     Layer,
     Linear,
     Model,
@@ -19,7 +19,7 @@ from engine.backends.cpu.binding import (
     byref,
     library,
 )
-from engine.backends.cpu.cache_views import Lender
+from engine.backends.cpu.cache_views import CacheViews
 from engine.cache import RaggedCache
 from engine.model.gates import Gates, LayerGate
 from engine.model.spec import DecoderSpec
@@ -29,7 +29,7 @@ from engine.model.weights import DecoderWeights, LayerWeights
 # two idle cores) than it risks: on a busy machine it may keep the step waiting for milliseconds.
 _BYTES_PER_THREAD = 2**24
 # Copies in bfloat16 come on top of the float32 weights, which prefill reads.
-_MOST_BRIEF_BYTES = 2**31
+_MOST_BF16_BYTES = 2**31
 
 
 class NativeDecoder:
@@ -47,10 +47,10 @@ class NativeDecoder:
             raise RuntimeError(refused)
         self._library, self._kept = loaded, (weights, gates)
         self._layers = (Layer * spec.num_layers)()
-        brief = self._brief = _Brief()
+        bf16 = self._bf16 = _Bf16Copies()
         for index, layer in enumerate(weights.layers):
             gate = None if gates is None else gates.layers[index]
-            self._layers[index] = _layer(layer, gate, brief)
+            self._layers[index] = _layer(layer, gate, bf16)
         self._model = Model(
             layers=spec.num_layers,
             hidden=spec.hidden_size,
@@ -62,18 +62,18 @@ class NativeDecoder:
             eps=spec.rms_eps,
             embed=weights.embed.data_ptr(),
             norm=weights.norm.data_ptr(),
-            head=_linear(weights.head, None, brief),
+            head=_linear(weights.head, None, bf16),
             layer=self._layers,
         )
         long = spec.rope.inv_freq if spec.rope.long_inv_freq is None else spec.rope.long_inv_freq
         self._inv_freq = (spec.rope.inv_freq.contiguous(), long.contiguous())
         self._frequencies = [tensor.data_ptr() for tensor in self._inv_freq]
-        self._lender = Lender()
+        self._views = CacheViews()
         self._vocab = weights.head.shape[0]
         self._most_threads = max(1, weights.nbytes() // _BYTES_PER_THREAD)
         self._scratch, self._scratch_for = torch.empty(0), (0, 0, 0)
-        self._step, self._lanes = Step(rope_scale=spec.rope.scale), (Lane * 0)()
-        self._lane: list[Lane] = []  # to take one out of the array anew is slow
+        self._step, self._batch_slots = Step(rope_scale=spec.rope.scale), (BatchSlot * 0)()
+        self._batch_slot: list[BatchSlot] = []  # to take one out of the array anew is slow
         self._model_ref, self._step_ref = byref(self._model), byref(self._step)
 
     @staticmethod
@@ -96,14 +96,14 @@ class NativeDecoder:
     @property
     def bytes_spared(self) -> int:
         """Bytes that a step need not read, thanks to copies in bfloat16."""
-        return sum(short.nbytes for short in self._brief.kept)
+        return sum(short.nbytes for short in self._bf16.kept)
 
     @property
     def stepped(self) -> bool:
         """Whether C made the last step: then it is whole, even if Ctrl-C came when C returned."""
         return bool(self._step.done)
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """No step has been made: what :attr:`stepped` says until the next one is."""
         self._step.done = 0
 
@@ -120,7 +120,7 @@ class NativeDecoder:
         positions: Sequence[int],
         rope_positions: Sequence[int],
         long: Sequence[bool],
-        orders: ctypes.Array[Eviction] | None = None,
+        requests: ctypes.Array[Eviction] | None = None,
     ) -> Tensor:
         """Append one text token to each of B different sequences ``seqs``, and evict.
 
@@ -129,7 +129,7 @@ class NativeDecoder:
 
         Args:
             positions: token indices; long: whether to take the long rope frequencies.
-            orders: from ``NativeEvictor.order``; its ``settle`` counts what went.
+            requests: from ``NativeEvictor.request``; its ``commit`` counts what went.
 
         Returns:
             float32 logits ``[B, vocab]``.
@@ -137,28 +137,32 @@ class NativeDecoder:
         Raises:
             BudgetError: the pool would pass its limit; nothing has changed then.
         """
-        lanes, step = len(seqs), self._step
-        if lanes > len(self._lane):
-            self._lanes = (Lane * lanes)()
-            self._lane = list(self._lanes)
-            step.lane = self._lanes
-        for lane, token, position, rope_position, far in zip(
-            self._lane, tokens, positions, rope_positions, long, strict=False
+        batch_slots, step = len(seqs), self._step
+        if batch_slots > len(self._batch_slot):
+            self._batch_slots = (BatchSlot * batch_slots)()
+            self._batch_slot = list(self._batch_slots)
+            step.batch_slot = self._batch_slots
+        for batch_slot, token, position, rope_position, far in zip(
+            self._batch_slot, tokens, positions, rope_positions, long, strict=False
         ):
-            lane.token, lane.position, lane.rope_position = token, position, rope_position
-            lane.inv_freq = self._frequencies[far]
-        threads = min(torch.get_num_threads(), self._most_threads * lanes)
-        logits = torch.empty(lanes, self._vocab)
-        step.lanes, step.threads, step.logits = lanes, threads, logits.data_ptr()
-        step.orders = orders
-        self._make_scratch(0, threads, lanes)
+            batch_slot.token, batch_slot.position, batch_slot.rope_position = (
+                token,
+                position,
+                rope_position,
+            )
+            batch_slot.inv_freq = self._frequencies[far]
+        threads = min(torch.get_num_threads(), self._most_threads * batch_slots)
+        logits = torch.empty(batch_slots, self._vocab)
+        step.batch_slots, step.threads, step.logits = batch_slots, threads, logits.data_ptr()
+        step.requests = requests
+        self._make_scratch(0, threads, batch_slots)
         while not self._run(cache, seqs):
             self._make_room(cache)
-            self._make_scratch(step.longest, threads, lanes)
+            self._make_scratch(step.longest, threads, batch_slots)
         return logits
 
     def _run(self, cache: RaggedCache, seqs: Sequence[int]) -> bool:
-        with self._lender.lend(cache, seqs) as views:
+        with self._views.of(cache, seqs) as views:
             self._library.mmkv_step(self._model_ref, views, self._step_ref)
         return bool(self._step.done)
 
@@ -171,26 +175,26 @@ class NativeDecoder:
         if step.width > cache.table.shape[-1]:
             cache._widen(step.width)
 
-    def _make_scratch(self, longest: int, threads: int, lanes: int) -> None:
+    def _make_scratch(self, longest: int, threads: int, batch_slots: int) -> None:
         have = self._scratch_for
-        if longest > have[0] or threads > have[1] or lanes > have[2]:
+        if longest > have[0] or threads > have[1] or batch_slots > have[2]:
             room = max(longest + 256, 2 * have[0]) if longest > have[0] else have[0]
-            threads, lanes = max(threads, have[1]), max(lanes, have[2])
-            count = self._library.mmkv_scratch(byref(self._model), room, threads, lanes)
+            threads, batch_slots = max(threads, have[1]), max(batch_slots, have[2])
+            count = self._library.mmkv_scratch(byref(self._model), room, threads, batch_slots)
             # torch aligns tensors to cache lines, which the C code counts on for speed only.
             scratch = torch.empty(count)
             # C has the new one before the old one goes, even when Ctrl-C comes in between.
             self._step.scratch, old, self._scratch = scratch.data_ptr(), self._scratch, scratch
-            self._step.room, self._scratch_for = room, (room, threads, lanes)
+            self._step.room, self._scratch_for = room, (room, threads, batch_slots)
             del old
 
 
-class _Brief:
+class _Bf16Copies:
     """Copies of matrices in bfloat16, as long as nothing is lost and they stay small together."""
 
     def __init__(self) -> None:
         self.kept: list[Tensor] = []
-        self._room = _MOST_BRIEF_BYTES
+        self._room = _MOST_BF16_BYTES
 
     def of(self, weight: Tensor) -> int | None:
         """Address of the copy; None where there is none."""
@@ -204,23 +208,23 @@ class _Brief:
         return short.data_ptr()
 
 
-def _linear(weight: Tensor, bias: Tensor | None, brief: _Brief | None = None) -> Linear:
+def _linear(weight: Tensor, bias: Tensor | None, bf16: _Bf16Copies | None = None) -> Linear:
     rows, width = weight.shape
     return Linear(
         weight.data_ptr(), None if bias is None else bias.data_ptr(),
-        None if brief is None else brief.of(weight), rows, width,
+        None if bf16 is None else bf16.of(weight), rows, width,
     )  # fmt: skip
 
 
-def _layer(layer: LayerWeights, gate: LayerGate | None, brief: _Brief) -> Layer:
+def _layer(layer: LayerWeights, gate: LayerGate | None, bf16: _Bf16Copies) -> Layer:
     made = Layer(
         input_norm=layer.input_norm.data_ptr(),
         post_norm=layer.post_norm.data_ptr(),
         qk_norm=None if layer.qk_norm is None else layer.qk_norm.data_ptr(),
-        qkv=_linear(layer.qkv, layer.qkv_bias, brief),
-        out=_linear(layer.out, layer.out_bias, brief),
-        gate_up=_linear(layer.gate_up, layer.gate_up_bias, brief),
-        down=_linear(layer.down, layer.down_bias, brief),
+        qkv=_linear(layer.qkv, layer.qkv_bias, bf16),
+        out=_linear(layer.out, layer.out_bias, bf16),
+        gate_up=_linear(layer.gate_up, layer.gate_up_bias, bf16),
+        down=_linear(layer.down, layer.down_bias, bf16),
     )
     if gate is not None:
         for index, (weight, bias) in enumerate(gate.trunk):

@@ -224,7 +224,7 @@ static void find_victims(const struct cache *cache, struct eviction *what)
     what->found = wanted > what->most || held != what->entries ? -1 : wanted > 0 ? wanted : 0;
     if (what->found <= 0)
         return;
-    if (what->allocation == COMPETE_GLOBAL && search_near(cache, what))
+    if (what->allocation == COMPETE_GLOBAL && fast_select(cache, what))
         return;
     struct victim *heap = what->scratch;
     struct search search = search_for(what, heap, wanted);
@@ -249,23 +249,26 @@ static void find_victims(const struct cache *cache, struct eviction *what)
 }
 
 /* Evict each sequence that stands more than its slack above its budget down to the budget, or,
- * where refused, change nothing of it. The caches lend one stack of free pages, as to mmkv_step; it
+ * where refused, change nothing of it. The caches share one stack of free pages, as to mmkv_step; it
  * is filled sequence after sequence. */
-EXPORT void mmkv_evict(struct cache *caches, struct eviction *orders, int64_t lanes, int64_t threads)
+EXPORT void mmkv_evict(struct cache *caches, struct eviction *requests, int64_t batch_slots,
+                       int64_t threads)
 {
     int64_t entries = 0;
-    for (int64_t lane = 0; lane < lanes; lane++)
-        entries += orders[lane].entries;
-    int64_t useful = entries / ENTRIES_PER_THREAD < lanes ? entries / ENTRIES_PER_THREAD : lanes;
+    for (int64_t batch_slot = 0; batch_slot < batch_slots; batch_slot++)
+        entries += requests[batch_slot].entries;
+    int64_t useful = entries / ENTRIES_PER_THREAD;
+    useful = useful < batch_slots ? useful : batch_slots;
     threads = threads < useful ? threads : useful > 1 ? useful : 1;
 #pragma omp parallel for num_threads((int)threads) schedule(dynamic, 1) if (threads > 1)
-    for (int64_t lane = 0; lane < lanes; lane++)
-        find_victims(caches + lane, orders + lane);
-    for (int64_t lane = 0; lane < lanes; lane++) {
-        caches[lane].free = caches[lane ? lane - 1 : 0].free;
-        if (orders[lane].found > 0)
-            drop_entries(caches + lane, victims_of(orders + lane), orders[lane].found);
+    for (int64_t batch_slot = 0; batch_slot < batch_slots; batch_slot++)
+        find_victims(caches + batch_slot, requests + batch_slot);
+    for (int64_t batch_slot = 0; batch_slot < batch_slots; batch_slot++) {
+        caches[batch_slot].free = caches[batch_slot ? batch_slot - 1 : 0].free;
+        if (requests[batch_slot].found > 0)
+            drop_entries(caches + batch_slot, victims_of(requests + batch_slot),
+                         requests[batch_slot].found);
     }
-    for (int64_t lane = 0; lane < lanes; lane++)
-        caches[lane].free = caches[lanes - 1].free;
+    for (int64_t batch_slot = 0; batch_slot < batch_slots; batch_slot++)
+        caches[batch_slot].free = caches[batch_slots - 1].free;
 }

@@ -35,6 +35,6 @@ static inline void guess_after(struct eviction *what, float last)
 }
 
 /* fast_select.c */
-int search_near(const struct cache *cache, struct eviction *what);
+int fast_select(const struct cache *cache, struct eviction *what);
 
 #endif

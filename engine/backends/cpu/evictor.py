@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from engine.backends.cpu.binding import Eviction, library
-from engine.backends.cpu.cache_views import Lender
+from engine.backends.cpu.cache_views import CacheViews
 from engine.cache import RaggedCache
 from engine.policies.allocation import GlobalAllocation, HeadAllocation
 from engine.policies.base import Policy
@@ -32,7 +32,7 @@ _MOST_ENTRIES = 2**61
 class NativeEvictor:
     """Scores, selects and drops like :meth:`engine.policies.Policy.victims` and ``drop``.
 
-    Both leave the same pages in the same order, so the two paths can take turns on one session.
+    Both leave the same pages in the same request, so the two paths can take turns on one session.
     """
 
     def __init__(self, policy: Policy) -> None:
@@ -51,8 +51,8 @@ class NativeEvictor:
             margin=0.01,
             most=_MOST_VICTIMS,
         )
-        self._lender = Lender()
-        self._orders = (Eviction * 0)()
+        self._views = CacheViews()
+        self._requests = (Eviction * 0)()
         self._each: list[Eviction] = []  # to take one out of the array anew is slow
         self._scratch = torch.empty(0, dtype=torch.uint8)
 
@@ -65,7 +65,7 @@ class NativeEvictor:
             and not policy.admission.selective
         )
 
-    def order(
+    def request(
         self, sessions: Sequence[CachedSequence], tokens: int, rows: int, slack: int
     ) -> ctypes.Array[Eviction]:
         """What C shall do after ``tokens`` more tokens in ``rows`` rows each.
@@ -74,21 +74,24 @@ class NativeEvictor:
             slack: entries above a session's budget that are let be.
         """
         if len(sessions) > len(self._each):
-            self._make_orders(len(sessions))
-        for order, session in zip(self._each, sessions, strict=False):
-            order.seen = seen = session.seen + tokens
-            order.entries, order.slack = session.entries + tokens * rows, min(slack, _MOST_ENTRIES)
-            order.budget = min(session.allowed_at(seen), _MOST_ENTRIES)
-        return self._orders
+            self._make_requests(len(sessions))
+        for request, session in zip(self._each, sessions, strict=False):
+            request.seen = seen = session.seen + tokens
+            request.entries, request.slack = (
+                session.entries + tokens * rows,
+                min(slack, _MOST_ENTRIES),
+            )
+            request.budget = min(session.allowed_at(seen), _MOST_ENTRIES)
+        return self._requests
 
-    def settle(self, sessions: Sequence[CachedSequence]) -> list[CachedSequence]:
+    def commit(self, sessions: Sequence[CachedSequence]) -> list[CachedSequence]:
         """Count what C dropped; the sessions where it refused: more victims than it is meant for.
 
         Of those nothing has changed.
         """
         left = []
-        for order, session in zip(self._each, sessions, strict=False):
-            found = order.found
+        for request, session in zip(self._each, sessions, strict=False):
+            found = request.found
             if found < 0:
                 left.append(session)
             elif found:
@@ -98,22 +101,22 @@ class NativeEvictor:
 
     def evict(self, cache: RaggedCache, sessions: Sequence[CachedSequence]) -> list[CachedSequence]:
         """Cut different sessions back to their budgets; those are left that C refuses."""
-        orders = self.order(sessions, tokens=0, rows=0, slack=0)
-        for order in self._each:
-            order.found = 0
+        requests = self.request(sessions, tokens=0, rows=0, slack=0)
+        for request in self._each:
+            request.found = 0
         try:
-            with self._lender.lend(cache, [session.seq for session in sessions]) as views:
-                self._library.mmkv_evict(views, orders, len(sessions), torch.get_num_threads())
+            with self._views.of(cache, [session.seq for session in sessions]) as views:
+                self._library.mmkv_evict(views, requests, len(sessions), torch.get_num_threads())
         finally:  # Ctrl-C may land the moment C returns
-            left = self.settle(sessions)
+            left = self.commit(sessions)
         return left
 
-    def _make_orders(self, lanes: int) -> None:
+    def _make_requests(self, batch_slots: int) -> None:
         each = self._library.mmkv_evict_scratch(_MOST_VICTIMS)
-        scratch = torch.empty(lanes, each, dtype=torch.uint8)
-        orders = (Eviction * lanes)(*([self._policy] * lanes))
-        made = list(orders)
-        for order, room in zip(made, scratch, strict=True):
-            order.scratch = room.data_ptr()
+        scratch = torch.empty(batch_slots, each, dtype=torch.uint8)
+        requests = (Eviction * batch_slots)(*([self._policy] * batch_slots))
+        made = list(requests)
+        for request, room in zip(made, scratch, strict=True):
+            request.scratch = room.data_ptr()
         # All at once, and last: Ctrl-C may come between any two lines.
-        self._scratch, self._orders, self._each = scratch, orders, made
+        self._scratch, self._requests, self._each = scratch, requests, made

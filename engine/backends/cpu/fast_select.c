@@ -13,7 +13,7 @@
 #define MOST_MARGIN 1.0
 
 /* Scores not above the limit, and whose they are. */
-struct near {
+struct selection {
     float *score;
     int64_t *index, count;
     float limit;
@@ -31,7 +31,7 @@ static inline float ahead_of_two(float log_beta)
 /* Note those of `count` entries from `slot` on that score at or below the limit. The scores of all
  * `room` are computed, used or not: that leaves no odd rest behind the vectors. */
 static void note(const struct cache *cache, const struct eviction *what, int64_t slot, int64_t room,
-                 int64_t count, int64_t index, struct near *found)
+                 int64_t count, int64_t index, struct selection *found)
 {
     const float limit = found->limit;
     const float *log_beta = cache->log_beta + slot;
@@ -51,7 +51,7 @@ static void note(const struct cache *cache, const struct eviction *what, int64_t
 }
 
 /* Note all of them; gives up where there might be no room for a block's. */
-static int note_all(const struct cache *cache, const struct eviction *what, struct near *found)
+static int note_all(const struct cache *cache, const struct eviction *what, struct selection *found)
 {
     int64_t size = cache->page_size;
     for (int64_t row = 0, index = 0; row < cache->rows; index += cache->length[row++])
@@ -106,16 +106,16 @@ static float select_rank(float *value, int64_t count, int64_t k)
     return value[k];
 }
 
-/* List the `found` victims of an order and say 1; or 0, and leave a guess that is known to hold, or
+/* List the `found` victims of a request and say 1; or 0, and leave a guess that is known to hold, or
  * none. */
-int search_near(const struct cache *cache, struct eviction *what)
+int fast_select(const struct cache *cache, struct eviction *what)
 {
     float limit = (float)what->guess;
     if (what->scorer != SCORE_RETENTION || what->lookahead != 2 || isinf(limit) ||
         what->found + BLOCK >= what->most)
         return 0;
     float *score = what->scratch, *sorted = score + what->most;
-    struct near found = {score, victims_of(what), 0, limit};
+    struct selection found = {score, victims_of(what), 0, limit};
     prefetch(cache);
     what->guess = INFINITY;
     if (!note_all(cache, what, &found)) {

@@ -1,8 +1,8 @@
-/* Matrix times one vector per lane, and RMSNorm.
+/* Matrix times one vector per batch slot, and RMSNorm.
  *
  * Rows go four at a time, and callers cut work between threads at multiples of four: every row
  * is then summed in the same order whatever the number of threads. Four rows are read from memory
- * once for all lanes, and each lane is summed as if it were alone. */
+ * once for all batch slots, and each batch slot is summed as if it were alone. */
 #include <math.h>
 #include <string.h>
 
@@ -55,12 +55,12 @@ void dot_rows(const float *weight, int64_t rows, int64_t width, const float *x, 
 static inline const float *rows_from(const struct linear *map, int64_t row, int64_t count,
                                      float *wide)
 {
-    if (!map->brief)
+    if (!map->bf16)
         return map->weight + row * map->in;
-    const uint16_t *brief = map->brief + row * map->in;
+    const uint16_t *bf16 = map->bf16 + row * map->in;
 #pragma omp simd
     for (int64_t i = 0; i < count * map->in; i++) {
-        uint32_t bits = (uint32_t)brief[i] << 16;
+        uint32_t bits = (uint32_t)bf16[i] << 16;
         memcpy(wide + i, &bits, sizeof bits);
     }
     return wide;
@@ -68,31 +68,31 @@ static inline const float *rows_from(const struct linear *map, int64_t row, int6
 
 /* y or y += weight x + bias for rows from .. to-1. */
 static inline void map_rows(const struct linear *map, struct vectors x, struct vectors y,
-                            int64_t lanes, int64_t from, int64_t to, int add)
+                            int64_t batch_slots, int64_t from, int64_t to, int add)
 {
-    float wide[map->brief ? 4 * map->in : 1];
+    float wide[map->bf16 ? 4 * map->in : 1];
     for (int64_t row = from; row < to; row += 4) {
         int64_t count = to - row < 4 ? to - row : 4;
         const float *weight = rows_from(map, row, count, wide);
-        for (int64_t lane = 0; lane < lanes; lane++) {
-            float sum[4], *out = y.at + lane * y.stride + row;
-            dots(weight, count, map->in, x.at + lane * x.stride, sum);
+        for (int64_t batch_slot = 0; batch_slot < batch_slots; batch_slot++) {
+            float sum[4], *out = y.at + batch_slot * y.stride + row;
+            dots(weight, count, map->in, x.at + batch_slot * x.stride, sum);
             for (int64_t i = 0; i < count; i++)
                 out[i] = (add ? out[i] : 0.0f) + (sum[i] + (map->bias ? map->bias[row + i] : 0.0f));
         }
     }
 }
 
-void linear_rows(const struct linear *map, struct vectors x, struct vectors y, int64_t lanes,
+void linear_rows(const struct linear *map, struct vectors x, struct vectors y, int64_t batch_slots,
                  int64_t from, int64_t to)
 {
-    map_rows(map, x, y, lanes, from, to, 0);
+    map_rows(map, x, y, batch_slots, from, to, 0);
 }
 
-void linear_add_rows(const struct linear *map, struct vectors x, struct vectors y, int64_t lanes,
+void linear_add_rows(const struct linear *map, struct vectors x, struct vectors y, int64_t batch_slots,
                      int64_t from, int64_t to)
 {
-    map_rows(map, x, y, lanes, from, to, 1);
+    map_rows(map, x, y, batch_slots, from, to, 1);
 }
 
 void rms_norm(const float *x, const float *gain, int64_t size, float eps, float *y)

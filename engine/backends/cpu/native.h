@@ -13,11 +13,11 @@
 
 #define MAX_TRUNK 2 /* stages of a gate's trunk: 1 (rg) or 2 (tied, rg10) */
 
-/* y = weight x + bias; weight [out, in] row-major, bias [out] or NULL. `brief` holds the upper halves
+/* y = weight x + bias; weight [out, in] row-major, bias [out] or NULL. `bf16` holds the upper halves
  * of the weights (bfloat16) where the lower ones are zero, else NULL: half of the bytes to read. */
 struct linear {
     const float *weight, *bias;
-    const uint16_t *brief;
+    const uint16_t *bf16;
     int64_t out, in;
 };
 
@@ -47,7 +47,7 @@ struct cache {
 };
 
 /* One sequence's part of a step. */
-struct lane {
+struct batch_slot {
     int64_t token, position, rope_position;
     const float *inv_freq; /* [rotary / 2] */
 };
@@ -55,11 +55,11 @@ struct lane {
 struct eviction;
 
 struct step {
-    int64_t lanes, threads;
+    int64_t batch_slots, threads;
     double rope_scale; /* on cos and sin */
-    float *scratch, *logits; /* logits [lanes, vocab] */
-    const struct lane *lane;
-    struct eviction *orders; /* [lanes], each for after the append; NULL: nothing is evicted */
+    float *scratch, *logits; /* logits [batch slots, vocab] */
+    const struct batch_slot *batch_slot;
+    struct eviction *requests; /* [batch slots], each for after the append; NULL: nothing is evicted */
     int64_t room;            /* the longest row that the scratch is made for */
     int64_t pages, width, longest; /* left behind: free pages, table columns and scratch it takes */
     int64_t done;     /* left behind: 1, or 0 if one of them was not there */
@@ -92,16 +92,16 @@ static inline int64_t slot_of(const struct cache *cache, int64_t row, int64_t of
     return page * cache->page_size + offset % cache->page_size;
 }
 
-/* One vector per lane, `stride` floats apart. */
+/* One vector per batch slot, `stride` floats apart. */
 struct vectors {
     float *at;
     int64_t stride;
 };
 
-/* lifast_select.c */
-void linear_rows(const struct linear *map, struct vectors x, struct vectors y, int64_t lanes,
+/* linear.c */
+void linear_rows(const struct linear *map, struct vectors x, struct vectors y, int64_t batch_slots,
                  int64_t from, int64_t to);
-void linear_add_rows(const struct linear *map, struct vectors x, struct vectors y, int64_t lanes,
+void linear_add_rows(const struct linear *map, struct vectors x, struct vectors y, int64_t batch_slots,
                      int64_t from, int64_t to);
 void dot_rows(const float *weight, int64_t rows, int64_t width, const float *x, float *y);
 void rms_norm(const float *x, const float *gain, int64_t size, float eps, float *y);
@@ -116,6 +116,7 @@ void append_entry(struct cache *cache, int64_t position);
 void drop_entries(struct cache *cache, int64_t *victims, int64_t count);
 
 /* evict.c */
-void mmkv_evict(struct cache *caches, struct eviction *orders, int64_t lanes, int64_t threads);
+void mmkv_evict(struct cache *caches, struct eviction *requests, int64_t batch_slots,
+                int64_t threads);
 
 #endif

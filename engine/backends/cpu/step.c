@@ -1,7 +1,8 @@
-/* One decode step of one or more sequences (lanes), from embedding rows to logits.
+/* One decode step of one or more sequences (batch slots), from embedding rows to logits.
  *
- * The step is a sequence of phases, each cut into chunks: some rows of a matrix for all lanes, or
- * one KV head of one lane's attention. Threads claim chunks as they come free, and a phase begins when all chunks of the
+ * The step is a sequence of phases, each cut into chunks: some rows of a matrix for all batch slots,
+ * or one KV head of one batch slot's attention. Threads claim chunks as they come free, and a phase
+ * begins when all chunks of the
  * one before are done. Nobody waits for a thread that holds no chunk: on a busy machine one of
  * them may be off its core for milliseconds, and meeting at a barrier in every phase would cost
  * such a pause each time. Norms are so cheap that each thread takes its own. */
@@ -22,10 +23,10 @@ struct phase {
     int64_t line[6];    /* a cache line of its own */
 };
 
-/* Shared by all threads: rotation and activations, one vector per lane; then what belongs to one
+/* Shared by all threads: rotation and activations, one vector per batch slot; then what belongs to one
  * thread. */
 struct worker {
-    int64_t lanes;
+    int64_t batch_slots;
     struct vectors cos, sin, hidden, qkv, mixed, act, trunk[MAX_TRUNK];
     struct phase *phase; /* the current one */
     int64_t chunks, chunks_before;
@@ -41,7 +42,7 @@ static int64_t whole_lines(int64_t floats)
 /* Lay out one thread's view of the scratch at `base`, a cache line's start (NULL to measure);
  * returns the floats needed for all threads. The phases come first. */
 static int64_t carve(const struct model *model, int64_t longest, int64_t threads, int64_t thread,
-                     int64_t lanes, float *base, struct worker *to)
+                     int64_t batch_slots, float *base, struct worker *to)
 {
     const struct layer *layer = model->layer;
     struct vectors *shared[] = {&to->cos,   &to->sin, &to->hidden,   &to->qkv,
@@ -55,14 +56,14 @@ static int64_t carve(const struct model *model, int64_t longest, int64_t threads
                       layer->trunk[0].out,
                       layer->trunk[1].out};
     int64_t at = (PHASES * model->layers + 1) * (int64_t)(sizeof(struct phase) / sizeof(float));
-    to->lanes = lanes;
+    to->batch_slots = batch_slots;
     to->phase = (struct phase *)base;
     for (int i = 0; i < 8; i++) {
         int64_t stride = whole_lines(size[i]);
         *shared[i] = (struct vectors){base ? base + at : 0, stride};
-        at += lanes * stride;
+        at += batch_slots * stride;
     }
-    int64_t stride = whole_lines(model->hidden), normed = lanes * stride;
+    int64_t stride = whole_lines(model->hidden), normed = batch_slots * stride;
     int64_t own = normed + whole_lines(model->heads / model->kv_heads * longest);
     to->normed = (struct vectors){base ? base + at + thread * own : 0, stride};
     to->scores = base ? to->normed.at + normed : 0;
@@ -71,15 +72,15 @@ static int64_t carve(const struct model *model, int64_t longest, int64_t threads
 
 /* Floats of scratch that mmkv_step needs for rows of up to `longest` entries. */
 EXPORT int64_t mmkv_scratch(const struct model *model, int64_t longest, int64_t threads,
-                            int64_t lanes)
+                            int64_t batch_slots)
 {
     struct worker unused;
-    return carve(model, longest, threads, 0, lanes, 0, &unused);
+    return carve(model, longest, threads, 0, batch_slots, 0, &unused);
 }
 
-static float *of_lane(struct vectors x, int64_t lane)
+static float *of_batch_slot(struct vectors x, int64_t batch_slot)
 {
-    return x.at + lane * x.stride;
+    return x.at + batch_slot * x.stride;
 }
 
 static void begin(struct worker *me, int64_t chunks)
@@ -113,7 +114,7 @@ static void finish(struct worker *me)
     __atomic_fetch_add(&me->phase->done, 1, __ATOMIC_RELEASE);
 }
 
-/* Rows in one chunk of a matrix; a multiple of four, see lifast_select.c. */
+/* Rows in one chunk of a matrix; a multiple of four, see linear.c. */
 static int64_t chunk_rows(int64_t width)
 {
     int64_t rows = CHUNK_FLOATS / width / 4 * 4;
@@ -144,13 +145,13 @@ static void rotate(float *x, const float *cos, const float *sin, int64_t half)
     }
 }
 
-/* Finish one KV head of a lane: norm and turn its queries and key, store key and value, attend. */
+/* Finish one KV head of a batch slot: norm and turn its queries and key, store key and value, attend. */
 static void attend_head(const struct model *model, const struct layer *layer, struct cache *cache,
-                        int64_t index, int64_t head, int64_t lane, struct worker *me)
+                        int64_t index, int64_t head, int64_t batch_slot, struct worker *me)
 {
     int64_t dim = model->head_dim, group = model->heads / model->kv_heads;
     int64_t row = index * model->kv_heads + head;
-    float *qkv = of_lane(me->qkv, lane);
+    float *qkv = of_batch_slot(me->qkv, batch_slot);
     float *query = qkv + head * group * dim;
     float *key = qkv + (model->heads + head) * dim;
     const float *value = qkv + (model->heads + model->kv_heads + head) * dim;
@@ -159,13 +160,14 @@ static void attend_head(const struct model *model, const struct layer *layer, st
         int64_t of = i < group ? head * group + i : model->heads + head;
         if (layer->qk_norm)
             rms_norm(x, layer->qk_norm + of * dim, dim, (float)model->eps, x);
-        rotate(x, of_lane(me->cos, lane), of_lane(me->sin, lane), model->rotary / 2);
+        rotate(x, of_batch_slot(me->cos, batch_slot), of_batch_slot(me->sin, batch_slot),
+               model->rotary / 2);
     }
     int64_t slot = slot_of(cache, row, cache->length[row] - 1);
     memcpy(cache->keys + slot * dim, key, sizeof(float) * dim);
     memcpy(cache->values + slot * dim, value, sizeof(float) * dim);
     attend_row(cache, row, query, group, me->scores,
-               of_lane(me->mixed, lane) + head * group * dim);
+               of_batch_slot(me->mixed, batch_slot) + head * group * dim);
 }
 
 static void silu(float *x, int64_t from, int64_t to)
@@ -176,24 +178,24 @@ static void silu(float *x, int64_t from, int64_t to)
 }
 
 static void trunk_chunk(const struct linear *map, struct vectors x, struct vectors y,
-                        int64_t lanes, int64_t chunk)
+                        int64_t batch_slots, int64_t chunk)
 {
     struct span rows = rows_of(map->out, map->in, chunk);
-    linear_rows(map, x, y, lanes, rows.from, rows.to);
-    for (int64_t lane = 0; lane < lanes; lane++)
-        silu(of_lane(y, lane), rows.from, rows.to);
+    linear_rows(map, x, y, batch_slots, rows.from, rows.to);
+    for (int64_t batch_slot = 0; batch_slot < batch_slots; batch_slot++)
+        silu(of_batch_slot(y, batch_slot), rows.from, rows.to);
 }
 
 /* silu(gate) * up into the first half of `y`; the matrix is the gate above the up projection. */
 static void swiglu_chunk(const struct linear *map, struct vectors x, struct vectors y,
-                         int64_t lanes, int64_t chunk)
+                         int64_t batch_slots, int64_t chunk)
 {
     int64_t inner = map->out / 2;
     struct span rows = rows_of(inner, map->in, chunk);
-    linear_rows(map, x, y, lanes, rows.from, rows.to);
-    linear_rows(map, x, y, lanes, inner + rows.from, inner + rows.to);
-    for (int64_t lane = 0; lane < lanes; lane++) {
-        float *act = of_lane(y, lane);
+    linear_rows(map, x, y, batch_slots, rows.from, rows.to);
+    linear_rows(map, x, y, batch_slots, inner + rows.from, inner + rows.to);
+    for (int64_t batch_slot = 0; batch_slot < batch_slots; batch_slot++) {
+        float *act = of_batch_slot(y, batch_slot);
         silu(act, rows.from, rows.to);
 #pragma omp simd
         for (int64_t i = rows.from; i < rows.to; i++)
@@ -219,9 +221,9 @@ static void store_gates(const struct model *model, const struct layer *layer, st
 static struct vectors normed(const struct model *model, const float *gain, struct worker *me,
                              int *taken)
 {
-    for (int64_t lane = 0; lane < me->lanes && !*taken; lane++)
-        rms_norm(of_lane(me->hidden, lane), gain, model->hidden, (float)model->eps,
-                 of_lane(me->normed, lane));
+    for (int64_t batch_slot = 0; batch_slot < me->batch_slots && !*taken; batch_slot++)
+        rms_norm(of_batch_slot(me->hidden, batch_slot), gain, model->hidden, (float)model->eps,
+                 of_batch_slot(me->normed, batch_slot));
     *taken = 1;
     return me->normed;
 }
@@ -236,9 +238,9 @@ static void project(const struct model *model, const struct layer *layer, struct
         struct vectors x = normed(model, layer->input_norm, me, &taken);
         struct span rows = rows_of(layer->qkv.out, layer->qkv.in, chunk);
         if (chunk < qkv)
-            linear_rows(&layer->qkv, x, me->qkv, me->lanes, rows.from, rows.to);
+            linear_rows(&layer->qkv, x, me->qkv, me->batch_slots, rows.from, rows.to);
         else
-            trunk_chunk(trunk, x, me->trunk[0], me->lanes, chunk - qkv);
+            trunk_chunk(trunk, x, me->trunk[0], me->batch_slots, chunk - qkv);
     }
     end(me);
 }
@@ -248,14 +250,14 @@ static void attend(const struct model *model, struct cache *caches, int64_t inde
 {
     const struct layer *layer = model->layer + index;
     const struct linear *trunk = &layer->trunk[1];
-    int64_t heads = model->kv_heads, rows = me->lanes * heads;
+    int64_t heads = model->kv_heads, rows = me->batch_slots * heads;
     begin(me, rows + (model->trunk > 1 ? chunks_of(trunk->out, trunk->in) : 0));
     for (int64_t chunk; (chunk = claim(me)) >= 0; finish(me)) {
-        int64_t lane = chunk / heads;
+        int64_t batch_slot = chunk / heads;
         if (chunk < rows)
-            attend_head(model, layer, caches + lane, index, chunk % heads, lane, me);
+            attend_head(model, layer, caches + batch_slot, index, chunk % heads, batch_slot, me);
         else
-            trunk_chunk(trunk, me->trunk[0], me->trunk[1], me->lanes, chunk - rows);
+            trunk_chunk(trunk, me->trunk[0], me->trunk[1], me->batch_slots, chunk - rows);
     }
     end(me);
 }
@@ -269,11 +271,11 @@ static void add(const struct model *model, const struct linear *map, struct vect
     for (int64_t chunk; (chunk = claim(me)) >= 0; finish(me)) {
         struct span rows = rows_of(map->out, map->in, chunk);
         if (chunk < chunks)
-            linear_add_rows(map, x, me->hidden, me->lanes, rows.from, rows.to);
+            linear_add_rows(map, x, me->hidden, me->batch_slots, rows.from, rows.to);
         else
-            for (int64_t lane = 0; lane < me->lanes; lane++)
-                store_gates(model, model->layer + index, caches + lane, index,
-                            of_lane(me->trunk[model->trunk - 1], lane));
+            for (int64_t batch_slot = 0; batch_slot < me->batch_slots; batch_slot++)
+                store_gates(model, model->layer + index, caches + batch_slot, index,
+                            of_batch_slot(me->trunk[model->trunk - 1], batch_slot));
     }
     end(me);
 }
@@ -284,7 +286,7 @@ static void widen(const struct model *model, const struct layer *layer, struct w
     begin(me, chunks_of(layer->gate_up.out / 2, layer->gate_up.in));
     for (int64_t chunk; (chunk = claim(me)) >= 0; finish(me))
         swiglu_chunk(&layer->gate_up, normed(model, layer->post_norm, me, &taken), me->act,
-                     me->lanes, chunk);
+                     me->batch_slots, chunk);
     end(me);
 }
 
@@ -295,7 +297,7 @@ static void read_out(const struct model *model, struct vectors logits, struct wo
     begin(me, chunks_of(head->out, head->in));
     for (int64_t chunk; (chunk = claim(me)) >= 0; finish(me)) {
         struct span rows = rows_of(head->out, head->in, chunk);
-        linear_rows(head, normed(model, model->norm, me, &taken), logits, me->lanes, rows.from,
+        linear_rows(head, normed(model, model->norm, me, &taken), logits, me->batch_slots, rows.from,
                     rows.to);
     }
     end(me);
@@ -316,13 +318,13 @@ static void run_thread(const struct model *model, struct cache *caches, struct v
     read_out(model, logits, me);
 }
 
-/* Append the lane's token; embedding row and rotation into the first thread's view. */
-static void start_lane(const struct model *model, const struct step *step, int64_t lane,
+/* Append the batch slot's token; embedding row and rotation into the first thread's view. */
+static void start_batch_slot(const struct model *model, const struct step *step, int64_t batch_slot,
                        struct worker *first)
 {
-    const struct lane *mine = step->lane + lane;
-    float *cos = of_lane(first->cos, lane), *sin = of_lane(first->sin, lane);
-    memcpy(of_lane(first->hidden, lane), model->embed + mine->token * model->hidden,
+    const struct batch_slot *mine = step->batch_slot + batch_slot;
+    float *cos = of_batch_slot(first->cos, batch_slot), *sin = of_batch_slot(first->sin, batch_slot);
+    memcpy(of_batch_slot(first->hidden, batch_slot), model->embed + mine->token * model->hidden,
            sizeof(float) * model->hidden);
     for (int64_t i = 0; i < model->rotary / 2; i++) {
         float angle = (float)mine->rope_position * mine->inv_freq[i];
@@ -334,8 +336,8 @@ static void start_lane(const struct model *model, const struct step *step, int64
 static int has_room(const struct cache *caches, struct step *step)
 {
     step->pages = step->width = step->longest = 0;
-    for (int64_t lane = 0; lane < step->lanes; lane++)
-        plan_append(caches + lane, step);
+    for (int64_t batch_slot = 0; batch_slot < step->batch_slots; batch_slot++)
+        plan_append(caches + batch_slot, step);
     return step->pages <= caches->free && step->width <= caches->width &&
            step->longest <= step->room;
 }
@@ -351,8 +353,8 @@ static int64_t nanoseconds(void)
     return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
 }
 
-/* Append one token to each lane's sequence, compute its logits, [lanes, vocab], and evict what was
- * ordered; or, without room, change nothing. The caches lend one stack of free pages: the first
+/* Append one token to each batch slot's sequence, compute its logits, [batch slots, vocab], and evict what was
+ * ordered; or, without room, change nothing. The caches share one stack of free pages: the first
  * says how many there are, and all of them afterwards. */
 EXPORT void mmkv_step(const struct model *model, struct cache *caches, struct step *step)
 {
@@ -362,23 +364,23 @@ EXPORT void mmkv_step(const struct model *model, struct cache *caches, struct st
     if (!step->done)
         return;
     memset(step->scratch, 0, sizeof(struct phase) * (size_t)(PHASES * model->layers + 1));
-    carve(model, step->room, step->threads, 0, step->lanes, step->scratch, &first);
-    for (int64_t lane = 0; lane < step->lanes; lane++) {
-        caches[lane].free = caches[lane ? lane - 1 : 0].free;
-        append_entry(caches + lane, step->lane[lane].position);
-        start_lane(model, step, lane, &first);
+    carve(model, step->room, step->threads, 0, step->batch_slots, step->scratch, &first);
+    for (int64_t batch_slot = 0; batch_slot < step->batch_slots; batch_slot++) {
+        caches[batch_slot].free = caches[batch_slot ? batch_slot - 1 : 0].free;
+        append_entry(caches + batch_slot, step->batch_slot[batch_slot].position);
+        start_batch_slot(model, step, batch_slot, &first);
     }
-    for (int64_t lane = 0; lane < step->lanes; lane++)
-        caches[lane].free = caches[step->lanes - 1].free;
+    for (int64_t batch_slot = 0; batch_slot < step->batch_slots; batch_slot++)
+        caches[batch_slot].free = caches[step->batch_slots - 1].free;
 #pragma omp parallel for num_threads((int)step->threads) schedule(static, 1) if (step->threads > 1)
     for (int64_t thread = 0; thread < step->threads; thread++) {
         struct worker me;
-        carve(model, step->room, step->threads, thread, step->lanes, step->scratch, &me);
+        carve(model, step->room, step->threads, thread, step->batch_slots, step->scratch, &me);
         run_thread(model, caches, logits, &me);
     }
-    if (step->orders) {
+    if (step->requests) {
         int64_t begun = nanoseconds();
-        mmkv_evict(caches, step->orders, step->lanes, step->threads);
+        mmkv_evict(caches, step->requests, step->batch_slots, step->threads);
         step->evicting += nanoseconds() - begun;
     }
 }
@@ -387,7 +389,7 @@ EXPORT void mmkv_step(const struct model *model, struct cache *caches, struct st
 EXPORT int64_t mmkv_layout(int64_t *sizes)
 {
     int64_t of[] = {sizeof(struct linear), sizeof(struct layer), sizeof(struct model),
-                    sizeof(struct cache),  sizeof(struct lane),  sizeof(struct step),
+                    sizeof(struct cache),  sizeof(struct batch_slot),  sizeof(struct step),
                     sizeof(struct eviction)};
     memcpy(sizes, of, sizeof of);
     return (int64_t)(sizeof of / sizeof *of);

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from engine.runtime import Runtime
     from engine.sequence import CachedSequence
 
-MOST_STEPS = 256  # per loan: pages for all of them are set aside beforehand
-_WARM_UP = 2  # steps on idle lanes, so that libraries allocate before the capture
+MOST_STEPS = 256  # per replay: pages for all of them are set aside beforehand
+_WARM_UP = 2  # steps on idle batch slots, so that libraries allocate before the capture
 
 
 class GraphRunner:
@@ -72,7 +72,7 @@ class GraphRunner:
         going = list(range(len(sessions)))
         token = list(token_ids)
         for start in range(0, steps, MOST_STEPS):
-            part = self._loan(
+            part = self._replay(
                 [sessions[i] for i in going], [token[i] for i in going],
                 min(MOST_STEPS, steps - start), tuple(stop),
                 None if draws is None else [draws[i] for i in going],
@@ -85,7 +85,7 @@ class GraphRunner:
                 break
         return said
 
-    def _loan(
+    def _replay(
         self,
         sessions: Sequence[CachedSequence],
         token_ids: Sequence[int],
@@ -105,14 +105,14 @@ class GraphRunner:
                 else:
                     graph.replay()
         finally:
-            # The first reading of the device since the loan began.
+            # The first read from the device since the replay began.
             cache.pool._free = int(step.top)
             seen, entries = step.seen.tolist(), cache.length.flatten(1).sum(1).tolist()
-            for lane, session in enumerate(sessions):
-                appended = (seen[lane] - session.seen) * engine.spec.rows
+            for batch_slot, session in enumerate(sessions):
+                appended = (seen[batch_slot] - session.seen) * engine.spec.rows
                 session.evicted += session.entries + appended - entries[session.seq]
-                session.next_position += seen[lane] - session.seen
-                session.seen, session.entries = seen[lane], entries[session.seq]
+                session.next_position += seen[batch_slot] - session.seen
+                session.seen, session.entries = seen[batch_slot], entries[session.seq]
         if int(step.room.error):
             raise BudgetError("the page pool was too small for a step; this is a bug in mmkv")
         rows = step.said[: len(sessions), :steps].tolist()
@@ -173,8 +173,8 @@ class GraphRunner:
         }
         for name, values in columns.items():
             getattr(step, name).copy_(torch.tensor(values))
-        for lane, session in enumerate(sessions):
-            step.set_budget(lane, session.budget)
+        for batch_slot, session in enumerate(sessions):
+            step.set_budget(batch_slot, session.budget)
         step.top.fill_(self.engine.cache.pool.free_pages)
         step.index.zero_()
         step.said.fill_(-1)
@@ -187,7 +187,7 @@ class GraphRunner:
 
 
 def _captured(step: StaticStep) -> torch.cuda.CUDAGraph | None:
-    """The step as a graph; None on a CPU. All lanes are idle meanwhile, so nothing changes."""
+    """Capture the step as a graph; None on a CPU. All slots are idle then, so nothing changes."""
     if step.seqs.device.type != "cuda":
         return None
     side = torch.cuda.Stream()

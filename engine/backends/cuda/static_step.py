@@ -3,7 +3,7 @@
 Append, attention, eviction and page bookkeeping read and change the same tensors as the eager
 path (``step``), through the kernels of ``kernels``. All shapes are fixed and
 nothing is read back, so the step can be captured as a CUDA graph; on a CPU the kernels' torch
-twins run it, for tests.
+references run it, for tests.
 """
 
 from __future__ import annotations
@@ -35,16 +35,18 @@ if TYPE_CHECKING:
 
 
 class StaticStep:
-    """The step and its buffers for B lanes; a lane is a sequence, or idle.
+    """The step and its buffers for B batch slots; a batch slot is a sequence, or idle.
 
     Attributes:
-        most_entries: of one lane, so many at most may stand when it is evicted from.
-        seqs: ``[B]`` int64 sequence slots, -1 idle. A lane becomes idle when it says a stop token.
+        most_entries: of one batch slot, so many at most may stand when it is evicted from.
+        seqs: ``[B]`` int64 sequence slots, -1 idle. A batch slot becomes idle when it says a stop
+            token.
         token: ``[B]`` int64, what is appended next.
         seen: ``[B]`` int64 tokens seen; rope_position: ``[B]`` int64 of the next token.
         allowed: ``[B]`` int64 entries that may stay; share: ``[B]`` float64, above 0 for budgets
             that are a fraction of the tokens seen.
-        said: ``[B, steps]`` int64, the tokens chosen, -1 where a lane was idle; index: ``[1]``.
+        said: ``[B, steps]`` int64, the tokens chosen, -1 where a batch slot was idle; index:
+            ``[1]``.
         seed: ``[B]`` int64; columns: settings of the draw, or None for greedy decoding.
     """
 
@@ -90,7 +92,7 @@ class StaticStep:
             self.columns = SamplingColumns(ones, integers(batch), ones.clone())
 
     def fits(self, entries: int = 0) -> bool:
-        """Whether lanes may hold so many entries, and pool and tables are still the same ones."""
+        """Whether a slot may hold so many entries, and pool and tables are still the same ones."""
         cache, rows = self.engine.cache, self.rows
         return (
             entries <= self.most_entries
@@ -100,16 +102,16 @@ class StaticStep:
             and rows.table is cache.table
         )
 
-    def set_budget(self, lane: int, budget: Budget) -> None:
-        """Bound a lane by ``budget``."""
+    def set_budget(self, batch_slot: int, budget: Budget) -> None:
+        """Bound a batch slot by ``budget``."""
         engine, pool = self.engine, self.engine.cache.pool
-        self.share[lane] = budget.value if budget.kind == "fraction" else 0
+        self.share[batch_slot] = budget.value if budget.kind == "fraction" else 0
         if budget.kind != "fraction":
             rows = engine.spec.rows
-            self.allowed[lane] = budget.entries(rows, 0, pool.page_size, pool.page_bytes)
+            self.allowed[batch_slot] = budget.entries(rows, 0, pool.page_size, pool.page_bytes)
 
     def run(self) -> None:
-        """Append every lane's token, choose the next, evict."""
+        """Append every batch slot's token, choose the next, evict."""
         engine, pool, spec = self.engine, self.engine.cache.pool, self.engine.spec
         weights, eps = engine.decoder.weights, spec.rms_eps
         slots = make_room(self.room, self.rows, self.seqs)

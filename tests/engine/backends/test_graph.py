@@ -1,6 +1,6 @@
 """The step without the host against the eager one: same tokens, same entries, same pages.
 
-On a CPU the torch twins of the kernels run; where CUDA is, the captured graph does.
+On a CPU the torch references of the kernels run; where CUDA is, the captured graph does.
 """
 
 from __future__ import annotations
@@ -75,7 +75,8 @@ def test_the_static_step_is_the_eager_step(model: str, policy: str, lookahead: f
     assert said == eager(reference, two, [3, 4, 5], 14)
     same(one, two)
     assert all(s.evicted > 0 for s in one) == ours.policy.evicts
-    # On from there: larger tables, fewer lanes, another order; then eager steps on the result.
+    # On from there: larger tables, fewer batch slots, another order; then eager steps on the
+    # result.
     for sessions in (one, two):
         sessions[0].prefill({"input_ids": text_ids(60, 9)[None]})
     one, two = [one[2], one[0]], [two[2], two[0]]
@@ -108,7 +109,7 @@ def test_a_larger_budget_makes_a_larger_step() -> None:
     assert step.most_entries >= 41 * ours.spec.rows > 8 * ours.spec.rows
 
 
-def test_a_lane_stops_at_its_stop_token_and_the_others_go_on() -> None:
+def test_a_batch_slot_stops_at_its_stop_token_and_the_others_go_on() -> None:
     ours, reference = (engine_for("qwen3_vl") for _ in range(2))
     one, two = opened(ours, 2), opened(reference, 2)
     free = eager(reference, two, [3, 4], 12)

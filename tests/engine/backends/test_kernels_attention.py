@@ -105,8 +105,8 @@ def test_half_precision(form, dtype) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_idle_lanes_layers_and_strided_queries(form) -> None:
-    """Lanes of -1 read nothing and give zeros; the scratch serves layer after layer."""
+def test_idle_batch_slots_layers_and_strided_queries(form) -> None:
+    """Batch slots of -1 read nothing and give zeros; the scratch serves layer after layer."""
     length = torch.tensor([[[40, 16], [3, 70]], [[33, 0], [20, 90]]])
     cache = paged(length, 16, 32, torch.float32, DEVICE)
     seqs = [1, -1, 0]

@@ -104,7 +104,7 @@ class Machine:
 
     def evict(self, form: Any, seqs: list[int], budgets: list[int], slack: int) -> list[int]:
         """On both sides; the whole state must agree afterwards."""
-        seen = [self.seen[seq] for seq in seqs]  # of an idle lane: any number
+        seen = [self.seen[seq] for seq in seqs]  # of an idle batch slot: any number
         dropped = form(
             self.work, self.policy, self.rows, self.columns, on_device(seqs), on_device(seen),
             on_device(budgets), slack,
@@ -214,7 +214,7 @@ def test_rows_longer_than_a_block(form: Any, name: str, budget: int) -> None:
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("why", ["entries", "positions"])
 def test_a_sequence_too_large_for_the_buffers_is_left_and_named(form: Any, why: str) -> None:
-    """The lane after it evicts all the same, and its pages lie where they should."""
+    """The batch slot after it evicts all the same, and its pages lie where they should."""
     machine = Machine(make_policy("dbtrimkv"), "all different", seed=7)
     held = machine.cache.length.sum((1, 2)).tolist()
     seen = list(machine.seen)
@@ -324,7 +324,8 @@ LONG, INT = "*i64", "*i32"
 LONGS = ["seqs", "seen", "allowed", "length", "table", "top", "top_before", "stack", "plan",
          "dropped", "state", "threshold"]  # fmt: skip
 INTS = ["starts", "keys", "ties", "counts", "freed", "position", "pool_position"]
-SCALARS = ["rows", "width", "capacity", "lanes", "chunks", "slack", "most_entries", "most_seen",
+SCALARS = ["rows", "width", "capacity", "batch_slots", "chunks", "slack", "most_entries",
+           "most_seen",
            "protect_first", "protect_recent"]  # fmt: skip
 TYPES = (
     dict.fromkeys(LONGS, LONG) | dict.fromkeys(INTS, INT) | dict.fromkeys(SCALARS, "i32")

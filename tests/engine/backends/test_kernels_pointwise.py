@@ -130,17 +130,17 @@ def test_dispatch_on_a_cpu_is_the_twin() -> None:
 # --- the next token ------------------------------------------------------------------------
 
 
-def columns(lanes: int, **values: Any) -> SamplingColumns:
-    return columns_of([Draw(**values)] * lanes, DEVICE)[0]
+def columns(batch_slots: int, **values: Any) -> SamplingColumns:
+    return columns_of([Draw(**values)] * batch_slots, DEVICE)[0]
 
 
-def frequencies(row: Tensor, lanes: int = 20_000, **values: Any) -> Tensor:
+def frequencies(row: Tensor, batch_slots: int = 20_000, **values: Any) -> Tensor:
     """How often each token is drawn from ``row [vocab]`` when the noise covers [0, 1) evenly."""
-    noise = (torch.arange(lanes, device=DEVICE, dtype=torch.float64) + 0.5) / lanes
-    rows = row.to(DEVICE).expand(lanes, -1).contiguous()
-    drawn = sample(rows, columns(lanes, **values), noise)
-    assert drawn.dtype == torch.int64 and drawn.shape == (lanes,)
-    return torch.bincount(drawn.cpu(), minlength=row.numel()).double() / lanes
+    noise = (torch.arange(batch_slots, device=DEVICE, dtype=torch.float64) + 0.5) / batch_slots
+    rows = row.to(DEVICE).expand(batch_slots, -1).contiguous()
+    drawn = sample(rows, columns(batch_slots, **values), noise)
+    assert drawn.dtype == torch.int64 and drawn.shape == (batch_slots,)
+    return torch.bincount(drawn.cpu(), minlength=row.numel()).double() / batch_slots
 
 
 SETTINGS = [
@@ -159,7 +159,7 @@ SETTINGS = [
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
 @pytest.mark.parametrize("ties", [False, True])
 def test_the_distribution_is_that_of_the_sampler(setting: dict[str, Any], ties: bool) -> None:
-    """With evenly spread noise each token's share is its probability, to 1 / lanes a side."""
+    """With evenly spread noise each token's share is its probability, to 1 / batch slots a side."""
     row = torch.randn(50, generator=torch.Generator().manual_seed(3)) * 3
     if ties:
         row = row.round()  # as logits of a bfloat16 head are: equal values everywhere
@@ -169,7 +169,7 @@ def test_the_distribution_is_that_of_the_sampler(setting: dict[str, Any], ties: 
     assert not got[wanted == 0].any()
 
 
-def test_lanes_have_their_own_settings() -> None:
+def test_batch_slots_have_their_own_settings() -> None:
     rows = normal(6, 300, std=2)
     setting = [
         Sampling(temperature=0.0),
@@ -180,17 +180,24 @@ def test_lanes_have_their_own_settings() -> None:
         Sampling(temperature=0.0, top_k=4),
     ]
     draws = [Draw(s.temperature, s.top_k, s.top_p) for s in setting]
-    lanes, _ = columns_of(draws, DEVICE)
+    batch_slots, _ = columns_of(draws, DEVICE)
     for step in range(50):
         noise = uniform(torch.arange(6, device=DEVICE), torch.full((6,), step, device=DEVICE))
-        drawn = sample(rows, lanes, noise)
-        for lane, one in enumerate(setting):
+        drawn = sample(rows, batch_slots, noise)
+        for batch_slot, one in enumerate(setting):
             if one.temperature == 0:
-                assert drawn[lane] == rows[lane].argmax()
+                assert drawn[batch_slot] == rows[batch_slot].argmax()
             else:
-                assert distribution(rows[lane], one)[drawn[lane]] > 0
-            alone = SamplingColumns(*(x[lane : lane + 1] for x in vars(lanes).values()))
-            assert sample(rows[lane : lane + 1], alone, noise[lane : lane + 1])[0] == drawn[lane]
+                assert distribution(rows[batch_slot], one)[drawn[batch_slot]] > 0
+            alone = SamplingColumns(
+                *(x[batch_slot : batch_slot + 1] for x in vars(batch_slots).values())
+            )
+            assert (
+                sample(
+                    rows[batch_slot : batch_slot + 1], alone, noise[batch_slot : batch_slot + 1]
+                )[0]
+                == drawn[batch_slot]
+            )
 
 
 def test_a_vocabulary_of_true_size() -> None:
@@ -218,7 +225,7 @@ def test_greedy_takes_the_first_of_equals() -> None:
 
 
 def test_noise_is_splitmix64() -> None:
-    """The published first outputs for seed 1234567, and even spread over lanes and counters."""
+    """The published first outputs for seed 1234567, and even spread over slots and counters."""
     from engine.backends.cuda.kernels import sample as module
 
     seed = 1234567
@@ -237,16 +244,16 @@ def test_noise_is_splitmix64() -> None:
 
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU")
 def test_sampling_is_captured_in_a_graph() -> None:
-    rows, lanes = normal(3, 5000, std=2), columns(3, temperature=0.9, top_k=20, top_p=0.8)
+    rows, batch_slots = normal(3, 5000, std=2), columns(3, temperature=0.9, top_k=20, top_p=0.8)
     seed, counter = torch.arange(3, device=DEVICE), torch.zeros(3, dtype=torch.int64, device=DEVICE)
-    sample(rows, lanes, uniform(seed, counter))
+    sample(rows, batch_slots, uniform(seed, counter))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        drawn = sample(rows, lanes, uniform(seed, counter))
+        drawn = sample(rows, batch_slots, uniform(seed, counter))
     for step in range(4):
         counter.fill_(step)
         graph.replay()
-        assert torch.equal(drawn, sample(rows, lanes, uniform(seed, counter)))
+        assert torch.equal(drawn, sample(rows, batch_slots, uniform(seed, counter)))
 
 
 # --- what the compiler makes of it ---------------------------------------------------------

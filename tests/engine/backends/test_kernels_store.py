@@ -215,18 +215,23 @@ def test_formulas_in_float64(
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_idle_lanes_do_nothing(form: Callable[..., Tensor], dtype: torch.dtype) -> None:
-    """Not even NaN inputs of a padding lane leave a trace, in the pool or in a neighbour."""
+def test_idle_batch_slots_do_nothing(form: Callable[..., Tensor], dtype: torch.dtype) -> None:
+    """Not even NaN inputs of a padding batch slot leave a trace, in the pool or in a neighbour."""
     case = Case.make(64, 2, 4, 64, dtype, True)
     want_query, want, _ = case.ours(form)
     cache = copy.deepcopy(case.cache)
     slots = cache.append(case.seqs, 1)[:, 0, :, 0]
     nothing = torch.full_like(slots[:1], -1)
-    lanes = [0, None, 1, 2, None]
+    batch_slots = [0, None, 1, 2, None]
 
     def pad(x: Tensor, idle: float) -> Tensor:
         filler = torch.full_like(x[:1], idle)
-        return torch.cat([filler if lane is None else x[lane : lane + 1] for lane in lanes])
+        return torch.cat(
+            [
+                filler if batch_slot is None else x[batch_slot : batch_slot + 1]
+                for batch_slot in batch_slots
+            ]
+        )
 
     nan = float("nan")
     readout = case.readout()
@@ -241,7 +246,7 @@ def test_idle_lanes_do_nothing(form: Callable[..., Tensor], dtype: torch.dtype) 
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_every_lane_idle(form: Callable[..., Tensor]) -> None:
+def test_every_batch_slot_idle(form: Callable[..., Tensor]) -> None:
     case = Case.make(32, 2, 2, 32, torch.float32, True)
     cache = copy.deepcopy(case.cache)
     slots = torch.full((3, 2), -1, device=DEVICE)

@@ -70,15 +70,15 @@ class Case:
         return cls(spec, cache, seqs, query, at, head_dim**-0.5, seen)
 
     def run(
-        self, form: Callable[..., Tensor], lanes: list[int], out: Tensor | None = None
+        self, form: Callable[..., Tensor], batch_slots: list[int], out: Tensor | None = None
     ) -> Tensor:
         cache = self.cache
         size = cache.table.shape[-1] * cache.pool.page_size
         if out is None:
-            out = torch.full((len(lanes), *cache.table.shape[1:3], size), 7.0, device=DEVICE)
+            out = torch.full((len(batch_slots), *cache.table.shape[1:3], size), 7.0, device=DEVICE)
         return form(
             self.query, self.query_position, cache.pool.keys, cache.pool.position, cache.length,
-            cache.table, torch.tensor(lanes, device=DEVICE), self.scale, out,
+            cache.table, torch.tensor(batch_slots, device=DEVICE), self.scale, out,
         )  # fmt: skip
 
     def spread(self, seq: int, values: Tensor) -> Tensor:
@@ -147,8 +147,8 @@ def test_matches_the_eager_window(
     case = Case.make(lengths, group, head_dim, window, page, layers=2, dtype=dtype)
     got = case.run(form, [1, 0])
     assert got.dtype == torch.float32
-    for lane, seq in enumerate((1, 0)):
-        assert_close(got[lane], case.eager(seq))
+    for batch_slot, seq in enumerate((1, 0)):
+        assert_close(got[batch_slot], case.eager(seq))
     # Shares of a row add up to 1: nothing is lost between blocks or splits.
     filled = case.cache.length[[1, 0]] > 0
     sums = got.sum(-1)
@@ -187,7 +187,7 @@ def test_no_query_yet(form: Callable[..., Tensor]) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_idle_lanes_leave_the_buffer_alone(form: Callable[..., Tensor]) -> None:
+def test_idle_batch_slots_leave_the_buffer_alone(form: Callable[..., Tensor]) -> None:
     case = Case.make([[12, 66], [3, 9]], 2, 32, 4)
     got = case.run(form, [-1, 1, -1])
     assert (got[[0, 2]] == 7).all()

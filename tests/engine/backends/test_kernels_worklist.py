@@ -68,7 +68,7 @@ def test_tiles_are_dealt_once_and_evenly(form, runs) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_idle_lanes_count_as_empty(form) -> None:
+def test_idle_batch_slots_count_as_empty(form) -> None:
     length = torch.tensor([[[40, 16]], [[33, 40]]])
     work = check(form, length, [-1, 1, -1], 16, 4)
     assert work.rows[0, :, 0].tolist() == [0, 0, 33, 40, 0, 0]

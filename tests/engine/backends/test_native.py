@@ -283,7 +283,7 @@ def test_scores_beyond_the_range_of_exp() -> None:
 @pytest.mark.parametrize("model", ["odd", "qwen2", "qwen3_vl_group8"])
 def test_bfloat16_copies_change_no_bit(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of weights that were published in bfloat16; others are not copied."""
-    assert not engine_for(model).native._brief.kept
+    assert not engine_for(model).native._bf16.kept
     engine = loaded.__wrapped__(model)
     weights = engine.decoder.weights
     matrices = [getattr(x, n) for x in weights.layers for n in ("qkv", "out", "gate_up", "down")]
@@ -292,9 +292,9 @@ def test_bfloat16_copies_change_no_bit(model: str, monkeypatch: pytest.MonkeyPat
     matrices[1][-1, -1] += 2.0**-20  # one that does not fit
     said = []
     for room in (0, 2**31):
-        monkeypatch.setattr("engine.backends.cpu.decoder._MOST_BRIEF_BYTES", room)
+        monkeypatch.setattr("engine.backends.cpu.decoder._MOST_BF16_BYTES", room)
         decoder = NativeDecoder(engine.spec, weights, engine.decoder.gates)
-        assert len(decoder._brief.kept) == (len(matrices) if room else 0)  # the head, less one
+        assert len(decoder._bf16.kept) == (len(matrices) if room else 0)  # the head, less one
         engine.native = decoder
         sessions = [engine.session() for _ in range(3)]
         for index, session in enumerate(sessions):

@@ -1,1 +1,1 @@
-"""GPU kernels and their torch twins: one idea per file, same signature, one test over both."""
+"""GPU kernels and their torch references: one idea per file, same signature, one test over both."""

@@ -42,7 +42,8 @@ class Room:
         error: ``[1]`` int32; 1 once a step did not fit. It stays until the host clears it, and
             until then nothing is appended: the host, which reads it a step late, finds the cache
             as the last step that fitted left it.
-        wanted: ``[B]`` int64 scratch, pages each lane takes; top_before: ``[1]`` int64 scratch.
+        wanted: ``[B]`` int64 scratch, pages each batch slot takes; top_before: ``[1]`` int64
+            scratch.
     """
 
     slots: Tensor
@@ -65,14 +66,15 @@ def empty_room(batch: int, rows: Rows) -> Room:
 def make_room(room: Room, rows: Rows, seqs: Tensor) -> Tensor:
     """Lengthen every row of the sequences ``seqs`` by one entry, which the caller fills.
 
-    Rows at the end of a page take a new one, in the order lane, layer, head. When the free pages
-    or the table's columns do not suffice, no row changes, all slots are -1 and ``room.error`` is
-    raised. No host sync on CUDA.
+    Rows at the end of a page take a new one, in the order batch slot, layer, head. When the free
+    pages or the table's columns do not suffice, no row changes, all slots are -1 and ``room.error``
+    is raised. No host sync on CUDA.
 
     Args:
         room: the result goes to ``room.slots``.
         rows: changed in place: lengths, tables and ``top``.
-        seqs: ``[B]`` int64, different sequence slots; -1 marks an idle lane, whose slots are -1.
+        seqs: ``[B]`` int64, different sequence slots; -1 marks an idle batch slot, whose slots are
+            -1.
 
     Returns:
         ``room.slots``.
@@ -85,7 +87,7 @@ def make_room(room: Room, rows: Rows, seqs: Tensor) -> Tensor:
 
 
 def make_room_reference(room: Room, rows: Rows, seqs: Tensor) -> Tensor:
-    """The torch twin of :func:`make_room`."""
+    """The torch reference of :func:`make_room`."""
     size, width = rows.page_size, rows.table.shape[-1]
     live = seqs >= 0
     seq = seqs[live]

@@ -1,7 +1,8 @@
 """``kernels.append`` in Triton: one kernel counts the pages, one hands them out.
 
-Two launches, because every lane has to know what the lanes before it take, and whether all of it
-fits, before any row may change. One program owns one lane; it holds all rows of its sequence.
+Two launches, because every batch slot has to know what the batch slots before it take, and whether
+all of it fits, before any row may change. One program owns one batch slot; it holds all rows of its
+sequence.
 """
 
 # mypy: disable-error-code="import-not-found, import-untyped, no-untyped-def"
@@ -15,23 +16,25 @@ from torch import Tensor
 from engine.backends.cuda.kernels.append import Room, Rows
 
 WARPS = 4
-# A lane that cannot be served asks for more pages than there can be; sums of it do not overflow.
+# A batch slot that cannot be served asks for more pages than there can be; sums of it do not
+# overflow.
 TOO_MANY = tl.constexpr(1 << 40)
 
 
 def make_room(room: Room, rows: Rows, seqs: Tensor) -> Tensor:
     """See :func:`engine.backends.cuda.kernels.append.make_room`."""
-    lanes, count = seqs.shape[0], rows.length[0].numel()
+    batch_slots, count = seqs.shape[0], rows.length[0].numel()
     width = rows.table.shape[-1]
     block = triton.next_power_of_2(count)
-    count_kernel[(lanes,)](
+    count_kernel[(batch_slots,)](
         seqs, rows.length, rows.top, room.error, room.wanted, room.top_before, count, width,
         PAGE=rows.page_size, BLOCK=block, num_warps=WARPS,
     )  # fmt: skip
-    take_kernel[(lanes,)](
+    take_kernel[(batch_slots,)](
         seqs, rows.length, rows.table, rows.stack, rows.top, room.error, room.wanted,
-        room.top_before, room.slots, count, width, lanes,
-        PAGE=rows.page_size, BLOCK=block, LANES=triton.next_power_of_2(lanes), num_warps=WARPS,
+        room.top_before, room.slots, count, width, batch_slots,
+        PAGE=rows.page_size, BLOCK=block, BATCH=triton.next_power_of_2(batch_slots),
+        num_warps=WARPS,
     )  # fmt: skip
     return room.slots
 
@@ -41,9 +44,9 @@ def count_kernel(
     seqs, length, top, error, wanted, top_before, rows, width,
     PAGE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Pages that one lane takes; grid (B)."""
-    lane = tl.program_id(0)
-    seq = tl.load(seqs + lane)
+    """Pages that one batch slot takes; grid (B)."""
+    batch_slot = tl.program_id(0)
+    seq = tl.load(seqs + batch_slot)
     row = tl.arange(0, BLOCK)
     inside = (row < rows) & (seq >= 0)
     before = tl.load(length + seq * rows + row, mask=inside, other=1)
@@ -51,31 +54,31 @@ def count_kernel(
     crowded = inside & (before // PAGE >= width)
     count = tl.sum(fresh.to(tl.int64), 0)
     refused = (tl.max(crowded.to(tl.int32), 0) > 0) | (tl.load(error) != 0)
-    tl.store(wanted + lane, tl.where(refused, TOO_MANY, count))
-    if lane == 0:  # the next kernel writes `top` while others still need it
+    tl.store(wanted + batch_slot, tl.where(refused, TOO_MANY, count))
+    if batch_slot == 0:  # the next kernel writes `top` while others still need it
         tl.store(top_before, tl.load(top))
 
 
 @triton.jit
 def take_kernel(
-    seqs, length, table, stack, top, error, wanted, top_before, slots, rows, width, lanes,
-    PAGE: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr,
+    seqs, length, table, stack, top, error, wanted, top_before, slots, rows, width, batch_slots,
+    PAGE: tl.constexpr, BLOCK: tl.constexpr, BATCH: tl.constexpr,
 ):  # fmt: skip
-    """Pages, lengths and slots of one lane; grid (B)."""
-    lane = tl.program_id(0)
-    other = tl.arange(0, LANES)
-    pages = tl.load(wanted + other, mask=other < lanes, other=0)
+    """Pages, lengths and slots of one batch slot; grid (B)."""
+    batch_slot = tl.program_id(0)
+    other = tl.arange(0, BATCH)
+    pages = tl.load(wanted + other, mask=other < batch_slots, other=0)
     total = tl.sum(pages, 0)
-    first = tl.sum(tl.where(other < lane, pages, 0), 0)
+    first = tl.sum(tl.where(other < batch_slot, pages, 0), 0)
     free = tl.load(top_before)
     fits = total <= free
-    if lane == 0:
+    if batch_slot == 0:
         if fits:
             tl.store(top, free - total)
         else:
             tl.store(error, 1)
 
-    seq = tl.load(seqs + lane)
+    seq = tl.load(seqs + batch_slot)
     row = tl.arange(0, BLOCK)
     exists = row < rows
     served = exists & (seq >= 0) & fits
@@ -92,4 +95,4 @@ def take_kernel(
     tl.store(cell, page, mask=fresh)
     tl.store(length + source, before + 1, mask=served)
     slot = tl.where(served, page * PAGE + before % PAGE, -1)
-    tl.store(slots + lane * rows + row, slot, mask=exists)
+    tl.store(slots + batch_slot * rows + row, slot, mask=exists)

@@ -93,8 +93,8 @@ def decode_attention(
         layer: its index in ``work`` and ``table``.
         partials: scratch; layers run one after the other, so one is enough.
         scale: factor on the logits, above 0.
-        out: ``[B, Hq, D]`` contiguous, written in its dtype. Rows without entries and idle lanes
-            get zeros.
+        out: ``[B, Hq, D]`` contiguous, written in its dtype. Rows without entries and idle batch
+            slots get zeros.
         lse: ``[B, Hq]`` float32 contiguous or None, written: natural log-sum-exp of the logits,
             -inf without entries.
     """

@@ -65,12 +65,12 @@ def _merge(
 ):  # fmt: skip
     """Sums ``[GROUP, BLOCK_D]``, peak and total of a row from its pieces, in their order."""
     BLOCK: tl.constexpr = MERGE_ELEMENTS // (GROUP * BLOCK_D)
-    lane, g, d = tl.arange(0, BLOCK), tl.arange(0, GROUP), tl.arange(0, BLOCK_D)
+    batch_slot, g, d = tl.arange(0, BLOCK), tl.arange(0, GROUP), tl.arange(0, BLOCK_D)
     peak = tl.full([GROUP], float("-inf"), tl.float32)
     total = tl.zeros([GROUP], tl.float32)
     acc = tl.zeros([GROUP, BLOCK_D], tl.float32)
     for base in range(0, pieces, BLOCK):
-        piece = base + lane
+        piece = base + batch_slot
         spot = 2 * (first + piece) + (piece == 0).to(tl.int32)
         to = spot[:, None] * G + g[None, :]
         there = (piece < pieces)[:, None] & (g < G)[None, :]
@@ -120,24 +120,24 @@ def decode_kernel(
     entries = tl.load(runs + run * 8 + 3)
     source = tl.load(runs + run * 8 + 4)
 
-    lane, g, d = tl.arange(0, TILE), tl.arange(0, PADDED), tl.arange(0, BLOCK_D)
+    batch_slot, g, d = tl.arange(0, TILE), tl.arange(0, PADDED), tl.arange(0, BLOCK_D)
     in_head = (d < D)[None, :]
     live = (g < G)[:, None] & in_head
     factor = scale * LOG2_E  # applied to differences of logits, which it then rounds least
     peak = tl.full([PADDED], float("-inf"), tl.float32)
-    total = tl.zeros([PADDED, TILE], tl.float32)  # summed over lanes only where a row ends
+    total = tl.zeros([PADDED, TILE], tl.float32)  # summed over batch slots only where a row ends
     acc = tl.zeros([PADDED, BLOCK_D], tl.float32)
     # Page ids are read one tile before keys and values, which then need not wait for them.
     pages = tl.load(
-        table + source.to(tl.int64) * width + (at + lane) // P,
-        mask=(at + lane < entries) & (tiles > 0), other=0,
+        table + source.to(tl.int64) * width + (at + batch_slot) // P,
+        mask=(at + batch_slot < entries) & (tiles > 0), other=0,
     ).to(tl.int32)  # fmt: skip
     # A plain range: under tl.range(num_stages=...) the compiler stages the page ids as well, and
     # then gives up on the overlap of all loads.
     for step in range(0, tiles):
-        there = at + lane < entries
+        there = at + batch_slot < entries
         mask = there[:, None] & in_head
-        slot = pages.to(tl.int64) * (P * D) + (at + lane) % P * D
+        slot = pages.to(tl.int64) * (P * D) + (at + batch_slot) % P * D
         # The query is read with every tile (an eighth of its bytes at most, from L2), so
         # that a new row does not stop the loop.
         q = tl.load(
@@ -183,8 +183,8 @@ def decode_kernel(
         else:
             at += TILE
         pages = tl.load(
-            table + source.to(tl.int64) * width + (at + lane) // P,
-            mask=(at + lane < entries) & more, other=0,
+            table + source.to(tl.int64) * width + (at + batch_slot) // P,
+            mask=(at + batch_slot < entries) & more, other=0,
         ).to(tl.int32)  # fmt: skip
 
     # A run shares with others at most its first row and its last. Both are told of at once.

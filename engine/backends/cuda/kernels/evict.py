@@ -34,8 +34,9 @@ class Eviction:
     """Static buffers of one batch bucket; R = layers x KV heads.
 
     Attributes:
-        dropped: ``[B]`` int64, the result: entries evicted from each lane; -1 where a lane had to
-            evict and could not, being larger than these buffers (nothing has changed there).
+        dropped: ``[B]`` int64, the result: entries evicted from each batch slot; -1 where a batch
+            slot had to evict and could not, being larger than these buffers (nothing has changed
+            there).
         most_entries: entries of one sequence that fit.
         keys, ties: ``[B, N]`` int32 holding uint32: per entry, row after row, its score mapped so
             that unsigned numbers order as floats do, and ``position * R + row``.
@@ -115,7 +116,8 @@ def evict(
         policy: one that is :func:`supported`.
         rows: changed in place: lengths, ``stack`` and ``top``; tables stay as they are.
         pool: entries move inside their rows, in all columns.
-        seqs: ``[B]`` int64, different sequence slots; -1 marks an idle lane, which drops nothing.
+        seqs: ``[B]`` int64, different sequence slots; -1 marks an idle batch slot, which drops
+            nothing.
         seen: ``[B]`` int64 tokens seen, positions lie below; allowed: ``[B]`` int64 entries that
             may stay. Both are read on the device.
         slack: ``(evict_every - 1) * R``.
@@ -140,15 +142,15 @@ def evict_reference(
     allowed: Tensor,
     slack: int = 0,
 ) -> Tensor:
-    """The torch twin of :func:`evict`: the policy's own victims, sequence after sequence."""
+    """The torch reference of :func:`evict`: the policy's own victims, sequence after sequence."""
     work.dropped.zero_()
-    for lane, seq in enumerate(seqs.tolist()):
+    for batch_slot, seq in enumerate(seqs.tolist()):
         length = rows.length[max(seq, 0)].flatten()
-        entries, budget, now = int(length.sum()), int(allowed[lane]), int(seen[lane])
+        entries, budget, now = int(length.sum()), int(allowed[batch_slot]), int(seen[batch_slot])
         if seq < 0 or entries <= budget + slack:
             continue
         if entries > work.most_entries or now * length.numel() > MOST_TIES:
-            work.dropped[lane] = -1
+            work.dropped[batch_slot] = -1
             continue
         row = torch.repeat_interleave(length)
         offset = torch.arange(entries, device=row.device) - (length.cumsum(0) - length)[row]
@@ -162,7 +164,7 @@ def evict_reference(
         )
         victims = policy.victims(view, budget)
         _drop(rows, pool, seq, row, offset, slot, victims)
-        work.dropped[lane] = victims.numel()
+        work.dropped[batch_slot] = victims.numel()
     return work.dropped
 
 

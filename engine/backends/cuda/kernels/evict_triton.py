@@ -42,18 +42,19 @@ def evict(
     slack: int = 0,
 ) -> Tensor:
     """See ``evict``: 5 + TURNS launches, or 4 with a budget per row."""
-    lanes, count = work.starts.shape
+    batch_slots, count = work.starts.shape
     width, page = rows.table.shape[-1], rows.page_size
     capacity, dim = work.keys.shape[1], pool.keys.shape[-1]
     block = triton.next_power_of_2(count)
     per_row = type(policy.allocation) is HeadAllocation
-    plan_kernel[(lanes,)](
+    plan_kernel[(batch_slots,)](
         seqs, seen, allowed, rows.length, rows.top, work.plan, work.starts, work.counts,
-        work.dropped, work.top_before, count, slack, work.most_entries, MOST_TIES // count, lanes,
+        work.dropped, work.top_before, count, slack, work.most_entries, MOST_TIES // count,
+        batch_slots,
         BLOCK=block, TURNS=TURNS, BINS=BINS, num_warps=PLAN_WARPS,
     )  # fmt: skip
     kind, ahead = score_triton.horizon(policy)
-    score_triton.score_kernel[(lanes, count)](
+    score_triton.score_kernel[(batch_slots, count)](
         seqs, seen, rows.length, rows.table, pool.log_beta, pool.position, work.plan, work.starts,
         work.keys, work.ties, count, width, capacity, ahead,
         policy.protect_first, policy.protect_recent,
@@ -61,11 +62,11 @@ def evict(
     )  # fmt: skip
     if not per_row:
         for turn in range(TURNS + 1):
-            select_triton.count_kernel[(lanes, work.chunks if turn < TURNS else 1)](
-                work.keys, work.ties, work.plan, work.state, work.counts, capacity, lanes,
+            select_triton.count_kernel[(batch_slots, work.chunks if turn < TURNS else 1)](
+                work.keys, work.ties, work.plan, work.state, work.counts, capacity, batch_slots,
                 work.chunks, TURN=turn, BLOCK=BLOCK, num_warps=select_triton.WARPS,
             )  # fmt: skip
-    fill_kernel[(lanes, count)](
+    fill_kernel[(batch_slots, count)](
         seqs, rows.length, rows.table,
         pool.keys, pool.values, pool.log_beta, pool.position, pool.modality,
         work.plan, work.starts, work.keys, work.ties, work.state[TURNS], work.freed,
@@ -73,9 +74,9 @@ def evict(
         PER_ROW=per_row, PAGE=page, DIM=dim, DIM_BLOCK=triton.next_power_of_2(dim),
         BLOCK=FILL_BLOCK, MOVES=MOVES, num_warps=FILL_WARPS,
     )  # fmt: skip
-    pages_kernel[(lanes,)](
+    pages_kernel[(batch_slots,)](
         seqs, rows.length, rows.table, rows.stack, rows.top, work.top_before, work.plan,
-        work.freed, work.dropped, count, width, lanes,
+        work.freed, work.dropped, count, width, batch_slots,
         PAGE=page, BLOCK=PAGES_BLOCK, ROWS=block, num_warps=PAGES_WARPS,
     )  # fmt: skip
     return work.dropped
@@ -84,29 +85,31 @@ def evict(
 @triton.jit
 def plan_kernel(
     seqs, seen, allowed, length, top, plan, starts, counts, dropped, top_before,
-    rows, slack, most_entries, most_seen, lanes,
+    rows, slack, most_entries, most_seen, batch_slots,
     BLOCK: tl.constexpr, TURNS: tl.constexpr, BINS: tl.constexpr,
 ):  # fmt: skip
     """What one sequence has to give up; grid (B)."""
-    lane = tl.program_id(0)
-    seq = tl.load(seqs + lane)
+    batch_slot = tl.program_id(0)
+    seq = tl.load(seqs + batch_slot)
     row = tl.arange(0, BLOCK)
     exists = row < rows
     count = tl.load(length + seq * rows + row, mask=exists & (seq >= 0), other=0)
-    tl.store(starts + lane * rows + row, (tl.cumsum(count, 0) - count).to(tl.int32), mask=exists)
+    tl.store(
+        starts + batch_slot * rows + row, (tl.cumsum(count, 0) - count).to(tl.int32), mask=exists
+    )
     entries = tl.sum(count, 0)
-    budget = tl.load(allowed + lane)
+    budget = tl.load(allowed + batch_slot)
     over = (seq >= 0) & (entries > budget + slack)
-    fits = (entries <= most_entries) & (tl.load(seen + lane) <= most_seen)
-    tl.store(plan + lane * 4, tl.where(over & fits, entries, 0))
-    tl.store(plan + lane * 4 + 1, entries - budget)
-    tl.store(plan + lane * 4 + 2, budget // rows)
+    fits = (entries <= most_entries) & (tl.load(seen + batch_slot) <= most_seen)
+    tl.store(plan + batch_slot * 4, tl.where(over & fits, entries, 0))
+    tl.store(plan + batch_slot * 4 + 1, entries - budget)
+    tl.store(plan + batch_slot * 4 + 2, budget // rows)
     turn = tl.arange(0, TURNS)[:, None]
-    cell = (turn * lanes + lane) * BINS + tl.arange(0, BINS)[None, :]
+    cell = (turn * batch_slots + batch_slot) * BINS + tl.arange(0, BINS)[None, :]
     tl.store(counts + cell, tl.zeros([TURNS, BINS], tl.int32))
     # The last kernel writes the number of those that do evict.
-    tl.store(dropped + lane, tl.where(over, -1, 0).to(tl.int64))
-    if lane == 0:  # the last kernel writes `top` while others still need it
+    tl.store(dropped + batch_slot, tl.where(over, -1, 0).to(tl.int64))
+    if batch_slot == 0:  # the last kernel writes `top` while others still need it
         tl.store(top_before, tl.load(top))
 
 
@@ -123,22 +126,22 @@ def fill_kernel(
     ascending order. The pairs are found MOVES at a time, by counting: rows lose about one entry
     per step, and nothing has to be written down.
     """
-    lane = tl.program_id(0)
+    batch_slot = tl.program_id(0)
     row = tl.program_id(1)
-    tl.store(freed + lane * rows + row, 0)
-    if tl.load(plan + lane * 4) == 0:
+    tl.store(freed + batch_slot * rows + row, 0)
+    if tl.load(plan + batch_slot * 4) == 0:
         return
-    source = tl.load(seqs + lane) * rows + row
+    source = tl.load(seqs + batch_slot) * rows + row
     before = tl.load(length + source).to(tl.int32)
-    start = lane.to(tl.int64) * capacity + tl.load(starts + lane * rows + row)
+    start = batch_slot.to(tl.int64) * capacity + tl.load(starts + batch_slot * rows + row)
     if PER_ROW:
-        gone = before - tl.load(plan + lane * 4 + 2).to(tl.int32)
+        gone = before - tl.load(plan + batch_slot * 4 + 2).to(tl.int32)
         if gone <= 0:
             return
         key_at, tie_at = lowest_of_row(keys, ties, start, before, gone.to(tl.int64), BLOCK)
     else:
-        key_at = tl.load(threshold + lane * 4)
-        tie_at = tl.load(threshold + lane * 4 + 1)
+        key_at = tl.load(threshold + batch_slot * 4)
+        tie_at = tl.load(threshold + batch_slot * 4 + 1)
         gone = tl.zeros([], tl.int32)
         for base in range(0, before, BLOCK):
             offset = base + tl.arange(0, BLOCK)
@@ -148,7 +151,7 @@ def fill_kernel(
             return
     after = before - gone
     tl.store(length + source, after.to(tl.int64))
-    tl.store(freed + lane * rows + row, tl.cdiv(before, PAGE) - tl.cdiv(after, PAGE))
+    tl.store(freed + batch_slot * rows + row, tl.cdiv(before, PAGE) - tl.cdiv(after, PAGE))
 
     pages = table + source * width
     for first in range(0, tl.minimum(gone, after), MOVES):
@@ -190,27 +193,27 @@ def fill_kernel(
 
 @triton.jit
 def pages_kernel(
-    seqs, length, table, stack, top, top_before, plan, freed, dropped, rows, width, lanes,
+    seqs, length, table, stack, top, top_before, plan, freed, dropped, rows, width, batch_slots,
     PAGE: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Give back the pages that one sequence no longer needs; grid (B)."""
-    lane = tl.program_id(0)
-    given = tl.zeros([], tl.int32)  # by the lanes before
-    for base in range(0, lane * rows, BLOCK):
+    batch_slot = tl.program_id(0)
+    given = tl.zeros([], tl.int32)  # by the batch slots before
+    for base in range(0, batch_slot * rows, BLOCK):
         index = base + tl.arange(0, BLOCK)
-        given += tl.sum(tl.load(freed + index, mask=index < lane * rows, other=0), 0)
+        given += tl.sum(tl.load(freed + index, mask=index < batch_slot * rows, other=0), 0)
     row = tl.arange(0, ROWS)
     exists = row < rows
-    mine = tl.load(freed + lane * rows + row, mask=exists, other=0)
+    mine = tl.load(freed + batch_slot * rows + row, mask=exists, other=0)
     free = tl.load(top_before) + given
-    if lane == lanes - 1:
+    if batch_slot == batch_slots - 1:
         tl.store(top, free + tl.sum(mine, 0))
-    entries = tl.load(plan + lane * 4)
+    entries = tl.load(plan + batch_slot * 4)
     if entries == 0:
         return
-    source = tl.load(seqs + lane) * rows + row
+    source = tl.load(seqs + batch_slot) * rows + row
     count = tl.load(length + source, mask=exists, other=0)
-    tl.store(dropped + lane, entries - tl.sum(count, 0))
+    tl.store(dropped + batch_slot, entries - tl.sum(count, 0))
     column = table + source * width + tl.cdiv(count, PAGE)
     place = stack + free + tl.cumsum(mine, 0) - mine
     for nth in range(0, tl.max(mine, 0)):

@@ -33,6 +33,6 @@ def rms_norm(x: Tensor, residual: Tensor | None, gain: Tensor, eps: float) -> tu
 def rms_norm_reference(
     x: Tensor, residual: Tensor | None, gain: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """The torch twin of :func:`rms_norm`: what the eager decoder does."""
+    """The torch reference of :func:`rms_norm`: what the eager decoder does."""
     total = x if residual is None else residual + x
     return F.rms_norm(total, gain.shape, gain, eps), total

@@ -62,7 +62,7 @@ def prefill_kernel(
     head = tl.program_id(1)
     entries = tl.load(length + head * length_head).to(tl.int32)
     mine = table + head.to(tl.int64) * table_head
-    lane, d = tl.arange(0, TILE), tl.arange(0, BLOCK_D)
+    batch_slot, d = tl.arange(0, TILE), tl.arange(0, BLOCK_D)
     in_head = (d < D)[None, :]
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = index < G * count
@@ -76,11 +76,11 @@ def prefill_kernel(
     peak = tl.full([BLOCK], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
     acc = tl.zeros([BLOCK, BLOCK_D], tl.float32)
-    pages = tl.load(mine + lane // P, mask=lane < entries, other=0).to(tl.int32)
+    pages = tl.load(mine + batch_slot // P, mask=batch_slot < entries, other=0).to(tl.int32)
     for at in range(0, entries, TILE):
-        there = at + lane < entries
+        there = at + batch_slot < entries
         mask = there[:, None] & in_head
-        slot = pages.to(tl.int64) * (P * D) + (at + lane) % P * D
+        slot = pages.to(tl.int64) * (P * D) + (at + batch_slot) % P * D
         key = tl.load(keys + slot[:, None] + d[None, :], mask=mask, other=0.0)
         value = tl.load(values + slot[:, None] + d[None, :], mask=mask, other=0.0)
         scores = tl.dot(q, tl.trans(key), input_precision="ieee")
@@ -93,7 +93,7 @@ def prefill_kernel(
             weight.to(value.dtype), value, acc * shrink[:, None], input_precision="ieee"
         )  # fmt: skip
         peak = high
-        ahead = at + TILE + lane
+        ahead = at + TILE + batch_slot
         pages = tl.load(mine + ahead // P, mask=ahead < entries, other=0).to(tl.int32)
 
     mean = acc / tl.where(total == 0, 1.0, total)[:, None]

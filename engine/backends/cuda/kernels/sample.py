@@ -15,7 +15,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class SamplingColumns:
-    """Settings of the lanes, as tensors on the device that replays read anew; each ``[B]``.
+    """Settings of the batch slots, as tensors on the device that replays read anew; each ``[B]``.
 
     Attributes:
         temperature: float32; 0 takes the likeliest token (the first of equals).
@@ -30,7 +30,7 @@ class SamplingColumns:
 
 @dataclass(frozen=True)
 class Draw:
-    """How one lane's tokens are drawn; see :class:`SamplingColumns`. ``seed``: of its own noise."""
+    """How one sequence's tokens are drawn; see :class:`SamplingColumns`. ``seed``: of its noise."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -60,21 +60,21 @@ def uniform(seed: Tensor, counter: Tensor) -> Tensor:
     """Noise for :func:`sample`: a float64 in [0, 1) for each (seed, counter), both ``[B]`` int64.
 
     Counter-based (SplitMix64: Steele, Lea, Flood, OOPSLA 2014), so a replay needs no generator
-    and a lane's draws do not depend on its neighbours. The counter is the token's index.
+    and a batch slot's draws do not depend on its neighbours. The counter is the token's index.
     """
     mixed = _mix(_mix(seed) + counter * _GOLDEN)
     return _shift(mixed, 11).double() * 2.0**-53
 
 
 def sample(logits: Tensor, columns: SamplingColumns, noise: Tensor) -> Tensor:
-    """Draw a token per lane, from the distribution of :func:`mmkv.sampling.distribution`.
+    """Draw a token per batch slot, from the distribution of :func:`mmkv.sampling.distribution`.
 
     Temperature, then top-k, then top-p over what top-k left (the smallest set of likeliest
     tokens that reaches ``top_p``).
 
     Args:
         logits: ``[B, vocab]`` float32.
-        columns: the lanes' settings.
+        columns: the batch slots' settings.
         noise: ``[B]`` float64 in [0, 1), as :func:`uniform` makes it.
 
     Returns:

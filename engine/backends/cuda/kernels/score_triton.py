@@ -45,14 +45,14 @@ def score_kernel(
     HORIZON: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Keys and ties of one row, see ``kernels.evict.Eviction``; grid (B, R)."""
-    lane = tl.program_id(0)
+    batch_slot = tl.program_id(0)
     row = tl.program_id(1)
-    if tl.load(plan + lane * 4) == 0:
+    if tl.load(plan + batch_slot * 4) == 0:
         return
-    now = tl.load(seen + lane).to(tl.int32)
-    source = tl.load(seqs + lane) * rows + row
+    now = tl.load(seen + batch_slot).to(tl.int32)
+    source = tl.load(seqs + batch_slot) * rows + row
     count = tl.load(length + source).to(tl.int32)
-    target = lane.to(tl.int64) * capacity + tl.load(starts + lane * rows + row)
+    target = batch_slot.to(tl.int64) * capacity + tl.load(starts + batch_slot * rows + row)
     for base in range(0, count, BLOCK):
         offset = base + tl.arange(0, BLOCK)
         live = offset < count

@@ -28,7 +28,7 @@ FEW = tl.constexpr(64)
 
 @triton.jit
 def count_kernel(
-    keys, ties, plan, state, counts, capacity, lanes, chunks,
+    keys, ties, plan, state, counts, capacity, batch_slots, chunks,
     TURN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One turn over one chunk of one sequence; grid (B, chunks), and (B, 1) for TURN 8.
@@ -37,24 +37,24 @@ def count_kernel(
     cost more. TURN 8 only concludes. Counts are whole numbers, so that the order in which programs
     add them up does not matter.
     """
-    lane = tl.program_id(0)
+    batch_slot = tl.program_id(0)
     chunk = tl.program_id(1)
     bins = tl.arange(0, BINS)
-    entries = tl.load(plan + lane * 4).to(tl.int32)
-    target = state + (TURN * lanes + lane) * 4
-    here = counts + (TURN * lanes + lane) * BINS + bins
+    entries = tl.load(plan + batch_slot * 4).to(tl.int32)
+    target = state + (TURN * batch_slots + batch_slot) * 4
+    here = counts + (TURN * batch_slots + batch_slot) * BINS + bins
     if TURN == 0:
         key_at = tl.zeros([], tl.int64)
         tie_at = tl.zeros([], tl.int64)
-        sought = tl.load(plan + lane * 4 + 1)
+        sought = tl.load(plan + batch_slot * 4 + 1)
         settled = tl.zeros([], tl.int64)
     else:  # read before it is known whether it is of use: one wait instead of three
-        source = target - lanes * 4
+        source = target - batch_slots * 4
         key_at = tl.load(source)
         tie_at = tl.load(source + 1)
         sought = tl.load(source + 2)
         settled = tl.load(source + 3)
-        total = tl.load(here - lanes * BINS)
+        total = tl.load(here - batch_slots * BINS)
     if entries == 0:
         return
     if TURN > 0:  # noqa: SIM102 - known to the compiler, unlike what follows
@@ -68,7 +68,7 @@ def count_kernel(
 
     if (TURN < 8) & (settled == 0):
         found = tl.zeros([BINS], tl.int32)
-        start = lane.to(tl.int64) * capacity
+        start = batch_slot.to(tl.int64) * capacity
         for base in range(chunk * BLOCK, entries, chunks * BLOCK):
             index = base + tl.arange(0, BLOCK)
             byte, agrees = look(keys, ties, start + index, index < entries, key_at, tie_at, TURN)
@@ -76,7 +76,7 @@ def count_kernel(
             if number > FEW:
                 found += tl.histogram(byte, BINS, mask=agrees)
             elif number > 0:
-                cell = counts + (TURN * lanes + lane) * BINS + byte
+                cell = counts + (TURN * batch_slots + batch_slot) * BINS + byte
                 tl.atomic_add(cell, 1, mask=agrees, sem="relaxed")
         tl.atomic_add(here, found, mask=found > 0, sem="relaxed")
 

@@ -57,7 +57,7 @@ def store_layer(
 ) -> Tensor:
     """Normalise, rotate and store one layer's new entries; one token of each of B sequences.
 
-    Lanes whose slots are -1 do nothing: nothing of theirs is stored, and their rows of the
+    Batch slots whose slots are -1 do nothing: nothing of theirs is stored, and their rows of the
     result mean nothing. Every intermediate is rounded where the eager decoder rounds it, so
     that both agree to the last bit but for the order of two sums (the mean square, the readout).
 
@@ -95,10 +95,10 @@ def store_layer_reference(
     position: Tensor,
     readout: Readout | None = None,
 ) -> Tensor:
-    """The torch twin of :func:`store_layer`, in the eager decoder's own operations."""
-    lanes, heads = slots.shape
+    """The torch reference of :func:`store_layer`, in the eager decoder's own operations."""
+    batch_slots, heads = slots.shape
     head_dim = pool.keys.shape[-1]
-    fused = qkv.reshape(lanes, -1, head_dim)
+    fused = qkv.reshape(batch_slots, -1, head_dim)
     rotated = fused.shape[1] - heads
     turned, value = fused[:, :rotated], fused[:, rotated:]
     if qk_norm is not None:

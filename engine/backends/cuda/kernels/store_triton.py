@@ -1,4 +1,4 @@
-"""``engine.backends.cuda.kernels.store`` in Triton: one program owns one KV head of one lane.
+"""``engine.backends.cuda.kernels.store`` in Triton: one program owns one KV head of one batch slot.
 
 Its tile holds the head's queries, key and value, one per row. All loads are independent and come
 before the first store, so that the latency of memory is paid once. The rotation's partner
@@ -34,17 +34,17 @@ def store_layer(
     readout: Readout | None = None,
 ) -> Tensor:
     """See :func:`engine.backends.cuda.kernels.store.store_layer`."""
-    lanes, heads = slots.shape
+    batch_slots, heads = slots.shape
     head_dim = pool.keys.shape[-1]
     group = qkv.shape[1] // (head_dim * heads) - 2
-    query = torch.empty(lanes, heads * group, head_dim, dtype=qkv.dtype, device=qkv.device)
+    query = torch.empty(batch_slots, heads * group, head_dim, dtype=qkv.dtype, device=qkv.device)
     cos, sin = (x.contiguous() for x in rope)
     # Stand-ins for what is absent are never read or written.
     trunk, weight, bias = (
         (readout.trunk, readout.weight, readout.bias) if readout else (qkv, cos, cos)
     )
     shape = sizes(group, head_dim, trunk.shape[1] if readout else 0)
-    store_kernel[(lanes, heads)](
+    store_kernel[(batch_slots, heads)](
         qkv, cos, sin, cos if qk_norm is None else qk_norm, slots, position,
         pool.keys, pool.values, pool.log_beta, pool.position, pool.modality, query,
         trunk, weight, bias,
@@ -76,11 +76,11 @@ def store_kernel(
     NORM: tl.constexpr, TRUNK: tl.constexpr,
     ROWS: tl.constexpr, DIM_BLOCK: tl.constexpr, TRUNK_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One KV head of one lane; grid (B, H). TRUNK of 0: no gate."""
-    lane = tl.program_id(0).to(tl.int64)
+    """One KV head of one batch slot; grid (B, H). TRUNK of 0: no gate."""
+    batch_slot = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
-    slot = tl.load(slots + lane * slots_row + head)
-    at = tl.load(position + lane)
+    slot = tl.load(slots + batch_slot * slots_row + head)
+    at = tl.load(position + batch_slot)
     dtype = query.dtype.element_ty
 
     # Rows of the tile: the group's queries, then the key, then the value.
@@ -93,7 +93,7 @@ def store_kernel(
     half: tl.constexpr = ROT // 2
     partner = tl.where(feature < half, feature + half, feature - half)
     partner = tl.where(feature < ROT, partner, feature)
-    start = qkv + lane * qkv_row + source * DIM
+    start = qkv + batch_slot * qkv_row + source * DIM
     x = tl.load(start + feature[None, :], mask=inside, other=0.0).to(tl.float32)
     y = tl.load(start + partner[None, :], mask=inside, other=0.0).to(tl.float32)
     plain = x
@@ -105,7 +105,7 @@ def store_kernel(
         x = ((x * scale).to(dtype).to(tl.float32) * x_gain).to(dtype).to(tl.float32)
         y = ((y * scale).to(dtype).to(tl.float32) * y_gain).to(dtype).to(tl.float32)
     # One angle for all rows, but read by each: a broadcast would go through shared memory.
-    angle = tl.broadcast_to(lane * ROT + feature[None, :], (ROWS, DIM_BLOCK))
+    angle = tl.broadcast_to(batch_slot * ROT + feature[None, :], (ROWS, DIM_BLOCK))
     rotates = turns & (feature < ROT)[None, :]
     c = tl.load(cos + angle, mask=rotates, other=1.0).to(tl.float32)
     s = tl.load(sin + angle, mask=rotates, other=0.0).to(tl.float32)
@@ -116,16 +116,20 @@ def store_kernel(
         for begin in tl.static_range(0, TRUNK, TRUNK_BLOCK):
             column = begin + tl.arange(0, TRUNK_BLOCK)
             known = column < TRUNK
-            t = tl.load(trunk + lane * trunk_row + column, mask=known, other=0.0).to(tl.float32)
+            t = tl.load(trunk + batch_slot * trunk_row + column, mask=known, other=0.0).to(
+                tl.float32
+            )
             active = (t / (1.0 + tl.exp(-t))).to(dtype).to(tl.float32)
             total += active * tl.load(weight + head * TRUNK + column, mask=known, other=0.0)
         z = tl.sum(total, 0) + tl.load(bias + head)
 
-    # Only now, so that no load had to wait for the slot; an idle lane's inputs are readable.
+    # Only now, so that no load had to wait for the slot; an idle batch slot's inputs are readable.
     if slot < 0:
         return
     is_query = inside & (row < GROUP)[:, None]
-    tl.store(query + (lane * HEADS * GROUP + source) * DIM + feature[None, :], turned, is_query)
+    tl.store(
+        query + (batch_slot * HEADS * GROUP + source) * DIM + feature[None, :], turned, is_query
+    )
     here = tl.broadcast_to(slot * DIM + feature[None, :], (ROWS, DIM_BLOCK))
     tl.store(keys + here, turned, inside & (row == GROUP)[:, None])
     tl.store(values + here, plain.to(dtype), inside & (row == GROUP + 1)[:, None])

@@ -22,6 +22,6 @@ def swiglu(gate_up: Tensor) -> Tensor:
 
 
 def swiglu_reference(gate_up: Tensor) -> Tensor:
-    """The torch twin of :func:`swiglu`."""
+    """The torch reference of :func:`swiglu`."""
     gate, up = gate_up.chunk(2, -1)
     return F.silu(gate) * up

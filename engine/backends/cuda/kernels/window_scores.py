@@ -29,7 +29,8 @@ def window_scores(
         query_position: ``[S, w]`` int64 token indices, -1 for queries not seen yet.
         keys: ``[pages, P, D]``; position: ``[pages, P]`` int32, the pool's.
         length: ``[S, L, H]`` int64; table: ``[S, L, H, W]`` int64 page ids.
-        seqs: ``[B]`` int64 sequences of the lanes; -1: the lane's part of ``out`` is left alone.
+        seqs: ``[B]`` int64 sequences of the batch slots; -1: the batch slot's part of ``out`` is
+            left alone.
         scale: factor on the logits.
         out: ``[B, L, H, W P]`` float32, contiguous, to be filled; None: a new one.
 
@@ -59,15 +60,15 @@ def window_scores_reference(
     scale: float,
     out: Tensor,
 ) -> Tensor:
-    """The torch twin of :func:`window_scores`: one row after the other. Syncs with the host."""
+    """The torch reference of :func:`window_scores`: row after row. Syncs with the host."""
     size, (layers, heads) = keys.shape[1], length.shape[1:]
     group = query.shape[2] // heads
-    for lane, seq in enumerate(seqs.tolist()):
+    for batch_slot, seq in enumerate(seqs.tolist()):
         if seq < 0:
             continue
         known = query_position[seq] >= 0
         at = query_position[seq, known].repeat(group)[:, None]
-        out[lane] = 0
+        out[batch_slot] = 0
         for layer in range(layers):
             for head in range(heads):
                 count = int(length[seq, layer, head])
@@ -78,5 +79,5 @@ def window_scores_reference(
                 scores = mine.float() @ keys.flatten(0, 1)[slot].float().T * scale
                 allowed = position.view(-1)[slot] <= at
                 share = scores.masked_fill(~allowed, -torch.inf).softmax(-1).nan_to_num(0.0)
-                out[lane, layer, head, :count] = share.sum(0) / max(at.numel(), 1)
+                out[batch_slot, layer, head, :count] = share.sum(0) / max(at.numel(), 1)
     return out

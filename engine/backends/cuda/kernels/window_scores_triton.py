@@ -34,18 +34,18 @@ def window_scores(
     out: Tensor,
 ) -> Tensor:
     """See :func:`engine.backends.cuda.kernels.window_scores.window_scores`."""
-    lanes, layers, heads, capacity = out.shape
+    batch_slots, layers, heads, capacity = out.shape
     window, head_dim = query.shape[3:]
     queries = query.shape[2] // heads * window
     splits = min(max(triton.cdiv(capacity, SHARE), 1), MOST_SPLITS)
     rows = layers * heads
-    partial = torch.empty(lanes * rows, splits, queries, device=keys.device)
+    partial = torch.empty(batch_slots * rows, splits, queries, device=keys.device)
     shape = sizes(queries, head_dim, keys.dtype)
     constants = {
         "ROWS": rows, "WINDOW": window, "DIM": head_dim, "PAGE": keys.shape[1],
         "PAGES": table.shape[3], "SPLITS": splits, **shape,
     }  # fmt: skip
-    grid = (lanes * rows, splits)
+    grid = (batch_slots * rows, splits)
     shared = (query, query_position, keys, position, length, table, seqs, partial)
     lse_kernel[grid](*shared, scale * LOG2_E, QUERIES=queries, **constants)
     probability_kernel[grid](*shared, out, scale * LOG2_E, QUERIES=queries, **constants)

@@ -107,7 +107,7 @@ def build_worklist(work: WorkList, seqs: Tensor, length: Tensor) -> None:
 
     Args:
         work: buffers whose batch is B.
-        seqs: ``[B]`` int64 sequence slots; -1 marks an idle lane, whose rows count as empty.
+        seqs: ``[B]`` int64 sequence slots; -1 marks an idle batch slot, whose rows count as empty.
         length: ``[S, L, H]`` int64 entries per row, those appended in this step included.
     """
     if on_triton(seqs):

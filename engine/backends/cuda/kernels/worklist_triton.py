@@ -46,10 +46,10 @@ def worklist_kernel(
 ):  # fmt: skip
     """Grid (layers, blocks). All programs of a layer repeat the sum over rows: it is short."""
     layer, block = tl.program_id(0), tl.program_id(1)
-    lane = tl.arange(0, BLOCK_ROWS)
+    batch_slot = tl.arange(0, BLOCK_ROWS)
     total = 0
     for base in range(0, rows, BLOCK_ROWS):
-        _, _, tiles = _read_rows(seqs, length, base + lane, layer, rows, layers, HEADS, TILE)
+        _, _, tiles = _read_rows(seqs, length, base + batch_slot, layer, rows, layers, HEADS, TILE)
         total += tl.sum(tiles, 0)
     wide = tl.cast(total, tl.int64)  # tiles * runs can pass 2**31
     busy = tl.cast(tl.minimum(total, runs), tl.int64)
@@ -62,7 +62,7 @@ def worklist_kernel(
     passed = tl.zeros([BLOCK_RUNS], tl.int32)  # and their tiles
     before = 0
     for base in range(0, rows, BLOCK_ROWS):
-        row = base + lane
+        row = base + batch_slot
         entries, source, tiles = _read_rows(seqs, length, row, layer, rows, layers, HEADS, TILE)
         end = before + tl.cumsum(tiles, 0)
         over = (end[None, :] <= begin[:, None]) & (row < rows)[None, :]
