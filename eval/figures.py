@@ -77,7 +77,8 @@ def draw_accuracy(values: Mapping[str, Any], path: Path) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 3.3), layout="constrained")
-    for panel, (name, title) in zip(figure.subplots(1, 3, sharey=True), _PANELS.items(), strict=True):
+    panels = figure.subplots(1, len(_PANELS), sharey=True)
+    for panel, (name, title) in zip(panels, _PANELS.items(), strict=True):
         drawn = values[name]
         panel.axhline(drawn["full"], color="0.4", linestyle="--", linewidth=1, label="full cache")
         for method, colour in _COLOURS.items():
@@ -93,8 +94,8 @@ def draw_accuracy(values: Mapping[str, Any], path: Path) -> None:
         panel.grid(alpha=0.25)
         panel.title.set_fontsize(10)
         panel.invert_xaxis()
-    figure.axes[0].set_ylabel("right answers")
-    figure.axes[0].legend(fontsize=8, loc="lower left")
+    panels[0].set_ylabel("right answers")
+    panels[0].legend(fontsize=8, loc="lower left")
     _save(figure, path, digest(values))
 
 
@@ -121,7 +122,7 @@ def draw_kept(path: Path, share: Fraction = Fraction(1, 16), seed: int = 4) -> N
     panel.imshow(shown, aspect="auto", cmap=colours, vmin=0, vmax=5, interpolation="nearest")
     heads = runtime.spec.num_kv_heads
     layers = range(runtime.spec.num_layers)
-    panel.set_yticks([heads * layer + (heads - 1) / 2 for layer in layers], [f"{n}" for n in layers])
+    panel.set_yticks([heads * layer + (heads - 1) / 2 for layer in layers], list(layers))
     for layer in layers[1:]:
         panel.axhline(heads * layer - 0.5, color="0.7", linewidth=0.6)
     panel.set(xlabel="token of the dialogue", ylabel=f"layer, {heads} KV heads each")

@@ -49,7 +49,7 @@ def main() -> None:
     parser.add_argument("model", nargs="?", default="assets/tiny-vlm")
     parser.add_argument("--dialogues", type=int, default=100, help="of each sort")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--output", type=Path, default=Path("eval/results/dialogue-accuracy.json"))
+    parser.add_argument("--output", type=Path, default=Path("eval/results/accuracy-dialogues.json"))
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     engine = Runtime.from_pretrained(args.model, policy="full", dtype="float32")

@@ -137,7 +137,7 @@ def main() -> None:
     parser.add_argument("--dialogues", type=int, default=0, help="of 3 pictures and 6 turns")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--output", type=Path, default=Path("eval/results/scenes-accuracy.json"))
+    parser.add_argument("--output", type=Path, default=Path("eval/results/accuracy-scenes.json"))
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     if args.backend == "transformers":

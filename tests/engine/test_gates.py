@@ -289,9 +289,7 @@ def test_trunks_stored_in_half_read_the_same_within_its_rounding(tmp_path: Path)
         assert 0 < (z - rounded).abs().max() < 2e-3
 
 
-@pytest.mark.parametrize(
-    "name", ["", "-dbtrimkv-1", "-longer-0", "-longer-1", "-trimkv-0", "-trimkv-1"]
-)
+@pytest.mark.parametrize("name", ["", "-trimkv-0"])
 def test_the_gates_of_smollm2_fit_it_and_the_repository(name: str) -> None:
     """30 layers, 3 KV heads, 576 features: what SmolLM2-135M's config says."""
     folder = bundled_model().parent / "gates" / f"smollm2-135m{name}"
@@ -308,13 +306,9 @@ def test_the_gates_of_smollm2_fit_it_and_the_repository(name: str) -> None:
     assert log_beta.quantile(0.05) < -0.03 and log_beta.quantile(0.95) > -0.003
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["dbtrimkv-1", "trimkv-0", "trimkv-1"]
-    + [f"{method}-M16-{seed}" for method in ("dbtrimkv", "trimkv") for seed in (0, 1)],
-)
+@pytest.mark.parametrize("name", ["dbtrimkv-1", "trimkv-0", "trimkv-1"])
 def test_the_gates_that_results_compare_with_differ_in_what_their_names_say(name: str) -> None:
-    """The sides and seeds of the README's table: one recipe, other seed or other method."""
+    """The methods and seeds of the README's table: one recipe, other seed or other method."""
     folder = bundled_model().parent / "gates" / f"tiny-vlm-{name}"
     engine = Runtime.from_pretrained(str(bundled_model()), gates=str(folder))
     assert engine.policy_note is None, "trained for other weights of the bundled model"
@@ -323,10 +317,20 @@ def test_the_gates_that_results_compare_with_differ_in_what_their_names_say(name
     assert theirs["base_sha256"] == ours["base_sha256"] and theirs["data"] == ours["data"]
     changed = {k: v for k, v in theirs["settings"].items() if ours["settings"][k] != v}
     del changed["output"]
-    method, *budget, seed = name.split("-")
+    method, seed = name.split("-")
     wanted: dict[str, object] = {"scope": "head", "tying": "none"} if method == "trimkv" else {}
-    wanted |= {"budget": 16.0} if budget else {}
     assert changed == (wanted | {"seed": 1} if seed == "1" else wanted)
+
+
+def test_committed_gates_are_small_and_keep_what_decides_in_float32() -> None:
+    """A trunk bears rounding, the readout and its bias near 10 do not."""
+    assets = bundled_model().parent
+    files = sorted([*assets.glob("gates/*/*.safetensors"), *assets.glob("tiny-vlm/gates/*.saf*")])
+    assert len(files) == 6
+    for file in files:
+        for name, tensor in load_file(file).items():
+            trunk = name.startswith("layers.")
+            assert tensor.dtype == (torch.float16 if trunk else torch.float32), (file, name)
 
 
 def test_gates_of_another_checkpoint_of_the_same_shape_are_named(tmp_path: Path) -> None:
