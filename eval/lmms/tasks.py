@@ -21,7 +21,7 @@ import yaml
 from engine.errors import InputError, MmkvError
 from eval.lmms.media import FOLDER
 from eval.lmms.mmdu import check
-from mmkv.resources import bundled_model
+from mmkv.resources import bundled_dialogues
 
 HERE = Path(__file__).resolve().parent.parent / "lmms_tasks"
 _KWARGS = "lmms_eval_specific_kwargs"
@@ -85,7 +85,7 @@ def write(names: Sequence[str], output: Path, data: Path | None = None) -> list[
         if name in known and (data is not None or given.endswith("_local") or name == "mmdu"):
             if data is None and name != "mmdu":
                 raise InputError(f"task {given} reads local files; add --data FOLDER")
-            made = _local(name, (data or bundled_model().parent).resolve(), shipped)
+            made = _local(name, (data or bundled_dialogues().parent).resolve(), shipped)
         elif data is not None and given.endswith("_local"):
             raise InputError(f"no local form of task {given}; there is one of {', '.join(known)}")
         else:

@@ -1,9 +1,10 @@
 """``python -m eval.mmdu.make``: our small dialogue set in MMDU's format, with exact answers.
 
-Held-out scenes of ``scenes`` in the dialogues of ``dialogues``, some with a page on
-which a word or number is written. Seeds are taken as they come but for dialogues that ask the same
-twice; nothing is selected by what a model answers. ``assets/mmdu`` is what this program writes. Its
-rows have one key more than MMDU's, ``exact``: the kind of each question.
+Held-out scenes of ``scenes`` in the dialogues of ``dialogues``, some with a page on which a word or
+number is written. Seeds are taken as they come but for dialogues that ask the same twice; nothing
+is selected by what a model answers. ``assets/mmdu`` is what this program writes, with the pictures
+in one archive (:func:`mmkv.resources.bundled_dialogues`). Rows have one key more than MMDU's,
+``exact``: the kind of each question.
 """
 
 from __future__ import annotations
@@ -11,6 +12,9 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import shutil
+import tempfile
+import zipfile
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
@@ -123,12 +127,25 @@ def write(folder: Path) -> int:
     return size + len(text)
 
 
+def pack(folder: Path) -> int:
+    """Write the set with its pictures in ``pictures.zip``, and return its size in bytes."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as draft:
+        size = write(Path(draft))
+        shutil.copy(Path(draft) / "benchmark.json", folder)
+        with zipfile.ZipFile(folder / "pictures.zip", "w") as archive:
+            for picture in sorted(Path(draft).glob("pictures/*.png")):
+                # No date of today: the same pictures are the same archive.
+                archive.writestr(zipfile.ZipInfo(picture.name), picture.read_bytes())
+    return size
+
+
 def main() -> None:
     """Run the program."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path, default=FOLDER)
     args = parser.parse_args()
-    size = write(args.output)
+    size = pack(args.output)
     print(f"{args.output}: {len(list(dialogues()))} dialogues, {size / 1024:.0f} KiB")
 
 

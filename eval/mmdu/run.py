@@ -36,9 +36,9 @@ class DataOptions:
     def source(self) -> tuple[Path, Path]:
         """The benchmark file and the folder of its pictures. Raises MmkvError."""
         if self.data is None:
-            from mmkv.resources import bundled_model
+            from mmkv.resources import bundled_dialogues
 
-            self.data = bundled_model().parent / "mmdu" / "benchmark.json"
+            self.data = bundled_dialogues() / "benchmark.json"
         return self.data, self.data.parent if self.images is None else self.images
 
     def read(self) -> tuple[list[Dialogue], list[Problem], Path]:

@@ -12,9 +12,9 @@ import numpy as np
 from datasets import Dataset, Image
 from PIL import Image as pil
 
-from eval.mmdu.make import FOLDER
 from mmkv.data.dialogues import clip
 from mmkv.data.scenes import Question, Scene, make_scene, object_names, questions, render
+from mmkv.resources import bundled_dialogues
 
 LETTERS = "ABCD"
 WORD = "\nAnswer the question using a single word or phrase."  # GQA's and TextVQA's last words
@@ -38,7 +38,7 @@ def write_all(folder: Path, count: int, reply: Callable[[pil.Image, str], str]) 
     _videomme(folder / "videomme")
     _video_mmmu(folder / "video_mmmu")
     _videomathqa(folder / "videomathqa")
-    shutil.copytree(FOLDER, folder / "mmdu")
+    shutil.copytree(bundled_dialogues(), folder / "mmdu")
 
 
 def asked(name: str, kinds: tuple[str, ...]) -> Iterator[tuple[Scene, Question]]:

@@ -123,14 +123,15 @@ def test_mmdu_is_answered_as_by_its_own_loop(chat: Any) -> None:
     from eval.lmms.mmdu import messages
     from eval.mmdu.data import find_pictures, read_benchmark
     from eval.mmdu.loop import answer
-    from eval.mmdu.make import FOLDER as SET
+    from mmkv.resources import bundled_dialogues
 
-    dialogues = read_benchmark(SET / "benchmark.json", 4)[0]
-    give = partial(messages, lmms_eval_specific_kwargs={FOLDER: str(SET)})
+    data = bundled_dialogues()
+    dialogues = read_benchmark(data / "benchmark.json", 4)[0]
+    give = partial(messages, lmms_eval_specific_kwargs={FOLDER: str(data)})
     asked = requests_of(chat, [d.row for d in dialogues], give, max_new_tokens=24)
     for dialogue, result in zip(dialogues, chat.generate_until_multi_round(asked), strict=True):
         texts, turns = answer(
-            chat.engine, dialogue, find_pictures(dialogue, SET), mmkv.Sampling(max_new_tokens=24),
+            chat.engine, dialogue, find_pictures(dialogue, data), mmkv.Sampling(max_new_tokens=24),
             SYSTEM_PROMPT,
         )  # fmt: skip
         assert result.text == texts

@@ -18,6 +18,7 @@ from eval.lmms.media import FOLDER
 from mmkv.cli import evaluate as eval_command
 from mmkv.cli.app import run as mmkv_command
 from mmkv.cli.evaluate import EvaluationError, Job, problems
+from mmkv.resources import bundled_dialogues
 from tests.support.lmms_runs import needs_lmms_eval
 
 
@@ -174,7 +175,7 @@ def test_mmdu_needs_no_data(shipped: Path, tmp_path: Path) -> None:
     """The small set of our own is there for everybody."""
     assert tasks.write(["mmdu"], tmp_path, None) == ["mmdu_local"]
     files = tasks.read(tmp_path / "mmdu_local.yaml")["dataset_kwargs"]["data_files"]["test"]
-    assert [Path(file).parts[-3:] for file in files] == [("assets", "mmdu", "benchmark.json")]
+    assert files == [str(bundled_dialogues().resolve() / "benchmark.json")]
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,16 +23,17 @@ from eval.mmdu.data import find_pictures, interleave, read_benchmark, read_row
 from eval.mmdu.exact import is_right
 from eval.mmdu.files import AnswerFolder
 from eval.mmdu.loop import answer
-from eval.mmdu.make import FOLDER, write
+from eval.mmdu.make import pack, write
 from mmkv import Engine, Sampling
 from mmkv.cli.app import run
-from mmkv.resources import bundled_model
+from mmkv.resources import bundled_dialogues, bundled_model
 
 if TYPE_CHECKING:
     from tests.support.cli_fixtures import Ran
 
 pytest_plugins = ("tests.support.cli_fixtures",)
 
+FOLDER = bundled_dialogues()
 BENCHMARK = FOLDER / "benchmark.json"
 BUDGET = ("--budget", "48", "--quiet")
 
@@ -152,6 +154,12 @@ def test_the_bundled_set_is_small_reproducible_and_in_the_official_form(tmp_path
         # Not byte for byte: zlib and the font rasterizer differ between versions of Pillow.
         assert made.shape == kept.shape and np.abs(made - kept).mean() < 2
     assert sum(p.stat().st_size for p in FOLDER.rglob("*") if p.is_file()) < 400_000
+    pack(tmp_path / "packed")
+    pack(tmp_path / "again")
+    once, twice = ((tmp_path / name / "pictures.zip").read_bytes() for name in ("packed", "again"))
+    assert once == twice
+    with zipfile.ZipFile(tmp_path / "packed" / "pictures.zip") as archive:
+        assert sorted(archive.namelist()) == sorted(p.name for p in FOLDER.glob("pictures/*"))
     # As the benchmark's own scripts walk through it.
     for item in json.loads(BENCHMARK.read_text()):
         turns, pictures = item["conversations"], list(item["image"])

@@ -20,8 +20,8 @@ import pytest
 from eval.mmdu import client
 from eval.mmdu.data import Dialogue, read_benchmark
 from eval.mmdu.files import AnswerFolder
-from eval.mmdu.make import FOLDER
 from eval.mmdu.rubric import SCORES, judge_prompt
+from mmkv.resources import bundled_dialogues
 from tests.support.fake_judge import FakeJudge, grades
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 pytest_plugins = ("tests.support.cli_fixtures",)
 
+FOLDER = bundled_dialogues()
 DIALOGUES, _ = read_benchmark(FOLDER / "benchmark.json", limit=5)
 QUESTIONS = sum(len(dialogue.questions) for dialogue in DIALOGUES)
 FIVE = ("--limit", "5")

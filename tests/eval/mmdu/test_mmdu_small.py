@@ -10,11 +10,11 @@ import pytest
 
 import mmkv
 from eval.mmdu import small as mmdu_small
-from mmkv.resources import bundled_model
+from mmkv.resources import bundled_dialogues, bundled_model
 
 
 def test_rows_are_counted_as_a_session_answers(tmp_path: Path, monkeypatch: Any) -> None:
-    folder = bundled_model().parent / "mmdu"
+    folder = bundled_dialogues()
     [dialogue, *_] = json.loads((folder / "benchmark.json").read_text())
     spoken = [turn["value"] for turn in dialogue["conversations"]]
     pictures = iter(dialogue["image"])
