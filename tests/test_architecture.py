@@ -1,0 +1,64 @@
+"""The pictures of docs/architecture.md show the imports that the code has."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+# What a picture leaves out, as its text says.
+LEFT_OUT = {
+    "packages": lambda one, two: two == "engine" or one in ("mmkv/cli", "mmkv/__main__"),
+    "engine": lambda one, two: two in ("engine/errors", "engine/hub"),
+}
+
+
+def pictures() -> dict[str, tuple[set[str], set[tuple[str, str]]]]:
+    """Per picture its nodes (paths) and its arrows."""
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    found = {}
+    for name, body in re.findall(r"```mermaid\n%% (\w+)\n(.*?)```", text, re.DOTALL):
+        nodes = {key: path for key, path in re.findall(r'^ *(\w+)\["([\w/]+)', body, re.MULTILINE)}
+        arrows = re.findall(r"^ *(\w+) --> ([\w &]+)$", body, re.MULTILINE)
+        edges = {(nodes[one], nodes[two]) for one, many in arrows for two in many.split(" & ")}
+        found[name] = set(nodes.values()), edges
+    return found
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Modules that a file imports, as paths; what only a type checker reads is no import."""
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            node.body = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.replace(".", "/") for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            # ``from engine import hub`` imports a module, too.
+            yield from (f"{node.module}.{alias.name}".replace(".", "/") for alias in node.names)
+
+
+def place(path: str, nodes: set[str]) -> str | None:
+    """The innermost node that holds ``path``; a file of its own beside the nodes is itself."""
+    held = [node for node in nodes if path == node or path.startswith(f"{node}/")]
+    return max(held, key=len, default=None)
+
+
+@pytest.mark.parametrize("name", LEFT_OUT)
+def test_a_picture_has_the_arrows_of_the_code(name: str) -> None:
+    nodes, drawn = pictures()[name]
+    apart = {"packages": {"engine", "mmkv/__main__"}, "engine": {"engine/errors", "engine/hub"}}
+    known = nodes | apart[name]
+    wanted = set()
+    for package in {node.split("/")[0] for node in nodes}:
+        for file in sorted((ROOT / package).rglob("*.py")):
+            one = place(file.relative_to(ROOT).with_suffix("").as_posix(), known)
+            for two in (place(module, known) for module in imports(file)):
+                if one and two and one != two and not LEFT_OUT[name](one, two):
+                    wanted.add((one, two))
+    assert drawn == wanted, f"missing: {wanted - drawn}; too many: {drawn - wanted}"
