@@ -32,9 +32,9 @@ def distill(
         list[str],
         _option(
             "[WEIGHT*][KIND:]PATH, kinds chat, llava, mmdu, text (found by content when left out); "
-            "or [WEIGHT*]scenes:KIND for the bundled model (dense, sparse, crowd, throng, gallery, "
-            "clip, stream); or [WEIGHT*]tasks:KIND (recall, needles, memory, far-needles, "
-            "far-memory, records, assigned, haystack). Repeatable.",
+            "or [WEIGHT*]scenes:KIND for the bundled model (dense, sparse, clip, stream, "
+            "40-pictures, 96-distractors, 256-distractors); or [WEIGHT*]tasks:KIND (recall, "
+            "needles, memory, far-needles, far-memory, records, assigned, haystack). Repeatable.",
             _DATA,
         ),
     ],

@@ -28,7 +28,7 @@ from mmkv.measure.record import write_results
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the program."""
     parser = argparse.ArgumentParser(prog="python -m eval.sessions", description=__doc__)
-    add_options(parser, "dialogue")
+    add_options(parser, "sessions")
     add_sides(parser, ("32", "64", "128", "256"))
     parser.add_argument("--world", choices=[*SIZES, "stream"], default="scenes")
     for place, name in enumerate(("sessions", "things", "distractors")):

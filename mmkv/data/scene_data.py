@@ -17,7 +17,7 @@ from mmkv.data.scene_encoding import collate, encode
 from mmkv.data.scenes import Split, Turn
 
 _SPARSE_PICTURES = (16, 24, 32)
-_THRONG_PICTURES = (160, 192, 256)
+_MOST_PICTURES = (160, 192, 256)
 _STREAM_CLIPS = (8, 16, 32)
 
 
@@ -32,17 +32,17 @@ def _sparse(seed: int, split: Split) -> list[Turn]:
     return sparse(seed, split, rng.choice(_SPARSE_PICTURES), rng.randint(1, 2), 8, search=False)
 
 
-def _crowd(seed: int, split: Split) -> list[Turn]:
+def _distractors_96(seed: int, split: Split) -> list[Turn]:
     # Three times as many pictures as any training dialogue: attention has much to be diluted by.
     return sparse(seed, split, 96, 2, 8, search=False)
 
 
-def _throng(seed: int, split: Split) -> list[Turn]:
-    return sparse(seed, split, random.Random(f"size-{seed}").choice(_THRONG_PICTURES), 2, 16,
+def _distractors_256(seed: int, split: Split) -> list[Turn]:
+    return sparse(seed, split, random.Random(f"size-{seed}").choice(_MOST_PICTURES), 2, 16,
                   search=False)  # fmt: skip
 
 
-def _gallery(seed: int, split: Split) -> list[Turn]:
+def _pictures_40(seed: int, split: Split) -> list[Turn]:
     pictures = random.Random(f"size-{seed}").randint(30, 40)
     return dense(seed, split, pictures, 2 * pictures, search=False)
 
@@ -56,9 +56,14 @@ def _stream(seed: int, split: Split) -> list[Turn]:
 
 
 KINDS: dict[str, Callable[[int, Split], list[Turn]]] = {
-    "dense": _dense, "sparse": _sparse, "crowd": _crowd, "clip": _clip,
-    "stream": _stream, "throng": _throng, "gallery": _gallery,
-}  # fmt: skip
+    "dense": _dense,
+    "sparse": _sparse,
+    "clip": _clip,
+    "stream": _stream,
+    "40-pictures": _pictures_40,
+    "96-distractors": _distractors_96,
+    "256-distractors": _distractors_256,
+}
 
 
 def scene_turns(kind: str, seed: int, split: Split) -> list[Turn]:

@@ -300,7 +300,7 @@ def test_the_card_says_what_decides_the_gates(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
-        (["--model", MODEL, "--data", "scenes:round"], 1, "dense, sparse, crowd, clip"),
+        (["--model", MODEL, "--data", "scenes:round"], 1, "dense, sparse, clip, stream"),
         (["--model", "/nowhere", "--data", "scenes:dense"], 1, "/nowhere"),
         (["--model", MODEL, "--data", "scenes:dense", "--tying", "loose"], 1, "--tying"),
         (["--model", MODEL, "--data", "scenes:dense", "--budget", "-3"], 1, "--budget"),

@@ -86,14 +86,14 @@ def test_sparse_dialogues_ask_about_kept_pictures_only(split) -> None:
         check(turns)
 
 
-@pytest.mark.parametrize("kind", ["throng", "gallery"])
+@pytest.mark.parametrize("kind", ["256-distractors", "40-pictures"])
 def test_long_held_out_dialogues_have_thousands_of_tokens(kind) -> None:
     tokenizer = build_tokenizer()
     for seed in range(2):
         turns = scene_turns(kind, seed, "heldout")
         assert 1800 < len(encode(turns, tokenizer).ids) < 4000
         assert {about for about, _ in check(turns)} == {"earlier", "latest"} - (
-            {"latest"} if kind == "throng" else set()
+            {"latest"} if kind == "256-distractors" else set()
         )
 
 
