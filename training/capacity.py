@@ -231,7 +231,7 @@ class _Grid:
             own = slice(first, min(first + self.block, self.chunks))
             rates = self.log_beta[:, first * size : own.stop * size]
             near = rates.new_zeros(*rates.shape, 2 * size)
-            exponent = F.threshold_(rates[..., None] * self.lag, NEGLIGIBLE, -torch.inf)
+            exponent = torch.threshold_(rates[..., None] * self.lag, NEGLIGIBLE, -torch.inf)
             torch.exp(exponent, out=near[..., :size])
             later = slice(first + 1, max(first + 1, end))
             yield _Tile(own, near, later, *self._far(rates, first, later))
@@ -240,6 +240,7 @@ class _Grid:
         """``[chunks, C, C]``: 1 where entry j and step v (skewed: j + v) share a document."""
         span = slice(own.start * self.size, own.stop * self.size)
         entry = self.step[span].view(-1, self.size, 1)
+        assert self.document_start is not None, "one document shares everything"
         start = self.document_start[span].view(-1, 1, self.size)
         if skewed:
             start = _hankel(F.pad(start.squeeze(1), (0, self.size), value=len(self.step)))
@@ -249,7 +250,7 @@ class _Grid:
         begin = self.step[later.start * self.size : later.stop * self.size : self.size, None]
         entry = self.step[first * self.size :][: rates.shape[1]]
         distance = (begin - entry).clamp(min=0).to(rates.dtype)
-        far = F.threshold_(distance * rates[:, None], NEGLIGIBLE, -torch.inf).exp_()
+        far = torch.threshold_(distance * rates[:, None], NEGLIGIBLE, -torch.inf).exp_()
         if self.block > 1 or self.document_start is not None:
             seen = begin > entry
             if self.document_start is not None:

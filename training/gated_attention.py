@@ -144,7 +144,7 @@ class _Blocked(torch.autograd.Function):
             # d_logit = weights * (d_weights - sum of weights * d_weights), in one pass.
             d_score = torch._softmax_backward_data(d_weights, weights, -1, blocks.dtype)
             by_age = d_score
-            if fade is not None:
+            if fade is not None and score is not None:
                 d_score.unflatten(1, (blocks.group, -1)).mul_(fade[:, None])
                 by_age = score.mul_(d_score)
             d_rate[b, :, keys] += blocks.age_sum(by_age, queries, keys)
@@ -206,7 +206,8 @@ class _Blocks:
         scores ``[H, R, n]``. The last three lie in workspaces that the next call overwrites.
         """
         rows = (self.query[b, :, :, queries] * self.scale).flatten(1, 2)
-        heads, height, width = *rows.shape[:2], keys.stop - keys.start
+        heads, height = rows.shape[:2]
+        width = keys.stop - keys.start
         shape = (heads, height, width)
         score = torch.bmm(rows, self.key[b, :, keys].mT, out=self.work(0, shape))
         age = self.time[queries, None] - self.time[keys]
@@ -244,7 +245,7 @@ class _Blocks:
             first = keys.start  # a document starts within the block: look at all its keys
         last = self.step[first : keys.stop]
         hidden = last > self.step[queries, None]
-        if first == keys.start and self.starts is not None:
+        if first == keys.start and self.document_start is not None:
             hidden = hidden | (last < self.document_start[b, queries, None])
         part = logits.unflatten(1, (self.group, -1))[..., first - keys.start :]
         part.masked_fill_(hidden, -torch.inf)
@@ -276,7 +277,8 @@ def _flex(
     def stretch(score: Tensor, b: Tensor, h: Tensor, t: Tensor, i: Tensor) -> Tensor:
         return score * torch.exp(fade(b, h, t, i))
 
-    return (_compiled_flex() if query.is_cuda else flex_attention)(
+    attend: Any = _compiled_flex() if query.is_cuda else flex_attention
+    return attend(
         query,
         key,
         value,
@@ -306,12 +308,22 @@ def _block_mask(document_start: Tensor | None, steps: int, device: torch.device)
     latest = start[:, (block + FLEX_BLOCK - 1).clamp(max=steps - 1), None]
     reached = (block <= block[:, None]) & (block + FLEX_BLOCK > earliest)
     full = reached & (block < block[:, None]) & (block >= latest)
-    lists = []
-    for chosen in (reached & ~full, full):
-        chosen = chosen[:, None].int()
-        lists += [chosen.sum(-1).int(), chosen.argsort(stable=True, dim=-1, descending=True).int()]
+
+    def listed(chosen: Tensor) -> tuple[Tensor, Tensor]:
+        flags = chosen[:, None].int()
+        order = flags.argsort(stable=True, dim=-1, descending=True)
+        return flags.sum(-1).int(), order.int()
+
+    some, some_at = listed(reached & ~full)
+    whole, whole_at = listed(full)
     return BlockMask.from_kv_blocks(
-        *lists, BLOCK_SIZE=FLEX_BLOCK, mask_mod=visible, seq_lengths=(steps, steps)
+        some,
+        some_at,
+        whole,
+        whole_at,
+        BLOCK_SIZE=FLEX_BLOCK,
+        mask_mod=visible,
+        seq_lengths=(steps, steps),
     )
 
 

@@ -46,7 +46,7 @@ def transformers_answerer(folder: str) -> Answerer:
                     "content": [*content, {"type": "text", "text": turn.question.text}],
                 }
             )
-            pictures += [render(scene) for scene in turn.pictures]
+            pictures += [render(scene) for scene in turn.scenes()]
             pixels = images(images=pictures, return_tensors="pt")
             text = tokenizer.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=True
@@ -87,7 +87,7 @@ def mmkv_answerer(folder: str, policy: str | None, budget: float, gates: str | N
                 "".join(
                     session.send(
                         turn.question.text,
-                        images=[render(scene) for scene in turn.pictures],
+                        images=[render(scene) for scene in turn.scenes()],
                         sampling=sampling,
                     )
                 )

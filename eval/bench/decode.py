@@ -254,7 +254,11 @@ class Bench:
         memory = self.args.largest_memory * 1e9
         found: dict[str, Any] = {**asdict(case), "memory_bytes": memory, "sides": {}}
         for name, full in ((OWN, False), (FULL, True)):
-            size = self._most(memory, lambda batch, full=full: self.need(_sized(case, batch), full))
+
+            def need(batch: int, full: bool = full) -> int:
+                return self.need(_sized(case, batch), full)
+
+            size = self._most(memory, need)
             if not size:
                 found["sides"][name] = {"failed": f"not one sequence fits {memory / 1e9:g} GB"}
                 continue

@@ -142,7 +142,8 @@ def bench(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     # Both decode the full count: the end token stops neither.
     model.generation_config.eos_token_id = None
     prompts = random_prompts(model, args.batch, args.prompt)
-    sides = {OURS: Mmkv(engine, prompts), THEIRS: Transformers(model, prompts)}
+    mine = Mmkv(engine, prompts)
+    sides: dict[str, Mmkv | Transformers] = {OURS: mine, THEIRS: Transformers(model, prompts)}
     chosen = {name: side.run(args.tokens)[1] for name, side in sides.items()}  # warms both up
 
     def speed(name: str) -> float:
@@ -159,7 +160,6 @@ def bench(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
         "same_tokens": chosen[OURS] == chosen[THEIRS],
     }
     if engine.policy.evicts:
-        mine = sides[OURS]
         found["eviction_share"] = spread(
             [mine.eviction_share(args.tokens) for _ in range(args.rounds)]
         )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import statistics
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -123,7 +124,7 @@ def split(side: Own, bandwidth: float, rounds: int, steps: int) -> dict[str, Any
 
     for part in parts:  # captures
         timed(part)
-    rounds_of = take_turns({part: lambda part=part: timed(part) for part in parts}, rounds)
+    rounds_of = take_turns({part: partial(timed, part) for part in parts}, rounds)
     step = {part: statistics.median(times) for part, times in rounds_of.items()}
     copies = undo.seconds(engine) if evicts else 0.0
     matrices = statistics.median(time_calls(_matrices(engine, len(side.sessions)), engine.device))

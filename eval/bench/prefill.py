@@ -13,6 +13,7 @@ import gc
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -153,7 +154,7 @@ def measure(args: argparse.Namespace, sides: dict[str, Side], length: int) -> di
                 raise
             found["sides"][name] = {"failed": failure(error)}
             continue
-        running[name] = lambda side=side: side.run(prompt)
+        running[name] = partial(side.run, prompt)
     once = sum(times[0] for times in first.values())
     rounds = min(args.rounds, int(args.seconds / max(once, 1e-9)))
     for name, times in (take_turns(running, rounds) if rounds else first).items():

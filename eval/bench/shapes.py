@@ -154,7 +154,7 @@ def build_engine(
         weights_of: an engine of the same shape, device and dtype whose weights to share.
         settings: as of :class:`engine.runtime.Runtime`.
     """
-    from engine.model.families import TextFamily
+    from engine.model.families import Family, TextFamily
     from engine.model.gates.module import make_random_gates
     from engine.model.spec import DecoderSpec
     from engine.model.weights import DecoderWeights
@@ -164,7 +164,8 @@ def build_engine(
     chosen = make_policy(policy)
     if weights_of is None:
         model = build_model(shape, torch.device(device), dtype)
-        family, spec = TextFamily(model), DecoderSpec.from_hf(model.model)
+        family: Family = TextFamily(model)
+        spec = DecoderSpec.from_hf(model.model)
         weights = DecoderWeights.take(model.model, family.output_head(model), spec)
     else:
         family, spec = weights_of.family, weights_of.spec

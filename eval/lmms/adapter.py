@@ -76,7 +76,7 @@ class Adapter(lmms):
 
     def clean(self) -> None:
         """Let go of model and cache: lmms-eval may load a judge now."""
-        self.engine = None
+        del self.engine
         super().clean()
 
     def generate_until(self, requests: list[Instance]) -> list[GenerationResult]:

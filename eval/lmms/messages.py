@@ -84,7 +84,7 @@ def picture(source: Any) -> Any:
         if content is None and source.get("path"):
             return str(source["path"])
         try:
-            return Image.open(io.BytesIO(content))
+            return Image.open(io.BytesIO(content or b""))
         except (OSError, TypeError) as error:
             raise InputError(
                 f"a picture of the data set is not one that Pillow reads ({error})"

@@ -63,7 +63,7 @@ def run(
     scripts: Iterable[tuple[str, Script]],
     batch_size: int,
     frames: Frames,
-    done: Callable[[], None],
+    done: Callable[[], object],
 ) -> None:
     """Run named scripts to their ends, up to ``batch_size`` in every decode step.
 
@@ -102,6 +102,10 @@ def _end_full(engine: Engine, members: Sequence[_Member]) -> None:
 
 def _step(engine: Engine, members: Sequence[_Member]) -> None:
     """Append each member's token and draw its next one."""
-    going = [(m.dialogue.session, m.writer, m.token) for m in members]
+    going = [
+        (m.dialogue.session, m.writer, m.token)
+        for m in members
+        if m.dialogue.session is not None and m.writer is not None and m.token is not None
+    ]
     for member, token in zip(members, step(engine, going), strict=True):
         member.token = token

@@ -49,7 +49,11 @@ class _Dumper(yaml.SafeDumper):
     pass
 
 
-_Loader.add_constructor("!function", lambda loader, node: Function(loader.construct_scalar(node)))
+def _function(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> Function:
+    return Function(loader.construct_scalar(node))
+
+
+_Loader.add_constructor("!function", _function)
 _Dumper.add_representer(
     Function, lambda dumper, name: dumper.represent_scalar("!function", str(name))
 )

@@ -46,7 +46,9 @@ def spread(row: Mapping[str, Any]) -> dict[str, float]:
     return {"least": share.min(), "most": share.max(), "between_layers": float(between)}
 
 
-def draw(pages: Mapping[str, Mapping[str, Any]], path: Path, budget: str, sides: Sequence[str]):
+def draw(
+    pages: Mapping[str, Mapping[str, Any]], path: Path, budget: str, sides: Sequence[str]
+) -> None:
     """One heat map per data source and side, with the visual share as a bar below."""
     from matplotlib.colors import LogNorm
     from matplotlib.figure import Figure

@@ -103,6 +103,10 @@ class Turn:
     question: Question
     captions: tuple[str, ...] = ()
 
+    def scenes(self) -> list[Scene]:
+        """Return the still pictures that are new in this turn."""
+        return [picture for picture in self.pictures if isinstance(picture, Scene)]
+
     def parts(self) -> list[str | Scene | Clip]:
         """Captions and pictures in reading order, then the question."""
         found: list[str | Scene | Clip] = []

@@ -20,7 +20,7 @@ from mmkv.data.text_tasks import text_task
 from mmkv.data.tokenizer import build_tokenizer
 from mmkv.prompt.processing import Processor, load_processor
 
-_DRAWN = {"scenes": KINDS, "tasks": TASKS}
+_DRAWN: dict[str, tuple[str, ...]] = {"scenes": tuple(KINDS), "tasks": tuple(TASKS)}
 _ROWS = 2**17  # of each kind, before they come again
 
 
@@ -68,7 +68,7 @@ class Drawn(Sequence[DrawnRow]):
 class DrawnEncoder(Encoder):
     """An :class:`Encoder` that also makes up dialogues."""
 
-    def __call__(self, row: Row | DrawnRow) -> list[Example]:  # type: ignore[override]
+    def __call__(self, row: Row | DrawnRow) -> list[Example]:
         """Examples of a row; see :class:`Encoder`. What is made up is never cut, only left out."""
         if not isinstance(row, DrawnRow):
             return super().__call__(row)

@@ -40,7 +40,7 @@ def take_turns(sides: Mapping[str, Callable[[], float]], rounds: int) -> dict[st
     """
     measured: dict[str, list[float]] = {name: [] for name in sides}
     for round_ in range(rounds):
-        for name in list(sides) if round_ % 2 == 0 else reversed(sides):
+        for name in list(sides) if round_ % 2 == 0 else reversed(list(sides)):
             measured[name].append(sides[name]())
     return measured
 
