@@ -307,7 +307,7 @@ class Runtime:
 
     def _enforce(self, sessions: Sequence[CachedSequence], slack: int) -> None:
         """Evict from every session that stands more than ``slack`` entries above its budget."""
-        if not self.policy.evicts and not self.policy.admission.selective:
+        if not self.policy.evicts:
             return
         if self.evictor is not None:
             due = [s for s in sessions if s.entries > s.allowed_entries + slack]

@@ -247,9 +247,6 @@ class CachedSequence:
     def _enforce(self, slack: int) -> None:
         """Evict down to the budget if more than ``slack`` entries stand above it."""
         policy = self.engine.policy
-        if policy.admission.selective:
-            entries = self.engine.cache.entries(self.seq)
-            self._drop(policy.admission.refused(self.view(entries)), entries)
         if not policy.evicts:
             return
         allowed, evictor = self.allowed_entries, self.engine.evictor

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from engine.errors import PolicyError
-from engine.policies.admission import AdmitAll
 from engine.policies.allocation import GlobalAllocation, HeadAllocation
 from engine.policies.base import CacheView, Policy
 from engine.policies.budget import Budget
@@ -16,16 +15,13 @@ from engine.policies.scoring import Recency, Retention, WindowAttention
 __all__ = ["PRESETS", "Budget", "CacheView", "Policy", "make_policy"]
 
 PRESETS: dict[str, Callable[[float], Policy]] = {
-    "full": lambda n: Policy("full", AdmitAll(), Recency(), None, source="baseline"),
+    "full": lambda n: Policy("full", Recency(), None, source="baseline"),
     "dbtrimkv": lambda n: Policy(
-        "dbtrimkv", AdmitAll(), Retention(n), GlobalAllocation(), source="arXiv 2605.09649"
+        "dbtrimkv", Retention(n), GlobalAllocation(), source="arXiv 2605.09649"
     ),
-    "trimkv": lambda n: Policy(
-        "trimkv", AdmitAll(), Retention(1), HeadAllocation(), source="TRIM-KV (000)"
-    ),
+    "trimkv": lambda n: Policy("trimkv", Retention(1), HeadAllocation(), source="arXiv 2512.03324"),
     "streamingllm": lambda n: Policy(
         "streamingllm",
-        AdmitAll(),
         Recency(),
         HeadAllocation(),
         protect_first=4,
@@ -33,7 +29,6 @@ PRESETS: dict[str, Callable[[float], Policy]] = {
     ),
     "snapkv": lambda n: Policy(
         "snapkv",
-        AdmitAll(),
         WindowAttention(window=16, kernel=5),
         HeadAllocation(),
         protect_recent=16,

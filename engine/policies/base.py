@@ -1,4 +1,4 @@
-"""What a policy is made of: admission, scoring, allocation (design section 2)."""
+"""What a policy is made of: scoring and allocation."""
 
 from __future__ import annotations
 
@@ -51,19 +51,6 @@ class CacheView:
         return column < self.length[:, None]
 
 
-class Admission(Protocol):
-    """Which of the entries that left the local window may stay at all."""
-
-    @property
-    def selective(self) -> bool:
-        """Whether it ever refuses; if not, :meth:`refused` is never called."""
-        ...
-
-    def refused(self, view: CacheView) -> Tensor:
-        """Indices ``[K]`` of entries to drop whatever the budget."""
-        ...
-
-
 class Scorer(Protocol):
     """A score per entry at the present step; the lowest are evicted."""
 
@@ -92,7 +79,7 @@ class Allocation(Protocol):
 
 @dataclass(frozen=True)
 class Policy:
-    """One published method: a named combination of the three stages.
+    """One published method: a scorer and an allocation, by name.
 
     Attributes:
         allocation: None for methods that never evict.
@@ -101,7 +88,6 @@ class Policy:
     """
 
     name: str
-    admission: Admission
     scoring: Scorer
     allocation: Allocation | None
     protect_first: int = 0

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from engine.errors import BudgetError, PolicyError, SessionError
 from engine.policies import PRESETS, Budget, CacheView, make_policy
-from engine.policies.admission import AdmitAll
 from engine.policies.allocation import GlobalAllocation, HeadAllocation
 from engine.policies.base import Policy
 from engine.policies.scoring import Recency, Retention, WindowAttention
@@ -169,7 +168,7 @@ class MiddleFirst:
 
 def test_protection_outranks_scores() -> None:
     view = make_view([[30, 30]], seen=30)
-    policy = Policy("t", AdmitAll(), MiddleFirst(), GlobalAllocation(), 4, 8)
+    policy = Policy("t", MiddleFirst(), GlobalAllocation(), 4, 8)
     kept = torch.ones(60, dtype=torch.bool)
     kept[policy.victims(view, 30)] = False
     for row in (0, 1):

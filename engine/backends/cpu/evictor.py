@@ -58,12 +58,8 @@ class NativeEvictor:
 
     @staticmethod
     def supports(policy: Policy) -> bool:
-        """Whether C knows this scoring, allocation and admission."""
-        return (
-            type(policy.scoring) in _SCORERS
-            and type(policy.allocation) in _ALLOCATIONS
-            and not policy.admission.selective
-        )
+        """Whether C knows this scoring and allocation."""
+        return type(policy.scoring) in _SCORERS and type(policy.allocation) in _ALLOCATIONS
 
     def request(
         self, sessions: Sequence[CachedSequence], tokens: int, rows: int, slack: int

@@ -91,11 +91,10 @@ def empty_eviction(batch: int, rows: Rows, most_entries: int | None = None) -> E
 
 
 def supported(policy: Policy) -> bool:
-    """Whether the kernel knows this policy's scoring, allocation and admission."""
-    return (
-        type(policy.scoring) in (Retention, Recency)
-        and type(policy.allocation) in (GlobalAllocation, HeadAllocation)
-        and not policy.admission.selective
+    """Whether the kernel knows this policy's scoring and allocation."""
+    return type(policy.scoring) in (Retention, Recency) and type(policy.allocation) in (
+        GlobalAllocation,
+        HeadAllocation,
     )
 
 
