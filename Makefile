@@ -4,13 +4,17 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.mmkv-installed
 
-.PHONY: demo test lint format clean
+.PHONY: demo test wheel-test lint format clean
 
 demo: $(READY)
 	$(BIN)/mmkv chat --image assets/scene.png --budget 256 -p "what is at row 2, column 3?"
 
 test: $(READY)
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
+
+# A wheel in an environment of its own, its commands in a folder far from here; make test has it, too.
+wheel-test: $(READY)
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest tests/packaging
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -31,7 +35,7 @@ $(READY): pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 # On a machine with a GPU. Nothing is installed: the project's own environment if it is there, else
 # $(PYTHON) with the torch, triton and transformers that it has. Each part can be made by itself.

@@ -15,9 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from eval.quality.report import interval
-from mmkv.measure.record import RESULTS
-
-ROOT = Path(__file__).resolve().parent.parent
+from mmkv.measure.record import RESULTS, ROOT
 
 _BLOCK = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 _METHODS = ("dbtrimkv", "trimkv", "snapkv", "streamingllm")

@@ -19,9 +19,8 @@ import torch
 
 from engine.policies import Budget
 from engine.runtime import Runtime
-from eval.document_tables import ROOT
 from mmkv.data.sources import examples
-from mmkv.measure.record import RESULTS
+from mmkv.measure.record import RESULTS, ROOT
 from mmkv.measure.teacher_forced import spans
 from mmkv.resources import bundled_model
 

@@ -1,4 +1,4 @@
-"""Finding what ships with mmkv: the small bundled model and its demo picture."""
+"""Finding what ships with mmkv: the small bundled model, pictures and data."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import shutil
 import tempfile
 import zipfile
-from collections.abc import Iterator
+from importlib import resources
 from pathlib import Path
 
 from engine.errors import InputError, ModelError
@@ -15,15 +15,29 @@ from engine.errors import InputError, ModelError
 BUNDLED_MODEL = "tiny-vlm"
 
 
-def bundled_model() -> Path:
-    """Return the directory of the bundled model. Raises ModelError when it is not there."""
-    for folder in _asset_folders():
-        if (folder / BUNDLED_MODEL / "config.json").is_file():
-            return folder / BUNDLED_MODEL
+def asset(name: str) -> Path:
+    """A file or folder of ``assets/``: the one in the folder MMKV_ASSETS, or else mmkv's own.
+
+    Raises ModelError when it is not there.
+    """
+    own = Path(str(resources.files("mmkv"))) / "assets"
+    for folder in (os.environ.get("MMKV_ASSETS"), own):
+        if folder and (path := Path(folder) / name).exists():
+            return path
     raise ModelError(
-        "the bundled model assets/tiny-vlm was not found; name a model directory or hub id, "
-        "or set MMKV_ASSETS to the folder that holds tiny-vlm"
+        f"{name} was not found in {own}; install mmkv again, or set MMKV_ASSETS to the folder "
+        f"that holds {name}"
     )
+
+
+def bundled_model() -> Path:
+    """The directory of the bundled model. Raises ModelError when it is not there."""
+    try:
+        return asset(f"{BUNDLED_MODEL}/config.json").parent
+    except ModelError as error:
+        raise ModelError(
+            f"no bundled model ({error}); or name a model directory or hub id"
+        ) from None
 
 
 def bundled_dialogues() -> Path:
@@ -35,8 +49,8 @@ def bundled_dialogues() -> Path:
     Raises:
         ModelError: the assets are not there. InputError: the cache folder cannot be written.
     """
-    packed = bundled_model().parent / "mmdu"
-    archive = packed / "pictures.zip"
+    archive = asset("mmdu/pictures.zip")
+    packed = archive.parent
     digest = hashlib.sha256((packed / "benchmark.json").read_bytes() + archive.read_bytes())
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mmkv"
     folder = cache / digest.hexdigest()[:16] / "mmdu"
@@ -60,12 +74,3 @@ def bundled_dialogues() -> Path:
             "XDG_CACHE_HOME to a folder that can be written"
         ) from error
     return folder
-
-
-def _asset_folders() -> Iterator[Path]:
-    """Where assets may lie: the folder the user names, a checkout, an installed wheel."""
-    if named := os.environ.get("MMKV_ASSETS"):
-        yield Path(named)
-    package = Path(__file__).resolve().parent
-    yield package.parent / "assets"
-    yield package / "assets"

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from typer.main import get_command
 
-from eval.document_tables import ROOT, documents, fill, main
+from eval.document_tables import documents, fill, main
 from eval.figures import FIGURES, accuracy_values, digest
-from mmkv.measure.record import RESULTS
+from mmkv.measure.record import RESULTS, ROOT
 
 DOCUMENTS = documents()
 PACKAGES = ("engine", "mmkv", "eval", "training", "tests", "docs", "assets", "tools", "examples")

@@ -13,8 +13,7 @@ from typing import Any
 
 from eval.bench.output import BenchError
 from eval.bench.peer import Job
-
-_ROOT = Path(__file__).resolve().parents[2]
+from mmkv.measure.record import ROOT
 
 
 class PeerProcess:
@@ -30,13 +29,13 @@ class PeerProcess:
 
     def __init__(self, job: Job, python: str, patience: float, log: Path) -> None:
         self.job, self.patience = job, patience
-        path = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("w") as errors:
             try:
                 self._process = subprocess.Popen(
                     [python, "-m", "eval.bench.peer", json.dumps(asdict(job))],
-                    cwd=_ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors,
+                    cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors,
                     text=True, env=os.environ | {"PYTHONPATH": path},
                 )  # fmt: skip
             except OSError as error:

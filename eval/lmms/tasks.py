@@ -12,6 +12,8 @@ import argparse
 import re
 import sys
 from collections.abc import Sequence
+from importlib import resources
+from importlib.resources.abc import Traversable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,7 @@ from eval.lmms.media import FOLDER
 from eval.lmms.mmdu import check
 from mmkv.resources import bundled_dialogues
 
-HERE = Path(__file__).resolve().parent.parent / "lmms_tasks"
+HERE = resources.files("eval.lmms_tasks")
 _KWARGS = "lmms_eval_specific_kwargs"
 # What lmms-eval's file of a task imports at its top and the light installation leaves out.
 _NEEDS = {
@@ -61,7 +63,7 @@ _Dumper.add_representer(
 
 def local_names() -> list[str]:
     """Tasks that can read local files."""
-    return sorted(path.stem for path in HERE.glob("*.yaml"))
+    return sorted(Path(file.name).stem for file in HERE.iterdir() if file.name.endswith(".yaml"))
 
 
 def shipped_folder() -> Path:
@@ -155,7 +157,7 @@ def find(name: str, shipped: Path) -> Path | None:
     return next((path for path in paths if line.search(path.read_text("utf-8"))), None)
 
 
-def read(path: Path) -> dict[str, Any]:
+def read(path: Path | Traversable) -> dict[str, Any]:
     """One YAML file, functions left as names."""
     return yaml.load(path.read_text("utf-8"), Loader=_Loader)
 

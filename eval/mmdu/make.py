@@ -26,7 +26,7 @@ from mmkv.data.dialogues import about, caption, dense, grid, sparse
 from mmkv.data.scenes import Scene, Turn, make_scene, questions, render
 
 PLACEHOLDER = "<ImageHere>"
-FOLDER = Path(__file__).resolve().parents[2] / "assets" / "mmdu"
+FOLDER = Path("assets/mmdu")
 # Enough for sprites of 32 pixels; with all colours the set would be three times as large.
 COLOURS = 128
 

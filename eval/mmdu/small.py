@@ -16,10 +16,11 @@ from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+from engine.errors import MmkvError
 from eval.mmdu.files import SUMMARY
 from mmkv.cli.app import run
 from mmkv.measure.record import RESULTS, write_results
-from mmkv.resources import bundled_model
+from mmkv.resources import asset
 
 #: Policy and budget, entries per layer and KV head.
 ROWS: tuple[tuple[str, int | None], ...] = (
@@ -29,7 +30,7 @@ ROWS: tuple[tuple[str, int | None], ...] = (
     ("snapkv", 64), ("snapkv", 32),
     ("streamingllm", 64), ("streamingllm", 32),
 )  # fmt: skip
-TRIMKV_GATES = bundled_model().parent / "gates" / "tiny-vlm-trimkv-0"
+TRIMKV_GATES = "gates/tiny-vlm-trimkv-0"  # in assets/ of a checkout
 
 
 def answered(policy: str, budget: int | None, limit: int | None = None) -> dict[str, Any]:
@@ -45,7 +46,7 @@ def answered(policy: str, budget: int | None, limit: int | None = None) -> dict[
     with tempfile.TemporaryDirectory() as folder:
         arguments = ["mmdu", "--policy", policy, "--output", folder, "--device", "cpu"]
         arguments += [] if budget is None else ["--budget", str(budget)]
-        arguments += ["--gates", str(TRIMKV_GATES)] if policy == "trimkv" else []
+        arguments += ["--gates", str(asset(TRIMKV_GATES))] if policy == "trimkv" else []
         arguments += [] if limit is None else ["--limit", str(limit)]
         if code := run([*arguments, "--quiet"]):
             raise SystemExit(code)
@@ -61,7 +62,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--limit", type=int, help="only the first dialogues")
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the result file")
     args = parser.parse_args(arguments)
-    rows = [answered(policy, budget, args.limit) for policy, budget in ROWS]
+    try:
+        rows = [answered(policy, budget, args.limit) for policy, budget in ROWS]
+    except MmkvError as error:
+        parser.error(str(error))
     write_results(args.output / "mmdu-small.json", {"limit": args.limit}, rows)
 
 

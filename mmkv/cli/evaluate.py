@@ -156,9 +156,11 @@ class Job:
 
     def _command(self, names: str, folder: str) -> list[str]:
         return [
-            sys.executable, "-m", "lmms_eval", "--model", "mmkv", "--model_args", self.model_args,
-            "--tasks", names, "--include_path", folder, *self.options,
-        ]  # fmt: skip
+            sys.executable,
+            "-P",  # or a folder eval/ or engine/ where the user stands would be imported
+            *("-m", "lmms_eval", "--model", "mmkv", "--model_args", self.model_args),
+            *("--tasks", names, "--include_path", folder, *self.options),
+        ]
 
     def _results(self) -> set[Path]:
         return set(self.output.rglob("*_results.json"))

@@ -13,10 +13,11 @@ import string
 import zlib
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Literal
 
 from PIL import Image, ImageDraw, ImageFont
+
+from mmkv.resources import asset
 
 Split = Literal["train", "heldout"]
 CELL = 32  # pixels; one visual token of the bundled model
@@ -27,7 +28,6 @@ COLOURS = {
 SHAPES = ("circle", "square", "triangle")
 EMPTY = "nothing"
 _HELDOUT_SHARE = 8  # one in so many combinations is held out
-_ASSETS = Path(__file__).resolve().parents[2] / "assets"
 
 
 @dataclass(frozen=True)
@@ -122,16 +122,9 @@ def place(row: int, column: int) -> str:
 
 @cache
 def sprites() -> dict[str, Image.Image]:
-    """The emoji by name, 32 x 32 RGBA.
-
-    Raises:
-        FileNotFoundError: naming the folder when the sheet is not where the checkout has it.
-    """
-    sheet_path = _ASSETS / "sprites.png"
-    if not sheet_path.is_file():
-        raise FileNotFoundError(f"no sprite sheet at {sheet_path}; run from a checkout of mmkv")
-    names = json.loads((_ASSETS / "sprites.json").read_text())
-    sheet = Image.open(sheet_path).convert("RGBA")
+    """The emoji by name, 32 x 32 RGBA."""
+    names = json.loads(asset("sprites.json").read_text())
+    sheet = Image.open(asset("sprites.png")).convert("RGBA")
     columns = sheet.width // CELL
     found = {}
     for index, name in enumerate(names):

@@ -10,11 +10,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
-_ROOT = Path(__file__).resolve().parents[2]
-RESULTS = _ROOT / "eval" / "results"
+# What the packages lie in: a checkout, whose results are kept, or what pip installed.
+ROOT = Path(str(resources.files("mmkv"))).resolve().parent
+RESULTS = (ROOT if (ROOT / "pyproject.toml").is_file() else Path()) / "eval" / "results"
 _CHANGES = ("status", "--porcelain", "--", ".", ":!eval/results", ":!docs", ":!*.md")
 _PACKAGES = ("torch", "transformers", "triton", "numpy", "mmkv")
 
@@ -68,11 +70,11 @@ def commit() -> str | None:
 def _in_own_repository() -> bool:
     """Whether git's folder is mmkv's own, not that of a project mmkv was installed into."""
     try:
-        ours = 'name = "mmkv"' in (_ROOT / "pyproject.toml").read_text()
+        ours = 'name = "mmkv"' in (ROOT / "pyproject.toml").read_text()
     except OSError:
         return False
     top = _git("rev-parse", "--show-toplevel")
-    return ours and bool(top) and Path(top).resolve() == _ROOT
+    return ours and bool(top) and Path(top).resolve() == ROOT
 
 
 def versions() -> dict[str, str]:
@@ -119,7 +121,7 @@ def _cpu_name() -> str:
 def _git(*arguments: str) -> str:
     try:
         done = subprocess.run(
-            ["git", *arguments], cwd=_ROOT, capture_output=True, text=True, check=True, timeout=20
+            ["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True, timeout=20
         )
     except (OSError, subprocess.SubprocessError):
         return ""

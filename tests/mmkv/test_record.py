@@ -27,7 +27,7 @@ def repository(folder: Path, pyproject: str) -> str:
 
 def test_a_checkout_names_its_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     head = repository(tmp_path, OURS)
-    monkeypatch.setattr(record, "_ROOT", tmp_path)
+    monkeypatch.setattr(record, "ROOT", tmp_path)
     assert record.commit() == head
     (tmp_path / "new.py").write_text("1")
     assert record.commit() == f"{head}+changes"
@@ -40,7 +40,7 @@ def test_installed_into_another_repository_it_names_none(
     repository(tmp_path, THEIRS)
     root = (tmp_path / inside).resolve()
     root.mkdir(parents=True, exist_ok=True)
-    monkeypatch.setattr(record, "_ROOT", root)
+    monkeypatch.setattr(record, "ROOT", root)
     assert record.commit() is None
 
 
@@ -50,5 +50,5 @@ def test_a_copy_inside_another_repository_names_none(
     repository(tmp_path, THEIRS)
     (tmp_path / "copy").mkdir()
     (tmp_path / "copy/pyproject.toml").write_text(OURS)
-    monkeypatch.setattr(record, "_ROOT", tmp_path / "copy")
+    monkeypatch.setattr(record, "ROOT", tmp_path / "copy")
     assert record.commit() is None

@@ -1,0 +1,144 @@
+"""A wheel, built from a source archive, in an environment of its own and far from the checkout."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import venv
+import zipfile
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from mmkv import __version__
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCES = ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE")
+SOURCES += ("assets", "engine", "eval", "mmkv", "training")
+PACKAGES = ("engine", "eval", "mmkv", "training")
+MOST_BYTES = 12 * 10**6
+pytestmark = [
+    # The C sources are compiled once per instruction set, and every command starts torch anew.
+    pytest.mark.slow,
+    pytest.mark.skipif(find_spec("setuptools") is None, reason="builds with setuptools"),
+]
+
+
+def run(*command: str | Path, cwd: Path) -> str:
+    """What a command prints; it must end well."""
+    env = os.environ | {"HF_HUB_OFFLINE": "1"}
+    for name in ("PYTHONPATH", "MMKV_ASSETS"):
+        env.pop(name, None)
+    ran = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True)
+    assert ran.returncode == 0, f"{ran.stdout}\n{ran.stderr}"
+    return ran.stdout
+
+
+@pytest.fixture(scope="module")
+def archive(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The source archive of this checkout."""
+    folder = tmp_path_factory.mktemp("source")
+    unwanted = shutil.ignore_patterns("*.so", "__pycache__", "results", "build", "*.egg-info")
+    for name in SOURCES:
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=unwanted)
+        else:
+            shutil.copy(ROOT / name, folder)
+    build = "from setuptools.build_meta import build_sdist; build_sdist('dist')"
+    run(sys.executable, "-c", build, cwd=folder)
+    (found,) = (folder / "dist").iterdir()
+    return found
+
+
+@pytest.fixture(scope="module")
+def wheel(archive: Path) -> Path:
+    """The wheel of the source archive."""
+    folder = archive.parent
+    with tarfile.open(archive) as file:
+        file.extractall(folder, filter="data")
+    source = folder / archive.name.removesuffix(".tar.gz")
+    build = "from setuptools.build_meta import build_wheel; build_wheel('..')"
+    run(sys.executable, "-c", build, cwd=source)
+    (found,) = folder.glob("*.whl")
+    return found
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """``bin/`` of an environment with the wheel and this one's other packages."""
+    folder = tmp_path_factory.mktemp("environment")
+    venv.create(folder, symlinks=True)
+    python = folder / "bin" / "python"
+    pip = [sys.executable, "-m", "pip", "--python", str(python), "install"]
+    run(*pip, "--quiet", "--no-deps", "--no-index", str(wheel), cwd=folder)
+    (site,) = folder.glob("lib/*/site-packages")
+    # A path in a .pth file: the .pth files at that path, an editable mmkv's too, are not read.
+    paths = dict.fromkeys(sysconfig.get_path(name) for name in ("purelib", "platlib"))
+    (site / "dependencies.pth").write_text("\n".join(paths))
+    return python.parent
+
+
+@pytest.fixture
+def mmkv(installed: Path, tmp_path: Path) -> Callable[..., str]:
+    """The command, in a folder with packages of the same names."""
+    for name in PACKAGES:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text(f"raise ImportError('not the {name} of mmkv')")
+
+    def command(*arguments: str) -> str:
+        return run(installed / "mmkv", *arguments, cwd=tmp_path)
+
+    return command
+
+
+def test_the_wheel_holds_what_commands_need_and_no_more(wheel: Path) -> None:
+    assert wheel.stat().st_size <= MOST_BYTES
+    with zipfile.ZipFile(wheel) as file:
+        names = file.namelist()
+    tops = {name.split("/")[0] for name in names}
+    assert {top for top in tops if not top.endswith(".dist-info")} == set(PACKAGES)
+    assert {f"{package}/py.typed" for package in PACKAGES} <= set(names)
+    needed = ("tiny-vlm/model.safetensors", "tiny-vlm/gates/gates.safetensors", "scene.png")
+    needed += ("sprites.png", "SPRITES-LICENSE.txt", "mmdu/benchmark.json")
+    assert {f"mmkv/assets/{name}" for name in needed} <= set(names)
+    assert [name for name in names if "/results/" in name or "/assets/gates/" in name] == []
+    assert [name for name in names if name.endswith((".c", ".h"))] == []
+
+
+def test_the_version_model_and_compiled_step_are_the_wheels(
+    wheel: Path, installed: Path, mmkv: Callable[..., str]
+) -> None:
+    lines = dict(line.split(": ", 1) for line in mmkv("env").splitlines())
+    assert wheel.name.split("-")[1] == lines["mmkv"] == __version__
+    assert Path(lines["bundled model"]).is_relative_to(installed.parent.resolve())
+    if shutil.which("cc"):
+        assert lines["decode step on the CPU"].startswith("native (level")
+
+
+def test_chat(mmkv: Callable[..., str], tmp_path: Path) -> None:
+    shutil.copy(ROOT / "assets" / "scene.png", tmp_path / "picture.png")
+    question = "what is at row 2, column 3?"
+    assert mmkv("chat", "--image", "picture.png", "--budget", "256", "-p", question).strip()
+
+
+def test_bench(mmkv: Callable[..., str]) -> None:
+    found = json.loads(mmkv("bench", "--steps", "2", "--rounds", "1", "--context", "64", "--json"))
+    assert found["model"] == "tiny-vlm"
+
+
+def test_mmdu(mmkv: Callable[..., str], tmp_path: Path) -> None:
+    mmkv("mmdu", "--limit", "1", "--output", "answers")
+    assert any((tmp_path / "answers").iterdir())
+
+
+@pytest.mark.skipif(find_spec("lmms_eval") is None, reason="needs lmms-eval")
+def test_eval(mmkv: Callable[..., str], tmp_path: Path) -> None:
+    mmkv("eval", "--tasks", "mmdu", "--limit", "1", "--output", "results")
+    assert list((tmp_path / "results").rglob("*_results.json"))
