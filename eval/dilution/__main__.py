@@ -1,7 +1,7 @@
 """Attention dilution, measured: how much attention reaches what is asked (001, section 3.1).
 
 ``python -m eval.dilution MODEL --world text|pictures --lengths ... --side ...`` reads the documents
-of ``__main__`` and probes every decode step that predicts a token of an answer: the share of
+of ``eval.quality`` and probes every decode step that predicts a token of an answer: the share of
 attention on the needle that is asked about (*useful*), on the rest of the haystack (*distractors*),
 on questions and answers (*dialogue*), and on the first four tokens, where language models leave
 what they do not need, with the full cache and under every budget. Beside them
@@ -175,7 +175,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--limit", type=int, default=8, help="documents of each length")
     args = parser.parse_args(arguments)
     args.lengths = args.lengths or LENGTHS[args.world]
-    with running(args, "eval.dilution.__main__") as (path, journal):
+    with running(args, "eval.dilution") as (path, journal):
         if args.limit < 1:
             raise InputError(f"--limit {args.limit} reads nothing; give at least 1")
         compared = comparison(args)

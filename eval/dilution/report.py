@@ -1,4 +1,4 @@
-"""Tables and figure of :mod:`eval.dilution.__main__`."""
+"""Tables and figure of ``eval.dilution``."""
 
 from __future__ import annotations
 

@@ -19,12 +19,12 @@ from eval.mmdu.client import Endpoint, JudgeClient
 from eval.mmdu.cost import estimate
 from eval.mmdu.data import Dialogue, Problem, find_pictures
 from eval.mmdu.files import AnswerFolder, write_json
-from eval.mmdu.journal import Journal
 from eval.mmdu.judging import Task, judge_all
 from eval.mmdu.rubric import RUBRIC, judge_prompt
 from eval.mmdu.run import DataOptions
 from eval.mmdu.scores import NO_ANSWER, NOT_JUDGED, aggregate, score_table
 from eval.mmdu.tables import Table
+from eval.mmdu.verdicts import Verdicts
 
 SCORES_FILE, MARKDOWN_FILE, JOURNAL_FILE = "scores.json", "scores.md", "journal.jsonl"
 
@@ -77,11 +77,11 @@ def run_judge(options: JudgeOptions) -> int:
         _say(console, f"mmkv: failed: dialogue {problem.dialogue}: {cause}")
     if not tasks:
         raise InputError(f"no dialogue of {options.answers} can be judged, for the reasons above")
-    journal = Journal(options.folder() / JOURNAL_FILE, _identity(options))
+    verdicts = Verdicts(options.folder() / JOURNAL_FILE, _identity(options))
     standing = {
-        task.key: journal.verdicts[task.key]
+        task.key: verdicts.by_key[task.key]
         for task in tasks
-        if task.key in journal.verdicts and journal.verdicts[task.key].prompt == task.prompt
+        if task.key in verdicts.by_key and verdicts.by_key[task.key].prompt == task.prompt
     }
     redo = {key for key, verdict in standing.items() if verdict.failure and options.retry_failed}
     todo = [task for task in tasks if task.key not in standing or task.key in redo]
@@ -93,11 +93,11 @@ def run_judge(options: JudgeOptions) -> int:
         if not _confirmed(options, console, todo):
             return 1
         try:
-            _ask(options, console, journal, todo)
+            _ask(options, console, verdicts, todo)
         finally:
             # Also when the judge fails or Ctrl-C ends it: what came is worth a look.
-            _write(options, dialogues, missing, tasks, journal)
-    result, table = _write(options, dialogues, missing, tasks, journal)
+            _write(options, dialogues, missing, tasks, verdicts)
+    result, table = _write(options, dialogues, missing, tasks, verdicts)
     table.show()
     if result["failures"]:
         kinds = ", ".join(f"{count} {kind}" for kind, count in result["failures"].items())
@@ -155,7 +155,7 @@ def _confirmed(options: JudgeOptions, console: Console, todo: Sequence[Task]) ->
     return typer.confirm("Send them?", err=True)
 
 
-def _ask(options: JudgeOptions, console: Console, journal: Journal, todo: Sequence[Task]) -> None:
+def _ask(options: JudgeOptions, console: Console, verdicts: Verdicts, todo: Sequence[Task]) -> None:
     def note(text: str) -> None:
         if not options.quiet:
             _say(console, f"mmkv: judge: {text}")
@@ -174,7 +174,7 @@ def _ask(options: JudgeOptions, console: Console, journal: Journal, todo: Sequen
                 console, f"mmkv: failed: dialogue {task.dialogue}, question {task.turn + 1}: {why}"
             ),
         ):
-            journal.add(verdict)
+            verdicts.add(verdict)
             progress.advance(bar)
 
 
@@ -183,14 +183,14 @@ def _write(
     dialogues: Sequence[Dialogue],
     missing: set[str],
     tasks: Sequence[Task],
-    journal: Journal,
+    verdicts: Verdicts,
 ) -> tuple[dict[str, Any], Table]:
     """Write scores.json, scores.md and the official files; return the scores and their table."""
     folder = options.folder()
     valid = {
-        task.key: journal.verdicts[task.key]
+        task.key: verdicts.by_key[task.key]
         for task in tasks
-        if task.key in journal.verdicts and journal.verdicts[task.key].prompt == task.prompt
+        if task.key in verdicts.by_key and verdicts.by_key[task.key].prompt == task.prompt
     }
     result = aggregate(dialogues, missing, valid)
     run = AnswerFolder(options.answers).settings()

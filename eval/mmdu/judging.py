@@ -12,8 +12,8 @@ from pathlib import Path
 from engine.errors import InputError, MmkvError
 from eval.mmdu.client import JudgeClient, NoVerdictError
 from eval.mmdu.cost import data_uri
-from eval.mmdu.journal import Key, Verdict
 from eval.mmdu.rubric import UnreadableScoresError, read_scores
+from eval.mmdu.verdicts import Key, Verdict
 
 # So many questions in succession without a verdict, and the run stops: the next one would fare no
 # better. One question alone may be the judge's trouble with that question.

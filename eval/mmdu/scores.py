@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from eval.mmdu.data import Dialogue
-from eval.mmdu.journal import Key, Verdict
 from eval.mmdu.rubric import DIMENSIONS, OVERALL, SCORES
 from eval.mmdu.tables import Table
+from eval.mmdu.verdicts import Key, Verdict
 
 NO_ANSWER, NOT_JUDGED = "no answer", "not judged"
 AVERAGE = "Average"

@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = parser.parse_args(arguments)
     keys, values, queries = SIZES[args.world]
     args.lengths = args.lengths or LENGTHS[args.world]
-    with running(args, "eval.needle.__main__") as (path, journal):
+    with running(args, "eval.needle") as (path, journal):
         if args.limit < 1:
             raise InputError(f"--limit {args.limit} reads nothing; give at least 1")
         compared = comparison(args)

@@ -1,4 +1,4 @@
-"""Tables and heat maps of :mod:`eval.needle.__main__`."""
+"""Tables and heat maps of ``eval.needle``."""
 
 from __future__ import annotations
 

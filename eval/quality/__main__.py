@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = parser.parse_args(arguments)
     if args.skip < 0 or args.dialogues < 1:
         parser.error("--skip takes 0 or more, --dialogues 1 or more")
-    with running(args, "eval.quality.__main__") as (path, journal):
+    with running(args, "eval.quality") as (path, journal):
         sides = tuple(Side.parse(text) for text in args.side)
         comparison = Comparison(
             args.model, args.dtype, sides, tuple(args.fractions), args.max_length, args.device

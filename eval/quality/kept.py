@@ -1,8 +1,8 @@
 """Where entries are kept: layers, KV heads and modalities of each side of a quality run.
 
-``python -m eval.quality.kept RESULT.json --fraction 1/8`` reads what ``__main__`` wrote and draws
-``RESULT-kept.png``: per side the mean entries of every (layer, KV head) as a share of the mean
-budget, on one logarithmic scale whose middle is the budget, above the share that is visual. It
+``python -m eval.quality.kept RESULT.json --fraction 1/8`` reads what ``eval.quality`` wrote and
+draws ``RESULT-kept.png``: per side the mean entries of every (layer, KV head) as a share of the
+mean budget, on one logarithmic scale whose middle is the budget, above the share that is visual. It
 prints the same as a table.
 """
 

@@ -1,4 +1,4 @@
-"""Tables and plots of :mod:`eval.quality.__main__`."""
+"""Tables and plots of ``eval.quality``."""
 
 from __future__ import annotations
 

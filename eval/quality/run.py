@@ -1,4 +1,4 @@
-"""The readings of ``__main__``: every dialogue through every side, in worker processes.
+"""The readings of ``eval.quality``: every dialogue through every side, in worker processes.
 
 Each reading is one row of a journal (``journal``): a run that was killed goes on where it
 was, and a larger comparison reads only what is new.

@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--limit", type=int, default=24, help="dialogues, or clips of each stream")
     parser.add_argument("--full-clips", type=int, default=64, help="of a stream, for full cache")
     args = parser.parse_args(arguments)
-    with running(args, "eval.sessions.__main__") as (path, journal):
+    with running(args, "eval.sessions") as (path, journal):
         if min(args.limit, args.full_clips) < 1:
             raise InputError("--limit and --full-clips are at least 1")
         if args.world == "stream" and args.workers > 1:

@@ -1,4 +1,4 @@
-"""Tables and figure of the sessions of :mod:`eval.sessions.__main__`."""
+"""Tables and figure of the sessions of ``eval.sessions``."""
 
 from __future__ import annotations
 
