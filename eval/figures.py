@@ -107,6 +107,8 @@ def draw_kept(path: Path, share: Fraction = Fraction(1, 16), seed: int = 4) -> N
     model = str(bundled_model())
     example = examples(model, ["scenes:sparse"], 1, seed, split="heldout")[0]
     runtime = Runtime.from_pretrained(model, budget=Budget.fraction(float(share), prefill_chunk=16))
+    fraction = Budget.fraction(float(share))
+    runtime = Runtime.from_pretrained(model, budget=fraction, prefill_chunk=16)
     sequence = runtime.session()
     inputs = {key: value for key, value in example.items() if key not in ("labels", "cuts")}
     sequence.prefill(inputs)
@@ -121,7 +123,9 @@ def draw_kept(path: Path, share: Fraction = Fraction(1, 16), seed: int = 4) -> N
     panel.imshow(shown, aspect="auto", cmap=colours, vmin=0, vmax=5, interpolation="nearest")
     heads = runtime.spec.num_kv_heads
     layers = range(runtime.spec.num_layers)
-    panel.set_yticks([heads * layer + (heads - 1) / 2 for layer in layers], [str(layer) for layer in layers])
+    panel.set_yticks(
+        [heads * layer + (heads - 1) / 2 for layer in layers], [str(layer) for layer in layers]
+    )
     for layer in layers[1:]:
         panel.axhline(heads * layer - 0.5, color="0.7", linewidth=0.6)
     panel.set(xlabel="token of the dialogue", ylabel=f"layer, {heads} KV heads each")
