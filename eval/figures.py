@@ -106,7 +106,6 @@ def draw_kept(path: Path, share: Fraction = Fraction(1, 16), seed: int = 4) -> N
 
     model = str(bundled_model())
     example = examples(model, ["scenes:sparse"], 1, seed, split="heldout")[0]
-    runtime = Runtime.from_pretrained(model, budget=Budget.fraction(float(share), prefill_chunk=16))
     fraction = Budget.fraction(float(share))
     runtime = Runtime.from_pretrained(model, budget=fraction, prefill_chunk=16)
     sequence = runtime.session()
