@@ -47,6 +47,16 @@ _FOUND = (
     ("sessions, text", "sessions-smollm2-text", ("64",)),
     ("stream, latest clip", "stream-tiny-vlm", ("32", "64")),
 )
+_SCENES = {
+    "cell": "what is at row r, column c",
+    "colour": "colour",
+    "read": "read the word or number",
+    "list": "name every cell",
+    "count": "how many objects",
+    "exists": "is there a ... (chance 0.5)",
+    "locate": "where is the ...",
+    "all single-picture": "**all**",
+}
 _SPEEDS = {
     "tiny-vlm": "bundled model, batch 1, `full`",
     "tiny-vlm-evicting": "bundled model, batch 1, 512 tokens, `dbtrimkv` M = 64",
@@ -177,6 +187,17 @@ def _dialogues(results: Path) -> Rows:
             yield [row["dialogue"], f"{row['mean_tokens']:,.0f}", row["about"], *counts, share]
 
 
+def _scenes(results: Path) -> Rows:
+    """Answers of the bundled model about single pictures, by kind of question."""
+    found = {row["kind"]: row for row in _results(results, "accuracy-scenes")}
+    yield ["kind", "right", "share", "95 % interval"]
+    for kind, words in _SCENES.items():
+        row = found[kind]
+        low, high = row["ci"]
+        share = f"{row['share']:.3f}"
+        yield [words, f"{row['right']} / {row['of']}", share, f"{low:.3f} .. {high:.3f}"]
+
+
 def _mmdu(results: Path) -> Rows:
     yield ["policy, budget", "right", "share", "95 % interval"]
     for row in _results(results, "mmdu-small"):
@@ -226,6 +247,7 @@ TABLES: dict[str, Callable[[Path], Rows]] = {
     "text-tasks": _accuracy("task", _TEXT_TASKS),
     "rules": _rules,
     "found": _found,
+    "scenes": _scenes,
     "dialogues": _dialogues,
     "mmdu": _mmdu,
     "memory": _memory,
