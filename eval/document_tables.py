@@ -100,7 +100,7 @@ def _page(results: Path, name: str) -> Any:
 
 
 def _row(page: Mapping[str, Any], method: str, budget: str) -> Mapping[str, Any]:
-    return next(r for r in page["rows"] if (r["side"], r["budget"]) == (method, budget))
+    return next(r for r in page["rows"] if (r["method"], r["budget"]) == (method, budget))
 
 
 def _short(row: Mapping[str, Any]) -> str:
@@ -112,7 +112,7 @@ def _long(row: Mapping[str, Any]) -> str:
 
 
 def _budgets(page: Mapping[str, Any]) -> list[str]:
-    return list(dict.fromkeys(row["budget"] for row in page["rows"] if row["side"] != "full"))
+    return list(dict.fromkeys(row["budget"] for row in page["rows"] if row["method"] != "full"))
 
 
 def _accuracy(first: str, shown: Sequence[tuple[str, str, str, Sequence[str]]]) -> Callable:

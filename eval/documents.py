@@ -19,7 +19,7 @@ from mmkv.measure.teacher_forced import spans
 
 
 @dataclass(frozen=True)
-class Made:
+class Document:
     """One dialogue.
 
     Attributes:
@@ -38,7 +38,7 @@ class Pieces:
 
     Attributes:
         ids: its tokens; labels: the same where an answer stands, -100 elsewhere; cuts: as in
-            :class:`Made`.
+            :class:`Document`.
     """
 
     tokenizer: Any
@@ -68,7 +68,7 @@ class Pieces:
         self.cuts.append(len(self.ids))
 
     def example(self) -> dict[str, Any]:
-        """For :class:`Made`."""
+        """For :class:`Document`."""
         return {
             "input_ids": torch.tensor([self.ids]),
             "labels": torch.tensor([self.labels]),
@@ -77,7 +77,7 @@ class Pieces:
 
 
 def scene_document(turns: list[Turn], tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
-    """A scene dialogue for :class:`Made`."""
+    """A scene dialogue for :class:`Document`."""
     made: dict[str, Any] = dict(scene_example(turns, tokenizer))
     made["cuts"] = _scene_cuts(made, turns, tokenizer)
     return made

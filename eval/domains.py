@@ -1,4 +1,4 @@
-"""What evaluation programs read, by name: held-out dialogues of every world.
+"""What evaluation programs read, by name: held-out dialogues of every domain.
 
 A name says all that decides its dialogues, and dialogue n never depends on how many are read.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from eval.documents import Made
+from eval.documents import Document
 from eval.needle import tasks as needle_tasks
 from eval.sessions import tasks as dialogue_tasks
 from mmkv.data.examples import Examples
@@ -17,17 +17,17 @@ from mmkv.prompt.processing import Processor, load_processor
 
 ENDLESS = 2**31  # the length of a source
 
-# Worlds made for one program; all others are those of mmkv.data.sources.
-_WORLDS: dict[str, Callable[[str, str, Processor], Callable[[int], Made]]] = {
+# Domains made for one program; all others are those of mmkv.data.sources.
+_DOMAINS: dict[str, Callable[[str, str, Processor], Callable[[int], Document]]] = {
     "needle": needle_tasks.maker,
     "sessions": dialogue_tasks.maker,
 }
 
 
-class MadeUp(Sequence[dict[str, Any]]):
+class GeneratedDocuments(Sequence[dict[str, Any]]):
     """The dialogues that ``make`` makes of their indices."""
 
-    def __init__(self, make: Callable[[int], Made]) -> None:
+    def __init__(self, make: Callable[[int], Document]) -> None:
         self.make = make
 
     def __len__(self) -> int:
@@ -37,17 +37,17 @@ class MadeUp(Sequence[dict[str, Any]]):
         return self.make(index).example
 
 
-def maker(model: str, name: str) -> Callable[[int], Made] | None:
+def maker(model: str, name: str) -> Callable[[int], Document] | None:
     """What makes the dialogues of ``name``; None for those of :mod:`mmkv.data.sources`.
 
     Raises:
         InputError: a name that cannot be understood, or that the model cannot read.
     """
-    open_ = _WORLDS.get(name.partition(":")[0])
+    open_ = _DOMAINS.get(name.partition(":")[0])
     return None if open_ is None else open_(name, model, load_processor(model))
 
 
-def held_out(model: str, name: str, max_length: int) -> MadeUp | Examples:
+def held_out(model: str, name: str, max_length: int) -> GeneratedDocuments | Examples:
     """Dialogues as the processor returns them, with ``labels [1, T]`` and maybe ``cuts``.
 
     Raises:
@@ -55,5 +55,5 @@ def held_out(model: str, name: str, max_length: int) -> MadeUp | Examples:
     """
     make = maker(model, name)
     if make is not None:
-        return MadeUp(make)
+        return GeneratedDocuments(make)
     return examples(model, [name], ENDLESS, seed=0, max_length=max_length, split="heldout")

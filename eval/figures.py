@@ -58,7 +58,7 @@ def accuracy_values(results: Path) -> dict[str, Any]:
         (page,) = json.loads((results / f"{name}.json").read_text())["results"].values()
         drawn[name] = {"full": page["rows"][0]["accuracy"]["value"]}
         for method in _COLOURS:
-            rows = [row for row in page["rows"] if row["side"] == method]
+            rows = [row for row in page["rows"] if row["method"] == method]
             drawn[name][method] = [
                 [row["budget"], *(row["accuracy"][key] for key in ("value", "low", "high"))]
                 for row in rows

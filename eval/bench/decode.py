@@ -1,14 +1,15 @@
 """A decode step on true shapes: its time, its parts, its floor, and the peers, in one run.
 
 ``python -m eval.bench.decode --shape qwen3-4b`` builds the shape with random weights and fills the
-caches of all sides with random entries, as a long run would have left them; there is no long
-prefill. Sides take turns: our graph path with eviction, our own full cache, our eager path in one
-group; then each peer, in a process of its own, in turns with our graph path. A side that cannot run
-or does not fit ``--memory`` is named with the reason. ms/step is the slope between a short and a
-long run; tokens/s of ours counts what a call costs once as well.
+caches of all methods with random entries, as a long run would have left them; there is no long
+prefill. Methods take turns: our graph path with eviction, our own full cache, our eager path in one
+group; then each peer, in a process of its own, in turns with our graph path. A method that cannot
+run or does not fit ``--memory`` is named with the reason. ms/step is the slope between a short and
+a long run; tokens/s of ours counts what a call costs once as well.
 
-Cases are ``B:CONTEXT:M``, or a set: ``bars``, ``grid``, ``largest`` (each side at the largest batch
-that fits ``--largest-memory``), ``tiny``. Figures go to ``gpu-decode-<shape>.json`` case by case.
+Cases are ``B:CONTEXT:M``, or a set: ``bars``, ``grid``, ``largest`` (each method at the largest
+batch that fits ``--largest-memory``), ``tiny``. Figures go to ``gpu-decode-<shape>.json`` case by
+case.
 """
 
 from __future__ import annotations
@@ -68,7 +69,11 @@ SETS: dict[str, list[Case]] = {
     "bars": [
         Case(batch, context, budget, "bars")
         for batch, context, budget in (
-            (1, 16384, 256), (4, 32768, 1024), (8, 16384, 1024), (16, 16384, 256), (64, 4096, 256),
+            (1, 16384, 256),
+            (4, 32768, 1024),
+            (8, 16384, 1024),
+            (16, 16384, 256),
+            (64, 4096, 256),
         )
     ],
     "grid": [
@@ -78,7 +83,7 @@ SETS: dict[str, list[Case]] = {
     ],
     "largest": [Case(0, 16384, 256, "largest")],
     "tiny": [Case(1, 40, 12, "tiny"), Case(3, 60, 12, "tiny")],
-}  # fmt: skip
+}
 
 
 class Bench:
@@ -98,19 +103,24 @@ class Bench:
         self.memory = args.memory * 1e9 if args.memory else total
 
     def engine(self, case: Case, full: bool) -> Runtime:
-        """An engine for one side, on the shared weights."""
+        """An engine for one method, on the shared weights."""
         policy = "full" if full else "dbtrimkv"
         engine = build_engine(self.shape, policy, case.budget, **self.settings)
-        engine.native = engine.evictor = None  # on a CPU: the sides say torch
+        engine.native = engine.evictor = None  # on a CPU: the methods say torch
         return engine
 
     def need(self, case: Case, full: bool) -> int:
-        """Bytes of one of our sides, weights included."""
+        """Bytes of one of our methods, weights included."""
         budget = None if full else case.budget
         return own_bytes(
-            self.shape, case.batch, case.context, budget, self.args.steps, self.dtype,
+            self.shape,
+            case.batch,
+            case.context,
+            budget,
+            self.args.steps,
+            self.dtype,
             skew=self.args.skew,
-        )  # fmt: skip
+        )
 
     def _peer_need(self, case: Case) -> int:
         """Bytes of a peer that keeps everything."""
@@ -118,8 +128,8 @@ class Bench:
         return peer_bytes(self.shape, case.batch, tokens, self.dtype)
 
     def measure(self, case: Case) -> dict[str, Any]:
-        """All sides of one case."""
-        found: dict[str, Any] = {**asdict(case), "sides": {}}
+        """All methods of one case."""
+        found: dict[str, Any] = {**asdict(case), "methods": {}}
         owns: dict[str, Own] = {}
         weights = self.shape.weight_bytes(self.dtype.itemsize)
         left = self.memory - weights
@@ -127,14 +137,14 @@ class Bench:
             need = self.need(case, full) - weights
             if need > left:
                 reason = f"needs {need / 1e9:.0f} GB beside the weights, {left / 1e9:.0f} are left"
-                found["sides"][name] = {"failed": reason}
+                found["methods"][name] = {"failed": reason}
                 continue
             try:
                 owns[name] = self._open(case, full)
                 left -= need
             except Exception as error:
                 self._or_raise(error)
-                found["sides"][name] = {"failed": failure(error)}
+                found["methods"][name] = {"failed": failure(error)}
         self._measure_own(case, owns, found)
         owns.pop(FULL, None)  # its memory is for the peers
         self._release()
@@ -150,25 +160,25 @@ class Bench:
         return Own(engine, case.batch, case.context, self.args.skew, self.args.steps)
 
     def _measure_own(self, case: Case, owns: dict[str, Own], found: dict[str, Any]) -> None:
-        sides: dict[str, Callable[[], float]] = {}
+        methods: dict[str, Callable[[], float]] = {}
         called: dict[str, list[float]] = {}
         for name, own in owns.items():
-            sides[name], called[name] = self._graph_side(own)
+            methods[name], called[name] = self._graph_method(own)
         if OWN in owns and self.args.eager:
-            sides[EAGER] = lambda: owns[OWN].eager() / EAGER_STEPS
-        for name in list(sides):
+            methods[EAGER] = lambda: owns[OWN].eager() / EAGER_STEPS
+        for name in list(methods):
             try:
-                sides[name]()  # compiles, captures
+                methods[name]()  # compiles, captures
             except Exception as error:
                 self._or_raise(error)
-                found["sides"][name] = {"failed": failure(error)}
-                del sides[name]
+                found["methods"][name] = {"failed": failure(error)}
+                del methods[name]
         for times in called.values():
             times.clear()
-        for name, times in take_turns(sides, self.args.rounds).items():
+        for name, times in take_turns(methods, self.args.rounds).items():
             own = owns[OWN if name == EAGER else name]
-            found["sides"][name] = self._side(own, times, called.get(name) or times)
-        if OWN in sides and self.args.parts and case.kind != "largest":
+            found["methods"][name] = self._method(own, times, called.get(name) or times)
+        if OWN in methods and self.args.parts and case.kind != "largest":
             found["parts"] = self._parts(owns[OWN])
 
     def _parts(self, own: Own) -> dict[str, Any]:
@@ -178,7 +188,7 @@ class Bench:
             self._or_raise(error)
             return {"failed": failure(error)}
 
-    def _graph_side(self, own: Own) -> tuple[Callable[[], float], list[float]]:
+    def _graph_method(self, own: Own) -> tuple[Callable[[], float], list[float]]:
         runner, called = GraphRunner(own.engine), list[float]()
 
         def timed() -> float:
@@ -188,7 +198,7 @@ class Bench:
 
         return timed, called
 
-    def _side(self, own: Own, times: list[float], called: list[float]) -> dict[str, Any]:
+    def _method(self, own: Own, times: list[float], called: list[float]) -> dict[str, Any]:
         size = own.step_bytes()
         floor = size.floor(self.bandwidth)
         step = spread([1e3 * t for t in times])
@@ -214,9 +224,9 @@ class Bench:
         need = self._peer_need(case) + self.need(case, False)
         if peer not in BOUNDED and need > self.memory:
             reason = f"needs {need / 1e9:.0f} GB beside ours, the memory is {self.memory / 1e9:.0f}"
-            found["sides"][peer] = {"failed": reason}
+            found["methods"][peer] = {"failed": reason}
             return
-        mine, called = self._graph_side(own)
+        mine, called = self._graph_method(own)
         try:
             with self._start(job) as process:
                 mine()
@@ -225,12 +235,12 @@ class Bench:
                     {"mine": mine, "peer": lambda: process.seconds(tokens) / tokens},
                     self.args.rounds,
                 )
-                found["sides"][peer] = _peer_side(process, times["peer"])
+                found["methods"][peer] = _peer_method(process, times["peer"])
         except Exception as error:
             self._or_raise(error)
-            found["sides"][peer] = {"failed": failure(error).removeprefix("BenchError: ")}
+            found["methods"][peer] = {"failed": failure(error).removeprefix("BenchError: ")}
             return
-        ours = self._side(own, times["mine"], called)
+        ours = self._method(own, times["mine"], called)
         found.setdefault("beside", {})[peer] = {
             "ours_ms_per_step": ours["ms_per_step"],
             "ours_over_peers_tokens_per_second": spread(
@@ -240,9 +250,15 @@ class Bench:
 
     def _job(self, peer: str, case: Case) -> Job:
         return Job(
-            peer, self.args.shape, case.batch, case.context, case.budget, self.args.peer_tokens,
-            str(self.device), self.args.dtype,
-        )  # fmt: skip
+            peer,
+            self.args.shape,
+            case.batch,
+            case.context,
+            case.budget,
+            self.args.peer_tokens,
+            str(self.device),
+            self.args.dtype,
+        )
 
     def _start(self, job: Job) -> PeerProcess:
         python = self.args.python.get(job.peer, sys.executable)
@@ -250,9 +266,9 @@ class Bench:
         return PeerProcess(job, python, self.args.patience, log)
 
     def largest(self, case: Case) -> dict[str, Any]:
-        """Each side alone at the largest batch that fits the stated memory."""
+        """Each method alone at the largest batch that fits the stated memory."""
         memory = self.args.largest_memory * 1e9
-        found: dict[str, Any] = {**asdict(case), "memory_bytes": memory, "sides": {}}
+        found: dict[str, Any] = {**asdict(case), "memory_bytes": memory, "methods": {}}
         for name, full in ((OWN, False), (FULL, True)):
 
             def need(batch: int, full: bool = full) -> int:
@@ -260,25 +276,25 @@ class Bench:
 
             size = self._most(memory, need)
             if not size:
-                found["sides"][name] = {"failed": f"not one sequence fits {memory / 1e9:g} GB"}
+                found["methods"][name] = {"failed": f"not one sequence fits {memory / 1e9:g} GB"}
                 continue
             found["batch"] = found["batch"] or size
             try:
-                found["sides"][name] = self._alone(_sized(case, size), full)
+                found["methods"][name] = self._alone(_sized(case, size), full)
             except Exception as error:
                 self._or_raise(error)
-                found["sides"][name] = {"failed": failure(error)}
+                found["methods"][name] = {"failed": failure(error)}
             self._release()
         if DYNAMIC in self.args.peers:
-            found["sides"][DYNAMIC] = self._largest_peer(case, memory)
+            found["methods"][DYNAMIC] = self._largest_peer(case, memory)
         return found
 
     def _alone(self, case: Case, full: bool) -> dict[str, Any]:
         own = self._open(case, full)
-        timed, called = self._graph_side(own)
+        timed, called = self._graph_method(own)
         timed()
         called.clear()
-        return self._side(own, [timed() for _ in range(self.args.rounds)], called)
+        return self._method(own, [timed() for _ in range(self.args.rounds)], called)
 
     def _largest_peer(self, case: Case, memory: float) -> dict[str, Any]:
         batch = self._most(memory, lambda size: self._peer_need(_sized(case, size)))
@@ -288,7 +304,7 @@ class Bench:
             with self._start(self._job(DYNAMIC, _sized(case, batch))) as process:
                 tokens = self.args.peer_tokens
                 times = [process.seconds(tokens) / tokens for _ in range(self.args.rounds)]
-                return _peer_side(process, times)
+                return _peer_method(process, times)
         except Exception as error:
             self._or_raise(error)
             return {"failed": failure(error).removeprefix("BenchError: ")}
@@ -316,7 +332,7 @@ def _sized(case: Case, batch: int) -> Case:
     return Case(batch, case.context, case.budget, case.kind)
 
 
-def _peer_side(process: PeerProcess, times: list[float]) -> dict[str, Any]:
+def _peer_method(process: PeerProcess, times: list[float]) -> dict[str, Any]:
     step = spread([1e3 * t for t in times])
     return {
         "batch": process.job.batch,
@@ -338,19 +354,26 @@ def _assignments(pairs: Sequence[str]) -> dict[str, str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the program; 1 when a side of our own failed."""
+    """Run the program; 1 when a method of our own failed."""
     options = parser("bench_decode", __doc__)
     options.add_argument("--shape", default="qwen3-4b", choices=SHAPES)
     options.add_argument("--cases", nargs="+", default=["bars"], metavar="CASE")
     options.add_argument("--steps", type=int, default=128, help="steps of a timed run")
     options.add_argument("--skew", type=float, default=5.0, help="longest row over the mean")
-    options.add_argument("--memory", type=float, help="GB for all sides together (default: 92 %%)")
-    options.add_argument("--largest-memory", type=float, default=100.0, help="GB for each side")
+    options.add_argument(
+        "--memory", type=float, help="GB for all methods together (default: 92 %%)"
+    )
+    options.add_argument("--largest-memory", type=float, default=100.0, help="GB for each method")
     options.add_argument("--most-batch", type=int, default=1024)
     options.add_argument("--peers", nargs="*", default=list(PEERS), choices=list(PEERS))
     options.add_argument("--peer-tokens", type=int, default=32, help="steps of a peer's timed run")
-    options.add_argument("--python", nargs="*", default=[], metavar="PEER=PATH",
-                         help="the interpreter of a peer's own environment")  # fmt: skip
+    options.add_argument(
+        "--python",
+        nargs="*",
+        default=[],
+        metavar="PEER=PATH",
+        help="the interpreter of a peer's own environment",
+    )
     options.add_argument("--patience", type=float, default=240, help="seconds to wait for a peer")
     options.add_argument("--no-parts", dest="parts", action="store_false")
     options.add_argument("--no-eager", dest="eager", action="store_false")
@@ -358,9 +381,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = options.parse_args(arguments)
     try:
         args.python = _assignments(args.python)
-        cases = [
-            case for name in args.cases for case in SETS.get(name) or [Case.parse(name)]
-        ]  # fmt: skip
+        cases = [case for name in args.cases for case in SETS.get(name) or [Case.parse(name)]]
         bench = Bench(args)
     except MmkvError as error:
         options.error(str(error))
@@ -379,7 +400,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if bars and bench.device.type == "cuda":
         show_bars(bars)
     print(f"in {path}; what the peers printed: {bench.logs}")
-    return int(any("failed" in case["sides"].get(OWN, {}) for case in found))
+    return int(any("failed" in case["methods"].get(OWN, {}) for case in found))
 
 
 if __name__ == "__main__":

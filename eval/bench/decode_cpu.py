@@ -1,7 +1,7 @@
 """Decode speed of mmkv beside transformers' generate on a CPU, in one run.
 
 ``python -m eval.bench.decode_cpu DIR [DIR ...]`` decodes greedily with both from the same
-prompts. The sides take turns within each round and swap who goes first, so that drift of the
+prompts. The methods take turns within each round and swap who goes first, so that drift of the
 machine falls on both. Only decode steps are timed (from the first new token to the last); the
 prompts are read once and not timed. Figures go to ``eval/results/decode-cpu-<name>.json``; with a
 policy that evicts they say what part of a step eviction takes.
@@ -32,7 +32,7 @@ from engine.runtime import Runtime
 from mmkv.measure.record import RESULTS, write_results
 from mmkv.measure.timing import spread, take_turns
 
-OURS, THEIRS = "mmkv", "transformers"  # as result files call the sides
+OURS, THEIRS = "mmkv", "transformers"  # as result files call the methods
 # (seconds of all timed steps, the tokens chosen, per sequence)
 Run = tuple[float, list[list[int]]]
 
@@ -127,29 +127,33 @@ class Mmkv:
 
 
 def bench(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
-    """Time both sides on one checkpoint.
+    """Time both methods on one checkpoint.
 
     Returns:
-        tokens/s of each side (median, quartiles, every round) and the median of the paired
+        tokens/s of each method (median, quartiles, every round) and the median of the paired
         ratios mmkv / transformers.
     """
     engine = Runtime.from_pretrained(
-        folder, policy=args.policy, budget=args.budget, gates=args.gates, device="cpu",
+        folder,
+        policy=args.policy,
+        budget=args.budget,
+        gates=args.gates,
+        device="cpu",
         dtype=args.dtype,
-    )  # fmt: skip
+    )
     kind = getattr(transformers, engine.family.auto_class)
     model = kind.from_pretrained(folder, dtype=engine.dtype).eval()
     # Both decode the full count: the end token stops neither.
     model.generation_config.eos_token_id = None
     prompts = random_prompts(model, args.batch, args.prompt)
     mine = Mmkv(engine, prompts)
-    sides: dict[str, Mmkv | Transformers] = {OURS: mine, THEIRS: Transformers(model, prompts)}
-    chosen = {name: side.run(args.tokens)[1] for name, side in sides.items()}  # warms both up
+    methods: dict[str, Mmkv | Transformers] = {OURS: mine, THEIRS: Transformers(model, prompts)}
+    chosen = {name: method.run(args.tokens)[1] for name, method in methods.items()}  # warms both up
 
     def speed(name: str) -> float:
-        return args.batch * args.tokens / sides[name].run(args.tokens)[0]
+        return args.batch * args.tokens / methods[name].run(args.tokens)[0]
 
-    speeds = take_turns({name: partial(speed, name) for name in sides}, args.rounds)
+    speeds = take_turns({name: partial(speed, name) for name in methods}, args.rounds)
     ratios = [a / b for a, b in zip(speeds[OURS], speeds[THEIRS], strict=True)]
     found = {
         "model": folder.name,
@@ -174,12 +178,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--prompt", type=int, default=64, help="prompt tokens")
     parser.add_argument("--batch", type=int, default=1, help="sequences decoded together")
     parser.add_argument("--name", default=None, help="of the result file, default: the folder's")
-    parser.add_argument("--rounds", type=int, default=9, help="timed runs of each side")
+    parser.add_argument("--rounds", type=int, default=9, help="timed runs of each method")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--policy", default="full")
     parser.add_argument("--budget", type=float, default=256)
     parser.add_argument("--gates", default=None, help="for policies that need them")
-    parser.add_argument("--dtype", default="float32", help="of both sides")
+    parser.add_argument("--dtype", default="float32", help="of both methods")
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the result files")
     args = parser.parse_args(arguments)
     transformers_logging.set_verbosity_error()
@@ -191,14 +195,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
         path = write_results(
             args.output / f"decode-cpu-{args.name or found['model']}.json", settings, found
         )
-        for side in (OURS, THEIRS):
-            low, high = found[side]["quartiles"]
-            print(f"{side:>13}: {found[side]['median']:8.1f} tokens/s  ({low:.1f} .. {high:.1f})")
+        for method in (OURS, THEIRS):
+            low, high = found[method]["quartiles"]
+            print(
+                f"{method:>13}: {found[method]['median']:8.1f} tokens/s  ({low:.1f} .. {high:.1f})"
+            )
         print(f"{'ratio':>13}: {found['ratio']['median']:8.2f}  of {found['model']}, in {path}")
         if "eviction_share" in found:
             print(f"{'eviction':>13}: {found['eviction_share']['median']:8.1%} of a step")
         elif not found["same_tokens"]:
-            print(f"warning: the sides chose different tokens on {folder}", file=sys.stderr)
+            print(f"warning: the methods chose different tokens on {folder}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -15,25 +15,31 @@ from eval.bench.targets import PUBLISHED
 def show(shape: str, case: dict[str, Any]) -> None:
     """Print one case."""
     rows = []
-    for name, side in case["sides"].items():
-        if "failed" in side:
-            rows.append([name, "-", "-", "-", "-", side["failed"]])
+    for name, method in case["methods"].items():
+        if "failed" in method:
+            rows.append([name, "-", "-", "-", "-", method["failed"]])
             continue
-        low, high = side["ms_per_step"]["quartiles"]
-        over = f"{side['step_over_floor']:.2f}" if "step_over_floor" in side else ""
-        memory = side.get("memory")
+        low, high = method["ms_per_step"]["quartiles"]
+        over = f"{method['step_over_floor']:.2f}" if "step_over_floor" in method else ""
+        memory = method.get("memory")
         kv = f"{memory['kv_bytes'] / 1e9:.3f} GB KV" if memory else ""
         rows.append(
-            [name, side["batch"], f"{side['ms_per_step']['median']:.3f} ({low:.3f} .. {high:.3f})",
-             f"{side['tokens_per_second']:,.0f}", over, kv]
-        )  # fmt: skip
+            [
+                name,
+                method["batch"],
+                f"{method['ms_per_step']['median']:.3f} ({low:.3f} .. {high:.3f})",
+                f"{method['tokens_per_second']:,.0f}",
+                over,
+                kv,
+            ]
+        )
     for name, speed in PUBLISHED.get(
         (shape, case["batch"], case["context"], case["budget"]), {}
     ).items():
         rows.append(
             [f"{name} (paper)", case["batch"], "", f"{speed:,}", "", "published, on one H200"]
         )
-    names = ("side", "batch", "ms per step", "tokens/s", "step / floor", "")
+    names = ("method", "batch", "ms per step", "tokens/s", "step / floor", "")
     kind = f"{case['kind']}: {case['context']} tokens seen, M = {case['budget']}"
     table(f"{shape}, {kind}", names, rows)
     parts = case.get("parts", {})
@@ -48,8 +54,8 @@ def figure(args: argparse.Namespace, cases: Sequence[dict[str, Any]]) -> Path | 
     """Tokens per second against the batch, for the cases of the grid."""
     lines: dict[str, tuple[list[Any], list[Any]]] = {}
     for case in cases:
-        for side, name in ((OWN, f"M = {case['budget']}"), (FULL, f"full, {case['context']}")):
-            speed = case["sides"].get(side, {}).get("tokens_per_second")
+        for method, name in ((OWN, f"M = {case['budget']}"), (FULL, f"full, {case['context']}")):
+            speed = case["methods"].get(method, {}).get("tokens_per_second")
             if case["kind"] == "grid" and speed:
                 x, y = lines.setdefault(name, ([], []))
                 x.append(case["batch"])

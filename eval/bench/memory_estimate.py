@@ -1,4 +1,4 @@
-"""Estimates of the memory that the sides of the speed programs need, from sizes alone."""
+"""Estimates of the memory that the methods of the speed programs need, from sizes alone."""
 
 from __future__ import annotations
 
@@ -13,14 +13,20 @@ from eval.bench.synthetic_cache import pages_for
 
 # Of memory that is neither weights nor cache: activations of a chunk and of a step, libraries.
 WORKSPACE = 3 * 10**9
-_OWN_REST, _PEER_REST = 2 * 10**9, 3 * 10**9  # the same for one side of the decode benchmark
+_OWN_REST, _PEER_REST = 2 * 10**9, 3 * 10**9  # the same for one method of the decode benchmark
 
 
 def own_bytes(
-    shape: Shape, batch: int, context: int, budget: float | None, steps: int, dtype: torch.dtype,
-    page: int = 16, skew: float = 1.0,
-) -> int:  # fmt: skip
-    """Bytes that one of our sides needs, weights included: an estimate from above.
+    shape: Shape,
+    batch: int,
+    context: int,
+    budget: float | None,
+    steps: int,
+    dtype: torch.dtype,
+    page: int = 16,
+    skew: float = 1.0,
+) -> int:
+    """Bytes that one of our methods needs, weights included: an estimate from above.
 
     Pages at their worst case, block tables and eviction scratch for the longest row (twice, as
     tables may double), logits in two precisions, and 2 GB for all else.
@@ -63,9 +69,15 @@ class Plan:
 
 
 def plan(
-    shape: Shape, budget: int | None, context: int, memory: float, dtype: torch.dtype,
-    chunk: int = 2048, page: int = 16, workspace: int = WORKSPACE,
-) -> Plan:  # fmt: skip
+    shape: Shape,
+    budget: int | None,
+    context: int,
+    memory: float,
+    dtype: torch.dtype,
+    chunk: int = 2048,
+    page: int = 16,
+    workspace: int = WORKSPACE,
+) -> Plan:
     """The most sequences of ``context`` tokens that fit ``memory`` bytes with the weights."""
     rows = shape.rows
     kept = context if budget is None else min(budget, context)
@@ -82,7 +94,7 @@ def plan(
 
 def dense_count(
     shape: Shape, context: int, memory: float, dtype: torch.dtype, workspace: int
-) -> int:  # fmt: skip
+) -> int:
     """Sequences that a dense cache of exactly their tokens would allow, nothing else counted."""
     left = int(memory) - shape.weight_bytes(dtype.itemsize) - workspace
     return max(0, left // (context * shape.kv_token_bytes(dtype.itemsize)))

@@ -1,4 +1,4 @@
-"""Our sides of the decode benchmark: the graph path and the eager one, with eviction or without."""
+"""Our methods of the decode benchmark: graph or eager steps, with eviction or without."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class Own:
 
 
 def why_not(error: BaseException) -> bool:
-    """Whether a side that failed like this can be named and left out; else the GPU is lost."""
+    """Whether a method that failed like this can be named and left out; else the GPU is lost."""
     if isinstance(error, MmkvError | torch.OutOfMemoryError):
         return True
     lost = ("device-side assert", "illegal memory", "misaligned", "launch failure")

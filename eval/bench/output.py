@@ -22,12 +22,13 @@ class BenchError(MmkvError):
 def parser(name: str, about: str | None) -> argparse.ArgumentParser:
     """A parser with the arguments of all speed programs."""
     made = argparse.ArgumentParser(
-        prog=f"python -m eval.{name}", description=about,
+        prog=f"python -m eval.{name}",
+        description=about,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    )
     made.add_argument("--device", default="auto", help="auto, cpu or cuda")
     made.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
-    made.add_argument("--rounds", type=int, default=7, help="timed runs of each side")
+    made.add_argument("--rounds", type=int, default=7, help="timed runs of each method")
     made.add_argument("--output", type=Path, default=RESULTS, help="folder of the result files")
     made.add_argument("--name", default=None, help="of the result file, without .json")
     return made

@@ -104,7 +104,7 @@ def without(engine: Runtime, part: str, undo: Undo) -> Iterator[None]:
         yield
 
 
-def split(side: Own, bandwidth: float, rounds: int, steps: int) -> dict[str, Any]:
+def split(method: Own, bandwidth: float, rounds: int, steps: int) -> dict[str, Any]:
     """Milliseconds per step of each part, measured in turns.
 
     Returns:
@@ -112,7 +112,7 @@ def split(side: Own, bandwidth: float, rounds: int, steps: int) -> dict[str, Any
         (the trunks; their readout is part of the append kernel), append, eviction, rest, and the
         whole ``step``; ``variants``: what was measured.
     """
-    engine = side.engine
+    engine = method.engine
     evicts, gated = engine.policy.evicts, engine.decoder.gates is not None
     parts = ["", "attention"] + ["gates"] * gated + ["eviction"] * evicts + ["append"]
     undo = Undo(engine)
@@ -120,15 +120,15 @@ def split(side: Own, bandwidth: float, rounds: int, steps: int) -> dict[str, Any
 
     def timed(part: str) -> float:
         with without(engine, part, undo):
-            return side.graph(runners[part], steps) / steps
+            return method.graph(runners[part], steps) / steps
 
     for part in parts:  # captures
         timed(part)
     rounds_of = take_turns({part: partial(timed, part) for part in parts}, rounds)
     step = {part: statistics.median(times) for part, times in rounds_of.items()}
     copies = undo.seconds(engine) if evicts else 0.0
-    matrices = statistics.median(time_calls(_matrices(engine, len(side.sessions)), engine.device))
-    size = side.step_bytes()
+    matrices = statistics.median(time_calls(_matrices(engine, len(method.sessions)), engine.device))
+    size = method.step_bytes()
     with_entries = step["eviction"] - copies if evicts else step[""]
     seconds = {
         "matrices": matrices,

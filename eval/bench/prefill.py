@@ -1,9 +1,9 @@
 """Time to the first token and peak memory of long prompts: cut back chunk by chunk, or kept whole.
 
 ``python -m eval.bench.prefill`` reads prompts of 4k .. 512k random tokens into a shape with random
-weights. Sides take turns: chunks with eviction to M after each, the same engine with a full cache,
-and transformers in one pass with its own attention. Memory is the peak above what the weights take.
-Figures go to ``gpu-prefill-<shape>.json`` after each length.
+weights. Methods take turns: chunks with eviction to M after each, the same engine with a full
+cache, and transformers in one pass with its own attention. Memory is the peak above what the
+weights take. Figures go to ``gpu-prefill-<shape>.json`` after each length.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LENGTHS = (4096, 16384, 65536, 131072, 200_000, 524_288)
 EVICTING, FULL, PEER = "mmkv, evicting", "mmkv, full cache", "transformers, one pass"
 
 
-class Side(ABC):
+class Method(ABC):
     """One way to read a prompt; ``run`` returns seconds and notes memory."""
 
     def __init__(self, device: torch.device) -> None:
@@ -67,7 +67,7 @@ class Side(ABC):
         return seconds
 
 
-class Own(Side):
+class Own(Method):
     """A session of our engine, with a pool that starts empty each time."""
 
     def __init__(self, make: Callable[[], Runtime], device: torch.device) -> None:
@@ -91,7 +91,7 @@ class Own(Side):
             self.kv = session.memory().kv_bytes
 
 
-class Peer(Side):
+class Peer(Method):
     """transformers: the whole prompt in one forward pass."""
 
     def __init__(self, shape: Shape, device: torch.device, dtype: torch.dtype) -> None:
@@ -109,8 +109,8 @@ class Peer(Side):
         self.kv = prompt.numel() * self.token_bytes
 
 
-def sides_of(args: argparse.Namespace) -> dict[str, Side]:
-    """The sides that were asked for."""
+def methods_of(args: argparse.Namespace) -> dict[str, Method]:
+    """The methods that were asked for."""
     device, dtype = on_gpu(args)
     shape = SHAPES[args.shape]
     base = build_engine(shape, "full", device=device, dtype=dtype)
@@ -124,7 +124,7 @@ def sides_of(args: argparse.Namespace) -> dict[str, Side]:
     def engine(policy: str) -> Callable[[], Runtime]:
         return lambda: build_engine(shape, policy, args.budget, **options)
 
-    made: dict[str, Side] = {EVICTING: Own(engine("dbtrimkv"), device)}
+    made: dict[str, Method] = {EVICTING: Own(engine("dbtrimkv"), device)}
     if args.full_longest:
         made[FULL] = Own(engine("full"), device)
     if args.peer_longest:
@@ -132,41 +132,41 @@ def sides_of(args: argparse.Namespace) -> dict[str, Side]:
     return made
 
 
-def measure(args: argparse.Namespace, sides: dict[str, Side], length: int) -> dict[str, Any]:
-    """All sides on one prompt; rounds are fewer for long prompts (``--seconds``), 1 at least."""
+def measure(args: argparse.Namespace, methods: dict[str, Method], length: int) -> dict[str, Any]:
+    """All methods on one prompt; rounds are fewer for long prompts (``--seconds``), 1 at least."""
     longest = {FULL: args.full_longest, PEER: args.peer_longest}
     vocab, generator = SHAPES[args.shape].vocab, torch.Generator().manual_seed(length)
     prompt = torch.randint(1, vocab, (1, length), generator=generator)
-    found: dict[str, Any] = {"length": length, "sides": {}}
+    found: dict[str, Any] = {"length": length, "methods": {}}
     running: dict[str, Callable[[], float]] = {}
     first: dict[str, list[float]] = {}
-    for name, side in sides.items():
+    for name, method in methods.items():
         if length > longest.get(name, length):
-            found["sides"][name] = {"failed": f"not asked for above {longest[name]} tokens"}
+            found["methods"][name] = {"failed": f"not asked for above {longest[name]} tokens"}
             continue
-        side.peak = None
+        method.peak = None
         try:
             if length == args.lengths[0]:
-                side.run(prompt)  # compiles
-            first[name] = [side.run(prompt)]
+                method.run(prompt)  # compiles
+            first[name] = [method.run(prompt)]
         except Exception as error:
             if not why_not(error):
                 raise
-            found["sides"][name] = {"failed": failure(error)}
+            found["methods"][name] = {"failed": failure(error)}
             continue
-        running[name] = partial(side.run, prompt)
+        running[name] = partial(method.run, prompt)
     once = sum(times[0] for times in first.values())
     rounds = min(args.rounds, int(args.seconds / max(once, 1e-9)))
     for name, times in (take_turns(running, rounds) if rounds else first).items():
-        found["sides"][name] = {
+        found["methods"][name] = {
             "seconds": spread(times),
-            "peak_bytes": sides[name].peak,
-            "kv_bytes": sides[name].kv,
+            "peak_bytes": methods[name].peak,
+            "kv_bytes": methods[name].kv,
         }
-    ours = found["sides"][EVICTING].get("seconds")
-    for side in found["sides"].values():
-        if ours and "seconds" in side:
-            side["over_evicting"] = side["seconds"]["median"] / ours["median"]
+    ours = found["methods"][EVICTING].get("seconds")
+    for method in found["methods"].values():
+        if ours and "seconds" in method:
+            method["over_evicting"] = method["seconds"]["median"] / ours["median"]
     return found
 
 
@@ -175,29 +175,33 @@ def show(args: argparse.Namespace, found: Sequence[dict[str, Any]]) -> Path | No
     rows: list[list[Any]] = []
     lines: dict[str, tuple[list[Any], list[Any]]] = {}
     for case in found:
-        for name, side in case["sides"].items():
-            if "failed" in side:
-                rows.append([f"{case['length']:,}", name, "-", "-", "-", side["failed"]])
+        for name, method in case["methods"].items():
+            if "failed" in method:
+                rows.append([f"{case['length']:,}", name, "-", "-", "-", method["failed"]])
                 continue
-            low, high = side["seconds"]["quartiles"]
-            middle = side["seconds"]["median"]
+            low, high = method["seconds"]["quartiles"]
+            middle = method["seconds"]["median"]
             rows.append(
-                [f"{case['length']:,}", name, f"{middle:.3f} ({low:.3f} .. {high:.3f})",
-                 f"{side['over_evicting']:.2f}" if "over_evicting" in side else "-",
-                 "-" if side["peak_bytes"] is None else f"{side['peak_bytes'] / 1e9:.2f}",
-                 f"{side['kv_bytes'] / 1e9:.3f} GB KV at the end"]
-            )  # fmt: skip
+                [
+                    f"{case['length']:,}",
+                    name,
+                    f"{middle:.3f} ({low:.3f} .. {high:.3f})",
+                    f"{method['over_evicting']:.2f}" if "over_evicting" in method else "-",
+                    "-" if method["peak_bytes"] is None else f"{method['peak_bytes'] / 1e9:.2f}",
+                    f"{method['kv_bytes'] / 1e9:.3f} GB KV at the end",
+                ]
+            )
             x, y = lines.setdefault(name, ([], []))
             x.append(case["length"])
             y.append(middle)
-    names = ("tokens", "side", "seconds to first token", "x evicting", "peak GB", "")
+    names = ("tokens", "method", "seconds to first token", "x evicting", "peak GB", "")
     table(f"Prefill, {args.shape}, M = {args.budget:g}, chunks of {args.chunk}", names, rows)
     path = args.output / f"{args.name or f'gpu-prefill-{args.shape}'}.png"
     return curves(path, f"Prefill, {args.shape}", ("prompt tokens", "s to first token"), lines)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the program; 1 when our evicting side failed."""
+    """Run the program; 1 when our evicting method failed."""
     options = parser("bench_prefill", __doc__)
     options.add_argument("--shape", default="qwen3-4b", choices=SHAPES)
     options.add_argument("--lengths", type=int, nargs="+", default=list(LENGTHS))
@@ -209,18 +213,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = options.parse_args(arguments)
     args.lengths.sort()
     try:
-        sides = sides_of(args)
+        methods = methods_of(args)
     except MmkvError as error:
         options.error(str(error))
     note = device_note(where(args)[0])
     print(note)
     found: list[dict[str, Any]] = []
     for length in args.lengths:
-        found.append(measure(args, sides, length))
+        found.append(measure(args, methods, length))
         path = save(args, f"gpu-prefill-{args.shape}", {"note": note, "lengths": found})
     picture = show(args, found)
     print(f"in {path}" + (f", {picture}" if picture else ""))
-    return int(any("failed" in case["sides"][EVICTING] for case in found))
+    return int(any("failed" in case["methods"][EVICTING] for case in found))
 
 
 if __name__ == "__main__":

@@ -22,8 +22,8 @@ def checks(shape: str, case: dict[str, Any]) -> Iterator[dict[str, Any]]:
         sign = ">=" if at_least else "<="
         return {"bar": what, "value": value, "wanted": f"{sign} {wanted:g}", "met": met}
 
-    sides, where = case["sides"], (case["batch"], case["context"], case["budget"])
-    own = sides.get(OWN, {})
+    methods, where = case["methods"], (case["batch"], case["context"], case["budget"])
+    own = methods.get(OWN, {})
     if "ms_per_step" not in own:
         return
     at = f"{shape}, B={where[0]}, {where[1]} tokens, M={where[2]}"
@@ -36,7 +36,7 @@ def checks(shape: str, case: dict[str, Any]) -> Iterator[dict[str, Any]]:
         yield bar(f"physical / logical KV, {at}", ratio, 1.10, False)
     if shape == "qwen3-4b" and where == (4, 32768, 1024):
         yield bar(f"tokens/s, {at}", own["tokens_per_second"], 1500, True)
-    full = sides.get(FULL, {})
+    full = methods.get(FULL, {})
     if "ms_per_step" in full and case.get("kind") == "largest":
         ratio = own["tokens_per_second"] / full["tokens_per_second"]
         yield bar(f"tokens/s over own full, largest batches, {shape}", ratio, 8, True)

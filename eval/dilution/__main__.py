@@ -1,13 +1,13 @@
 """Attention dilution, measured: how much attention reaches what is asked (001, section 3.1).
 
-``python -m eval.dilution MODEL --world text|pictures --lengths ... --side ...`` reads the documents
-of ``eval.quality`` and probes every decode step that predicts a token of an answer: the share of
-attention on the needle that is asked about (*useful*), on the rest of the haystack (*distractors*),
-on questions and answers (*dialogue*), and on the first four tokens, where language models leave
-what they do not need, with the full cache and under every budget. Beside them
-stand the lower bound of Proposition 3.1 on what does not reach the needle, and the share that
-Corollary 3.2 predicts from the full cache's logits and the entries that eviction kept. Writes JSON,
-a Markdown table and a figure. Killed and started again, it goes on where it was.
+``python -m eval.dilution MODEL --domain text|pictures --lengths ... --method ...`` reads the
+documents of ``eval.quality`` and probes every decode step that predicts a token of an answer: the
+share of attention on the needle that is asked about (*useful*), on the rest of the haystack
+(*distractors*), on questions and answers (*dialogue*), and on the first four tokens, where language
+models leave what they do not need, with the full cache and under every budget. Beside them stand
+the lower bound of Proposition 3.1 on what does not reach the needle, and the share that Corollary
+3.2 predicts from the full cache's logits and the entries that eviction kept. Writes JSON, a
+Markdown table and a figure. Killed and started again, it goes on where it was.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from engine.model.families.base import Turn
 from engine.runtime import Runtime
 from eval.dilution.probe import probed_decode
 from eval.dilution.report import draw, markdown, summarise
-from eval.documents import Made
+from eval.documents import Document
 from eval.domains import maker
 from eval.needle.__main__ import LENGTHS, length
 from eval.needle.tasks import Haystack, Needle
-from eval.quality.command import add_options, add_sides, comparison, running, settings
-from eval.quality.run import Cell, Reader, Readings, Record
+from eval.quality.command import add_methods, add_options, comparison, running, settings
+from eval.quality.run import Cell, ComparisonRuns, Reader, Record
 from mmkv.measure.record import write_results
 from mmkv.measure.teacher_forced import spans
 
@@ -62,7 +62,7 @@ class Prober(Reader):
 
 
 def probe(
-    engine: Runtime, turn: Turn, made: Made, budget: float | None
+    engine: Runtime, turn: Turn, made: Document, budget: float | None
 ) -> tuple[list[list[Tensor]], list[bool]]:
     """Read a document with its true answers.
 
@@ -169,23 +169,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the program."""
     parser = argparse.ArgumentParser(prog="python -m eval.dilution", description=__doc__)
     add_options(parser, "dilution")
-    add_sides(parser, ("32", "64", "128"))
-    parser.add_argument("--world", choices=list(SIZES), default="pictures")
+    add_methods(parser, ("32", "64", "128"))
+    parser.add_argument("--domain", choices=list(SIZES), default="pictures")
     parser.add_argument("--lengths", nargs="+", type=length, metavar="TOKENS")
     parser.add_argument("--limit", type=int, default=8, help="documents of each length")
     args = parser.parse_args(arguments)
-    args.lengths = args.lengths or LENGTHS[args.world]
+    args.lengths = args.lengths or LENGTHS[args.domain]
     with running(args, "eval.dilution") as (path, journal):
         if args.limit < 1:
             raise InputError(f"--limit {args.limit} reads nothing; give at least 1")
         compared = comparison(args)
-        sizes = ":".join(map(str, SIZES[args.world]))
+        sizes = ":".join(map(str, SIZES[args.domain]))
         read: list[tuple[int, Any]] = []
-        with Readings(compared, journal, args.workers, Prober) as readings:
+        with ComparisonRuns(compared, journal, args.workers, Prober) as runs:
             for tokens in sorted(set(args.lengths)):
-                kind = Haystack.parse(f"needle:{args.world}:{tokens}:{sizes}")
-                read.append((tokens, readings.of(kind.name, args.limit)))
-        page = summarise(args.world, read, [side.name for side in compared.sides], args.budgets)
+                kind = Haystack.parse(f"needle:{args.domain}:{tokens}:{sizes}")
+                read.append((tokens, runs.of(kind.name, args.limit)))
+        page = summarise(
+            args.domain, read, [method.name for method in compared.methods], args.budgets
+        )
         write_results(path, settings(args), page)
         text = markdown(page)
         path.with_suffix(".md").write_text(text)

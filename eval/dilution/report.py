@@ -15,19 +15,26 @@ from mmkv.measure.stats import mean, paired
 
 Raw = Mapping[str, Sequence[Sequence[Record]]]
 _SHARES = (
-    "useful", "distractors", "dialogue", "first", "bound", "predicted", "kept_useful",
-    "kept_others", "kept_distractors",
-)  # fmt: skip
+    "useful",
+    "distractors",
+    "dialogue",
+    "first",
+    "bound",
+    "predicted",
+    "kept_useful",
+    "kept_others",
+    "kept_distractors",
+)
 _LOOKING = 10  # per cent of the heads that count as looking at the needle
 
 
 def summarise(
-    world: str, read: Sequence[tuple[int, Raw]], sides: Sequence[str], budgets: Sequence[str]
+    domain: str, read: Sequence[tuple[int, Raw]], methods: Sequence[str], budgets: Sequence[str]
 ) -> dict[str, Any]:
     """Everything the result file holds.
 
     Args:
-        read: per length what :meth:`eval.quality.run.Readings.of` returned.
+        read: per length what :meth:`eval.quality.run.ComparisonRuns.of` returned.
 
     Returns:
         ``lengths``: per length and cell the means of ``measure`` with intervals
@@ -38,7 +45,7 @@ def summarise(
         and predicted useful share of every head, documents and lengths together.
     """
     looking = _looking(read)
-    cells = ["full", *(f"{side} at {budget}" for budget in budgets for side in sides)]
+    cells = ["full", *(f"{method} at {budget}" for budget in budgets for method in methods)]
     lengths = {
         str(length): {name: _cell(raw[name], raw["full"], looking[length]) for name in cells}
         for length, raw in read
@@ -55,9 +62,9 @@ def summarise(
             "correlation": _correlation(measured, predicted),
         }
     return {
-        "world": world,
+        "domain": domain,
         "documents": len(read[0][1]["full"][0]),
-        "sides": list(sides),
+        "methods": list(methods),
         "budgets": list(budgets),
         "lengths": lengths,
         "heads": heads,
@@ -120,7 +127,7 @@ def _cell(
 def markdown(page: Mapping[str, Any]) -> str:
     """Shares of attention by length and cell, and what theory says beside them."""
     lines = [
-        f"### Attention dilution in {page['world']}: {page['documents']} documents each length\n",
+        f"### Attention dilution in {page['domain']}: {page['documents']} documents each length\n",
         "Mean share of attention of the steps that predict an answer, over all layers and heads. "
         "*Lost at least*: Proposition 3.1. *Predicted*: Corollary 3.2, from the full cache's "
         "logits and the entries kept. *Looking heads*: the tenth of the heads with the largest "
@@ -179,8 +186,12 @@ def draw(page: Mapping[str, Any], path: Path) -> None:
             style = {"color": "black", "linestyle": "--"} if name == "full" else {}
             panel.plot(x, [c["value"] for c in cells], marker="o", label=name, **style)
             panel.fill_between(x, [c["low"] for c in cells], [c["high"] for c in cells], alpha=0.1)
-        panel.set(title=f"attention on the needle, {title}", xlabel="haystack, tokens",
-                  xscale="log", ylim=(0, None))  # fmt: skip
+        panel.set(
+            title=f"attention on the needle, {title}",
+            xlabel="haystack, tokens",
+            xscale="log",
+            ylim=(0, None),
+        )
         panel.set_xticks(x, lengths)
         panel.minorticks_off()
         panel.grid(alpha=0.3)
@@ -193,9 +204,10 @@ def draw(page: Mapping[str, Any], path: Path) -> None:
             panels[2].plot(predicted.flat, measured.flat, ".", markersize=4, label=name)
             top = max(top, predicted.max(), measured.max())
     panels[2].plot([0, top], [0, top], color="0.5", linewidth=0.8)
-    panels[2].set(title="useful share of every head", xlabel="predicted by Corollary 3.2",
-                  ylabel="measured")  # fmt: skip
+    panels[2].set(
+        title="useful share of every head", xlabel="predicted by Corollary 3.2", ylabel="measured"
+    )
     panels[2].grid(alpha=0.3)
     panels[2].legend(fontsize=7)
-    figure.suptitle(f"Attention dilution in {page['world']}")
+    figure.suptitle(f"Attention dilution in {page['domain']}")
     figure.savefig(path, dpi=110)

@@ -1,6 +1,6 @@
 """Needles in a haystack: what is found, by depth, length, policy and budget.
 
-``python -m eval.needle MODEL --world text|pictures|video --lengths 1024 2048 --side ...`` buries
+``python -m eval.needle MODEL --domain text|pictures|video --lengths 1024 2048 --method ...`` buries
 several keys with several values in text or pictures (:mod:`eval.needle.tasks`), brings the memory
 down to the budget, and only then asks. Answers are given token by token, evicting after each; a
 value is found when every one of its tokens is the most likely one after the true answer so far.
@@ -17,8 +17,8 @@ from engine.errors import InputError
 from eval.domains import maker
 from eval.needle.report import draw, markdown, summarise
 from eval.needle.tasks import SIZES, Haystack
-from eval.quality.command import add_options, add_sides, comparison, running, settings
-from eval.quality.run import Readings
+from eval.quality.command import add_methods, add_options, comparison, running, settings
+from eval.quality.run import ComparisonRuns
 from mmkv.measure.record import write_results
 
 LENGTHS = {"text": [512, 1024, 2048], "pictures": [256, 512, 1024, 2048], "video": [256, 512, 1024]}
@@ -28,35 +28,35 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the program."""
     parser = argparse.ArgumentParser(prog="python -m eval.needle", description=__doc__)
     add_options(parser, "needle")
-    add_sides(parser, ("32", "64", "128", "256"))
-    parser.add_argument("--world", choices=list(SIZES), default="pictures")
+    add_methods(parser, ("32", "64", "128", "256"))
+    parser.add_argument("--domain", choices=list(SIZES), default="pictures")
     parser.add_argument(
         "--lengths", nargs="+", type=length, metavar="TOKENS", help="such as 512 or 128k"
     )
     for place, name in enumerate(("keys", "values", "queries")):
-        usual = ", ".join(f"{world} {sizes[place]}" for world, sizes in SIZES.items())
+        usual = ", ".join(f"{domain} {sizes[place]}" for domain, sizes in SIZES.items())
         parser.add_argument(f"--{name}", type=int, help=f"default: {usual}")
     parser.add_argument("--limit", type=int, default=16, help="documents of each length")
     args = parser.parse_args(arguments)
-    keys, values, queries = SIZES[args.world]
-    args.lengths = args.lengths or LENGTHS[args.world]
+    keys, values, queries = SIZES[args.domain]
+    args.lengths = args.lengths or LENGTHS[args.domain]
     with running(args, "eval.needle") as (path, journal):
         if args.limit < 1:
             raise InputError(f"--limit {args.limit} reads nothing; give at least 1")
         compared = comparison(args)
         read = []
-        with Readings(compared, journal, args.workers) as readings:
+        with ComparisonRuns(compared, journal, args.workers) as runs:
             for tokens in sorted(set(args.lengths)):
                 kind = Haystack.parse(
-                    f"needle:{args.world}:{tokens}:{args.keys or keys}:{args.values or values}:"
+                    f"needle:{args.domain}:{tokens}:{args.keys or keys}:{args.values or values}:"
                     f"{args.queries or queries}"
                 )
                 make = maker(args.model, kind.name)
                 assert make is not None
                 make(0)  # what cannot be made is found before hours of reading
-                raw = readings.of(kind.name, args.limit)
+                raw = runs.of(kind.name, args.limit)
                 read.append((kind, raw, [make(index).notes for index in range(args.limit)]))
-        page = summarise(read, [side.name for side in compared.sides], args.budgets)
+        page = summarise(read, [method.name for method in compared.methods], args.budgets)
         write_results(path, settings(args), page)
         text = markdown(page)
         path.with_suffix(".md").write_text(text)

@@ -29,7 +29,7 @@ def found(record: Record, notes: Sequence[Needle]) -> list[list[bool]]:
 
 
 def _by_value(raw: Raw, notes: Sequence[Sequence[Needle]]) -> dict[str, list[list[Record]]]:
-    """The same readings with ``right`` counted by value, as the tables want them."""
+    """The same runs with ``right`` counted by value, as the tables want them."""
 
     def counted(record: Record, about: Sequence[Needle]) -> Record:
         values = found(record, about)
@@ -41,17 +41,19 @@ def _by_value(raw: Raw, notes: Sequence[Sequence[Needle]]) -> dict[str, list[lis
     }
 
 
-def summarise(read: Sequence[Read], sides: Sequence[str], budgets: Sequence[str]) -> dict[str, Any]:
+def summarise(
+    read: Sequence[Read], methods: Sequence[str], budgets: Sequence[str]
+) -> dict[str, Any]:
     """Everything the result file holds.
 
     Args:
-        read: per length the kind of document, what :meth:`eval.quality.run.Readings.of` returned,
-            and per document the notes of its answers.
+        read: per length the kind of document, what :meth:`eval.quality.run.ComparisonRuns.of`
+            returned, and per document the notes of its answers.
 
     Returns:
         ``lengths``: per length a page of :func:`eval.quality.report.summarise` over values;
         ``all``: that of all lengths together; ``queries``: share of queries all of whose values
-        were found, by side and budget; ``heat``: by side and budget the share found,
+        were found, by method and budget; ``heat``: by method and budget the share found,
         ``[part of the depth][length]``, and ``counted``: values per cell.
     """
     by_value = [(kind, _by_value(raw, notes), notes) for kind, raw, notes in read]
@@ -68,17 +70,17 @@ def summarise(read: Sequence[Read], sides: Sequence[str], budgets: Sequence[str]
     counted = [_by_depth(kind, raw["full"], notes) for kind, raw, notes in by_value]
     kind = read[0][0]
     return {
-        "world": kind.world,
+        "domain": kind.domain,
         "keys": kind.keys,
         "values": kind.values,
         "queries_asked": kind.queries,
-        "sides": list(sides),
+        "methods": list(methods),
         "budgets": list(budgets),
         "lengths": {
-            str(kind.length): quality_report.summarise(raw, sides, budgets)
+            str(kind.length): quality_report.summarise(raw, methods, budgets)
             for kind, raw, _ in by_value
         },
-        "all": quality_report.summarise(together, sides, budgets),
+        "all": quality_report.summarise(together, methods, budgets),
         "queries": queries,
         "heat": heat,
         "counted": [[column[part][1] for column in counted] for part in range(kind.parts)],
@@ -117,28 +119,32 @@ def _queries(
 
 
 def markdown(page: Mapping[str, Any]) -> str:
-    """Accuracy by length, budget and side; whole answers; paired tests."""
+    """Accuracy by length, budget and method; whole answers; paired tests."""
     whole = page["all"]
     lines = [
-        f"### Needles in {page['world']}: {page['keys']} keys, {page['values']} values, "
+        f"### Needles in {page['domain']}: {page['keys']} keys, {page['values']} values, "
         f"{page['queries_asked']} queries; {whole['questions']} values in {whole['dialogues']} "
         "documents\n",
         "Share of values found, with 95 % interval.\n",
-        f"| haystack | budget | full | {' | '.join(page['sides'])} |",
-        f"|---|---|---|{'---|' * len(page['sides'])}",
+        f"| haystack | budget | full | {' | '.join(page['methods'])} |",
+        f"|---|---|---|{'---|' * len(page['methods'])}",
     ]
     for length, part in [*page["lengths"].items(), ("all", whole)]:
         full = interval(part["rows"][0]["accuracy"])
         for budget in page["budgets"]:
-            rows = {row["side"]: row for row in part["rows"] if row["budget"] == budget}
-            cells = [interval(rows[side]["accuracy"]) for side in page["sides"]]
+            rows = {row["method"]: row for row in part["rows"] if row["budget"] == budget}
+            cells = [interval(rows[method]["accuracy"]) for method in page["methods"]]
             lines.append(f"| {length} | {budget} | {full} | {' | '.join(cells)} |")
-    if page["values"] > 1 and page["world"] == "text":
-        lines += ["\nShare of queries whose values were all found:\n",
-                  f"| budget | full | {' | '.join(page['sides'])} |",
-                  f"|---|---|{'---|' * len(page['sides'])}"]  # fmt: skip
+    if page["values"] > 1 and page["domain"] == "text":
+        lines += [
+            "\nShare of queries whose values were all found:\n",
+            f"| budget | full | {' | '.join(page['methods'])} |",
+            f"|---|---|{'---|' * len(page['methods'])}",
+        ]
         for budget in page["budgets"]:
-            cells = [interval(page["queries"][f"{side} at {budget}"]) for side in page["sides"]]
+            cells = [
+                interval(page["queries"][f"{method} at {budget}"]) for method in page["methods"]
+            ]
             full = interval(page["queries"]["full"])
             lines.append(f"| {budget} | {full} | {' | '.join(cells)} |")
     lines += ["", *quality_report.paired_lines(whole["tests"])]
@@ -149,19 +155,19 @@ def markdown(page: Mapping[str, Any]) -> str:
 
 
 def draw(page: Mapping[str, Any], path: Path) -> None:
-    """Heat maps over depth and length: a row of panels per budget, a column per side."""
+    """Heat maps over depth and length: a row of panels per budget, a column per method."""
     from matplotlib.figure import Figure
 
-    sides, budgets, lengths = ["full", *page["sides"]], page["budgets"], list(page["lengths"])
+    methods, budgets, lengths = ["full", *page["methods"]], page["budgets"], list(page["lengths"])
     parts = len(page["heat"]["full"])
     figure = Figure(
-        figsize=(1.2 + 2.1 * len(sides), 0.8 + 1.9 * len(budgets)), layout="constrained"
+        figsize=(1.2 + 2.1 * len(methods), 0.8 + 1.9 * len(budgets)), layout="constrained"
     )
-    panels = figure.subplots(len(budgets), len(sides), squeeze=False)
+    panels = figure.subplots(len(budgets), len(methods), squeeze=False)
     for row, budget in enumerate(budgets):
-        for column, side in enumerate(sides):
+        for column, method in enumerate(methods):
             panel = panels[row, column]
-            share = page["heat"]["full" if side == "full" else f"{side} at {budget}"]
+            share = page["heat"]["full" if method == "full" else f"{method} at {budget}"]
             cells = np.array(share, float)
             shown = panel.imshow(cells, aspect="auto", cmap="viridis", vmin=0, vmax=1)
             for (y, x), value in np.ndenumerate(cells):
@@ -172,15 +178,16 @@ def draw(page: Mapping[str, Any], path: Path) -> None:
                     )
             panel.set_xticks(range(len(lengths)), lengths, fontsize=7)
             panel.set_yticks(
-                np.arange(parts + 1) - 0.5, [f"{i / parts:.0%}" for i in range(parts + 1)],
+                np.arange(parts + 1) - 0.5,
+                [f"{i / parts:.0%}" for i in range(parts + 1)],
                 fontsize=6,
-            )  # fmt: skip
+            )
             if row == 0:
-                panel.set_title(side, fontsize=9)
+                panel.set_title(method, fontsize=9)
             if column == 0:
                 panel.set_ylabel(f"budget {budget}\ndepth", fontsize=8)
             if row == len(budgets) - 1:
                 panel.set_xlabel("haystack, tokens", fontsize=8)
     figure.colorbar(shown, ax=panels, label="share of values found", shrink=0.6)
-    figure.suptitle(f"Needles in {page['world']}")
+    figure.suptitle(f"Needles in {page['domain']}")
     figure.savefig(path, dpi=110)

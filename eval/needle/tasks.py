@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from engine.errors import InputError
-from eval.documents import Made, Pieces, scene_document
+from eval.documents import Document, Pieces, scene_document
 from mmkv.data.dialogues import (
     IGNORE,
     caption,
@@ -36,7 +36,7 @@ from mmkv.measure.teacher_forced import spans
 from mmkv.prompt.processing import Processor
 
 T = TypeVar("T")
-# What one world asks when it is not told: keys, values, queries. The bundled model has learned
+# What one domain asks when it is not told: keys, values, queries. The bundled model has learned
 # dialogues with up to four pictures that matter, and with one video.
 SIZES = {"text": (8, 4, 4), "pictures": (4, 4, 4), "video": (1, 4, 1)}
 _VIDEO_PARTS = 4  # parts of the depth that the one clip takes turns with
@@ -66,7 +66,7 @@ class Haystack:
         length: tokens of the haystack, needles included; the questions come on top.
     """
 
-    world: str
+    domain: str
     length: int
     keys: int
     values: int
@@ -75,7 +75,7 @@ class Haystack:
     @property
     def name(self) -> str:
         """What :mod:`eval.domains` knows it by."""
-        return f"needle:{self.world}:{self.length}:{self.keys}:{self.values}:{self.queries}"
+        return f"needle:{self.domain}:{self.length}:{self.keys}:{self.values}:{self.queries}"
 
     @property
     def parts(self) -> int:
@@ -90,34 +90,34 @@ class Haystack:
             InputError: not such a name, or sizes that do not go together.
         """
         try:
-            _, world, *numbers = name.split(":")
-            made = cls(world, *map(int, numbers))
+            _, domain, *numbers = name.split(":")
+            made = cls(domain, *map(int, numbers))
         except (ValueError, TypeError):
             raise InputError(
-                f"no needles {name!r}; write needle:WORLD:LENGTH:KEYS:VALUES:QUERIES"
+                f"no needles {name!r}; write needle:DOMAIN:LENGTH:KEYS:VALUES:QUERIES"
             ) from None
-        if made.world not in SIZES:
-            raise InputError(f"no needles in {world!r}; choose one of {', '.join(SIZES)}")
+        if made.domain not in SIZES:
+            raise InputError(f"no needles in {domain!r}; choose one of {', '.join(SIZES)}")
         if min(made.length, made.keys, made.values, made.queries) < 1 or made.queries > made.keys:
             raise InputError(f"{name}: sizes are at least 1, and no more queries than keys")
         if made.keys > len(NAMES):
             raise InputError(f"{made.keys} keys, but there are {len(NAMES)} names for them")
-        if made.world == "video" and made.keys > 1:
+        if made.domain == "video" and made.keys > 1:
             raise InputError("a document holds one video; give --keys 1 --queries 1")
         return made
 
 
-def maker(name: str, model: str, processor: Processor) -> Callable[[int], Made]:
+def maker(name: str, model: str, processor: Processor) -> Callable[[int], Document]:
     """What makes the documents of :attr:`Haystack.name`; see :func:`eval.domains.maker`."""
     kind = Haystack.parse(name)
-    if kind.world == "text":
+    if kind.domain == "text":
         return lambda index: _text(kind, index, processor.tokenizer)
     require_scene_tokens(processor, model)
-    made = _pictures if kind.world == "pictures" else _video
+    made = _pictures if kind.domain == "pictures" else _video
     return lambda index: made(kind, index, processor.tokenizer)
 
 
-def _text(kind: Haystack, index: int, tokenizer: Any) -> Made:
+def _text(kind: Haystack, index: int, tokenizer: Any) -> Document:
     rng = random.Random(f"{kind.name}-{index}")
     text = Pieces(tokenizer)
 
@@ -151,10 +151,10 @@ def _text(kind: Haystack, index: int, tokenizer: Any) -> Made:
             values.append((where.start - begin, where.stop - begin))
         text.say(".\n")
         notes.append(Needle(depths[key], tuple(values), places[key], haystack))
-    return Made(text.example(), notes)
+    return Document(text.example(), notes)
 
 
-def _pictures(kind: Haystack, index: int, tokenizer: Any) -> Made:
+def _pictures(kind: Haystack, index: int, tokenizer: Any) -> Document:
     rng = random.Random(f"{kind.name}-{index}")
     kept = [_filled(rng, kind.values) for _ in range(kind.keys)]
     depths = _depths(kind, index, rng)
@@ -169,7 +169,7 @@ def _pictures(kind: Haystack, index: int, tokenizer: Any) -> Made:
     return _dialogue(shown, asked, tokenizer)
 
 
-def _video(kind: Haystack, index: int, tokenizer: Any) -> Made:
+def _video(kind: Haystack, index: int, tokenizer: Any) -> Document:
     rng = random.Random(f"{kind.name}-{index}")
     first = _filled(rng, kind.values)
     last, changed = exchanged(first, rng, "heldout")
@@ -191,7 +191,7 @@ def _dialogue(
     shown: Sequence[tuple[str, Scene | Clip]],
     asked: list[tuple[Question, float, tuple[int, int]]],
     tokenizer: Any,
-) -> Made:
+) -> Document:
     """Everything shown at once, then the questions turn by turn."""
     captions, pictures = zip(*shown, strict=True)
     turns = [Turn(pictures, asked[0][0], captions)]
@@ -201,14 +201,16 @@ def _dialogue(
     begin = len(tokenizer.encode("<|im_start|>user\n", add_special_tokens=False))
     notes = [
         Needle(
-            depth, ((0, stop - start),), (begin + place[0], begin + place[1]),
+            depth,
+            ((0, stop - start),),
+            (begin + place[0], begin + place[1]),
             (begin, example["cuts"][0]),
         )
         for (_, depth, place), (start, stop) in zip(
             asked, spans(example["labels"][0].tolist()), strict=True
         )
-    ]  # fmt: skip
-    return Made(example, notes)
+    ]
+    return Document(example, notes)
 
 
 def bury(

@@ -1,9 +1,9 @@
 """What eviction costs: accuracy and KL to the full cache against the budget, paired.
 
-``python -m eval.quality MODEL --data scenes:dense --side dbtrimkv:GATES[,GATES] --side snapkv ...``
-feeds the same held-out dialogues through every side at every budget, answers given token by token
-with real eviction (``teacher_forced``), and writes JSON, a Markdown table and a plot. Killed and
-started again, it goes on where it was; with more sides or dialogues it reads only those.
+``python -m eval.quality MODEL --data scenes:dense --method dbtrimkv:GATES[,GATES] --method snapkv
+...`` feeds the same held-out dialogues through every method at every budget, answers given token by
+token with real eviction (``teacher_forced``), and writes JSON, a Markdown table and a plot. Killed
+and started again, it goes on where it was; with more methods or dialogues it reads only those.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from eval.quality.command import add_options, running, settings
 from eval.quality.report import draw, markdown, summarise
-from eval.quality.run import Comparison, Readings, Side
+from eval.quality.run import Comparison, ComparisonRuns, Method
 from mmkv.measure.record import write_results
 
 FRACTIONS = ("1/2", "1/3", "1/4", "1/5", "1/8", "1/16", "1/32")
@@ -28,30 +28,35 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--max-length", type=int, default=8192, help="longest dialogue, tokens")
     parser.add_argument(
-        "--side", action="append", required=True, metavar="[NAME=]POLICY[@N][:GATES,..]"
+        "--method", action="append", required=True, metavar="[NAME=]POLICY[@N][:GATES,..]"
     )
     parser.add_argument(
-        "--fractions", nargs="+", default=list(FRACTIONS),
+        "--fractions",
+        nargs="+",
+        default=list(FRACTIONS),
         help="budgets: shares of the context, or entries per layer and KV head such as 64",
-    )  # fmt: skip
+    )
     parser.add_argument("--dialogues", type=int, default=120, help="of each data source")
     parser.add_argument(
-        "--skip", type=int, default=0, metavar="N",
+        "--skip",
+        type=int,
+        default=0,
+        metavar="N",
         help="leave out the first N dialogues, which something was chosen on",
-    )  # fmt: skip
+    )
     args = parser.parse_args(arguments)
     if args.skip < 0 or args.dialogues < 1:
         parser.error("--skip takes 0 or more, --dialogues 1 or more")
     with running(args, "eval.quality") as (path, journal):
-        sides = tuple(Side.parse(text) for text in args.side)
+        methods = tuple(Method.parse(text) for text in args.method)
         comparison = Comparison(
-            args.model, args.dtype, sides, tuple(args.fractions), args.max_length, args.device
+            args.model, args.dtype, methods, tuple(args.fractions), args.max_length, args.device
         )
         pages = {}
-        with Readings(comparison, journal, args.workers) as readings:
+        with ComparisonRuns(comparison, journal, args.workers) as runs:
             for source in args.data:
-                raw = readings.of(source, args.dialogues, args.skip)
-                pages[source] = summarise(raw, [side.name for side in sides], args.fractions)
+                raw = runs.of(source, args.dialogues, args.skip)
+                pages[source] = summarise(raw, [method.name for method in methods], args.fractions)
         write_results(path, settings(args), pages)
         text = markdown(pages)
         path.with_suffix(".md").write_text(text)

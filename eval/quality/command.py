@@ -14,7 +14,7 @@ import torch
 
 from engine.errors import InputError, MmkvError
 from engine.model.families.loading import resolve_device
-from eval.quality.run import Comparison, Side
+from eval.quality.run import Comparison, Method
 from mmkv.measure.journal import Journal
 from mmkv.measure.record import RESULTS
 
@@ -31,31 +31,36 @@ def add_options(parser: argparse.ArgumentParser, name: str) -> None:
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the result files")
 
 
-def add_sides(parser: argparse.ArgumentParser, budgets: tuple[str, ...]) -> None:
-    """``--side`` and ``--budgets``, for programs that have a default for both."""
+def add_methods(parser: argparse.ArgumentParser, budgets: tuple[str, ...]) -> None:
+    """``--method`` and ``--budgets``, for programs that have a default for both."""
     parser.add_argument(
-        "--side", action="append", default=[], metavar="[NAME=]POLICY[@N][:GATES,..]",
+        "--method",
+        action="append",
+        default=[],
+        metavar="[NAME=]POLICY[@N][:GATES,..]",
         help="repeatable; default: dbtrimkv with the model's own gates, snapkv, streamingllm",
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "--budgets", nargs="+", default=list(budgets),
+        "--budgets",
+        nargs="+",
+        default=list(budgets),
         help="mean entries per layer and KV head, or shares of the dialogue such as 1/8",
-    )  # fmt: skip
+    )
 
 
 def comparison(args: argparse.Namespace) -> Comparison:
-    """What the options of :func:`add_sides` ask for.
+    """What the options of :func:`add_methods` ask for.
 
     Raises:
-        InputError: for a side or a budget that cannot be read.
+        InputError: for a method or a budget that cannot be read.
     """
-    texts = args.side
+    texts = args.method
     if not texts:
         gates = Path(args.model) / "gates"
         texts = [f"dbtrimkv:{gates}"] if (gates / "gates.json").is_file() else []
         texts += ["snapkv", "streamingllm"]
-    sides = tuple(Side.parse(text) for text in texts)
-    return Comparison(args.model, args.dtype, sides, tuple(args.budgets), device=args.device)
+    methods = tuple(Method.parse(text) for text in texts)
+    return Comparison(args.model, args.dtype, methods, tuple(args.budgets), device=args.device)
 
 
 @contextmanager
@@ -67,7 +72,7 @@ def running(args: argparse.Namespace, program: str) -> Iterator[tuple[Path, Jour
     """
     torch.set_num_threads(args.threads)
     path = args.output / f"{args.name}.json"
-    journal = path.with_suffix(".readings.jsonl")
+    journal = path.with_suffix(".runs.jsonl")
     try:
         args.device = resolve_device(args.device).type
         if args.device != "cpu" and args.workers > 1:

@@ -1,7 +1,7 @@
-"""Where entries are kept: layers, KV heads and modalities of each side of a quality run.
+"""Where entries are kept: layers, KV heads and modalities of each method of a quality run.
 
 ``python -m eval.quality.kept RESULT.json --fraction 1/8`` reads what ``eval.quality`` wrote and
-draws ``RESULT-kept.png``: per side the mean entries of every (layer, KV head) as a share of the
+draws ``RESULT-kept.png``: per method the mean entries of every (layer, KV head) as a share of the
 mean budget, on one logarithmic scale whose middle is the budget, above the share that is visual. It
 prints the same as a table.
 """
@@ -21,10 +21,10 @@ from eval.budgets import in_words
 _COLUMNS = 6  # panels beside each other
 
 
-def rows_at(page: Mapping[str, Any], budget: str, sides: Sequence[str]) -> list[dict[str, Any]]:
-    """The sides of one data source at one budget, in the order asked for (default: all)."""
-    found = {row["side"]: row for row in page["rows"] if row["budget"] == budget}
-    return [found[side] for side in (sides or found) if side in found]
+def rows_at(page: Mapping[str, Any], budget: str, methods: Sequence[str]) -> list[dict[str, Any]]:
+    """The methods of one data source at one budget, in the order asked for (default: all)."""
+    found = {row["method"]: row for row in page["rows"] if row["budget"] == budget}
+    return [found[method] for method in (methods or found) if method in found]
 
 
 def shares(row: Mapping[str, Any]) -> np.ndarray:
@@ -47,16 +47,16 @@ def spread(row: Mapping[str, Any]) -> dict[str, float]:
 
 
 def draw(
-    pages: Mapping[str, Mapping[str, Any]], path: Path, budget: str, sides: Sequence[str]
+    pages: Mapping[str, Mapping[str, Any]], path: Path, budget: str, methods: Sequence[str]
 ) -> None:
-    """One heat map per data source and side, with the visual share as a bar below."""
+    """One heat map per data source and method, with the visual share as a bar below."""
     from matplotlib.colors import LogNorm
     from matplotlib.figure import Figure
 
     lines = [
         (source, rows[first : first + _COLUMNS])
         for source, page in pages.items()
-        for rows in [rows_at(page, budget, sides)]
+        for rows in [rows_at(page, budget, methods)]
         for first in range(0, len(rows), _COLUMNS)
     ]
     columns = max(len(rows) for _, rows in lines)
@@ -77,7 +77,7 @@ def draw(
             share = shares(row)
             shown = heat.imshow(share, aspect="auto", cmap="RdBu_r", norm=scale, origin="lower")
             heat.set_axis_on()
-            heat.set(title=row["side"], xlabel="KV head")
+            heat.set(title=row["method"], xlabel="KV head")
             heat.set_xticks(range(share.shape[1]))
             if column == 0:
                 heat.set_ylabel(f"{source}\nlayer")
@@ -88,25 +88,30 @@ def draw(
             bar.xaxis.label.set_size(6)
     ticks = [tick for tick in 2.0 ** np.arange(-9, 10) if 1 / most <= tick < 0.9 * most]
     figure.colorbar(
-        shown, ax=panels, label="entries / mean budget", extend="min", aspect=20 * len(lines),
-        ticks=[*ticks, most], format="{x:.3g}",
-    ).minorticks_off()  # fmt: skip
+        shown,
+        ax=panels,
+        label="entries / mean budget",
+        extend="min",
+        aspect=20 * len(lines),
+        ticks=[*ticks, most],
+        format="{x:.3g}",
+    ).minorticks_off()
     figure.suptitle(f"Entries kept at {in_words(budget)}")
     figure.savefig(path, dpi=110)
 
 
-def table(pages: Mapping[str, Mapping[str, Any]], budget: str, sides: Sequence[str]) -> str:
-    """Markdown: spread over heads and visual share of every side."""
+def table(pages: Mapping[str, Mapping[str, Any]], budget: str, methods: Sequence[str]) -> str:
+    """Markdown: spread over heads and visual share of every method."""
     lines = [
-        "| data | side | least head | most head | variance between layers | visual | of context |",
+        "| data | method | least head | most head | variance over layers | visual | of context |",
         "|---|---|---|---|---|---|---|",
     ]
     for source, page in pages.items():
         context = page["rows"][0]["visual_share"]
-        for row in rows_at(page, budget, sides):
+        for row in rows_at(page, budget, methods):
             found = spread(row)
             lines.append(
-                f"| {source} | {row['side']} | {found['least']:.2f} | {found['most']:.2f} | "
+                f"| {source} | {row['method']} | {found['least']:.2f} | {found['most']:.2f} | "
                 f"{found['between_layers']:.0%} | {row['visual_share']:.0%} | {context:.0%} |"
             )
     return "\n".join(lines)
@@ -117,7 +122,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m eval.quality.kept", description=__doc__)
     parser.add_argument("result", type=Path, help="JSON of eval.quality")
     parser.add_argument("--fraction", default="1/8", help="the budget to look at")
-    parser.add_argument("--sides", nargs="*", default=[], help="default: all")
+    parser.add_argument("--methods", nargs="*", default=[], help="default: all")
     args = parser.parse_args(arguments)
     try:
         pages = json.loads(args.result.read_text())["results"]
@@ -129,15 +134,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
             f"eval.quality.kept: error: {args.result} has no budget {args.fraction}; it has "
             f"{', '.join(budgets[1:])}"
         )
-    known = list(dict.fromkeys(r["side"] for page in pages.values() for r in page["rows"][1:]))
-    for side in args.sides:
-        if side not in known:
+    known = list(dict.fromkeys(r["method"] for page in pages.values() for r in page["rows"][1:]))
+    for method in args.methods:
+        if method not in known:
             raise SystemExit(
-                f"eval.quality.kept: error: {args.result} has no side {side}; it has "
+                f"eval.quality.kept: error: {args.result} has no method {method}; it has "
                 f"{', '.join(known)}"
             )
-    draw(pages, args.result.with_name(f"{args.result.stem}-kept.png"), args.fraction, args.sides)
-    print(table(pages, args.fraction, args.sides))
+    draw(pages, args.result.with_name(f"{args.result.stem}-kept.png"), args.fraction, args.methods)
+    print(table(pages, args.fraction, args.methods))
 
 
 if __name__ == "__main__":

@@ -19,15 +19,15 @@ Runs = Sequence[Sequence[Mapping[str, Any]]]
 
 
 def summarise(
-    raw: Mapping[str, Runs], sides: Sequence[str], budgets: Sequence[str]
+    raw: Mapping[str, Runs], methods: Sequence[str], budgets: Sequence[str]
 ) -> dict[str, Any]:
-    """Means with intervals for every side and budget, and the paired tests between sides.
+    """Means with intervals for every method and budget, and the paired tests between methods.
 
     Args:
-        raw: what :meth:`eval.quality.run.Readings.of` returns.
+        raw: what :meth:`eval.quality.run.ComparisonRuns.of` returns.
 
     Returns:
-        ``rows`` (one per side and budget), ``tests`` (first side against each other side, and
+        ``rows`` (one per method and budget), ``tests`` (first method against each other method, and
         against the full cache) and the sizes of the data. With ``whole_texts``, where every token
         but the first was predicted and none asked for, negative log-likelihoods stand for accuracy.
     """
@@ -38,13 +38,13 @@ def summarise(
     rows = [_row("full", "1", raw["full"], questions, tokens)]
     tests = []
     for budget in budgets:
-        for side in sides:
-            runs = raw[f"{side} at {budget}"]
-            rows.append(_row(side, budget, runs, questions, tokens))
+        for method in methods:
+            runs = raw[f"{method} at {budget}"]
+            rows.append(_row(method, budget, runs, questions, tokens))
             rows[-1]["of_full"] = rows[-1]["accuracy"]["value"] / max(
                 rows[0]["accuracy"]["value"], 1e-9
             )
-        for of, one, two in comparisons(raw, sides, budget):
+        for of, one, two in comparisons(raw, methods, budget):
             tests.append(
                 {
                     "budget": budget,
@@ -71,19 +71,20 @@ def summarise(
 
 
 def comparisons(
-    raw: Mapping[str, T], sides: Sequence[str], budget: str
+    raw: Mapping[str, T], methods: Sequence[str], budget: str
 ) -> Iterator[tuple[str, T, T]]:
-    """What is tested at a budget: every side against each later one, and against the full cache.
+    """What is tested at a budget: every method against each later one, and against the full cache.
 
     Args:
-        raw: something of every cell, under ``"side at budget"`` and ``"full"``.
+        raw: something of every cell, under ``"method at budget"`` and ``"full"``.
 
     Yields:
         ``"first - second"``, and what ``raw`` has of the two.
     """
-    for first, second in [*combinations(sides, 2), *product(sides, ["full"])]:
+    for first, second in [*combinations(methods, 2), *product(methods, ["full"])]:
         one, two = (
-            raw["full" if side == "full" else f"{side} at {budget}"] for side in (first, second)
+            raw["full" if method == "full" else f"{method} at {budget}"]
+            for method in (first, second)
         )
         yield f"{first} - {second}", one, two
 
@@ -98,13 +99,13 @@ def _difference(one: Runs, two: Runs, name: str, counts: Sequence[int]) -> dict[
 
 
 def _row(
-    side: str, budget: str, runs: Runs, questions: Sequence[int], tokens: Sequence[int]
+    method: str, budget: str, runs: Runs, questions: Sequence[int], tokens: Sequence[int]
 ) -> dict[str, Any]:
     seen = sum(row["seen"] for row in runs[0])
     layouts = [row["per_row"] for run in runs for row in run]
     entries = sum(row["entries"] for run in runs for row in run)
     return {
-        "side": side,
+        "method": method,
         "budget": budget,
         "seeds": len(runs),
         "accuracy": asdict(mean(_average(runs, "right"), questions)),
@@ -122,7 +123,7 @@ def _row(
 
 
 def markdown(pages: Mapping[str, Mapping[str, Any]]) -> str:
-    """One table per data source: accuracy or perplexity, and KL per token, by side and budget."""
+    """One table per data source: accuracy or perplexity, and KL per token, by method and budget."""
     text = []
     for source, page in pages.items():
         context, shown = page["context_tokens"], _shown(page)
@@ -132,15 +133,17 @@ def markdown(pages: Mapping[str, Mapping[str, Any]]) -> str:
             f"### {source}: {held}{page['dialogues']} held-out "
             f"{what} of {context['least']} to {context['most']} tokens\n"
         )
-        budgets = list(dict.fromkeys(r["budget"] for r in page["rows"] if r["side"] != "full"))
-        sides = list(dict.fromkeys(r["side"] for r in page["rows"] if r["side"] != "full"))
+        budgets = list(dict.fromkeys(r["budget"] for r in page["rows"] if r["method"] != "full"))
+        methods = list(dict.fromkeys(r["method"] for r in page["rows"] if r["method"] != "full"))
         full = _measure(page["rows"][0], shown)
         text.append(f"Full cache: {interval(full)}. Cells: {shown} with 95 % interval; KL.\n")
-        text.append(f"| budget | {' | '.join(sides)} |\n|---|{'---|' * len(sides)}")
+        text.append(f"| budget | {' | '.join(methods)} |\n|---|{'---|' * len(methods)}")
         for budget in budgets:
             cells = []
-            for side in sides:
-                row = next(r for r in page["rows"] if (r["side"], r["budget"]) == (side, budget))
+            for method in methods:
+                row = next(
+                    r for r in page["rows"] if (r["method"], r["budget"]) == (method, budget)
+                )
                 kl = row["kl_per_token"]["value"]
                 cells.append(f"{interval(_measure(row, shown))}; {kl:.3f}")
             text.append(f"| {budget} | {' | '.join(cells)} |")
@@ -188,16 +191,17 @@ def draw(pages: Mapping[str, Mapping[str, Any]], path: Path) -> None:
     panels = figure.subplots(2, len(pages), squeeze=False)
     for column, (source, page) in enumerate(pages.items()):
         shown = _shown(page)
-        rows = [row for row in page["rows"] if row["side"] != "full"]
+        rows = [row for row in page["rows"] if row["method"] != "full"]
         budgets = list(dict.fromkeys(row["budget"] for row in rows))
-        for side in dict.fromkeys(row["side"] for row in rows):
+        for method in dict.fromkeys(row["method"] for row in rows):
             mine = sorted(
-                (row for row in rows if row["side"] == side), key=lambda r: Fraction(r["budget"])
+                (row for row in rows if row["method"] == method),
+                key=lambda r: Fraction(r["budget"]),
             )
             x = [float(Fraction(row["budget"])) for row in mine]
             measured = ([_measure(r, shown) for r in mine], [r["kl_per_token"] for r in mine])
             for panel, values in zip(panels[:, column], measured, strict=True):
-                panel.plot(x, [v["value"] for v in values], marker="o", markersize=4, label=side)
+                panel.plot(x, [v["value"] for v in values], marker="o", markersize=4, label=method)
                 panel.fill_between(
                     x, [v["low"] for v in values], [v["high"] for v in values], alpha=0.15
                 )

@@ -1,6 +1,6 @@
-"""The readings of ``eval.quality``: every dialogue through every side, in worker processes.
+"""The runs of ``eval.quality``: every dialogue through every method, in worker processes.
 
-Each reading is one row of a journal (``journal``): a run that was killed goes on where it
+Each run is one row of a journal (``journal``): a run that was killed goes on where it
 was, and a larger comparison reads only what is new.
 """
 
@@ -29,18 +29,18 @@ from engine.runtime import Runtime
 from eval.budgets import is_share
 from eval.domains import held_out
 from mmkv.measure.journal import Journal
-from mmkv.measure.teacher_forced import FullCache, Reading, read_at
+from mmkv.measure.teacher_forced import DialogueRun, FullCache, read_at
 
 Record = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Side:
+class Method:
     """One of the things compared.
 
     Attributes:
         name: what tables call it. lookahead: n of the retention score, None for the preset's.
-        gates: gate folders, one per training seed; their readings are averaged.
+        gates: gate folders, one per training seed; their runs are averaged.
     """
 
     name: str
@@ -49,7 +49,7 @@ class Side:
     gates: tuple[str, ...]
 
     @classmethod
-    def parse(cls, text: str) -> Side:
+    def parse(cls, text: str) -> Method:
         """``[NAME=]POLICY[@LOOKAHEAD][:GATES[,GATES]]``; ``dbtrimkv+N`` is a policy, too.
 
         Raises:
@@ -62,7 +62,7 @@ class Side:
             number = float(lookahead) if lookahead else None
         except ValueError:
             raise InputError(
-                f"--side {text!r}: lookahead {lookahead!r} is not a number; write POLICY@5:GATES"
+                f"--method {text!r}: lookahead {lookahead!r} is not a number; write POLICY@5:GATES"
             ) from None
         return cls(
             name or rest.partition(":")[0], policy, number, tuple(filter(None, gates.split(",")))
@@ -84,12 +84,12 @@ class Cell:
     budget: str | None
 
     def key(self) -> str:
-        """Says all that decides a reading, the gates by their bytes."""
+        """Says all that decides a run, the gates by their bytes."""
         gates = "none" if self.gates is None else digest(self.gates)
         return f"{self.policy}@{self.lookahead}:{gates} at {self.budget}"
 
     def budget_for(self, tokens: int) -> Budget:
-        """The budget for a dialogue of ``tokens``, known to none of the sides in advance."""
+        """The budget for a dialogue of ``tokens``, known to none of the methods in advance."""
         written = self.budget or "1"
         amount = float(Fraction(written))
         return Budget.of(max(1.0, amount * tokens) if is_share(written) else amount)
@@ -112,7 +112,7 @@ class Cell:
         return Runtime(base.family, base.spec, base.decoder.weights, gates, policy)
 
 
-@functools.cache  # some programs build an engine for every budget of a side
+@functools.cache  # some programs build an engine for every budget of a method
 def _say_once(line: str) -> None:
     tqdm.write(line, file=sys.stderr)
 
@@ -140,12 +140,12 @@ class Comparison:
         device: ``cpu`` or ``cuda``.
 
     Raises:
-        InputError: a budget that cannot be read, or sides or budgets that nothing tells apart.
+        InputError: a budget that cannot be read, or methods or budgets that nothing tells apart.
     """
 
     model: str
     dtype: str
-    sides: tuple[Side, ...]
+    methods: tuple[Method, ...]
     budgets: tuple[str, ...]
     max_length: int = 8192
     device: str = "cpu"
@@ -157,17 +157,17 @@ class Comparison:
         return f"{self.model} {digest(self.model)} {self.dtype}{where}"
 
     def __post_init__(self) -> None:
-        names = [side.name for side in self.sides]
+        names = [method.name for method in self.methods]
         for name in names:
             if name == "full":
                 raise InputError(
-                    "'full' is the full cache, which is always read; leave out that --side, or "
-                    "write --side NAME=POLICY:GATES"
+                    "'full' is the full cache, which is always read; leave out that --method, or "
+                    "write --method NAME=POLICY:GATES"
                 )
             if names.count(name) > 1:
                 raise InputError(
-                    f"two sides are called {name!r}; write --side NAME=POLICY:GATES to tell them "
-                    "apart"
+                    f"two methods are called {name!r}; write --method NAME=POLICY:GATES to tell "
+                    "them apart"
                 )
         amounts: dict[Fraction, str] = {}
         for text in self.budgets:
@@ -185,11 +185,12 @@ class Comparison:
             amounts[amount] = text
 
     def cells(self) -> dict[str, list[Cell]]:
-        """``"side at budget"`` -> one cell per gate folder; the full cache under ``"full"``."""
+        """``"method at budget"`` -> one cell per gate folder; the full cache under ``"full"``."""
         found = {"full": [Cell("full", None, None, None)]}
-        for side, budget in itertools.product(self.sides, self.budgets):
-            found[f"{side.name} at {budget}"] = [
-                Cell(side.policy, side.lookahead, gates, budget) for gates in side.gates or (None,)
+        for method, budget in itertools.product(self.methods, self.budgets):
+            found[f"{method.name} at {budget}"] = [
+                Cell(method.policy, method.lookahead, gates, budget)
+                for gates in method.gates or (None,)
             ]
         return found
 
@@ -244,32 +245,32 @@ def _unbudgeted(cell: Cell) -> Cell:
     return dataclasses.replace(cell, budget=None)
 
 
-def record(reading: Reading) -> Record:
+def record(run: DialogueRun) -> Record:
     """What the result file keeps of one dialogue."""
     return {
-        "right": [answer.right for answer in reading.answers],
-        "tokens": [answer.tokens for answer in reading.answers],
-        "kl": [round(answer.kl, 5) for answer in reading.answers],
-        "nll": [round(answer.nll, 5) for answer in reading.answers],
-        "agree": [answer.agree for answer in reading.answers],
-        "wrong": [answer.wrong for answer in reading.answers],
-        "seen": reading.tokens_seen,
-        "entries": reading.entries,
-        "evicted": reading.evicted,
-        "visual": sum(n for name, n in reading.by_modality.items() if name != "text"),
-        "per_row": reading.per_row,
-        "bytes": reading.nbytes,
+        "right": [answer.right for answer in run.answers],
+        "tokens": [answer.tokens for answer in run.answers],
+        "kl": [round(answer.kl, 5) for answer in run.answers],
+        "nll": [round(answer.nll, 5) for answer in run.answers],
+        "agree": [answer.agree for answer in run.answers],
+        "wrong": [answer.wrong for answer in run.answers],
+        "seen": run.tokens_seen,
+        "entries": run.entries,
+        "evicted": run.evicted,
+        "visual": sum(n for name, n in run.by_modality.items() if name != "text"),
+        "per_row": run.per_row,
+        "bytes": run.nbytes,
     }
 
 
-class Readings:
-    """All readings of a comparison: those of the journal, and the others as they are asked for.
+class ComparisonRuns:
+    """All runs of a comparison: those of the journal, and the others as they are asked for.
 
     A context manager. The model is loaded once for all sources, and only if something is left to
     read; so are the workers.
 
     Args:
-        journal: finished readings. They are kept under what decides them, so sides, seeds, budgets
+        journal: finished runs. They are kept under what decides them, so methods, seeds, budgets
             and dialogues can be added later.
         reader: what reads them, for programs that keep something else of each.
     """
@@ -286,7 +287,7 @@ class Readings:
         self._reader: Reader | None = None
         self._pool: ProcessPoolExecutor | None = None
 
-    def __enter__(self) -> Readings:
+    def __enter__(self) -> ComparisonRuns:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -297,7 +298,7 @@ class Readings:
         """``count`` dialogues of a source, from the one with index ``first``, through every cell.
 
         Returns:
-            ``"side at budget"`` -> per gate folder -> per dialogue what the reader keeps.
+            ``"method at budget"`` -> per gate folder -> per dialogue what the reader keeps.
         """
         compared = self.comparison
         cells = compared.cells()
@@ -312,7 +313,7 @@ class Readings:
         }
         todo = {index: missing for index, missing in left.items() if missing}
         if done:
-            said = f"{source}: {len(done)} readings are in {self.journal.path}"
+            said = f"{source}: {len(done)} runs are in {self.journal.path}"
             tqdm.write(said, file=sys.stderr)
         made = self._read(source, todo)
         for index, records in tqdm(made, f"reading {source}", len(todo), unit="dialogue"):

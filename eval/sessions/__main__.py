@@ -1,11 +1,11 @@
 """Long dialogues on one retained memory: sessions with updates, and a video that never ends.
 
-``python -m eval.sessions MODEL --world text|scenes --side ...`` reads dialogues over several
+``python -m eval.sessions MODEL --domain text|scenes --method ...`` reads dialogues over several
 sessions in which facts are replaced (:mod:`eval.sessions.tasks`) and asks turn by turn; the newest
-value counts. ``--world stream`` shows the bundled model a stream of clips with questions in between
-(:mod:`eval.sessions.stream`), at a memory that stays bounded. Answers are given token by token,
-evicting after each, and right when every token is the most likely one: what greedy decoding says.
-Writes JSON, a Markdown table and a figure. Killed and started again, it goes on where it was.
+value counts. ``--domain stream`` shows the bundled model a stream of clips with questions in
+between (:mod:`eval.sessions.stream`), at a memory that stays bounded. Answers are given token by
+token, evicting after each, and right when every token is the most likely one: what greedy decoding
+says. Writes JSON, a Markdown table and a figure. Killed and started again, it goes on where it was.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any
 
 from engine.errors import InputError
 from eval.domains import maker
-from eval.quality.command import add_options, add_sides, comparison, running, settings
-from eval.quality.run import Readings
+from eval.quality.command import add_methods, add_options, comparison, running, settings
+from eval.quality.run import ComparisonRuns
 from eval.sessions import report as dialogue_report
 from eval.sessions import stream as dialogue_stream
 from eval.sessions import stream_report as dialogue_stream_report
@@ -29,10 +29,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the program."""
     parser = argparse.ArgumentParser(prog="python -m eval.sessions", description=__doc__)
     add_options(parser, "sessions")
-    add_sides(parser, ("32", "64", "128", "256"))
-    parser.add_argument("--world", choices=[*SIZES, "stream"], default="scenes")
+    add_methods(parser, ("32", "64", "128", "256"))
+    parser.add_argument("--domain", choices=[*SIZES, "stream"], default="scenes")
     for place, name in enumerate(("sessions", "things", "distractors")):
-        usual = ", ".join(f"{world} {sizes[place]}" for world, sizes in SIZES.items())
+        usual = ", ".join(f"{domain} {sizes[place]}" for domain, sizes in SIZES.items())
         parser.add_argument(f"--{name}", type=int, help=f"default: {usual}")
     parser.add_argument("--limit", type=int, default=24, help="dialogues, or clips of each stream")
     parser.add_argument("--full-clips", type=int, default=64, help="of a stream, for full cache")
@@ -40,22 +40,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with running(args, "eval.sessions") as (path, journal):
         if min(args.limit, args.full_clips) < 1:
             raise InputError("--limit and --full-clips are at least 1")
-        if args.world == "stream" and args.workers > 1:
-            raise InputError("a stream is heard in order by one process; leave out --workers")
+        if args.domain == "stream" and args.workers > 1:
+            raise InputError("a stream is read in order by one process; leave out --workers")
         compared = comparison(args)
-        names = [side.name for side in compared.sides]
-        if args.world == "stream":
+        names = [method.name for method in compared.methods]
+        if args.domain == "stream":
             rows = dialogue_stream.run(compared, args.limit, args.full_clips, journal)
             found = dialogue_stream_report.summarise(rows, names, args.budgets)
             report: Any = dialogue_stream_report
         else:
             given = (args.sessions, args.things, args.distractors)
-            sizes = [u if g is None else g for g, u in zip(given, SIZES[args.world], strict=True)]
-            kind = Sessions.parse(f"sessions:{args.world}:{':'.join(map(str, sizes))}")
+            sizes = [u if g is None else g for g, u in zip(given, SIZES[args.domain], strict=True)]
+            kind = Sessions.parse(f"sessions:{args.domain}:{':'.join(map(str, sizes))}")
             make = maker(args.model, kind.name)
             assert make is not None
-            with Readings(compared, journal, args.workers) as readings:
-                raw = readings.of(kind.name, args.limit)
+            with ComparisonRuns(compared, journal, args.workers) as runs:
+                raw = runs.of(kind.name, args.limit)
             notes = [make(index).notes for index in range(args.limit)]
             found = dialogue_report.summarise(kind, raw, notes, names, args.budgets)
             report = dialogue_report

@@ -19,27 +19,30 @@ Notes = Sequence[Sequence[Asked]]
 
 
 def summarise(
-    kind: Sessions, raw: Mapping[str, Runs], notes: Notes, sides: Sequence[str],
+    kind: Sessions,
+    raw: Mapping[str, Runs],
+    notes: Notes,
+    methods: Sequence[str],
     budgets: Sequence[str],
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """Everything the result file holds.
 
     Args:
-        raw: what :meth:`eval.quality.run.Readings.of` returned; notes: about each answer.
+        raw: what :meth:`eval.quality.run.ComparisonRuns.of` returned; notes: about each answer.
 
     Returns:
         ``page``: that of :func:`eval.quality.report.summarise`; ``kinds``: share right by kind of
         question; ``stale``: share of the questions about a replaced value that were answered with
-        the replaced one; ``bytes``: mean physical bytes at the end; all three by side and budget.
+        the replaced one; ``bytes``: mean physical bytes at the end; all three by method and budget.
     """
     return {
-        "world": kind.world,
+        "domain": kind.domain,
         "sessions": kind.sessions,
         "things": kind.things,
         "distractors": kind.distractors,
-        "sides": list(sides),
+        "methods": list(methods),
         "budgets": list(budgets),
-        "page": quality_report.summarise(raw, sides, budgets),
+        "page": quality_report.summarise(raw, methods, budgets),
         "asked": {name: sum(a.kind == name for about in notes for a in about) for name in KINDS},
         "kinds": {name: _by_kind(runs, notes) for name, runs in raw.items()},
         "stale": {name: _stale(runs, notes) for name, runs in raw.items()},
@@ -66,10 +69,12 @@ def _stale(runs: Runs, notes: Notes) -> dict[str, float] | None:
 
     replaced = [[a for a in about if a.stale] for about in notes]
     kept = [
-        [{"wrong": [w for w, a in zip(run[i]["wrong"], about, strict=True) if a.stale]}
-         for i, about in enumerate(notes)]
+        [
+            {"wrong": [w for w, a in zip(run[i]["wrong"], about, strict=True) if a.stale]}
+            for i, about in enumerate(notes)
+        ]
         for run in runs
-    ]  # fmt: skip
+    ]
     return _share(kept, replaced, "updated", stale)
 
 
@@ -85,20 +90,22 @@ def _share(runs: Runs, notes: Notes, name: str, count: Any) -> dict[str, float] 
 
 
 def markdown(found: Mapping[str, Any]) -> str:
-    """Accuracy by budget and side, by kind of question, stale answers, paired tests."""
-    page, sides = found["page"], found["sides"]
+    """Accuracy by budget and method, by kind of question, stale answers, paired tests."""
+    page, methods = found["page"], found["methods"]
     head = [
-        f"### Sessions in {found['world']}: {found['sessions']} sessions, "
+        f"### Sessions in {found['domain']}: {found['sessions']} sessions, "
         f"{page['questions']} questions in {page['dialogues']} dialogues of "
         f"{page['context_tokens']['least']} to {page['context_tokens']['most']} tokens\n",
         f"Asked: {', '.join(f'{count} {name}' for name, count in found['asked'].items())}. "
         "Share answered right, with 95 % interval.\n",
     ]
-    lines = [f"| questions | budget | full | {' | '.join(sides)} |",
-             f"|---|---|---|{'---|' * len(sides)}"]  # fmt: skip
+    lines = [
+        f"| questions | budget | full | {' | '.join(methods)} |",
+        f"|---|---|---|{'---|' * len(methods)}",
+    ]
     tables: dict[str, Any] = {
         "all": {
-            "full" if row["side"] == "full" else f"{row['side']} at {row['budget']}": row[
+            "full" if row["method"] == "full" else f"{row['method']} at {row['budget']}": row[
                 "accuracy"
             ]
             for row in page["rows"]
@@ -108,7 +115,7 @@ def markdown(found: Mapping[str, Any]) -> str:
     }
     for what, cells in tables.items():
         for budget in found["budgets"]:
-            shown = [cells["full"], *(cells[f"{side} at {budget}"] for side in sides)]
+            shown = [cells["full"], *(cells[f"{method} at {budget}"] for method in methods)]
             texts = ["-" if cell is None else interval(cell) for cell in shown]
             lines.append(f"| {what} | {budget} | {' | '.join(texts)} |")
     return "\n".join([*head, *lines, "", *quality_report.paired_lines(page["tests"])]) + "\n"
@@ -133,12 +140,12 @@ def draw(found: Mapping[str, Any], path: Path) -> None:
         axis.grid(alpha=0.3)
         if cells["full"] is None:
             continue
-        for side in found["sides"]:
-            mine = [cells[f"{side} at {budget}"] for budget in budgets]
-            axis.plot(x, [m["value"] for m in mine], marker="o", markersize=4, label=side)
+        for method in found["methods"]:
+            mine = [cells[f"{method} at {budget}"] for budget in budgets]
+            axis.plot(x, [m["value"] for m in mine], marker="o", markersize=4, label=method)
             axis.fill_between(x, [m["low"] for m in mine], [m["high"] for m in mine], alpha=0.12)
         axis.axhline(cells["full"]["value"], color="0.5", linestyle="--", label="full")
     axes[0].set_ylabel("share of questions")
     axes[0].legend(fontsize=7)
-    figure.suptitle(f"Sessions in {found['world']}")
+    figure.suptitle(f"Sessions in {found['domain']}")
     figure.savefig(path, dpi=110)

@@ -5,8 +5,8 @@ a cell at the start or the end of it; after every eighth, a copy of the session 
 picture of the very beginning, so that the stream itself never holds the answer. The bundled model
 has learned one clip per dialogue: what the full cache still holds of older clips can confuse it.
 
-The model's position limit is lifted: what a side that evicts holds is bounded. The full cache reads
-the first clips only.
+The model's position limit is lifted: what a method that evicts holds is bounded. The full cache
+reads the first clips only.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def beginning_turn(index: int) -> Turn:
 
 
 @torch.inference_mode()
-def hear(session: CachedSequence, turn: Turn, tokenizer: Any) -> bool:
+def predicts_answer(session: CachedSequence, turn: Turn, tokenizer: Any) -> bool:
     """Append a turn with its true answer; whether greedy decoding would have said it."""
     example = scene_document([turn], tokenizer)
     cuts, labels = example.pop("cuts"), example.pop("labels")[0]
@@ -77,10 +77,10 @@ def hear(session: CachedSequence, turn: Turn, tokenizer: Any) -> bool:
 def run(
     compared: Comparison, clips: int, full_clips: int, journal: Journal
 ) -> dict[str, list[list[Row]]]:
-    """Let every side hear the stream under every budget, but for what the journal holds.
+    """Run every method over the stream under every budget, but for what the journal holds.
 
     Returns:
-        ``"side at budget"`` and ``"full"`` -> per gate folder -> per clip.
+        ``"method at budget"`` and ``"full"`` -> per gate folder -> per clip.
 
     Raises:
         InputError: a model that does not read scenes, or budgets that are shares: the stream has no
@@ -104,20 +104,20 @@ def run(
     total = sum(
         full_clips if c.budget is None else clips for group in cells.values() for c in group
     )
-    with tqdm(total=total, desc="hearing the stream", unit="clip") as bar:
+    with tqdm(total=total, desc="reading the stream", unit="clip") as bar:
         for name, group in cells.items():
             rows[name] = []
             for cell in group:
                 count = full_clips if cell.budget is None else clips
-                hearing = _Hearing(engines[cell], cell, compared, journal, processor.tokenizer)
-                rows[name].append(hearing.rows(count, bar))
+                run = _StreamRun(engines[cell], cell, compared, journal, processor.tokenizer)
+                rows[name].append(run.rows(count, bar))
     for path in journal.path.parent.glob(f"{journal.path.stem}.*.session"):
         path.unlink()
     return rows
 
 
-class _Hearing:
-    """One cell hears the stream; its rows are in the journal, its memory in a session file."""
+class _StreamRun:
+    """Run one cell over the stream; rows go to the journal, memory to a session file."""
 
     def __init__(
         self, engine: Runtime, cell: Cell, compared: Comparison, journal: Journal, tokenizer: Any
@@ -134,35 +134,35 @@ class _Hearing:
             bar.update(clips)
             return [found[index] for index in range(clips)]
         with self._session() as session:
-            bar.update(self.heard)
-            for index in range(self.heard, clips):
-                found[index] = self._hear(session, index)
+            bar.update(self.done)
+            for index in range(self.done, clips):
+                found[index] = self._read_clip(session, index)
                 self.journal.add([{"stream": self.key, "clip": index, "row": found[index]}])
                 if (index + 1) % _SAVE == 0:
-                    session.save(self.file, {"heard": str(index + 1)})
+                    session.save(self.file, {"clips": str(index + 1)})
                 bar.update()
         return [found[index] for index in range(clips)]
 
     def _session(self) -> CachedSequence:
         """The session as it was saved last, or a new one."""
-        self.heard = 0
+        self.done = 0
         if self.file.is_file():
             try:
                 session, extra = self.engine.load_session(self.file)
             except SessionError:
-                return self._new()  # from other gates or another version: hear it again
-            self.heard = int(extra["heard"])
+                return self._new()  # from other gates or another version: read it again
+            self.done = int(extra["clips"])
             return session
         return self._new()
 
     def _new(self) -> CachedSequence:
         return self.engine.session(self.cell.budget_for(1))  # entries, whatever the length
 
-    def _hear(self, session: CachedSequence, index: int) -> Row:
-        row: Row = {"right": hear(session, clip_turn(index), self.tokenizer)}
+    def _read_clip(self, session: CachedSequence, index: int) -> Row:
+        row: Row = {"right": predicts_answer(session, clip_turn(index), self.tokenizer)}
         if (index + 1) % _REMEMBER == 0:
             with session.fork() as copy:
-                row["beginning"] = hear(copy, beginning_turn(index), self.tokenizer)
+                row["beginning"] = predicts_answer(copy, beginning_turn(index), self.tokenizer)
         memory = session.memory()
         held = torch.cat([row for layer in session.retained() for row in layer])
         return {

@@ -17,7 +17,7 @@ BLOCK = 16  # clips that intervals take as one draw
 
 
 def summarise(
-    rows: Mapping[str, Sequence[Sequence[Row]]], sides: Sequence[str], budgets: Sequence[str]
+    rows: Mapping[str, Sequence[Sequence[Row]]], methods: Sequence[str], budgets: Sequence[str]
 ) -> dict[str, Any]:
     """Shares right, memory, and paired tests over blocks of clips.
 
@@ -30,7 +30,7 @@ def summarise(
             "clips": len(runs[0]),
             "latest": _share(runs, "right"),
             "beginning": _share(runs, "beginning"),
-            "latest_while_full_heard": _share([run[:shared] for run in runs], "right"),
+            "latest_while_full_ran": _share([run[:shared] for run in runs], "right"),
             "tokens_seen": runs[0][-1]["seen"],
             "most_bytes": max(row["bytes"] for run in runs for row in run),
             "median_age": float(np.median([run[-1]["age"] for run in runs])),
@@ -45,7 +45,7 @@ def summarise(
     }
     tests = []
     for budget in budgets:
-        for of, first, second in comparisons(rows, sides, budget):
+        for of, first, second in comparisons(rows, methods, budget):
             count = min(len(first[0]), len(second[0]))
             sums = [
                 list(np.mean([_blocks(run[:count], "right")[0] for run in runs], 0))
@@ -54,8 +54,13 @@ def summarise(
             counts = _blocks(first[0][:count], "right")[1]
             gap = asdict(paired(sums[0], sums[1], counts))
             tests.append({"budget": budget, "of": of, "clips": count, **gap})
-    return {"sides": list(sides), "budgets": list(budgets), "block": BLOCK, "rows": found,
-            "tests": tests}  # fmt: skip
+    return {
+        "methods": list(methods),
+        "budgets": list(budgets),
+        "block": BLOCK,
+        "rows": found,
+        "tests": tests,
+    }
 
 
 def _blocks(rows: Sequence[Row], name: str) -> tuple[list[float], list[float]]:
@@ -78,18 +83,18 @@ def markdown(found: Mapping[str, Any]) -> str:
         "### A video that never ends\n",
         f"Share answered right, with 95 % interval over blocks of {found['block']} clips.\n",
         "Age: tokens since the median entry that is held at the end.\n",
-        "| side | budget | clips | tokens seen | most bytes held | age | latest clip | "
-        "latest, while the full cache heard | the very first picture |",
+        "| method | budget | clips | tokens seen | most bytes held | age | latest clip | "
+        "latest, while the full cache ran | the very first picture |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for name, row in found["rows"].items():
-        side, _, budget = name.partition(" at ")
+        method, _, budget = name.partition(" at ")
         cells = [
             "-" if row[key] is None else interval(row[key])
-            for key in ("latest", "latest_while_full_heard", "beginning")
+            for key in ("latest", "latest_while_full_ran", "beginning")
         ]
         lines.append(
-            f"| {side} | {budget or '-'} | {row['clips']} | {row['tokens_seen']:,} | "
+            f"| {method} | {budget or '-'} | {row['clips']} | {row['tokens_seen']:,} | "
             f"{row['most_bytes']:,} | {row['median_age']:,.0f} | {' | '.join(cells)} |"
         )
     lines += ["", "Paired differences on the latest clip (sign-flip tests over blocks):\n"]
@@ -111,11 +116,11 @@ def draw(found: Mapping[str, Any], path: Path) -> None:
     panels = figure.subplots(2, len(budgets), squeeze=False, sharex="col")
     for column, budget in enumerate(budgets):
         above, below = panels[:, column]
-        for side in ["full", *found["sides"]]:
-            row = found["rows"]["full" if side == "full" else f"{side} at {budget}"]
+        for method in ["full", *found["methods"]]:
+            row = found["rows"]["full" if method == "full" else f"{method} at {budget}"]
             seen, nbytes, right = np.array(row["curve"], float).T
-            style = {"color": "0.5", "linestyle": "--"} if side == "full" else {}
-            above.plot(seen, right, label=side, marker=".", **style)
+            style = {"color": "0.5", "linestyle": "--"} if method == "full" else {}
+            above.plot(seen, right, label=method, marker=".", **style)
             below.plot(seen, nbytes / 2**20, marker=".", **style)
         above.set(title=f"budget {budget}", ylim=(-0.02, 1.02))
         below.set(xlabel="tokens seen", yscale="log")

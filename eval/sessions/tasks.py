@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from engine.errors import InputError
-from eval.documents import Made, Pieces, scene_document
+from eval.documents import Document, Pieces, scene_document
 from mmkv.data.dialogues import IGNORE, caption, cell_question, grid
 from mmkv.data.scenes import EMPTY, Item, Scene, Turn
 from mmkv.data.sources import require_scene_tokens
@@ -25,7 +25,7 @@ from mmkv.prompt.processing import Processor
 
 Kind = Literal["new", "kept", "updated"]
 KINDS: tuple[Kind, ...] = ("new", "kept", "updated")
-# What one world is like when nothing else is asked for: sessions, things remembered, distractors
+# What one domain is like when nothing else is asked for: sessions, things remembered, distractors
 # in each session (sentences of small talk, or ignored pictures).
 SIZES = {"text": (6, 6, 5), "scenes": (6, 4, 3)}
 _UPDATES = 0.4  # share of the statements that replace an earlier one, once there is one
@@ -63,7 +63,7 @@ class Asked:
 class Sessions:
     """A kind of dialogue."""
 
-    world: str
+    domain: str
     sessions: int
     things: int
     distractors: int
@@ -71,7 +71,7 @@ class Sessions:
     @property
     def name(self) -> str:
         """What :mod:`eval.domains` knows it by."""
-        return f"sessions:{self.world}:{self.sessions}:{self.things}:{self.distractors}"
+        return f"sessions:{self.domain}:{self.sessions}:{self.things}:{self.distractors}"
 
     @classmethod
     def parse(cls, name: str) -> Sessions:
@@ -81,14 +81,14 @@ class Sessions:
             InputError: not such a name, or sizes out of range.
         """
         try:
-            _, world, *numbers = name.split(":")
-            made = cls(world, *map(int, numbers))
+            _, domain, *numbers = name.split(":")
+            made = cls(domain, *map(int, numbers))
         except (ValueError, TypeError):
             raise InputError(
-                f"no sessions {name!r}; write sessions:WORLD:SESSIONS:THINGS:DISTRACTORS"
+                f"no sessions {name!r}; write sessions:DOMAIN:SESSIONS:THINGS:DISTRACTORS"
             ) from None
-        if made.world not in SIZES:
-            raise InputError(f"no sessions in {world!r}; choose one of {', '.join(SIZES)}")
+        if made.domain not in SIZES:
+            raise InputError(f"no sessions in {domain!r}; choose one of {', '.join(SIZES)}")
         if made.sessions < 1 or made.things < 1 or made.distractors < 0:
             raise InputError(f"{name}: at least one session and one thing to remember")
         if made.things > len(NAMES) // 2:
@@ -115,16 +115,16 @@ class _Fact:
         return "new" if self.session == session else "kept"
 
 
-def maker(name: str, model: str, processor: Processor) -> Callable[[int], Made]:
+def maker(name: str, model: str, processor: Processor) -> Callable[[int], Document]:
     """What makes the dialogues of :attr:`Sessions.name`; see :func:`eval.domains.maker`."""
     kind = Sessions.parse(name)
-    if kind.world == "text":
+    if kind.domain == "text":
         return lambda index: _text(kind, index, processor.tokenizer)
     require_scene_tokens(processor, model)
     return lambda index: _scenes(kind, index, processor.tokenizer)
 
 
-def _text(kind: Sessions, index: int, tokenizer: Any) -> Made:
+def _text(kind: Sessions, index: int, tokenizer: Any) -> Document:
     rng = random.Random(f"{kind.name}-{index}")
     text = Pieces(tokenizer)
     names = rng.sample(NAMES, kind.things + len(NAMES) // 2)
@@ -159,7 +159,7 @@ def _text(kind: Sessions, index: int, tokenizer: Any) -> Made:
     for name in rng.sample(list(known), len(known)):
         if not known[name].asked:
             ask(name, kind.sessions)
-    return Made(text.example(), notes)
+    return Document(text.example(), notes)
 
 
 def _stated(rng: random.Random, names: list[str], known: list[str], count: int) -> list[str]:
@@ -182,7 +182,7 @@ def _number(rng: random.Random, other: str | None) -> str:
             return made
 
 
-def _scenes(kind: Sessions, index: int, tokenizer: Any) -> Made:
+def _scenes(kind: Sessions, index: int, tokenizer: Any) -> Document:
     rng = random.Random(f"{kind.name}-{index}")
     known: dict[int, _Fact] = {}
     turns: list[Turn] = []
@@ -219,7 +219,7 @@ def _scenes(kind: Sessions, index: int, tokenizer: Any) -> Made:
         old_ids = tuple(tokenizer.encode(stale, add_special_tokens=False)) if stale else ()
         answer = tuple(ids[start:stop])
         notes.append(Asked(fact.kind(session), answer, old_ids))
-    return Made(example, notes)
+    return Document(example, notes)
 
 
 def _unlike(rng: random.Random, other: Scene | None) -> Scene:

@@ -20,19 +20,19 @@ from mmkv.data.text_tasks import text_task
 from mmkv.data.tokenizer import build_tokenizer
 from mmkv.prompt.processing import Processor, load_processor
 
-_DRAWN: dict[str, tuple[str, ...]] = {"scenes": tuple(KINDS), "tasks": tuple(TASKS)}
+_SYNTHETIC: dict[str, tuple[str, ...]] = {"scenes": tuple(KINDS), "tasks": tuple(TASKS)}
 _ROWS = 2**17  # of each kind, before they come again
 
 
 @dataclass(frozen=True)
-class DrawnRow:
+class SyntheticRow:
     """One made-up dialogue, before it is made.
 
     Attributes:
-        world: ``scenes`` (:mod:`mmkv.data.scene_data`) or ``tasks`` (:mod:`mmkv.data.text_tasks`).
+        domain: ``scenes`` (:mod:`mmkv.data.scene_data`) or ``tasks`` (:mod:`mmkv.data.text_tasks`).
     """
 
-    world: str
+    domain: str
     kind: str
     seed: int
     split: Split
@@ -40,7 +40,7 @@ class DrawnRow:
     @property
     def file(self) -> str:
         """What messages call where it comes from."""
-        return f"{self.world}:{self.kind}"
+        return f"{self.domain}:{self.kind}"
 
     @property
     def row(self) -> int:
@@ -48,42 +48,42 @@ class DrawnRow:
         return self.seed
 
 
-class Drawn(Sequence[DrawnRow]):
+class SyntheticRows(Sequence[SyntheticRow]):
     """The made-up dialogues of one kind as rows of a mixture."""
 
-    def __init__(self, world: str, kind: str, split: Split) -> None:
-        if kind not in _DRAWN[world]:
+    def __init__(self, domain: str, kind: str, split: Split) -> None:
+        if kind not in _SYNTHETIC[domain]:
             raise DataError(
-                f"no {world} of kind {kind!r}; choose one of {', '.join(_DRAWN[world])}"
+                f"no {domain} of kind {kind!r}; choose one of {', '.join(_SYNTHETIC[domain])}"
             )
-        self.world, self.kind, self.split = world, kind, split
+        self.domain, self.kind, self.split = domain, kind, split
 
     def __len__(self) -> int:
         return _ROWS
 
-    def __getitem__(self, index: int) -> DrawnRow:  # type: ignore[override]
-        return DrawnRow(self.world, self.kind, index, self.split)
+    def __getitem__(self, index: int) -> SyntheticRow:  # type: ignore[override]
+        return SyntheticRow(self.domain, self.kind, index, self.split)
 
 
-class DrawnEncoder(Encoder):
+class SyntheticEncoder(Encoder):
     """An :class:`Encoder` that also makes up dialogues."""
 
-    def __call__(self, row: Row | DrawnRow) -> list[Example]:
+    def __call__(self, row: Row | SyntheticRow) -> list[Example]:
         """Examples of a row; see :class:`Encoder`. What is made up is never cut, only left out."""
-        if not isinstance(row, DrawnRow):
+        if not isinstance(row, SyntheticRow):
             return super().__call__(row)
         self.tally["rows"] += 1
-        made = self._scene(row) if row.world == "scenes" else self._task(row)
+        made = self._scene(row) if row.domain == "scenes" else self._task(row)
         return [made] if len(made) <= self.max_length else self._too_long(row, len(made))
 
-    def _scene(self, row: DrawnRow) -> Example:
+    def _scene(self, row: SyntheticRow) -> Example:
         made = scene_example(scene_turns(row.kind, row.seed, row.split), self.processor.tokenizer)
         ids, labels, types = (
             made.pop(name)[0] for name in ("input_ids", "labels", "mm_token_type_ids")
         )
         return Example(ids, labels, made, types)
 
-    def _task(self, row: DrawnRow) -> Example:
+    def _task(self, row: SyntheticRow) -> Example:
         ids: list[int] = []
         labels: list[int] = []
         for piece in text_task(row.kind, row.seed, row.split):
@@ -116,16 +116,16 @@ def examples(
     Raises:
         DataError: a source that cannot be read.
     """
-    encoder = DrawnEncoder(load_processor(model), max_length, long_chats, report)
+    encoder = SyntheticEncoder(load_processor(model), max_length, long_chats, report)
     sources: list[Sequence[Any]] = []
     weights = []
     for text in data:
         weight, _, rest = text.rpartition("*")
-        world, _, kind = rest.partition(":")
-        if world in _DRAWN:
-            if world == "scenes":
+        domain, _, kind = rest.partition(":")
+        if domain in _SYNTHETIC:
+            if domain == "scenes":
                 require_scene_tokens(encoder.processor, model)
-            sources.append(Drawn(world, kind, split))
+            sources.append(SyntheticRows(domain, kind, split))
             weights.append(_weight(weight, text))
         else:
             source = DataSource.parse(text)

@@ -48,7 +48,7 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Reading:
+class DialogueRun:
     """What one dialogue gave.
 
     Attributes:
@@ -113,7 +113,7 @@ def read(
     labels: Tensor,
     budget: Budget | float | None = None,
     full: FullCache | None = None,
-) -> Reading:
+) -> DialogueRun:
     """Feed one dialogue through a session under ``budget``.
 
     Args:
@@ -133,7 +133,7 @@ def read_at(
     budgets: Sequence[Budget],
     full: FullCache | None = None,
     cuts: Sequence[int] = (),
-) -> list[Reading]:
+) -> list[DialogueRun]:
     """Feed one dialogue through sessions that differ in their budget only, side by side.
 
     What comes before the first eviction is the same for all and read once; answers are decoded in
@@ -145,7 +145,7 @@ def read_at(
             what follows is known.
 
     Returns:
-        One reading per budget, in order.
+        One run per budget, in order.
     """
     reference = (FullCache.of(engine, turn, labels) if full is None else full).logits()
     where = spans(labels.tolist())
@@ -171,7 +171,7 @@ def read_at(
             done = stop
             for kept, found in zip(answers, blocks, strict=True):
                 kept.append(_joined(found))
-        return [_reading(*pair) for pair in zip(sessions, answers, strict=True)]
+        return [_dialogue_run(*pair) for pair in zip(sessions, answers, strict=True)]
 
 
 def _begin(
@@ -221,10 +221,15 @@ def _joined(blocks: Sequence[Answer]) -> Answer:
     )
 
 
-def _reading(session: CachedSequence, answers: list[Answer]) -> Reading:
+def _dialogue_run(session: CachedSequence, answers: list[Answer]) -> DialogueRun:
     memory = session.memory()
     per_row = session.engine.cache.length[session.seq].tolist()
-    return Reading(
-        answers, memory.tokens_seen, memory.entries, memory.evicted, per_row, memory.by_modality,
+    return DialogueRun(
+        answers,
+        memory.tokens_seen,
+        memory.entries,
+        memory.evicted,
+        per_row,
+        memory.by_modality,
         memory.pages * session.engine.cache.pool.page_bytes,
-    )  # fmt: skip
+    )

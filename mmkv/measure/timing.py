@@ -33,15 +33,15 @@ def wall(call: Callable[[], Any], device: torch.device) -> float:
     return time.perf_counter() - start
 
 
-def take_turns(sides: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
-    """Run every side once a round, in an order that turns round each time.
+def take_turns(methods: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+    """Run every method once a round, in an order that turns round each time.
 
-    Drift of the machine then falls on all sides alike. The sides return what they measured.
+    Drift of the machine then falls on all methods alike. The methods return what they measured.
     """
-    measured: dict[str, list[float]] = {name: [] for name in sides}
+    measured: dict[str, list[float]] = {name: [] for name in methods}
     for round_ in range(rounds):
-        for name in list(sides) if round_ % 2 == 0 else reversed(list(sides)):
-            measured[name].append(sides[name]())
+        for name in list(methods) if round_ % 2 == 0 else reversed(list(methods)):
+            measured[name].append(methods[name]())
     return measured
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from eval.domains import maker
-from eval.quality.run import Comparison, Readings, Side
+from eval.quality.run import Comparison, ComparisonRuns, Method
 from eval.sessions import stream as dialogue_stream
 from eval.sessions import tasks as dialogue_tasks
 from eval.sessions.__main__ import main
@@ -115,20 +115,20 @@ def test_stale_is_where_the_first_wrong_token_leads_to_the_old_value() -> None:
     assert not Asked("new", (1, 2), ()).said_stale([[0, 4]])
 
 
-SIDES = ["--side", "streamingllm", "--side", "snapkv", "--name", "d", "--output"]
+METHODS = ["--method", "streamingllm", "--method", "snapkv", "--name", "d", "--output"]
 
 
 def test_killed_sessions_give_the_same_files(tmp_path: Path, capfd: Any) -> None:
-    options = [MODEL, "--world", "scenes", "--budgets", "24", "1/3", *SIDES]
+    options = [MODEL, "--domain", "scenes", "--budgets", "24", "1/3", *METHODS]
     main([*options, str(tmp_path / "whole"), "--limit", "3"])
-    sides = (Side.parse("streamingllm"), Side.parse("snapkv"))
-    journal = tmp_path / "parts" / "d.readings.jsonl"
+    methods = (Method.parse("streamingllm"), Method.parse("snapkv"))
+    journal = tmp_path / "parts" / "d.runs.jsonl"
     journal.parent.mkdir()
-    compared = Comparison(MODEL, "float32", sides, ("24", "1/3"))
-    Readings(compared, Journal(journal)).of(SCENES, 2)
+    compared = Comparison(MODEL, "float32", methods, ("24", "1/3"))
+    ComparisonRuns(compared, Journal(journal)).of(SCENES, 2)
     journal.write_text(journal.read_text() + '{"where": "an unfin')
     main([*options, str(tmp_path / "parts"), "--limit", "3"])
-    assert "10 readings are in" in capfd.readouterr().err
+    assert "10 runs are in" in capfd.readouterr().err
     whole, parts = (
         json.loads((tmp_path / name / "d.json").read_text())["results"]
         for name in ("whole", "parts")
@@ -136,11 +136,11 @@ def test_killed_sessions_give_the_same_files(tmp_path: Path, capfd: Any) -> None
     assert whole == parts and (tmp_path / "parts/d.png").stat().st_size > 5000
     # The kinds together are all of the questions.
     for cell, row in whole["kinds"].items():
-        side, _, budget = cell.partition(" at ")
+        method, _, budget = cell.partition(" at ")
         (accuracy,) = (
             r["accuracy"]["value"]
             for r in whole["page"]["rows"]
-            if (r["side"], r["budget"]) == (side, budget or "1")
+            if (r["method"], r["budget"]) == (method, budget or "1")
         )
         right = sum(row[kind]["value"] * whole["asked"][kind] for kind in row)
         assert right == pytest.approx(accuracy * sum(whole["asked"].values()))
@@ -165,28 +165,38 @@ def test_the_stream_asks_what_its_frames_show() -> None:
 def test_a_stopped_stream_goes_on_in_the_same_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ctrl-C in the second side, after a checkpoint and some clips more."""
-    options = [MODEL, "--world", "stream", "--budgets", "24", "--limit", "20", "--full-clips",
-               "10", *SIDES]  # fmt: skip
+    """Ctrl-C in the second method, after a checkpoint and some clips more."""
+    options = [
+        MODEL,
+        "--domain",
+        "stream",
+        "--budgets",
+        "24",
+        "--limit",
+        "20",
+        "--full-clips",
+        "10",
+        *METHODS,
+    ]
     monkeypatch.setattr(dialogue_stream, "_SAVE", 8)
     main([*options, str(tmp_path / "whole")])
-    plain, heard = dialogue_stream.hear, []
+    plain, calls = dialogue_stream.predicts_answer, []
 
     def stopping(*arguments: Any) -> bool:
-        heard.append(arguments)
-        if len(heard) == 45:
+        calls.append(arguments)
+        if len(calls) == 45:
             raise KeyboardInterrupt
         return plain(*arguments)
 
-    monkeypatch.setattr(dialogue_stream, "hear", stopping)
+    monkeypatch.setattr(dialogue_stream, "predicts_answer", stopping)
     with pytest.raises(SystemExit, match=r"stopped; the same command goes on from .*jsonl"):
         main([*options, str(tmp_path / "parts")])
     assert not (tmp_path / "parts/d.json").exists()
     assert len(list((tmp_path / "parts").glob("*.session"))) == 3
-    heard[:] = [None] * 100
+    calls[:] = [None] * 100
     main([*options, str(tmp_path / "parts")])
     # 10 + 20 clips were there, of the last 20 the first 8; and 3 + 1 forks ask at every eighth.
-    assert len(heard) - 100 == 12 + 1
+    assert len(calls) - 100 == 12 + 1
     assert not list((tmp_path / "parts").glob("*.session"))
     whole, parts = (
         json.loads((tmp_path / name / "d.json").read_text())["results"]
@@ -196,29 +206,29 @@ def test_a_stopped_stream_goes_on_in_the_same_memory(
     rows = whole["rows"]
     assert rows["full"]["clips"] == 10 and rows["snapkv at 24"]["clips"] == 20
     # What copies were asked about the beginning is no part of the stream.
-    heard_tokens = [
+    read_dialogues = [
         scene_example([dialogue_stream.clip_turn(index)], load_processor(MODEL).tokenizer)
         for index in range(20)
     ]
-    tokens = sum(example["labels"].numel() for example in heard_tokens)
+    tokens = sum(example["labels"].numel() for example in read_dialogues)
     assert rows["snapkv at 24"]["tokens_seen"] == tokens > 1000
-    # The full cache is as old as half of what it heard; recency is as old as half its budget.
+    # The full cache is as old as half of what it read; recency is as old as half its budget.
     assert rows["full"]["median_age"] == pytest.approx(rows["full"]["tokens_seen"] / 2, abs=2)
     assert rows["streamingllm at 24"]["median_age"] == pytest.approx(12, abs=3)
-    for side in ("streamingllm", "snapkv"):
-        assert rows[f"{side} at 24"]["most_entries"] <= 24 * 18
-        assert rows[f"{side} at 24"]["most_bytes"] < rows["full"]["most_bytes"] / 4
+    for method in ("streamingllm", "snapkv"):
+        assert rows[f"{method} at 24"]["most_entries"] <= 24 * 18
+        assert rows[f"{method} at 24"]["most_bytes"] < rows["full"]["most_bytes"] / 4
     assert (tmp_path / "whole/d.png").stat().st_size > 5000
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--world", "stream", "--budgets", "1/8"], "a stream has no end"),
-        (["--world", "stream", "--workers", "2"], "leave out --workers"),
+        (["--domain", "stream", "--budgets", "1/8"], "a stream has no end"),
+        (["--domain", "stream", "--workers", "2"], "leave out --workers"),
         (["--sessions", "0"], "at least one session"),
         (["--full-clips", "0"], "are at least 1"),
-        (["--world", "text", "--things", "30"], "at most 20 have names"),
+        (["--domain", "text", "--things", "30"], "at most 20 have names"),
         (["--budgets", "0"], "budget '0': give a share"),
         (["--budgets", "1/0"], "budget '1/0': give a share"),
     ],

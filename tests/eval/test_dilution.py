@@ -17,7 +17,7 @@ from eval.dilution.__main__ import Prober, dilution_bound, main, measure
 from eval.dilution.probe import probed_decode
 from eval.dilution.report import _correlation
 from eval.needle.tasks import Needle
-from eval.quality.run import Comparison, Readings, Side
+from eval.quality.run import Comparison, ComparisonRuns, Method
 from mmkv.measure.journal import Journal
 from mmkv.resources import bundled_model
 
@@ -125,18 +125,29 @@ def test_the_prediction_is_exact_when_only_entries_go() -> None:
 
 
 def test_a_killed_run_gives_the_same_files(tmp_path: Path, capfd: Any) -> None:
-    options = [MODEL, "--lengths", "128", "--budgets", "16", "48", "--side", "streamingllm",
-               "--name", "d", "--output"]  # fmt: skip
+    options = [
+        MODEL,
+        "--lengths",
+        "128",
+        "--budgets",
+        "16",
+        "48",
+        "--method",
+        "streamingllm",
+        "--name",
+        "d",
+        "--output",
+    ]
     main([*options, str(tmp_path / "whole"), "--limit", "3"])
-    compared = Comparison(MODEL, "float32", (Side.parse("streamingllm"),), ("16", "48"))
-    journal = tmp_path / "parts" / "d.readings.jsonl"
+    compared = Comparison(MODEL, "float32", (Method.parse("streamingllm"),), ("16", "48"))
+    journal = tmp_path / "parts" / "d.runs.jsonl"
     journal.parent.mkdir()
-    readings = Readings(compared, Journal(journal), reader=Prober)
-    readings.of("needle:pictures:128:4:2:2", 2)
+    runs = ComparisonRuns(compared, Journal(journal), reader=Prober)
+    runs.of("needle:pictures:128:4:2:2", 2)
     journal.write_text(journal.read_text() + '{"where": "an unfin')
     capfd.readouterr()
     main([*options, str(tmp_path / "parts"), "--limit", "3"])
-    assert "6 readings are in" in capfd.readouterr().err
+    assert "6 runs are in" in capfd.readouterr().err
     whole, parts = (
         json.loads((tmp_path / name / "d.json").read_text())["results"]
         for name in ("whole", "parts")

@@ -12,17 +12,17 @@ from matplotlib.figure import Figure
 from eval.quality.kept import draw
 
 
-def side(name: str, held: list[list[float]], budget: str = "1/8") -> dict[str, Any]:
-    return {"side": name, "budget": budget, "visual_share": 0.4, "entries_by_row": held}
+def method(name: str, held: list[list[float]], budget: str = "1/8") -> dict[str, Any]:
+    return {"method": name, "budget": budget, "visual_share": 0.4, "entries_by_row": held}
 
 
 def test_colours_reach_the_largest_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shares of 8 and 4 differ on one scale for all panels; a level side is in its middle."""
+    """Shares of 8 and 4 differ on one scale for all panels; a level method is in its middle."""
     drawn: list[Figure] = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, path, **_: drawn.append(figure))
-    full = side("full", [[5, 5]], "1")
-    skewed = [side("eight", [[0] * 7 + [40]]), side("four", [[0, 0, 0, 20]])]
-    many = [side(f"level {index}", [[2, 2]]) for index in range(9)]
+    full = method("full", [[5, 5]], "1")
+    skewed = [method("eight", [[0] * 7 + [40]]), method("four", [[0, 0, 0, 20]])]
+    many = [method(f"level {index}", [[2, 2]]) for index in range(9)]
     pages = {"one": {"rows": [full, *skewed]}, "two": {"rows": [full, *many]}}
     draw(pages, tmp_path / "k.png", "1/8", [])
     images = {axes.get_title(): axes.images[0] for axes in drawn[-1].axes if axes.get_title()}

@@ -9,18 +9,18 @@ from mmkv.data.dialogues import sparse, stream
 from mmkv.data.scene_data import scene_example
 from mmkv.data.scenes import Turn
 from mmkv.data.tokenizer import build_tokenizer
-from mmkv.measure.teacher_forced import Reading, read
+from mmkv.measure.teacher_forced import DialogueRun, read
 from mmkv.resources import bundled_model
 
 
-def reading(turns: list[Turn], policy: str, budget: float | None) -> Reading:
+def run(turns: list[Turn], policy: str, budget: float | None) -> DialogueRun:
     engine = Runtime.from_pretrained(bundled_model(), policy=policy, dtype="float32", device="cpu")
     example = scene_example(turns, build_tokenizer())
     labels = example.pop("labels")[0]
     return read(engine, example, labels, budget)
 
 
-def latest(turns: list[Turn], found: Reading) -> float:
+def latest(turns: list[Turn], found: DialogueRun) -> float:
     """Share of the questions about the newest pictures that were answered right."""
     right = [
         answer.right for turn, answer in zip(turns, found.answers, strict=True) if turn.pictures
@@ -32,7 +32,7 @@ def latest(turns: list[Turn], found: Reading) -> float:
 @pytest.mark.parametrize(("policy", "budget"), [("full", None), ("dbtrimkv+48", 64.0)])
 def test_a_stream_of_2000_tokens_is_followed(policy: str, budget: float | None) -> None:
     turns = stream(3, "heldout", 32)
-    found = reading(turns, policy, budget)
+    found = run(turns, policy, budget)
     assert found.tokens_seen > 2000 and latest(turns, found) >= 0.9
     if budget is not None:
         assert found.evicted > 20 * found.entries
@@ -41,6 +41,6 @@ def test_a_stream_of_2000_tokens_is_followed(policy: str, budget: float | None) 
 
 def test_one_of_2000_tokens_of_distractors_is_remembered() -> None:
     turns = sparse(5, "heldout", 160, 2, 8, search=False)
-    found = reading(turns, "full", None)
+    found = run(turns, "full", None)
     assert found.tokens_seen > 2000
     assert sum(answer.right for answer in found.answers) >= 7

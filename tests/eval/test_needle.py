@@ -1,4 +1,4 @@
-"""Needles: the documents against their own text and pixels, the readings against plain sessions."""
+"""Needles: the documents against their own text and pixels, the runs against plain sessions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from eval.needle import tasks as needle_tasks
 from eval.needle.__main__ import main
 from eval.needle.report import found
 from eval.needle.tasks import Haystack, Needle, bury
-from eval.quality.run import Comparison, Readings, Side
+from eval.quality.run import Comparison, ComparisonRuns, Method
 from mmkv.data.scenes import Clip, Turn, render
 from mmkv.measure.journal import Journal
 from mmkv.measure.teacher_forced import FullCache, read_at, spans
@@ -151,9 +151,9 @@ def test_reading_at_several_budgets_is_reading_at_each(monkeypatch: pytest.Monke
         monkeypatch.setattr(engine, "prefill_chunk", chunk)
         budgets = [Budget.of(20), Budget.of(60)]
         together = read_at(engine, turn, labels, budgets, full, cuts)
-        for budget, reading in zip(budgets, together, strict=True):
+        for budget, run in zip(budgets, together, strict=True):
             session, done = engine.session(budget), 0
-            for answer, (start, stop) in zip(reading.answers, spans(labels.tolist()), strict=True):
+            for answer, (start, stop) in zip(run.answers, spans(labels.tolist()), strict=True):
                 for part in [*(cut for cut in cuts if done < cut < start), start]:
                     logits, done = session.extend(turn.part(done, part)), part
                 best = []
@@ -165,9 +165,9 @@ def test_reading_at_several_budgets_is_reading_at_each(monkeypatch: pytest.Monke
                 miss = [(i, b) for i, (b, t) in enumerate(zip(best, target, strict=True)) if b != t]
                 assert list(answer.wrong) == miss and answer.right == (not miss)
             memory = session.memory()
-            assert reading.nbytes == memory.pages * engine.cache.pool.page_bytes
-            assert (reading.entries, reading.evicted) == (memory.entries, memory.evicted)
-            assert reading.per_row == engine.cache.length[session.seq].tolist()
+            assert run.nbytes == memory.pages * engine.cache.pool.page_bytes
+            assert (run.entries, run.evicted) == (memory.entries, memory.evicted)
+            assert run.per_row == engine.cache.length[session.seq].tolist()
             session.close()
         assert together[0].evicted > together[1].evicted > 0
     engine.cache.check()
@@ -179,23 +179,42 @@ def test_a_value_is_found_when_all_its_tokens_are() -> None:
     assert found(record, notes) == [[True, False], [True]]
 
 
-OPTIONS = [MODEL, "--world", "pictures", "--lengths", "128", "256", "--values", "2", "--queries",
-           "2", "--side", "streamingllm", "--side", f"dbtrimkv:{MODEL}/gates", "--budgets", "16",
-           "1/2", "--name", "n", "--output"]  # fmt: skip
+OPTIONS = [
+    MODEL,
+    "--domain",
+    "pictures",
+    "--lengths",
+    "128",
+    "256",
+    "--values",
+    "2",
+    "--queries",
+    "2",
+    "--method",
+    "streamingllm",
+    "--method",
+    f"dbtrimkv:{MODEL}/gates",
+    "--budgets",
+    "16",
+    "1/2",
+    "--name",
+    "n",
+    "--output",
+]
 
 
 def test_a_killed_run_gives_the_same_files(tmp_path: Path, capfd: Any) -> None:
     """Stopped in the middle of the first length, in the middle of a line."""
     main([*OPTIONS, str(tmp_path / "whole"), "--limit", "3"])
-    sides = (Side.parse("streamingllm"), Side.parse(f"dbtrimkv:{MODEL}/gates"))
-    compared = Comparison(MODEL, "float32", sides, ("16", "1/2"))
-    journal = tmp_path / "parts" / "n.readings.jsonl"
+    methods = (Method.parse("streamingllm"), Method.parse(f"dbtrimkv:{MODEL}/gates"))
+    compared = Comparison(MODEL, "float32", methods, ("16", "1/2"))
+    journal = tmp_path / "parts" / "n.runs.jsonl"
     journal.parent.mkdir()
-    Readings(compared, Journal(journal)).of("needle:pictures:128:4:2:2", 2)
+    ComparisonRuns(compared, Journal(journal)).of("needle:pictures:128:4:2:2", 2)
     journal.write_text(journal.read_text() + '{"where": "an unfinished li')
     capfd.readouterr()
     main([*OPTIONS, str(tmp_path / "parts"), "--limit", "3"])
-    assert "10 readings are in" in capfd.readouterr().err
+    assert "10 runs are in" in capfd.readouterr().err
     whole, parts = (
         json.loads((tmp_path / name / "n.json").read_text())["results"]
         for name in ("whole", "parts")
@@ -205,16 +224,19 @@ def test_a_killed_run_gives_the_same_files(tmp_path: Path, capfd: Any) -> None:
     assert (tmp_path / "whole/n.png").stat().st_size > 5000
 
     # The heat maps hold the same values as the table, and the journal the same as both.
-    rows = {(row["side"], row["budget"]): row for row in whole["all"]["rows"]}
-    for side, budget, cell in (("full", "1", "full"), ("dbtrimkv", "16", "dbtrimkv at 16")):
+    rows = {(row["method"], row["budget"]): row for row in whole["all"]["rows"]}
+    for method, budget, cell in (("full", "1", "full"), ("dbtrimkv", "16", "dbtrimkv at 16")):
         counted = np.array(whole["counted"])
         share = np.array([[x or 0 for x in line] for line in whole["heat"][cell]])
         accuracy = (share * counted).sum() / counted.sum()
-        assert rows[side, budget]["accuracy"]["value"] == pytest.approx(accuracy)
+        assert rows[method, budget]["accuracy"]["value"] == pytest.approx(accuracy)
     assert counted.sum() == 2 * 3 * 4 == whole["all"]["questions"]
     lines = [json.loads(x) for x in journal.read_text().splitlines() if x.endswith("}")]
-    right = [sum(x["record"]["right"]) for x in lines if x["cell"].startswith("streamingllm@None:")
-             and x["cell"].endswith(" at 16")]  # fmt: skip
+    right = [
+        sum(x["record"]["right"])
+        for x in lines
+        if x["cell"].startswith("streamingllm@None:") and x["cell"].endswith(" at 16")
+    ]
     assert sum(right) / 24 == pytest.approx(rows["streamingllm", "16"]["accuracy"]["value"])
     held = rows["dbtrimkv", "16"]["kept_of_context"] * whole["all"]["context_tokens"]["mean"]
     assert held == pytest.approx(16)
@@ -224,11 +246,11 @@ def test_a_killed_run_gives_the_same_files(tmp_path: Path, capfd: Any) -> None:
     ("options", "message"),
     [
         (["--lengths", "20"], r"needles alone take \d+ tokens; give --lengths of more"),
-        (["--world", "video", "--keys", "2"], "a document holds one video; give --keys 1"),
+        (["--domain", "video", "--keys", "2"], "a document holds one video; give --keys 1"),
         (["--keys", "2", "--queries", "3"], "no more queries than keys"),
-        (["--side", "dbtrimkv"], "write dbtrimkv:GATES"),
+        (["--method", "dbtrimkv"], "write dbtrimkv:GATES"),
         (["--limit", "0"], "reads nothing"),
-        (["--world", "text", "--lengths", "9k"], "give shorter dialogues"),
+        (["--domain", "text", "--lengths", "9k"], "give shorter dialogues"),
     ],
 )
 def test_mistakes_are_one_line(options: list[str], message: str, tmp_path: Path) -> None:
@@ -241,5 +263,5 @@ def test_names_that_say_nothing_are_refused() -> None:
     assert maker(MODEL, "scenes:dense") is None
     with pytest.raises(InputError, match="choose one of text, pictures, video"):
         Haystack.parse("needle:maze:100:1:1:1")
-    with pytest.raises(InputError, match="write needle:WORLD:LENGTH"):
+    with pytest.raises(InputError, match="write needle:DOMAIN:LENGTH"):
         Haystack.parse("needle:text:many")

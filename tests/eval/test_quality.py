@@ -23,7 +23,7 @@ from eval.quality import report as quality_report
 from eval.quality.__main__ import main
 from eval.quality.kept import draw as draw_kept
 from eval.quality.kept import main as kept
-from eval.quality.run import Comparison, Reader, Readings, Side
+from eval.quality.run import Comparison, ComparisonRuns, Method, Reader
 from mmkv.data.labels import predicted
 from mmkv.data.sources import examples
 from mmkv.measure import teacher_forced
@@ -120,9 +120,9 @@ def test_logits_of_the_full_cache_stand_in_blocks(dialogues, monkeypatch: Any) -
     assert dataclasses.replace(parts, answers=[]) == dataclasses.replace(whole, answers=[])
 
 
-def test_the_full_cache_is_read_once_for_all_sides(monkeypatch: Any) -> None:
-    sides = tuple(map(Side.parse, ("streamingllm", "snapkv", "dbtrimkv:random")))
-    reader, passes = Reader(Comparison(MODEL, "float32", sides, ("1/4", "1/8"))), []
+def test_the_full_cache_runs_once_for_all_methods(monkeypatch: Any) -> None:
+    methods = tuple(map(Method.parse, ("streamingllm", "snapkv", "dbtrimkv:random")))
+    reader, passes = Reader(Comparison(MODEL, "float32", methods, ("1/4", "1/8"))), []
     plain = teacher_forced.full_attention_states
     monkeypatch.setattr(
         teacher_forced, "full_attention_states", lambda *a: passes.append(a) or plain(*a)
@@ -155,12 +155,12 @@ def test_intervals_cover_as_often_as_they_say() -> None:
     assert 0.88 <= hits / 200 <= 0.99
 
 
-def test_sides_are_read_as_written() -> None:
-    assert Side.parse("dbtrimkv@5:a,b") == Side("dbtrimkv@5", "dbtrimkv", 5.0, ("a", "b"))
-    assert Side.parse("far=dbtrimkv@inf:a").lookahead == float("inf")
-    assert Side.parse("snapkv") == Side("snapkv", "snapkv", None, ())
+def test_a_method_option_is_parsed() -> None:
+    assert Method.parse("dbtrimkv@5:a,b") == Method("dbtrimkv@5", "dbtrimkv", 5.0, ("a", "b"))
+    assert Method.parse("far=dbtrimkv@inf:a").lookahead == float("inf")
+    assert Method.parse("snapkv") == Method("snapkv", "snapkv", None, ())
     with pytest.raises(InputError, match="not a number"):
-        Side.parse("dbtrimkv@two:a")
+        Method.parse("dbtrimkv@two:a")
 
 
 def test_gates_of_another_checkpoint_are_named_before_anything_is_read(
@@ -168,11 +168,11 @@ def test_gates_of_another_checkpoint_are_named_before_anything_is_read(
 ) -> None:
     gates = tmp_path / "gates"
     shutil.copytree(bundled_model() / "gates", gates)
-    Reader(Comparison(MODEL, "float32", (Side.parse(f"dbtrimkv:{gates}"),), ("1/3", "1/8")))
+    Reader(Comparison(MODEL, "float32", (Method.parse(f"dbtrimkv:{gates}"),), ("1/3", "1/8")))
     assert "config.json" not in capsys.readouterr().err
     info = json.loads((gates / "gates.json").read_text())
     (gates / "gates.json").write_text(json.dumps(info | {"base_config_sha256": "0" * 64}))
-    compared = Comparison(MODEL, "float32", (Side.parse(f"dbtrimkv:{gates}"),), ("1/3", "1/8"))
+    compared = Comparison(MODEL, "float32", (Method.parse(f"dbtrimkv:{gates}"),), ("1/3", "1/8"))
     base = Reader(compared).base
     for (cell,) in compared.cells().values():
         cell.engine(base, MODEL)
@@ -182,17 +182,33 @@ def test_gates_of_another_checkpoint_are_named_before_anything_is_read(
 
 def test_a_small_run_writes_table_plot_and_json(tmp_path: Path) -> None:
     main(
-        [MODEL, "--data", "scenes:dense", "--side", "streamingllm", "--side", "dbtrimkv:random",
-         "--fractions", "1/3", "1/8", "--dialogues", "3", "--output", str(tmp_path), "--name", "q"]
-    )  # fmt: skip
+        [
+            MODEL,
+            "--data",
+            "scenes:dense",
+            "--method",
+            "streamingllm",
+            "--method",
+            "dbtrimkv:random",
+            "--fractions",
+            "1/3",
+            "1/8",
+            "--dialogues",
+            "3",
+            "--output",
+            str(tmp_path),
+            "--name",
+            "q",
+        ]
+    )
     page = json.loads((tmp_path / "q.json").read_text())["results"]["scenes:dense"]
     assert page["dialogues"] == 3
-    rows = {(row["side"], row["budget"]): row for row in page["rows"]}
+    rows = {(row["method"], row["budget"]): row for row in page["rows"]}
     assert rows["full", "1"]["evicted"] == 0 and rows["full", "1"]["kl_per_token"]["value"] < 1e-6
-    for side in ("streamingllm", "dbtrimkv"):
-        assert rows[side, "1/8"]["kept_of_context"] == pytest.approx(1 / 8, rel=0.02)
-        assert rows[side, "1/8"]["evicted"] > rows[side, "1/3"]["evicted"] > 0
-        held = np.array(rows[side, "1/8"]["entries_by_row"])
+    for method in ("streamingllm", "dbtrimkv"):
+        assert rows[method, "1/8"]["kept_of_context"] == pytest.approx(1 / 8, rel=0.02)
+        assert rows[method, "1/8"]["evicted"] > rows[method, "1/3"]["evicted"] > 0
+        held = np.array(rows[method, "1/8"]["entries_by_row"])
         assert held.shape == (6, 3)
         assert held.sum() == pytest.approx(18 * page["context_tokens"]["mean"] / 8, rel=0.02)
     # Recency keeps the same number everywhere, one budget over all rows does not.
@@ -202,8 +218,8 @@ def test_a_small_run_writes_table_plot_and_json(tmp_path: Path) -> None:
     assert (tmp_path / "q-kept.png").stat().st_size > 5000
     with pytest.raises(SystemExit, match="has no budget 1/7; it has 1/3, 1/8"):
         kept(["--fraction", "1/7", str(tmp_path / "q.json")])
-    with pytest.raises(SystemExit, match="has no side snapkv; it has streamingllm, dbtrimkv"):
-        kept(["--fraction", "1/8", str(tmp_path / "q.json"), "--sides", "snapkv"])
+    with pytest.raises(SystemExit, match="has no method snapkv; it has streamingllm, dbtrimkv"):
+        kept(["--fraction", "1/8", str(tmp_path / "q.json"), "--methods", "snapkv"])
     assert "| 1/8 |" in (tmp_path / "q.md").read_text()
     assert (tmp_path / "q.png").stat().st_size > 5000
 
@@ -213,7 +229,7 @@ def test_whole_texts_are_told_by_perplexity(tmp_path: Path) -> None:
     text = "what was at row 1, column 2 of picture 3? a red square. " * 4
     (tmp_path / "a.jsonl").write_text(json.dumps({"text": text}) + "\n")
     source = f"text:{tmp_path / 'a.jsonl'}"
-    options = ["--side", "streamingllm", "--fractions", "16", "--dialogues", "1", "--name", "t"]
+    options = ["--method", "streamingllm", "--fractions", "16", "--dialogues", "1", "--name", "t"]
     main([MODEL, "--data", source, *options, "--output", str(tmp_path)])
     page = json.loads((tmp_path / "t.json").read_text())["results"][source]
     ids = examples(MODEL, [source], 1, 0)[0]["input_ids"]
@@ -241,7 +257,7 @@ def test_plots_say_what_their_budgets_are(tmp_path: Path, monkeypatch: Any) -> N
         ("1/8", "budget", "Entries kept at 1/8 of the context"),
     ):
         for row in pages["scenes:dense"]["rows"][1:]:
-            row["budget"] = "64" if label == "budget" and row["side"] == "trimkv" else budget
+            row["budget"] = "64" if label == "budget" and row["method"] == "trimkv" else budget
         quality_report.draw(pages, tmp_path / "q.png")
         assert {axes.get_xlabel() for axes in drawn[-1].axes} == {label}
         draw_kept(pages, tmp_path / "k.png", budget, [])
@@ -250,17 +266,27 @@ def test_plots_say_what_their_budgets_are(tmp_path: Path, monkeypatch: Any) -> N
 
 def test_a_killed_run_goes_on_with_the_same_result(tmp_path: Path, capfd: Any) -> None:
     """Two workers, stopped after two of four dialogues in the middle of a line."""
-    options = [MODEL, "--data", "scenes:dense", "--side", "streamingllm", "--fractions", "1/4",
-               "--name", "q", "--output"]  # fmt: skip
+    options = [
+        MODEL,
+        "--data",
+        "scenes:dense",
+        "--method",
+        "streamingllm",
+        "--fractions",
+        "1/4",
+        "--name",
+        "q",
+        "--output",
+    ]
     main([*options, str(tmp_path / "whole"), "--dialogues", "4"])
-    compared = Comparison(MODEL, "float32", (Side.parse("streamingllm"),), ("1/4",))
-    journal = tmp_path / "parts" / "q.readings.jsonl"
+    compared = Comparison(MODEL, "float32", (Method.parse("streamingllm"),), ("1/4",))
+    journal = tmp_path / "parts" / "q.runs.jsonl"
     journal.parent.mkdir()
-    Readings(compared, Journal(journal)).of("scenes:dense", 2)
+    ComparisonRuns(compared, Journal(journal)).of("scenes:dense", 2)
     journal.write_text(journal.read_text() + '{"key": "an unfinished li')
     capfd.readouterr()
     main([*options, str(tmp_path / "parts"), "--dialogues", "4", "--workers", "2"])
-    assert "4 readings are in" in capfd.readouterr().err
+    assert "4 runs are in" in capfd.readouterr().err
     whole, parts = (
         json.loads((tmp_path / name / "q.json").read_text())["results"]
         for name in ("whole", "parts")
@@ -269,12 +295,12 @@ def test_a_killed_run_goes_on_with_the_same_result(tmp_path: Path, capfd: Any) -
 
 
 def test_a_comparison_that_grows_reads_only_what_is_new(tmp_path: Path, monkeypatch: Any) -> None:
-    small = Comparison(MODEL, "float32", (Side.parse("streamingllm"),), ("1/4",))
+    small = Comparison(MODEL, "float32", (Method.parse("streamingllm"),), ("1/4",))
     gates = str(bundled_model() / "gates")
-    sides = (*small.sides, Side.parse(f"dbtrimkv:{gates},random"))
-    large = dataclasses.replace(small, sides=sides, budgets=("1/4", "1/8"))
+    methods = (*small.methods, Method.parse(f"dbtrimkv:{gates},random"))
+    large = dataclasses.replace(small, methods=methods, budgets=("1/4", "1/8"))
     journal, asked = tmp_path / "journal", []
-    first = Readings(small, Journal(journal)).of("scenes:dense", 2)
+    first = ComparisonRuns(small, Journal(journal)).of("scenes:dense", 2)
     plain = Reader.read
 
     def noted(self: Reader, source: str, index: int, cells: Any) -> Any:
@@ -282,7 +308,7 @@ def test_a_comparison_that_grows_reads_only_what_is_new(tmp_path: Path, monkeypa
         return plain(self, source, index, cells)
 
     monkeypatch.setattr(Reader, "read", noted)
-    second = Readings(large, Journal(journal)).of("scenes:dense", 2)
+    second = ComparisonRuns(large, Journal(journal)).of("scenes:dense", 2)
     new = [
         ("streamingllm", None, "1/8"),
         *itertools.product(["dbtrimkv"], [gates, "random"], large.budgets),
@@ -298,14 +324,14 @@ def test_a_comparison_that_grows_reads_only_what_is_new(tmp_path: Path, monkeypa
 
 def test_dialogues_that_something_was_chosen_on_are_left_out(tmp_path: Path) -> None:
     """``--skip 2``: the third dialogue, as a run over all three reads it."""
-    compared = Comparison(MODEL, "float32", (Side.parse("streamingllm"),), ("1/4",))
-    whole = Readings(compared, Journal(tmp_path / "whole")).of("scenes:dense", 3)
-    options = ["--data", "scenes:dense", "--side", "streamingllm", "--fractions", "1/4"]
+    compared = Comparison(MODEL, "float32", (Method.parse("streamingllm"),), ("1/4",))
+    whole = ComparisonRuns(compared, Journal(tmp_path / "whole")).of("scenes:dense", 3)
+    options = ["--data", "scenes:dense", "--method", "streamingllm", "--fractions", "1/4"]
     options += ["--dialogues", "1", "--skip", "2", "--output", str(tmp_path), "--name", "q"]
     main([MODEL, *options])
-    read = Readings(compared, Journal(tmp_path / "q.readings.jsonl")).of("scenes:dense", 1, 2)
+    read = ComparisonRuns(compared, Journal(tmp_path / "q.runs.jsonl")).of("scenes:dense", 1, 2)
     assert read == {name: [[third] for _, _, third in seeds] for name, seeds in whole.items()}
-    rows = [json.loads(line) for line in (tmp_path / "q.readings.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (tmp_path / "q.runs.jsonl").read_text().splitlines()]
     assert {row["index"] for row in rows} == {2}
     written = json.loads((tmp_path / "q.json").read_text())
     assert written["settings"]["skip"] == 2 and written["results"]["scenes:dense"]["dialogues"] == 1
@@ -318,16 +344,16 @@ def test_dialogues_that_something_was_chosen_on_are_left_out(tmp_path: Path) -> 
 def test_the_model_is_loaded_once_and_only_for_what_is_left(
     tmp_path: Path, monkeypatch: Any
 ) -> None:
-    compared = Comparison(MODEL, "float32", (Side.parse("streamingllm"),), ("1/4",))
+    compared = Comparison(MODEL, "float32", (Method.parse("streamingllm"),), ("1/4",))
     sources, path, loaded = ("scenes:dense", "scenes:clip"), tmp_path / "journal", []
     plain = Reader.__init__
     monkeypatch.setattr(Reader, "__init__", lambda self, c: loaded.append(c) or plain(self, c))
-    with Readings(compared, Journal(path)) as readings:
-        first = [readings.of(source, 2) for source in sources]
-        again = [readings.of(source, 2) for source in sources]
+    with ComparisonRuns(compared, Journal(path)) as runs:
+        first = [runs.of(source, 2) for source in sources]
+        again = [runs.of(source, 2) for source in sources]
     assert loaded == [compared] and first == again and first[0] != first[1]
     written = path.read_bytes()
-    assert [Readings(compared, Journal(path)).of(source, 2) for source in sources] == first
+    assert [ComparisonRuns(compared, Journal(path)).of(source, 2) for source in sources] == first
     assert len(loaded) == 1 and path.read_bytes() == written
 
 
@@ -345,6 +371,6 @@ def test_a_journal_passes_over_what_was_cut_off(tmp_path: Path) -> None:
     assert [row["record"] for row in journal.rows("where", "b")] == [3]
 
 
-def test_a_side_without_its_gates_is_one_line(tmp_path: Path) -> None:
+def test_a_method_without_its_gates_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match=r"write dbtrimkv:GATES"):
-        main([MODEL, "--data", "scenes:dense", "--side", "dbtrimkv", "--output", str(tmp_path)])
+        main([MODEL, "--data", "scenes:dense", "--method", "dbtrimkv", "--output", str(tmp_path)])

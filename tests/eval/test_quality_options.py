@@ -15,7 +15,7 @@ from eval.dilution import __main__ as dilution
 from eval.needle import __main__ as needle
 from eval.quality import __main__ as quality
 from eval.quality import command as quality_command
-from eval.quality.run import Comparison, Reader, Readings, Side, digest
+from eval.quality.run import Comparison, ComparisonRuns, Method, Reader, digest
 from eval.sessions import __main__ as dialogue
 from eval.sessions import stream as dialogue_stream
 from mmkv.measure.journal import Journal
@@ -25,21 +25,21 @@ MODEL = str(bundled_model())
 SCENES = [MODEL, "--data", "scenes:dense", "--dialogues", "1", "--name", "q", "--fractions", "1/4"]
 
 
-def compared(*sides: str, budgets: tuple[str, ...] = ("1/4",), device: str = "cpu") -> Comparison:
-    return Comparison(MODEL, "float32", tuple(map(Side.parse, sides)), budgets, device=device)
+def compared(*methods: str, budgets: tuple[str, ...] = ("1/4",), device: str = "cpu") -> Comparison:
+    return Comparison(MODEL, "float32", tuple(map(Method.parse, methods)), budgets, device=device)
 
 
 @pytest.mark.parametrize(
-    ("sides", "said"),
+    ("methods", "said"),
     [
-        (("dbtrimkv:a", "dbtrimkv:b"), r"'dbtrimkv'.*write --side NAME=POLICY:GATES"),
-        (("a=snapkv", "streamingllm", "a=trimkv:x"), r"'a'.*write --side NAME=POLICY:GATES"),
+        (("dbtrimkv:a", "dbtrimkv:b"), r"'dbtrimkv'.*write --method NAME=POLICY:GATES"),
+        (("a=snapkv", "streamingllm", "a=trimkv:x"), r"'a'.*write --method NAME=POLICY:GATES"),
         (("full",), r"'full'.*always read.*NAME=POLICY:GATES"),
     ],
 )
-def test_sides_of_one_name_are_refused(sides: tuple[str, ...], said: str) -> None:
+def test_methods_of_one_name_are_refused(methods: tuple[str, ...], said: str) -> None:
     with pytest.raises(InputError, match=said):
-        compared(*sides)
+        compared(*methods)
     compared("a=dbtrimkv:a", "b=dbtrimkv:b", "dbtrimkv@5:a", "dbtrimkv:a")
 
 
@@ -52,32 +52,32 @@ def test_a_budget_that_stands_twice_is_refused(budgets: tuple[str, ...]) -> None
 @pytest.mark.parametrize("program", [quality, needle, dialogue])
 def test_programs_say_it_in_one_line(program: Any, tmp_path: Path) -> None:
     data = ["--data", "scenes:dense"] if program is quality else []
-    options = [MODEL, *data, "--side", "snapkv", "--side", "snapkv", "--output", str(tmp_path)]
-    with pytest.raises(SystemExit, match=r"error: two sides are called 'snapkv'") as caught:
+    options = [MODEL, *data, "--method", "snapkv", "--method", "snapkv", "--output", str(tmp_path)]
+    with pytest.raises(SystemExit, match=r"error: two methods are called 'snapkv'") as caught:
         program.main(options)
     assert "\n" not in str(caught.value)
 
 
 def test_fresh_forgets_readings_and_streams_and_writes_its_own_files(tmp_path: Path) -> None:
     """Sessions that a stopped stream of the same name left behind give no file its name."""
-    options = [*SCENES, "--output", str(tmp_path), "--side"]
+    options = [*SCENES, "--output", str(tmp_path), "--method"]
     quality.main([*options, "streamingllm"])
-    left = tmp_path / "q.readings.0123456789ab.session"
+    left = tmp_path / "q.runs.0123456789ab.session"
     left.write_bytes(b"a session")
     (tmp_path / "q.json").unlink()
     quality.main([*options, "snapkv", "--fresh"])
     page = json.loads((tmp_path / "q.json").read_text())["results"]["scenes:dense"]
-    assert {row["side"] for row in page["rows"]} == {"full", "snapkv"}
-    names = {"q.json", "q.md", "q.png", "q.readings.jsonl"}
+    assert {row["method"] for row in page["rows"]} == {"full", "snapkv"}
+    names = {"q.json", "q.md", "q.png", "q.runs.jsonl"}
     assert {path.name for path in tmp_path.iterdir()} == names
-    rows = [json.loads(line) for line in (tmp_path / "q.readings.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (tmp_path / "q.runs.jsonl").read_text().splitlines()]
     assert len(rows) == 2
 
 
 def test_the_journal_of_a_cpu_keeps_its_keys(tmp_path: Path, monkeypatch: Any) -> None:
     """As written before ``--device``; every other device is named."""
-    quality.main([*SCENES, "--side", "snapkv", "--output", str(tmp_path)])
-    rows = [json.loads(line) for line in (tmp_path / "q.readings.jsonl").read_text().splitlines()]
+    quality.main([*SCENES, "--method", "snapkv", "--output", str(tmp_path)])
+    rows = [json.loads(line) for line in (tmp_path / "q.runs.jsonl").read_text().splitlines()]
     plain = f"{MODEL} {digest(MODEL)} float32"
     assert {row["where"] for row in rows} == {f"{plain} 8192 scenes:dense Reader"}
     assert [row["cell"] for row in rows] == ["full@None:none at None", "snapkv@None:none at 1/4"]
@@ -86,10 +86,10 @@ def test_the_journal_of_a_cpu_keeps_its_keys(tmp_path: Path, monkeypatch: Any) -
     assert elsewhere.described() == f"{plain} cuda"
     # Nothing that the CPU has read stands for the GPU.
     monkeypatch.setattr(Reader, "__init__", _refuse)
-    journal = Journal(tmp_path / "q.readings.jsonl")
-    assert Readings(compared("snapkv"), journal).of("scenes:dense", 1)
+    journal = Journal(tmp_path / "q.runs.jsonl")
+    assert ComparisonRuns(compared("snapkv"), journal).of("scenes:dense", 1)
     with pytest.raises(InputError, match="asked to read"):
-        Readings(elsewhere, journal).of("scenes:dense", 1)
+        ComparisonRuns(elsewhere, journal).of("scenes:dense", 1)
 
 
 def _refuse(*_: Any) -> None:
@@ -106,10 +106,10 @@ def test_the_model_is_loaded_where_it_was_asked_for(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(Runtime, "from_pretrained", loaded)
     monkeypatch.setattr(quality_command, "resolve_device", lambda _: torch.device("cuda"))
     for main, options in (
-        (quality.main, [*SCENES, "--side", "snapkv"]),
+        (quality.main, [*SCENES, "--method", "snapkv"]),
         (needle.main, [MODEL, "--lengths", "128", "--limit", "1"]),
         (dilution.main, [MODEL, "--lengths", "128", "--limit", "1"]),
-        (dialogue.main, [MODEL, "--world", "stream", "--budgets", "16"]),
+        (dialogue.main, [MODEL, "--domain", "stream", "--budgets", "16"]),
     ):
         with pytest.raises(SystemExit, match="enough"):
             main([*options, "--device", "auto", "--output", str(tmp_path)])
@@ -119,17 +119,28 @@ def test_the_model_is_loaded_where_it_was_asked_for(tmp_path: Path, monkeypatch:
         dialogue_stream.run(compared("snapkv", budgets=("16",)), 1, 1, Journal(tmp_path / "j"))
     assert asked == ["cuda"] * 4 + ["cpu"] * 2
     with pytest.raises(SystemExit, match=r"--workers 2 .* leave out --workers") as caught:
-        quality.main([*SCENES, "--side", "snapkv", "--device", "cuda", "--workers", "2",
-                      "--output", str(tmp_path)])  # fmt: skip
+        quality.main(
+            [
+                *SCENES,
+                "--method",
+                "snapkv",
+                "--device",
+                "cuda",
+                "--workers",
+                "2",
+                "--output",
+                str(tmp_path),
+            ]
+        )
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_a_gpu_that_is_not_there_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="'cuda' is not there; use") as caught:
-        quality.main([*SCENES, "--side", "snapkv", "--device", "cuda", "--output", str(tmp_path)])
+        quality.main([*SCENES, "--method", "snapkv", "--device", "cuda", "--output", str(tmp_path)])
     assert "\n" not in str(caught.value)
-    quality.main([*SCENES, "--side", "snapkv", "--device", "auto", "--output", str(tmp_path)])
+    quality.main([*SCENES, "--method", "snapkv", "--device", "auto", "--output", str(tmp_path)])
     assert json.loads((tmp_path / "q.json").read_text())["settings"]["device"] == "cpu"
 
 
@@ -141,10 +152,12 @@ def test_a_gpu_that_is_not_there_is_one_line(tmp_path: Path) -> None:
         (needle.main, ["--lengths", "128", "--limit", "1", "--budgets", "16"]),
         (dilution.main, ["--lengths", "128", "--limit", "1", "--budgets", "16"]),
         (dialogue.main, ["--limit", "1", "--budgets", "16"]),
-        (dialogue.main, ["--world", "stream", "--limit", "2", "--budgets", "16"]),
+        (dialogue.main, ["--domain", "stream", "--limit", "2", "--budgets", "16"]),
     ],
 )
 def test_a_gpu_reads_too(program: Any, options: list[str], tmp_path: Path) -> None:
-    sides = ["--side", "snapkv", "--side", f"dbtrimkv:{MODEL}/gates"]
-    program([MODEL, *options, *sides, "--device", "cuda", "--name", "g", "--output", str(tmp_path)])
-    assert " cuda " in (tmp_path / "g.readings.jsonl").read_text()
+    methods = ["--method", "snapkv", "--method", f"dbtrimkv:{MODEL}/gates"]
+    program(
+        [MODEL, *options, *methods, "--device", "cuda", "--name", "g", "--output", str(tmp_path)]
+    )
+    assert " cuda " in (tmp_path / "g.runs.jsonl").read_text()

@@ -46,8 +46,13 @@ def test_kernels(tmp_path: Path) -> None:
     found = results(tmp_path, "gpu-kernels")
     assert code == 0 and found["copy_bandwidth"] > 0
     assert [c["kernel"] for c in found["cases"][::2]] == [
-        "attention", "work list", "append", "eviction", "prefill", "window scores",
-    ]  # fmt: skip
+        "attention",
+        "work list",
+        "append",
+        "eviction",
+        "prefill",
+        "window scores",
+    ]
     for case in found["cases"]:
         seconds = case["seconds"]["median"]
         assert case["of_copy_bandwidth"] == pytest.approx(
@@ -80,9 +85,9 @@ def test_decode(tmp_path: Path) -> None:
     assert bench_decode.main([*WHERE, "--cases", "3:40:12", "largest", *options]) == 0
     found = results(tmp_path, "gpu-decode-tiny")
     case, largest = found["cases"]
-    assert case["sides"][TRIMKV]["failed"].startswith("cannot start /no/such/python")
-    assert set(case["sides"]) == {OWN, FULL, EAGER, DYNAMIC, TRIMKV}
-    own, full = case["sides"][OWN], case["sides"][FULL]
+    assert case["methods"][TRIMKV]["failed"].startswith("cannot start /no/such/python")
+    assert set(case["methods"]) == {OWN, FULL, EAGER, DYNAMIC, TRIMKV}
+    own, full = case["methods"][OWN], case["methods"][FULL]
     assert own["memory"]["entries"] == 3 * 12 * TINY.rows
     assert full["memory"]["entries"] == 3 * 40 * TINY.rows
     assert own["bytes"]["kv"] == 3 * 13 * TINY.kv_token_bytes(4)
@@ -91,15 +96,17 @@ def test_decode(tmp_path: Path) -> None:
     floor = (own["bytes"]["weights"] + own["bytes"]["kv"]) / found["copy_bandwidth"]
     assert own["floor_ms"] == pytest.approx(1e3 * floor)
     assert case["parts"]["ms"]["step"] > 0
-    peer = case["sides"][DYNAMIC]
+    peer = case["methods"][DYNAMIC]
     assert peer["versions"]["transformers"] and peer["tokens_per_second"] == pytest.approx(
         3e3 / peer["ms_per_step"]["median"]
     )
-    batches = [largest["sides"][side]["batch"] for side in (FULL, DYNAMIC, OWN)]
+    batches = [largest["methods"][method]["batch"] for method in (FULL, DYNAMIC, OWN)]
     assert 1 <= batches[0] < batches[2] == 3 and batches[1] < 3, "bounded memory holds more"
     assert {bar["bar"].split(",")[0] for bar in found["bars"]} == {
-        "eviction / step", "physical / logical KV", "tokens/s over own full",
-    }  # fmt: skip
+        "eviction / step",
+        "physical / logical KV",
+        "tokens/s over own full",
+    }
 
 
 def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
@@ -107,8 +114,8 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
     options += ["--copy-bytes", "1000000", "--memory", "0.0055"]
     bench_decode.main([*WHERE, "--cases", "2:3000:8", "1:30:8", *options])
     first, second = results(tmp_path, "gpu-decode-tiny")["cases"]
-    assert "are left" in first["sides"][FULL]["failed"]
-    assert "ms_per_step" in second["sides"][FULL]
+    assert "are left" in first["methods"][FULL]["failed"]
+    assert "ms_per_step" in second["methods"][FULL]
 
 
 @pytest.mark.parametrize("peer", [DYNAMIC, STATIC])
@@ -144,7 +151,7 @@ def test_bars() -> None:
     own |= {"memory": memory, "tokens_per_second": 1600.0}
     full = {"ms_per_step": {"median": 8.0}, "floor_ms": 5.0, "tokens_per_second": 100.0}
     case = {"batch": 16, "context": 16384, "budget": 256, "kind": "bars"}
-    case |= {"sides": {OWN: own, FULL: full}, "parts": {"eviction_of_step": 0.02}}
+    case |= {"methods": {OWN: own, FULL: full}, "parts": {"eviction_of_step": 0.02}}
     case["beside"] = {DYNAMIC: {"ours_over_peers_tokens_per_second": {"median": 7.5}}}
     found = {b["bar"].split(",")[0]: (round(b["value"], 3), b["met"]) for b in checks("x", case)}
     assert found == {
@@ -158,7 +165,7 @@ def test_bars() -> None:
     assert {"tokens/s"} == {
         b["bar"].split(",")[0] for b in checks("qwen3-4b", four) if b["value"] == 1600
     }
-    assert list(checks("x", case | {"sides": {OWN: {"failed": "why"}}})) == []
+    assert list(checks("x", case | {"methods": {OWN: {"failed": "why"}}})) == []
 
 
 def test_prefill(tmp_path: Path) -> None:
@@ -166,13 +173,13 @@ def test_prefill(tmp_path: Path) -> None:
     assert bench_prefill.main([*WHERE, *options, "--output", str(tmp_path)]) == 0
     short, long = results(tmp_path, "gpu-prefill-tiny")["lengths"]
     assert (short["length"], long["length"]) == (30, 90)
-    assert long["sides"][bench_prefill.PEER] == {"failed": "not asked for above 30 tokens"}
-    held = [case["sides"][bench_prefill.EVICTING]["kv_bytes"] for case in (short, long)]
+    assert long["methods"][bench_prefill.PEER] == {"failed": "not asked for above 30 tokens"}
+    held = [case["methods"][bench_prefill.EVICTING]["kv_bytes"] for case in (short, long)]
     page = 16 * 2 * TINY.head_dim * 4
     # 9 entries a row on average: rows of one or two pages, whatever the length.
     assert all(TINY.rows * page <= kv <= 2 * TINY.rows * page for kv in held)
-    assert long["sides"][bench_prefill.FULL]["kv_bytes"] == TINY.rows * 6 * page
-    assert short["sides"][bench_prefill.PEER]["kv_bytes"] == 30 * TINY.kv_token_bytes(4)
+    assert long["methods"][bench_prefill.FULL]["kv_bytes"] == TINY.rows * 6 * page
+    assert short["methods"][bench_prefill.PEER]["kv_bytes"] == 30 * TINY.kv_token_bytes(4)
 
 
 def test_capacity(tmp_path: Path) -> None:

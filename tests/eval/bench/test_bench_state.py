@@ -121,9 +121,9 @@ def test_the_floor_counts_what_a_step_reads() -> None:
 def test_the_estimate_of_memory_is_from_above() -> None:
     for policy, budget in (("dbtrimkv", 12), ("full", None)):
         engine = tiny(policy, budget or 1)
-        side = Own(engine, 8, 600, 3.0, 8)
+        method = Own(engine, 8, 600, 3.0, 8)
         runner = GraphRunner(engine)
-        side.graph(runner)
+        method.graph(runner)
         pool = engine.cache.pool
         used = pool.num_pages * pool.page_bytes + engine.cache.table.nbytes
         (step, _), *_ = runner._steps.values()
@@ -137,11 +137,11 @@ def test_the_estimate_of_memory_is_from_above() -> None:
 @pytest.mark.parametrize("policy", ["dbtrimkv", "full"])
 def test_the_parts_of_a_step_add_up_and_leave_the_cache_whole(policy: str) -> None:
     engine = tiny(policy)
-    side = Own(engine, 3, 40, 3.0, 6)
-    found = split(side, 1e9, 2, 6)
+    method = Own(engine, 3, 40, 3.0, 6)
+    found = split(method, 1e9, 2, 6)
     engine.cache.check()
     entries = (12 if policy == "dbtrimkv" else 40) * TINY.rows
-    assert [s.memory().entries for s in side.sessions] == [entries] * 3
+    assert [s.memory().entries for s in method.sessions] == [entries] * 3
     ms = dict(found["ms"])
     floors = ms.pop("weights floor"), ms.pop("KV floor")
     step = ms.pop("step")
@@ -164,7 +164,7 @@ def test_the_parts_of_a_step_add_up_and_leave_the_cache_whole(policy: str) -> No
 def test_what_is_left_out_is_not_called(part: str, missing: list[str]) -> None:
     names = ["decode_attention", "evict", "make_room", "store_layer"]
     engine = tiny()
-    side = Own(engine, 2, 40, 3.0, 4)
+    method = Own(engine, 2, 40, 3.0, 4)
     with mock.patch.multiple(
         static_step, **{name: mock.Mock(wraps=getattr(static_step, name)) for name in names}
     ):
@@ -173,20 +173,20 @@ def test_what_is_left_out_is_not_called(part: str, missing: list[str]) -> None:
         undo._make_room = spies["make_room"]
         before = engine.cache.length.clone()
         with without(engine, part, undo):
-            side.graph(GraphRunner(engine))
+            method.graph(GraphRunner(engine))
         assert [name for name in names if not spies[name].call_count] == sorted(missing)
     if part in ("eviction", "append"):
         assert torch.equal(engine.cache.length, before)
     engine.cache.check()
 
 
-def test_sides_take_turns() -> None:
+def test_methods_take_turns() -> None:
     order: list[str] = []
 
-    def side(name: str):
+    def method(name: str):
         return lambda: float(order.append(name) or len(order))
 
-    times = timing.take_turns({"a": side("a"), "b": side("b")}, 3)
+    times = timing.take_turns({"a": method("a"), "b": method("b")}, 3)
     assert "".join(order) == "abbaab" and times == {"a": [1.0, 4.0, 5.0], "b": [2.0, 3.0, 6.0]}
     assert timing.spread([4.0, 1.0, 2.0, 3.0])["median"] == 2.5
 
