@@ -73,11 +73,20 @@ class JudgeClient:
     """Asks one judge, from several threads at a time.
 
     ``notify``: called with a line when something is waited for. ``stop()`` ends all waiting.
+    ``now``, ``wait``: the clock in seconds and what waits on it, for callers that own a clock.
     """
 
-    def __init__(self, endpoint: Endpoint, notify: Callable[[str], None] = lambda _: None) -> None:
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        notify: Callable[[str], None] = lambda _: None,
+        *,
+        now: Callable[[], float] = time.monotonic,
+        wait: Callable[[float], object] | None = None,
+    ) -> None:
         self.endpoint, self._notify = endpoint, notify
         self._stopped = threading.Event()
+        self._now, self._wait = now, wait or self._stopped.wait
         self._lock = threading.Lock()
         self._quiet_until = 0.0
 
@@ -146,17 +155,17 @@ class JudgeClient:
         if asked is not None:
             wait = asked + min(wait, FIRST_WAIT_S)
             with self._lock:
-                self._quiet_until = max(self._quiet_until, time.monotonic() + asked)
+                self._quiet_until = max(self._quiet_until, self._now() + asked)
         self._notify(f"{self._told(answer)}; trying again in {wait:.1f} s")
-        self._stopped.wait(wait)
+        self._wait(wait)
 
     def _wait_my_turn(self) -> None:
         while not self._stopped.is_set():
             with self._lock:
-                left = self._quiet_until - time.monotonic()
+                left = self._quiet_until - self._now()
             if left <= 0:
                 return
-            self._stopped.wait(left)
+            self._wait(left)
         raise NoVerdictError("stopped")
 
     def _told(self, answer: Answer) -> str:

@@ -7,6 +7,7 @@ import json
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from typing import Any
@@ -51,25 +52,32 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
 _OPENER = urllib.request.build_opener(_NoRedirects)
 
 
-def post(url: str, content: Any, headers: dict[str, str], timeout: float) -> Answer:
+def post(
+    url: str,
+    content: Any,
+    headers: dict[str, str],
+    timeout: float,
+    now: Callable[[], float] = time.monotonic,
+) -> Answer:
     """POST ``content`` as JSON; never raises for what the server or network does.
 
     ``timeout``: seconds for the whole exchange, also when the reply trickles in byte by byte.
+    ``now``: the clock that it is measured on.
     """
     request = urllib.request.Request(
         url,
         data=json.dumps(content).encode(),
         headers={"Content-Type": "application/json", "User-Agent": "mmkv", **headers},
     )
-    deadline = time.monotonic() + timeout
+    deadline = now() + timeout
     try:
         with _OPENER.open(request, timeout=timeout) as reply:
-            return Answer(reply.status, _parse(_read(reply, deadline)))
+            return Answer(reply.status, _parse(_read(reply, deadline, now)))
     except urllib.error.HTTPError as error:
         with error:
             return Answer(
                 error.code,
-                _parse(_read_quietly(error, deadline)),
+                _parse(_read_quietly(error, deadline, now)),
                 retry_after=retry_after(error.headers.get("Retry-After")),
             )
     except urllib.error.URLError as error:
@@ -86,20 +94,20 @@ def post(url: str, content: Any, headers: dict[str, str], timeout: float) -> Ans
         return Answer(0, trouble=f"the connection broke ({what})")
 
 
-def _read(reply: Any, deadline: float) -> bytes:
+def _read(reply: Any, deadline: float, now: Callable[[], float]) -> bytes:
     content = bytearray()
     while chunk := reply.read1(65536):
         content += chunk
-        if time.monotonic() > deadline:
+        if now() > deadline:
             raise TimeoutError
         if len(content) > LARGEST_REPLY:
             raise http.client.HTTPException("the reply is far too long")
     return bytes(content)
 
 
-def _read_quietly(reply: Any, deadline: float) -> bytes:
+def _read_quietly(reply: Any, deadline: float, now: Callable[[], float]) -> bytes:
     try:
-        return _read(reply, deadline)
+        return _read(reply, deadline, now)
     except (OSError, http.client.HTTPException):
         return b""
 

@@ -12,6 +12,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pytest
+
+from tests.support.chat_models import save_qwen3_vl
+
 if TYPE_CHECKING:
     from tests.support.cli_fixtures import Ran
 
@@ -173,6 +177,15 @@ def test_a_smaller_budget_in_mid_conversation_evicts(mmkv: Callable[..., Ran], m
 
 # --- Ctrl-C ---
 
+# Tokens that no machine generates before the signal comes, and seconds that none needs to stop.
+ENDLESS, HANGS = 200_000, 600
+
+
+@pytest.fixture(scope="module")
+def patient_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model whose context has room for ENDLESS tokens."""
+    return str(save_qwen3_vl(tmp_path_factory.mktemp("patient"), positions=2 * ENDLESS))
+
 
 def start(*arguments: str) -> subprocess.Popen[str]:
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
@@ -195,30 +208,31 @@ def interrupt_after_output(process: subprocess.Popen[str]) -> str:
     return begun
 
 
-def test_ctrl_c_stops_the_reply_and_the_conversation_goes_on(model: str) -> None:
-    process = start("chat", model, "-i", "--max-new-tokens", "1900", "--policy", "streamingllm")
+def test_ctrl_c_stops_the_reply_and_the_conversation_goes_on(patient_model: str) -> None:
+    long = ("--max-new-tokens", str(ENDLESS))
+    process = start("chat", patient_model, "-i", *long, "--policy", "streamingllm")
     assert process.stdin is not None
     process.stdin.write("hello\n")
     process.stdin.flush()
     interrupt_after_output(process)
-    _, err = process.communicate("/set max_new_tokens 2\nagain\n/stats\n", timeout=60)
+    _, err = process.communicate("/set max_new_tokens 2\nagain\n/stats\n", timeout=HANGS)
     assert process.returncode == 0 and "Traceback" not in err
     assert "(stopped)" in err and "tokens seen" in err
-    assert int(re.search(r"tokens seen\s+([\d,]+)", err)[1].replace(",", "")) < 1900  # type: ignore[index]
+    assert int(re.search(r"tokens seen\s+([\d,]+)", err)[1].replace(",", "")) < ENDLESS  # type: ignore[index]
 
 
-def test_ctrl_c_ends_a_single_answer_with_code_130(model: str) -> None:
-    process = start("chat", model, "-p", "hello", "--max-new-tokens", "1900")
+def test_ctrl_c_ends_a_single_answer_with_code_130(patient_model: str) -> None:
+    process = start("chat", patient_model, "-p", "hello", "--max-new-tokens", str(ENDLESS))
     interrupt_after_output(process)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=HANGS)
     assert process.returncode == 130 and "Traceback" not in err
 
 
-def test_a_closed_pipe_is_no_traceback(model: str) -> None:
-    process = start("chat", model, "-p", "hello", "--max-new-tokens", "300")
+def test_a_closed_pipe_is_no_traceback(patient_model: str) -> None:
+    process = start("chat", patient_model, "-p", "hello", "--max-new-tokens", str(ENDLESS))
     assert process.stdout is not None and process.stderr is not None
     process.stdout.read(1)
     process.stdout.close()
-    assert process.wait(timeout=60) != 0
+    assert process.wait(timeout=HANGS) != 0
     assert "Traceback" not in process.stderr.read()
     process.stderr.close()

@@ -86,7 +86,7 @@ def save_llama(folder: Path, template: str | None = CHATML, seed: int = 0) -> Pa
     return folder
 
 
-def save_qwen3_vl(folder: Path, seed: int = 0) -> Path:
+def save_qwen3_vl(folder: Path, seed: int = 0, positions: int = 2048) -> Path:
     """A Qwen3-VL checkpoint: 8-pixel patches, 2 x 2 of them a token; pictures of any size."""
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
@@ -100,6 +100,7 @@ def save_qwen3_vl(folder: Path, seed: int = 0) -> Path:
             "mrope_interleaved": True,
         },
         "eos_token_id": ids["<|im_end|>"],
+        "max_position_embeddings": positions,
     }
     vision = {
         "depth": 2,

@@ -29,7 +29,7 @@ class FakeJudge:
     """``with FakeJudge(behaviour) as judge:`` serves at ``judge.url``.
 
     ``asked``: prompts and how often each came. ``bodies``, ``keys``, ``times``: of each request.
-    ``stall_s``: how long a stalling reply takes; ``delay_s``: every reply.
+    ``now``: the clock of ``times``. What stalls or trickles does so until the judge closes.
     """
 
     ACTIONS: ClassVar = (
@@ -42,16 +42,15 @@ class FakeJudge:
         self,
         behaviour: Behaviour = lambda prompt, before: "ok",
         retry_after: str = "0.05",
-        stall_s: float = 1.0,
-        delay_s: float = 0.0,
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.behaviour, self.retry_after = behaviour, retry_after
-        self.stall_s, self.delay_s = stall_s, delay_s
+        self.behaviour, self.retry_after, self.now = behaviour, retry_after, now
         self.asked: Counter[str] = Counter()
         self.bodies: list[dict[str, Any]] = []
         self.keys: list[str | None] = []
         self.times: list[float] = []
         self.lock = threading.Lock()
+        self.closing = threading.Event()
         judge = self
 
         class Handler(_Handler):
@@ -73,6 +72,7 @@ class FakeJudge:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self.closing.set()
         self.server.shutdown()
         self.server.server_close()
 
@@ -95,8 +95,7 @@ class _Handler(BaseHTTPRequestHandler):
             fake.asked[prompt] += 1
             fake.bodies.append(body)
             fake.keys.append(self.headers.get("Authorization"))
-            fake.times.append(time.monotonic())
-        time.sleep(fake.delay_s)
+            fake.times.append(fake.now())
         action = fake.behaviour(prompt, before) if self.path.endswith("/completions") else "lost"
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # nobody waits any more
             self._act(action, prompt)
@@ -123,15 +122,13 @@ class _Handler(BaseHTTPRequestHandler):
         elif action == "filter 400":
             self._send(400, _error("blocked by policy", "content_filter"))
         elif action == "stall":
-            time.sleep(self.fake.stall_s)
-            self._send(200, {})
+            self.fake.closing.wait()
         elif action == "trickle":
             self.send_response(200)
-            self.send_header("Content-Length", "1000")
+            self.send_header("Content-Length", "1000000")
             self.end_headers()
-            for _ in range(int(self.fake.stall_s / 0.05)):
+            while not self.fake.closing.wait(0.02):
                 self.wfile.write(b" ")
-                time.sleep(0.05)
         elif action == "drop":
             self.close_connection = True
         elif action == "redirect":

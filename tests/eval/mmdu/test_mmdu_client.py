@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from PIL import Image
 
 from engine.errors import InputError
-from eval.mmdu import client
 from eval.mmdu.client import Endpoint, JudgeClient, NoVerdictError
 from eval.mmdu.cost import data_uri, estimate, picture_tokens
-from eval.mmdu.http import retry_after
+from eval.mmdu.http import Answer, post, retry_after
 from eval.mmdu.rubric import SCORES, UnreadableScoresError, read_scores
+from tests.support.clock import Clock
 from tests.support.fake_judge import FakeJudge, grades
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No long waits, and no proxy between this process and its own server."""
-    monkeypatch.setattr(client, "FIRST_WAIT_S", 0.02)
+def direct(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No proxy between this process and its own server."""
     monkeypatch.setenv("no_proxy", "127.0.0.1")
 
 
@@ -80,26 +80,83 @@ def test_tokens_of_a_picture() -> None:
     assert picture_tokens(32, 32) == 255
 
 
+def client_of(fake: FakeJudge, clock: Clock, **settings: Any) -> JudgeClient:
+    return JudgeClient(Endpoint(fake.url, "m", **settings), now=clock.now, wait=clock.wait)
+
+
+# A client waits this long for a reply that never ends. A reply that a busy machine holds up as
+# long is asked for again, which the tests allow: nothing depends on how long anything takes.
+IMPATIENT = 0.5
+
+
 @pytest.mark.parametrize("trouble", ["fault", "stall", "trickle", "drop", "no completion", "limit"])
 def test_passing_trouble_is_waited_out(trouble: str) -> None:
+    endless, clock = trouble in ("stall", "trickle"), Clock()
     with FakeJudge(lambda _, before: trouble if before < 2 else "ok") as fake:
-        endpoint = Endpoint(fake.url, "m", retries=2, timeout=0.5)
-        assert read_scores(JudgeClient(endpoint).ask("p", []).text) == grades("p")
-        assert fake.asked["p"] == 3
+        asking = (
+            client_of(fake, clock, retries=100, timeout=IMPATIENT)
+            if endless
+            else client_of(fake, clock, retries=2)
+        )
+        assert read_scores(asking.ask("p", []).text) == grades("p")
+        assert fake.asked["p"] == 3 or (endless and fake.asked["p"] > 3)
+        assert len(clock.waits) == 2 or (endless and len(clock.waits) > 2)
+        patience = {"timeout": IMPATIENT} if endless else {}
         with pytest.raises(NoVerdictError, match="1 times"):
-            JudgeClient(Endpoint(fake.url, "m", retries=0, timeout=0.5)).ask("other", [])
+            client_of(fake, clock, retries=0, **patience).ask("other", [])
+
+
+def test_waits_grow_with_jitter_up_to_the_longest() -> None:
+    """Between half and all of 1, 2, 4 ... seconds, and of 60 from the seventh on."""
+    clock = Clock()
+    with FakeJudge(lambda _, before: "fault" if before < 9 else "ok") as fake:
+        client_of(fake, clock, retries=9).ask("p", [])
+    longest = [1, 2, 4, 8, 16, 32, 60, 60, 60]
+    assert len(clock.waits) == len(longest)
+    for wait, most in zip(clock.waits, longest, strict=True):
+        assert most / 2 <= wait <= most
+    assert len({wait / most for wait, most in zip(clock.waits, longest, strict=True)}) > 1
+
+
+def test_a_reply_that_trickles_in_is_given_up_when_its_time_is_over() -> None:
+    """By the clock, though every read succeeds: each takes 25 s of the 60."""
+    ticks = itertools.count(0.0, 25.0)
+    with FakeJudge(lambda *_: "trickle") as fake:
+        url = Endpoint(fake.url, "m").url
+        answer = post(url, prompt_of("p"), {}, 60.0, now=lambda: next(ticks))
+    assert answer == Answer(0, trouble="no answer within 60 s")
+    assert next(ticks) == 100.0  # begun at 0, read at 25, 50 and, too late, 75
+
+
+def prompt_of(text: str) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": [{"type": "text", "text": text}]}]}
 
 
 def test_a_rate_limit_holds_every_thread_as_long_as_it_asks() -> None:
     notes: list[str] = []
-    with FakeJudge(lambda _, before: "ok" if before else "limit", retry_after="0.4") as fake:
-        asking = JudgeClient(Endpoint(fake.url, "m"), notes.append)
+    clock = Clock()
+    first = iter(["limit"])
+    with FakeJudge(lambda *_: next(first, "ok"), retry_after="400", now=clock.now) as fake:
+        endpoint = Endpoint(fake.url, "m")
+        asking = JudgeClient(endpoint, notes.append, now=clock.now, wait=clock.wait)
+        # While the first request waits, another thread asks: it has to wait as well.
+        clock.meanwhile = lambda: asking.ask("another", [])
         asking.ask("p", [])
-        assert fake.times[1] - fake.times[0] >= 0.4 and "trying again" in notes[0]
-        started = time.monotonic()
-        asking._quiet_until = started + 0.3  # as another thread's limit leaves it
-        asking.ask("p", [])
-        assert time.monotonic() - started >= 0.3
+        assert fake.asked == {"p": 2, "another": 1}
+        began, another, again = fake.times
+        assert began == 0 and another == 400
+        # With jitter of up to a second, so that those who waited do not come back together.
+        assert 400 < again <= 401 and "HTTP 429" in notes[0] and "trying again in 40" in notes[0]
+        assert len(clock.waits) == 2 and len(notes) == 1
+
+
+def test_stopping_ends_all_waiting() -> None:
+    """A thread that a limit of 10 minutes holds ends at once, without another request."""
+    with FakeJudge(lambda *_: "limit", retry_after="600") as fake:
+        asking = JudgeClient(Endpoint(fake.url, "m"), lambda _: asking.stop())
+        with pytest.raises(NoVerdictError, match="stopped"):
+            asking.ask("p", [])
+        assert fake.asked["p"] == 1
 
 
 def test_pictures_are_sent_as_they_are_where_the_web_knows_them(tmp_path: Path) -> None:
