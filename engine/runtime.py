@@ -15,6 +15,7 @@ from engine.backends.cuda import GraphRunner
 from engine.backends.cuda.kernels.sample import Draw, columns_of, sample, uniform
 from engine.backends.torch.step import DecodeStep
 from engine.cache import PagePool, RaggedCache
+from engine.config import EngineConfig
 from engine.errors import GateError, InputError, PolicyError, SessionError
 from engine.model.decoder import Decoder
 from engine.model.families.base import Family
@@ -24,6 +25,7 @@ from engine.model.rope import Rope
 from engine.model.spec import DecoderSpec
 from engine.model.weights import DecoderWeights
 from engine.policies import Budget, Policy, make_policy
+from engine.policies.registry import check_policy
 from engine.sequence import CachedSequence
 from engine.sequence_file import load_session
 
@@ -33,9 +35,8 @@ class Runtime:
 
     Args:
         policy: a :class:`Policy`; budget: the default of new sessions.
-        evict_every: decode steps between evictions (s of design section 4).
-        prefill_chunk: tokens per prefill chunk; page_size: entries per page (8 .. 64).
-        kv_limit: most bytes the page pool may take, or None.
+        options: evict_every, prefill_chunk, page_size and kv_limit of
+            :class:`engine.config.EngineConfig`.
     """
 
     def __init__(
@@ -45,29 +46,23 @@ class Runtime:
         weights: DecoderWeights,
         gates: Gates | None,
         policy: Policy,
-        budget: Budget | float = 256,
-        evict_every: int = 1,
-        prefill_chunk: int = 2048,
-        page_size: int = 16,
-        kv_limit: int | None = None,
+        budget: Budget | float | str = EngineConfig.budget,
+        **options: Any,
     ) -> None:
-        for name, value in (("evict_every", evict_every), ("prefill_chunk", prefill_chunk)):
-            if value < 1:
-                raise PolicyError(f"{name} is {value}; give a whole number of at least 1")
-        if page_size < 1:
-            raise PolicyError(f"page_size is {page_size}; give a whole number, 16 is usual")
+        config = EngineConfig(policy=policy, budget=budget, **options)
+        check_policy(policy)
         self.family, self.spec, self.policy = family, spec, policy
         self.device, self.dtype = weights.embed.device, weights.embed.dtype
         self.budget = Budget.of(budget)
-        self.evict_every, self.prefill_chunk = evict_every, prefill_chunk
+        self.evict_every, self.prefill_chunk = config.evict_every, config.prefill_chunk
         if gates is not None:
             gates = gates.to(self.device, self.dtype)
         self._gates = gates
         self.decoder = Decoder(spec, weights, gates)
         self.rope = Rope(spec.rope, self.device, self.dtype)
-        pool = PagePool(page_size, spec.head_dim, 0, self.dtype, self.device)
-        if kv_limit is not None:
-            pool.limit = kv_limit // pool.page_bytes
+        pool = PagePool(config.page_size, spec.head_dim, 0, self.dtype, self.device)
+        if config.kv_limit is not None:
+            pool.limit = config.kv_limit // pool.page_bytes
         self.cache = RaggedCache(pool, spec.num_layers, spec.num_kv_heads)
         self.policy_note: str | None = None
         self._runner: GraphRunner | None = None
@@ -85,53 +80,65 @@ class Runtime:
     def from_pretrained(
         cls,
         path_or_hub_id: str | Path,
-        policy: str | None = None,
-        budget: Budget | float = 256,
-        lookahead: float = 2,
-        evict_every: int = 1,
-        prefill_chunk: int = 2048,
-        page_size: int = 16,
-        gates: str | Path | None = None,
-        device: str = "auto",
-        dtype: str | torch.dtype = "auto",
-        kv_limit: int | None = None,
+        *,
         progress: Callable[[str], None] | None = None,
+        **options: Any,
     ) -> Self:
         """Load a checkpoint and its gates.
 
         Args:
             path_or_hub_id: a transformers checkpoint folder, or the id of one on the hub.
-            policy: a preset of :data:`engine.policies.PRESETS`. None takes ``dbtrimkv`` when
-                there are gates and ``streamingllm`` otherwise (``policy_note`` says so, as
-                it does of gates that seem to be another model's).
-            budget: M, mean entries kept per (layer, KV head), or a :class:`Budget`.
-            gates: a gate folder, file or hub id; ``"random"`` for tests and speed runs; None
-                takes the checkpoint's own ``gates/`` folder if it has one.
             progress: called with a few words on what is being loaded.
+            options: those of :class:`engine.config.EngineConfig`: policy (a name or a
+                :class:`Policy`), budget, lookahead, evict_every, prefill_chunk, page_size, gates,
+                device, dtype, kv_limit.
 
         Raises:
             ModelError, GateError, PolicyError, BudgetError.
         """
-        chosen = make_policy(policy or "dbtrimkv", lookahead)
-        where = resolve_device(device)
-        family, spec, weights = load(str(path_or_hub_id), dtype, where, progress)
-        if gates is None and (Path(path_or_hub_id) / "gates" / "gates.safetensors").is_file():
-            gates = Path(path_or_hub_id) / "gates"
+        return cls.from_config(EngineConfig(model=path_or_hub_id, **options), progress)
+
+    @classmethod
+    def from_config(
+        cls, config: EngineConfig, progress: Callable[[str], None] | None = None
+    ) -> Self:
+        """Load the checkpoint and gates that ``config`` names.
+
+        Without a policy and without gates the engine runs ``streamingllm`` (``policy_note`` says
+        so, as it does of gates that seem to be another model's).
+
+        Raises:
+            ModelError, GateError, PolicyError, BudgetError.
+        """
+        name = config.checkpoint()
+        chosen = _chosen_policy(config)
+        family, spec, weights = load(name, config.dtype, resolve_device(config.device), progress)
+        gates = config.gates
+        if gates is None and (Path(name) / "gates" / "gates.safetensors").is_file():
+            gates = Path(name) / "gates"
         loaded = None if gates is None else load_gates(gates, spec)
-        note = None if loaded is None else foreign_note(loaded, str(path_or_hub_id))
-        if loaded is None and chosen.scoring.needs_gates and chosen.evicts:
-            if policy is not None:
+        note = None if loaded is None else foreign_note(loaded, name)
+        if loaded is None and chosen.scoring.needs.gates and chosen.evicts:
+            if config.policy is not None:
                 raise GateError(
-                    f"policy {policy!r} needs retention gates and {path_or_hub_id} has none; name "
+                    f"policy {chosen.name!r} needs retention gates and {name} has none; name "
                     "them with gates=PATH (--gates PATH), train them with `python -m "
                     "training.distill`, or choose policy 'streamingllm' or 'snapkv'"
                 )
             chosen = make_policy("streamingllm")
-            note = f"{path_or_hub_id} has no retention gates: running policy 'streamingllm'"
+            note = f"{name} has no retention gates: running policy 'streamingllm'"
         engine = cls(
-            family, spec, weights, loaded, chosen, budget, evict_every, prefill_chunk,
-            page_size, kv_limit,
-        )  # fmt: skip
+            family,
+            spec,
+            weights,
+            loaded,
+            chosen,
+            Budget.of(config.budget),
+            evict_every=config.evict_every,
+            prefill_chunk=config.prefill_chunk,
+            page_size=config.page_size,
+            kv_limit=config.kv_limit,
+        )
         engine.policy_note = note
         return engine
 
@@ -293,7 +300,7 @@ class Runtime:
             return self._torch_because or "switched off"
         if self.decoder.on_gate_input is not None:
             return "on_gate_input is set"
-        if self.policy.scoring.window and self.policy.evicts:
+        if self.policy.scoring.needs.queries and self.policy.evicts:
             return f"policy {self.policy.name!r} keeps recent queries"
         if session is not None and any(w and w <= session.seen for w in self.spec.sliding_window):
             return "a sliding window is in effect"
@@ -392,3 +399,20 @@ class Runtime:
             session._require_context(1, session.next_position + 1)
             if not 0 <= token < self.decoder.weights.embed.shape[0]:
                 raise InputError(f"token id {token} is outside the vocabulary")
+
+
+def _chosen_policy(config: EngineConfig) -> Policy:
+    """The policy that ``config`` names or holds. Raises PolicyError."""
+    policy = config.policy
+    if policy is None or isinstance(policy, str):
+        return make_policy(policy or "dbtrimkv", config.lookahead)
+    if not isinstance(policy, Policy):
+        raise PolicyError(
+            f"policy is a {type(policy).__name__}; give a name such as 'dbtrimkv' or a mmkv.Policy"
+        )
+    if config.lookahead != EngineConfig.lookahead:
+        raise PolicyError(
+            "lookahead belongs to the policy's scorer when the policy is an object; set it there"
+        )
+    check_policy(policy)
+    return policy

@@ -63,8 +63,8 @@ class CachedSequence:
         self.seq = engine.cache.open()
         self.closed = False
         self.window: QueryWindow | None = None
-        if engine.policy.scoring.window and engine.policy.evicts:
-            size = engine.policy.scoring.window
+        if engine.policy.scoring.needs.queries and engine.policy.evicts:
+            size = engine.policy.scoring.needs.queries
             self.window = QueryWindow(engine.spec, size, engine.dtype, engine.device)
 
     def _set_budget(self, budget: Budget) -> None:
@@ -278,7 +278,15 @@ class CachedSequence:
             # Takes the view as an argument: a view that held itself would keep its tensors
             # until the next garbage collection.
             attention=lambda view: self._window_attention(live, view),
+            **self._keys_of(live),
         )
+
+    def _keys_of(self, entries: Entries) -> dict[str, Callable[[], Tensor]]:
+        """How a view reads keys, for a scorer that says it does."""
+        if not self.engine.policy.scoring.needs.keys:
+            return {}
+        keys = self.engine.cache.pool.keys.flatten(0, 1)
+        return {"gather_keys": lambda: keys[entries.slot]}
 
     def _window_attention(self, entries: Entries, view: CacheView) -> Tensor:
         assert self.window is not None, "the policy's scorer has no query window"

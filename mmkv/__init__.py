@@ -12,22 +12,58 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from engine.budget import Budget
+    from engine.config import EngineConfig
     from engine.errors import MmkvError
-    from engine.policies.budget import Budget
+    from engine.model.families import Family, register_family
+    from engine.policies import (
+        CacheView,
+        GlobalAllocation,
+        HeadAllocation,
+        Needs,
+        Policy,
+        register_policy,
+    )
     from mmkv.api import Engine, Session
     from mmkv.reply import Reply
     from mmkv.sampling import Sampling
 
 _HOMES = {
+    "Budget": "engine.budget",
+    "CacheView": "engine.policies",
     "Engine": "mmkv.api",
-    "Session": "mmkv.api",
-    "Budget": "engine.policies.budget",
+    "EngineConfig": "engine.config",
+    "Family": "engine.model.families",
+    "GlobalAllocation": "engine.policies",
+    "HeadAllocation": "engine.policies",
     "MmkvError": "engine.errors",
+    "Needs": "engine.policies",
+    "Policy": "engine.policies",
     "Reply": "mmkv.reply",
     "Sampling": "mmkv.sampling",
+    "Session": "mmkv.api",
+    "register_family": "engine.model.families",
+    "register_policy": "engine.policies",
 }
 
-__all__ = ["Budget", "Engine", "MmkvError", "Reply", "Sampling", "Session", "__version__"]
+__all__ = [
+    "Budget",
+    "CacheView",
+    "Engine",
+    "EngineConfig",
+    "Family",
+    "GlobalAllocation",
+    "HeadAllocation",
+    "MmkvError",
+    "Needs",
+    "Policy",
+    "Reply",
+    "Sampling",
+    "Session",
+    "__version__",
+    "register_family",
+    "register_policy",
+]
 
 
 def __getattr__(name: str) -> Any:

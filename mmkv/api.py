@@ -5,14 +5,15 @@ from __future__ import annotations
 import mmkv.prompt.torchvision_guard  # noqa: F401 (before anything that imports transformers)
 
 # isort: split
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
+from engine.budget import Budget
+from engine.config import EngineConfig
 from engine.errors import InputError
-from engine.policies.budget import Budget
 from engine.runtime import Runtime
 from mmkv.prompt.media import load_image
 from mmkv.prompt.messages import is_blank, take_media
@@ -40,18 +41,32 @@ class Engine(Runtime):
     def from_pretrained(
         cls,
         path_or_hub_id: str | Path,
-        *args: Any,
+        *,
+        progress: Callable[[str], None] | None = None,
         min_pixels: int | None = None,
         max_pixels: int | None = None,
         **options: Any,
     ) -> Self:
-        """Load a checkpoint; the options are those of engine.runtime.Runtime.from_pretrained.
+        """Load a checkpoint; the options are those of :class:`engine.config.EngineConfig`.
 
         ``min_pixels``, ``max_pixels`` bound a picture's size for models that take any size. The
         tokenizer and processor are loaded when they are first needed.
         """
-        engine = super().from_pretrained(path_or_hub_id, *args, **options)
-        engine._source, engine._pixels = path_or_hub_id, (min_pixels, max_pixels)
+        config = EngineConfig(model=path_or_hub_id, **options)
+        return cls.from_config(config, progress, min_pixels=min_pixels, max_pixels=max_pixels)
+
+    @classmethod
+    def from_config(
+        cls,
+        config: EngineConfig,
+        progress: Callable[[str], None] | None = None,
+        *,
+        min_pixels: int | None = None,
+        max_pixels: int | None = None,
+    ) -> Self:
+        """Load what ``config`` names; see :meth:`from_pretrained`."""
+        engine = super().from_config(config, progress)
+        engine._source, engine._pixels = config.checkpoint(), (min_pixels, max_pixels)
         return engine
 
     @property

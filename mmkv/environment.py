@@ -34,7 +34,16 @@ def describe() -> str:
         for name, extra in _EXTRAS.items()
     ]
     lines.append(f"bundled model: {_bundled()}")
+    lines += _added()
     return "\n".join(lines)
+
+
+def _added() -> list[str]:
+    from engine import policies
+    from engine.model import families
+
+    own = f"policies: {', '.join(policies.PRESETS)}"
+    return [own, *policies.describe_added(), *families.describe_added()]
 
 
 def _version(package: str) -> str | None:

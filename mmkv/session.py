@@ -23,7 +23,7 @@ from mmkv.sampling import Sampling
 from mmkv.stepping import step
 
 if TYPE_CHECKING:
-    from engine.policies.budget import Budget
+    from engine.budget import Budget
     from mmkv.api import Engine
     from mmkv.prompt.template import Message
 

@@ -4,10 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
+
+from engine.errors import PolicyError
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a scorer reads beside positions and modality; the engine keeps nothing else for it.
+
+    Attributes:
+        gates: ``"retention"``: retention gates, whose ``log_beta`` is stored with each entry.
+        queries: recent queries to keep per layer, for :attr:`CacheView.attention`.
+        keys: whether :meth:`CacheView.keys` is read.
+    """
+
+    gates: Literal["", "retention"] = ""
+    queries: int = 0
+    keys: bool = False
+
+
+def _no_keys() -> Tensor:
+    raise PolicyError("the scorer reads keys and does not say so; give it needs = Needs(keys=True)")
 
 
 @dataclass(frozen=True)
@@ -21,7 +42,8 @@ class CacheView:
         position: ``[N]`` int64 token index; log_beta: ``[N]`` float32; modality: ``[N]`` uint8.
         attention: given this view, computes ``[N]`` float32 window-attention probabilities,
             averaged over the window's queries and the KV group; only for scorers with
-            ``window > 0``.
+            ``needs.queries``.
+        gather_keys: reads the keys where they lie; see :meth:`keys`.
     """
 
     seen: int
@@ -33,6 +55,15 @@ class CacheView:
     log_beta: Tensor
     modality: Tensor
     attention: Callable[[CacheView], Tensor]
+    gather_keys: Callable[[], Tensor] = _no_keys
+
+    def keys(self) -> Tensor:
+        """Gather the keys after RoPE, ``[N, D]`` in the cache's dtype; a copy at each call.
+
+        Raises:
+            PolicyError: the scorer does not declare ``needs.keys``.
+        """
+        return self.gather_keys()
 
     @property
     def rows(self) -> int:
@@ -55,13 +86,8 @@ class Scorer(Protocol):
     """A score per entry at the present step; the lowest are evicted."""
 
     @property
-    def window(self) -> int:
-        """Recent queries per layer the scorer needs (0: none are kept)."""
-        ...
-
-    @property
-    def needs_gates(self) -> bool:
-        """Whether the scorer reads ``log_beta``."""
+    def needs(self) -> Needs:
+        """What it reads; often a class variable."""
         ...
 
     def score(self, view: CacheView) -> Tensor:

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.policies.base import CacheView
+from engine.policies.base import CacheView, Needs
 from engine.policies.score import lookahead_log_score
 
 
@@ -17,8 +17,7 @@ class Retention:
     """Learned retention, summed over ``lookahead`` steps (001, equation 9; n = 1 is TRIM-KV)."""
 
     lookahead: float = 2
-    window: ClassVar[int] = 0
-    needs_gates: ClassVar[bool] = True
+    needs: ClassVar[Needs] = Needs(gates="retention")
 
     def score(self, view: CacheView) -> Tensor:
         """``log G`` of each entry at age ``seen - position``."""
@@ -29,8 +28,7 @@ class Retention:
 class Recency:
     """The newer the better (StreamingLLM, arXiv 2309.17453, together with protected sinks)."""
 
-    window: ClassVar[int] = 0
-    needs_gates: ClassVar[bool] = False
+    needs: ClassVar[Needs] = Needs()
 
     def score(self, view: CacheView) -> Tensor:
         """The position itself."""
@@ -46,7 +44,11 @@ class WindowAttention:
 
     window: int = 16
     kernel: int = 5
-    needs_gates: ClassVar[bool] = False
+
+    @property
+    def needs(self) -> Needs:
+        """The last ``window`` queries."""
+        return Needs(queries=self.window)
 
     def score(self, view: CacheView) -> Tensor:
         """Window attention, average-pooled over each row in ascending order of position."""

@@ -171,6 +171,6 @@ def build_engine(
         family, spec = weights_of.family, weights_of.spec
         weights = weights_of.decoder.weights
     gates = None
-    if chosen.evicts and chosen.scoring.needs_gates:
+    if chosen.evicts and chosen.scoring.needs.gates:
         gates = make_random_gates(spec, d_gate=shape.gate)
     return Runtime(family, spec, weights, gates, chosen, budget, **settings)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Self
 
+from engine.config import EngineConfig, options
 from engine.errors import InputError
 from eval.lmms.messages import Frames
 
@@ -30,7 +31,7 @@ class Settings:
     """The model arguments, by the names used in ``--model_args``.
 
     Attributes:
-        budget: entries per row (256), a share (25%) or bytes (64MiB).
+        engine: those of :class:`engine.config.EngineConfig`; ``pretrained`` is its model.
         min_pixels, max_pixels: bounds on a picture, and on a video frame; None: those that
             lmms-eval's Qwen3-VL adapter applies (:mod:`eval.lmms.pixels`).
         max_num_frames, fps: frames of a video; total_pixels: bound on all of them together.
@@ -38,16 +39,7 @@ class Settings:
         seed: of sampling, where a task asks for a temperature.
     """
 
-    pretrained: str
-    policy: str | None = None
-    budget: str = "256"
-    gates: str | None = None
-    lookahead: float = 2.0
-    evict_every: int = 1
-    prefill_chunk: int = 2048
-    page_size: int = 16
-    device: str = "auto"
-    dtype: str = "auto"
+    engine: EngineConfig
     min_pixels: int | None = None
     max_pixels: int | None = None
     max_num_frames: int = FRAMES
@@ -60,21 +52,28 @@ class Settings:
     @classmethod
     def of(cls, given: dict[str, Any]) -> Self:
         """Settings from what lmms-eval hands over. Raises InputError for a name or value."""
-        names = {field.name: str(field.type) for field in fields(cls)}
-        unknown = sorted(set(given) - set(names))
+        kinds = _kinds()
+        unknown = sorted(set(given) - set(kinds))
         if unknown:
             hints = [f"{name}: {_ELSEWHERE[name]}" for name in unknown if name in _ELSEWHERE]
             raise InputError(
                 f"mmkv does not know the model argument {', '.join(unknown)}"
                 + (f" ({'; '.join(hints)})" if hints else "")
-                + f"; it knows {', '.join(name for name in names if name != 'batch_size')}"
+                + f"; it knows {', '.join(name for name in kinds if name != 'batch_size')}"
             )
         if not given.get("pretrained"):
             raise InputError(
                 "no model is named; add pretrained=FOLDER_OR_HUB_ID to --model_args "
                 "(assets/tiny-vlm is the bundled one)"
             )
-        return cls(**{name: _typed(name, value, names[name]) for name, value in given.items()})
+        typed = {name: _typed(name, value, kinds[name]) for name, value in given.items()}
+        loading = {name: typed.pop(name) for name in options() if name in typed}
+        return cls(EngineConfig(model=typed.pop("pretrained"), **loading), **typed)
+
+    @property
+    def pretrained(self) -> str:
+        """The checkpoint's folder or hub id."""
+        return self.engine.checkpoint()
 
     def load(self, images: tuple[int, int]) -> Engine:
         """The engine. ``images``: bounds on a picture's pixels where none are given.
@@ -84,26 +83,13 @@ class Settings:
         """
         import mmkv
         from eval.lmms.pixels import apply_frame_rule
-        from mmkv.chat.options import parse_budget
 
         qwen = model_type(self.pretrained) == "qwen3_vl"
-        bounds = {"min_pixels": self.min_pixels, "max_pixels": self.max_pixels}
+        least, most = self.min_pixels, self.max_pixels
         if qwen:
-            low, high = images
-            bounds = {"min_pixels": self.min_pixels or low, "max_pixels": self.max_pixels or high}
-        engine = mmkv.Engine.from_pretrained(
-            self.pretrained,
-            policy=self.policy,
-            budget=parse_budget(self.budget),
-            lookahead=self.lookahead,
-            evict_every=self.evict_every,
-            prefill_chunk=self.prefill_chunk,
-            page_size=self.page_size,
-            gates=self.gates,
-            device=self._device(),
-            dtype=self.dtype,
-            **bounds,
-        )
+            least, most = least or images[0], most or images[1]
+        config = replace(self.engine, device=self._device())
+        engine = mmkv.Engine.from_config(config, min_pixels=least, max_pixels=most)
         if qwen:
             apply_frame_rule(engine.processor, self)
         return engine
@@ -122,10 +108,11 @@ class Settings:
         """``auto`` gives each process of a run on several GPUs one of its own."""
         import torch
 
+        device = self.engine.device
         several = int(os.environ.get("WORLD_SIZE", "1")) > 1 and torch.cuda.is_available()
-        if self.device == "auto" and several:
+        if device == "auto" and several:
             return f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
-        return self.device
+        return device
 
 
 def model_type(pretrained: str) -> str:
@@ -144,18 +131,30 @@ def model_type(pretrained: str) -> str:
         ) from error
 
 
-def _typed(name: str, value: Any, kind: str) -> Any:
+def _kinds() -> dict[str, tuple[type, bool]]:
+    """Each argument's type, and whether ``None`` may be written for it."""
+    kinds: dict[str, tuple[type, bool]] = {"pretrained": (str, False)}
+    for name, option in options().items():
+        if name not in ("model", "kv_limit"):
+            kinds[name] = (option.metadata["kind"], option.default is None)
+    for own in fields(Settings):
+        if own.name != "engine":
+            kind, *empty = str(own.type).split(" | ")
+            kinds[own.name] = ({"int": int, "float": float, "str": str}[kind], bool(empty))
+    return kinds
+
+
+def _typed(name: str, value: Any, kind: tuple[type, bool]) -> Any:
     """``value`` as the field's type: lmms-eval guesses types (256.0, True) from the text."""
-    if value is None or ("None" in kind and str(value).lower() == "none"):
+    wanted, may_be_none = kind
+    if value is None or (may_be_none and str(value).lower() == "none"):
         return None
     try:
-        if kind.startswith("int"):
-            if int(value) != float(value) or int(value) < (name != "seed"):
-                raise ValueError
-            return int(value)
-        return float(value) if kind.startswith("float") else str(value)
+        if wanted is not int:
+            return wanted(value)
+        if int(value) != float(value) or int(value) < (name != "seed"):
+            raise ValueError
+        return int(value)
     except (ValueError, OverflowError) as error:
-        wanted = "a whole number of at least 1" if kind.startswith("int") else "a number"
-        raise InputError(
-            f"the model argument {name}={value} is not {wanted}; correct it"
-        ) from error
+        noun = "a whole number of at least 1" if wanted is int else "a number"
+        raise InputError(f"the model argument {name}={value} is not {noun}; correct it") from error

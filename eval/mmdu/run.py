@@ -78,7 +78,7 @@ def run(data: DataOptions, options: ChatOptions, output: Path) -> int:
     summary = summarize([dialogue for dialogue, _ in jobs], finished, len(problems))
     write_json(output / SUMMARY, summary)
     budget = f", budget {engine.budget.describe()}" if engine.policy.evicts else ""
-    name = str(options.model)
+    name = options.model
     name = Path(name).resolve().name if Path(name).is_dir() else name
     memory_table(summary, f"{name}, {engine.policy.name}{budget}").show()
     if summary["exact"]:

@@ -103,7 +103,7 @@ class Cell:
             InputError: a policy that scores with gates, and none given.
         """
         policy = make_policy(self.policy, 2 if self.lookahead is None else self.lookahead)
-        if policy.scoring.needs_gates and policy.evicts and self.gates is None:
+        if policy.scoring.needs.gates and policy.evicts and self.gates is None:
             raise InputError(f"policy {self.policy!r} needs gates: write {self.policy}:GATES")
         gates = None if self.gates is None else load_gates(self.gates, base.spec)
         note = None if gates is None else foreign_note(gates, model)

@@ -54,7 +54,7 @@ def answer(
     if len(session.history) == before:  # stopped while the prompt was read: nothing was appended
         return False
     if options.json and session.last is not None:
-        print(json.dumps(record(engine, session, str(options.model)), indent=indent), flush=True)
+        print(json.dumps(record(engine, session, options.model), indent=indent), flush=True)
     elif whole and session.last is not None:
         print(session.last.text, flush=True)
     elif finished or line_open:

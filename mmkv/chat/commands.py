@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
+from engine.budget import Budget
 from engine.errors import InputError
 from mmkv.chat.display import memory_line, statistics
-from mmkv.chat.options import parse_budget
 from mmkv.prompt.media import load_image
 from mmkv.prompt.video import check_sampling
 
@@ -112,7 +112,7 @@ def _stats(repl: Repl, _: str) -> None:
 
 def _budget(repl: Repl, value: str) -> None:
     if value:
-        repl.session.set_budget(parse_budget(value))
+        repl.session.set_budget(Budget.parse(value))
     repl.display.say(memory_line(repl.engine, repl.session))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -41,27 +42,14 @@ def run_chat(options: ChatOptions) -> int:
 
 def load_engine(options: ChatOptions, display: Display) -> Engine:
     """Load the model that the options name; notes go to stderr. Raises MmkvError."""
-    from mmkv.resources import bundled_model
-
-    name = options.model if options.model is not None else str(bundled_model())
-    options.model = name
-    budget = options.chosen_budget()
+    name = options.model
     with display.loading(name) as progress:
         from mmkv.api import Engine
 
         _hush_libraries(keep_downloads=display.animated and not Path(name).is_dir())
-        engine = Engine.from_pretrained(
-            name,
-            policy=options.policy,
-            budget=budget,
-            lookahead=options.lookahead,
-            evict_every=options.evict_every,
-            prefill_chunk=options.prefill_chunk,
-            page_size=options.page_size,
-            gates=options.gates,
-            device=options.device,
-            dtype=options.dtype,
-            progress=progress,
+        engine = Engine.from_config(
+            replace(options.engine, model=name),
+            progress,
             min_pixels=options.min_pixels,
             max_pixels=options.max_pixels,
         )

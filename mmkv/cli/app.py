@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
+from engine.config import EngineConfig
 from engine.errors import MmkvError
 from mmkv import __version__
 from mmkv.chat.options import ChatOptions, UsageError
@@ -105,8 +106,9 @@ def distill(context: typer.Context) -> int:
 
 
 @app.command()
+@arguments.engine_options()
 def chat(
-    model: arguments.Model = None,
+    engine: EngineConfig,
     prompt: Annotated[
         str | None,
         typer.Option("--prompt", "-p", help="Ask this and exit; - reads it from stdin."),
@@ -153,17 +155,6 @@ def chat(
         list[str] | None,
         typer.Option(help="End the reply before this text. Repeatable.", rich_help_panel=_SAMPLING),
     ] = None,
-    policy: arguments.Policy = None,
-    budget: arguments.Budget = None,
-    budget_bytes: arguments.BudgetBytes = None,
-    budget_fraction: arguments.BudgetFraction = None,
-    lookahead: arguments.Lookahead = 2,
-    evict_every: arguments.EvictEvery = 1,
-    prefill_chunk: arguments.PrefillChunk = 2048,
-    page_size: arguments.PageSize = 16,
-    gates: arguments.Gates = None,
-    device: arguments.Device = "auto",
-    dtype: arguments.DType = "auto",
     no_stream: Annotated[
         bool, typer.Option("--no-stream", help="Print replies whole.", rich_help_panel=_OUTPUT)
     ] = False,

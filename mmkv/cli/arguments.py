@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import inspect
+from collections.abc import Callable
+from functools import wraps
+from typing import Annotated, Any
 
 import typer
 
+from engine.budget import Budget, parse_bytes
+from engine.config import EngineConfig, options
+from engine.errors import BudgetError
+from mmkv.chat.options import UsageError
+
 MEDIA, CACHE = "Pictures and videos", "Model and cache"
 
-Model = Annotated[
-    str | None, typer.Argument(help="Model folder or hub id. Default: the small bundled model.")
-]
 System = Annotated[str | None, typer.Option(help="System message.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No notes or progress.")]
 MinPixels = Annotated[
@@ -19,45 +24,106 @@ MinPixels = Annotated[
 MaxPixels = Annotated[
     int | None, typer.Option(help="Shrink pictures above this.", rich_help_panel=MEDIA)
 ]
-Policy = Annotated[
-    str | None,
-    typer.Option(
-        help="What to keep. Default: dbtrimkv with gates, else streamingllm. dbtrimkv+N also "
-        "keeps the newest N tokens.",
-        rich_help_panel=CACHE,
-    ),
-]
-Budget = Annotated[
-    float | None,
-    typer.Option(
-        help="Entries to keep per layer and KV head, on average (default 256).",
-        rich_help_panel=CACHE,
-    ),
-]
-BudgetBytes = Annotated[
-    str | None, typer.Option(help="Budget as memory, for example 64MiB.", rich_help_panel=CACHE)
-]
-BudgetFraction = Annotated[
-    float | None,
-    typer.Option(help="Budget as a share of the tokens seen.", rich_help_panel=CACHE),
-]
-Lookahead = Annotated[
-    float, typer.Option(help="Steps that scores look ahead, or inf.", rich_help_panel=CACHE)
-]
-EvictEvery = Annotated[
-    int, typer.Option(help="Decode steps between evictions.", rich_help_panel=CACHE)
-]
-PrefillChunk = Annotated[
-    int, typer.Option(help="Prompt tokens per prefill chunk.", rich_help_panel=CACHE)
-]
-PageSize = Annotated[int, typer.Option(help="Entries per cache page.", rich_help_panel=CACHE)]
-Gates = Annotated[
-    str | None,
-    typer.Option(
-        help="Retention gates: path, hub id, or 'random' for speed runs.", rich_help_panel=CACHE
-    ),
-]
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...", rich_help_panel=CACHE)]
-DType = Annotated[
-    str, typer.Option(help="auto, float32, bfloat16 or float16.", rich_help_panel=CACHE)
-]
+
+# The budget has an option for each unit; kv_limit is for programs.
+_BUDGETS = {
+    "budget": Annotated[
+        float | None,
+        typer.Option(
+            help="Entries to keep per layer and KV head, on average "
+            f"(default {EngineConfig.budget}).",
+            rich_help_panel=CACHE,
+        ),
+    ],
+    "budget_bytes": Annotated[
+        str | None, typer.Option(help="Budget as memory, for example 64MiB.", rich_help_panel=CACHE)
+    ],
+    "budget_fraction": Annotated[
+        float | None,
+        typer.Option(help="Budget as a share of the tokens seen.", rich_help_panel=CACHE),
+    ],
+}
+_NOT_HERE = ("kv_limit",)
+
+
+def engine_options(model: str = "argument") -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Give a command an option for each field of EngineConfig; it gets them as ``engine``.
+
+    Args:
+        model: ``argument`` (the command's first) or ``option`` (``--model``).
+    """
+
+    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
+        # Evaluated here: typer would look the names up in the module of the wrapper.
+        signature = inspect.signature(command, eval_str=True)
+        own = [
+            parameter.replace(kind=parameter.KEYWORD_ONLY)
+            for parameter in signature.parameters.values()
+            if parameter.name != "engine"
+        ]
+        added = _parameters(model)
+
+        @wraps(command)
+        def wrapper(**given: Any) -> Any:
+            engine = {name: given.pop(name) for name in added}
+            return command(engine=_config(engine), **given)
+
+        first = [added["model"]] if model == "argument" else []
+        rest = [p for p in added.values() if p not in first]
+        parameters = [*first, *own, *rest]
+        wrapper.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        wrapper.__annotations__ = {p.name: p.annotation for p in parameters}
+        del wrapper.__wrapped__
+        return wrapper
+
+    return decorate
+
+
+def option(name: str) -> Any:
+    """Return typer's option for a field of EngineConfig."""
+    return typer.Option(help=options()[name].metadata["help"], rich_help_panel=CACHE)
+
+
+def _parameters(model: str) -> dict[str, inspect.Parameter]:
+    found: dict[str, inspect.Parameter] = {}
+    for name, setting in options().items():
+        if name in _NOT_HERE:
+            continue
+        if name == "budget":
+            for unit, annotation in _BUDGETS.items():
+                found[unit] = _parameter(unit, annotation, None)
+            continue
+        kind: Any = setting.metadata["kind"]
+        if setting.default is None:
+            kind = kind | None
+        made = option(name)
+        if name == "model" and model == "argument":
+            made = typer.Argument(help=setting.metadata["help"])
+        found[name] = _parameter(name, Annotated[kind, made], setting.default)
+    return found
+
+
+def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
+    kind = inspect.Parameter.KEYWORD_ONLY
+    return inspect.Parameter(name, kind, annotation=annotation, default=default)
+
+
+def _config(given: dict[str, Any]) -> EngineConfig:
+    """The config of what was given. Raises UsageError, PolicyError, BudgetError."""
+    units = [name for name in _BUDGETS if given[name] is not None]
+    if len(units) > 1:
+        raise UsageError(
+            "--budget, --budget-bytes and --budget-fraction exclude each other; give one"
+        )
+    named = {unit: given.pop(unit) for unit in _BUDGETS}
+    budget: Budget | float | str = EngineConfig.budget
+    if named["budget_bytes"] is not None:
+        try:
+            budget = Budget.bytes(parse_bytes(named["budget_bytes"]))
+        except BudgetError as error:
+            raise UsageError(str(error)) from error
+    elif named["budget_fraction"] is not None:
+        budget = Budget.fraction(named["budget_fraction"])
+    elif named["budget"] is not None:
+        budget = named["budget"]
+    return EngineConfig(**given, budget=budget)

@@ -8,42 +8,37 @@ can be passed. Heavy imports wait until the command runs.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from engine.config import EngineConfig
 from mmkv.cli import arguments
 
 if TYPE_CHECKING:
     from engine.runtime import Runtime
 
 
+@arguments.engine_options()
 def bench(
-    model: arguments.Model = None,
+    engine: EngineConfig,
     batch: Annotated[int, typer.Option(min=1, help="Sequences decoded together.")] = 1,
     context: Annotated[
         int | None, typer.Option(min=1, help="Prompt tokens of each (default 2048, if they fit).")
     ] = None,
-    budget: Annotated[float, typer.Option(help="Entries to keep per layer and KV head.")] = 256,
-    policy: arguments.Policy = None,
-    gates: arguments.Gates = None,
     steps: Annotated[int, typer.Option(min=1, help="Decode steps of a timed run.")] = 64,
     rounds: Annotated[int, typer.Option(min=1, help="Timed runs.")] = 5,
-    device: arguments.Device = "auto",
-    dtype: arguments.DType = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Time a decode step on this machine, beside the floor of its bytes."""
     from engine.runtime import Runtime
     from mmkv.resources import bundled_model
 
-    engine = Runtime.from_pretrained(
-        model or bundled_model(), policy=policy, budget=budget, gates=gates, device=device,
-        dtype=dtype,
-    )  # fmt: skip
-    found = measure(engine, batch, context, steps, rounds)
-    name = model or bundled_model().name
+    model = engine.model or bundled_model()
+    name = str(engine.model or bundled_model().name)
+    runtime = Runtime.from_config(replace(engine, model=model))
+    found = measure(runtime, batch, context, steps, rounds)
     print(json.dumps({"model": name, **asdict(found)}) if as_json else found.describe(name))
 
 

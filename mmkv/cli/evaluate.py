@@ -20,8 +20,9 @@ from typing import Annotated, Any
 import typer
 
 from engine.errors import InputError, MmkvError
+from mmkv.cli import arguments
 
-_RUN, _MODEL = "Run", "Model and cache"
+_RUN, _MODEL = "Run", arguments.CACHE
 
 
 class EvaluationError(MmkvError):
@@ -59,24 +60,11 @@ def evaluate(
         str | None,
         typer.Option(help="Over the tasks' own: max_new_tokens=512,...", rich_help_panel=_RUN),
     ] = None,
-    budget: Annotated[
-        str | None,
-        typer.Option(
-            help="Entries per row (256), a share (25%) or bytes (64MiB).", rich_help_panel=_MODEL
-        ),
-    ] = None,
-    policy: Annotated[
-        str | None, typer.Option(help="What to keep.", rich_help_panel=_MODEL)
-    ] = None,
-    gates: Annotated[
-        str | None, typer.Option(help="Retention gates: path or hub id.", rich_help_panel=_MODEL)
-    ] = None,
-    device: Annotated[
-        str | None, typer.Option(help="cpu, cuda, cuda:1, ...", rich_help_panel=_MODEL)
-    ] = None,
-    dtype: Annotated[
-        str | None, typer.Option(help="float32, bfloat16, ...", rich_help_panel=_MODEL)
-    ] = None,
+    budget: Annotated[str | None, arguments.option("budget")] = None,
+    policy: Annotated[str | None, arguments.option("policy")] = None,
+    gates: Annotated[str | None, arguments.option("gates")] = None,
+    device: Annotated[str | None, arguments.option("device")] = None,
+    dtype: Annotated[str | None, arguments.option("dtype")] = None,
     model_args: Annotated[
         str | None,
         typer.Option(help="Further model arguments: fps=2,seed=1,...", rich_help_panel=_MODEL),

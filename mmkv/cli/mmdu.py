@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from engine.config import EngineConfig
 from mmkv.chat.options import ChatOptions, UsageError
 from mmkv.cli import arguments
 
@@ -40,8 +41,10 @@ Answers = Annotated[Path, typer.Option(help="Folder of answers.")]
 
 
 @app.callback(invoke_without_command=True)
+@arguments.engine_options(model="option")
 def answer(
     context: typer.Context,
+    engine: EngineConfig,
     data: Data = None,
     images: Images = None,
     limit: Limit = None,
@@ -49,29 +52,12 @@ def answer(
     output: Annotated[
         Path, typer.Option(help="Folder of answers; finished dialogues in it are left alone.")
     ] = DEFAULT_OUTPUT,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            help="Folder or hub id. Default: the bundled one.", rich_help_panel=arguments.CACHE
-        ),
-    ] = None,
-    policy: arguments.Policy = None,
-    budget: arguments.Budget = None,
-    budget_bytes: arguments.BudgetBytes = None,
-    budget_fraction: arguments.BudgetFraction = None,
-    gates: arguments.Gates = None,
-    lookahead: arguments.Lookahead = 2,
-    evict_every: arguments.EvictEvery = 1,
-    prefill_chunk: arguments.PrefillChunk = 2048,
-    page_size: arguments.PageSize = 16,
     max_new_tokens: Annotated[
         int, typer.Option(help="Longest answer, in tokens.", rich_help_panel=arguments.CACHE)
     ] = 2048,
     system: arguments.System = None,
     min_pixels: arguments.MinPixels = None,
     max_pixels: arguments.MaxPixels = None,
-    device: arguments.Device = "auto",
-    dtype: arguments.DType = "auto",
     quiet: arguments.Quiet = False,
 ) -> None:
     """Answer MMDU's dialogues under a budget; judge, score and table rate the answers."""
@@ -79,14 +65,14 @@ def answer(
         _require_nothing_before(context)
         return
     options = ChatOptions(
-        model=model, prompt=None, interactive=False, system=system, image=[], video=[], fps=None,
-        num_frames=None, min_pixels=min_pixels, max_pixels=max_pixels,
-        max_new_tokens=max_new_tokens, temperature=0.0, top_p=1.0, top_k=0, seed=None, stop=None,
-        policy=policy, budget=budget, budget_bytes=budget_bytes, budget_fraction=budget_fraction,
-        lookahead=lookahead, evict_every=evict_every, prefill_chunk=prefill_chunk,
-        page_size=page_size, gates=gates, device=device, dtype=dtype, no_stream=True, json=False,
+        engine=engine,
+        system=system,
+        min_pixels=min_pixels,
+        max_pixels=max_pixels,
+        max_new_tokens=max_new_tokens,
+        no_stream=True,
         quiet=quiet,
-    )  # fmt: skip
+    )
     options.check()
     from eval.mmdu.run import DataOptions, run
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from engine.errors import BudgetError, PolicyError, SessionError
-from engine.policies import PRESETS, Budget, CacheView, make_policy
+from engine.policies import PRESETS, Budget, CacheView, Needs, make_policy
 from engine.policies.allocation import GlobalAllocation, HeadAllocation
 from engine.policies.base import Policy
 from engine.policies.scoring import Recency, Retention, WindowAttention
@@ -159,8 +159,7 @@ def test_window_attention_scorer(lengths: list[list[int]], kernel: int, seed: in
 class MiddleFirst:
     """Prefers the middle of the sequence, so that neither end is kept by its score."""
 
-    window = 0
-    needs_gates = False
+    needs = Needs()
 
     def score(self, view: CacheView) -> Tensor:
         return -(view.position - view.seen / 2).abs()

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from mmkv.chat.options import UsageError, parse_budget, parse_bytes
+from engine.budget import Budget, parse_bytes
+from engine.errors import BudgetError
 
 if TYPE_CHECKING:
     from tests.support.cli_fixtures import Ran
@@ -132,9 +133,9 @@ def test_the_bundled_model_names_what_it_sees(mmkv: Callable[..., Ran]) -> None:
 
 def test_amounts() -> None:
     assert parse_bytes("64MiB") == 64 * 2**20 and parse_bytes("1.5 kB") == 1500
-    assert parse_budget("25%").value == 0.25 and parse_budget("2kib").value == 2048
-    assert parse_budget("128").kind == "entries"
-    with pytest.raises(UsageError):
+    assert Budget.parse("25%").value == 0.25 and Budget.parse("2kib").value == 2048
+    assert Budget.parse("128").kind == "entries"
+    with pytest.raises(BudgetError):
         parse_bytes("5 parsecs")
 
 

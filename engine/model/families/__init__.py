@@ -12,6 +12,7 @@ from engine.model.families.llava_onevision import LlavaOnevisionFamily
 from engine.model.families.phi3 import Phi3Family
 from engine.model.families.qwen3_vl import Qwen3VLFamily
 from engine.model.families.text import TextFamily
+from engine.registry import Registry
 
 FAMILIES: tuple[type[Family], ...] = (
     Qwen3VLFamily,
@@ -22,6 +23,49 @@ FAMILIES: tuple[type[Family], ...] = (
     Phi3Family,
 )
 _TEXT_TYPES = {"qwen3_vl_text", *TextFamily.model_types, *Phi3Family.model_types}
+_REGISTRY: Registry[type[Family]] = Registry(
+    "model family",
+    "mmkv.families",
+    {name: family for family in FAMILIES for name in family.model_types},
+    ModelError,
+)
+
+
+def register_family(family: type[Family]) -> None:
+    """Let this process run checkpoints of the family's ``model_types``.
+
+    A package does the same by an entry point in the group ``mmkv.families``, whose name is the
+    model type and whose value is the class.
+
+    Raises:
+        ModelError: not a family, one without model types, or one of mmkv's own model types.
+    """
+    _check(family, str(getattr(family, "__name__", family)))
+    if not family.model_types:
+        raise ModelError(f"{family.__name__} names no model_types; give those of its config.json")
+    for name in family.model_types:
+        _REGISTRY.register(name, family)
+
+
+def find(model_type: str) -> type[Family] | None:
+    """Return the family for ``model_type``; imports the package that offers it. Raises ModelError.
+
+    To be asked before transformers reads the config: a package may add its own types there.
+    """
+    family = _REGISTRY.find(model_type)
+    if family is not None:
+        _check(family, model_type)
+    return family
+
+
+def names() -> list[str]:
+    """Return the model types that :func:`find` knows."""
+    return sorted(_REGISTRY.names())
+
+
+def describe_added() -> list[str]:
+    """Return one line for each model type that is not mmkv's own, saying where it comes from."""
+    return _REGISTRY.describe_added()
 
 
 def family_for(config: Any) -> type[Family]:
@@ -30,23 +74,31 @@ def family_for(config: Any) -> type[Family]:
     Raises:
         ModelError: naming the supported types, or the part of the model that is not supported.
     """
-    known = {name: family for family in FAMILIES for name in family.model_types}
-    if config.model_type not in known:
+    family = find(config.model_type)
+    if family is None:
         raise ModelError(
-            f"model type {config.model_type!r} is not supported; mmkv runs "
-            f"{', '.join(sorted(known))}"
+            f"model type {config.model_type!r} is not supported; mmkv runs {', '.join(names())}"
         )
     text_type = config.get_text_config().model_type
-    if text_type not in _TEXT_TYPES:
+    text_types = _TEXT_TYPES | {*family.model_types, *family.text_types}
+    if text_type not in text_types:
         raise ModelError(
             f"this {config.model_type} checkpoint has a {text_type!r} language model, which is "
-            f"not supported; mmkv runs {', '.join(sorted(_TEXT_TYPES))}"
+            f"not supported; mmkv runs {', '.join(sorted(text_types))}"
         )
     if getattr(config, "quantization_config", None) is not None:
         raise ModelError(
             "quantised checkpoints are not supported; use the float16, bfloat16 or float32 one"
         )
-    return known[config.model_type]
+    return family
+
+
+def _check(family: object, name: str) -> None:
+    if not (isinstance(family, type) and issubclass(family, Family)):
+        raise ModelError(
+            f"model family {name!r} is {family!r}; it must be a class derived from "
+            "engine.model.families.Family"
+        )
 
 
 __all__ = [
@@ -62,5 +114,9 @@ __all__ = [
     "Qwen3VLFamily",
     "TextFamily",
     "Turn",
+    "describe_added",
     "family_for",
+    "find",
+    "names",
+    "register_family",
 ]

@@ -68,12 +68,15 @@ class Family:
     conversation changes is kept here: sessions share the family.
 
     Attributes:
+        text_types: types of language model that its checkpoints may hold, besides its own and
+            those of mmkv's text-only families.
         auto_class: name of the transformers class that loads the checkpoint.
         pixel_keys: processor outputs that carry pictures and videos.
         eos_token_ids: tokens that end a reply, from the generation config or the config.
     """
 
     model_types: ClassVar[tuple[str, ...]] = ()
+    text_types: ClassVar[tuple[str, ...]] = ()
     auto_class: ClassVar[str] = "AutoModelForImageTextToText"
     has_vision: ClassVar[bool] = True
     pixel_keys: ClassVar[dict[int, str]] = {IMAGE: "pixel_values"}

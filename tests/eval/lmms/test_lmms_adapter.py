@@ -38,7 +38,7 @@ def test_wrong_model_arguments_are_named(given: dict[str, Any], said: str) -> No
 
 def test_model_arguments_have_their_types() -> None:
     made = Settings.of({"pretrained": "m", "budget": 64, "fps": 2, "seed": 0, "policy": "None"})
-    assert (made.budget, made.fps, made.seed, made.policy) == ("64", 2.0, 0, None)
+    assert (made.engine.budget, made.fps, made.seed, made.engine.policy) == ("64", 2.0, 0, None)
 
 
 def test_generation_kwargs_follow_the_built_in_adapter() -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from typing import Literal
 
 from engine.errors import BudgetError
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 
 
 @dataclass(frozen=True)
@@ -33,12 +36,34 @@ class Budget:
         return cls("fraction", share)
 
     @classmethod
-    def of(cls, budget: Budget | float) -> Budget:
-        """``budget`` itself, or M entries per row from a number.
+    def parse(cls, text: str) -> Budget:
+        """Read a budget as people write it: 256 (entries per row), 25 % (a share) or 64MiB.
 
         Raises:
-            BudgetError: for a number that cannot be a budget.
+            BudgetError: for text that is none of these, or no budget.
         """
+        written = text.strip()
+        try:
+            if written.endswith("%"):
+                return cls.of(cls.fraction(float(written[:-1]) / 100))
+            if written[-1:].lower() == "b":
+                return cls.of(cls.bytes(parse_bytes(written)))
+            return cls.of(float(written))
+        except ValueError as error:
+            raise BudgetError(
+                f"{text!r} is not a budget; write entries per row (256), a share (25%) or bytes "
+                "(64MiB)"
+            ) from error
+
+    @classmethod
+    def of(cls, budget: Budget | float | str) -> Budget:
+        """``budget`` itself, M entries per row from a number, or text as :meth:`parse` reads it.
+
+        Raises:
+            BudgetError: for what cannot be a budget.
+        """
+        if isinstance(budget, str):
+            return cls.parse(budget)
         made = budget if isinstance(budget, Budget) else cls("entries", float(budget))
         if not math.isfinite(made.value) or made.value <= 0:
             raise BudgetError(f"a budget of {made.value} keeps nothing; give a positive number")
@@ -76,3 +101,18 @@ class Budget:
             "bytes": f"{int(self.value):,} bytes",
             "fraction": f"{self.value:g} of the tokens seen",
         }[self.kind]
+
+
+def parse_bytes(text: str) -> int:
+    """Read an amount of memory such as 4096, 64MiB or 1.5 GB.
+
+    Returns:
+        whole bytes.
+
+    Raises:
+        BudgetError: for other text.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmg]?i?)b?\s*", text.lower())
+    if match is None or match[2] not in _UNITS:
+        raise BudgetError(f"{text!r} is not an amount of memory; write for example 64MiB")
+    return int(float(match[1]) * _UNITS[match[2]])

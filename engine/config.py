@@ -1,0 +1,120 @@
+"""Every option of an engine, once: its type, default, check and one line of help.
+
+The Python interface, ``mmkv chat``, ``mmkv mmdu``, ``mmkv bench`` and lmms-eval's adapter all build
+an :class:`EngineConfig`. Nothing here imports torch: a command line can answer ``--help`` with it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import Field, dataclass, field, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from engine.budget import Budget
+from engine.errors import ModelError, PolicyError
+
+if TYPE_CHECKING:
+    import torch
+
+    from engine.policies import Policy
+
+
+def _about(kind: type, help: str, least: int | None = None) -> dict[str, Any]:
+    """What is known of a field. ``kind``: what its text holds on a command line."""
+    return {"kind": kind, "help": help, "least": least}
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """What an engine is loaded with.
+
+    Attributes:
+        model: a transformers checkpoint folder, or the id of one on the hub.
+        policy: the name of a policy (``mmkv env`` lists them) or a :class:`Policy`. None takes
+            ``dbtrimkv`` when there are gates and ``streamingllm`` otherwise.
+        budget: M, the mean entries kept per (layer, KV head); a :class:`Budget`; or text such as
+            ``"25%"`` and ``"64MiB"``. Sessions may have budgets of their own.
+        lookahead: steps n = T - t over which dbtrimkv sums retention (DBTrimKV, arXiv 2605.09649,
+            equation 9): a whole number of at least 1, or inf. Other presets do not read it.
+        evict_every: decode steps between evictions.
+        prefill_chunk: prompt tokens per prefill chunk.
+        page_size: entries per page of the cache; 8 to 64 are sensible.
+        gates: a gate folder, file or hub id; ``"random"`` for tests and speed runs. None takes the
+            checkpoint's own ``gates/`` folder if it has one.
+        device: ``auto`` (a GPU where there is one), ``cpu``, ``cuda``, ``cuda:1`` ...
+        dtype: of weights and cache: ``auto``, ``float32``, ``bfloat16`` or ``float16``.
+        kv_limit: most bytes that the page pool may take; None: no limit but the memory.
+
+    Raises:
+        ModelError, PolicyError, BudgetError: for a value that cannot be.
+    """
+
+    model: str | Path | None = field(
+        default=None,
+        metadata=_about(str, "Model folder or hub id. Default: the small bundled model."),
+    )
+    policy: str | Policy | None = field(
+        default=None,
+        metadata=_about(
+            str,
+            "What to keep; mmkv env lists the policies. Default: dbtrimkv with gates, else "
+            "streamingllm. dbtrimkv+N also keeps the newest N tokens.",
+        ),
+    )
+    budget: Budget | float | str = field(
+        default=256, metadata=_about(str, "Entries per row (256), a share (25%) or bytes (64MiB).")
+    )
+    lookahead: float = field(
+        default=2, metadata=_about(float, "Steps that scores look ahead, or inf.")
+    )
+    evict_every: int = field(
+        default=1, metadata=_about(int, "Decode steps between evictions.", least=1)
+    )
+    prefill_chunk: int = field(
+        default=2048, metadata=_about(int, "Prompt tokens per prefill chunk.", least=1)
+    )
+    page_size: int = field(default=16, metadata=_about(int, "Entries per cache page.", least=1))
+    gates: str | Path | None = field(
+        default=None,
+        metadata=_about(str, "Retention gates: path, hub id, or 'random' for speed runs."),
+    )
+    device: str = field(default="auto", metadata=_about(str, "auto, cpu, cuda, cuda:1, ..."))
+    dtype: str | torch.dtype = field(
+        default="auto", metadata=_about(str, "auto, float32, bfloat16 or float16.")
+    )
+    kv_limit: int | None = field(
+        default=None, metadata=_about(int, "Most bytes that the cache may take.", least=0)
+    )
+
+    def __post_init__(self) -> None:
+        Budget.of(self.budget)
+        check_lookahead(self.lookahead)
+        for name, setting in options().items():
+            value, least = getattr(self, name), setting.metadata["least"]
+            if least is not None and value is not None and value < least:
+                raise PolicyError(f"{name} is {value}; give a whole number of at least {least}")
+
+    def checkpoint(self) -> str:
+        """Return the model's name as text.
+
+        Raises:
+            ModelError: none is named.
+        """
+        if self.model is None:
+            raise ModelError("no model is named; give a checkpoint folder or a hub id")
+        return str(self.model)
+
+
+def options() -> dict[str, Field[Any]]:
+    """Return the fields of :class:`EngineConfig` by name, in their order."""
+    return {setting.name: setting for setting in fields(EngineConfig)}
+
+
+def check_lookahead(steps: float) -> None:
+    """Check that ``steps`` is a whole number of at least 1, or inf.
+
+    Raises:
+        PolicyError: it is not.
+    """
+    if not (steps == float("inf") or (steps >= 1 and steps % 1 == 0)):
+        raise PolicyError(f"lookahead {steps} is not a whole number >= 1 or inf")

@@ -1,0 +1,132 @@
+"""Engine options: checked once, and the same wherever an engine is asked for."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.main import get_command
+
+from engine.budget import Budget
+from engine.config import EngineConfig, options
+from engine.errors import BudgetError, MmkvError, ModelError, PolicyError
+from engine.policies import make_policy
+from engine.runtime import Runtime
+from eval.lmms.settings import Settings
+from mmkv.cli.app import app
+from tests.support.sessions import load
+
+# Budgets have an option for each unit; the limit of the pool is for programs.
+ON_THE_COMMAND_LINE = [name for name in options() if name not in ("budget", "kv_limit")]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "says"),
+    [
+        ({"evict_every": 0}, PolicyError, "evict_every is 0; give a whole number of at least 1"),
+        ({"prefill_chunk": -1}, PolicyError, "prefill_chunk is -1"),
+        ({"page_size": 0}, PolicyError, "page_size is 0"),
+        ({"kv_limit": -1}, PolicyError, "kv_limit is -1"),
+        ({"lookahead": 0}, PolicyError, "lookahead 0 is not a whole number"),
+        ({"lookahead": 1.5}, PolicyError, "lookahead 1.5 is not"),
+        ({"lookahead": float("nan")}, PolicyError, "lookahead nan is not"),
+        ({"budget": 0}, BudgetError, "positive"),
+        ({"budget": "lots"}, BudgetError, "'lots' is not a budget"),
+        ({"budget": "150%"}, BudgetError, "above 1"),
+    ],
+)
+def test_wrong_values_are_named(wrong: dict[str, Any], error: type[MmkvError], says: str) -> None:
+    with pytest.raises(error, match=says) as caught:
+        EngineConfig(**wrong)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_unknown_option_is_named() -> None:
+    with pytest.raises(TypeError, match="budgets"):
+        Runtime.from_pretrained("anywhere", budgets=3)
+
+
+def test_a_config_names_a_model() -> None:
+    with pytest.raises(ModelError, match="no model is named"):
+        Runtime.from_config(EngineConfig())
+
+
+@pytest.mark.parametrize("lookahead", [1, 2.0, float("inf")])
+def test_lookaheads_that_can_be(lookahead: float) -> None:
+    assert EngineConfig(lookahead=lookahead).lookahead == lookahead
+
+
+def test_an_engine_takes_its_options_from_the_config(folders: dict[str, Path]) -> None:
+    """Keywords and a config give the same engine; none of the options is lost."""
+    given: dict[str, Any] = {"budget": "25%", "evict_every": 3, "prefill_chunk": 5, "page_size": 8}
+    made = load(folders["vl"], policy="dbtrimkv", lookahead=5, kv_limit=10**6, **given)
+    config = EngineConfig(
+        model=folders["vl"], policy="dbtrimkv", lookahead=5, gates="random", device="cpu",
+        dtype="float32", kv_limit=10**6, **given,
+    )  # fmt: skip
+    for engine in (made, Runtime.from_config(config)):
+        assert engine.budget == Budget.fraction(0.25)
+        assert (engine.evict_every, engine.prefill_chunk) == (3, 5)
+        assert engine.cache.pool.page_size == 8
+        assert engine.cache.pool.limit == 10**6 // engine.cache.pool.page_bytes
+        assert engine.policy == make_policy("dbtrimkv", 5)
+
+
+@pytest.mark.parametrize("command", ["chat", "mmdu", "bench"])
+def test_commands_offer_every_option_with_its_default(command: str) -> None:
+    made: Any = get_command(app)
+    parameters = {parameter.name: parameter for parameter in made.commands[command].params}
+    assert {"budget", "budget_bytes", "budget_fraction"} <= set(parameters)
+    for name in ON_THE_COMMAND_LINE:
+        assert parameters[name].default == options()[name].default, name
+        assert isinstance(parameters[name], typer.core.TyperArgument) == (
+            name == "model" and command != "mmdu"
+        )
+
+
+def test_lmms_eval_takes_every_option_as_text() -> None:
+    texts = {
+        "policy": "trimkv", "budget": "25%", "lookahead": "3", "evict_every": "4",
+        "prefill_chunk": "64", "page_size": "32", "gates": "random", "device": "cpu",
+        "dtype": "float32",
+    }  # fmt: skip
+    assert set(texts) == set(options()) - {"model", "kv_limit"}
+    made = Settings.of({"pretrained": "here", **texts}).engine
+    assert made == EngineConfig(
+        model="here", policy="trimkv", budget="25%", lookahead=3.0, evict_every=4,
+        prefill_chunk=64, page_size=32, gates="random", device="cpu", dtype="float32",
+    )  # fmt: skip
+    assert Settings.of({"pretrained": "here"}).engine == EngineConfig(model="here")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (["chat", "--help"], 0),
+        (["mmdu", "--help"], 0),
+        (["bench", "--help"], 0),
+        (["eval", "--help"], 0),
+        (["chat", "--budget", "1", "--budget-bytes", "5"], 2),
+        (["bench", "--evict-every", "0"], 1),
+        (["chat", "--lookahead", "0.5"], 1),
+    ],
+)
+def test_help_and_usage_errors_do_without_torch(arguments: list[str], code: int) -> None:
+    program = (
+        "import sys; from mmkv.cli.app import run; "
+        f"code = run({arguments!r}); print('torch' in sys.modules, code)"
+    )
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert ran.stdout.splitlines()[-1] == f"False {code}", ran.stderr
+
+
+def test_the_keywords_of_from_pretrained_are_the_fields() -> None:
+    """Documented where the signature cannot say it."""
+    text = inspect.getdoc(Runtime.from_pretrained)
+    assert text is not None
+    assert all(name in text for name in options() if name != "model")

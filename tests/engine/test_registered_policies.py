@@ -1,0 +1,279 @@
+"""Policies of others: as objects, registered by a program, or offered by an installed package."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.errors import PolicyError
+from engine.policies import (
+    CacheView,
+    GlobalAllocation,
+    HeadAllocation,
+    Needs,
+    Policy,
+    make_policy,
+    names,
+    register_policy,
+    registry,
+)
+from engine.runtime import Runtime
+from tests.support.packages import install
+from tests.support.sessions import PICTURES, advance, assert_same_rows, load, text_ids
+
+
+@dataclass(frozen=True)
+class Oldest:
+    """Keeps the oldest entries."""
+
+    needs: ClassVar[Needs] = Needs()
+
+    def score(self, view: CacheView) -> Tensor:
+        return -view.position.float()
+
+
+@dataclass(frozen=True)
+class KeySize:
+    """Keeps the largest keys."""
+
+    needs: ClassVar[Needs] = Needs(keys=True)
+
+    def score(self, view: CacheView) -> Tensor:
+        return view.keys().float().norm(dim=-1)
+
+
+OLDEST = Policy("oldest", Oldest(), HeadAllocation())
+KEY_SIZE = Policy("key-size", KeySize(), GlobalAllocation())
+
+
+@pytest.fixture(autouse=True)
+def nothing_registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry._REGISTRY, "registered", {})
+
+
+@pytest.fixture
+def imported() -> Iterator[None]:
+    """Forgets the modules that the test imports."""
+    before = set(sys.modules)
+    yield
+    for name in set(sys.modules) - before:
+        if name.startswith("scratch_"):
+            del sys.modules[name]
+
+
+def test_a_policy_object_runs_as_its_preset_does(folders: dict[str, Path]) -> None:
+    engines = [load(folders["vl"], policy=policy) for policy in (make_policy("trimkv"), "trimkv")]
+    sessions = [engine.session() for engine in engines]
+    for part in (PICTURES, text_ids(8, 1)):
+        a, b = (advance(session, part) for session in sessions)
+        assert torch.equal(a, b)
+    assert_same_rows(*sessions)
+    assert engines[0].identity() == engines[1].identity()
+
+
+def test_a_registered_policy_is_found_by_its_name(folders: dict[str, Path]) -> None:
+    register_policy("first-come", OLDEST)
+    assert "first-come" in names()
+    assert make_policy("first-come") == replace(OLDEST, name="first-come")
+    engine = load(folders["vl"], policy="first-come", budget=5)
+    with engine.session() as session:
+        advance(session, PICTURES)
+        advance(session, text_ids(4, 1))
+        assert all(row.tolist() == [0, 1, 2, 3, 4] for layer in session.retained() for row in layer)
+    with pytest.raises(PolicyError, match=r"unknown policy 'nope'; choose one of .*first-come"):
+        make_policy("nope")
+
+
+def test_a_registered_function_gets_the_lookahead() -> None:
+    register_policy("ahead", lambda steps: replace(OLDEST, protect_first=int(steps)))
+    assert make_policy("ahead", 7).protect_first == 7
+
+
+@dataclass(frozen=True)
+class Silent:
+    needs: ClassVar[Needs] = Needs()
+
+
+class Loose:
+    needs = Needs()
+
+    def score(self, view: CacheView) -> Tensor:
+        return view.position.float()
+
+
+@pytest.mark.parametrize(
+    ("name", "policy", "says"),
+    [
+        ("snapkv", OLDEST, "policy 'snapkv' is one of mmkv's own"),
+        ("a b", OLDEST, "cannot name a policy"),
+        ("a+4", OLDEST, "cannot name a policy"),
+        ("x", 3, "policy 'x' is a int; it must be a Policy"),
+        ("x", replace(OLDEST, scoring=Silent()), "lacks needs = Needs"),
+        ("x", replace(OLDEST, scoring=Loose()), "not a dataclass"),
+        ("x", replace(OLDEST, scoring=Oldest), "give an instance: Oldest"),
+    ],
+)
+def test_what_cannot_be_registered(name: str, policy: Any, says: str) -> None:
+    with pytest.raises(PolicyError, match=says):
+        register_policy(name, policy)
+
+
+@pytest.mark.parametrize(
+    ("made", "says"),
+    [
+        (lambda steps: None, "policy 'x' is a NoneType; it must be a Policy"),
+        (lambda: OLDEST, "policy 'x' cannot be made: TypeError"),
+    ],
+)
+def test_a_function_that_makes_no_policy(made: Any, says: str) -> None:
+    register_policy("x", made)
+    with pytest.raises(PolicyError, match=says):
+        make_policy("x")
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"policy": 3}, "policy is a int; give a name"),
+        ({"policy": OLDEST, "lookahead": 5}, "lookahead belongs to the policy's scorer"),
+        ({"policy": replace(OLDEST, scoring=Loose())}, "not a dataclass"),
+    ],
+)
+def test_wrong_policies_are_named_before_a_model_is_loaded(
+    options: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(PolicyError, match=says):
+        Runtime.from_pretrained("no-such-folder", **options)
+
+
+SOURCE = """
+    from dataclasses import dataclass
+    from typing import ClassVar
+    from engine.policies import CacheView, HeadAllocation, Needs, Policy
+
+    @dataclass(frozen=True)
+    class Oldest:
+        needs: ClassVar[Needs] = Needs()
+
+        def score(self, view):
+            return -view.position.float()
+
+    POLICY = Policy("any", Oldest(), HeadAllocation())
+"""
+
+
+def test_a_package_offers_a_policy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, imported: None
+) -> None:
+    entry_points = "[mmkv.policies]\nold-ones = scratch_oldest:POLICY\n"
+    install(tmp_path, "scratch-oldest", entry_points, scratch_oldest=SOURCE)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert "old-ones" in names()
+    assert registry.describe_added() == ["policy old-ones: of the package scratch-oldest"]
+    assert "scratch_oldest" not in sys.modules  # loaded when it is asked for
+    made = make_policy("old-ones")
+    assert made.name == "old-ones" and type(made.scoring).__name__ == "Oldest"
+
+
+def test_a_package_that_does_not_load_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, imported: None
+) -> None:
+    entry_points = "[mmkv.policies]\nbroken = scratch_broken:POLICY\ngone = scratch_none:POLICY\n"
+    source = 'raise RuntimeError("two\\nlines")'
+    install(tmp_path, "scratch-broken", entry_points, scratch_broken=source)
+    monkeypatch.syspath_prepend(tmp_path)
+    for name, cause in (("broken", "RuntimeError: two"), ("gone", "ModuleNotFoundError")):
+        with pytest.raises(PolicyError, match="the package scratch-broken does not load") as caught:
+            make_policy(name)
+        assert cause in str(caught.value) and "\n" not in str(caught.value)
+    assert make_policy("dbtrimkv").name == "dbtrimkv"  # the others are unharmed
+    with pytest.raises(PolicyError, match=r"choose one of .*broken"):
+        make_policy("nope")
+
+
+def test_a_package_cannot_take_a_presets_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, imported: None
+) -> None:
+    entry_points = "[mmkv.policies]\nsnapkv = scratch_oldest:POLICY\n"
+    install(tmp_path, "scratch-oldest", entry_points, scratch_oldest=SOURCE)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(PolicyError, match="scratch-oldest offers a policy 'snapkv'"):
+        make_policy("snapkv")
+    assert "refused" in registry.describe_added()[0]
+    assert names().count("snapkv") == 1 and make_policy("trimkv").name == "trimkv"
+
+
+def test_two_packages_cannot_offer_one_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, imported: None
+) -> None:
+    for package in ("scratch-one", "scratch-two"):
+        module = package.replace("-", "_")
+        entry_points = f"[mmkv.policies]\nboth = {module}:POLICY\n"
+        install(tmp_path / package, package, entry_points, **{module: SOURCE})
+        monkeypatch.syspath_prepend(tmp_path / package)
+    with pytest.raises(PolicyError, match="offered by scratch-one and scratch-two"):
+        make_policy("both")
+
+
+def test_a_view_gathers_keys_in_the_order_of_its_entries(folders: dict[str, Path]) -> None:
+    engine = load(folders["vl"], policy=KEY_SIZE, budget=7)
+    with engine.session() as session:
+        advance(session, PICTURES)
+        view = session.view()
+        keys, cache = view.keys(), engine.cache
+        assert keys.shape == (int(view.length.sum()), engine.spec.head_dim)
+        for index, (row, position) in enumerate(
+            zip(view.row.tolist(), view.position.tolist(), strict=True)
+        ):
+            layer, head = divmod(row, engine.spec.num_kv_heads)
+            table, size = cache.table[session.seq, layer, head], cache.pool.page_size
+            found = [
+                cache.pool.keys[table[i // size], i % size]
+                for i in range(int(cache.length[session.seq, layer, head]))
+                if int(cache.pool.position[table[i // size], i % size]) == position
+            ]
+            assert len(found) == 1 and torch.equal(found[0], keys[index])
+
+
+def test_a_scorer_that_reads_keys_must_say_so(folders: dict[str, Path]) -> None:
+    @dataclass(frozen=True)
+    class Undeclared(KeySize):
+        needs: ClassVar[Needs] = Needs()
+
+    engine = load(folders["vl"], policy=replace(KEY_SIZE, scoring=Undeclared()), budget=7)
+    with (
+        engine.session() as session,
+        pytest.raises(PolicyError, match=r"give it needs = Needs\(keys=True\)"),
+    ):
+        session.prefill(PICTURES)
+
+
+def test_an_unknown_scorer_runs_in_a_batch_as_alone(folders: dict[str, Path]) -> None:
+    """Over several turns, and in C as in torch: only the scores are computed in torch."""
+    engine = load(folders["vl"], policy=KEY_SIZE, budget=9)
+    plain = load(folders["vl"], policy=KEY_SIZE, budget=9)
+    plain.native, plain.evictor = None, None
+    texts = [text_ids(6, 3), text_ids(6, 4)]
+    together, alone = (
+        [engine.session(), engine.session(12)],
+        [plain.session(), plain.session(12)],
+    )
+    for turn in (PICTURES, text_ids(9, 5)):
+        for session in (*together, *alone):
+            advance(session, turn)
+        for tokens in zip(*texts, strict=True):
+            batch = engine.decode(together, [int(token) for token in tokens])
+            one = torch.stack(
+                [s.decode(int(token)) for s, token in zip(alone, tokens, strict=True)]
+            )
+            torch.testing.assert_close(batch, one, rtol=1e-4, atol=1e-4)
+            for a, b in zip(together, alone, strict=True):
+                assert_same_rows(a, b)
+    assert together[0].memory().entries == 9 * engine.spec.rows
