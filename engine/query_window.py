@@ -95,9 +95,15 @@ class QueryWindow:
         pool = cache.pool
         batch_slot = torch.zeros(1, dtype=torch.int64, device=pool.keys.device)
         shares = window_scores(
-            self.query[None], self.position[None], pool.keys, pool.position,
-            cache.length[seq][None], cache.table[seq][None], batch_slot, self.spec.head_dim**-0.5,
-        )  # fmt: skip
+            self.query[None],
+            self.position[None],
+            pool.keys,
+            pool.position,
+            cache.length[seq][None],
+            cache.table[seq][None],
+            batch_slot,
+            self.spec.head_dim**-0.5,
+        )
         return shares[0].flatten(0, 1)[entries.row, entries.offset]
 
     def copy(self) -> QueryWindow:

@@ -94,9 +94,13 @@ def compare(folder: Path, steps: int) -> list[dict[str, Any]]:
         )
         length = inputs["input_ids"].shape[1]
         made = reference.generate(
-            **inputs, max_new_tokens=steps, min_new_tokens=steps, do_sample=False,
-            return_dict_in_generate=True, output_logits=True,
-        )  # fmt: skip
+            **inputs,
+            max_new_tokens=steps,
+            min_new_tokens=steps,
+            do_sample=False,
+            return_dict_in_generate=True,
+            output_logits=True,
+        )
         wanted = made.sequences[0, length:].tolist()
         logits = _along(engine, inputs, wanted)
         expected = torch.stack(made.logits, dim=1)[0]

@@ -42,9 +42,12 @@ def step(
         return following
     draws = [writer.draw for writer in writers]
     said = engine.decode_many(
-        sessions, tokens, steps, sorted(engine.eos_token_ids),
+        sessions,
+        tokens,
+        steps,
+        sorted(engine.eos_token_ids),
         draws if any(draw.temperature > 0 for draw in draws) else None,
-    )  # fmt: skip
+    )
     return [writer.take_burst(row) for writer, row in zip(writers, said, strict=True)]
 
 

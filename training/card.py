@@ -78,6 +78,8 @@ def _list(sources: Sequence[str]) -> str:
 
 
 def _table(values: Mapping[str, Any]) -> str:
-    rows = [f"| {name} | {value:.4g} |" if isinstance(value, float) else f"| {name} | {value} |"
-            for name, value in values.items()]  # fmt: skip
+    rows = [
+        f"| {name} | {value:.4g} |" if isinstance(value, float) else f"| {name} | {value} |"
+        for name, value in values.items()
+    ]
     return "\n".join(["| name | value |", "|---|---|", *rows]) if rows else ""

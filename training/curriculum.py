@@ -51,32 +51,42 @@ def lesson(seed: int, pictures: int, side: int) -> list[Turn]:
     return [Turn((scene,) if i == 0 else (), question) for i, question in enumerate(asked)]
 
 
-# The lessons that a round's batches take turns with: what, and dialogues a batch (fewer of long
+def _round(lessons: str) -> tuple[tuple[str, int], ...]:
+    """Parse ``KIND:DIALOGUES ...`` into pairs."""
+    pairs = (lesson.split(":") for lesson in lessons.split())
+    return tuple((kind, int(dialogues)) for kind, dialogues in pairs)
+
+
+# The lessons that the batches of a round take in turn, as KIND:DIALOGUES of a batch (fewer of long
 # ones). "curriculum" is the first round; the others go on from a model that sees full grids.
 ROUNDS: dict[str, tuple[tuple[str, int], ...]] = {
     "curriculum": (),
-    "dialogues": (
-        ("single", 16), ("dense", 8), ("drill", 16), ("long", 5), ("single", 16), ("sparse", 5),
-        ("single", 16), ("clip", 12), ("single", 16), ("long", 5),
+    "dialogues": _round(
+        "single:16 dense:8 drill:16 long:5 single:16 sparse:5 single:16 clip:12 single:16 long:5"
     ),
-    "far": (
-        ("gallery", 1), ("single", 16), ("crowd", 1), ("stream", 1), ("gallery", 1), ("long", 5),
-        ("gallery", 1), ("sparse", 5), ("stream", 1), ("gallery", 1), ("clip", 12), ("dense", 8),
+    "far": _round(
+        "pictures:1 single:16 distractors:1 stream:1 pictures:1 long:5 "
+        "pictures:1 sparse:5 stream:1 pictures:1 clip:12 dense:8"
     ),
-    "mixed": (
-        ("single", 16), ("gallery", 1), ("single", 16), ("long", 5), ("stream", 1), ("single", 16),
-        ("crowd", 1), ("single", 16), ("sparse", 5), ("gallery", 1), ("clip", 12), ("dense", 8),
+    "mixed": _round(
+        "single:16 pictures:1 single:16 long:5 stream:1 single:16 "
+        "distractors:1 single:16 sparse:5 pictures:1 clip:12 dense:8"
     ),
-}  # fmt: skip
+}
+
+
+# The seed of a dialogue holds the name that its kind had when the bundled model was trained. A new
+# word would draw other dialogues.
+_SEED_WORDS = {"distractors": "crowd", "pictures": "gallery"}
 
 
 def long_lesson(kind: str, seed: int) -> list[Turn]:
-    """A training dialogue of the later rounds: see :mod:`mmkv.data.dialogues`.
+    """Draw a training dialogue of the later rounds (:mod:`mmkv.data.dialogues`).
 
-    Three are 0.7k to 4k tokens long: *crowd* has up to 256 pictures, few of which matter,
-    *gallery* up to 40 that all do, *stream* up to 48 clips.
+    Three kinds are 0.7k to 4k tokens long: *distractors* has up to 256 pictures, few of which
+    matter; *pictures* has up to 40, which all matter; *stream* has up to 48 clips.
     """
-    rng = random.Random(f"{kind}-{seed}")
+    rng = random.Random(f"{_SEED_WORDS.get(kind, kind)}-{seed}")
     if kind == "single":
         return lesson(seed, 1, 4)
     if kind == "drill":
@@ -89,10 +99,10 @@ def long_lesson(kind: str, seed: int) -> list[Turn]:
     if kind == "sparse":
         pictures = rng.choice([12, 16, 24, 32])
         return sparse(seed, "train", pictures, rng.randint(1, 4), 8, rng.randint(1, 4))
-    if kind == "crowd":
+    if kind == "distractors":
         pictures = rng.choice([48, 96, 144, 192, 256])
         return sparse(seed, "train", pictures, rng.randint(2, 8), 16, rng.randint(1, 6), False)
-    if kind == "gallery":
+    if kind == "pictures":
         pictures = rng.randint(12, 40)
         return dense(seed, "train", pictures, 2 * pictures, search=False)
     if kind == "stream":

@@ -144,8 +144,10 @@ def distill(
     console = Console(stderr=True, markup=False)  # file names may hold brackets
     count = settings.steps * settings.batch * settings.accumulate * processes()
     how: dict[str, Any] = {
-        "max_length": max_length, "long_chats": long_chats, "media_root": media_root,
-    }  # fmt: skip
+        "max_length": max_length,
+        "long_chats": long_chats,
+        "media_root": media_root,
+    }
     train = examples(model, data, count, seed, report=console.print, **how)
     held = []
     if eval_data:

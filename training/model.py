@@ -19,8 +19,15 @@ from training.student import student_states
 from training.trainable import TrainableGates
 
 PARTS = (
-    "kl", "ntp", "capacity", "kept", "kept_least", "kept_most", "visual_share", "agreement",
-)  # fmt: skip
+    "kl",
+    "ntp",
+    "capacity",
+    "kept",
+    "kept_least",
+    "kept_most",
+    "visual_share",
+    "agreement",
+)
 
 
 @dataclass(frozen=True)
@@ -95,11 +102,15 @@ class DistillModel(nn.Module):
         at_end = weights_at_end(rows, documents.start)
         by_head = at_end.sum(1) / len(documents.lengths)
         parts = {
-            "kl": quality.kl, "ntp": quality.ntp, "capacity": capacity, "kept": kept,
-            "kept_least": by_head.min(), "kept_most": by_head.max(),
+            "kl": quality.kl,
+            "ntp": quality.ntp,
+            "capacity": capacity,
+            "kept": kept,
+            "kept_least": by_head.min(),
+            "kept_most": by_head.max(),
             "visual_share": at_end[:, documents.modality > 0].sum() / at_end.sum(),
             "agreement": quality.agreement,
-        }  # fmt: skip
+        }
         return {"loss": loss, **{name: part.detach() for name, part in parts.items()}}
 
     def _capacity(self, rows: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:

@@ -82,9 +82,11 @@ def distill(
     """
     folder = Path(settings.output)
     asked = {
-        **dataclasses.asdict(settings), "data": list(data), "processes": processes(),
+        **dataclasses.asdict(settings),
+        "data": list(data),
+        "processes": processes(),
         **(options or {}),
-    }  # fmt: skip
+    }
     last = None
     if settings.resume:
         last = str(go_on(folder, asked))
@@ -92,9 +94,14 @@ def distill(
         begin(folder, asked)
     before = backbone_digest(engine)
     gates = TrainableGates(
-        engine.spec, settings.d_gate, settings.tying, settings.bias, settings.seed,
-        engine.decoder.weights.layers if settings.gate_input == "kv" else None, settings.gate,
-    )  # fmt: skip
+        engine.spec,
+        settings.d_gate,
+        settings.tying,
+        settings.bias,
+        settings.seed,
+        engine.decoder.weights.layers if settings.gate_input == "kv" else None,
+        settings.gate,
+    )
     model = DistillModel(engine, gates, settings.objective(), settings.checkpointing)
     watched = HeldOutData(engine, held_out)
     budget = settings.held_out_budget or settings.budget

@@ -12,9 +12,12 @@ from training.recipes import DEFAULT, recipe_options
 from training.trainable import GATES
 
 _LOSSES = {
-    "kl+ntp": (1.0, 1.0, False), "kl": (1.0, 0.0, False), "ntp": (0.0, 1.0, False),
-    "reverse-kl": (1.0, 0.0, True), "reverse-kl+ntp": (1.0, 1.0, True),
-}  # fmt: skip
+    "kl+ntp": (1.0, 1.0, False),
+    "kl": (1.0, 0.0, False),
+    "ntp": (0.0, 1.0, False),
+    "reverse-kl": (1.0, 0.0, True),
+    "reverse-kl+ntp": (1.0, 1.0, True),
+}
 _CHOICES = {
     "gating": ("log-bias", "logit-scale"),
     "scope": ("global", "head"),
@@ -27,11 +30,24 @@ _CHOICES = {
     "loss": tuple(_LOSSES),
 }
 _ABOVE_ZERO = (
-    "budget", "steps", "batch", "accumulate", "d_gate", "lr", "clip", "log_every", "save_every",
-)  # fmt: skip
+    "budget",
+    "steps",
+    "batch",
+    "accumulate",
+    "d_gate",
+    "lr",
+    "clip",
+    "log_every",
+    "save_every",
+)
 _NOT_BELOW_ZERO = (
-    "lambda_cap", "weight_decay", "capacity_rates", "eval_every", "held_out_budget", "seed",
-)  # fmt: skip
+    "lambda_cap",
+    "weight_decay",
+    "capacity_rates",
+    "eval_every",
+    "held_out_budget",
+    "seed",
+)
 
 
 @dataclass(frozen=True)
@@ -133,9 +149,16 @@ class Settings:
         """The loss these settings describe."""
         kl, ntp, reverse = _LOSSES[self.loss]
         return Objective(
-            kl, ntp, reverse, self.lambda_cap, self.budget, self.scope, self.normaliser,
-            self.gating, self.capacity_rates,
-        )  # fmt: skip
+            kl,
+            ntp,
+            reverse,
+            self.lambda_cap,
+            self.budget,
+            self.scope,
+            self.normaliser,
+            self.gating,
+            self.capacity_rates,
+        )
 
     @property
     def policy(self) -> str:

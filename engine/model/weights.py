@@ -14,9 +14,13 @@ from engine.errors import ModelError
 from engine.model.spec import DecoderSpec
 
 _EXPECTED = {
-    "input_layernorm", "self_attn", "mlp", "post_attention_layernorm",
-    "resid_attn_dropout", "resid_mlp_dropout",
-}  # fmt: skip
+    "input_layernorm",
+    "self_attn",
+    "mlp",
+    "post_attention_layernorm",
+    "resid_attn_dropout",
+    "resid_mlp_dropout",
+}
 
 
 @dataclass

@@ -76,15 +76,25 @@ def main() -> None:
         low, high = wilson(sum(hits_), len(hits_))
         tokens = sum(lengths[name]) / len(lengths[name])
         row = {
-            "dialogue": name, "mean_tokens": tokens, "about": about, "kind": kind,
-            "right": sum(hits_), "of": len(hits_), "share": sum(hits_) / len(hits_),
+            "dialogue": name,
+            "mean_tokens": tokens,
+            "about": about,
+            "kind": kind,
+            "right": sum(hits_),
+            "of": len(hits_),
+            "share": sum(hits_) / len(hits_),
             "ci": [low, high],
-        }  # fmt: skip
+        }
         rows.append(row)
         table.add_row(
-            name, f"{tokens:.0f}", about, kind, f"{row['right']} / {row['of']}",
-            f"{row['share']:.3f}", f"{low:.3f} {high:.3f}",
-        )  # fmt: skip
+            name,
+            f"{tokens:.0f}",
+            about,
+            kind,
+            f"{row['right']} / {row['of']}",
+            f"{row['share']:.3f}",
+            f"{low:.3f} {high:.3f}",
+        )
     Console().print(table)
     settings = {k: v for k, v in vars(args).items() if k != "output"}
     write_results(args.output, settings, rows)

@@ -72,8 +72,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.add_argument("--skew", type=float, default=4.0, help="longest row over the mean")
     options.add_argument("--decode-batch", type=int, default=32)
     options.add_argument("--most-tried", type=int, default=2048, help="sessions to open")
-    options.add_argument("--try", dest="tried", choices=["auto", "never", "always"], default="auto",
-                         help="allocate for real (auto: on a GPU that has the memory)")  # fmt: skip
+    options.add_argument(
+        "--try",
+        dest="tried",
+        choices=["auto", "never", "always"],
+        default="auto",
+        help="allocate for real (auto: on a GPU that has the memory)",
+    )
     args = options.parse_args(arguments)
     try:
         device, dtype = where(args)
@@ -88,7 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for budget in [None, *args.budgets]:
             made = plan(
                 shape, budget, args.context, memory * 1e9, dtype, args.chunk, workspace=work
-            )  # fmt: skip
+            )
             case: dict[str, Any] = {"memory_gb": memory, "dense": dense, **vars(made)}
             if 0 < made.count <= args.most_tried and _to_try(args, device, memory):
                 try:
@@ -121,12 +126,16 @@ def _to_try(args: argparse.Namespace, device: torch.device, memory: float) -> bo
 
 def _row(case: dict[str, Any]) -> list[Any]:
     tried = case.get("tried")
-    said = "not tried" if tried is None else tried.get("failed") or (
-        f"{tried['sessions']} opened and decoded, {tried['pages'] / tried['limit']:.0%} of pages"
-    )  # fmt: skip
+    if tried is None:
+        outcome = "not tried"
+    elif "failed" in tried:
+        outcome = tried["failed"]
+    else:
+        share = tried["pages"] / tried["limit"]
+        outcome = f"{tried['sessions']} opened and decoded, {share:.0%} of pages"
     budget = "all" if case["budget"] is None else case["budget"]
     each = f"{case['sequence_bytes'] / 1e6:,.1f}"
-    return [f"{case['memory_gb']:g} GB", budget, case["count"], case["dense"], each, said]
+    return [f"{case['memory_gb']:g} GB", budget, case["count"], case["dense"], each, outcome]
 
 
 if __name__ == "__main__":

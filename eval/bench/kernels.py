@@ -77,8 +77,14 @@ CASES = [
     Case("prefill", 1, 16384, 1, 4, 2048),
     *(Case("window scores", 16, mean, skew) for mean, skew in ((256, 1), (256, 10), (1024, 10))),
 ]
-QUICK = [CASES[0], CASES[2], CASES[3], Case("append", 16, 256, 10), Case("eviction", 16, 256, 10),
-         Case("prefill", 1, 1024, 10, 36, 2048)]  # fmt: skip
+QUICK = [
+    CASES[0],
+    CASES[2],
+    CASES[3],
+    Case("append", 16, 256, 10),
+    Case("eviction", 16, 256, 10),
+    Case("prefill", 1, 1024, 10, 36, 2048),
+]
 TINY = [
     Case(kernel, 3, 12, skew, 2, chunk=6 if kernel == "prefill" else 0)
     for kernel in ("attention", "work list", "append", "eviction", "prefill", "window scores")
@@ -150,9 +156,16 @@ def attention(state: State) -> Work:
     def call() -> None:
         for layer in range(layers):
             decode_attention(
-                queries[layer], pool.keys, pool.values, state.cache.table, work, layer, partials,
-                shape.head_dim**-0.5, out,
-            )  # fmt: skip
+                queries[layer],
+                pool.keys,
+                pool.values,
+                state.cache.table,
+                work,
+                layer,
+                partials,
+                shape.head_dim**-0.5,
+                out,
+            )
 
     return call, layers, state.entries * 2 * shape.head_dim * state.dtype.itemsize, 0
 
@@ -162,9 +175,13 @@ def work_list(state: State) -> Work:
     shape = state.shape
     tile = tile_entries(shape.head_dim, state.dtype)
     work = empty_worklist(
-        state.case.batch, state.layers, shape.kv_heads, tile, default_runs(state.device),
+        state.case.batch,
+        state.layers,
+        shape.kv_heads,
+        tile,
+        default_runs(state.device),
         state.device,
-    )  # fmt: skip
+    )
     written = work.rows.nbytes + work.runs.nbytes
 
     def call() -> None:
@@ -208,9 +225,14 @@ class Step:
         if self.evicting is not None:
             state = self.state
             evict(
-                self.evicting, self.policy, state.rows, state.cache.pool, state.seqs,
-                state.seen + 1, self.allowed,
-            )  # fmt: skip
+                self.evicting,
+                self.policy,
+                state.rows,
+                state.cache.pool,
+                state.seqs,
+                state.seen + 1,
+                self.allowed,
+            )
         self.take_back()
 
 
@@ -230,9 +252,15 @@ def append(state: State) -> Work:
         slots = make_room(step.room, state.rows, state.seqs).transpose(0, 1).contiguous()
         for layer in range(state.layers):
             store_layer(
-                wide[layer], rope, norm, shape.eps, state.cache.pool, slots[layer], state.seen,
+                wide[layer],
+                rope,
+                norm,
+                shape.eps,
+                state.cache.pool,
+                slots[layer],
+                state.seen,
                 readout,
-            )  # fmt: skip
+            )
         for tensor, saved in zip(step.now[:2], step.saved, strict=False):
             tensor.copy_(saved)  # lengths and free pages
 
@@ -263,9 +291,13 @@ def prefill(state: State) -> Work:
     def call() -> None:
         for layer in range(state.layers):
             prefill_attention(
-                query, cache.pool.keys, cache.pool.values, cache.length[0, layer],
-                cache.table[0, layer], scale,
-            )  # fmt: skip
+                query,
+                cache.pool.keys,
+                cache.pool.values,
+                cache.length[0, layer],
+                cache.table[0, layer],
+                scale,
+            )
 
     element = 2 * shape.head_dim * state.dtype.itemsize
     moved = state.entries * element + state.layers * 2 * query.nbytes
@@ -283,9 +315,16 @@ def scores(state: State, window: int = 16) -> Work:
 
     def call() -> None:
         window_scores(
-            query, at, cache.pool.keys, cache.pool.position, cache.length, cache.table, state.seqs,
-            shape.head_dim**-0.5, out,
-        )  # fmt: skip
+            query,
+            at,
+            cache.pool.keys,
+            cache.pool.position,
+            cache.length,
+            cache.table,
+            state.seqs,
+            shape.head_dim**-0.5,
+            out,
+        )
 
     moved = state.entries * (shape.head_dim * state.dtype.itemsize + 8) + query.nbytes
     return call, 1, moved, 0
@@ -302,9 +341,15 @@ PREPARE: dict[str, Callable[[State], Work]] = {
 
 @torch.inference_mode()
 def measure(
-    case: Case, shape: Shape, device: torch.device, dtype: torch.dtype, rounds: int,
-    bandwidth: float, matmul: float, page: int = 16,
-) -> dict[str, Any]:  # fmt: skip
+    case: Case,
+    shape: Shape,
+    device: torch.device,
+    dtype: torch.dtype,
+    rounds: int,
+    bandwidth: float,
+    matmul: float,
+    page: int = 16,
+) -> dict[str, Any]:
     """Time one case.
 
     Returns:
@@ -378,9 +423,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         low, high = (1e6 * q for q in r["seconds"]["quartiles"])
         rate = f"{r['of_matmul_rate']:.0%}" if "of_matmul_rate" in r else ""
         rows.append(
-            [r["case"], f"{r['seconds']['median'] * 1e6:,.1f}", f"{low:,.1f} .. {high:,.1f}",
-             f"{r['of_copy_bandwidth']:.1%}", rate]
-        )  # fmt: skip
+            [
+                r["case"],
+                f"{r['seconds']['median'] * 1e6:,.1f}",
+                f"{low:,.1f} .. {high:,.1f}",
+                f"{r['of_copy_bandwidth']:.1%}",
+                rate,
+            ]
+        )
     names = ("kernel and state", "us", "quartiles", "of copy bandwidth", "of matmul")
     table(f"Kernels, {args.shape}", names, rows)
     print(f"in {path}")

@@ -31,10 +31,16 @@ def build_model(folder: Path) -> None:
 
     torch.manual_seed(0)
     config = Qwen3Config(
-        vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=8,
-        num_attention_heads=4, num_key_value_heads=4, head_dim=32, tie_word_embeddings=True,
+        vocab_size=256,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=8,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        head_dim=32,
+        tie_word_embeddings=True,
         max_position_embeddings=262144,
-    )  # fmt: skip
+    )
     Qwen3ForCausalLM(config).save_pretrained(folder)
 
 
@@ -86,9 +92,15 @@ def show(rows: list[dict[str, Any]], console: Console) -> None:
     """Print the rows as one table; bytes in MiB."""
     table = Table(title="Physical memory against prompt length")
     for name in (
-        "policy", "prompt", "entries", "KV MiB", "physical/logical", "pool MiB",
-        "peak growth MiB", "process peak MiB",
-    ):  # fmt: skip
+        "policy",
+        "prompt",
+        "entries",
+        "KV MiB",
+        "physical/logical",
+        "pool MiB",
+        "peak growth MiB",
+        "process peak MiB",
+    ):
         table.add_column(name, justify="left" if name == "policy" else "right")
     for row in rows:
         table.add_row(

@@ -121,10 +121,15 @@ class Generate:
         """Seconds of ``tokens`` decode steps."""
         clock, prompt = Clock(self.device), self.prompt()
         self.model.generate(
-            input_ids=prompt, attention_mask=torch.ones_like(prompt), past_key_values=self.cache,
-            max_new_tokens=tokens + 1, min_new_tokens=tokens + 1, do_sample=False, use_cache=True,
+            input_ids=prompt,
+            attention_mask=torch.ones_like(prompt),
+            past_key_values=self.cache,
+            max_new_tokens=tokens + 1,
+            min_new_tokens=tokens + 1,
+            do_sample=False,
+            use_cache=True,
             stopping_criteria=transformers.StoppingCriteriaList([clock]),
-        )  # fmt: skip
+        )
         self.restore()
         if len(clock.times) != tokens + 1:
             raise RuntimeError(f"{len(clock.times) - 1} steps were timed, {tokens} asked for")
@@ -171,9 +176,10 @@ class Kvpress(Generate):
     def run(self, tokens: int) -> float:
         """Generate inside the press."""
         press = self.presses.DecodingPress(
-            base_press=self.presses.KnormPress(), compression_interval=16,
+            base_press=self.presses.KnormPress(),
+            compression_interval=16,
             target_size=self.job.budget,
-        )  # fmt: skip
+        )
         with press(self.model):
             return super().run(tokens)
 
@@ -239,9 +245,12 @@ class Paged(Generate):
             max_new_tokens=2 * tokens, do_sample=False, eos_token_id=-1, pad_token_id=0
         )
         made = self.model.generate_batch(
-            self.cache, generation_config=settings, record_timestamps=True, progress_bar=False,
+            self.cache,
+            generation_config=settings,
+            record_timestamps=True,
+            progress_bar=False,
             continuous_batching_config=self.room(2 * tokens),
-        )  # fmt: skip
+        )
         stamps = [list(result.timestamps or []) for result in made.values()]
         if len(stamps) != self.job.batch or not all(len(s) > tokens for s in stamps):
             errors = [result.error for result in made.values() if result.error]

@@ -35,9 +35,13 @@ class PeerProcess:
             try:
                 self._process = subprocess.Popen(
                     [python, "-m", "eval.bench.peer", json.dumps(asdict(job))],
-                    cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors,
-                    text=True, env=os.environ | {"PYTHONPATH": path},
-                )  # fmt: skip
+                    cwd=ROOT,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=errors,
+                    text=True,
+                    env=os.environ | {"PYTHONPATH": path},
+                )
             except OSError as error:
                 raise BenchError(f"cannot start {python}: {error.strerror}") from error
         self._answers: queue.Queue[str] = queue.Queue()

@@ -17,9 +17,7 @@ from engine.runtime import Runtime
 from engine.sequence import CachedSequence
 
 
-def row_lengths(
-    rows: int, total: int, longest: int, skew: float = 1.0, seed: int = 0
-) -> Tensor:  # fmt: skip
+def row_lengths(rows: int, total: int, longest: int, skew: float = 1.0, seed: int = 0) -> Tensor:
     """Entries per row, ``[rows]`` int64 in random order, ``total`` in all and ``longest`` at most.
 
     Args:

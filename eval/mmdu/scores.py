@@ -86,8 +86,13 @@ def score_table(result: Mapping[str, Any], title: str) -> Table:
     table = Table(title, ("aggregation", *COLUMNS, "95 % of Overall", "questions", "failures"))
     low, high = result["overall_ci"] or (0.0, 0.0)
     questions, judged = result["questions"], result["judged"]
-    table.add("failures as 0", *cells(result["failures_as_0"]), f"{low:.1f} .. {high:.1f}",
-              questions, questions - judged)  # fmt: skip
+    table.add(
+        "failures as 0",
+        *cells(result["failures_as_0"]),
+        f"{low:.1f} .. {high:.1f}",
+        questions,
+        questions - judged,
+    )
     table.add("without failures", *cells(result["without_failures"]), "", judged, 0)
     return table
 

@@ -25,11 +25,16 @@ from mmkv.resources import asset
 #: Policy and budget, entries per layer and KV head.
 ROWS: tuple[tuple[str, int | None], ...] = (
     ("full", None),
-    ("dbtrimkv", 64), ("dbtrimkv", 32), ("dbtrimkv", 16),
-    ("trimkv", 64), ("trimkv", 32),
-    ("snapkv", 64), ("snapkv", 32),
-    ("streamingllm", 64), ("streamingllm", 32),
-)  # fmt: skip
+    ("dbtrimkv", 64),
+    ("dbtrimkv", 32),
+    ("dbtrimkv", 16),
+    ("trimkv", 64),
+    ("trimkv", 32),
+    ("snapkv", 64),
+    ("snapkv", 32),
+    ("streamingllm", 64),
+    ("streamingllm", 32),
+)
 TRIMKV_GATES = "gates/tiny-vlm-trimkv-0"  # in assets/ of a checkout
 
 

@@ -63,6 +63,7 @@ def exact_table(rows: Sequence[dict[str, Any]], title: str) -> Table:
     table = Table(title, ("kind", "right", "of", "share", "95 % interval"))
     for row in rows:
         low, high = row["ci"]
-        table.add(row["kind"], row["right"], row["of"], f"{row['share']:.3f}",
-                  f"{low:.3f} .. {high:.3f}")  # fmt: skip
+        table.add(
+            row["kind"], row["right"], row["of"], f"{row['share']:.3f}", f"{low:.3f} .. {high:.3f}"
+        )
     return table

@@ -16,8 +16,13 @@ from mmkv.prompt.template import Message
 
 KINDS = ("chat", "llava", "mmdu", "text")
 
-_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant",
-          "system": "system"}  # fmt: skip
+_ROLES = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "system": "system",
+}
 _PART_SOURCES = ("image", "video", "url", "path", "image_url", "video_url")
 
 
@@ -190,12 +195,14 @@ def _checked(messages: list[Message], root: Path) -> list[Message]:
         made: list[Message] = []
         for message in plain:
             parts = [
-                part if part["type"] == "text" else {
+                part
+                if part["type"] == "text"
+                else {
                     "type": part["type"],
                     part["type"]: _resolved(next(waiting[part["type"]]), part["type"], root),
                 }
                 for part in message["content"]
-            ]  # fmt: skip
+            ]
             made.append({"role": message["role"], "content": parts})
     except InputError as error:
         raise RowError(str(error)) from error

@@ -104,8 +104,9 @@ class Encoder:
 
     def summary(self) -> str:
         """One line about what was left out or cut, empty when nothing was."""
-        said = [f"{self.tally[k]} {k}" for k in ("broken", "dropped", "cut", "split")
-                if self.tally[k]]  # fmt: skip
+        said = [
+            f"{self.tally[k]} {k}" for k in ("broken", "dropped", "cut", "split") if self.tally[k]
+        ]
         return f"of {self.tally['rows']} rows {', '.join(said)}" if said else ""
 
     def _document(self, row: Document) -> list[Example]:

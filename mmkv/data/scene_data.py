@@ -38,8 +38,9 @@ def _distractors_96(seed: int, split: Split) -> list[Turn]:
 
 
 def _distractors_256(seed: int, split: Split) -> list[Turn]:
-    return sparse(seed, split, random.Random(f"size-{seed}").choice(_MOST_PICTURES), 2, 16,
-                  search=False)  # fmt: skip
+    return sparse(
+        seed, split, random.Random(f"size-{seed}").choice(_MOST_PICTURES), 2, 16, search=False
+    )
 
 
 def _pictures_40(seed: int, split: Split) -> list[Turn]:

@@ -105,11 +105,19 @@ def collate(rows: list[Encoded], tokenizer: PreTrainedTokenizerFast) -> dict[str
         "mm_token_type_ids": (ids == image).int() + 2 * (ids == video).int(),
     }
     for pixels, grids, blocks, sizes in (
-        ("pixel_values", "image_grid_thw", [b for r in rows for b in r.pixels],
-         [g for r in rows for g in r.grids]),
-        ("pixel_values_videos", "video_grid_thw", [b for r in rows for b in r.clips],
-         [g for r in rows for g in r.clip_grids]),
-    ):  # fmt: skip
+        (
+            "pixel_values",
+            "image_grid_thw",
+            [b for r in rows for b in r.pixels],
+            [g for r in rows for g in r.grids],
+        ),
+        (
+            "pixel_values_videos",
+            "video_grid_thw",
+            [b for r in rows for b in r.clips],
+            [g for r in rows for g in r.clip_grids],
+        ),
+    ):
         if blocks:
             made[pixels] = torch.from_numpy(np.concatenate(blocks))
             made[grids] = torch.tensor(sizes)

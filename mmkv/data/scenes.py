@@ -22,9 +22,13 @@ from mmkv.resources import asset
 Split = Literal["train", "heldout"]
 CELL = 32  # pixels; one visual token of the bundled model
 COLOURS = {
-    "red": (220, 40, 40), "green": (40, 160, 60), "blue": (50, 80, 220),
-    "yellow": (235, 200, 30), "purple": (140, 60, 170), "orange": (240, 130, 30),
-}  # fmt: skip
+    "red": (220, 40, 40),
+    "green": (40, 160, 60),
+    "blue": (50, 80, 220),
+    "yellow": (235, 200, 30),
+    "purple": (140, 60, 170),
+    "orange": (240, 130, 30),
+}
 SHAPES = ("circle", "square", "triangle")
 EMPTY = "nothing"
 _HELDOUT_SHARE = 8  # one in so many combinations is held out

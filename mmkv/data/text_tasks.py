@@ -44,8 +44,16 @@ _PLACES = tuple(
     "garden market river station village bridge harbour school kitchen forest library mountain "
     "square bakery church field".split()
 )
-_TIMES = ("In the morning", "After lunch", "Last winter", "On Sunday", "Before the rain",
-          "In spring", "At noon", "Every evening")  # fmt: skip
+_TIMES = (
+    "In the morning",
+    "After lunch",
+    "Last winter",
+    "On Sunday",
+    "Before the rain",
+    "In spring",
+    "At noon",
+    "Every evening",
+)
 
 
 @dataclass(frozen=True)

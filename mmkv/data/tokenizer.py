@@ -8,9 +8,14 @@ from transformers import PreTrainedTokenizerFast
 from mmkv.data.scenes import COLOURS, SHAPES, object_names
 
 SPECIAL = (
-    "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>",
-    "<|image_pad|>", "<|video_pad|>",
-)  # fmt: skip
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|image_pad|>",
+    "<|video_pad|>",
+)
 _WORDS = (
     "system user assistant what is at in row column of the where which cell how many objects are "
     "there do you see a read word number this colour shape name every list all picture has was "

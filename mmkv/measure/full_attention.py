@@ -74,9 +74,13 @@ def lay_out_turns(engine: Runtime, turns: Sequence[Turn]) -> Documents:
         for i in range(len(levels))
     )
     return Documents(
-        torch.cat(hidden), torch.cat(positions, -1), deepstack, torch.cat(start),
-        torch.cat(modality), lengths,
-    )  # fmt: skip
+        torch.cat(hidden),
+        torch.cat(positions, -1),
+        deepstack,
+        torch.cat(start),
+        torch.cat(modality),
+        lengths,
+    )
 
 
 class FullAttention:

@@ -70,9 +70,11 @@ def test_positions_are_those_of_the_whole_conversation(qwen: Family) -> None:
     turns = conversation()
     whole = join_turns(*turns)
     wanted, delta = qwen.hf.model.get_rope_index(
-        whole["input_ids"], whole["mm_token_type_ids"], whole["image_grid_thw"],
+        whole["input_ids"],
+        whole["mm_token_type_ids"],
+        whole["image_grid_thw"],
         whole["video_grid_thw"],
-    )  # fmt: skip
+    )
     offset, found = 0, []
     for turn in turns:
         made = qwen.turn(turn, offset, CPU)

@@ -92,9 +92,13 @@ def text(group: int, kv_heads: int, head_dim: int) -> Checkpoint:
 
 # Named by query heads per KV head; the others are those of test_parity.
 MODELS = CHECKPOINTS | {
-    "vl1": vl(1, 3, 32), "vl3": vl(3, 2, 32), "vl4": vl(4, 1, 64),
-    "text1": text(1, 3, 32), "text3": text(3, 2, 32), "text4": text(4, 1, 64),
-}  # fmt: skip
+    "vl1": vl(1, 3, 32),
+    "vl3": vl(3, 2, 32),
+    "vl4": vl(4, 1, 64),
+    "text1": text(1, 3, 32),
+    "text3": text(3, 2, 32),
+    "text4": text(4, 1, 64),
+}
 SCRIPTS = {"late": LATE, "video": VIDEO, "long": LONG, "shift": SHIFT}
 
 # A covering subset: every policy meets both families, both evict_every, chunks below and above
@@ -132,8 +136,16 @@ CASES = [
 
 
 # One dialogue for each other family and for sliding windows; test_parity has all their variants.
-FAMILIES = ["llava_qwen2", "llava_next", "llava_onevision", "qwen2_sliding", "mistral", "qwen3",
-            "phi3_sliding", "llama_biased"]  # fmt: skip
+FAMILIES = [
+    "llava_qwen2",
+    "llava_next",
+    "llava_onevision",
+    "qwen2_sliding",
+    "mistral",
+    "qwen3",
+    "phi3_sliding",
+    "llama_biased",
+]
 CASES += [
     Case(name, "dbtrimkv", 2, 1, 16, "late" if "llava" in name else "long") for name in FAMILIES
 ]

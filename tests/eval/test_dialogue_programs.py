@@ -166,18 +166,7 @@ def test_a_stopped_stream_goes_on_in_the_same_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ctrl-C in the second method, after a checkpoint and some clips more."""
-    options = [
-        MODEL,
-        "--domain",
-        "stream",
-        "--budgets",
-        "24",
-        "--limit",
-        "20",
-        "--full-clips",
-        "10",
-        *METHODS,
-    ]
+    options = [MODEL, *"--domain stream --budgets 24 --limit 20 --full-clips 10".split(), *METHODS]
     monkeypatch.setattr(dialogue_stream, "_SAVE", 8)
     main([*options, str(tmp_path / "whole")])
     plain, calls = dialogue_stream.predicts_answer, []

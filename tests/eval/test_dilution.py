@@ -127,16 +127,7 @@ def test_the_prediction_is_exact_when_only_entries_go() -> None:
 def test_a_killed_run_gives_the_same_files(tmp_path: Path, capfd: Any) -> None:
     options = [
         MODEL,
-        "--lengths",
-        "128",
-        "--budgets",
-        "16",
-        "48",
-        "--method",
-        "streamingllm",
-        "--name",
-        "d",
-        "--output",
+        *"--lengths 128 --budgets 16 48 --method streamingllm --name d --output".split(),
     ]
     main([*options, str(tmp_path / "whole"), "--limit", "3"])
     compared = Comparison(MODEL, "float32", (Method.parse("streamingllm"),), ("16", "48"))

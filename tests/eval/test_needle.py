@@ -181,25 +181,10 @@ def test_a_value_is_found_when_all_its_tokens_are() -> None:
 
 OPTIONS = [
     MODEL,
-    "--domain",
-    "pictures",
-    "--lengths",
-    "128",
-    "256",
-    "--values",
-    "2",
-    "--queries",
-    "2",
-    "--method",
-    "streamingllm",
+    *"--domain pictures --lengths 128 256 --values 2 --queries 2 --method streamingllm".split(),
     "--method",
     f"dbtrimkv:{MODEL}/gates",
-    "--budgets",
-    "16",
-    "1/2",
-    "--name",
-    "n",
-    "--output",
+    *"--budgets 16 1/2 --name n --output".split(),
 ]
 
 

@@ -184,18 +184,8 @@ def test_a_small_run_writes_table_plot_and_json(tmp_path: Path) -> None:
     main(
         [
             MODEL,
-            "--data",
-            "scenes:dense",
-            "--method",
-            "streamingllm",
-            "--method",
-            "dbtrimkv:random",
-            "--fractions",
-            "1/3",
-            "1/8",
-            "--dialogues",
-            "3",
-            "--output",
+            *"--data scenes:dense --method streamingllm --method dbtrimkv:random".split(),
+            *"--fractions 1/3 1/8 --dialogues 3 --output".split(),
             str(tmp_path),
             "--name",
             "q",
@@ -268,15 +258,7 @@ def test_a_killed_run_goes_on_with_the_same_result(tmp_path: Path, capfd: Any) -
     """Two workers, stopped after two of four dialogues in the middle of a line."""
     options = [
         MODEL,
-        "--data",
-        "scenes:dense",
-        "--method",
-        "streamingllm",
-        "--fractions",
-        "1/4",
-        "--name",
-        "q",
-        "--output",
+        *"--data scenes:dense --method streamingllm --fractions 1/4 --name q --output".split(),
     ]
     main([*options, str(tmp_path / "whole"), "--dialogues", "4"])
     compared = Comparison(MODEL, "float32", (Method.parse("streamingllm"),), ("1/4",))

@@ -120,17 +120,7 @@ def test_the_model_is_loaded_where_it_was_asked_for(tmp_path: Path, monkeypatch:
     assert asked == ["cuda"] * 4 + ["cpu"] * 2
     with pytest.raises(SystemExit, match=r"--workers 2 .* leave out --workers") as caught:
         quality.main(
-            [
-                *SCENES,
-                "--method",
-                "snapkv",
-                "--device",
-                "cuda",
-                "--workers",
-                "2",
-                "--output",
-                str(tmp_path),
-            ]
+            [*SCENES, *"--method snapkv --device cuda --workers 2 --output".split(), str(tmp_path)]
         )
     assert "\n" not in str(caught.value)
 

@@ -77,8 +77,14 @@ _LLAMA3 = {
         "original_max_position_embeddings": 32,
     }
 }
-_YARN = {"rope_parameters": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0,
-                             "original_max_position_embeddings": 64}}  # fmt: skip
+_YARN = {
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }
+}
 
 CHECKPOINTS: dict[str, Checkpoint] = {
     "qwen3_vl": Checkpoint("qwen3_vl", 6, 2, 32, layers=3, tied=True),
@@ -86,7 +92,11 @@ CHECKPOINTS: dict[str, Checkpoint] = {
     "qwen3_vl_dim128": Checkpoint("qwen3_vl", 2, 2, 128, layers=3, seed=2),
     "llava": Checkpoint("llava", 8, 2, 64, text_type="llama"),
     "llava_mistral": Checkpoint(
-        "llava", 3, 3, 32, text_type="mistral",
+        "llava",
+        3,
+        3,
+        32,
+        text_type="mistral",
         text={"sliding_window": None},
         extra={"vision_feature_layer": [-3, -1], "vision_feature_select_strategy": "full"},
     ),
@@ -100,18 +110,21 @@ CHECKPOINTS: dict[str, Checkpoint] = {
     "qwen3_yarn": Checkpoint("qwen3", 2, 2, 64, text=_YARN),
     "qwen2": Checkpoint("qwen2", 4, 4, 64),
     "qwen2_sliding": Checkpoint(
-        "qwen2", 6, 2, 32, layers=3, tied=True,
+        "qwen2",
+        6,
+        2,
+        32,
+        layers=3,
+        tied=True,
         text={"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1},
     ),
     "llama": Checkpoint("llama", 3, 1, 64, tied=True, text=_LLAMA3),
-    "llama_biased": Checkpoint(
-        "llama", 8, 2, 32, text={"attention_bias": True, "mlp_bias": True}
-    ),
+    "llama_biased": Checkpoint("llama", 8, 2, 32, text={"attention_bias": True, "mlp_bias": True}),
     "mistral": Checkpoint("mistral", 8, 1, 32, text={"sliding_window": 24}),
     "phi3": Checkpoint("phi3", 4, 4, 64, text=_long_rope(32, original=256)),
     "phi3_long": Checkpoint("phi3", 3, 1, 32, text=_long_rope(16, original=16), seed=1),
     "phi3_sliding": Checkpoint("phi3", 6, 2, 32, tied=True, text={"sliding_window": 24}),
-}  # fmt: skip
+}
 
 
 @functools.cache
@@ -125,9 +138,11 @@ def checkpoint(name: str) -> Path:
 def make_model(spec: Checkpoint) -> Any:
     """The transformers model of a checkpoint, float32, with lively random weights."""
     build = {
-        "qwen3_vl": _qwen3_vl, "llava": _llava, "llava_next": _llava_next,
+        "qwen3_vl": _qwen3_vl,
+        "llava": _llava,
+        "llava_next": _llava_next,
         "llava_onevision": _llava_onevision,
-    }.get(spec.model_type)  # fmt: skip
+    }.get(spec.model_type)
     if build is None:
         model = transformers.AutoModelForCausalLM.from_config(_text_config(spec, spec.model_type))
     else:
@@ -176,38 +191,59 @@ def _text_config(spec: Checkpoint, text_type: str) -> Any:
 
 def _clip(spec: Checkpoint) -> Any:
     return transformers.CLIPVisionConfig(
-        hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=2,
-        image_size=TILE, patch_size=PATCH, projection_dim=16,
-    )  # fmt: skip
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        image_size=TILE,
+        patch_size=PATCH,
+        projection_dim=16,
+    )
 
 
 def _llava(spec: Checkpoint) -> Any:
     values = {"vision_feature_layer": -2, "vision_feature_select_strategy": "default", **spec.extra}
     return transformers.LlavaConfig(
-        vision_config=_clip(spec), text_config=_text_config(spec, spec.text_type),
-        image_token_index=IMAGE_ID, tie_word_embeddings=spec.tied, **values,
-    )  # fmt: skip
+        vision_config=_clip(spec),
+        text_config=_text_config(spec, spec.text_type),
+        image_token_index=IMAGE_ID,
+        tie_word_embeddings=spec.tied,
+        **values,
+    )
 
 
 def _llava_next(spec: Checkpoint) -> Any:
     return transformers.LlavaNextConfig(
-        vision_config=_clip(spec), text_config=_text_config(spec, spec.text_type),
-        image_token_index=IMAGE_ID, image_grid_pinpoints=PINPOINTS,
-        tie_word_embeddings=spec.tied, **spec.extra,
-    )  # fmt: skip
+        vision_config=_clip(spec),
+        text_config=_text_config(spec, spec.text_type),
+        image_token_index=IMAGE_ID,
+        image_grid_pinpoints=PINPOINTS,
+        tie_word_embeddings=spec.tied,
+        **spec.extra,
+    )
 
 
 def _llava_onevision(spec: Checkpoint) -> Any:
     vision = transformers.SiglipVisionConfig(
-        hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=2,
-        image_size=TILE, patch_size=PATCH, vision_use_head=False,
-    )  # fmt: skip
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        image_size=TILE,
+        patch_size=PATCH,
+        vision_use_head=False,
+    )
     return transformers.LlavaOnevisionConfig(
-        vision_config=vision, text_config=_text_config(spec, spec.text_type),
-        image_token_index=IMAGE_ID, video_token_index=VIDEO_ID, image_grid_pinpoints=PINPOINTS,
+        vision_config=vision,
+        text_config=_text_config(spec, spec.text_type),
+        image_token_index=IMAGE_ID,
+        video_token_index=VIDEO_ID,
+        image_grid_pinpoints=PINPOINTS,
         # Fewer tiles than the largest grid has, so that the shrinking path runs too.
-        vision_aspect_ratio="anyres_max_2", tie_word_embeddings=spec.tied, **spec.extra,
-    )  # fmt: skip
+        vision_aspect_ratio="anyres_max_2",
+        tie_word_embeddings=spec.tied,
+        **spec.extra,
+    )
 
 
 def _qwen3_vl(spec: Checkpoint) -> Any:
@@ -221,16 +257,26 @@ def _qwen3_vl(spec: Checkpoint) -> Any:
         "mrope_interleaved": True,
     }
     vision = {
-        "depth": 3, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2,
-        "patch_size": PATCH, "spatial_merge_size": 2, "temporal_patch_size": 2,
-        "out_hidden_size": spec.heads * spec.head_dim, "num_position_embeddings": 64,
+        "depth": 3,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_heads": 2,
+        "patch_size": PATCH,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+        "out_hidden_size": spec.heads * spec.head_dim,
+        "num_position_embeddings": 64,
         "deepstack_visual_indexes": [0, 1],
-    }  # fmt: skip
+    }
     return transformers.Qwen3VLConfig(
-        text_config=text.to_dict(), vision_config=vision, image_token_id=IMAGE_ID,
-        video_token_id=VIDEO_ID, vision_start_token_id=VISION_START,
-        vision_end_token_id=VISION_END, tie_word_embeddings=spec.tied,
-    )  # fmt: skip
+        text_config=text.to_dict(),
+        vision_config=vision,
+        image_token_id=IMAGE_ID,
+        video_token_id=VIDEO_ID,
+        vision_start_token_id=VISION_START,
+        vision_end_token_id=VISION_END,
+        tie_word_embeddings=spec.tied,
+    )
 
 
 # A turn is written as pieces: 12 (so many text tokens), ("image", height, width) in pixels,

@@ -61,9 +61,13 @@ class Report:
 
 
 def compile_for_hopper(
-    module: str, kernel: str, types: dict[str, str], constants: dict[str, Any], num_warps: int,
+    module: str,
+    kernel: str,
+    types: dict[str, str],
+    constants: dict[str, Any],
+    num_warps: int,
     folder: Path,
-) -> Report:  # fmt: skip
+) -> Report:
     """Compile a kernel for sm_90a as the launcher would: pointers and strides divisible by 16.
 
     Args:
@@ -72,9 +76,13 @@ def compile_for_hopper(
     """
     target = folder / f"{kernel}.ptx"
     asked = {
-        "module": module, "kernel": kernel, "types": types, "constants": constants,
-        "num_warps": num_warps, "target": str(target),
-    }  # fmt: skip
+        "module": module,
+        "kernel": kernel,
+        "types": types,
+        "constants": constants,
+        "num_warps": num_warps,
+        "target": str(target),
+    }
     # In a process of its own: under TRITON_INTERPRET=1 there is nothing to compile.
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     command = [sys.executable, "-c", _COMPILE, json.dumps(asked)]

@@ -39,9 +39,20 @@ MODEL = str(bundled_model())
 def settings(folder: Path, **changes: Any) -> Settings:
     """A short run on the CPU in float32."""
     usual = dict(
-        model=MODEL, output=str(folder), budget=24.0, d_gate=48, bias=8.0, lr=4e-3, steps=4,
-        batch=2, device="cpu", dtype="float32", log_every=1, save_every=100, eval_every=0,
-    )  # fmt: skip
+        model=MODEL,
+        output=str(folder),
+        budget=24.0,
+        d_gate=48,
+        bias=8.0,
+        lr=4e-3,
+        steps=4,
+        batch=2,
+        device="cpu",
+        dtype="float32",
+        log_every=1,
+        save_every=100,
+        eval_every=0,
+    )
     return Settings(**(usual | changes))
 
 
@@ -162,28 +173,33 @@ def test_several_gpus_do_not_split_documents(
 @pytest.mark.slow
 def test_two_processes_give_the_loss_curve_of_one(tmp_path: Path) -> None:
     common = [
-        "--model", MODEL, "--data", "scenes:dense", "--steps", "4", "--log-every", "1",
-        "--budget", "24", "--d-gate", "48", "--bias", "8", "--lr", "4e-3", "--device", "cpu",
-        "--dtype", "float32", "--threads", "1",
-    ]  # fmt: skip
+        "--model",
+        MODEL,
+        *"--data scenes:dense --steps 4 --log-every 1 --budget 24 --d-gate 48 --bias 8".split(),
+        *"--lr 4e-3 --device cpu --dtype float32 --threads 1".split(),
+    ]
     alone = [sys.executable, "-m", "training.distill", "--accumulate", "2"]
     torchrun = [
-        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2",
-        "--master-port", "29617", "-m", "training.distill",
-    ]  # fmt: skip
+        sys.executable,
+        *"-m torch.distributed.run --nproc-per-node 2 --master-port 29617 -m".split(),
+        "training.distill",
+    ]
     # --multi_gpu is what makes it start several processes; they find no GPU, and talk by gloo.
     accelerate = [
-        sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2",
-        "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no",
-        "--main_process_port", "29619", "-m", "training.distill",
-    ]  # fmt: skip
+        sys.executable,
+        *"-m accelerate.commands.launch --multi_gpu --num_processes 2 --num_machines 1".split(),
+        *"--mixed_precision no --dynamo_backend no --main_process_port 29619 -m".split(),
+        "training.distill",
+    ]
     curves = []
     for name, command in (("alone", alone), ("torchrun", torchrun), ("accelerate", accelerate)):
         folder = tmp_path / name
         done = subprocess.run(
             [*command, *common, "--output", str(folder)],
-            env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
-        )  # fmt: skip
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+        )
         assert done.returncode == 0, done.stderr[-2000:]
         lines = [json.loads(line) for line in (folder / HISTORY).read_text().splitlines()]
         shown = ("loss", *PARTS)
@@ -226,14 +242,28 @@ def recipe_numbers(name: str) -> dict[str, Any]:
 def test_recipes_are_the_papers_numbers() -> None:
     """TRIM-KV, section 5.1 and appendix B.1; DBTrimKV, section 5.1 and appendix B.1."""
     trimkv, dbtrimkv = recipe_numbers("trimkv"), recipe_numbers("dbtrimkv")
-    both = {"lambda_cap": 1.0, "d_gate": 512, "lr": 2e-4, "batch": 1, "accumulate": 4, "clip": 1.0,
-            "warmup": 0.0, "loss": "kl+ntp"}  # fmt: skip
+    both = {
+        "lambda_cap": 1.0,
+        "d_gate": 512,
+        "lr": 2e-4,
+        "batch": 1,
+        "accumulate": 4,
+        "clip": 1.0,
+        "warmup": 0.0,
+        "loss": "kl+ntp",
+    }
     apart = {
-        "budget": (512.0, 64.0), "bias": (8.0, 18.0), "weight_decay": (0.01, 1e-6),
-        "schedule": ("linear", "cosine"), "gating": ("logit-scale", "log-bias"),
-        "scope": ("head", "global"), "gate": ("rg", "tied"), "tying": ("none", "paper"),
-        "normaliser": ("tt", "relative"), "recipe": ("trimkv", "dbtrimkv"),
-    }  # fmt: skip
+        "budget": (512.0, 64.0),
+        "bias": (8.0, 18.0),
+        "weight_decay": (0.01, 1e-6),
+        "schedule": ("linear", "cosine"),
+        "gating": ("logit-scale", "log-bias"),
+        "scope": ("head", "global"),
+        "gate": ("rg", "tied"),
+        "tying": ("none", "paper"),
+        "normaliser": ("tt", "relative"),
+        "recipe": ("trimkv", "dbtrimkv"),
+    }
     for name, value in both.items():
         assert trimkv[name] == dbtrimkv[name] == value, name
     for name, values in apart.items():
@@ -277,21 +307,33 @@ def test_options_override_the_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_card_says_what_decides_the_gates(tmp_path: Path) -> None:
     chosen = settings(tmp_path, model="owner/name", held_out_budget=12.0)
     described = {
-        "base_model": "owner/name", "base_sha256": "f00", "base_config_sha256": "ba5e",
+        "base_model": "owner/name",
+        "base_sha256": "f00",
+        "base_config_sha256": "ba5e",
         "base_dtype": "bfloat16",
-        "command": "python -m training.distill", "commit": None, "versions": {"mmkv": "9.9"},
-        "settings": asdict(chosen), "data": ["2*scenes:dense"],
+        "command": "python -m training.distill",
+        "commit": None,
+        "versions": {"mmkv": "9.9"},
+        "settings": asdict(chosen),
+        "data": ["2*scenes:dense"],
         "data_options": {"max_length": 777, "eval_data": ["held.jsonl"], "eval_samples": 5},
         "results": {"held_out_kl": 0.25},
-    }  # fmt: skip
+    }
     write_card(tmp_path, described)
     card = ModelCard.load(tmp_path / "README.md")
     assert card.data.base_model == "owner/name" and card.data.library_name == "mmkv"
     for words in (
-        "commit unknown", "`f00`", "`ba5e`", "- `2*scenes:dense`", "| max_length | 777 |",
-        "- `held.jsonl`", "| eval_samples | 5 |", "at M = 12", "| held_out_kl | 0.25 |",
+        "commit unknown",
+        "`f00`",
+        "`ba5e`",
+        "- `2*scenes:dense`",
+        "| max_length | 777 |",
+        "- `held.jsonl`",
+        "| eval_samples | 5 |",
+        "at M = 12",
+        "| held_out_kl | 0.25 |",
         "mmkv chat owner/name --gates THIS_FOLDER --policy dbtrimkv --budget 24",
-    ):  # fmt: skip
+    ):
         assert words in card.text, words
     write_card(tmp_path, described | {"base_model": str(tmp_path)})
     assert ModelCard.load(tmp_path / "README.md").data.base_model is None

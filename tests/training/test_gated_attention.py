@@ -103,8 +103,12 @@ def test_flex_blocks_are_those_of_the_dense_mask(packed: bool, steps: int) -> No
     got = module._block_mask(start if packed else None, steps, torch.device("cpu"))
     want = create_block_mask(
         lambda b, h, t, i: (i <= t) & (i >= start[b, t]),
-        len(start), None, steps, steps, device="cpu",
-    )  # fmt: skip
+        len(start),
+        None,
+        steps,
+        steps,
+        device="cpu",
+    )
     assert got.seq_lengths == want.seq_lengths
     assert torch.equal(got.to_dense(), want.to_dense())
     # A partial last block of queries is never "full" to create_block_mask, and may be to us.

@@ -211,9 +211,12 @@ class _Bf16Copies:
 def _linear(weight: Tensor, bias: Tensor | None, bf16: _Bf16Copies | None = None) -> Linear:
     rows, width = weight.shape
     return Linear(
-        weight.data_ptr(), None if bias is None else bias.data_ptr(),
-        None if bf16 is None else bf16.of(weight), rows, width,
-    )  # fmt: skip
+        weight.data_ptr(),
+        None if bias is None else bias.data_ptr(),
+        None if bf16 is None else bf16.of(weight),
+        rows,
+        width,
+    )
 
 
 def _layer(layer: LayerWeights, gate: LayerGate | None, bf16: _Bf16Copies) -> Layer:

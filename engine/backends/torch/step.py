@@ -74,9 +74,15 @@ class PrefillChunk:
             assert self.now is not None
             where = self.position.repeat(spec.num_kv_heads, spec.group)
             out = windowed_attention(
-                grouped, where, pool.keys, pool.values, pool.position,
-                self.now[layer], scale, limit,
-            )  # fmt: skip
+                grouped,
+                where,
+                pool.keys,
+                pool.values,
+                pool.position,
+                self.now[layer],
+                scale,
+                limit,
+            )
         else:
             out, lse = chunk_attention(query, key, value, scale)
             past = self._attend_to_past(layer, query, grouped, scale)
@@ -153,9 +159,15 @@ class DecodeStep:
         if limit and limit < self.seen:
             where = self.position.repeat_interleave(spec.num_kv_heads)[:, None]
             out = windowed_attention(
-                grouped, where.expand(-1, spec.group), pool.keys, pool.values, pool.position,
-                self.work[layer], scale, limit,
-            )  # fmt: skip
+                grouped,
+                where.expand(-1, spec.group),
+                pool.keys,
+                pool.values,
+                pool.position,
+                self.work[layer],
+                scale,
+                limit,
+            )
         else:
             out, _ = ragged_attention(grouped, pool.keys, pool.values, self.work[layer], scale)
         return out.view(query.shape[0], -1)

@@ -47,8 +47,13 @@ def load_gates(source: str | Path, spec: DecoderSpec) -> Gates:
     except FileNotFoundError as error:
         raise GateError(f"{path.parent} has no {_INFO}; copy it beside {path.name}") from error
     except (
-        SafetensorError, ValueError, pickle.UnpicklingError, RuntimeError, EOFError, OSError,
-    ) as error:  # fmt: skip
+        SafetensorError,
+        ValueError,
+        pickle.UnpicklingError,
+        RuntimeError,
+        EOFError,
+        OSError,
+    ) as error:
         reason = str(error).splitlines()[0][:120] if str(error) else type(error).__name__
         raise GateError(f"cannot read gates from {path}: {reason}; fetch the file again") from error
     if not isinstance(info, dict) or info.get("format") != FORMAT:

@@ -115,16 +115,24 @@ TYPES = dict.fromkeys(LONGS, "*i64") | {"error": "*i32"} | dict.fromkeys(["rows"
 
 
 @needs_compiler
-@pytest.mark.parametrize(("kernel", "registers", "shared"), [
-    ("count_kernel", 40, 64), ("take_kernel", 64, 4096),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kernel", "registers", "shared"),
+    [
+        ("count_kernel", 40, 64),
+        ("take_kernel", 64, 4096),
+    ],
+)
 def test_kernels_fit_a_hopper_sm(kernel: str, registers: int, shared: int, tmp_path: Path) -> None:
     """36 layers of 8 heads, 64 batch slots."""
     from engine.backends.cuda.kernels import append_triton as ours
 
     report = compile_for_hopper(
-        "engine.backends.cuda.kernels.append_triton", kernel, {**TYPES, "batch_slots": "i32"},
-        {"PAGE": 16, "BLOCK": 512, "LANES": 64}, ours.WARPS, tmp_path,
-    )  # fmt: skip
+        "engine.backends.cuda.kernels.append_triton",
+        kernel,
+        {**TYPES, "batch_slots": "i32"},
+        {"PAGE": 16, "BLOCK": 512, "LANES": 64},
+        ours.WARPS,
+        tmp_path,
+    )
     assert (report.registers <= registers, report.spills) == (True, 0)
     assert report.shared <= shared

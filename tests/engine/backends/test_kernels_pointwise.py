@@ -60,9 +60,12 @@ def allowance(form: Callable[..., Tensor], dtype: torch.dtype, roundings: int) -
 @pytest.mark.parametrize(("tokens", "width"), [(1, 1), (3, 24), (2, 2560), (2, 4096), (1, 5120)])
 @pytest.mark.parametrize("with_residual", [False, True])
 def test_rms_norm(
-    form: Callable[..., tuple[Tensor, Tensor]], dtype: torch.dtype, tokens: int, width: int,
+    form: Callable[..., tuple[Tensor, Tensor]],
+    dtype: torch.dtype,
+    tokens: int,
+    width: int,
     with_residual: bool,
-) -> None:  # fmt: skip
+) -> None:
     x, gain = normal(tokens, width, dtype=dtype, std=3), normal(width, dtype=dtype, seed=1)
     residual = normal(tokens, width, dtype=dtype, seed=2, std=30) if with_residual else None
     before = None if residual is None else residual.clone()
@@ -269,9 +272,13 @@ def test_rms_norm_fits_a_hopper_sm(width: int, add: bool, tmp_path: Path) -> Non
     types = dict.fromkeys(("x", "residual", "gain", "normed", "total"), "*bf16")
     types |= {"x_row": "i32", "residual_row": "i32", "eps": "fp32"}
     report = compile_for_hopper(
-        norm_triton.__name__, "rms_norm_kernel", types,
-        {"ADD": add, "WIDTH": width, "BLOCK": 4096}, norm_triton.warps(4096), tmp_path,
-    )  # fmt: skip
+        norm_triton.__name__,
+        "rms_norm_kernel",
+        types,
+        {"ADD": add, "WIDTH": width, "BLOCK": 4096},
+        norm_triton.warps(4096),
+        tmp_path,
+    )
     assert report.spills == 0 and report.registers <= 40 and report.shared <= 128
     assert "ld.global.v4.b32" in report.ptx and "st.global.v4.b32" in report.ptx
 
@@ -282,9 +289,12 @@ def test_swiglu_fits_a_hopper_sm(tmp_path: Path) -> None:
     from engine.backends.cuda.kernels import swiglu_triton
 
     report = compile_for_hopper(
-        swiglu_triton.__name__, "swiglu_kernel",
+        swiglu_triton.__name__,
+        "swiglu_kernel",
         {"gate_up": "*bf16", "out": "*bf16", "row_stride": "i32"},
-        {"WIDTH": 12288, "BLOCK": swiglu_triton.BLOCK}, swiglu_triton.WARPS, tmp_path,
-    )  # fmt: skip
+        {"WIDTH": 12288, "BLOCK": swiglu_triton.BLOCK},
+        swiglu_triton.WARPS,
+        tmp_path,
+    )
     assert report.spills == 0 and report.registers <= 32 and report.shared == 0
     assert "ld.global.v4.b32" in report.ptx and "st.global.v4.b32" in report.ptx

@@ -111,9 +111,13 @@ def test_kernel_fits_a_hopper_sm(queries, tmp_path: Path) -> None:
     types |= dict.fromkeys(strides, "i32")
     constants = {"G": 4, "D": 128, "BLOCK_D": 128, "P": 16, "BLOCK": block, "TILE": tile}
     report = compile_for_hopper(
-        "kernels.prefill_attention_triton", "prefill_kernel", types, constants, warps,
+        "kernels.prefill_attention_triton",
+        "prefill_kernel",
+        types,
+        constants,
+        warps,
         tmp_path,
-    )  # fmt: skip
+    )
     assert report.spills == 0 and report.registers <= (256 if warps == 4 else 192)
     assert report.shared <= (113 if warps == 4 else 227) * 1024
     assert "wgmma.mma_async" in report.ptx and "cp.async.wait_group \t2" in report.ptx

@@ -35,9 +35,16 @@ class Case:
 
     @classmethod
     def make(
-        cls, lengths: list[list[int]], group: int, head_dim: int, window: int, page: int = 8,
-        layers: int = 1, known: int | None = None, dtype: torch.dtype = torch.float32,
-    ) -> Case:  # fmt: skip
+        cls,
+        lengths: list[list[int]],
+        group: int,
+        head_dim: int,
+        window: int,
+        page: int = 8,
+        layers: int = 1,
+        known: int | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> Case:
         """``lengths[sequence][layer * heads + head]``; tokens 0 .. seen - 1 were seen."""
         generator = torch.Generator().manual_seed(len(lengths) + group + head_dim)
 
@@ -77,9 +84,16 @@ class Case:
         if out is None:
             out = torch.full((len(batch_slots), *cache.table.shape[1:3], size), 7.0, device=DEVICE)
         return form(
-            self.query, self.query_position, cache.pool.keys, cache.pool.position, cache.length,
-            cache.table, torch.tensor(batch_slots, device=DEVICE), self.scale, out,
-        )  # fmt: skip
+            self.query,
+            self.query_position,
+            cache.pool.keys,
+            cache.pool.position,
+            cache.length,
+            cache.table,
+            torch.tensor(batch_slots, device=DEVICE),
+            self.scale,
+            out,
+        )
 
     def spread(self, seq: int, values: Tensor) -> Tensor:
         """``values [N]`` of a sequence's entries as ``[L, H, W P]``, 0 elsewhere."""
@@ -96,10 +110,16 @@ class Case:
         eager.restore(self.query[seq], self.query_position[seq])
         live, pool = cache.entries(seq), cache.pool
         view = CacheView(
-            self.seen, cache.layers, cache.kv_heads, live.row, cache.length[seq].flatten(),
-            pool.position.view(-1)[live.slot].long(), pool.log_beta.view(-1)[live.slot],
-            pool.modality.view(-1)[live.slot], lambda view: view.log_beta,
-        )  # fmt: skip
+            self.seen,
+            cache.layers,
+            cache.kv_heads,
+            live.row,
+            cache.length[seq].flatten(),
+            pool.position.view(-1)[live.slot].long(),
+            pool.log_beta.view(-1)[live.slot],
+            pool.modality.view(-1)[live.slot],
+            lambda view: view.log_beta,
+        )
         return self.spread(seq, eager.attention(cache, seq, live, view))
 
     def exact(self, seq: int) -> Tensor:
@@ -132,9 +152,17 @@ def assert_close(got: Tensor, want: Tensor) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(
     ("group", "head_dim", "window", "page"),
-    [(1, 32, 16, 8), (2, 64, 16, 16), (3, 96, 5, 8), (4, 128, 16, 16), (8, 128, 16, 64),
-     (7, 32, 16, 8), (5, 64, 1, 8), (6, 32, 32, 16)],
-)  # fmt: skip
+    [
+        (1, 32, 16, 8),
+        (2, 64, 16, 16),
+        (3, 96, 5, 8),
+        (4, 128, 16, 16),
+        (8, 128, 16, 64),
+        (7, 32, 16, 8),
+        (5, 64, 1, 8),
+        (6, 32, 32, 16),
+    ],
+)
 def test_matches_the_eager_window(
     form: Callable[..., Tensor],
     dtype: torch.dtype,
@@ -230,9 +258,15 @@ def test_dispatch_allocates_zeros() -> None:
     case = Case.make([[12, 3], [4, 9]], 2, 32, 4)
     cache, seqs = case.cache, torch.tensor([1, -1], device=DEVICE)
     got = window_scores(
-        case.query, case.query_position, cache.pool.keys, cache.pool.position, cache.length,
-        cache.table, seqs, case.scale,
-    )  # fmt: skip
+        case.query,
+        case.query_position,
+        cache.pool.keys,
+        cache.pool.position,
+        cache.length,
+        cache.table,
+        seqs,
+        case.scale,
+    )
     assert got.shape == (2, 1, 2, cache.table.shape[-1] * cache.pool.page_size)
     assert not got[1].any()
     assert_close(got[0], case.eager(1))

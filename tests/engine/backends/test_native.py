@@ -33,13 +33,28 @@ from tests.support.sessions import load, save_checkpoint, state, text_ids
 needs_native = pytest.mark.skipif(not available(), reason=f"native decode step: {reason()}")
 # KV groups 1, 3, 4 and 8, head sizes 32, 64 and 128, normed q and k, biases, tied heads, pictures
 # with and without M-RoPE, scaled, partial and long rope; and sizes that no vector divides.
-MODELS = ["qwen3_vl", "qwen3_vl_group8", "llava", "qwen3", "qwen3_yarn", "qwen2", "llama_biased",
-          "phi3", "phi3_long", "odd"]  # fmt: skip
+MODELS = [
+    "qwen3_vl",
+    "qwen3_vl_group8",
+    "llava",
+    "qwen3",
+    "qwen3_yarn",
+    "qwen2",
+    "llama_biased",
+    "phi3",
+    "phi3_long",
+    "odd",
+]
 ODD = Checkpoint("llama", 3, 1, 22, text={"vocab_size": 157, "intermediate_size": 90})
 POLICIES = [
-    ("full", 2), ("dbtrimkv", 1), ("dbtrimkv", 2), ("dbtrimkv", 7), ("dbtrimkv", math.inf),
-    ("trimkv", 2), ("streamingllm", 2),
-]  # fmt: skip
+    ("full", 2),
+    ("dbtrimkv", 1),
+    ("dbtrimkv", 2),
+    ("dbtrimkv", 7),
+    ("dbtrimkv", math.inf),
+    ("trimkv", 2),
+    ("streamingllm", 2),
+]
 
 
 @functools.cache

@@ -86,8 +86,10 @@ def test_a_batch_answers_as_one_by_one(chat: Any) -> None:
 def test_rounds_add_their_own_tokens_only(chat: Any) -> None:
     """Under a budget, where reading the history again would not give the same cache."""
     dialogues = [dense(seed, "heldout", 2, 4, search=False) for seed in range(2)]
-    docs = [[[render(p) if not isinstance(p, str) else p for p in t.parts()] for t in d]
-            for d in dialogues]  # fmt: skip
+    docs = [
+        [[render(p) if not isinstance(p, str) else p for p in t.parts()] for t in d]
+        for d in dialogues
+    ]
 
     def messages(doc: Any, round_idx: int = 0, previous_output: Any = (), **_: Any) -> Any:
         made: list[Any] = []
@@ -131,9 +133,12 @@ def test_mmdu_is_answered_as_by_its_own_loop(chat: Any) -> None:
     asked = requests_of(chat, [d.row for d in dialogues], give, max_new_tokens=24)
     for dialogue, result in zip(dialogues, chat.generate_until_multi_round(asked), strict=True):
         texts, turns = answer(
-            chat.engine, dialogue, find_pictures(dialogue, data), mmkv.Sampling(max_new_tokens=24),
+            chat.engine,
+            dialogue,
+            find_pictures(dialogue, data),
+            mmkv.Sampling(max_new_tokens=24),
             SYSTEM_PROMPT,
-        )  # fmt: skip
+        )
         assert result.text == texts
         counts = result.token_counts.to_dict()
         assert counts["input_tokens"] == sum(turn["prompt_tokens"] for turn in turns)
@@ -188,9 +193,14 @@ def test_the_simple_form_stops_where_the_task_says(simple: Any) -> None:
 
     def ask(**gen_kwargs: Any) -> str:
         request = instance(
-            "generate_until", "<image>name every cell.", gen_kwargs, lambda doc: [doc["image"]],
-            0, TASK, SPLIT,
-        )  # fmt: skip
+            "generate_until",
+            "<image>name every cell.",
+            gen_kwargs,
+            lambda doc: [doc["image"]],
+            0,
+            TASK,
+            SPLIT,
+        )
         return simple.generate_until([request])[0].text
 
     whole = ask(max_new_tokens=24, until=["\n\n"])

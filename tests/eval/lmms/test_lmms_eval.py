@@ -73,10 +73,19 @@ def ours(data: Path, home: Path, tmp_path_factory: pytest.TempPathFactory) -> Wr
     output = tmp_path_factory.mktemp("ours")
     tasks = ",".join([*PICTURES, *VIDEOS, "mmdu"])
     done = run(
-        ["mmkv", "eval", "--tasks", tasks, "--model", str(MODEL), "--data", str(data),
-         "--output", str(output), "--policy", "full", "--dtype", "float32", "--batch-size", "3"],
+        [
+            *"mmkv eval --tasks".split(),
+            tasks,
+            "--model",
+            str(MODEL),
+            "--data",
+            str(data),
+            "--output",
+            str(output),
+            *"--policy full --dtype float32 --batch-size 3".split(),
+        ],
         home,
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     assert done.stderr.strip().splitlines()[-1].startswith("mmkv: results in ")
     return written(output)
@@ -193,8 +202,15 @@ def test_mmdu_is_answered_and_scored_as_by_its_own_command(
 ) -> None:
     low, high = CHAT_IMAGES
     answers = tmp_path / "answers"
-    options = ["--policy", "full", "--dtype", "float32", "--system", SYSTEM_PROMPT, "--quiet",
-               "--min-pixels", str(low), "--max-pixels", str(high)]  # fmt: skip
+    options = [
+        *"--policy full --dtype float32 --system".split(),
+        SYSTEM_PROMPT,
+        "--quiet",
+        "--min-pixels",
+        str(low),
+        "--max-pixels",
+        str(high),
+    ]
     assert command(["mmdu", "--output", str(answers), *options]) == 0
     dialogues, _ = read_benchmark(data / "mmdu" / "benchmark.json")
     samples, folder = ours.samples("mmdu_local"), AnswerFolder(answers)
@@ -226,12 +242,19 @@ def test_two_processes_write_what_one_does(
     ours: Written, data: Path, home: Path, tmp_path: Path
 ) -> None:
     done = run(
-        ["accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1",
-         "--mixed_precision", "no", "--dynamo_backend", "no", "-m", "mmkv", "eval",
-         "--tasks", "mmstar,mmdu", "--model", str(MODEL), "--data", str(data),
-         "--output", str(tmp_path), "--policy", "full", "--dtype", "float32"],
+        [
+            *"accelerate.commands.launch --multi_gpu --num_processes 2 --num_machines 1".split(),
+            *"--mixed_precision no --dynamo_backend no -m mmkv eval --tasks mmstar,mmdu".split(),
+            "--model",
+            str(MODEL),
+            "--data",
+            str(data),
+            "--output",
+            str(tmp_path),
+            *"--policy full --dtype float32".split(),
+        ],
         home,
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     assert "on rank 1" in done.stdout + done.stderr
     theirs = written(tmp_path)
@@ -246,12 +269,19 @@ def test_replies_are_those_of_lmms_evals_own_adapter(
 ) -> None:
     names = write(list(PICTURES), tmp_path / "tasks", data)
     done = run(
-        ["tests.support.lmms_builtin", "--model", "qwen3_vl", "--device", "cpu",
-         "--model_args", f"pretrained={MODEL},device_map=cpu", "--tasks", ",".join(names),
-         "--include_path", str(tmp_path / "tasks"), "--output_path", str(tmp_path / "out"),
-         "--log_samples"],
+        [
+            *"tests.support.lmms_builtin --model qwen3_vl --device cpu --model_args".split(),
+            f"pretrained={MODEL},device_map=cpu",
+            "--tasks",
+            ",".join(names),
+            "--include_path",
+            str(tmp_path / "tasks"),
+            "--output_path",
+            str(tmp_path / "out"),
+            "--log_samples",
+        ],
         home,
-    )  # fmt: skip
+    )
     assert list((tmp_path / "out").rglob("*_results.json")), done.stdout[-3000:]
     theirs = written(tmp_path / "out")
     for name in names:
@@ -265,10 +295,18 @@ def test_replies_are_those_of_lmms_evals_own_adapter(
 def test_a_failed_evaluation_fails_the_command(data: Path, home: Path, tmp_path: Path) -> None:
     """lmms-eval itself ends with exit code 0 here."""
     done = run(
-        ["mmkv", "eval", "--tasks", "mmstar", "--model", str(MODEL), "--data", str(data),
-         "--output", str(tmp_path), "--gates", str(tmp_path / "missing")],
+        [
+            *"mmkv eval --tasks mmstar --model".split(),
+            str(MODEL),
+            "--data",
+            str(data),
+            "--output",
+            str(tmp_path),
+            "--gates",
+            str(tmp_path / "missing"),
+        ],
         home,
-    )  # fmt: skip
+    )
     assert done.returncode == 1
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith(f"mmkv: error: no gates at {tmp_path}/missing"), last

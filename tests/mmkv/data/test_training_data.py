@@ -40,10 +40,12 @@ def image(path: Path, colour: str = "red", size: tuple[int, int] = (64, 64)) -> 
 def content(row: Any) -> list[list[Any]]:
     """Per message its parts: a text, or (kind, file name)."""
     return [
-        [p["text"] if p["type"] == "text" else (p["type"], Path(p[p["type"]]).name)
-         for p in message["content"]]
+        [
+            p["text"] if p["type"] == "text" else (p["type"], Path(p[p["type"]]).name)
+            for p in message["content"]
+        ]
         for message in row.messages
-    ]  # fmt: skip
+    ]
 
 
 # --- readers ---
@@ -188,8 +190,17 @@ def test_files_that_cannot_be_used(tmp_path: Path) -> None:
     lines(tmp_path / "rows.jsonl", {"prompt": 1})
     lines(tmp_path / "none.jsonl", {"messages": turns("q")})
     (tmp_path / "empty.jsonl").write_text("")
-    names = ("odd.bin", "latin.txt", "half.json", "blank.txt", "rows.jsonl", "none.jsonl",
-             "empty.jsonl", "gone.jsonl", "")  # fmt: skip
+    names = (
+        "odd.bin",
+        "latin.txt",
+        "half.json",
+        "blank.txt",
+        "rows.jsonl",
+        "none.jsonl",
+        "empty.jsonl",
+        "gone.jsonl",
+        "",
+    )
     for name in names:
         with pytest.raises(DataError) as raised:
             RowFile(tmp_path / name, report=lambda line: None)
@@ -230,8 +241,13 @@ def test_mixture_order_is_a_function_of_the_seed() -> None:
         assert fresh[n] == whole[n][1]
     # Nothing in it may change from release to release: a resumed run would see other data.
     assert [item for _, item in whole[:6]] == [
-        ("a", 5), ("a", 6), ("a", 3), ("c", 0), ("c", 0), ("b", 37)
-    ]  # fmt: skip
+        ("a", 5),
+        ("a", 6),
+        ("a", 3),
+        ("c", 0),
+        ("c", 0),
+        ("b", 37),
+    ]
 
 
 def test_mixture_epochs_and_weights() -> None:
@@ -270,9 +286,13 @@ def test_a_resumed_mixture_reads_nothing_before() -> None:
 
 def test_mixture_refuses() -> None:
     for sources, weights, seed in (
-        ([], [], 0), ([[]], [1], 0), ([[1]], [0], 0), ([[1]], [1, 2], 0), ([[1]], [1], -1),
+        ([], [], 0),
+        ([[]], [1], 0),
+        ([[1]], [0], 0),
+        ([[1]], [1, 2], 0),
+        ([[1]], [1], -1),
         ([[1]], [float("nan")], 0),
-    ):  # fmt: skip
+    ):
         with pytest.raises(DataError):
             Mixture(sources, weights, seed)
     with pytest.raises(IndexError):

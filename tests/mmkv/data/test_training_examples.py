@@ -54,8 +54,18 @@ SAYS = {
     "smollm": (SMOL, r"<\|im_start\|>assistant\n(.*?<\|im_end\|>)"),
     "chatml": (CHATML, r"<\|im_start\|>assistant\n(.*?<\|im_end\|>)"),
 }
-MARKERS = ["<s>", "</s>", "<|start|>", "<|end|>", "<|eot|>", "<|im_start|>", "<|im_end|>",
-           "<|user|>", "<|assistant|>", "<|endoftext|>"]  # fmt: skip
+MARKERS = [
+    "<s>",
+    "</s>",
+    "<|start|>",
+    "<|end|>",
+    "<|eot|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|user|>",
+    "<|assistant|>",
+    "<|endoftext|>",
+]
 TALK = turns("what is red?", "a red thing", "and\nblue?", "red\n\n blue ", "thanks", "red: blue")
 
 
@@ -222,8 +232,13 @@ def test_long_chats_are_dropped_or_cut_between_turns(bundled: Processor, tmp_pat
     whole = encode(bundled, messages)
     two, one = (encode(bundled, messages[:count]) for count in (4, 2))
     reported: list[str] = []
-    for limit, wanted in ((len(whole), whole), (len(whole) - 1, two), (len(two), two),
-                          (len(two) - 1, one), (len(one) - 1, None)):  # fmt: skip
+    for limit, wanted in (
+        (len(whole), whole),
+        (len(whole) - 1, two),
+        (len(two), two),
+        (len(two) - 1, one),
+        (len(one) - 1, None),
+    ):
         cutter = Encoder(bundled, limit, "cut", reported.append)
         made = cutter(chat(messages))
         if wanted is None:

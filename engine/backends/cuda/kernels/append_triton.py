@@ -27,23 +27,52 @@ def make_room(room: Room, rows: Rows, seqs: Tensor) -> Tensor:
     width = rows.table.shape[-1]
     block = triton.next_power_of_2(count)
     count_kernel[(batch_slots,)](
-        seqs, rows.length, rows.top, room.error, room.wanted, room.top_before, count, width,
-        PAGE=rows.page_size, BLOCK=block, num_warps=WARPS,
-    )  # fmt: skip
-    take_kernel[(batch_slots,)](
-        seqs, rows.length, rows.table, rows.stack, rows.top, room.error, room.wanted,
-        room.top_before, room.slots, count, width, batch_slots,
-        PAGE=rows.page_size, BLOCK=block, BATCH=triton.next_power_of_2(batch_slots),
+        seqs,
+        rows.length,
+        rows.top,
+        room.error,
+        room.wanted,
+        room.top_before,
+        count,
+        width,
+        PAGE=rows.page_size,
+        BLOCK=block,
         num_warps=WARPS,
-    )  # fmt: skip
+    )
+    take_kernel[(batch_slots,)](
+        seqs,
+        rows.length,
+        rows.table,
+        rows.stack,
+        rows.top,
+        room.error,
+        room.wanted,
+        room.top_before,
+        room.slots,
+        count,
+        width,
+        batch_slots,
+        PAGE=rows.page_size,
+        BLOCK=block,
+        BATCH=triton.next_power_of_2(batch_slots),
+        num_warps=WARPS,
+    )
     return room.slots
 
 
 @triton.jit
 def count_kernel(
-    seqs, length, top, error, wanted, top_before, rows, width,
-    PAGE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    seqs,
+    length,
+    top,
+    error,
+    wanted,
+    top_before,
+    rows,
+    width,
+    PAGE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Pages that one batch slot takes; grid (B)."""
     batch_slot = tl.program_id(0)
     seq = tl.load(seqs + batch_slot)
@@ -61,9 +90,22 @@ def count_kernel(
 
 @triton.jit
 def take_kernel(
-    seqs, length, table, stack, top, error, wanted, top_before, slots, rows, width, batch_slots,
-    PAGE: tl.constexpr, BLOCK: tl.constexpr, BATCH: tl.constexpr,
-):  # fmt: skip
+    seqs,
+    length,
+    table,
+    stack,
+    top,
+    error,
+    wanted,
+    top_before,
+    slots,
+    rows,
+    width,
+    batch_slots,
+    PAGE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BATCH: tl.constexpr,
+):
     """Pages, lengths and slots of one batch slot; grid (B)."""
     batch_slot = tl.program_id(0)
     other = tl.arange(0, BATCH)

@@ -48,21 +48,48 @@ def decode_attention(
     """See :func:`engine.backends.cuda.kernels.decode_attention.decode_attention`; one launch."""
     heads, head_dim, group = work.heads, query.shape[2], query.shape[1] // work.heads
     decode_kernel[(work.runs.shape[1],)](
-        query, keys, values, table, work.rows[layer], work.runs[layer],
-        partials.out, partials.peak, partials.total, partials.arrived,
-        out, out if lse is None else lse,
-        query.stride(0), query.stride(1), table.shape[-1], scale,
-        HEADS=heads, G=group, GROUP=triton.next_power_of_2(group), D=head_dim,
-        BLOCK_D=triton.next_power_of_2(head_dim), P=keys.shape[1], TILE=work.tile,
-        WRITE_LSE=lse is not None, num_warps=WARPS, num_stages=STAGES,
-    )  # fmt: skip
+        query,
+        keys,
+        values,
+        table,
+        work.rows[layer],
+        work.runs[layer],
+        partials.out,
+        partials.peak,
+        partials.total,
+        partials.arrived,
+        out,
+        out if lse is None else lse,
+        query.stride(0),
+        query.stride(1),
+        table.shape[-1],
+        scale,
+        HEADS=heads,
+        G=group,
+        GROUP=triton.next_power_of_2(group),
+        D=head_dim,
+        BLOCK_D=triton.next_power_of_2(head_dim),
+        P=keys.shape[1],
+        TILE=work.tile,
+        WRITE_LSE=lse is not None,
+        num_warps=WARPS,
+        num_stages=STAGES,
+    )
 
 
 @triton.jit
 def _merge(
-    partial, peaks, totals, first, pieces, factor,
-    G: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
+    partial,
+    peaks,
+    totals,
+    first,
+    pieces,
+    factor,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
     """Sums ``[GROUP, BLOCK_D]``, peak and total of a row from its pieces, in their order."""
     BLOCK: tl.constexpr = MERGE_ELEMENTS // (GROUP * BLOCK_D)
     batch_slot, g, d = tl.arange(0, BLOCK), tl.arange(0, GROUP), tl.arange(0, BLOCK_D)
@@ -79,8 +106,10 @@ def _merge(
         part = tl.load(totals + to, mask=there, other=0.0, cache_modifier=".cg")
         body = tl.load(
             partial + to[:, :, None] * D + d[None, None, :],
-            mask=there[:, :, None] & (d < D)[None, None, :], other=0.0, cache_modifier=".cg",
-        )  # fmt: skip
+            mask=there[:, :, None] & (d < D)[None, None, :],
+            other=0.0,
+            cache_modifier=".cg",
+        )
         high = tl.maximum(peak, tl.max(top, 0))
         shrink = tl.exp2((peak - high) * factor)
         share = tl.exp2((top - high[None, :]) * factor)
@@ -92,9 +121,19 @@ def _merge(
 
 @triton.jit
 def _write(
-    out, lse, row, acc, peak, total, scale,
-    G: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr, BLOCK_D: tl.constexpr, LSE: tl.constexpr,
-):  # fmt: skip
+    out,
+    lse,
+    row,
+    acc,
+    peak,
+    total,
+    scale,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    LSE: tl.constexpr,
+):
     """Store what a row's sums ``acc [GROUP, BLOCK_D]``, ``peak``, ``total [GROUP]`` amount to."""
     g, d = tl.arange(0, GROUP), tl.arange(0, BLOCK_D)
     to = row * G + g
@@ -107,11 +146,31 @@ def _write(
 
 @triton.jit
 def decode_kernel(
-    query, keys, values, table, rows, runs, partial, peaks, totals, arrived, out, lse,
-    query_batch, query_head, width, scale,
-    HEADS: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
-    BLOCK_D: tl.constexpr, P: tl.constexpr, TILE: tl.constexpr, WRITE_LSE: tl.constexpr,
-):  # fmt: skip
+    query,
+    keys,
+    values,
+    table,
+    rows,
+    runs,
+    partial,
+    peaks,
+    totals,
+    arrived,
+    out,
+    lse,
+    query_batch,
+    query_head,
+    width,
+    scale,
+    HEADS: tl.constexpr,
+    G: tl.constexpr,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    P: tl.constexpr,
+    TILE: tl.constexpr,
+    WRITE_LSE: tl.constexpr,
+):
     """One run of one layer; grid (N,)."""
     run = tl.program_id(0)
     tiles = tl.load(runs + run * 8)
@@ -130,8 +189,9 @@ def decode_kernel(
     # Page ids are read one tile before keys and values, which then need not wait for them.
     pages = tl.load(
         table + source.to(tl.int64) * width + (at + batch_slot) // P,
-        mask=(at + batch_slot < entries) & (tiles > 0), other=0,
-    ).to(tl.int32)  # fmt: skip
+        mask=(at + batch_slot < entries) & (tiles > 0),
+        other=0,
+    ).to(tl.int32)
     # A plain range: under tl.range(num_stages=...) the compiler stages the page ids as well, and
     # then gives up on the overlap of all loads.
     for step in range(0, tiles):
@@ -141,10 +201,13 @@ def decode_kernel(
         # The query is read with every tile (an eighth of its bytes at most, from L2), so
         # that a new row does not stop the loop.
         q = tl.load(
-            query + (row // HEADS).to(tl.int64) * query_batch
-            + ((row % HEADS) * G + g)[:, None] * query_head + d[None, :],
-            mask=live, other=0.0,
-        )  # fmt: skip
+            query
+            + (row // HEADS).to(tl.int64) * query_batch
+            + ((row % HEADS) * G + g)[:, None] * query_head
+            + d[None, :],
+            mask=live,
+            other=0.0,
+        )
         key = tl.load(keys + slot[:, None] + d[None, :], mask=mask, other=0.0)
         value = tl.load(values + slot[:, None] + d[None, :], mask=mask, other=0.0)
         scores = tl.dot(q, tl.trans(key), input_precision="ieee")
@@ -155,9 +218,7 @@ def decode_kernel(
         shrink = tl.exp2((peak - base) * factor)
         weight = tl.exp2((scores - base[:, None]) * factor)
         total = total * shrink[:, None] + weight
-        acc = tl.dot(
-            weight.to(value.dtype), value, acc * shrink[:, None], input_precision="ieee"
-        )  # fmt: skip
+        acc = tl.dot(weight.to(value.dtype), value, acc * shrink[:, None], input_precision="ieee")
         peak = high
 
         ends = at + TILE >= entries
@@ -184,8 +245,9 @@ def decode_kernel(
             at += TILE
         pages = tl.load(
             table + source.to(tl.int64) * width + (at + batch_slot) // P,
-            mask=(at + batch_slot < entries) & more, other=0,
-        ).to(tl.int32)  # fmt: skip
+            mask=(at + batch_slot < entries) & more,
+            other=0,
+        ).to(tl.int32)
 
     # A run shares with others at most its first row and its last. Both are told of at once.
     if tiles > 0:

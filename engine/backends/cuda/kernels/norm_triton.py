@@ -18,9 +18,19 @@ def rms_norm(x: Tensor, residual: Tensor | None, gain: Tensor, eps: float) -> tu
     beside = x if residual is None else residual  # never read without a residual
     block = triton.next_power_of_2(width)
     rms_norm_kernel[(tokens,)](
-        x, beside, gain, normed, total, x.stride(0), beside.stride(0), eps,
-        ADD=residual is not None, WIDTH=width, BLOCK=block, num_warps=warps(block),
-    )  # fmt: skip
+        x,
+        beside,
+        gain,
+        normed,
+        total,
+        x.stride(0),
+        beside.stride(0),
+        eps,
+        ADD=residual is not None,
+        WIDTH=width,
+        BLOCK=block,
+        num_warps=warps(block),
+    )
     return normed, total
 
 
@@ -31,9 +41,18 @@ def warps(block: int) -> int:
 
 @triton.jit
 def rms_norm_kernel(
-    x, residual, gain, normed, total, x_row, residual_row, eps,
-    ADD: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    x,
+    residual,
+    gain,
+    normed,
+    total,
+    x_row,
+    residual_row,
+    eps,
+    ADD: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """One token; grid (T,). ``total`` is written only where there is something to add."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)

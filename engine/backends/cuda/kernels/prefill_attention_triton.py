@@ -42,22 +42,57 @@ def prefill_attention(
     lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
     block, tile, warps = blocks(query.dtype, head_dim, group * count)
     prefill_kernel[(triton.cdiv(group * count, block), heads)](
-        query, keys, values, length, table, out, lse, count,
-        query.stride(0), query.stride(1), out.stride(0), out.stride(1),
-        length.stride(0), table.stride(0), scale,
-        G=group, D=head_dim, BLOCK_D=triton.next_power_of_2(head_dim), P=keys.shape[1],
-        BLOCK=block, TILE=tile, num_warps=warps, num_stages=STAGES,
-    )  # fmt: skip
+        query,
+        keys,
+        values,
+        length,
+        table,
+        out,
+        lse,
+        count,
+        query.stride(0),
+        query.stride(1),
+        out.stride(0),
+        out.stride(1),
+        length.stride(0),
+        table.stride(0),
+        scale,
+        G=group,
+        D=head_dim,
+        BLOCK_D=triton.next_power_of_2(head_dim),
+        P=keys.shape[1],
+        BLOCK=block,
+        TILE=tile,
+        num_warps=warps,
+        num_stages=STAGES,
+    )
     return out, lse
 
 
 @triton.jit(do_not_specialize=["count"])  # each chunk length would be compiled anew
 def prefill_kernel(
-    query, keys, values, length, table, out, lse, count,
-    query_head, query_token, out_head, out_token, length_head, table_head, scale,
-    G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, P: tl.constexpr,
-    BLOCK: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
+    query,
+    keys,
+    values,
+    length,
+    table,
+    out,
+    lse,
+    count,
+    query_head,
+    query_token,
+    out_head,
+    out_token,
+    length_head,
+    table_head,
+    scale,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    P: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+):
     """Grid (blocks of G x C queries, H)."""
     head = tl.program_id(1)
     entries = tl.load(length + head * length_head).to(tl.int32)
@@ -70,8 +105,9 @@ def prefill_kernel(
     live = inside[:, None] & in_head
     q = tl.load(
         query + (row * query_head + token * query_token)[:, None] + d[None, :],
-        mask=live, other=0.0,
-    )  # fmt: skip
+        mask=live,
+        other=0.0,
+    )
     factor = scale * LOG2_E
     peak = tl.full([BLOCK], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
@@ -89,9 +125,7 @@ def prefill_kernel(
         shrink = tl.exp2(peak - high)
         weight = tl.exp2(scores * factor - high[:, None])
         total = total * shrink + tl.sum(weight, 1)
-        acc = tl.dot(
-            weight.to(value.dtype), value, acc * shrink[:, None], input_precision="ieee"
-        )  # fmt: skip
+        acc = tl.dot(weight.to(value.dtype), value, acc * shrink[:, None], input_precision="ieee")
         peak = high
         ahead = at + TILE + batch_slot
         pages = tl.load(mine + ahead // P, mask=ahead < entries, other=0).to(tl.int32)
@@ -99,6 +133,7 @@ def prefill_kernel(
     mean = acc / tl.where(total == 0, 1.0, total)[:, None]
     tl.store(
         out + (row * out_head + token * out_token)[:, None] + d[None, :],
-        mean.to(out.dtype.element_ty), mask=live,
-    )  # fmt: skip
+        mean.to(out.dtype.element_ty),
+        mask=live,
+    )
     tl.store(lse + row * count + token, (peak + tl.log2(total)) * LN_2, mask=inside)

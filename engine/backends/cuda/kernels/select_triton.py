@@ -28,9 +28,17 @@ FEW = tl.constexpr(64)
 
 @triton.jit
 def count_kernel(
-    keys, ties, plan, state, counts, capacity, batch_slots, chunks,
-    TURN: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    keys,
+    ties,
+    plan,
+    state,
+    counts,
+    capacity,
+    batch_slots,
+    chunks,
+    TURN: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """One turn over one chunk of one sequence; grid (B, chunks), and (B, 1) for TURN 8.
 
     Each program first repeats the conclusion from the last turn's counts: a launch of its own would

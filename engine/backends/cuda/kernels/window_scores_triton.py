@@ -42,9 +42,14 @@ def window_scores(
     partial = torch.empty(batch_slots * rows, splits, queries, device=keys.device)
     shape = sizes(queries, head_dim, keys.dtype)
     constants = {
-        "ROWS": rows, "WINDOW": window, "DIM": head_dim, "PAGE": keys.shape[1],
-        "PAGES": table.shape[3], "SPLITS": splits, **shape,
-    }  # fmt: skip
+        "ROWS": rows,
+        "WINDOW": window,
+        "DIM": head_dim,
+        "PAGE": keys.shape[1],
+        "PAGES": table.shape[3],
+        "SPLITS": splits,
+        **shape,
+    }
     grid = (batch_slots * rows, splits)
     shared = (query, query_position, keys, position, length, table, seqs, partial)
     lse_kernel[grid](*shared, scale * LOG2_E, QUERIES=queries, **constants)
@@ -69,11 +74,26 @@ def sizes(queries: int, head_dim: int, dtype: torch.dtype) -> dict[str, int]:
 
 @triton.jit
 def lse_kernel(
-    query, query_position, keys, position, length, table, seqs, partial, scale,
-    ROWS: tl.constexpr, QUERIES: tl.constexpr, WINDOW: tl.constexpr, DIM: tl.constexpr,
-    PAGE: tl.constexpr, PAGES: tl.constexpr, SPLITS: tl.constexpr,
-    TILE: tl.constexpr, DIM_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    query,
+    query_position,
+    keys,
+    position,
+    length,
+    table,
+    seqs,
+    partial,
+    scale,
+    ROWS: tl.constexpr,
+    QUERIES: tl.constexpr,
+    WINDOW: tl.constexpr,
+    DIM: tl.constexpr,
+    PAGE: tl.constexpr,
+    PAGES: tl.constexpr,
+    SPLITS: tl.constexpr,
+    TILE: tl.constexpr,
+    DIM_BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Log2-sum-exp2 of one split of one row, ``partial [B L H, SPLITS, QUERIES]``.
 
     Grid (B L H, SPLITS).
@@ -92,9 +112,21 @@ def lse_kernel(
         total = tl.zeros([TILE], tl.float32)
         for begin in range(split * BLOCK, count, SPLITS * BLOCK):
             scores = _scores(
-                q, at, keys, position, table, row, begin, count, scale,
-                DIM, PAGE, PAGES, DIM_BLOCK, BLOCK,
-            )  # fmt: skip
+                q,
+                at,
+                keys,
+                position,
+                table,
+                row,
+                begin,
+                count,
+                scale,
+                DIM,
+                PAGE,
+                PAGES,
+                DIM_BLOCK,
+                BLOCK,
+            )
             higher = tl.maximum(highest, tl.max(scores, 1))
             base = tl.where(higher == float("-inf"), 0.0, higher)
             total = total * tl.exp2(highest - base) + tl.sum(tl.exp2(scores - base[:, None]), 1)
@@ -106,11 +138,27 @@ def lse_kernel(
 
 @triton.jit
 def probability_kernel(
-    query, query_position, keys, position, length, table, seqs, partial, out, scale,
-    ROWS: tl.constexpr, QUERIES: tl.constexpr, WINDOW: tl.constexpr, DIM: tl.constexpr,
-    PAGE: tl.constexpr, PAGES: tl.constexpr, SPLITS: tl.constexpr,
-    TILE: tl.constexpr, DIM_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    query,
+    query_position,
+    keys,
+    position,
+    length,
+    table,
+    seqs,
+    partial,
+    out,
+    scale,
+    ROWS: tl.constexpr,
+    QUERIES: tl.constexpr,
+    WINDOW: tl.constexpr,
+    DIM: tl.constexpr,
+    PAGE: tl.constexpr,
+    PAGES: tl.constexpr,
+    SPLITS: tl.constexpr,
+    TILE: tl.constexpr,
+    DIM_BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Mean probabilities of one split of one row, ``out [B L H, W P]``; grid (B L H, SPLITS)."""
     index, split = tl.program_id(0), tl.program_id(1)
     seq = tl.load(seqs + index // ROWS)
@@ -135,9 +183,21 @@ def probability_kernel(
                 )
                 lse = _merged(sums, tile, QUERIES, SPLITS, TILE)
             scores = _scores(
-                q, at, keys, position, table, row, begin, count, scale,
-                DIM, PAGE, PAGES, DIM_BLOCK, BLOCK,
-            )  # fmt: skip
+                q,
+                at,
+                keys,
+                position,
+                table,
+                row,
+                begin,
+                count,
+                scale,
+                DIM,
+                PAGE,
+                PAGES,
+                DIM_BLOCK,
+                BLOCK,
+            )
             mean += tl.sum(tl.exp2(scores - lse[:, None]), 0)
         offset = begin + tl.arange(0, BLOCK)
         tl.store(target + offset, mean * share, mask=offset < capacity)
@@ -151,9 +211,17 @@ def probability_kernel(
 
 @triton.jit
 def _queries(
-    query, query_position, seq, row, tile, QUERIES: tl.constexpr, WINDOW: tl.constexpr,
-    DIM: tl.constexpr, TILE: tl.constexpr, DIM_BLOCK: tl.constexpr,
-):  # fmt: skip
+    query,
+    query_position,
+    seq,
+    row,
+    tile,
+    QUERIES: tl.constexpr,
+    WINDOW: tl.constexpr,
+    DIM: tl.constexpr,
+    TILE: tl.constexpr,
+    DIM_BLOCK: tl.constexpr,
+):
     """A tile of the group's queries ``[TILE, DIM_BLOCK]`` and their positions ``[TILE]``."""
     line = tile + tl.arange(0, TILE)
     feature = tl.arange(0, DIM_BLOCK)
@@ -166,9 +234,21 @@ def _queries(
 
 @triton.jit
 def _scores(
-    q, at, keys, position, table, row, begin, count, scale, DIM: tl.constexpr,
-    PAGE: tl.constexpr, PAGES: tl.constexpr, DIM_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    q,
+    at,
+    keys,
+    position,
+    table,
+    row,
+    begin,
+    count,
+    scale,
+    DIM: tl.constexpr,
+    PAGE: tl.constexpr,
+    PAGES: tl.constexpr,
+    DIM_BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Logits in base 2 ``[TILE, BLOCK]`` of a block of entries; -inf where nothing is seen."""
     offset = begin + tl.arange(0, BLOCK)
     feature = tl.arange(0, DIM_BLOCK)
@@ -199,9 +279,7 @@ def _merged(sums, tile, QUERIES: tl.constexpr, SPLITS: tl.constexpr, TILE: tl.co
 
 
 @triton.jit
-def _known(
-    query_position, QUERIES: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr
-):  # fmt: skip
+def _known(query_position, QUERIES: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr):
     """How many of the group's queries have been seen."""
     known = tl.zeros([TILE], tl.int32)
     for tile in tl.static_range(0, QUERIES, TILE):

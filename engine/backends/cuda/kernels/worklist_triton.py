@@ -22,10 +22,19 @@ def build_worklist(work: WorkList, seqs: Tensor, length: Tensor) -> None:
     # Every program finds the owners of BLOCK_RUNS runs; some also write BLOCK_ROWS rows.
     grid = (layers, max(triton.cdiv(runs, BLOCK_RUNS), triton.cdiv(rows, BLOCK_ROWS)))
     worklist_kernel[grid](
-        seqs, length, work.rows, work.runs, rows, runs, layers,
-        HEADS=work.heads, TILE=work.tile, BLOCK_ROWS=BLOCK_ROWS, BLOCK_RUNS=BLOCK_RUNS,
+        seqs,
+        length,
+        work.rows,
+        work.runs,
+        rows,
+        runs,
+        layers,
+        HEADS=work.heads,
+        TILE=work.tile,
+        BLOCK_ROWS=BLOCK_ROWS,
+        BLOCK_RUNS=BLOCK_RUNS,
         num_warps=WARPS,
-    )  # fmt: skip
+    )
 
 
 @triton.jit
@@ -41,9 +50,18 @@ def _read_rows(seqs, length, row, layer, rows, layers, HEADS: tl.constexpr, TILE
 
 @triton.jit
 def worklist_kernel(
-    seqs, length, rows_out, runs_out, rows, runs, layers,
-    HEADS: tl.constexpr, TILE: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_RUNS: tl.constexpr,
-):  # fmt: skip
+    seqs,
+    length,
+    rows_out,
+    runs_out,
+    rows,
+    runs,
+    layers,
+    HEADS: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_RUNS: tl.constexpr,
+):
     """Grid (layers, blocks). All programs of a layer repeat the sum over rows: it is short."""
     layer, block = tl.program_id(0), tl.program_id(1)
     batch_slot = tl.arange(0, BLOCK_ROWS)
