@@ -20,7 +20,7 @@ def asset(name: str) -> Path:
 
     Raises ModelError when it is not there.
     """
-    own = Path(str(resources.files("mmkv"))) / "assets"
+    own = (Path(str(resources.files("mmkv"))) / "assets").resolve()
     for folder in (os.environ.get("MMKV_ASSETS"), own):
         if folder and (path := Path(folder) / name).exists():
             return path
@@ -38,6 +38,12 @@ def bundled_model() -> Path:
         raise ModelError(
             f"no bundled model ({error}); or name a model directory or hub id"
         ) from None
+
+
+def bundled_model_name() -> str:
+    """The bundled model as records name it: relative to the working folder if it lies below it."""
+    folder, here = bundled_model().resolve(), Path.cwd()
+    return str(folder.relative_to(here) if folder.is_relative_to(here) else folder)
 
 
 def bundled_dialogues() -> Path:

@@ -1,7 +1,7 @@
 """``python -m training.distill``: train retention gates for a frozen checkpoint.
 
-Needs the ``train`` extra. Several processes: ``torchrun --nproc-per-node N -m training.distill``
-or ``accelerate launch -m training.distill``, options as for one.
+Needs the ``train`` extra. Several processes: ``torchrun --nproc-per-node N --no-python mmkv
+distill`` or ``accelerate launch --no_python mmkv distill``, options as for one.
 """
 
 from __future__ import annotations

@@ -28,6 +28,7 @@ from mmkv.data.scenes import Turn
 from mmkv.data.tokenizer import build_tokenizer
 from mmkv.measure.record import write_results
 from mmkv.measure.teacher_forced import FullCache, spans
+from mmkv.resources import bundled_model_name
 
 # What is asked: by name, from a seed.
 DIALOGUES: dict[str, Callable[[int], list[Turn]]] = {
@@ -46,7 +47,7 @@ DIALOGUES: dict[str, Callable[[int], list[Turn]]] = {
 def main() -> None:
     """Run the program."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("model", nargs="?", default="assets/tiny-vlm")
+    parser.add_argument("model", nargs="?", default=bundled_model_name())
     parser.add_argument("--dialogues", type=int, default=100, help="of each sort")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--output", type=Path, default=Path("eval/results/accuracy-dialogues.json"))

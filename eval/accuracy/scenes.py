@@ -21,6 +21,7 @@ from rich.table import Table
 
 from mmkv.data.scenes import Question, Turn, make_scene, questions, render
 from mmkv.measure.record import write_results
+from mmkv.resources import bundled_model_name
 
 # Answers every turn of a dialogue in order, each with its own earlier answers as history.
 Answerer = Callable[[list[Turn]], list[str]]
@@ -128,7 +129,7 @@ def single_picture(seed: int, count: int) -> list[Turn]:
 def main() -> None:
     """Run the program."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("model", nargs="?", default="assets/tiny-vlm")
+    parser.add_argument("model", nargs="?", default=bundled_model_name())
     parser.add_argument("--backend", choices=("transformers", "mmkv"), default="transformers")
     parser.add_argument("--policy", default="full", help="mmkv only")
     parser.add_argument("--budget", type=float, default=256, help="mmkv only, entries per row")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Self
 from engine.config import EngineConfig, options
 from engine.errors import InputError
 from eval.lmms.messages import Frames
+from mmkv.resources import bundled_model_name
 
 if TYPE_CHECKING:
     from mmkv import Engine
@@ -64,7 +65,7 @@ class Settings:
         if not given.get("pretrained"):
             raise InputError(
                 "no model is named; add pretrained=FOLDER_OR_HUB_ID to --model_args "
-                "(assets/tiny-vlm is the bundled one)"
+                f"({bundled_model_name()} is the bundled one)"
             )
         typed = {name: _typed(name, value, kinds[name]) for name, value in given.items()}
         loading = {name: typed.pop(name) for name in options() if name in typed}

@@ -17,11 +17,12 @@ from engine.model.families.loading import resolve_device
 from eval.quality.run import Comparison, Method
 from mmkv.measure.journal import Journal
 from mmkv.measure.record import RESULTS
+from mmkv.resources import bundled_model_name
 
 
 def add_options(parser: argparse.ArgumentParser, name: str) -> None:
     """Options of every comparison; ``name``: of the result files."""
-    parser.add_argument("model", nargs="?", default="assets/tiny-vlm")
+    parser.add_argument("model", nargs="?", default=bundled_model_name())
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="cpu")
     parser.add_argument("--threads", type=int, default=1, help="of each worker")

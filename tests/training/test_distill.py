@@ -178,18 +178,19 @@ def test_two_processes_give_the_loss_curve_of_one(tmp_path: Path) -> None:
         *"--data scenes:dense --steps 4 --log-every 1 --budget 24 --d-gate 48 --bias 8".split(),
         *"--lr 4e-3 --device cpu --dtype float32 --threads 1".split(),
     ]
-    alone = [sys.executable, "-m", "training.distill", "--accumulate", "2"]
+    distill = [sys.executable, "-m", "mmkv", "distill"]
+    alone = [*distill, "--accumulate", "2"]
     torchrun = [
         sys.executable,
-        *"-m torch.distributed.run --nproc-per-node 2 --master-port 29617 -m".split(),
-        "training.distill",
+        *"-m torch.distributed.run --nproc-per-node 2 --master-port 29617 --no-python".split(),
+        *distill,
     ]
     # --multi_gpu is what makes it start several processes; they find no GPU, and talk by gloo.
     accelerate = [
         sys.executable,
         *"-m accelerate.commands.launch --multi_gpu --num_processes 2 --num_machines 1".split(),
-        *"--mixed_precision no --dynamo_backend no --main_process_port 29619 -m".split(),
-        "training.distill",
+        *"--mixed_precision no --dynamo_backend no --main_process_port 29619 --no_python".split(),
+        *distill,
     ]
     curves = []
     for name, command in (("alone", alone), ("torchrun", torchrun), ("accelerate", accelerate)):
