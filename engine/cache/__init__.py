@@ -1,6 +1,7 @@
 """Physical KV memory: a pool of pages, and ragged rows of pages."""
 
+from engine.cache.layout import COLUMNS, Columns
 from engine.cache.pool import PagePool
 from engine.cache.ragged import Entries, RaggedCache
 
-__all__ = ["Entries", "PagePool", "RaggedCache"]
+__all__ = ["COLUMNS", "Columns", "Entries", "PagePool", "RaggedCache"]

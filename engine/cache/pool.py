@@ -5,17 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from engine.cache.layout import COLUMNS, Columns
 from engine.errors import BudgetError
 
 
-class PagePool:
+class PagePool(Columns):
     """Pages of ``page_size`` slots; a slot is one entry of one (sequence, layer, KV head) row.
 
     Attributes:
-        keys, values: ``[pages, P, D]`` in the model's dtype; keys are stored after RoPE.
-        log_beta: ``[pages, P]`` float32, log of the retention of design section 3.
-        position: ``[pages, P]`` int32, 0-based token index (not the rope position).
-        modality: ``[pages, P]`` uint8: 0 text, 1 image, 2 video.
         limit: most pages the pool may grow to, or None.
     """
 
@@ -30,12 +27,9 @@ class PagePool:
     ) -> None:
         self.page_size, self.head_dim, self.limit = page_size, head_dim, limit
         self.device = torch.device(device)
-        self.keys = torch.zeros(num_pages, page_size, head_dim, dtype=dtype, device=device)
-        self.values = torch.zeros_like(self.keys)
-        shape = (num_pages, page_size)
-        self.log_beta = torch.zeros(shape, dtype=torch.float32, device=device)
-        self.position = torch.zeros(shape, dtype=torch.int32, device=device)
-        self.modality = torch.zeros(shape, dtype=torch.uint8, device=device)
+        for name, column in COLUMNS.items():
+            shape = (num_pages, *column.shape(page_size, head_dim))
+            setattr(self, name, torch.zeros(shape, dtype=column.dtype or dtype, device=device))
         # A stack of free page ids: the last `_free` of them, lowest id on top.
         self._stack = torch.arange(num_pages - 1, -1, -1, device=device)
         self._free = num_pages
@@ -53,12 +47,12 @@ class PagePool:
     @property
     def kv_page_bytes(self) -> int:
         """Bytes of keys and values in one page."""
-        return 2 * self.page_size * self.head_dim * self.keys.element_size()
+        return self._page_bytes(per_feature=True)
 
     @property
     def metadata_page_bytes(self) -> int:
-        """Bytes of log_beta (4), position (4) and modality (1) in one page."""
-        return self.page_size * 9
+        """Bytes of all other columns in one page."""
+        return self._page_bytes(per_feature=False)
 
     @property
     def page_bytes(self) -> int:
@@ -99,7 +93,7 @@ class PagePool:
         old = self.num_pages
         if num_pages <= old:
             return
-        for name in ("keys", "values", "log_beta", "position", "modality"):
+        for name in COLUMNS:
             tensor: Tensor = getattr(self, name)
             larger = tensor.new_zeros(num_pages, *tensor.shape[1:])
             larger[:old] = tensor
@@ -113,6 +107,13 @@ class PagePool:
     def free_list(self) -> Tensor:
         """Ids of all free pages, for the invariant checks."""
         return self._stack[: self._free]
+
+    def _page_bytes(self, per_feature: bool) -> int:
+        return sum(
+            column.page_bytes(self.page_size, self.head_dim, self.keys.dtype)
+            for column in COLUMNS.values()
+            if column.per_feature == per_feature
+        )
 
     def _cap(self, short: int) -> int:
         wanted = self.num_pages + short

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from engine.cache.layout import COLUMNS
 from engine.cache.pool import PagePool
-
-_COLUMNS = ("keys", "values", "log_beta", "position", "modality")
 
 
 @dataclass(frozen=True)
@@ -66,8 +65,7 @@ class RaggedCache:
         """Copy a sequence into new pages, in the same storage order; returns the new slot."""
         pages = self._pages(seq)
         copies = self.pool.take(pages.numel())
-        for name in _COLUMNS:
-            column: Tensor = getattr(self.pool, name)
+        for column in self.pool.columns():
             column[copies] = column[pages]
         other = self.open()
         self.length[other] = self.length[seq]
@@ -125,9 +123,9 @@ class RaggedCache:
         # Row by row there are as many holes inside the new length as survivors beyond it, and
         # both lists are row-major, so they pair up one to one.
         hole, mover = live.slot[~keep & inside], live.slot[keep & ~inside]
-        for name in _COLUMNS:
-            column: Tensor = getattr(self.pool, name).flatten(0, 1)
-            column[hole] = column[mover]
+        for column in self.pool.columns():
+            flat = column.flatten(0, 1)
+            flat[hole] = flat[mover]
         table = self.table[seq].reshape(self.rows, -1)
         column_index = torch.arange(table.shape[1], device=table.device)
         freed = (column_index >= _ceil(after, size)[:, None]) & (
@@ -144,13 +142,13 @@ class RaggedCache:
         """The content of one sequence as compact CPU tensors, in storage order.
 
         Returns:
-            ``length [L, H]`` and, for the N live entries row-major, ``keys``/``values [N, D]``,
-            ``log_beta``, ``position``, ``modality [N]``.
+            ``length [L, H]`` and every column of :data:`COLUMNS` for the N live entries,
+            row-major: ``[N, D]`` or ``[N]``.
         """
         slot = self.entries(seq).slot
         columns = {
-            name: getattr(self.pool, name).flatten(0, 1)[slot].cpu().contiguous()
-            for name in _COLUMNS
+            name: column.flatten(0, 1)[slot].cpu().contiguous()
+            for name, column in zip(COLUMNS, self.pool.columns(), strict=True)
         }
         return {"length": self.length[seq].cpu().clone(), **columns}
 
@@ -164,9 +162,9 @@ class RaggedCache:
         self.length[seq] = length
         self.table[seq][self._page_mask(seq)] = pages
         slot = self.entries(seq).slot
-        for name in _COLUMNS:
-            column: Tensor = getattr(self.pool, name).flatten(0, 1)
-            column[slot] = tensors[name].to(device=column.device, dtype=column.dtype)
+        for name, column in zip(COLUMNS, self.pool.columns(), strict=True):
+            values = tensors[name].to(device=column.device, dtype=column.dtype)
+            column.flatten(0, 1)[slot] = values
         return seq
 
     def check(self) -> None:

@@ -6,10 +6,8 @@ import torch
 from torch import Tensor
 
 from engine.backends.cuda.kernels.append import Rows
-from engine.cache import PagePool, RaggedCache
+from engine.cache import COLUMNS, Columns, PagePool, RaggedCache
 from tests.support.kernels import DEVICE
-
-COLUMNS = ("keys", "values", "log_beta", "position", "modality")
 
 
 def eager_cache(
@@ -28,7 +26,7 @@ def eager_cache(
         rows = length.flatten().tolist()
         total, seen = sum(rows), max(max(rows), 1)
         places = [torch.randperm(seen, generator=source)[:count] for count in rows]
-        content = {name: torch.randn(total, dim, generator=source) for name in COLUMNS[:2]}
+        content = {name: torch.randn(total, dim, generator=source) for name in ("keys", "values")}
         content |= {"log_beta": -torch.rand(total, generator=source), "position": torch.cat(places)}
         content |= {"modality": torch.randint(3, (total,), generator=source)}
         cache.import_({"length": length, **content})
@@ -40,14 +38,8 @@ def eager_cache(
     return cache
 
 
-class Columns:
+class Copies(Columns):
     """The pool's tensors, copied to the device."""
-
-    keys: Tensor
-    values: Tensor
-    log_beta: Tensor
-    position: Tensor
-    modality: Tensor
 
     def __init__(self, pool: PagePool) -> None:
         for name in COLUMNS:
@@ -58,7 +50,7 @@ def to_device(cache: RaggedCache) -> tuple[Rows, Columns]:
     """The same state as tensors that share nothing with ``cache``."""
     top = torch.tensor([cache.pool.free_pages], device=DEVICE)
     tensors = (x.clone().to(DEVICE) for x in (cache.length, cache.table, cache.pool._stack))
-    return Rows(*tensors, top, cache.pool.page_size), Columns(cache.pool)
+    return Rows(*tensors, top, cache.pool.page_size), Copies(cache.pool)
 
 
 def assert_same(cache: RaggedCache, rows: Rows, columns: Columns) -> None:

@@ -12,6 +12,8 @@ import os
 from ctypes import POINTER, Structure, byref, c_char_p, c_double, c_int64, c_void_p
 from importlib.util import find_spec
 
+from engine.cache import COLUMNS
+
 MAX_TRUNK = 2
 LEVELS = ("v4", "v3", "sve", "baseline")  # best first; v3 and v4: of x86-64
 
@@ -58,14 +60,9 @@ class Cache(Structure):
     """``struct cache``."""
 
     _fields_ = [
-        *(
-            (name, c_void_p)
-            for name in (
-                "keys", "values", "log_beta", "position", "modality", "length", "table", "stack",
-            )
-        ),
+        *((name, c_void_p) for name in (*COLUMNS, "length", "table", "stack")),
         *((name, c_int64) for name in ("free", "rows", "width", "page_size", "head_dim")),
-    ]  # fmt: skip
+    ]
 
 
 class BatchSlot(Structure):

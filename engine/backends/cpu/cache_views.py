@@ -50,12 +50,15 @@ class CacheViews:
     @staticmethod
     def _whole(cache: RaggedCache) -> Cache:
         pool = cache.pool
-        columns = (pool.keys, pool.values, pool.log_beta, pool.position, pool.modality)
-        tables = (cache.length, cache.table, pool._stack)
+        tensors = (*pool.columns(), cache.length, cache.table, pool._stack)
         return Cache(
-            *(tensor.data_ptr() for tensor in (*columns, *tables)),
-            pool._free, cache.rows, cache.table.shape[-1], pool.page_size, pool.head_dim,
-        )  # fmt: skip
+            *(tensor.data_ptr() for tensor in tensors),
+            free=pool._free,
+            rows=cache.rows,
+            width=cache.table.shape[-1],
+            page_size=pool.page_size,
+            head_dim=pool.head_dim,
+        )
 
 
 class BorrowedViews:

@@ -93,7 +93,8 @@ class Machine:
         assert torch.equal(slots[torch.tensor(seqs) >= 0], place)
         position = torch.tensor([self.seen[seq] for seq in live]).view(-1, 1, 1).expand_as(place)
         content = {"position": position.flatten().int(), "log_beta": self.rates(place.numel())}
-        content |= {n: torch.randn(place.numel(), 4, generator=self.random) for n in COLUMNS[:2]}
+        for name in ("keys", "values"):
+            content[name] = torch.randn(place.numel(), 4, generator=self.random)
         content["modality"] = content["position"].to(torch.uint8) % 3
         for name, column in content.items():
             getattr(self.cache.pool, name).flatten(0, 1)[place.flatten()] = column

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from engine.backends.cuda.kernels.store import Readout, store_layer
 from engine.backends.torch.step import DecodeStep
-from engine.cache import PagePool, RaggedCache
+from engine.cache import COLUMNS, PagePool, RaggedCache
 from engine.model.decoder import Decoder
 from engine.model.gates import Gates
 from engine.model.gates.module import LayerGate
@@ -85,7 +85,7 @@ class Case:
         decoder = Decoder(spec, weights, Gates("tied", [gate], {}))
         cache = RaggedCache(PagePool(8, head_dim, 60, dtype, DEVICE), 1, heads)
         pool = cache.pool
-        for column in (pool.keys, pool.values, pool.log_beta, pool.position, pool.modality):
+        for column in pool.columns():
             # Rubbish everywhere, so that a write in a wrong place shows.
             column.copy_(torch.randint(1, 99, column.shape, generator=generator))
         seqs = torch.tensor([cache.open() for _ in range(3)], device=DEVICE)
@@ -241,7 +241,7 @@ def test_idle_batch_slots_do_nothing(form: Callable[..., Tensor], dtype: torch.d
         readout=Readout(pad(readout.trunk, nan), readout.weight, readout.bias),
     )  # fmt: skip
     assert torch.equal(query[[0, 2, 3]], want_query)
-    for name in ("keys", "values", "log_beta", "position", "modality"):
+    for name in COLUMNS:
         assert torch.equal(getattr(cache.pool, name), getattr(want, name)), name
 
 
@@ -254,7 +254,7 @@ def test_every_batch_slot_idle(form: Callable[..., Tensor]) -> None:
         case.qkv(), case.rope, case.layer.qk_norm, EPS, cache.pool, slots, case.position,
         readout=case.readout(),
     )  # fmt: skip
-    for name in ("keys", "values", "log_beta", "position", "modality"):
+    for name in COLUMNS:
         assert torch.equal(getattr(cache.pool, name), getattr(case.cache.pool, name)), name
 
 
@@ -322,11 +322,11 @@ def test_store_fits_a_hopper_sm(group: int, tmp_path: Path) -> None:
     """bf16, head_dim 128, q/k norm, a gate of 512: <= 80 registers, <= 1 KB shared, no spills."""
     from engine.backends.cuda.kernels import store_triton
 
-    half = ("qkv", "cos", "sin", "gain", "keys", "values", "query", "trunk")
+    half = ("qkv", "cos", "sin", "gain", "pool_keys", "pool_values", "query", "trunk")
     types = dict.fromkeys(half, "*bf16")
     types |= dict.fromkeys(("slots", "position"), "*i64")
-    types |= dict.fromkeys(("log_beta", "weight", "bias"), "*fp32")
-    types |= {"positions": "*i32", "modality": "*u8", "eps": "fp32"}
+    types |= dict.fromkeys(("pool_log_beta", "weight", "bias"), "*fp32")
+    types |= {"pool_position": "*i32", "pool_modality": "*u8", "eps": "fp32"}
     types |= dict.fromkeys(("qkv_row", "slots_row", "trunk_row"), "i32")
     constants = store_triton.sizes(group, 128, 512)
     warps = constants.pop("num_warps")

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from engine.backends.cuda.kernels.append import Rows
 from engine.backends.cuda.kernels.available import on_triton
-from engine.backends.cuda.kernels.store import Columns
+from engine.cache import Columns
 from engine.policies.allocation import GlobalAllocation, HeadAllocation
 from engine.policies.base import CacheView, Policy
 from engine.policies.scoring import Recency, Retention
@@ -177,7 +177,7 @@ def _drop(
     keep[victims] = False
     inside = offset < after[row]
     hole, mover = slot[~keep & inside], slot[keep & ~inside]
-    for column in (pool.keys, pool.values, pool.log_beta, pool.position, pool.modality):
+    for column in pool.columns():
         flat = column.flatten(0, 1)
         flat[hole] = flat[mover]
     column_index = torch.arange(rows.table.shape[-1], device=row.device)

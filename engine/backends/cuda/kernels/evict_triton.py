@@ -17,7 +17,7 @@ from engine.backends.cuda.kernels import score_triton, select_triton
 from engine.backends.cuda.kernels.append import Rows
 from engine.backends.cuda.kernels.evict import BINS, BLOCK, MOST_TIES, TURNS, Eviction
 from engine.backends.cuda.kernels.select_triton import is_victim, lowest_of_row
-from engine.backends.cuda.kernels.store import Columns
+from engine.cache import Columns
 from engine.policies.allocation import HeadAllocation
 from engine.policies.base import Policy
 
@@ -68,7 +68,7 @@ def evict(
             )  # fmt: skip
     fill_kernel[(batch_slots, count)](
         seqs, rows.length, rows.table,
-        pool.keys, pool.values, pool.log_beta, pool.position, pool.modality,
+        *pool.columns(),
         work.plan, work.starts, work.keys, work.ties, work.state[TURNS], work.freed,
         count, width, capacity,
         PER_ROW=per_row, PAGE=page, DIM=dim, DIM_BLOCK=triton.next_power_of_2(dim),

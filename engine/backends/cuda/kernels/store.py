@@ -7,27 +7,13 @@ instead of some fifteen.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch.nn.functional as F
 from torch import Tensor
 
 from engine.backends.cuda.kernels.available import on_triton
+from engine.cache import Columns
 from engine.model.rope import rotate
-
-
-class Columns(Protocol):
-    """The pool's tensors, as :class:`engine.cache.PagePool` holds them.
-
-    ``keys, values [pages, P, D]`` in the model's dtype; ``log_beta [pages, P]`` float32;
-    ``position [pages, P]`` int32; ``modality [pages, P]`` uint8. All contiguous.
-    """
-
-    keys: Tensor
-    values: Tensor
-    log_beta: Tensor
-    position: Tensor
-    modality: Tensor
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.backends.cuda.kernels.store import Columns, Readout
+from engine.backends.cuda.kernels.store import Readout
+from engine.cache import Columns
 
 # log2(e) with 12 significant bits, and what is missing: see `_exp_of_minus`.
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -46,7 +47,7 @@ def store_layer(
     shape = sizes(group, head_dim, trunk.shape[1] if readout else 0)
     store_kernel[(batch_slots, heads)](
         qkv, cos, sin, cos if qk_norm is None else qk_norm, slots, position,
-        pool.keys, pool.values, pool.log_beta, pool.position, pool.modality, query,
+        *pool.columns(), query,
         trunk, weight, bias,
         qkv.stride(0), slots.stride(0), trunk.stride(0), eps,
         HEADS=heads, GROUP=group, DIM=head_dim, ROT=cos.shape[1], NORM=qk_norm is not None,
@@ -69,7 +70,7 @@ def sizes(group: int, head_dim: int, trunk: int) -> dict[str, int]:
 @triton.jit
 def store_kernel(
     qkv, cos, sin, gain, slots, position,
-    keys, values, log_beta, positions, modality, query,
+    pool_keys, pool_values, pool_log_beta, pool_position, pool_modality, query,
     trunk, weight, bias,
     qkv_row, slots_row, trunk_row, eps,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, ROT: tl.constexpr,
@@ -131,12 +132,12 @@ def store_kernel(
         query + (batch_slot * HEADS * GROUP + source) * DIM + feature[None, :], turned, is_query
     )
     here = tl.broadcast_to(slot * DIM + feature[None, :], (ROWS, DIM_BLOCK))
-    tl.store(keys + here, turned, inside & (row == GROUP)[:, None])
-    tl.store(values + here, plain.to(dtype), inside & (row == GROUP + 1)[:, None])
-    tl.store(positions + slot, at.to(tl.int32))
-    tl.store(modality + slot, 0)
+    tl.store(pool_keys + here, turned, inside & (row == GROUP)[:, None])
+    tl.store(pool_values + here, plain.to(dtype), inside & (row == GROUP + 1)[:, None])
+    tl.store(pool_position + slot, at.to(tl.int32))
+    tl.store(pool_modality + slot, 0)
     if TRUNK > 0:
-        tl.store(log_beta + slot, _logsigmoid(z))
+        tl.store(pool_log_beta + slot, _logsigmoid(z))
 
 
 @triton.jit

@@ -1,0 +1,64 @@
+"""The columns of the cache: what an entry holds, its types and its bytes, named here once.
+
+A column to be added is a line of :class:`Columns`. ``struct cache`` of native.h, the C code that
+moves an entry (pages.c) and the Triton kernels name their columns again, in the same order;
+tests/engine/test_cache_layout.py compares them with this list.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Annotated, get_type_hints
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Column:
+    """What one column holds for each entry.
+
+    Attributes:
+        dtype: of its tensor; None for the model's own.
+        per_feature: whether an entry holds ``head_dim`` numbers (keys, values) or one (metadata).
+    """
+
+    dtype: torch.dtype | None
+    per_feature: bool = False
+
+    def shape(self, page_size: int, head_dim: int) -> tuple[int, ...]:
+        """Shape of one page."""
+        return (page_size, head_dim) if self.per_feature else (page_size,)
+
+    def page_bytes(self, page_size: int, head_dim: int, dtype: torch.dtype) -> int:
+        """Bytes of one page, for a model of this ``dtype``."""
+        return math.prod(self.shape(page_size, head_dim)) * (self.dtype or dtype).itemsize
+
+
+class Columns:
+    """The tensors of a page pool, each ``[pages, *column.shape]`` and contiguous.
+
+    Attributes:
+        keys, values: in the model's dtype; keys are stored after RoPE.
+        log_beta: log of the retention (DBTrimKV, arXiv 2605.09649, section 4); 0 where the policy
+            reads no gates.
+        position: 0-based token index (not the rope position).
+        modality: 0 text, 1 image, 2 video.
+    """
+
+    keys: Annotated[Tensor, Column(None, per_feature=True)]
+    values: Annotated[Tensor, Column(None, per_feature=True)]
+    log_beta: Annotated[Tensor, Column(torch.float32)]
+    position: Annotated[Tensor, Column(torch.int32)]
+    modality: Annotated[Tensor, Column(torch.uint8)]
+
+    def columns(self) -> list[Tensor]:
+        """The tensors in the order of :data:`COLUMNS`."""
+        return [getattr(self, name) for name in COLUMNS]
+
+
+COLUMNS: dict[str, Column] = {
+    name: hint.__metadata__[0]
+    for name, hint in get_type_hints(Columns, include_extras=True).items()
+}
