@@ -130,6 +130,21 @@ def test_commands_of_mmkv_have_the_options_named() -> None:
             assert not missing, f"{path.name}: {' '.join(words[:2])} has no {missing}"
 
 
+def test_the_python_of_the_readme_runs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    text = (ROOT / "README.md").read_text()
+    chat, policy = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    exec(chat, {})
+    assert capsys.readouterr().out.startswith("frog")
+    names: dict[str, Any] = {"__name__": __name__}
+    exec(policy, names)
+    session = names["engine"].session()
+    assert "".join(session.send("what is at row 2, column 3?", images=["assets/scene.png"]))
+    assert session.memory().evicted > 0
+
+
 def test_targets_of_make_exist(document: tuple[Path, str]) -> None:
     path, text = document
     made = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
