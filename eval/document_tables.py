@@ -16,6 +16,7 @@ from typing import Any
 
 from eval.quality.report import interval
 from mmkv.measure.record import RESULTS, ROOT
+from mmkv.measure.tables import pipe_table
 
 _BLOCK = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 _METHODS = ("dbtrimkv", "trimkv", "snapkv", "streamingllm")
@@ -85,8 +86,8 @@ def fill(text: str, results: Path) -> str:
 
 
 def _table(rows: Rows) -> str:
-    head, *body = (f"| {' | '.join(row)} |\n" for row in rows)
-    return "".join([head, "|" + "---|" * (head.count(" | ") + 1) + "\n", *body])
+    columns, *body = rows
+    return pipe_table(columns, body) + "\n"
 
 
 def _results(results: Path, name: str) -> Any:

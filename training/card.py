@@ -8,6 +8,8 @@ from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 
+from mmkv.measure.tables import pipe_table
+
 _BODY = """---
 {front}
 ---
@@ -79,7 +81,7 @@ def _list(sources: Sequence[str]) -> str:
 
 def _table(values: Mapping[str, Any]) -> str:
     rows = [
-        f"| {name} | {value:.4g} |" if isinstance(value, float) else f"| {name} | {value} |"
+        (name, f"{value:.4g}" if isinstance(value, float) else value)
         for name, value in values.items()
     ]
-    return "\n".join(["| name | value |", "|---|---|", *rows]) if rows else ""
+    return pipe_table(("name", "value"), rows) if rows else ""

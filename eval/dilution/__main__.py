@@ -22,15 +22,14 @@ from torch import Tensor
 from engine.errors import InputError
 from engine.model.families.base import Turn
 from engine.runtime import Runtime
+from eval.dilution import report
 from eval.dilution.probe import probed_decode
-from eval.dilution.report import draw, markdown, summarise
 from eval.documents import Document
 from eval.domains import maker
 from eval.needle.__main__ import LENGTHS, length
 from eval.needle.tasks import Haystack, Needle
-from eval.quality.command import add_methods, add_options, comparison, running, settings
+from eval.quality.command import add_methods, add_options, comparison, finish, running
 from eval.quality.run import Cell, ComparisonRuns, Reader, Record
-from mmkv.measure.record import write_results
 from mmkv.measure.teacher_forced import spans
 
 SINKS = 4  # first tokens of a document, counted apart
@@ -185,14 +184,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
             for tokens in sorted(set(args.lengths)):
                 kind = Haystack.parse(f"needle:{args.domain}:{tokens}:{sizes}")
                 read.append((tokens, runs.of(kind.name, args.limit)))
-        page = summarise(
+        page = report.summarise(
             args.domain, read, [method.name for method in compared.methods], args.budgets
         )
-        write_results(path, settings(args), page)
-        text = markdown(page)
-        path.with_suffix(".md").write_text(text)
-        draw(page, path.with_suffix(".png"))
-    print(text)
+        finish(args, path, page, report)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import numpy as np
 from eval.quality.report import interval
 from eval.quality.run import Record
 from mmkv.measure.stats import mean, paired
+from mmkv.measure.tables import pipe_table
 
 Raw = Mapping[str, Sequence[Sequence[Record]]]
 _SHARES = (
@@ -24,6 +25,22 @@ _SHARES = (
     "kept_useful",
     "kept_others",
     "kept_distractors",
+)
+_COLUMNS = (
+    "haystack",
+    "cache",
+    "answers right",
+    "useful",
+    "distractors",
+    "dialogue",
+    "first tokens",
+    "lost at least",
+    "predicted useful",
+    "rho_U",
+    "rho_D",
+    "rho_D of distractors",
+    "useful / (useful + distractors)",
+    "useful, looking heads",
 )
 _LOOKING = 10  # per cent of the heads that count as looking at the needle
 
@@ -132,20 +149,16 @@ def markdown(page: Mapping[str, Any]) -> str:
         "*Lost at least*: Proposition 3.1. *Predicted*: Corollary 3.2, from the full cache's "
         "logits and the entries kept. *Looking heads*: the tenth of the heads with the largest "
         "useful share in the full cache over all other documents.\n",
-        "| haystack | cache | answers right | useful | distractors | dialogue | first tokens | "
-        "lost at least | predicted useful | rho_U | rho_D | rho_D of distractors | "
-        "useful / (useful + distractors) | useful, looking heads |",
-        f"|{'---|' * 14}",
     ]
+    table: list[list[str]] = []
     for length, cells in page["lengths"].items():
         for name, cell in cells.items():
-            plain = [f"{cell[key]['value']:.3f}" for key in _SHARES[1:]]
-            lines.append(
-                f"| {length} | {name} | {cell['accuracy']['value']:.3f} | "
-                f"{interval(cell['useful'])} | {' | '.join(plain)} | "
-                f"{interval(cell['inside'])} | {interval(cell['looking'])} |"
-            )
+            table.append([length, name, f"{cell['accuracy']['value']:.3f}"])
+            table[-1].append(interval(cell["useful"]))
+            table[-1] += [f"{cell[key]['value']:.3f}" for key in _SHARES[1:]]
+            table[-1] += [interval(cell["inside"]), interval(cell["looking"])]
     lines += [
+        pipe_table(_COLUMNS, table),
         "",
         "Agreement of measured and predicted useful share over heads (Pearson): "
         + ", ".join(
@@ -156,17 +169,19 @@ def markdown(page: Mapping[str, Any]) -> str:
         + ".",
         "",
         "Paired differences to the full cache (sign-flip tests over documents):\n",
-        "| haystack | cache | useful | p | useful / (useful + distractors) | p | "
-        "useful, looking heads | p |",
-        "|---|---|---|---|---|---|---|---|",
     ]
+    table = []
     for length, cells in page["lengths"].items():
         for name, cell in cells.items():
             if name != "full":
                 names = ("difference", "difference_inside", "difference_looking")
-                tests = [cell[key] for key in names]
-                shown = [f"{interval(test, sign=True)} | {test['p']:.4f}" for test in tests]
-                lines.append(f"| {length} | {name} | {' | '.join(shown)} |")
+                table.append([length, name])
+                for test in (cell[key] for key in names):
+                    table[-1] += [interval(test, sign=True), f"{test['p']:.4f}"]
+    columns = ["haystack", "cache"]
+    for measured in ("useful", "useful / (useful + distractors)", "useful, looking heads"):
+        columns += [measured, "p"]
+    lines.append(pipe_table(columns, table))
     return "\n".join(lines) + "\n"
 
 

@@ -10,7 +10,7 @@ from engine.errors import InputError
 from eval.mmdu.files import read_json
 from eval.mmdu.judge_run import SCORES_FILE
 from eval.mmdu.scores import COLUMNS, cells, overall_sums
-from eval.mmdu.tables import Table
+from mmkv.measure.tables import Table
 
 
 def compare(folders: Sequence[Path], without_failures: bool = False) -> Table:

@@ -23,8 +23,8 @@ from eval.mmdu.judging import Task, judge_all
 from eval.mmdu.rubric import RUBRIC, judge_prompt
 from eval.mmdu.run import DataOptions
 from eval.mmdu.scores import NO_ANSWER, NOT_JUDGED, aggregate, score_table
-from eval.mmdu.tables import Table
 from eval.mmdu.verdicts import Verdicts
+from mmkv.measure.tables import Table
 
 SCORES_FILE, MARKDOWN_FILE, JOURNAL_FILE = "scores.json", "scores.md", "journal.jsonl"
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from eval.mmdu.data import Dialogue
 from eval.mmdu.rubric import DIMENSIONS, OVERALL, SCORES
-from eval.mmdu.tables import Table
 from eval.mmdu.verdicts import Key, Verdict
+from mmkv.measure.tables import Table
 
 NO_ANSWER, NOT_JUDGED = "no answer", "not judged"
 AVERAGE = "Average"

@@ -7,8 +7,8 @@ from typing import Any
 
 from eval.mmdu.data import Dialogue
 from eval.mmdu.exact import as_rows, shares
-from eval.mmdu.tables import Table
 from mmkv.chat.display import size
+from mmkv.measure.tables import Table
 
 
 def summarize(

@@ -15,11 +15,10 @@ from collections.abc import Sequence
 
 from engine.errors import InputError
 from eval.domains import maker
-from eval.needle.report import draw, markdown, summarise
+from eval.needle import report
 from eval.needle.tasks import SIZES, Haystack
-from eval.quality.command import add_methods, add_options, comparison, running, settings
+from eval.quality.command import add_methods, add_options, comparison, finish, running
 from eval.quality.run import ComparisonRuns
-from mmkv.measure.record import write_results
 
 LENGTHS = {"text": [512, 1024, 2048], "pictures": [256, 512, 1024, 2048], "video": [256, 512, 1024]}
 
@@ -56,12 +55,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 make(0)  # what cannot be made is found before hours of reading
                 raw = runs.of(kind.name, args.limit)
                 read.append((kind, raw, [make(index).notes for index in range(args.limit)]))
-        page = summarise(read, [method.name for method in compared.methods], args.budgets)
-        write_results(path, settings(args), page)
-        text = markdown(page)
-        path.with_suffix(".md").write_text(text)
-        draw(page, path.with_suffix(".png"))
-    print(text)
+        page = report.summarise(read, [method.name for method in compared.methods], args.budgets)
+        finish(args, path, page, report)
 
 
 def length(text: str) -> int:

@@ -14,6 +14,7 @@ from eval.quality import report as quality_report
 from eval.quality.report import interval
 from eval.quality.run import Record
 from mmkv.measure.stats import mean
+from mmkv.measure.tables import pipe_table
 
 Raw = Mapping[str, list[list[Record]]]
 Read = tuple[Haystack, Raw, list[list[Needle]]]
@@ -126,27 +127,25 @@ def markdown(page: Mapping[str, Any]) -> str:
         f"{page['queries_asked']} queries; {whole['questions']} values in {whole['dialogues']} "
         "documents\n",
         "Share of values found, with 95 % interval.\n",
-        f"| haystack | budget | full | {' | '.join(page['methods'])} |",
-        f"|---|---|---|{'---|' * len(page['methods'])}",
     ]
+    table = []
     for length, part in [*page["lengths"].items(), ("all", whole)]:
         full = interval(part["rows"][0]["accuracy"])
         for budget in page["budgets"]:
             rows = {row["method"]: row for row in part["rows"] if row["budget"] == budget}
             cells = [interval(rows[method]["accuracy"]) for method in page["methods"]]
-            lines.append(f"| {length} | {budget} | {full} | {' | '.join(cells)} |")
+            table.append((length, budget, full, *cells))
+    lines.append(pipe_table(("haystack", "budget", "full", *page["methods"]), table))
     if page["values"] > 1 and page["domain"] == "text":
-        lines += [
-            "\nShare of queries whose values were all found:\n",
-            f"| budget | full | {' | '.join(page['methods'])} |",
-            f"|---|---|{'---|' * len(page['methods'])}",
-        ]
+        table = []
         for budget in page["budgets"]:
             cells = [
                 interval(page["queries"][f"{method} at {budget}"]) for method in page["methods"]
             ]
             full = interval(page["queries"]["full"])
-            lines.append(f"| {budget} | {full} | {' | '.join(cells)} |")
+            table.append((budget, full, *cells))
+        lines.append("\nShare of queries whose values were all found:\n")
+        lines.append(pipe_table(("budget", "full", *page["methods"]), table))
     lines += ["", *quality_report.paired_lines(whole["tests"])]
     for length, part in page["lengths"].items():
         to_full = [test for test in part["tests"] if test["of"].endswith(" - full")]

@@ -11,10 +11,9 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from eval.quality.command import add_options, running, settings
-from eval.quality.report import draw, markdown, summarise
+from eval.quality import report
+from eval.quality.command import add_options, finish, running
 from eval.quality.run import Comparison, ComparisonRuns, Method
-from mmkv.measure.record import write_results
 
 FRACTIONS = ("1/2", "1/3", "1/4", "1/5", "1/8", "1/16", "1/32")
 
@@ -56,12 +55,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         with ComparisonRuns(comparison, journal, args.workers) as runs:
             for source in args.data:
                 raw = runs.of(source, args.dialogues, args.skip)
-                pages[source] = summarise(raw, [method.name for method in methods], args.fractions)
-        write_results(path, settings(args), pages)
-        text = markdown(pages)
-        path.with_suffix(".md").write_text(text)
-        draw(pages, path.with_suffix(".png"))
-    print(text)
+                pages[source] = report.summarise(
+                    raw, [method.name for method in methods], args.fractions
+                )
+        finish(args, path, pages, report)
 
 
 if __name__ == "__main__":

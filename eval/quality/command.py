@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, Protocol
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -16,7 +17,7 @@ from engine.errors import InputError, MmkvError
 from engine.model.families.loading import resolve_device
 from eval.quality.run import Comparison, Method
 from mmkv.measure.journal import Journal
-from mmkv.measure.record import RESULTS
+from mmkv.measure.record import RESULTS, write_results
 from mmkv.resources import bundled_model_name
 
 
@@ -93,6 +94,23 @@ def running(args: argparse.Namespace, program: str) -> Iterator[tuple[Path, Jour
         raise SystemExit(f"{program}: stopped; the same command goes on from {journal}") from None
 
 
-def settings(args: argparse.Namespace) -> dict[str, object]:
-    """What the run was asked to do."""
-    return {name: value for name, value in vars(args).items() if name not in ("output", "fresh")}
+class Report(Protocol):
+    """A module that makes a Markdown text and a figure of what a result file holds."""
+
+    def markdown(self, found: Any, /) -> str:
+        """Return the tables."""
+        ...
+
+    def draw(self, found: Any, path: Path, /) -> None:
+        """Write the figure."""
+        ...
+
+
+def finish(args: argparse.Namespace, path: Path, found: Mapping[str, Any], report: Report) -> None:
+    """Write the result file, its tables and its figure beside it, and print the tables."""
+    asked = {name: value for name, value in vars(args).items() if name not in ("output", "fresh")}
+    write_results(path, asked, found)
+    text = report.markdown(found)
+    path.with_suffix(".md").write_text(text)
+    report.draw(found, path.with_suffix(".png"))
+    print(text)

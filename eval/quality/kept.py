@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from eval.budgets import in_words
+from mmkv.measure.tables import pipe_table
 
 _COLUMNS = 6  # panels beside each other
 
@@ -102,19 +103,32 @@ def draw(
 
 def table(pages: Mapping[str, Mapping[str, Any]], budget: str, methods: Sequence[str]) -> str:
     """Markdown: spread over heads and visual share of every method."""
-    lines = [
-        "| data | method | least head | most head | variance over layers | visual | of context |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    columns = (
+        "data",
+        "method",
+        "least head",
+        "most head",
+        "variance over layers",
+        "visual",
+        "of context",
+    )
+    lines = []
     for source, page in pages.items():
         context = page["rows"][0]["visual_share"]
         for row in rows_at(page, budget, methods):
             found = spread(row)
             lines.append(
-                f"| {source} | {row['method']} | {found['least']:.2f} | {found['most']:.2f} | "
-                f"{found['between_layers']:.0%} | {row['visual_share']:.0%} | {context:.0%} |"
+                (
+                    source,
+                    row["method"],
+                    f"{found['least']:.2f}",
+                    f"{found['most']:.2f}",
+                    f"{found['between_layers']:.0%}",
+                    f"{row['visual_share']:.0%}",
+                    f"{context:.0%}",
+                )
             )
-    return "\n".join(lines)
+    return pipe_table(columns, lines)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 
 from eval.budgets import axis_label
 from mmkv.measure.stats import mean, paired
+from mmkv.measure.tables import pipe_table
 
 T = TypeVar("T")
 Runs = Sequence[Sequence[Mapping[str, Any]]]
@@ -137,7 +138,7 @@ def markdown(pages: Mapping[str, Mapping[str, Any]]) -> str:
         methods = list(dict.fromkeys(r["method"] for r in page["rows"] if r["method"] != "full"))
         full = _measure(page["rows"][0], shown)
         text.append(f"Full cache: {interval(full)}. Cells: {shown} with 95 % interval; KL.\n")
-        text.append(f"| budget | {' | '.join(methods)} |\n|---|{'---|' * len(methods)}")
+        lines = []
         for budget in budgets:
             cells = []
             for method in methods:
@@ -146,7 +147,8 @@ def markdown(pages: Mapping[str, Mapping[str, Any]]) -> str:
                 )
                 kl = row["kl_per_token"]["value"]
                 cells.append(f"{interval(_measure(row, shown))}; {kl:.3f}")
-            text.append(f"| {budget} | {' | '.join(cells)} |")
+            lines.append((budget, *cells))
+        text.append(pipe_table(("budget", *methods), lines))
         text += ["", *paired_lines(page["tests"])]
         text.append("")
     return "\n".join(text)
@@ -169,18 +171,38 @@ def paired_lines(tests: Sequence[Mapping[str, Any]], where: str = "") -> list[st
     names = {"accuracy": "accuracy", "kl_per_token": "KL per token"}
     if tests and "nll_per_token" in tests[0]:
         names = {"nll_per_token": "log perplexity", "kl_per_token": "KL per token"}
-    text.append(f"| budget | difference | {' | p | '.join(names.values())} | p |")
-    text.append("|---|---|---|---|---|---|")
+    columns = ["budget", "difference"]
+    for name in names.values():
+        columns += [name, "p"]
+    lines = []
     for test in tests:
-        cells = [f"{interval(test[name], sign=True)} | {test[name]['p']:.4f}" for name in names]
-        text.append(f"| {test['budget']} | {test['of']} | {' | '.join(cells)} |")
-    return text
+        lines.append([test["budget"], test["of"]])
+        for name in names:
+            lines[-1] += [interval(test[name], sign=True), f"{test[name]['p']:.4f}"]
+    return [*text, pipe_table(columns, lines)]
 
 
 def interval(value: Mapping[str, float], sign: bool = False) -> str:
     """A value and its interval, as tables show them."""
     form = "+.3f" if sign else ".3f"
     return f"{value['value']:{form}} [{value['low']:{form}}, {value['high']:{form}}]"
+
+
+def curve(
+    panel: Any, budgets: Sequence[str], values: Sequence[Mapping[str, float]], label: str
+) -> None:
+    """Draw values with their intervals against budgets, both in the same order."""
+    x = [float(Fraction(budget)) for budget in budgets]
+    panel.plot(x, [v["value"] for v in values], marker="o", markersize=4, label=label)
+    panel.fill_between(x, [v["low"] for v in values], [v["high"] for v in values], alpha=0.15)
+
+
+def over_budgets(panel: Any, budgets: Sequence[str]) -> None:
+    """Lay out the horizontal axis of a panel: budgets, logarithmic."""
+    panel.set(xscale="log", xlabel=axis_label(budgets))
+    panel.set_xticks([float(Fraction(budget)) for budget in budgets], budgets)
+    panel.minorticks_off()
+    panel.grid(alpha=0.3)
 
 
 def draw(pages: Mapping[str, Mapping[str, Any]], path: Path) -> None:
@@ -198,13 +220,10 @@ def draw(pages: Mapping[str, Mapping[str, Any]], path: Path) -> None:
                 (row for row in rows if row["method"] == method),
                 key=lambda r: Fraction(r["budget"]),
             )
-            x = [float(Fraction(row["budget"])) for row in mine]
+            x = [row["budget"] for row in mine]
             measured = ([_measure(r, shown) for r in mine], [r["kl_per_token"] for r in mine])
             for panel, values in zip(panels[:, column], measured, strict=True):
-                panel.plot(x, [v["value"] for v in values], marker="o", markersize=4, label=method)
-                panel.fill_between(
-                    x, [v["low"] for v in values], [v["high"] for v in values], alpha=0.15
-                )
+                curve(panel, x, values, method)
         full = _measure(page["rows"][0], shown)["value"]
         panels[0, column].axhline(full, color="0.5", linestyle="--", label="full")
         panels[0, column].set(title=source, ylabel=shown)
@@ -212,9 +231,6 @@ def draw(pages: Mapping[str, Mapping[str, Any]], path: Path) -> None:
             panels[0, column].set(ylim=(0, 1.02))
         panels[1, column].set(ylabel="KL to the full cache per token", yscale="log")
         for panel in panels[:, column]:
-            panel.set(xscale="log", xlabel=axis_label(budgets))
-            panel.set_xticks([float(Fraction(budget)) for budget in budgets], budgets)
-            panel.minorticks_off()
-            panel.grid(alpha=0.3)
+            over_budgets(panel, budgets)
         panels[0, column].legend(fontsize=8)
     figure.savefig(path, dpi=110)

@@ -16,13 +16,12 @@ from typing import Any
 
 from engine.errors import InputError
 from eval.domains import maker
-from eval.quality.command import add_methods, add_options, comparison, running, settings
+from eval.quality.command import add_methods, add_options, comparison, finish, running
 from eval.quality.run import ComparisonRuns
 from eval.sessions import report as dialogue_report
 from eval.sessions import stream as dialogue_stream
 from eval.sessions import stream_report as dialogue_stream_report
 from eval.sessions.tasks import SIZES, Sessions
-from mmkv.measure.record import write_results
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -59,11 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             notes = [make(index).notes for index in range(args.limit)]
             found = dialogue_report.summarise(kind, raw, notes, names, args.budgets)
             report = dialogue_report
-        write_results(path, settings(args), found)
-        text = report.markdown(found)
-        path.with_suffix(".md").write_text(text)
-        report.draw(found, path.with_suffix(".png"))
-    print(text)
+        finish(args, path, found, report)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from eval.quality.report import interval
 from eval.quality.run import Record
 from eval.sessions.tasks import KINDS, Asked, Sessions
 from mmkv.measure.stats import mean
+from mmkv.measure.tables import pipe_table
 
 Runs = Sequence[Sequence[Record]]
 Notes = Sequence[Sequence[Asked]]
@@ -99,10 +100,7 @@ def markdown(found: Mapping[str, Any]) -> str:
         f"Asked: {', '.join(f'{count} {name}' for name, count in found['asked'].items())}. "
         "Share answered right, with 95 % interval.\n",
     ]
-    lines = [
-        f"| questions | budget | full | {' | '.join(methods)} |",
-        f"|---|---|---|{'---|' * len(methods)}",
-    ]
+    lines = []
     tables: dict[str, Any] = {
         "all": {
             "full" if row["method"] == "full" else f"{row['method']} at {row['budget']}": row[
@@ -117,8 +115,9 @@ def markdown(found: Mapping[str, Any]) -> str:
         for budget in found["budgets"]:
             shown = [cells["full"], *(cells[f"{method} at {budget}"] for method in methods)]
             texts = ["-" if cell is None else interval(cell) for cell in shown]
-            lines.append(f"| {what} | {budget} | {' | '.join(texts)} |")
-    return "\n".join([*head, *lines, "", *quality_report.paired_lines(page["tests"])]) + "\n"
+            lines.append((what, budget, *texts))
+    table = pipe_table(("questions", "budget", "full", *methods), lines)
+    return "\n".join([*head, table, "", *quality_report.paired_lines(page["tests"])]) + "\n"
 
 
 def draw(found: Mapping[str, Any], path: Path) -> None:
@@ -132,18 +131,14 @@ def draw(found: Mapping[str, Any], path: Path) -> None:
     figure = Figure(figsize=(3.1 * len(panels), 3.2), layout="constrained")
     axes = figure.subplots(1, len(panels), squeeze=False)[0]
     budgets = sorted(found["budgets"], key=Fraction)
-    x = [float(Fraction(budget)) for budget in budgets]
     for axis, (title, cells) in zip(axes, panels.items(), strict=True):
-        axis.set(title=title, ylim=(-0.02, 1.02), xscale="log", xlabel="budget")
-        axis.set_xticks(x, budgets)
-        axis.minorticks_off()
-        axis.grid(alpha=0.3)
+        axis.set(title=title, ylim=(-0.02, 1.02))
+        quality_report.over_budgets(axis, budgets)
         if cells["full"] is None:
             continue
         for method in found["methods"]:
             mine = [cells[f"{method} at {budget}"] for budget in budgets]
-            axis.plot(x, [m["value"] for m in mine], marker="o", markersize=4, label=method)
-            axis.fill_between(x, [m["low"] for m in mine], [m["high"] for m in mine], alpha=0.12)
+            quality_report.curve(axis, budgets, mine, method)
         axis.axhline(cells["full"]["value"], color="0.5", linestyle="--", label="full")
     axes[0].set_ylabel("share of questions")
     axes[0].legend(fontsize=7)

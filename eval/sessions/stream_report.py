@@ -12,6 +12,7 @@ import numpy as np
 from eval.quality.report import comparisons, interval
 from eval.sessions.stream import Row
 from mmkv.measure.stats import mean, paired
+from mmkv.measure.tables import pipe_table
 
 BLOCK = 16  # clips that intervals take as one draw
 
@@ -83,27 +84,34 @@ def markdown(found: Mapping[str, Any]) -> str:
         "### A video that never ends\n",
         f"Share answered right, with 95 % interval over blocks of {found['block']} clips.\n",
         "Age: tokens since the median entry that is held at the end.\n",
-        "| method | budget | clips | tokens seen | most bytes held | age | latest clip | "
-        "latest, while the full cache ran | the very first picture |",
-        "|---|---|---|---|---|---|---|---|---|",
     ]
+    columns = [
+        "method",
+        "budget",
+        "clips",
+        "tokens seen",
+        "most bytes held",
+        "age",
+        "latest clip",
+        "latest, while the full cache ran",
+        "the very first picture",
+    ]
+    table = []
     for name, row in found["rows"].items():
         method, _, budget = name.partition(" at ")
         cells = [
             "-" if row[key] is None else interval(row[key])
             for key in ("latest", "latest_while_full_ran", "beginning")
         ]
-        lines.append(
-            f"| {method} | {budget or '-'} | {row['clips']} | {row['tokens_seen']:,} | "
-            f"{row['most_bytes']:,} | {row['median_age']:,.0f} | {' | '.join(cells)} |"
-        )
+        held = (f"{row['tokens_seen']:,}", f"{row['most_bytes']:,}", f"{row['median_age']:,.0f}")
+        table.append((method, budget or "-", row["clips"], *held, *cells))
+    lines.append(pipe_table(columns, table))
     lines += ["", "Paired differences on the latest clip (sign-flip tests over blocks):\n"]
-    lines += ["| budget | difference | clips | share right | p |", "|---|---|---|---|---|"]
-    for test in found["tests"]:
-        lines.append(
-            f"| {test['budget']} | {test['of']} | {test['clips']} | {interval(test, sign=True)} | "
-            f"{test['p']:.4f} |"
-        )
+    tests = [
+        (test["budget"], test["of"], test["clips"], interval(test, sign=True), f"{test['p']:.4f}")
+        for test in found["tests"]
+    ]
+    lines.append(pipe_table(("budget", "difference", "clips", "share right", "p"), tests))
     return "\n".join(lines) + "\n"
 
 

@@ -1,14 +1,23 @@
-"""Tables on stdout and as Markdown, from the same cells."""
+"""Tables on stdout and as Markdown."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
+
+
+def pipe_table(
+    columns: Sequence[str], rows: Iterable[Sequence[object]], numbers: bool = False
+) -> str:
+    """Return a Markdown table without a line end; ``numbers`` aligns all but the first column."""
+    rule = ["---", *["---:" if numbers else "---"] * (len(columns) - 1)]
+    head, *body = (f"| {' | '.join(map(str, line))} |" for line in (columns, *rows))
+    return "\n".join([head, f"|{'|'.join(rule)}|", *body])
 
 
 @dataclass
@@ -45,9 +54,8 @@ class Table:
 
     def markdown(self) -> str:
         """The table as Markdown, under its title."""
-        lines = [list(self.columns), ["---", *["---:"] * (len(self.columns) - 1)], *self.rows]
-        body = "\n".join(f"| {' | '.join(_escaped(cell) for cell in line)} |" for line in lines)
-        return f"**{self.title}**\n\n{body}\n"
+        columns, *rows = ([_escaped(cell) for cell in line] for line in (self.columns, *self.rows))
+        return f"**{self.title}**\n\n{pipe_table(columns, rows, numbers=True)}\n"
 
 
 def _escaped(cell: str) -> str:
