@@ -1,7 +1,8 @@
 """How many entries the gates retain at each step, and the loss when that is over budget.
 
-Sources: 000 (TRIM-KV), equation 5; 001 (DBTrimKV), equation 4 and section 4.1. A token written at
-step i with ``log_beta[r, i]`` still counts ``exp((t - i) * log_beta[r, i])`` at step t, so that
+Sources: TRIM-KV (arXiv 2512.03324), eq. 5; DBTrimKV (arXiv 2605.09649), eq. 4 and section 4.1. A
+token written at step i with ``log_beta[r, i]`` still counts ``exp((t - i) * log_beta[r, i])`` at
+step t, so that
 
     S[r, t] = sum over i = start(t) .. t of exp((t - i) * log_beta[r, i]),
 
@@ -57,7 +58,7 @@ def retained_counts(log_beta: Tensor, document_start: Tensor | None = None) -> T
 
 
 def retained_total(log_beta: Tensor, document_start: Tensor | None = None) -> Tensor:
-    """``retained_counts(...)`` summed over rows, the global S_t of 001: ``[R, T]`` -> ``[T]``.
+    """``retained_counts(...)`` summed over rows, DBTrimKV's global S_t: ``[R, T]`` -> ``[T]``.
 
     Summing inside the matrix products instead was measured and is no faster. Arguments and errors
     as for ``retained_counts``.

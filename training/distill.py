@@ -60,7 +60,7 @@ def distill(
         ),
     ] = "mmkv",
     gating: Annotated[
-        str, _option("log-bias (DBTrimKV) or logit-scale (TRIM-KV, eq. 3).", _GATES)
+        str, _option("log-bias (DBTrimKV) or logit-scale (TRIM-KV).", _GATES)
     ] = "log-bias",
     gate: Annotated[
         str,
@@ -86,7 +86,7 @@ def distill(
     ] = "global",
     budget: Annotated[float, _option("M, mean entries per layer and KV head.", _LOSS)] = 256.0,
     lambda_cap: Annotated[float, _option("Weight of the capacity term.", _LOSS)] = 1.0,
-    normaliser: Annotated[str, _option("relative or tt (TRIM-KV, eq. 5).", _LOSS)] = "relative",
+    normaliser: Annotated[str, _option("relative or tt (TRIM-KV).", _LOSS)] = "relative",
     capacity_rates: Annotated[
         int, _option("0: exact count; K: approximate it with K decay rates.", _LOSS)
     ] = 0,

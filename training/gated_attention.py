@@ -2,10 +2,10 @@
 
 With ``s[t, i] = scale * q_t . k_i`` and ages ``t - i`` counted in tokens, the logits are
 
-- ``log-bias``: ``s[t, i] + (t - i) * log_beta_i``: 001, section 2.2, where ``beta^(t-i)``
-  multiplies the attention *weight*;
-- ``logit-scale``: ``s[t, i] * exp((t - i) * log_beta_i)``: 000 (TRIM-KV), equation 3, where it
-  multiplies the *logit*.
+- ``log-bias``: ``s[t, i] + (t - i) * log_beta_i``. ``beta^(t-i)`` multiplies the attention *weight*
+  (DBTrimKV, arXiv 2605.09649, section 2.2);
+- ``logit-scale``: ``s[t, i] * exp((t - i) * log_beta_i)``. ``beta^(t-i)`` multiplies the *logit*
+  (TRIM-KV, arXiv 2512.03324, eq. 3).
 
 Packed documents do not see each other. Three forms compute the same: blocks of queries with
 recomputation in the backward pass (``sdpa``, for CPUs), FlexAttention (``flex``, for GPUs), and a

@@ -1,7 +1,7 @@
 """Quality losses of distillation, computed in blocks so that logits never stand in full.
 
-KL(teacher || student) and next-token prediction over one mask of shifted labels (001, section 4;
-000, section 4).
+KL(teacher || student) and next-token prediction over one mask of shifted labels (DBTrimKV,
+arXiv 2605.09649, eq. 3; TRIM-KV, arXiv 2512.03324, eq. 4).
 """
 
 from __future__ import annotations

@@ -30,10 +30,10 @@ class TrainableGates(nn.Module):
         tying: ``paper`` (one readout for all layers and heads: arXiv 2605.09649, section 4),
             ``layer`` or ``none`` (one per layer and head); ``rg`` ties nothing.
         bias: where the readout's bias starts; at 18, 1 - beta is 1.5e-8 and nothing is forgotten.
-        layers: the backbone's, for gates that read ``[k; v]`` instead of x (the ablation of 001,
-            section 5.4): keys and values of all KV heads as they are projected, before norm and
-            RoPE. These are linear in x, so :meth:`file_tensors` folds the projection into the
-            gates' first layer, and the engine runs them like any others.
+        layers: the backbone's, for gates that read ``[k; v]`` instead of x (the ablation of
+            DBTrimKV, section 5.4): keys and values of all KV heads as they are projected, before
+            norm and RoPE. These are linear in x, so :meth:`file_tensors` folds the projection into
+            the gates' first layer, and the engine runs them like any others.
         gate: one of :data:`GATES`.
     """
 

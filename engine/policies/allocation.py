@@ -14,7 +14,7 @@ _LATE = 2**31 - 1
 
 @dataclass(frozen=True)
 class GlobalAllocation:
-    """All layers, heads and modalities compete for one budget (001, section 4.2)."""
+    """All layers, heads and modalities compete for one budget (DBTrimKV, arXiv 2605.09649)."""
 
     def victims(self, scores: Tensor, view: CacheView, budget: int) -> Tensor:
         """The lowest ``N - budget`` of all entries."""

@@ -71,7 +71,8 @@ def make_policy(name: str, lookahead: float = 2) -> Policy:
     """Make the policy ``name``, a preset or one that was registered.
 
     ``dbtrimkv+N`` and ``trimkv+N`` also keep the newest N tokens of every row, whatever their
-    scores: what the papers leave to the gates, for streams longer than gates were trained for.
+    scores: what TRIM-KV and DBTrimKV leave to the gates, for streams longer than gates were trained
+        for.
 
     Args:
         lookahead: n = T - t (DBTrimKV, arXiv 2605.09649, equation 9); of the presets only

@@ -1,4 +1,4 @@
-"""The lookahead retention score (001, equation 9), in log space."""
+"""Compute the lookahead retention score (DBTrimKV, arXiv 2605.09649, eq. 9) in log space."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from engine.policies.score import lookahead_log_score
 
 @dataclass(frozen=True)
 class Retention:
-    """Learned retention, summed over ``lookahead`` steps (001, equation 9; n = 1 is TRIM-KV)."""
+    """Learned retention summed over ``lookahead`` steps (DBTrimKV, eq. 9; n = 1: TRIM-KV)."""
 
     lookahead: float = 2
     needs: ClassVar[Needs] = Needs(gates="retention")

@@ -1,13 +1,14 @@
-"""Attention dilution, measured: how much attention reaches what is asked (001, section 3.1).
+"""Measure attention dilution: how much attention reaches what is asked about.
 
 ``python -m eval.dilution MODEL --domain text|pictures --lengths ... --method ...`` reads the
-documents of ``eval.quality`` and probes every decode step that predicts a token of an answer: the
-share of attention on the needle that is asked about (*useful*), on the rest of the haystack
-(*distractors*), on questions and answers (*dialogue*), and on the first four tokens, where language
-models leave what they do not need, with the full cache and under every budget. Beside them stand
-the lower bound of Proposition 3.1 on what does not reach the needle, and the share that Corollary
-3.2 predicts from the full cache's logits and the entries that eviction kept. Writes JSON, a
-Markdown table and a figure. Killed and started again, it goes on where it was.
+documents of ``eval.needle``, with the full cache and under every budget. It records the attention
+of every decode step that predicts a token of an answer, in four shares: on the needle that is asked
+about (*useful*), on the rest of the haystack (*distractors*), on questions and answers
+(*dialogue*), and on the first four tokens, where language models put the attention that they do
+not need. Two figures of DBTrimKV (arXiv 2605.09649) stand beside them: its lower bound on the
+attention that does not reach the needle, and the share that it predicts from the full cache's
+logits and the entries that eviction kept. The program writes JSON, a Markdown table and a figure.
+A run that was killed goes on where it was when it is started again.
 """
 
 from __future__ import annotations

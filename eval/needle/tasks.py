@@ -1,4 +1,4 @@
-"""Needles in a haystack: several keys, values and queries, at depths that are known (001, B.3).
+"""Needles in a haystack: several keys, values and queries at known depths.
 
 *text*: sentences of small talk hide one sentence per key, with all its values; a query repeats the
 sentence up to its values. *pictures*: pictures under ``ignore:`` hide numbered ones (keys), whose
@@ -60,7 +60,7 @@ class Needle:
 
 @dataclass(frozen=True)
 class Haystack:
-    """A kind of document.
+    """A kind of document, after DBTrimKV (arXiv 2605.09649, appendix B.3).
 
     Attributes:
         length: tokens of the haystack, needles included; the questions come on top.

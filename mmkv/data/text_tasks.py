@@ -6,8 +6,8 @@ be expected to follow instructions; what is measured is memory. Later questions 
 no earlier question pointed at, so memory must be judged before the question is known.
 
 ``recall``: facts one after the other, any may be asked (*dense*: hardly compressible).
-``needles``: a few facts between many filler sentences, several keys, values and queries, after 001,
-appendix B.3 (what matters can be told when it is read).
+``needles``: a few facts between many filler sentences, several keys, values and queries, after
+DBTrimKV, arXiv 2605.09649, appendix B.3 (what matters is known when it is read).
 ``haystack``: the same with four facts, and 16 to 20 sentences to each (*sparse*: nearly all of
 it never matters); not among the kinds that this repository's gates were trained on.
 ``memory``: numbered sessions of small talk in which facts are stated and later replaced; the

@@ -1,4 +1,4 @@
-"""A hypothesis state machine over the ragged cache (design section 5).
+"""A hypothesis state machine over the ragged cache.
 
 The model is a dictionary: sequence slot -> rows -> list of serial numbers. Every entry is
 written with keys, values, log_beta, position and modality computed from its serial number, so

@@ -107,7 +107,7 @@ def test_limits() -> None:
 
 
 def test_score_uses_the_age_not_only_the_gate() -> None:
-    """Two lines in t cross: the order of two entries changes with time (design section 3)."""
+    """Two lines in t cross: the order of two entries changes with time."""
     x = torch.tensor([-1e-3, -0.5])
     early = lookahead_log_score(x, torch.tensor([2000, 1]), 2)
     late = lookahead_log_score(x, torch.tensor([2010, 11]), 2)

@@ -1,4 +1,4 @@
-"""The engine's semantics written the slow, obvious way (design section 9).
+"""The engine's semantics written the slow, obvious way.
 
 Nothing here is shared with ``engine/``. Hidden states run through transformers' own modules;
 keys and values of every token ever seen stay in dense tensors; a boolean mask ``keep [L, H, T]``

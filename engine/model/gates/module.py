@@ -1,8 +1,8 @@
 """Retention gates: ``z = w_g . Proj_{l,h}(x) + b_g``, ``log_beta = logsigmoid(z)``.
 
-Source: 001, section 4. Every published layout is the same shape of computation: a small SiLU
-trunk per layer and a linear readout to one number per KV head. They differ in the trunk's depth
-and in what is tied.
+Source: DBTrimKV, arXiv 2605.09649, section 4. Every published layout is the same shape of
+computation: a small SiLU trunk per layer and a linear readout to one number per KV head. They
+differ in the trunk's depth and in what is tied.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Gates:
     """The gates of a whole model.
 
     Attributes:
-        kind: ``tied`` (ours, the main paper's tying), ``rg`` or ``rg10`` (published layouts).
+        kind: ``tied`` (ours, DBTrimKV's tying), ``rg`` or ``rg10`` (published layouts).
         tensors: the parameters as stored in a gate file, name -> float tensor.
         info: what ``gates.json`` says beside the sizes (base model, settings, results).
     """
@@ -66,7 +66,7 @@ class Gates:
         """Trunks in the model's dtype; readout, bias and all that follows stay float32.
 
         A bias near 18 leaves ``1 - beta = 1.5e-8``: bfloat16, with steps of 0.125 there, would
-        blur exactly the entries worth keeping (design section 3).
+        blur exactly the entries worth keeping.
         """
         layers = [
             LayerGate(
@@ -82,13 +82,13 @@ class Gates:
 def tied_gates(
     tensors: dict[str, Tensor], spec: DecoderSpec, info: dict[str, object] | None = None
 ) -> Gates:
-    """Gates in our own layout, tied as the main paper ties them or less.
+    """Gates in our own layout, tied as DBTrimKV ties them or less.
 
     Names: ``layers.{l}.linear1.weight [d_g, d]``, ``.linear1.bias``, ``.linear2.weight
     [d_g, d_g]``, ``.linear2.bias``. KV head h reads the h-th of H equal blocks (of width
     b = d_g / H) of the trunk's output, ``Proj_{l,h}``, through the readout ``(w_g, b_g)``:
 
-    - ``readout.weight [b]``, ``readout.bias []``: one for all layers and heads (001, section 4);
+    - ``readout.weight [b]``, ``readout.bias []``: one for all layers and heads (DBTrimKV);
     - ``[L, b]``, ``[L]``: one per layer;
     - ``[L, H, b]``, ``[L, H]``: one per layer and head.
 

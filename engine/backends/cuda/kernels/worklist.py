@@ -5,7 +5,7 @@ end to end, and are dealt to a fixed number of programs in equal, contiguous *ru
 program reads the same number of bytes, however uneven the rows are, and a row is cut only where
 one run ends and the next begins. A run's part of one row is a *piece*.
 
-Why equal runs and not pieces of a chosen length (design section 10's first idea): with pieces, some
+Why equal runs and not pieces of a chosen length: with pieces, some
 programs of a persistent grid get one more than others, and the slowest decides. Runs differ by one
 tile at most, and need buffers of a size known beforehand: each run shares at most two rows with its
 neighbours, so there are at most ``2 * runs`` pieces to merge, whatever the lengths.
