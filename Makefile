@@ -58,10 +58,10 @@ bench-gpu-kernels:
 	$(BENCH) eval.bench.kernels --output $(RESULTS)
 
 bench-gpu-4b:
-	$(BENCH) eval.bench.decode --shape qwen3-4b --cases bars --peers $(DECODE_PEERS) $(BENCH_OPTIONS) --output $(RESULTS)
+	$(BENCH) eval.bench.decode --shape qwen3-4b --cases targets --peers $(DECODE_PEERS) $(BENCH_OPTIONS) --output $(RESULTS)
 
 bench-gpu-8b:
-	$(BENCH) eval.bench.decode --shape qwen3-vl-8b --cases bars --peers transformers $(BENCH_OPTIONS) --output $(RESULTS)
+	$(BENCH) eval.bench.decode --shape qwen3-vl-8b --cases targets --peers transformers $(BENCH_OPTIONS) --output $(RESULTS)
 
 bench-gpu-llava:
 	$(BENCH) eval.bench.decode --shape llava-1.5-7b --cases 1:4096:256 16:4096:256 64:4096:256 --peers --output $(RESULTS)

@@ -235,11 +235,11 @@ class Runtime:
         that cannot be (:attr:`many_path` says why) it is a loop over :meth:`decode`.
 
         Args:
-            stop: token ids that end a session's part; they are said, not appended.
+            stop: token ids that end a session's part; they are generated, not appended.
             draws: per session how its tokens are drawn; None for the likeliest.
 
         Returns:
-            per session the tokens said: ``steps`` of them, or up to a stop token.
+            per session the generated tokens: ``steps`` of them, or up to a stop token.
 
         Raises:
             InputError, SessionError, ContextError: before anything has changed.
@@ -252,7 +252,7 @@ class Runtime:
             if self._runner is None:
                 self._runner = GraphRunner(self)
             return self._runner.decode(sessions, token_ids, steps, stop, draws)
-        said: list[list[int]] = [[] for _ in sessions]
+        generated: list[list[int]] = [[] for _ in sessions]
         token, going = list(token_ids), list(range(len(sessions)))
         for _ in range(steps):
             logits = self.decode([sessions[i] for i in going], [token[i] for i in going])
@@ -264,11 +264,11 @@ class Runtime:
                 chosen_ids = sample(logits, columns, uniform(seed, seen))
             for index, chosen in zip(going, chosen_ids.tolist(), strict=True):
                 token[index] = chosen
-                said[index].append(chosen)
+                generated[index].append(chosen)
             going = [index for index in going if token[index] not in stop]
             if not going:
                 break
-        return said
+        return generated
 
     @property
     def many_path(self) -> str:

@@ -41,14 +41,14 @@ def step(
             following.append(writer.advance(logits))
         return following
     draws = [writer.draw for writer in writers]
-    said = engine.decode_many(
+    generated = engine.decode_many(
         sessions,
         tokens,
         steps,
         sorted(engine.eos_token_ids),
         draws if any(draw.temperature > 0 for draw in draws) else None,
     )
-    return [writer.take_burst(row) for writer, row in zip(writers, said, strict=True)]
+    return [writer.take_burst(row) for writer, row in zip(writers, generated, strict=True)]
 
 
 def _ahead(

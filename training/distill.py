@@ -162,8 +162,8 @@ def distill(
     if left_out := train.encoder.summary():
         console.print(left_out)
     if first_process():
-        said = described["results"] or "no held-out data given"
-        console.print(f"saved gates in {output}: {said}")
+        outcome = described["results"] or "no held-out data given"
+        console.print(f"saved gates in {output}: {outcome}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,7 +1,7 @@
 """``python -m eval.accuracy.dialogues``: exact answers in long held-out dialogues, full cache.
 
 Answers are given token by token and counted right when every token is the most likely one: what
-greedy decoding would have said after the same history (:mod:`mmkv.measure.teacher_forced`).
+greedy decoding would have generated after the same history (:mod:`mmkv.measure.teacher_forced`).
 """
 
 from __future__ import annotations
@@ -63,10 +63,10 @@ def main() -> None:
         example = scene_example(turns, tokenizer)
         labels = example.pop("labels")[0]
         read = engine.family.turn(example, 0, engine.device)
-        said = (int(logits.argmax()) for logits in FullCache.of(engine, read, labels).logits())
+        generated = (int(logits.argmax()) for logits in FullCache.of(engine, read, labels).logits())
         lengths[name].append(labels.numel())
         for turn, (start, stop) in zip(turns, spans(labels.tolist()), strict=True):
-            hit = list(islice(said, stop - start)) == labels[start:stop].tolist()
+            hit = list(islice(generated, stop - start)) == labels[start:stop].tolist()
             right[name, turn.question.about, "all"].append(hit)
             right[name, turn.question.about, turn.question.kind].append(hit)
     table = Table(title=f"Exact answers, {args.model}, full cache")

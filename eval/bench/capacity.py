@@ -24,7 +24,7 @@ from eval.bench.memory_estimate import WORKSPACE, Plan, dense_count, plan
 from eval.bench.methods import why_not
 from eval.bench.output import device_note, failure, parser, save, table, where
 from eval.bench.shapes import SHAPES, Shape, build_engine
-from eval.bench.synthetic_cache import filled_sessions
+from eval.bench.synthetic_cache import synthetic_sessions
 
 
 @torch.inference_mode()
@@ -45,7 +45,7 @@ def try_it(made: Plan, base: Runtime, shape: Shape, args: argparse.Namespace) ->
     engine.native = engine.evictor = None
     steps = 1 if made.budget is None else 0
     seen = args.context - steps  # a step of the full cache is the last of its tokens
-    sessions = filled_sessions(engine, made.count, seen, args.skew, steps)
+    sessions = synthetic_sessions(engine, made.count, seen, args.skew, steps)
     pool = engine.cache.pool
     held = pool.num_pages - pool.free_pages
     for start in range(0, len(sessions), args.decode_batch):

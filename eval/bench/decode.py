@@ -7,7 +7,7 @@ group; then each peer, in a process of its own, in turns with our graph path. A 
 run or does not fit ``--memory`` is named with the reason. ms/step is the slope between a short and
 a long run; tokens/s of ours counts what a call costs once as well.
 
-Cases are ``B:CONTEXT:M``, or a set: ``bars``, ``grid``, ``largest`` (each method at the largest
+Cases are ``B:CONTEXT:M``, or a set: ``targets``, ``grid``, ``largest`` (each method at the largest
 batch that fits ``--largest-memory``), ``tiny``. Figures go to ``gpu-decode-<shape>.json`` case by
 case.
 """
@@ -28,7 +28,7 @@ import torch
 from engine.backends.cuda import GraphRunner
 from engine.errors import MmkvError
 from engine.runtime import Runtime
-from eval.bench.decode_report import figure, show, show_bars
+from eval.bench.decode_report import figure, show, show_targets
 from eval.bench.memory_estimate import own_bytes, peer_bytes
 from eval.bench.methods import EAGER_STEPS, Own, why_not
 from eval.bench.names import BOUNDED, DYNAMIC, EAGER, FULL, OWN
@@ -66,8 +66,8 @@ class Case:
 
 
 SETS: dict[str, list[Case]] = {
-    "bars": [
-        Case(batch, context, budget, "bars")
+    "targets": [
+        Case(batch, context, budget, "targets")
         for batch, context, budget in (
             (1, 16384, 256),
             (4, 32768, 1024),
@@ -357,7 +357,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the program; 1 when a method of our own failed."""
     options = parser("bench_decode", __doc__)
     options.add_argument("--shape", default="qwen3-4b", choices=SHAPES)
-    options.add_argument("--cases", nargs="+", default=["bars"], metavar="CASE")
+    options.add_argument("--cases", nargs="+", default=["targets"], metavar="CASE")
     options.add_argument("--steps", type=int, default=128, help="steps of a timed run")
     options.add_argument("--skew", type=float, default=5.0, help="longest row over the mean")
     options.add_argument(
@@ -388,17 +388,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     machine = {"copy_bandwidth": bench.bandwidth, "note": device_note(bench.device)}
     print(f"copy: {bench.bandwidth / 1e9:,.0f} GB/s; {machine['note']}")
     found: list[dict[str, Any]] = []
-    bars: list[dict[str, Any]] = []
+    targets: list[dict[str, Any]] = []
     path = None
     for case in cases:
         found.append(bench.largest(case) if case.kind == "largest" else bench.measure(case))
-        bars += checks(args.shape, found[-1])
-        path = save(args, f"gpu-decode-{args.shape}", {**machine, "cases": found, "bars": bars})
+        targets += checks(args.shape, found[-1])
+        path = save(
+            args, f"gpu-decode-{args.shape}", {**machine, "cases": found, "targets": targets}
+        )
         show(args.shape, found[-1])
     if curve := figure(args, found):
         print(f"figure in {curve}")
-    if bars and bench.device.type == "cuda":
-        show_bars(bars)
+    if targets and bench.device.type == "cuda":
+        show_targets(targets)
     print(f"in {path}; what the peers printed: {bench.logs}")
     return int(any("failed" in case["methods"].get(OWN, {}) for case in found))
 

@@ -66,10 +66,15 @@ def figure(args: argparse.Namespace, cases: Sequence[dict[str, Any]]) -> Path | 
     return curves(path, args.shape, ("sequences in a batch", "tokens/s"), lines)
 
 
-def show_bars(bars: Sequence[dict[str, Any]]) -> None:
-    """Print which bars are met."""
+def show_targets(targets: Sequence[dict[str, Any]]) -> None:
+    """Print which targets are met."""
     rows = [
-        [bar["bar"], f"{bar['value']:.3f}", bar["wanted"], "yes" if bar["met"] else "NO"]
-        for bar in bars
+        [
+            target["target"],
+            f"{target['value']:.3f}",
+            target["wanted"],
+            "yes" if target["met"] else "NO",
+        ]
+        for target in targets
     ]
-    table("Bars", ("bar", "value", "wanted", "met"), rows)
+    table("Targets", ("target", "value", "wanted", "met"), rows)

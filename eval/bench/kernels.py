@@ -93,7 +93,7 @@ TINY = [
 
 
 class State:
-    """A filled cache and the buffers of the kernels, for one case."""
+    """A synthetic cache and the buffers of the kernels, for one case."""
 
     def __init__(
         self, case: Case, shape: Shape, device: torch.device, dtype: torch.dtype, page: int
@@ -191,7 +191,7 @@ def work_list(state: State) -> Work:
 
 
 class Step:
-    """Append and eviction of one step on a filled cache; each time from the very same state.
+    """Append and eviction of one step on a synthetic cache; each time from the very same state.
 
     Left to itself the cache would drift: rows whose entries score well grow, others empty.
     """

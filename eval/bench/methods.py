@@ -11,7 +11,7 @@ from engine.backends.cuda import GraphRunner
 from engine.errors import MmkvError
 from engine.runtime import Runtime
 from engine.sequence import CachedSequence
-from eval.bench.synthetic_cache import filled_sessions, rewind
+from eval.bench.synthetic_cache import rewind, synthetic_sessions
 from mmkv.measure.speed_model import StepBytes, entry_bytes, step_bytes
 from mmkv.measure.timing import wall
 
@@ -29,7 +29,9 @@ class Own:
 
     def __init__(self, engine: Runtime, batch: int, context: int, skew: float, steps: int) -> None:
         self.engine, self.context, self.steps = engine, context, steps
-        self.sessions: list[CachedSequence] = filled_sessions(engine, batch, context, skew, steps)
+        self.sessions: list[CachedSequence] = synthetic_sessions(
+            engine, batch, context, skew, steps
+        )
         longest = int(engine.cache.length.max())
         engine.cache._widen(
             (longest + max(steps, SPARE_COLUMNS)) // engine.cache.pool.page_size + 2

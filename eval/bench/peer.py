@@ -294,7 +294,7 @@ def serve(job: Job, say: Callable[[dict[str, Any]], None]) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """Run one job; what goes wrong is said on stdout as well, in one line."""
+    """Run one job; an error is reported on stdout as well, in one line."""
     # Libraries print: only our own lines may reach the real stdout.
     with os.fdopen(os.dup(1), "w") as answers:
         os.dup2(2, 1)

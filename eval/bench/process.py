@@ -1,4 +1,4 @@
-"""The parent's end of :mod:`eval.bench.peer`: a peer that decodes when told to, or says why not."""
+"""The parent's end of :mod:`eval.bench.peer`: ask a peer to decode, or report why it cannot."""
 
 from __future__ import annotations
 

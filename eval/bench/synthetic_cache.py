@@ -100,7 +100,7 @@ def pages_for(entries: int, rows: int, page_size: int) -> int:
 
 
 @torch.inference_mode()
-def filled_sessions(
+def synthetic_sessions(
     engine: Runtime, count: int, seen: int, skew: float = 1.0, steps: int = 256, seed: int = 0
 ) -> list[CachedSequence]:
     """Sessions at their budget (all ``seen`` tokens, if the policy never evicts).

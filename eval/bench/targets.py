@@ -1,4 +1,4 @@
-"""The bars of the project's speed goals (an H200, random weights in true shapes), as checks."""
+"""Check measured speeds against the project's targets (one H200, random weights in true shapes)."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ PUBLISHED = {
 
 
 def checks(shape: str, case: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The bars that a measured case speaks to: what, value, what is wanted, whether it is met."""
+    """Yield the targets that apply to a measured case: name, value, bound, whether it is met."""
 
-    def bar(what: str, value: float, wanted: float, at_least: bool) -> dict[str, Any]:
+    def target(what: str, value: float, wanted: float, at_least: bool) -> dict[str, Any]:
         met = value >= wanted if at_least else value <= wanted
         sign = ">=" if at_least else "<="
-        return {"bar": what, "value": value, "wanted": f"{sign} {wanted:g}", "met": met}
+        return {"target": what, "value": value, "wanted": f"{sign} {wanted:g}", "met": met}
 
     methods, where = case["methods"], (case["batch"], case["context"], case["budget"])
     own = methods.get(OWN, {})
@@ -28,22 +28,24 @@ def checks(shape: str, case: dict[str, Any]) -> Iterator[dict[str, Any]]:
         return
     at = f"{shape}, B={where[0]}, {where[1]} tokens, M={where[2]}"
     if case.get("kind") != "largest" and where[0] in (1, 16, 64):
-        yield bar(f"step / floor, {at}", own["step_over_floor"], 1.20, False)
+        yield target(f"step / floor, {at}", own["step_over_floor"], 1.20, False)
     if "eviction_of_step" in case.get("parts", {}):
-        yield bar(f"eviction / step, {at}", case["parts"]["eviction_of_step"], 0.03, False)
+        yield target(f"eviction / step, {at}", case["parts"]["eviction_of_step"], 0.03, False)
     if where[2] >= 64:
         ratio = own["memory"]["physical_over_logical"]
-        yield bar(f"physical / logical KV, {at}", ratio, 1.10, False)
+        yield target(f"physical / logical KV, {at}", ratio, 1.10, False)
     if shape == "qwen3-4b" and where == (4, 32768, 1024):
-        yield bar(f"tokens/s, {at}", own["tokens_per_second"], 1500, True)
+        yield target(f"tokens/s, {at}", own["tokens_per_second"], 1500, True)
     full = methods.get(FULL, {})
     if "ms_per_step" in full and case.get("kind") == "largest":
         ratio = own["tokens_per_second"] / full["tokens_per_second"]
-        yield bar(f"tokens/s over own full, largest batches, {shape}", ratio, 8, True)
+        yield target(f"tokens/s over own full, largest batches, {shape}", ratio, 8, True)
     elif "ms_per_step" in full and where[:1] + where[2:] == (16, 256):
         allowed = full["floor_ms"] / own["floor_ms"]
         got = full["ms_per_step"]["median"] / own["ms_per_step"]["median"]
-        yield bar(f"speed-up over own full / what the bytes allow, {at}", got / allowed, 0.85, True)
+        yield target(
+            f"speed-up over own full / what the bytes allow, {at}", got / allowed, 0.85, True
+        )
     if where[0] == 16 and DYNAMIC in case.get("beside", {}):
         ratio = case["beside"][DYNAMIC]["ours_over_peers_tokens_per_second"]["median"]
-        yield bar(f"tokens/s over transformers, {at}", ratio, 8, True)
+        yield target(f"tokens/s over transformers, {at}", ratio, 8, True)

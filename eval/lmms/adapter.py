@@ -19,7 +19,7 @@ from loguru import logger
 from tqdm import tqdm
 
 from engine.errors import InputError
-from eval.lmms.cause import told
+from eval.lmms.cause import reported_to_parent
 from eval.lmms.counts import Rounds, answer
 from eval.lmms.gen_kwargs import checkpoint_defaults, sampling_of
 from eval.lmms.scheduler import Ask, Script, run
@@ -45,7 +45,7 @@ class Adapter(lmms):
     images: tuple[int, int]
     until: bool
 
-    @told()
+    @reported_to_parent()
     def __init__(
         self,
         batch_size: int | str | None = 1,
@@ -60,7 +60,7 @@ class Adapter(lmms):
         self._device = self.engine.device
         self.opening = self.settings.opening()
         self._sampling_defaults = checkpoint_defaults(self.settings.pretrained)
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
         if self.engine.policy_note:
             logger.warning(self.engine.policy_note)
 
@@ -95,7 +95,7 @@ class Adapter(lmms):
     def _rounds(self, request: Instance, sampling: Any, record: Record) -> Script:
         """Ask all rounds of one document."""
 
-    @told()
+    @reported_to_parent()
     def _answer(
         self,
         requests: list[Instance],
@@ -122,8 +122,8 @@ class Adapter(lmms):
         given = gen_kwargs_of(request)
         seed = self.settings.seed + request.doc_id * (request.repeats or 1) + repeat
         made, ignored = sampling_of(given, seed, self._sampling_defaults, self.until)
-        for name in set(ignored) - self._told:
-            self._told.add(name)
+        for name in set(ignored) - self._reported:
+            self._reported.add(name)
             logger.warning(f"{request.task_name}: generation_kwargs {name} has no effect in mmkv")
         return made
 

@@ -1,4 +1,4 @@
-"""Why an evaluation ended: told to ``mmkv eval``, to which lmms-eval's exit code says nothing."""
+"""Report why an evaluation ended to ``mmkv eval``: lmms-eval's exit code does not say."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ VARIABLE = "MMKV_EVAL_CAUSE"
 
 
 @contextmanager
-def told() -> Iterator[None]:
+def reported_to_parent() -> Iterator[None]:
     """Keep a copy of what ends the block for :func:`cause`; also a decorator."""
     try:
         yield

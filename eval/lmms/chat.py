@@ -9,7 +9,7 @@ from lmms_eval.api.instance import Instance
 
 from engine.errors import InputError
 from eval.lmms.adapter import Adapter, Record, ask_in_rounds, ask_once
-from eval.lmms.cause import told
+from eval.lmms.cause import reported_to_parent
 from eval.lmms.messages import conversation
 from eval.lmms.pixels import CHAT_IMAGES
 from eval.lmms.scheduler import Ask, Script
@@ -22,7 +22,7 @@ class MmkvChat(Adapter):
     images = CHAT_IMAGES
     until = False
 
-    @told()
+    @reported_to_parent()
     def loglikelihood(self, requests: list[Instance]) -> Any:
         """Refused: lmms-eval has no such requests in messages."""
         raise InputError(

@@ -8,7 +8,7 @@ from typing import Any
 from lmms_eval.api.instance import Instance
 
 from eval.lmms.adapter import Adapter, Record, ask_in_rounds, ask_once
-from eval.lmms.cause import told
+from eval.lmms.cause import reported_to_parent
 from eval.lmms.likelihood import Scorer
 from eval.lmms.messages import conversation, visual_part
 from eval.lmms.pixels import SIMPLE_IMAGES
@@ -23,7 +23,7 @@ class MmkvSimple(Adapter):
     images = SIMPLE_IMAGES
     until = True
 
-    @told()
+    @reported_to_parent()
     def loglikelihood(self, requests: list[Instance]) -> list[Any]:
         """Mean loss of each continuation, and whether it is the greedy one.
 

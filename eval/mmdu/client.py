@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from engine.errors import InputError, MmkvError
 from eval.mmdu.http import Answer, post
 
-# Waits between attempts: the first, and the longest that is waited without being told to.
+# Waits between attempts: the first, and the longest one without a Retry-After.
 FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 60.0
 # A server that asks for more than this has closed for the day (a quota, not a rate).
 LONGEST_RETRY_AFTER_S = 600.0
@@ -121,32 +121,32 @@ class JudgeClient:
                 return reply
             self._back_off(answer, attempt)
         if answer.unreachable:
-            raise JudgeError(f"the judge is down: {self._told(answer)}; check --base-url")
-        raise NoVerdictError(f"{self._told(answer)}, {attempt + 1} times")
+            raise JudgeError(f"the judge is down: {self._described(answer)}; check --base-url")
+        raise NoVerdictError(f"{self._described(answer)}, {attempt + 1} times")
 
     def _reply(self, answer: Answer) -> Reply | None:
         """A reply, None to try again. Raises NoVerdictError, JudgeError."""
         if answer.status == 200:
             return _read_reply(answer.body)
         if answer.status == 400 and _is_filtered(answer.body):
-            return Reply("", refusal=self._told(answer))
+            return Reply("", refusal=self._described(answer))
         if answer.status in _WRONG_SETUP or 300 <= answer.status < 400:
             raise JudgeError(
-                f"the judge refuses: {self._told(answer)}; check the key, --base-url and "
+                f"the judge refuses: {self._described(answer)}; check the key, --base-url and "
                 "--judge-model"
             )
         if answer.status == 429 and _is_out_of_money(answer.body):
-            raise JudgeError(f"the judge's account is empty: {self._told(answer)}; top it up")
+            raise JudgeError(f"the judge's account is empty: {self._described(answer)}; top it up")
         if answer.status in _AGAIN or answer.status >= 500 or answer.status == 0:
             return None
-        raise NoVerdictError(f"the judge does not take the request: {self._told(answer)}")
+        raise NoVerdictError(f"the judge does not take the request: {self._described(answer)}")
 
     def _back_off(self, answer: Answer, attempt: int) -> None:
         asked = answer.retry_after
         if asked is not None and asked > LONGEST_RETRY_AFTER_S:
             raise JudgeError(
-                f"the judge asks to come back in {asked:,.0f} s ({self._told(answer)}); run the "
-                "same command again then"
+                f"the judge asks to come back in {asked:,.0f} s ({self._described(answer)}); run "
+                "the same command again then"
             )
         if attempt >= self.endpoint.retries:
             return
@@ -156,7 +156,7 @@ class JudgeClient:
             wait = asked + min(wait, FIRST_WAIT_S)
             with self._lock:
                 self._quiet_until = max(self._quiet_until, self._now() + asked)
-        self._notify(f"{self._told(answer)}; trying again in {wait:.1f} s")
+        self._notify(f"{self._described(answer)}; trying again in {wait:.1f} s")
         self._wait(wait)
 
     def _wait_my_turn(self) -> None:
@@ -168,7 +168,7 @@ class JudgeClient:
             self._wait(left)
         raise NoVerdictError("stopped")
 
-    def _told(self, answer: Answer) -> str:
+    def _described(self, answer: Answer) -> str:
         """What went wrong, with the key taken out should the server repeat it."""
         text = answer.message()
         if answer.status == 200:

@@ -83,7 +83,8 @@ def judge_all(
     """Verdicts as they come, in any order.
 
     Args:
-        workers: calls at a time. on_open: told of a question that got no verdict, and why.
+        workers: calls at a time. on_open: called for a question that got no verdict, with the
+            reason.
 
     Raises:
         MmkvError: the judge is of no use; the verdicts until then have been given.

@@ -46,7 +46,7 @@ def answered(policy: str, budget: int | None, limit: int | None = None) -> dict[
             head, None for the policy that never evicts. limit: only the first dialogues.
 
     Raises:
-        SystemExit: the command failed, and has said why.
+        SystemExit: the command failed and has reported why.
     """
     with tempfile.TemporaryDirectory() as folder:
         arguments = ["mmdu", "--policy", policy, "--output", folder, "--device", "cpu"]

@@ -14,7 +14,7 @@ Key = tuple[str, int]  # dialogue id, index of the question
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the judge said on one answer.
+    """The verdict of the judge on one answer.
 
     Attributes:
         turn: index of the question. prompt: hash of what was asked, so that a verdict on another

@@ -110,7 +110,7 @@ def _by_depth(
 def _queries(
     read: Sequence[tuple[Sequence[Sequence[Record]], Sequence[Sequence[Needle]]]],
 ) -> dict[str, float]:
-    """Whole answers: what greedy decoding would have said from the first value to the last."""
+    """Whole answers: what greedy decoding would have generated from the first value to the last."""
     sums, counts = [], []
     for runs, notes in read:
         for index in range(len(notes)):

@@ -36,7 +36,7 @@ from mmkv.measure.teacher_forced import spans
 from mmkv.prompt.processing import Processor
 
 T = TypeVar("T")
-# What one domain asks when it is not told: keys, values, queries. The bundled model has learned
+# Default keys, values and queries of each domain. The bundled model has learned
 # dialogues with up to four pictures that matter, and with one video.
 SIZES = {"text": (8, 4, 4), "pictures": (4, 4, 4), "video": (1, 4, 1)}
 _VIDEO_PARTS = 4  # parts of the depth that the one clip takes turns with
@@ -156,7 +156,7 @@ def _text(kind: Haystack, index: int, tokenizer: Any) -> Document:
 
 def _pictures(kind: Haystack, index: int, tokenizer: Any) -> Document:
     rng = random.Random(f"{kind.name}-{index}")
-    kept = [_filled(rng, kind.values) for _ in range(kind.keys)]
+    kept = [_grid_of(rng, kind.values) for _ in range(kind.keys)]
     depths = _depths(kind, index, rng)
     needles = [_captioned(caption(n), scene, tokenizer) for n, scene in enumerate(kept, 1)]
     shown, places = bury(needles, _ignored(rng, tokenizer), kind.length, depths)
@@ -171,7 +171,7 @@ def _pictures(kind: Haystack, index: int, tokenizer: Any) -> Document:
 
 def _video(kind: Haystack, index: int, tokenizer: Any) -> Document:
     rng = random.Random(f"{kind.name}-{index}")
-    first = _filled(rng, kind.values)
+    first = _grid_of(rng, kind.values)
     last, changed = exchanged(first, rng, "heldout")
     clip = changing_clip(first, last, rng)
     depths = _depths(kind, index, rng)
@@ -273,7 +273,7 @@ def _asked(kind: Haystack, index: int) -> list[int]:
     return order[first : first + kind.queries]
 
 
-def _filled(rng: random.Random, cells: int) -> Scene:
+def _grid_of(rng: random.Random, cells: int) -> Scene:
     """A held-out grid with at least ``cells`` things in it."""
     if cells > 16:
         raise InputError(f"{cells} values, but a picture has at most 16 cells")

@@ -166,7 +166,7 @@ def _measure(row: Mapping[str, Any], shown: str) -> Mapping[str, float]:
 
 
 def paired_lines(tests: Sequence[Mapping[str, Any]], where: str = "") -> list[str]:
-    """The table of the paired tests of :func:`summarise`; ``where``: said in its heading."""
+    """The table of the paired tests of :func:`summarise`; ``where``: named in its heading."""
     text = [f"Paired differences{where} (sign-flip tests over dialogues):\n"]
     names = {"accuracy": "accuracy", "kl_per_token": "KL per token"}
     if tests and "nll_per_token" in tests[0]:

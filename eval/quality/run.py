@@ -313,8 +313,8 @@ class ComparisonRuns:
         }
         todo = {index: missing for index, missing in left.items() if missing}
         if done:
-            said = f"{source}: {len(done)} runs are in {self.journal.path}"
-            tqdm.write(said, file=sys.stderr)
+            note = f"{source}: {len(done)} runs are in {self.journal.path}"
+            tqdm.write(note, file=sys.stderr)
         made = self._read(source, todo)
         for index, records in tqdm(made, f"reading {source}", len(todo), unit="dialogue"):
             rows = [

@@ -109,7 +109,7 @@ def markdown(found: Mapping[str, Any]) -> str:
             for row in page["rows"]
         },
         **{name: {key: row[name] for key, row in found["kinds"].items()} for name in KINDS},
-        "updated: said the replaced value": found["stale"],
+        "updated: generated the replaced value": found["stale"],
     }
     for what, cells in tables.items():
         for budget in found["budgets"]:
@@ -127,7 +127,7 @@ def draw(found: Mapping[str, Any], path: Path) -> None:
     panels: dict[str, Any] = {
         name: {k: row[name] for k, row in found["kinds"].items()} for name in KINDS
     }
-    panels["said the replaced value"] = found["stale"]
+    panels["generated the replaced value"] = found["stale"]
     figure = Figure(figsize=(3.1 * len(panels), 3.2), layout="constrained")
     axes = figure.subplots(1, len(panels), squeeze=False)[0]
     budgets = sorted(found["budgets"], key=Fraction)

@@ -58,7 +58,7 @@ def beginning_turn(index: int) -> Turn:
 
 @torch.inference_mode()
 def predicts_answer(session: CachedSequence, turn: Turn, tokenizer: Any) -> bool:
-    """Append a turn with its true answer; whether greedy decoding would have said it."""
+    """Append a turn with its true answer; whether greedy decoding would have generated it."""
     example = scene_document([turn], tokenizer)
     cuts, labels = example.pop("cuts"), example.pop("labels")[0]
     read = session.engine.family.turn(example, session.next_position, session.engine.device)

@@ -46,16 +46,16 @@ class Asked:
     stale: tuple[int, ...]
 
     def said_stale(self, wrong: list[list[int]]) -> bool:
-        """Whether what was said first turned from the truth to the replaced value.
+        """Whether what was generated first turned from the truth to the replaced value.
 
         Args:
-            wrong: (index, id said) of the answer's wrong tokens, in order.
+            wrong: (index, generated id) of the answer's wrong tokens, in order.
         """
         if not wrong or not self.stale:
             return False
-        index, said = wrong[0]
+        index, generated = wrong[0]
         return self.stale[:index] == self.answer[:index] and self.stale[index : index + 1] == (
-            said,
+            generated,
         )
 
 

@@ -43,7 +43,7 @@ def bench(
 
 
 @dataclass(frozen=True)
-class Found:
+class BenchResult:
     """What was measured; seconds and bytes.
 
     Attributes:
@@ -88,7 +88,7 @@ class Found:
 
 def measure(
     engine: Runtime, batch: int, context: int | None, steps: int, rounds: int
-) -> Found:  # fmt: skip
+) -> BenchResult:  # fmt: skip
     """Prefill random text, decode greedily from copies of the sessions.
 
     Args:
@@ -140,7 +140,7 @@ def measure(
         for session in sessions:
             session.close()
     floor = read.floor(bandwidth)
-    return Found(
+    return BenchResult(
         machine=_machine(engine.device),
         dtype=str(engine.dtype).removeprefix("torch."),
         policy=engine.policy.name,

@@ -124,10 +124,10 @@ class Job:
                 raise InputError(
                     f"lmms-eval would take the folder ./{joined} for the tasks; run elsewhere"
                 )
-            told = Path(folder) / "cause.txt"
-            env = {**_environment(), VARIABLE: str(told)}
+            cause_file = Path(folder) / "cause.txt"
+            env = {**_environment(), VARIABLE: str(cause_file)}
             code = subprocess.run(self._command(joined, folder), env=env).returncode
-            reason = cause(told)
+            reason = cause(cause_file)
         if reason:
             raise EvaluationError(reason)
         if code:

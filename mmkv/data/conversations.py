@@ -36,7 +36,7 @@ class RowError(Exception):
 
 @dataclass(frozen=True)
 class Conversation:
-    """A chat with at least one thing said by the assistant.
+    """A chat with at least one message of the assistant.
 
     Attributes:
         messages: role and content parts in the transformers chat format; a picture or video is
@@ -138,27 +138,27 @@ def _from_turns(value: Any, kind: str) -> list[Message]:
     waiting = {each: iter(_listed(value, each)) for each in ("image", "video")}
     messages = []
     for turn in turns:
-        said = turn.get("value") if isinstance(turn, dict) else None
-        if not isinstance(said, str):
+        text = turn.get("value") if isinstance(turn, dict) else None
+        if not isinstance(text, str):
             raise RowError("a turn has no text under 'value'")
         role = _ROLES.get(str(turn.get("from")))
         if role is None:
             raise RowError(f"a turn is from {turn.get('from')!r}; known are {', '.join(_ROLES)}")
-        messages.append({"role": role, "content": list(_parts(said, kind, waiting))})
+        messages.append({"role": role, "content": list(_parts(text, kind, waiting))})
     _require_used(waiting)
     return messages
 
 
-def _parts(said: str, kind: str, waiting: dict[str, Iterator[Any]]) -> Iterator[dict[str, Any]]:
+def _parts(text: str, kind: str, waiting: dict[str, Iterator[Any]]) -> Iterator[dict[str, Any]]:
     """Text and media of a turn.
 
     LLaVA rows set a placeholder apart by a newline, which belongs to it: chat templates write what
     their model expects there. MMDU's stand inside sentences (``Image1: <ImageHere>.``).
     """
     if kind == "mmdu":
-        pieces = re.split("(<ImageHere>)", said)
+        pieces = re.split("(<ImageHere>)", text)
     else:
-        pieces = re.split(r"(<image>|<video>)\n?", re.sub(r"\n(<image>|<video>)$", r"\1", said))
+        pieces = re.split(r"(<image>|<video>)\n?", re.sub(r"\n(<image>|<video>)$", r"\1", text))
     for piece in pieces:
         if piece in ("<ImageHere>", "<image>", "<video>"):
             medium = "video" if piece == "<video>" else "image"
@@ -206,12 +206,12 @@ def _checked(messages: list[Message], root: Path) -> list[Message]:
             made.append({"role": message["role"], "content": parts})
     except InputError as error:
         raise RowError(str(error)) from error
-    said = [message for message in made if message["role"] == "assistant"]
-    if not said:
+    answers = [message for message in made if message["role"] == "assistant"]
+    if not answers:
         raise RowError("the assistant says nothing in it")
-    if any(is_blank(message) for message in said):
+    if any(is_blank(message) for message in answers):
         raise RowError("a message of the assistant is blank")
-    if any(part["type"] != "text" for message in said for part in message["content"]):
+    if any(part["type"] != "text" for message in answers for part in message["content"]):
         raise RowError("a message of the assistant holds a picture or video")
     if next(m["role"] for m in made if m["role"] != "system") == "assistant":
         raise RowError("the assistant speaks before the user")

@@ -1,4 +1,4 @@
-"""Long dialogues of the scene world: dense, sparse, clips and streams; and what they are made of.
+"""Make long dialogues about scenes: dense, sparse, clips and streams.
 
 *Dense*: every picture has a number, and any cell of any picture may be asked later. *Sparse*: most
 pictures come under ``ignore:`` and never matter; the kept ones have numbers. Everything follows

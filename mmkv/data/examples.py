@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 
 from engine.errors import InputError
 from mmkv.data.conversations import Conversation, DataError, Document, Row
-from mmkv.data.labels import IGNORED, Said, TurnFinder
+from mmkv.data.labels import IGNORED, AssistantTurn, TurnFinder
 from mmkv.data.mixture import Mixture
 from mmkv.data.readers import Report
 from mmkv.prompt.media import load_image
@@ -70,7 +70,7 @@ class Encoder:
     Attributes:
         tally: rows that were ``broken`` (a damaged picture, messages the template refuses),
             ``dropped`` or ``cut`` for their length, or ``split`` into pieces; ``rows`` in all.
-        last_note: what was last said of a row.
+        last_note: the last note on a row.
 
     Raises:
         DataError: settings outside their range.
@@ -104,10 +104,10 @@ class Encoder:
 
     def summary(self) -> str:
         """One line about what was left out or cut, empty when nothing was."""
-        said = [
+        counts = [
             f"{self.tally[k]} {k}" for k in ("broken", "dropped", "cut", "split") if self.tally[k]
         ]
-        return f"of {self.tally['rows']} rows {', '.join(said)}" if said else ""
+        return f"of {self.tally['rows']} rows {', '.join(counts)}" if counts else ""
 
     def _document(self, row: Document) -> list[Example]:
         ids = self.processor.encode(row.text)["input_ids"][0]
@@ -119,12 +119,12 @@ class Encoder:
         return [Example(piece.clone(), piece.clone()) for piece in ids.tensor_split(count)]
 
     def _chat(self, row: Conversation) -> list[Example]:
-        example, said = self._encode(row.messages)
+        example, turns = self._encode(row.messages)
         if len(example) <= self.max_length:
             return [example]
         length = len(example)
         if self.long_chats == "cut":
-            fitting = [turn.message for turn in said[:-1] if turn.close <= self.max_length]
+            fitting = [turn.message for turn in turns[:-1] if turn.close <= self.max_length]
             for last in reversed(fitting):
                 example, _ = self._encode(row.messages[: last + 1])
                 # A template can end a dialogue with more tokens than a turn inside it.
@@ -134,7 +134,7 @@ class Encoder:
                     return [example]
         return self._too_long(row, length)
 
-    def _encode(self, messages: list[Message]) -> tuple[Example, list[Said]]:
+    def _encode(self, messages: list[Message]) -> tuple[Example, list[AssistantTurn]]:
         processor = self.processor
         plain, images, videos = take_media(messages)
         clips = [load_video(video, size_rule=processor.size_rule) for video in videos]
@@ -148,18 +148,20 @@ class Encoder:
         def render(some: list[Message], opening: bool) -> str:
             return _fill(processor.template.render(some, opening), processor.video_token, fills)
 
-        short, said = self._turns.find(plain, render)
+        short, turns = self._turns.find(plain, render)
         ids = inputs.pop("input_ids")[0]
-        said = self._placed(short, said, ids)
+        turns = self._placed(short, turns, ids)
         labels = torch.full_like(ids, IGNORED)
-        for turn in said:
+        for turn in turns:
             labels[turn.start : turn.stop] = ids[turn.start : turn.stop]
         types = inputs.pop("mm_token_type_ids", None)
         for name in ("attention_mask", "token_type_ids"):  # one row without padding needs neither
             inputs.pop(name, None)
-        return Example(ids, labels, inputs, None if types is None else types[0].long()), said
+        return Example(ids, labels, inputs, None if types is None else types[0].long()), turns
 
-    def _placed(self, short: list[int], said: list[Said], ids: Tensor) -> list[Said]:
+    def _placed(
+        self, short: list[int], turns: list[AssistantTurn], ids: Tensor
+    ) -> list[AssistantTurn]:
         """Replies in the model's ids, where each picture takes many tokens instead of one.
 
         All other tokens are the same in the same order, but for a start marker that the processor
@@ -183,8 +185,8 @@ class Encoder:
             return int(theirs[extra + int(rank[at])])
 
         return [
-            Said(s.message, place(s.start), place(s.stop - 1) + 1, place(s.close - 1) + 1)
-            for s in said
+            AssistantTurn(s.message, place(s.start), place(s.stop - 1) + 1, place(s.close - 1) + 1)
+            for s in turns
         ]
 
     def _too_long(self, row: Any, length: int) -> list[Example]:

@@ -22,7 +22,7 @@ Render = Callable[[list[Message], bool], str]
 
 
 @dataclass(frozen=True)
-class Said:
+class AssistantTurn:
     """A reply in token indices.
 
     Attributes:
@@ -51,7 +51,9 @@ class TurnFinder:
         """Ids of a text with nothing added around it."""
         return self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
-    def find(self, messages: Sequence[Message], render: Render) -> tuple[list[int], list[Said]]:
+    def find(
+        self, messages: Sequence[Message], render: Render
+    ) -> tuple[list[int], list[AssistantTurn]]:
         """Ids of the whole chat, and its replies in order.
 
         Args:
@@ -89,7 +91,7 @@ class TurnFinder:
                     raise _does_not_nest(index, "the reply changes when more messages follow")
             if close <= start:
                 raise _does_not_nest(index, "the reply is not in the whole chat")
-            found.append(Said(index, start, self._stop(whole, start, close), close))
+            found.append(AssistantTurn(index, start, self._stop(whole, start, close), close))
         return whole, found
 
     def _with_ends(self, text: str) -> tuple[list[int], list[int]]:

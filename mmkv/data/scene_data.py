@@ -1,4 +1,4 @@
-"""Dialogues of the drawn world as training and test examples for the bundled model's gates.
+"""Dialogues about synthetic scenes as training and test examples for the bundled model's gates.
 
 Questions name their cells (``search=False``): the bundled model never learned to look for a thing
 in all cells, and what the full cache cannot answer tells nothing about eviction.

@@ -1,4 +1,4 @@
-"""A small visual world with exact answers: pictures, questions, dialogues.
+"""Synthetic scenes with exact answers: pictures, questions, dialogues.
 
 A scene is a grid of cells (emoji or coloured shapes), a line of rendered letters or digits, or a
 free layout. Everything follows from a seed. ``heldout`` scenes hold combinations of object and

@@ -170,9 +170,9 @@ def _asked_back(
     pieces = [Piece("".join(f"{begin(name)}{value}{end}" for name, value in known.items()))]
     for name in rng.sample(sorted(known), questions):
         asked = begin(name)
-        said = asked.rstrip(" ")
-        answer = asked[len(said) :] + known[name]
-        pieces += [Piece(f"\n{said}"), Piece(answer, True), Piece(end)]
+        stem = asked.rstrip(" ")
+        answer = asked[len(stem) :] + known[name]
+        pieces += [Piece(f"\n{stem}"), Piece(answer, True), Piece(end)]
     return pieces
 
 

@@ -3,7 +3,7 @@
 A dialogue is fed token by token as it would have been decoded: prompts in prefill chunks, answers
 one token at a time, eviction after each. At every answer token the logits are compared with those
 of plain full attention over the same tokens. An answer all of whose tokens are the most likely ones
-is what greedy decoding would have said.
+is what greedy decoding would have generated.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ class Answer:
         right: whether every token was the most likely one.
         kl: sum over tokens of KL(full || ours); nll: sum of negative log-likelihoods of the tokens.
         agree: tokens whose most likely continuation is that of the full cache.
-        wrong: (index in the answer, id said instead) of every token that was not the most likely.
+        wrong: (index in the answer, id generated instead) of every token that was not the most
+            likely.
     """
 
     tokens: int
@@ -214,9 +215,9 @@ def _joined(blocks: Sequence[Answer]) -> Answer:
         nll=sum(block.nll for block in blocks),
         agree=sum(block.agree for block in blocks),
         wrong=tuple(
-            (number * BLOCK + index, said)
+            (number * BLOCK + index, generated)
             for number, block in enumerate(blocks)
-            for index, said in block.wrong
+            for index, generated in block.wrong
         ),
     )
 

@@ -174,7 +174,7 @@ def _decode(content: bytes, name: str) -> Image:
 
 @contextmanager
 def _no_patience() -> Iterator[None]:
-    """Cut files are errors here, also where another package told Pillow to fill them up."""
+    """Cut files are errors here, also where another package made Pillow fill them up."""
     from PIL import ImageFile
 
     before, ImageFile.LOAD_TRUNCATED_IMAGES = ImageFile.LOAD_TRUNCATED_IMAGES, False

@@ -1,4 +1,4 @@
-"""Families: turns, positions, and what a wrong input or checkpoint is told."""
+"""Families: turns, positions, and errors for wrong inputs and checkpoints."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def edit(key: str, change: Callable[[Tensor], Any]) -> Change:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         (drop("input_ids"), "no input_ids"),
         (edit("input_ids", lambda x: x.float()), "integers"),
@@ -184,14 +184,14 @@ def edit(key: str, change: Callable[[Tensor], Any]) -> Change:
         (put("pixel_values_videos", torch.ones(4, 96)), "without video tokens"),
     ],
 )
-def test_bad_qwen_inputs(qwen: Family, change: Change, said: str) -> None:
+def test_bad_qwen_inputs(qwen: Family, change: Change, message: str) -> None:
     turn: dict[str, Any] = dict(make_turn("qwen3_vl", [4, ("image", 24, 40), 6, ("image", 8, 16)]))
-    if said == "features":
+    if message == "features":
         turn.pop("attention_mask")
     change(turn)
     with pytest.raises(InputError) as error:
         qwen.turn(turn, 0, CPU)
-    assert said in one_line(error)
+    assert message in one_line(error)
 
 
 def test_video_frames_must_stand_apart(qwen: Family) -> None:
@@ -206,7 +206,7 @@ def test_video_frames_must_stand_apart(qwen: Family) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         (drop("image_sizes"), "no image_sizes"),
         (edit("pixel_values", lambda x: x[..., :8]), "reads 16x16"),
@@ -215,13 +215,13 @@ def test_video_frames_must_stand_apart(qwen: Family) -> None:
         (edit("input_ids", lambda x: x[:, 8:]), "features"),
     ],
 )
-def test_bad_llava_inputs(onevision: Family, change: Change, said: str) -> None:
+def test_bad_llava_inputs(onevision: Family, change: Change, message: str) -> None:
     turn: dict[str, Any] = dict(make_turn("llava_onevision", [4, ("image", 16, 48), 6]))
     turn.pop("attention_mask")
     change(turn)
     with pytest.raises(InputError) as error:
         onevision.turn(turn, 0, CPU)
-    assert said in one_line(error)
+    assert message in one_line(error)
 
 
 def test_pictures_for_a_text_model(llama: Family) -> None:
@@ -317,7 +317,7 @@ def configured(**values: Any) -> Callable[[Path], None]:
 
 
 @pytest.mark.parametrize(
-    ("damage", "said"),
+    ("damage", "message"),
     [
         (lose_a_tensor, "lacks 1 weights (model.layers.1.mlp.up_proj.weight"),
         (shrink_a_tensor, "not a readable checkpoint"),
@@ -333,16 +333,16 @@ def configured(**values: Any) -> Callable[[Path], None]:
         (configured(rope_parameters={"rope_type": "no_such_rope"}), "no_such_rope"),
     ],
 )
-def test_damaged_checkpoints(tmp_path: Path, damage: Callable[[Path], Any], said: str) -> None:
+def test_damaged_checkpoints(tmp_path: Path, damage: Callable[[Path], Any], message: str) -> None:
     folder = copy_of("llama", tmp_path)
     damage(folder)
     with pytest.raises(ModelError) as error:
         load(folder, "auto", "cpu")
-    assert said in one_line(error)
+    assert message in one_line(error)
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "message"),
     [
         ("/no/such/folder", "no folder"),
         ("./missing", "no folder"),
@@ -352,11 +352,11 @@ def test_damaged_checkpoints(tmp_path: Path, damage: Callable[[Path], Any], said
         (__file__, "is a file"),
     ],
 )
-def test_names_that_lead_nowhere(name: str, said: str) -> None:
+def test_names_that_lead_nowhere(name: str, message: str) -> None:
     """Offline, as conftest sets it: a hub id that is not cached."""
     with pytest.raises(ModelError) as error:
         load(name, "auto", "cpu")
-    assert said in one_line(error)
+    assert message in one_line(error)
 
 
 def test_dtypes_and_devices() -> None:
@@ -377,6 +377,6 @@ def test_dtypes_and_devices() -> None:
 
 
 def test_progress_is_told() -> None:
-    said: list[str] = []
-    load(checkpoint("llama"), "auto", "cpu", said.append)
-    assert said == ["reading the config", "reading the weights", "preparing the decoder"]
+    message: list[str] = []
+    load(checkpoint("llama"), "auto", "cpu", message.append)
+    assert message == ["reading the config", "reading the weights", "preparing the decoder"]

@@ -145,7 +145,7 @@ def test_killed_sessions_give_the_same_files(tmp_path: Path, capfd: Any) -> None
         right = sum(row[kind]["value"] * whole["asked"][kind] for kind in row)
         assert right == pytest.approx(accuracy * sum(whole["asked"].values()))
     assert whole["bytes"]["full"] > 2 * whole["bytes"]["streamingllm at 24"]
-    assert "| updated: said the replaced value | 24 |" in (tmp_path / "whole/d.md").read_text()
+    assert "| updated: generated the replaced value | 24 |" in (tmp_path / "whole/d.md").read_text()
 
 
 def test_the_stream_asks_what_its_frames_show() -> None:

@@ -28,7 +28,7 @@ def latest(turns: list[Turn], found: DialogueRun) -> float:
     return sum(right) / len(right)
 
 
-# Answers come from the drawn world, whose rules are tested against pixels (test_dialogues).
+# Answers come from the synthetic scenes, whose rules are tested against pixels (test_dialogues).
 @pytest.mark.parametrize(("policy", "budget"), [("full", None), ("dbtrimkv+48", 64.0)])
 def test_a_stream_of_2000_tokens_is_followed(policy: str, budget: float | None) -> None:
     turns = stream(3, "heldout", 32)

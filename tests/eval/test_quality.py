@@ -1,4 +1,4 @@
-"""Forced reading against real decoding, and the statistics of paired comparisons."""
+"""Teacher-forced runs against real decoding, and the statistics of paired comparisons."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_spans_are_runs_of_labels() -> None:
 
 
 def test_a_right_answer_is_what_greedy_decoding_says(dialogues) -> None:
-    """Every answer of a dialogue, decoded freely from the same forced history."""
+    """Every answer of a dialogue, decoded freely from the same teacher-forced history."""
     engine = Runtime.from_pretrained(MODEL, policy="streamingllm", budget=40, dtype="float32")
     outcomes = set()
     for example in dialogues:
@@ -60,11 +60,11 @@ def test_a_right_answer_is_what_greedy_decoding_says(dialogues) -> None:
         for answer, (start, stop) in zip(found.answers, spans(labels.tolist()), strict=True):
             logits = session.extend(turn.part(done, start))
             with session.fork() as free:
-                said, step = [], logits
+                generated, step = [], logits
                 for _ in range(stop - start):
-                    said.append(int(step.argmax()))
-                    step = free.decode(said[-1])
-            assert answer.right == (said == labels[start:stop].tolist())
+                    generated.append(int(step.argmax()))
+                    step = free.decode(generated[-1])
+            assert answer.right == (generated == labels[start:stop].tolist())
             outcomes.add(answer.right)
             for token in labels[start:stop].tolist():
                 session.decode(token)
@@ -176,8 +176,8 @@ def test_gates_of_another_checkpoint_are_named_before_anything_is_read(
     base = Reader(compared).base
     for (cell,) in compared.cells().values():
         cell.engine(base, MODEL)
-    said = capsys.readouterr().err
-    assert said.count("another config.json") == 1 and str(gates) in said
+    printed = capsys.readouterr().err
+    assert printed.count("another config.json") == 1 and str(gates) in printed
 
 
 def test_a_small_run_writes_table_plot_and_json(tmp_path: Path) -> None:
@@ -230,9 +230,9 @@ def test_whole_texts_are_told_by_perplexity(tmp_path: Path) -> None:
     assert page["answer_tokens"] == ids.shape[1] - 1 and evicting["evicted"] > 0
     assert full["nll_per_token"]["value"] == pytest.approx(wanted, rel=1e-4)
     assert full["nll_per_token"]["value"] != pytest.approx(evicting["nll_per_token"]["value"])
-    said = (tmp_path / "t.md").read_text()
-    shown = float(re.search(r"Full cache: ([\d.]+) ", said)[1])
-    assert shown == pytest.approx(np.exp(wanted), rel=1e-3) and "accuracy" not in said
+    page_text = (tmp_path / "t.md").read_text()
+    shown = float(re.search(r"Full cache: ([\d.]+) ", page_text)[1])
+    assert shown == pytest.approx(np.exp(wanted), rel=1e-3) and "accuracy" not in page_text
     assert (tmp_path / "t.png").stat().st_size > 5000
 
 

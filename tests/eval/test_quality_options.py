@@ -30,15 +30,15 @@ def compared(*methods: str, budgets: tuple[str, ...] = ("1/4",), device: str = "
 
 
 @pytest.mark.parametrize(
-    ("methods", "said"),
+    ("methods", "message"),
     [
         (("dbtrimkv:a", "dbtrimkv:b"), r"'dbtrimkv'.*write --method NAME=POLICY:GATES"),
         (("a=snapkv", "streamingllm", "a=trimkv:x"), r"'a'.*write --method NAME=POLICY:GATES"),
         (("full",), r"'full'.*always read.*NAME=POLICY:GATES"),
     ],
 )
-def test_methods_of_one_name_are_refused(methods: tuple[str, ...], said: str) -> None:
-    with pytest.raises(InputError, match=said):
+def test_methods_of_one_name_are_refused(methods: tuple[str, ...], message: str) -> None:
+    with pytest.raises(InputError, match=message):
         compared(*methods)
     compared("a=dbtrimkv:a", "b=dbtrimkv:b", "dbtrimkv@5:a", "dbtrimkv:a")
 
@@ -58,7 +58,7 @@ def test_programs_say_it_in_one_line(program: Any, tmp_path: Path) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_fresh_forgets_readings_and_streams_and_writes_its_own_files(tmp_path: Path) -> None:
+def test_fresh_drops_runs_and_streams_and_writes_its_own_files(tmp_path: Path) -> None:
     """Sessions that a stopped stream of the same name left behind give no file its name."""
     options = [*SCENES, "--output", str(tmp_path), "--method"]
     quality.main([*options, "streamingllm"])

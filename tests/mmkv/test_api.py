@@ -50,11 +50,11 @@ def test_turns_hold_exactly_what_the_template_renders(
     script(monkeypatch, engine, replies)
     fed = watch(monkeypatch)
     turns = [("first?", [picture()]), ("second?", []), ("third?", [picture("blue"), picture()])]
-    said = [
+    printed = [
         "".join(session.send(text, images=images, system="Be brief." if not i else None))
         for i, (text, images) in enumerate(turns)
     ]
-    assert said == replies
+    assert printed == replies
     processor = engine.processor
     messages = [{"role": "system", "content": "Be brief."}]
     for (text, images), reply in zip(turns, replies, strict=True):

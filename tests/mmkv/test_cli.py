@@ -29,8 +29,8 @@ def test_only_the_answer_is_on_stdout(mmkv: Callable[..., Ran], model: str, pict
     assert len(notes) == 2 and "streamingllm" in notes[0], ran.err
     kept = re.search(r"kept ([\d,]+) of ([\d,]+) entries .* physical", notes[1])
     assert kept is not None and kept[1] == "32"  # 8 x 2 layers x 2 heads
-    told = mmkv("chat", model, "--image", picture, "-p", "what?", "--budget", "8", "--json", *FEW)
-    assert ran.out == json.loads(told.out)["text"] + "\n"
+    report = mmkv("chat", model, "--image", picture, "-p", "what?", "--budget", "8", "--json", *FEW)
+    assert ran.out == json.loads(report.out)["text"] + "\n"
 
 
 def test_streaming_whole_piped_and_quiet_give_the_same(
@@ -50,8 +50,8 @@ def test_streaming_whole_piped_and_quiet_give_the_same(
 def test_json_numbers_are_consistent(mmkv: Callable[..., Ran], model: str, picture: str) -> None:
     media = ("--image", picture, "--image", picture)
     ran = mmkv("chat", model, *media, "-p", "two?", "--budget", "8", "--json", *FEW)
-    told = json.loads(ran.out)
-    assert set(told) == {
+    report = json.loads(ran.out)
+    assert set(report) == {
         "text",
         "finish_reason",
         "model",
@@ -68,7 +68,7 @@ def test_json_numbers_are_consistent(mmkv: Callable[..., Ran], model: str, pictu
         "tokens_per_second",
         "versions",
     }
-    tokens, entries, memory = told["tokens"], told["entries"], told["memory"]
+    tokens, entries, memory = report["tokens"], report["entries"], report["memory"]
     # The last token of a reply is never needed: it is appended with the next turn.
     assert tokens["seen"] == tokens["prompt"] + tokens["generated"] - 1
     assert entries["total"] == tokens["seen"] * 4 == entries["kept"] + entries["evicted"]
@@ -76,21 +76,23 @@ def test_json_numbers_are_consistent(mmkv: Callable[..., Ran], model: str, pictu
     # K and V of 16 entries of 8 float32 numbers a page.
     assert memory["kv_bytes"] == memory["pages"] * 2 * 16 * 8 * 4
     assert memory["physical_bytes"] == memory["kv_bytes"] + memory["metadata_bytes"]
-    assert told["decode_path"] == "native" or told["decode_path"].startswith("torch: ")
-    assert told["policy"] == "streamingllm" and "gates" in told["policy_note"]
-    assert told["time_to_first_token_s"] > 0 and told["tokens_per_second"] > 0
-    assert told["versions"]["torch"] and told["finish_reason"] == "length"
+    assert report["decode_path"] == "native" or report["decode_path"].startswith("torch: ")
+    assert report["policy"] == "streamingllm" and "gates" in report["policy_note"]
+    assert report["time_to_first_token_s"] > 0 and report["tokens_per_second"] > 0
+    assert report["versions"]["torch"] and report["finish_reason"] == "length"
 
 
 def test_policies_budgets_and_seeds(mmkv: Callable[..., Ran], model: str) -> None:
-    def told(*arguments: str) -> dict[str, Any]:
+    def report(*arguments: str) -> dict[str, Any]:
         return json.loads(mmkv("chat", model, "-p", "hello there", "--json", *arguments, *FEW).out)
 
-    assert told("--gates", "random", "--budget", "4")["policy"] == "dbtrimkv"
-    assert told("--policy", "full", "--budget", "1")["entries"]["evicted"] == 0
-    assert told("--budget-fraction", "0.5")["budget"] == {"unit": "fraction", "value": 0.5}
-    assert told("--budget-bytes", "1MiB")["budget"] == {"unit": "bytes", "value": 2**20}
-    drawn = [told("--temperature", "1.5", "--seed", seed)["text"] for seed in ("1", "1", "2", "3")]
+    assert report("--gates", "random", "--budget", "4")["policy"] == "dbtrimkv"
+    assert report("--policy", "full", "--budget", "1")["entries"]["evicted"] == 0
+    assert report("--budget-fraction", "0.5")["budget"] == {"unit": "fraction", "value": 0.5}
+    assert report("--budget-bytes", "1MiB")["budget"] == {"unit": "bytes", "value": 2**20}
+    drawn = [
+        report("--temperature", "1.5", "--seed", seed)["text"] for seed in ("1", "1", "2", "3")
+    ]
     assert drawn[0] == drawn[1] and len(set(drawn)) > 1
 
 

@@ -38,9 +38,9 @@ def records(ran: Ran) -> list[dict[str, Any]]:
 
 def test_a_conversation_prints_answers_only(mmkv: Callable[..., Ran], model: str) -> None:
     shown = converse(mmkv, model, "hello", "", "and?")
-    told = records(converse(mmkv, model, "hello", "", "and?", options=("--json",)))
-    assert shown.out == "".join(reply["text"] + "\n" for reply in told)
-    assert told[1]["tokens"]["seen"] > told[0]["tokens"]["seen"]
+    report = records(converse(mmkv, model, "hello", "", "and?", options=("--json",)))
+    assert shown.out == "".join(reply["text"] + "\n" for reply in report)
+    assert report[1]["tokens"]["seen"] > report[0]["tokens"]["seen"]
 
 
 def test_undo_save_load_and_fork_go_back_to_the_same_state(
@@ -66,9 +66,9 @@ def test_undo_save_load_and_fork_go_back_to_the_same_state(
         "never read",
         options=("--json",),
     )
-    told = [(reply["text"], reply["tokens"]) for reply in records(ran)]
-    assert len(told) == 6
-    assert told[1] == told[2] == told[3] == told[4] and told[5] == told[0]
+    report = [(reply["text"], reply["tokens"]) for reply in records(ran)]
+    assert len(report) == 6
+    assert report[1] == report[2] == report[3] == report[4] and report[5] == report[0]
 
 
 def test_queued_pictures_and_lines(mmkv: Callable[..., Ran], model: str, picture: str) -> None:

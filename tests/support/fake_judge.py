@@ -1,4 +1,4 @@
-"""A judge on this machine that speaks the OpenAI protocol and can be told to misbehave."""
+"""A judge on this machine that speaks the OpenAI protocol and can be made to misbehave."""
 
 from __future__ import annotations
 

@@ -93,9 +93,9 @@ def compile_for_hopper(
 
     ptxas = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
     command = [str(ptxas), "-v", "-arch=sm_90a", str(target), "-o", str(folder / "kernel.cubin")]
-    said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    spills = sum(int(n) for n in re.findall(r"(\d+) bytes spill", said))
-    registers = max(int(n) for n in re.findall(r"Used (\d+) registers", said))
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    spills = sum(int(n) for n in re.findall(r"(\d+) bytes spill", printed))
+    registers = max(int(n) for n in re.findall(r"Used (\d+) registers", printed))
     report = Report(registers, spills, shared, target.read_text())
     print(f"{kernel} {constants}: {registers} registers, {spills} B spilled, {shared} B shared")
     return report

@@ -113,9 +113,9 @@ def _gqa(folder: Path, count: int, reply: Callable[[pil.Image, str], str]) -> No
     source, asked_of, shown = asked("gqa", ("locate",)), [], []
     for index in range(count):
         scene, question = next(source)
-        said = reply(render(scene), question.text + WORD) if index % 2 else question.answer
+        answer = reply(render(scene), question.text + WORD) if index % 2 else question.answer
         asked_of.append(
-            {"id": f"q{index}", "imageId": f"n{index}", "question": question.text, "answer": said}
+            {"id": f"q{index}", "imageId": f"n{index}", "question": question.text, "answer": answer}
         )
         shown.append({"id": f"n{index}", "image": render(scene)})
     _parquet(folder / "testdev_balanced_instructions" / "testdev-0.parquet", asked_of)
@@ -127,14 +127,14 @@ def _textvqa(folder: Path, count: int, reply: Callable[[pil.Image, str], str]) -
     for index in range(count):
         scene, question = next(source)
         text = question.text.capitalize()
-        said = reply(render(scene), text + WORD) if index % 2 else "something else"
+        answer = reply(render(scene), text + WORD) if index % 2 else "something else"
         rows.append(
             {
                 "question_id": index,
                 "question": question.text,
                 "image": render(scene),
                 "ocr_tokens": ["a"],
-                "answers": [said] * 10,
+                "answers": [answer] * 10,
             }
         )
     _parquet(folder / "data" / "validation-00000-of-00001.parquet", rows)

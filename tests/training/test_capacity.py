@@ -310,9 +310,9 @@ def test_kernels_fit_a_hopper_sm(kernel: str, packed: bool, tmp_path: Path) -> N
 
     ptxas = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
     command = [str(ptxas), "-v", "-arch=sm_90a", str(target), "-o", str(tmp_path / "kernel.cubin")]
-    said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    assert set(re.findall(r"(\d+) bytes spill", said)) == {"0"}
-    assert int(re.search(r"(\d+) registers", said).group(1)) <= 128
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    assert set(re.findall(r"(\d+) bytes spill", printed)) == {"0"}
+    assert int(re.search(r"(\d+) registers", printed).group(1)) <= 128
     assert shared <= 1024
 
 

@@ -211,8 +211,8 @@ def test_two_processes_give_the_loss_curve_of_one(tmp_path: Path) -> None:
             )
         )
         assert done.stderr.count("saved gates in") == 1
-        told = json.loads((folder / "run.json").read_text())
-        assert told["processes"] == (1 if name == "alone" else 2)
+        report = json.loads((folder / "run.json").read_text())
+        assert report["processes"] == (1 if name == "alone" else 2)
     (one, gates), *pairs = curves
     for two, others in pairs:
         assert len(one) == len(two) == 4

@@ -59,16 +59,16 @@ class GraphRunner:
         """Append a token to each session, then each token it says, ``steps`` times in all.
 
         Args:
-            stop: tokens that end a session's part; they are said, not appended.
+            stop: tokens that end a session's part; they are generated, not appended.
             draws: per session how its tokens are drawn, None for the likeliest.
 
         Returns:
-            per session the tokens said: ``steps`` of them, or up to a stop token.
+            per session the generated tokens: ``steps`` of them, or up to a stop token.
 
         Raises:
             BudgetError: the pool would pass its limit; the steps before that are kept.
         """
-        said: list[list[int]] = [[] for _ in sessions]
+        generated: list[list[int]] = [[] for _ in sessions]
         going = list(range(len(sessions)))
         token = list(token_ids)
         for start in range(0, steps, MOST_STEPS):
@@ -78,12 +78,12 @@ class GraphRunner:
                 None if draws is None else [draws[i] for i in going],
             )  # fmt: skip
             for index, tokens in zip(going, part, strict=True):
-                said[index] += tokens
+                generated[index] += tokens
                 token[index] = tokens[-1]
-            going = [index for index in going if said[index][-1] not in stop]
+            going = [index for index in going if generated[index][-1] not in stop]
             if not going:
                 break
-        return said
+        return generated
 
     def _replay(
         self,
@@ -115,7 +115,7 @@ class GraphRunner:
                 session.seen, session.entries = seen[batch_slot], entries[session.seq]
         if int(step.room.error):
             raise BudgetError("the page pool was too small for a step; this is a bug in mmkv")
-        rows = step.said[: len(sessions), :steps].tolist()
+        rows = step.generated[: len(sessions), :steps].tolist()
         return [[token for token in row if token >= 0] for row in rows]
 
     def _make_room(self, sessions: Sequence[CachedSequence], steps: int) -> int:
@@ -177,7 +177,7 @@ class GraphRunner:
             step.set_budget(batch_slot, session.budget)
         step.top.fill_(self.engine.cache.pool.free_pages)
         step.index.zero_()
-        step.said.fill_(-1)
+        step.generated.fill_(-1)
         step.room.error.zero_()
         if draws is not None and step.columns is not None:
             settings, seed = columns_of(draws, step.seqs.device)

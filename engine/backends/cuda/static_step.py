@@ -45,7 +45,7 @@ class StaticStep:
         seen: ``[B]`` int64 tokens seen; rope_position: ``[B]`` int64 of the next token.
         allowed: ``[B]`` int64 entries that may stay; share: ``[B]`` float64, above 0 for budgets
             that are a fraction of the tokens seen.
-        said: ``[B, steps]`` int64, the tokens chosen, -1 where a batch slot was idle; index:
+        generated: ``[B, steps]`` int64, the tokens chosen, -1 where a batch slot was idle; index:
             ``[1]``.
         seed: ``[B]`` int64; columns: settings of the draw, or None for greedy decoding.
     """
@@ -83,7 +83,7 @@ class StaticStep:
         self.seqs, self.token, self.seen = integers(batch) - 1, integers(batch), integers(batch)
         self.rope_position, self.allowed = integers(batch), integers(batch)
         self.share = torch.zeros(batch, dtype=torch.float64, device=device)
-        self.said, self.index = integers(batch, most_steps), integers(1)
+        self.generated, self.index = integers(batch, most_steps), integers(1)
         self.stop = torch.tensor(list(stop) or [-1], device=device)
         self.seed = integers(batch)
         self.columns: SamplingColumns | None = None
@@ -154,7 +154,7 @@ class StaticStep:
             token = logits.argmax(-1)
         else:
             token = sample(logits, self.columns, uniform(self.seed, self.seen))
-        self.said.scatter_(
+        self.generated.scatter_(
             1, self.index.expand(self.batch)[:, None], token.where(live, -1)[:, None]
         )
         self.index += 1
@@ -170,5 +170,5 @@ class StaticStep:
                 self._eviction, engine.policy, self.rows, engine.cache.pool, self.seqs,
                 self.seen, allowed, (engine.evict_every - 1) * rows,
             )  # fmt: skip
-        said = (self.token[:, None] == self.stop).any(-1)
-        self.seqs.copy_(self.seqs.where(~said, -1))
+        stopped = (self.token[:, None] == self.stop).any(-1)
+        self.seqs.copy_(self.seqs.where(~stopped, -1))

@@ -26,7 +26,7 @@ def layer_name(name: str) -> str:
 def published_gates(
     tensors: dict[str, Tensor], spec: DecoderSpec, info: dict[str, object] | None = None
 ) -> Gates:
-    """Build gates from published tensors; the layout is told by the presence of ``linear3``.
+    """Build gates from published tensors; the layout follows from the presence of ``linear3``.
 
     ``rg``: linear1 [512, d] + bias, SiLU, linear2 [H, 512], + bias [H].
     ``rg10``: linear1, SiLU, linear2, SiLU, linear3 [H, 512], + bias [H]; linear3 and the bias

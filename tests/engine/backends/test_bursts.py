@@ -30,12 +30,12 @@ def engine_for(burst: bool, monkeypatch: pytest.MonkeyPatch, **settings: Any) ->
 
 def talk(engine: Engine, sampling: Sampling) -> tuple[Session, list[Any]]:
     """Three turns, and what each came to."""
-    session, told = engine.session(), []
+    session, replies = engine.session(), []
     for index, question in enumerate(QUESTIONS):
         pieces = list(session.send(question, [SCENE["image"]] * (not index), sampling=sampling))
         assert session.last is not None
-        told.append(("".join(pieces), session.last.token_ids, session.last.finish_reason))
-    return session, [told, session.history, session.seen]
+        replies.append(("".join(pieces), session.last.token_ids, session.last.finish_reason))
+    return session, [replies, session.history, session.seen]
 
 
 @pytest.mark.parametrize("limit", [1, 5, 64])

@@ -45,11 +45,11 @@ def eager(
 ) -> list[Any]:
     """Greedy decoding step by step, in torch."""
     engine.native = engine.evictor = None
-    said = []
+    generated = []
     for _ in range(steps):
         tokens = engine.decode(sessions, tokens).argmax(-1).tolist()
-        said.append(tokens)
-    return [list(row) for row in zip(*said, strict=True)]
+        generated.append(tokens)
+    return [list(row) for row in zip(*generated, strict=True)]
 
 
 def states(sessions: list[CachedSequence]) -> list[Any]:
@@ -71,8 +71,8 @@ def test_the_static_step_is_the_eager_step(model: str, policy: str, lookahead: f
     runner = GraphRunner(ours)
     assert not runner.refusal(ours)
     one, two = opened(ours, 3), opened(reference, 3)
-    said = runner.decode(one, [3, 4, 5], 14)
-    assert said == eager(reference, two, [3, 4, 5], 14)
+    generated = runner.decode(one, [3, 4, 5], 14)
+    assert generated == eager(reference, two, [3, 4, 5], 14)
     same(one, two)
     assert all(s.evicted > 0 for s in one) == ours.policy.evicts
     # On from there: larger tables, fewer batch slots, another order; then eager steps on the
@@ -115,11 +115,11 @@ def test_a_batch_slot_stops_at_its_stop_token_and_the_others_go_on() -> None:
     free = eager(reference, two, [3, 4], 12)
     stop = free[0][5]
     first = [row[: row.index(stop) + 1] if stop in row else row for row in free]
-    said = GraphRunner(ours).decode(one, [3, 4], 12, stop=[stop])
-    assert said == first and len(said[0]) <= 6
-    # What was said last has not been appended, as when the eager loop stops there.
+    generated = GraphRunner(ours).decode(one, [3, 4], 12, stop=[stop])
+    assert generated == first and len(generated[0]) <= 6
+    # What was generated last has not been appended, as when the eager loop stops there.
     assert [s.seen for s in one] == [
-        s.seen - 12 + len(row) for s, row in zip(two, said, strict=True)
+        s.seen - 12 + len(row) for s, row in zip(two, generated, strict=True)
     ]
     ours.cache.check()
 
@@ -176,12 +176,14 @@ def test_without_a_gpu_many_steps_are_single_ones() -> None:
     """Where there is one the graph runs; the tokens are the static step's either way."""
     ours, reference = (engine_for("qwen3_vl") for _ in range(2))
     one, two = opened(ours, 3), opened(reference, 3)
-    said = ours.decode_many(one, [3, 4, 5], 12)
-    stop = said[1][4]
+    generated = ours.decode_many(one, [3, 4, 5], 12)
+    stop = generated[1][4]
     assert ours.many_path == "step by step: no GPU"
-    assert said == GraphRunner(reference).decode(two, [3, 4, 5], 12)
-    again = ours.decode_many(one, [row[-1] for row in said], 6, stop=[stop])
-    assert again == GraphRunner(reference).decode(two, [row[-1] for row in said], 6, stop=[stop])
+    assert generated == GraphRunner(reference).decode(two, [3, 4, 5], 12)
+    again = ours.decode_many(one, [row[-1] for row in generated], 6, stop=[stop])
+    assert again == GraphRunner(reference).decode(
+        two, [row[-1] for row in generated], 6, stop=[stop]
+    )
     same(one, two)
     with pytest.raises(ContextError):
         ours.decode_many(one, [3, 4, 5], 10**6)
@@ -202,7 +204,7 @@ def test_the_bundled_model_says_the_same_for_512_tokens() -> None:
     """Three paths: static step, eager torch, and the native one that the CPU takes by itself."""
     picture = {"type": "image", "image": str(bundled_model().parent / "scene.png")}
     message = {"role": "user", "content": [picture, {"type": "text", "text": "Describe."}]}
-    said, kept = [], []
+    generated, kept = [], []
     for path in ("static", "torch", "native"):
         engine = mmkv.Engine.from_pretrained(
             bundled_model(), gates="random", dtype="float32", device="cpu", budget=24
@@ -210,19 +212,19 @@ def test_the_bundled_model_says_the_same_for_512_tokens() -> None:
         session = engine.session()
         first = int(session.prefill(engine.inputs([message])).argmax())
         if path == "static":
-            said.append(GraphRunner(engine).decode([session], [first], 512)[0])
+            generated.append(GraphRunner(engine).decode([session], [first], 512)[0])
         elif path == "torch":
-            said.append(eager(engine, [session], [first], 512)[0])
+            generated.append(eager(engine, [session], [first], 512)[0])
         else:
             token, mine = first, []
             for _ in range(512):
                 token = int(session.decode(token).argmax())
                 mine.append(token)
-            said.append(mine)
+            generated.append(mine)
         assert session.entries == 24 * engine.spec.rows
         kept.append([row.tolist() for layer in session.retained() for row in layer])
-    assert said[0] == said[1] == said[2] and kept[0] == kept[1] == kept[2]
-    assert len(set(said[0])) > 8, "a model that repeats itself proves little"
+    assert generated[0] == generated[1] == generated[2] and kept[0] == kept[1] == kept[2]
+    assert len(set(generated[0])) > 8, "a model that repeats itself proves little"
 
 
 @pytest.mark.skipif(
@@ -243,8 +245,8 @@ def test_the_kernels_together_are_the_eager_step(
     monkeypatch.setattr("engine.backends.torch.step.on_triton", lambda tensor: True)
     ours = engine_for(model, policy)
     one = opened(ours, 2)
-    said = GraphRunner(ours).decode(one, [3, 4], 3)
-    assert said == eager(reference, two, [3, 4], 3)
+    generated = GraphRunner(ours).decode(one, [3, 4], 3)
+    assert generated == eager(reference, two, [3, 4], 3)
     same(one, two)
 
 

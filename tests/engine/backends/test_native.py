@@ -144,13 +144,13 @@ def test_the_bundled_model_says_the_same_for_512_tokens(monkeypatch: pytest.Monk
     for switch in "10":
         monkeypatch.setenv("MMKV_NATIVE", switch)
         engine = mmkv.Engine.from_pretrained(bundled_model(), **options)
-        session, said = engine.session(), []
+        session, generated = engine.session(), []
         logits = session.prefill(engine.inputs([message]))
         for _ in range(512):
-            said.append(int(logits.argmax()))
-            logits = session.decode(said[-1])
+            generated.append(int(logits.argmax()))
+            logits = session.decode(generated[-1])
         assert session.entries == 24 * engine.spec.rows
-        runs.append((said, [row.tolist() for layer in session.retained() for row in layer]))
+        runs.append((generated, [row.tolist() for layer in session.retained() for row in layer]))
         assert engine.decode_path.startswith("native" if switch == "1" else "torch")
     assert runs[0] == runs[1]
     assert len(set(runs[0][0])) > 8, "a model that repeats itself proves little"
@@ -305,7 +305,7 @@ def test_bfloat16_copies_change_no_bit(model: str, monkeypatch: pytest.MonkeyPat
     for tensor in [*matrices, weights.head]:
         tensor.copy_(tensor.bfloat16())
     matrices[1][-1, -1] += 2.0**-20  # one that does not fit
-    said = []
+    generated = []
     for room in (0, 2**31):
         monkeypatch.setattr("engine.backends.cpu.decoder._MOST_BF16_BYTES", room)
         decoder = NativeDecoder(engine.spec, weights, engine.decoder.gates)
@@ -314,8 +314,8 @@ def test_bfloat16_copies_change_no_bit(model: str, monkeypatch: pytest.MonkeyPat
         sessions = [engine.session() for _ in range(3)]
         for index, session in enumerate(sessions):
             session.prefill(prompt(model, index))
-        said.append([engine.decode(sessions[:n], [5, 6, 7][:n]) for n in (1, 3, 3)])
-    for one, two in zip(*said, strict=True):
+        generated.append([engine.decode(sessions[:n], [5, 6, 7][:n]) for n in (1, 3, 3)])
+    for one, two in zip(*generated, strict=True):
         assert torch.equal(one, two)
 
 

@@ -22,7 +22,7 @@ from eval.bench.output import BenchError
 from eval.bench.peer import PEERS, Job
 from eval.bench.process import PeerProcess
 from eval.bench.shapes import SHAPES, build_engine
-from eval.bench.synthetic_cache import filled_sessions
+from eval.bench.synthetic_cache import synthetic_sessions
 from eval.bench.targets import checks
 from tests.support.kernels import DEVICE
 
@@ -102,7 +102,7 @@ def test_decode(tmp_path: Path) -> None:
     )
     batches = [largest["methods"][method]["batch"] for method in (FULL, DYNAMIC, OWN)]
     assert 1 <= batches[0] < batches[2] == 3 and batches[1] < 3, "bounded memory holds more"
-    assert {bar["bar"].split(",")[0] for bar in found["bars"]} == {
+    assert {target["target"].split(",")[0] for target in found["targets"]} == {
         "eviction / step",
         "physical / logical KV",
         "tokens/s over own full",
@@ -145,15 +145,15 @@ def test_a_peer_that_hangs_is_given_up(tmp_path: Path) -> None:
         PeerProcess(job, str(script), 0.2, tmp_path / "log")
 
 
-def test_bars() -> None:
+def test_targets() -> None:
     memory = {"physical_over_logical": 1.2}
     own = {"ms_per_step": {"median": 2.0}, "step_over_floor": 1.1, "floor_ms": 1.0}
     own |= {"memory": memory, "tokens_per_second": 1600.0}
     full = {"ms_per_step": {"median": 8.0}, "floor_ms": 5.0, "tokens_per_second": 100.0}
-    case = {"batch": 16, "context": 16384, "budget": 256, "kind": "bars"}
+    case = {"batch": 16, "context": 16384, "budget": 256, "kind": "targets"}
     case |= {"methods": {OWN: own, FULL: full}, "parts": {"eviction_of_step": 0.02}}
     case["beside"] = {DYNAMIC: {"ours_over_peers_tokens_per_second": {"median": 7.5}}}
-    found = {b["bar"].split(",")[0]: (round(b["value"], 3), b["met"]) for b in checks("x", case)}
+    found = {b["target"].split(",")[0]: (round(b["value"], 3), b["met"]) for b in checks("x", case)}
     assert found == {
         "step / floor": (1.1, True),
         "eviction / step": (0.02, True),
@@ -163,7 +163,7 @@ def test_bars() -> None:
     }
     four = case | {"batch": 4, "context": 32768, "budget": 1024}
     assert {"tokens/s"} == {
-        b["bar"].split(",")[0] for b in checks("qwen3-4b", four) if b["value"] == 1600
+        b["target"].split(",")[0] for b in checks("qwen3-4b", four) if b["value"] == 1600
     }
     assert list(checks("x", case | {"methods": {OWN: {"failed": "why"}}})) == []
 
@@ -202,16 +202,16 @@ def test_a_plan_is_what_the_pages_allow() -> None:
     page_bytes = base.cache.pool.page_bytes
     limit = made.count * made.pages * page_bytes
     engine = build_engine(TINY, "full", weights_of=base, kv_limit=limit, **options)
-    filled_sessions(engine, made.count, 97, steps=0)
+    synthetic_sessions(engine, made.count, 97, steps=0)
     assert engine.cache.pool.free_pages < made.pages  # 97 entries: a last page with one in it
     with pytest.raises(BudgetError):
-        filled_sessions(engine, 1, 97, steps=0)
+        synthetic_sessions(engine, 1, 97, steps=0)
     assert made.left < (made.count + 1) * made.sequence_bytes
     assert dense_count(TINY, 97, 1.2e6, torch.float32, 0) >= made.count
 
 
 def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    for main, arguments, said in [
+    for main, arguments, message in [
         (bench_decode.main, ["--cases", "1:2"], "B:CONTEXT:M"),
         (bench_decode.main, ["--python", "x=y"], "PEER=PATH"),
         (bench_kernels.main, ["--device", "cuda:77"], "is not there"),
@@ -221,7 +221,7 @@ def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
             main(arguments)
         assert left.value.code == 2
         last = capsys.readouterr().err.strip().splitlines()[-1]
-        assert said in last
+        assert message in last
 
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="says what happens without a GPU")
@@ -237,14 +237,14 @@ def test_mmkv_bench(mmkv: Callable[..., Ran], model: str, monkeypatch: pytest.Mo
     options = ["--batch", "2", "--context", "60", "--budget", "8", "--steps", "4", "--rounds", "2"]
     where = ["--gates", "random", "--device", "cpu"]
     ran = mmkv("bench", model, *options, *where, "--json")
-    told = json.loads(ran.out)
-    assert ran.code == 0 and told["policy"] == "dbtrimkv" and told["batch"] == 2
+    report = json.loads(ran.out)
+    assert ran.code == 0 and report["policy"] == "dbtrimkv" and report["batch"] == 2
     rows, entry = 4, 2 * 8 * 4  # 2 layers x 2 KV heads of 8 float32
-    assert told["logical_bytes"] == 2 * 8 * rows * entry
-    assert told["read_kv_bytes"] == 2 * 9 * rows * entry
-    assert told["floor"] == (told["weight_bytes"] + told["read_kv_bytes"]) / 2e9
-    assert told["over_floor"] == pytest.approx(told["step"]["median"] / told["floor"])
-    assert told["tokens_per_second"] == pytest.approx(2 / told["step"]["median"])
+    assert report["logical_bytes"] == 2 * 8 * rows * entry
+    assert report["read_kv_bytes"] == 2 * 9 * rows * entry
+    assert report["floor"] == (report["weight_bytes"] + report["read_kv_bytes"]) / 2e9
+    assert report["over_floor"] == pytest.approx(report["step"]["median"] / report["floor"])
+    assert report["tokens_per_second"] == pytest.approx(2 / report["step"]["median"])
     shown = mmkv("bench", model, *options, *where).out
-    assert f"{1e3 * told['floor']:.3f} ms a step" in shown and "tokens/s" in shown
+    assert f"{1e3 * report['floor']:.3f} ms a step" in shown and "tokens/s" in shown
     assert "--context of at most" in mmkv("bench", model, "--context", "999999999").error_line()

@@ -14,7 +14,7 @@ from eval.bench.memory_estimate import own_bytes
 from eval.bench.methods import Own
 from eval.bench.parts import Undo, split, without
 from eval.bench.shapes import SHAPES, build_engine, build_model
-from eval.bench.synthetic_cache import filled_sessions, pages_for, rewind, row_lengths
+from eval.bench.synthetic_cache import pages_for, rewind, row_lengths, synthetic_sessions
 from mmkv.measure import speed_model, timing
 from tests.support.kernels import DEVICE
 
@@ -75,9 +75,9 @@ def test_row_lengths_refuse_what_cannot_fit() -> None:
 
 
 @pytest.mark.parametrize("policy", ["dbtrimkv", "full"])
-def test_filled_sessions_are_sessions(policy: str) -> None:
+def test_synthetic_sessions_are_sessions(policy: str) -> None:
     engine = tiny(policy)
-    sessions = filled_sessions(engine, 3, 50, 3.0, 5)
+    sessions = synthetic_sessions(engine, 3, 50, 3.0, 5)
     pages = engine.cache.pool.num_pages
     each = (12 if policy == "dbtrimkv" else 50) * TINY.rows
     for session in sessions:
@@ -104,7 +104,7 @@ def test_filled_sessions_are_sessions(policy: str) -> None:
 
 def test_the_floor_counts_what_a_step_reads() -> None:
     engine = tiny(budget=10)
-    sessions = filled_sessions(engine, 2, 30)
+    sessions = synthetic_sessions(engine, 2, 30)
     size = speed_model.step_bytes(engine, sessions)
     assert size.weights == WEIGHTS  # tied: the head is the embedding, once
     assert size.kv == 2 * 11 * TINY.rows * 2 * TINY.head_dim * 4

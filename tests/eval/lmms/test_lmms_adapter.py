@@ -20,7 +20,7 @@ from tests.support.lmms import assistant, picture, user
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "message"),
     [
         ({"pretrained": "m", "budgets": 3}, "does not know the model argument budgets"),
         ({"pretrained": "m", "device_map": "auto"}, "write device=cuda:0"),
@@ -30,8 +30,8 @@ from tests.support.lmms import assistant, picture, user
         ({"pretrained": "m", "fps": "many"}, "fps=many is not a number"),
     ],
 )
-def test_wrong_model_arguments_are_named(given: dict[str, Any], said: str) -> None:
-    with pytest.raises(InputError, match=said) as caught:
+def test_wrong_model_arguments_are_named(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message) as caught:
         Settings.of(given)
     assert "\n" not in str(caught.value)
 
@@ -87,7 +87,7 @@ def test_visuals_of_every_kind(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("visual", "said"),
+    ("visual", "message"),
     [
         ({"array": [0.0], "sampling_rate": 16000}, "sound"),
         ({"type": "video", "url": "a.mp4", "video_start": 2.0}, "section of a video"),
@@ -95,8 +95,8 @@ def test_visuals_of_every_kind(tmp_path: Path) -> None:
         (b"not a picture", "not one that Pillow reads"),
     ],
 )
-def test_visuals_that_cannot_be_taken(visual: Any, said: str) -> None:
-    with pytest.raises(InputError, match=said):
+def test_visuals_that_cannot_be_taken(visual: Any, message: str) -> None:
+    with pytest.raises(InputError, match=message):
         visual_part(visual)
 
 

@@ -256,7 +256,7 @@ def test_choices_are_scored_by_a_task(simple: Any, tmp_path: Path) -> None:
     try:
         found = simple_evaluate(simple, tasks=["choose"], task_manager=manager, batch_size=1)
     finally:
-        simple.engine = engine  # lmms-eval has told the model to let go of it
+        simple.engine = engine  # lmms-eval has asked the model to release it
     assert found is not None
     for sample in found["samples"]["choose"]:
         losses = [loss for loss, _ in sample["filtered_resps"]]

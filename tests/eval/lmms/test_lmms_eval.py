@@ -193,7 +193,7 @@ def test_scores_follow_from_the_replies(task: str, ours: Written, data: Path) ->
 def test_scores_are_those_the_data_were_made_for(
     task: str, metric: str, score: float, ours: Written
 ) -> None:
-    """Every second document wants what the engine said when the data were written."""
+    """Every second document wants what the engine answered when the data were written."""
     assert ours.results[f"{task}_local"][f"{metric},none"] == pytest.approx(score)
 
 

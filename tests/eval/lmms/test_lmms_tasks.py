@@ -13,7 +13,7 @@ from PIL import Image
 
 from engine.errors import InputError
 from eval.lmms import answers, media, mmdu, tasks
-from eval.lmms.cause import VARIABLE, told
+from eval.lmms.cause import VARIABLE, reported_to_parent
 from eval.lmms.media import FOLDER
 from mmkv.cli import evaluate as eval_command
 from mmkv.cli.app import run as mmkv_command
@@ -79,7 +79,7 @@ def test_hub_tasks_get_the_prompts_of_qwen3_vl(shipped: Path, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("names", "data", "said"),
+    ("names", "data", "message"),
     [
         (["mmstar"], "data", "task mmstar has no data: no mmstar/.*parquet"),
         (["mmstar"], "nowhere", "no folder .*nowhere; --data names the folder"),
@@ -89,10 +89,10 @@ def test_hub_tasks_get_the_prompts_of_qwen3_vl(shipped: Path, tmp_path: Path) ->
     ],
 )
 def test_what_is_missing_is_named(
-    shipped: Path, tmp_path: Path, names: list[str], data: str | None, said: str
+    shipped: Path, tmp_path: Path, names: list[str], data: str | None, message: str
 ) -> None:
     (tmp_path / "data").mkdir()
-    with pytest.raises(InputError, match=said):
+    with pytest.raises(InputError, match=message):
         tasks.write(names, tmp_path / "out", None if data is None else tmp_path / data)
 
 
@@ -124,8 +124,8 @@ def test_videos_are_found_in_any_layout(tmp_path: Path) -> None:
 
 
 def dialogue(**changes: Any) -> dict[str, Any]:
-    said = [("user", "a <ImageHere> b"), ("assistant", "Cake"), ("user", "c"), ("assistant", "2")]
-    turns = [{"from": who, "value": text} for who, text in said]
+    chat = [("user", "a <ImageHere> b"), ("assistant", "Cake"), ("user", "c"), ("assistant", "2")]
+    turns = [{"from": who, "value": text} for who, text in chat]
     made = {"id": "d", "image": ["1.png"], "conversations": turns, "exact": ["cell", "count"]}
     return {**made, **changes}
 
@@ -179,7 +179,7 @@ def test_mmdu_needs_no_data(shipped: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"image": []}, r"dialogue d: its questions place 1 pictures"),
         ({"conversations": [{"from": "user", "value": "a"}]}, "the last question has no reference"),
@@ -187,10 +187,10 @@ def test_mmdu_needs_no_data(shipped: Path, tmp_path: Path) -> None:
     ],
 )
 def test_malformed_dialogues_are_refused_before_the_run(
-    shipped: Path, tmp_path: Path, changes: dict[str, Any], said: str
+    shipped: Path, tmp_path: Path, changes: dict[str, Any], message: str
 ) -> None:
     data = saved(tmp_path, dialogue(id="fine"), dialogue(**changes))
-    with pytest.raises(InputError, match=said):
+    with pytest.raises(InputError, match=message):
         tasks.write(["mmdu"], tmp_path / "out", data)
 
 
@@ -210,12 +210,12 @@ def test_samples_become_answers_for_the_judge(
     samples.write_text(json.dumps(sample) + "\n")
     assert answers.convert(samples, data, tmp_path / "out") == 1
     assert mmkv_command(["mmdu", "score", "--data", str(data), "--answers", str(tmp_path / "out")])
-    said = capsys.readouterr()
-    assert "| all | 1 | 2 |" in said.out and "1 dialogues have no answers" in said.err
+    printed = capsys.readouterr()
+    assert "| all | 1 | 2 |" in printed.out and "1 dialogues have no answers" in printed.err
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"doc_id": 3}, "was not made from"),
         ({"input": "another question"}, "document 0 differs"),
@@ -224,7 +224,7 @@ def test_samples_become_answers_for_the_judge(
     ],
 )
 def test_samples_of_other_data_are_refused(
-    tmp_path: Path, change: dict[str, Any] | None, said: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, change: dict[str, Any] | None, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data = saved(tmp_path, dialogue()) / "mmdu" / "benchmark.json"
     sample = {"doc_id": 0, "input": "a <ImageHere> b", "filtered_resps": ["Cake", "3"]}
@@ -232,7 +232,7 @@ def test_samples_of_other_data_are_refused(
     samples.write_text("" if change is None else json.dumps({**sample, **change}))
     assert answers.main([str(samples), str(tmp_path / "out"), "--data", str(data)]) == 1
     err = capsys.readouterr().err
-    assert said in err and err.count("\n") == 1 and not (tmp_path / "out").exists()
+    assert message in err and err.count("\n") == 1 and not (tmp_path / "out").exists()
 
 
 # --- mmkv eval -----------------------------------------------------------------------------------
@@ -309,7 +309,7 @@ def test_what_ended_the_model_ends_the_command(
 
     def run(command: list[str], env: dict[str, str]) -> Any:
         monkeypatch.setenv(VARIABLE, env[VARIABLE])
-        with pytest.raises(InputError), told():
+        with pytest.raises(InputError), reported_to_parent():
             raise InputError("document 3: file not found")
         return subprocess.CompletedProcess(command, 0)
 
@@ -337,7 +337,7 @@ def test_a_folder_of_a_tasks_name_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["--tasks", "mme", "--model", "a,b"], "holds a comma or ="),
         (["--tasks", ","], "no task is named"),
@@ -352,11 +352,11 @@ def test_a_folder_of_a_tasks_name_is_refused(
     ],
 )
 def test_wrong_options_end_before_anything_starts(
-    shipped: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
+    shipped: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
     assert mmkv_command(["eval", *arguments]) == 1
     err = capsys.readouterr().err
-    assert said in err and err.count("\n") == 1
+    assert message in err and err.count("\n") == 1
 
 
 def test_without_lmms_eval_it_says_what_to_install(

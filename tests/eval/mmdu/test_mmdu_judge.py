@@ -50,11 +50,11 @@ def answers(tmp_path: Path) -> Path:
     """Answers that some model could have given."""
     folder = tmp_path / "answers"
     for dialogue in DIALOGUES:
-        AnswerFolder(folder).save(dialogue, said(dialogue), [])
+        AnswerFolder(folder).save(dialogue, answers_of(dialogue), [])
     return folder
 
 
-def said(dialogue: Dialogue) -> list[str]:
+def answers_of(dialogue: Dialogue) -> list[str]:
     # No two alike, for the fake judge knows a question by its text alone.
     return [f"{answer} ({dialogue.id}, {n})" for n, answer in enumerate(dialogue.references)]
 
@@ -64,7 +64,7 @@ def prompts() -> list[tuple[str, int, str]]:
         (d.id, turn, judge_prompt(question, reference, answer))
         for d in DIALOGUES
         for turn, (question, reference, answer) in enumerate(
-            zip(d.questions, d.references, said(d), strict=True)
+            zip(d.questions, d.references, answers_of(d), strict=True)
         )
     ]
 

@@ -1,4 +1,4 @@
-"""The scene world against its pixels, and the bundled model's own files."""
+"""Scenes against their pixels, and the bundled model's own files."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_tokenizer_loses_nothing(text) -> None:
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def test_words_of_the_world_are_one_token() -> None:
+def test_words_of_the_scenes_are_one_token() -> None:
     tokenizer = build_tokenizer()
     for word in [*COLOURS, *SHAPES, *(n for n in object_names() if " " not in n)]:
         assert len(tokenizer.encode(f" {word}")) == 1, word

@@ -26,15 +26,15 @@ FACTS = dict.fromkeys(["recall", "needles", "memory", "haystack", "far-memory"],
 
 
 def answers_by_reading(kind: str, pieces: list[Piece]) -> list[str]:
-    """What was last said of the name before each question's own answer."""
-    said, found = "", []
+    """What the text last stated of the name before each question's own answer."""
+    text, found = "", []
     for piece in pieces:
         if piece.answer:
             # The question and any answer that a fact might have: whose fact it would be.
-            asked = said.rpartition("\n")[2] + ("0000" if kind == "records" else " 0000")
+            asked = text.rpartition("\n")[2] + ("0000" if kind == "records" else " 0000")
             name = FACTS[kind].findall(asked + {"records": '",\n', "assigned": "\n"}.get(kind, "."))
-            found.append(dict(FACTS[kind].findall(said))[name[0][0]])
-        said += piece.text
+            found.append(dict(FACTS[kind].findall(text))[name[0][0]])
+        text += piece.text
     return found
 
 
@@ -101,11 +101,11 @@ def test_the_labels_of_a_task_are_its_answers() -> None:
 # The bundled model spells texts in bytes.
 @pytest.mark.parametrize(("source", "most"), [("tasks:memory", 3000), ("scenes:dense", 250)])
 def test_what_is_made_up_is_no_longer_than_asked(source: str, most: int) -> None:
-    said: list[str] = []
-    data = examples(str(bundled_model()), [source], 12, 0, max_length=most, report=said.append)
+    notes: list[str] = []
+    data = examples(str(bundled_model()), [source], 12, 0, max_length=most, report=notes.append)
     lengths = [data[index]["input_ids"].shape[1] for index in range(12)]
     assert max(lengths) <= most and data.encoder.tally["dropped"] > 0
-    assert f"{source}:" in said[0] and f"--max-length is {most}" in said[0]
+    assert f"{source}:" in notes[0] and f"--max-length is {most}" in notes[0]
 
 
 def test_unknown_kinds_are_named() -> None:

@@ -20,9 +20,9 @@ from mmkv.data.readers import DataSource, RowFile
 from tests.support.chat_models import picture
 
 
-def turns(*said: str) -> list[dict[str, Any]]:
+def turns(*texts: str) -> list[dict[str, Any]]:
     """User and assistant in turns."""
-    return [{"role": ("user", "assistant")[i % 2], "content": s} for i, s in enumerate(said)]
+    return [{"role": ("user", "assistant")[i % 2], "content": s} for i, s in enumerate(texts)]
 
 
 def lines(path: Path, *rows: Any) -> Path:
@@ -120,8 +120,8 @@ def test_llava(tmp_path: Path) -> None:
         image(tmp_path / "pictures" / f"{name}.png")
     (tmp_path / "pictures" / "v.mp4").write_bytes(b"x")
 
-    def row(image: Any, *said: str, **more: Any) -> dict[str, Any]:
-        talk = [{"from": ("human", "gpt")[i % 2], "value": s} for i, s in enumerate(said)]
+    def row(image: Any, *texts: str, **more: Any) -> dict[str, Any]:
+        talk = [{"from": ("human", "gpt")[i % 2], "value": s} for i, s in enumerate(texts)]
         return {"image": image, "conversations": talk, **more}
 
     path = tmp_path / "pairs.json"
@@ -151,8 +151,8 @@ def test_llava(tmp_path: Path) -> None:
 def test_mmdu(tmp_path: Path, as_dict: bool) -> None:
     names = [image(tmp_path / f"{n}.png") for n in range(3)]
 
-    def row(images: list[str], *said: str) -> dict[str, Any]:
-        talk = [{"from": ("user", "assistant")[i % 2], "value": s} for i, s in enumerate(said)]
+    def row(images: list[str], *texts: str) -> dict[str, Any]:
+        talk = [{"from": ("user", "assistant")[i % 2], "value": s} for i, s in enumerate(texts)]
         listed = {str(i): n for i, n in enumerate(images)} if as_dict else images
         return {"id": "x", "image": listed, "conversations": talk}
 

@@ -140,10 +140,10 @@ def test_without_a_template_only_the_reply_counts(merging: PreTrainedTokenizerFa
     ],
 )
 def test_templates_that_do_not_nest(merging: PreTrainedTokenizerFast, template: str) -> None:
-    said: list[str] = []
-    encoder = Encoder(text_processor(merging, template), 1000, report=said.append)
+    notes: list[str] = []
+    encoder = Encoder(text_processor(merging, template), 1000, report=notes.append)
     assert encoder(chat(TALK)) == [] and encoder.tally["broken"] == 1
-    assert "template shows the beginning" in said[0]
+    assert "template shows the beginning" in notes[0]
 
 
 @pytest.fixture(scope="module")
@@ -151,7 +151,7 @@ def bundled() -> Processor:
     return load_processor(bundled_model())
 
 
-def said(processor: Processor, example: Example) -> str:
+def answers_of(processor: Processor, example: Example) -> str:
     return processor.tokenizer.decode(example.labels[example.labels != -100])
 
 
@@ -196,7 +196,7 @@ def test_labels_with_pictures_of_other_families(
     processor = load_processor(save(tmp_path / "model"))
     made = encode(processor, seen_talk(tmp_path))
     end = "<|im_end|>"
-    assert said(processor, made) == f"a red circle{end}yes{end}three{end}"
+    assert answers_of(processor, made) == f"a red circle{end}yes{end}three{end}"
 
 
 def test_labels_after_a_video(tmp_path: Path, bundled: Processor, monkeypatch: Any) -> None:
@@ -208,7 +208,7 @@ def test_labels_after_a_video(tmp_path: Path, bundled: Processor, monkeypatch: A
     messages[0]["content"] = messages[2]["content"] = ask
     for processor in (bundled, load_processor(save_qwen3_vl(tmp_path))):
         made = encode(processor, messages)
-        assert said(processor, made) == "a red circle<|im_end|>yes<|im_end|>"
+        assert answers_of(processor, made) == "a red circle<|im_end|>yes<|im_end|>"
         assert made.media["video_grid_thw"].shape == (2, 3)
         assert "seconds>" in processor.tokenizer.decode(made.input_ids)
 

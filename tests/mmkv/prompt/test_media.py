@@ -109,7 +109,7 @@ def test_other_modes_become_rgb() -> None:
     ],
     ids=["missing", "empty", "text", "cut PNG", "cut JPEG", "bomb"],
 )
-@pytest.mark.parametrize("patient", [False, True], ids=["", "Pillow told to fill up cut files"])
+@pytest.mark.parametrize("patient", [False, True], ids=["", "Pillow fills up cut files"])
 def test_bad_files_give_one_line(
     tmp_path: Path, content: bytes | None, says: str, patient: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -249,7 +249,7 @@ def decode_kernel(
             other=0,
         ).to(tl.int32)
 
-    # A run shares with others at most its first row and its last. Both are told of at once.
+    # A run shares with others at most its first row and its last. Both are reported at once.
     if tiles > 0:
         tl.debug_barrier()  # all threads' partial results first, then the word that they are there
         side = tl.arange(0, 2)
