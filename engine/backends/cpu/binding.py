@@ -127,7 +127,7 @@ class Library(ctypes.CDLL):
 
 def library() -> Library | str:
     """The library, or why there is none."""
-    named = os.environ.get("MMKV_NATIVE", "1")
+    named = os.environ.get("MMKV_NATIVE") or "1"
     if named == "0":
         return "switched off by MMKV_NATIVE=0"
     if named == "1":
