@@ -71,8 +71,8 @@ class CacheView:
         return self.layers * self.kv_heads
 
     def to_rows(self, values: Tensor, fill: float) -> Tensor:
-        """Spread ``values [N]`` to ``[rows, longest row]``, short rows padded with ``fill``."""
-        padded = values.new_full((self.rows, int(self.length.max())), fill)
+        """Spread ``values [N, ...]`` to ``[rows, longest row, ...]``, the rest being ``fill``."""
+        padded = values.new_full((self.rows, int(self.length.max()), *values.shape[1:]), fill)
         padded[self.live()] = values
         return padded
 
@@ -129,9 +129,19 @@ class Policy:
         """Indices of the entries to drop, lowest protected score first.
 
         Ties fall on the smaller position, then layer, then head.
+
+        Raises:
+            PolicyError: the scorer does not return one number an entry.
         """
         assert self.allocation is not None
         scores = self.scoring.score(view)
+        if scores.shape != view.position.shape:
+            raise PolicyError(
+                f"the scorer {type(self.scoring).__name__} of policy {self.name!r} returned shape "
+                f"{list(scores.shape)} for {view.position.numel()} entries; return one number an "
+                "entry, in the view's order"
+            )
+        scores = scores.float()
         if self.protect_first:
             scores = scores.masked_fill(view.position < self.protect_first, torch.inf)
         if self.protect_recent:
