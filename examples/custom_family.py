@@ -25,8 +25,8 @@ class NanoForCausalLM(transformers.LlamaForCausalLM):
 
 
 # transformers has to read the checkpoint first.
-transformers.AutoConfig.register("nano", NanoConfig)
-transformers.AutoModelForCausalLM.register(NanoConfig, NanoForCausalLM)
+transformers.AutoConfig.register("nano", NanoConfig, exist_ok=True)
+transformers.AutoModelForCausalLM.register(NanoConfig, NanoForCausalLM, exist_ok=True)
 
 
 class NanoFamily(TextFamily):

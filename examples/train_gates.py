@@ -18,11 +18,12 @@ def main() -> None:
     """Train on scenes with few objects, then answer with the gates under a small budget."""
     steps = sys.argv[1] if len(sys.argv) > 1 else "6"
     with tempfile.TemporaryDirectory() as folder:
-        code = distill(
-            ["--model", str(bundled_model()), "--data", "scenes:sparse", "--output", folder]
-            + ["--steps", steps, "--budget", "24", "--d-gate", "32", "--bias", "8"]
-            + ["--lr", "4e-3", "--log-every", "1", "--device", "cpu"]
+        options = (
+            "--data scenes:sparse --budget 24 --d-gate 32 --bias 8 --lr 4e-3 --log-every 1 "
+            f"--device cpu --steps {steps}"
         )
+        model, output = ["--model", str(bundled_model())], ["--output", folder]
+        code = distill([*model, *output, *options.split()])
         if code:
             sys.exit(code)
         losses = [row["loss"] for row in history(Path(folder)) if "loss" in row]

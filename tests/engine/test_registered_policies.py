@@ -255,11 +255,14 @@ def test_a_scorer_that_reads_keys_must_say_so(folders: dict[str, Path]) -> None:
         session.prefill(PICTURES)
 
 
-def test_an_unknown_scorer_runs_in_a_batch_as_alone(folders: dict[str, Path]) -> None:
-    """Over several turns, and in C as in torch: only the scores are computed in torch."""
+def test_an_unknown_scorer_runs_in_a_batch_as_alone(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over several turns; a step in C with eviction in torch as one that is torch throughout."""
     engine = load(folders["vl"], policy=KEY_SIZE, budget=9)
+    monkeypatch.setenv("MMKV_NATIVE", "0")
     plain = load(folders["vl"], policy=KEY_SIZE, budget=9)
-    plain.native, plain.evictor = None, None
+    assert "torch: switched off" in plain.decode_path
     texts = [text_ids(6, 3), text_ids(6, 4)]
     together, alone = (
         [engine.session(), engine.session(12)],

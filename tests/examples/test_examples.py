@@ -1,0 +1,123 @@
+"""Each example runs and says what its first lines promise."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import mmkv
+from engine.model import families
+from engine.policies import registry
+from engine.runtime import Runtime
+from tests.support.oracle import Oracle
+from tests.support.sessions import LATER, PICTURES, load, text_ids
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+
+
+@pytest.fixture(autouse=True)
+def registries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What an example registers is gone after it."""
+    monkeypatch.setattr(registry._REGISTRY, "registered", {})
+    monkeypatch.setattr(families._REGISTRY, "registered", {})
+
+
+def run(name: str, *arguments: str) -> dict[str, Any]:
+    """Run an example as a program. Returns its names."""
+    before, sys.argv = sys.argv, [name, *arguments]
+    try:
+        return runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+    finally:
+        sys.argv = before
+
+
+def test_every_example_is_run_here() -> None:
+    text = Path(__file__).read_text()
+    assert all(f'run("{path.name}"' in text for path in EXAMPLES.glob("*.py"))
+    for path in EXAMPLES.glob("*.py"):
+        assert f"Run: python examples/{path.name}" in path.read_text().partition('"""\n\n')[0]
+
+
+def test_chat(capsys: pytest.CaptureFixture[str]) -> None:
+    run("chat.py")
+    said = capsys.readouterr().out
+    assert (
+        "policy dbtrimkv, 24 entries per row" in said
+        and "> what is at row 2, column 3?\nfrog" in said
+    )
+    # Tokens seen after the first turn, in the copy, and in the session loaded from the file.
+    seen = [int(count) for count in re.findall(r"(\d+) tokens seen", said)]
+    kept = [int(count) for count in re.findall(r"(\d+) entries kept", said)]
+    assert seen[1] > seen[0] < seen[2] and kept[0] == kept[2] == 2 * kept[1]
+
+
+def test_a_custom_policy(capsys: pytest.CaptureFixture[str]) -> None:
+    run("custom_policy.py")
+    ours, theirs = capsys.readouterr().out.splitlines()
+    assert ours.startswith("keydiff: frog (") and theirs.startswith("streamingllm: ")
+    assert len((EXAMPLES / "custom_policy.py").read_text().splitlines()) <= 40
+
+
+def test_a_custom_family(capsys: pytest.CaptureFixture[str]) -> None:
+    run("custom_family.py")
+    whole, cut = capsys.readouterr().out.splitlines()
+    assert whole == "budget 64: 156 entries kept, 16 of 16 tokens as in transformers"
+    assert cut.startswith("budget 8: 32 entries kept")
+
+
+def test_training_gates(capsys: pytest.CaptureFixture[str]) -> None:
+    run("train_gates.py", "3")
+    said = capsys.readouterr().out
+    assert "loss" in said and "of 3 steps" in said and "dbtrimkv with the new gates: " in said
+
+
+class Dense(Oracle):
+    """The oracle with KeyDiff's score: cosine to the mean key, in float64, row after row."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.method.first = self.method.recent = 0
+
+    def _scores(self) -> Tensor:
+        score = torch.zeros(self.keep.shape, dtype=torch.float64)
+        for layer in range(self.layers):
+            for head in range(self.heads):
+                kept = self.keep[layer, head].nonzero().flatten()
+                keys = self.key[layer][head].double()
+                mean = sum(keys[t] / keys[t].norm() for t in kept) / len(kept)
+                for t in kept:
+                    score[layer, head, t] = -torch.cosine_similarity(keys[t], mean, dim=0)
+        return score
+
+
+@pytest.mark.parametrize("native", ["1", "0"])
+def test_the_custom_policy_keeps_what_a_dense_computation_keeps(
+    native: str, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts of several chunks, decoding and a later turn, in C and in torch."""
+    from transformers import AutoModelForImageTextToText
+
+    monkeypatch.setenv("MMKV_NATIVE", native)
+    policy = runpy.run_path(str(EXAMPLES / "custom_policy.py"))["POLICY"]
+    assert isinstance(policy, mmkv.Policy)
+    engine: Runtime = load(folders["vl"], policy=policy, budget=9)
+    model = AutoModelForImageTextToText.from_pretrained(folders["vl"], dtype=torch.float32).eval()
+    oracle = Dense(model, None, "trimkv", budget=9, prefill_chunk=12)
+    with engine.session() as session:
+        for part in (PICTURES, text_ids(6, 1), LATER, text_ids(5, 2)):
+            if isinstance(part, Tensor):
+                for token in part.tolist():
+                    got, wanted = session.decode(token), oracle.decode(token)
+                    oracle.follow(session.retained())
+            else:
+                got, wanted = session.prefill(part), oracle.prefill(part)
+                oracle.follow(session.retained())
+            torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-3)
+    assert oracle.evictions >= 15 and oracle.swaps == 0
