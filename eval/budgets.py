@@ -12,7 +12,7 @@ _ENTRIES = "entries per layer and KV head"
 
 
 def is_share(budget: str) -> bool:
-    """Whether it grows with the dialogue."""
+    """Return whether it grows with the dialogue."""
     return Fraction(budget) <= 1
 
 

@@ -71,7 +71,7 @@ Rows = Iterator[Sequence[str]]
 
 
 def documents(root: Path = ROOT) -> list[Path]:
-    """Every document that may mark a table."""
+    """Return every document that may mark a table."""
     return [root / "README.md", *sorted((root / "docs").glob("*.md"))]
 
 
@@ -95,7 +95,7 @@ def _results(results: Path, name: str) -> Any:
 
 
 def _page(results: Path, name: str) -> Any:
-    """The only data source of a quality result."""
+    """Return the only data source of a quality result."""
     (page,) = _results(results, name).values()
     return page
 
@@ -117,7 +117,7 @@ def _budgets(page: Mapping[str, Any]) -> list[str]:
 
 
 def _accuracy(first: str, shown: Sequence[tuple[str, str, str, Sequence[str]]]) -> Callable:
-    """Accuracy with intervals.
+    """Return accuracy with intervals.
 
     Args:
         first: heading of the first column; shown: what to call the data, result file, part of the
@@ -152,7 +152,7 @@ def _readme(results: Path) -> Rows:
 
 
 def _rules(results: Path) -> Rows:
-    """Gates and allocation in all four combinations, at every budget of every kind."""
+    """Return gates and allocation in all four combinations, at every budget of every kind."""
     pages = {words: _page(results, f"quality-rules-{kind}") for kind, words in _KINDS.items()}
     places = [(kind, budget) for kind, page in pages.items() for budget in _budgets(page)]
     yield ["gates", *(f"{kind} {budget}" for kind, budget in places)]
@@ -179,7 +179,7 @@ def _found(results: Path) -> Rows:
 
 
 def _dialogues(results: Path) -> Rows:
-    """Answers of the bundled model by kind of dialogue, all kinds of question together."""
+    """Count right answers of the bundled model by kind of dialogue."""
     yield ["dialogues (100 each)", "tokens", "about", "right", "of", "share"]
     for row in _results(results, "accuracy-dialogues"):
         if row["kind"] == "all":
@@ -189,7 +189,7 @@ def _dialogues(results: Path) -> Rows:
 
 
 def _scenes(results: Path) -> Rows:
-    """Answers of the bundled model about single pictures, by kind of question."""
+    """Count right answers of the bundled model about single pictures, by kind of question."""
     found = {row["kind"]: row for row in _results(results, "accuracy-scenes")}
     yield ["kind", "right", "share", "95 % interval"]
     for kind, words in _SCENES.items():

@@ -47,28 +47,28 @@ class Pieces:
     cuts: list[int] = field(default_factory=list)
 
     def tokens(self, text: str) -> list[int]:
-        """The ids of ``text`` alone."""
+        """Return the ids of ``text`` alone."""
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def say(self, text: str) -> None:
-        """Append what is not asked for."""
+        """Append text that is not asked for."""
         added = self.tokens(text)
         self.ids += added
         self.labels += [IGNORED] * len(added)
 
     def answer(self, text: str) -> range:
-        """Append what is; where it stands."""
+        """Append text that is asked for; return its token range."""
         added = self.tokens(text)
         self.ids += added
         self.labels += added
         return range(len(self.ids) - len(added), len(self.ids))
 
     def cut(self) -> None:
-        """Memory is brought down to the budget here."""
+        """Mark a cut: memory is brought down to the budget here."""
         self.cuts.append(len(self.ids))
 
     def example(self) -> dict[str, Any]:
-        """For :class:`Document`."""
+        """Return the example of a :class:`Document`."""
         return {
             "input_ids": torch.tensor([self.ids]),
             "labels": torch.tensor([self.labels]),
@@ -77,7 +77,7 @@ class Pieces:
 
 
 def scene_document(turns: list[Turn], tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
-    """A scene dialogue for :class:`Document`."""
+    """Return a scene dialogue for :class:`Document`."""
     made: dict[str, Any] = dict(scene_example(turns, tokenizer))
     made["cuts"] = _scene_cuts(made, turns, tokenizer)
     return made
@@ -86,7 +86,7 @@ def scene_document(turns: list[Turn], tokenizer: PreTrainedTokenizerFast) -> dic
 def _scene_cuts(
     example: dict[str, Any], turns: Sequence[Turn], tokenizer: PreTrainedTokenizerFast
 ) -> list[int]:
-    """Where the question begins in turns with pictures: memory is brought down before it."""
+    """Return where the question begins in turns with pictures: memory is brought down before it."""
 
     def size(text: str) -> int:
         return len(tokenizer.encode(text, add_special_tokens=False))

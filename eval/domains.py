@@ -38,7 +38,7 @@ class GeneratedDocuments(Sequence[dict[str, Any]]):
 
 
 def maker(model: str, name: str) -> Callable[[int], Document] | None:
-    """What makes the dialogues of ``name``; None for those of :mod:`mmkv.data.sources`.
+    """Return the function that makes dialogue n of ``name``; None for :mod:`mmkv.data.sources`.
 
     Raises:
         InputError: a name that cannot be understood, or that the model cannot read.

@@ -48,7 +48,7 @@ _KINDS = {
 
 
 def accuracy_values(results: Path) -> dict[str, Any]:
-    """What ``accuracy.svg`` draws.
+    """Return the values that ``accuracy.svg`` draws.
 
     Returns:
         per result file ``full`` and, per method, ``[budget, value, low, high]`` rows.
@@ -72,7 +72,7 @@ def digest(values: Mapping[str, Any]) -> str:
 
 
 def draw_accuracy(values: Mapping[str, Any], path: Path) -> None:
-    """One panel per result: accuracy and its interval against the budget, one line per method."""
+    """Draw accuracy and its interval against the budget: a panel per result, a line per method."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 3.3), layout="constrained")
@@ -99,7 +99,7 @@ def draw_accuracy(values: Mapping[str, Any], path: Path) -> None:
 
 
 def draw_kept(path: Path, share: Fraction = Fraction(1, 16), seed: int = 4) -> None:
-    """A line per (layer, KV head) of the bundled model over the tokens of one sparse dialogue."""
+    """Draw what each (layer, KV head) of the bundled model keeps of one sparse dialogue."""
     from matplotlib.colors import ListedColormap
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
@@ -134,7 +134,7 @@ def draw_kept(path: Path, share: Fraction = Fraction(1, 16), seed: int = 4) -> N
 
 
 def _token_kinds(model: str, inputs: Mapping[str, Any]) -> np.ndarray:
-    """Per token 0 for text, 1 for an ignored picture, 2 for a numbered one."""
+    """Return per token 0 for text, 1 for an ignored picture, 2 for a numbered one."""
     from mmkv.prompt.processing import load_processor
 
     tokenizer = load_processor(model).tokenizer

@@ -71,7 +71,10 @@ class Engine(Runtime):
 
     @property
     def processor(self) -> Processor:
-        """Tokenizer, template and picture processing. Raises ModelError when files are missing."""
+        """Return tokenizer, template and picture processing.
+
+        Raises ModelError when files are missing.
+        """
         if self._processor is None:
             if self._source is None:
                 raise InputError("this engine was built without a checkpoint; set engine.processor")
@@ -84,7 +87,7 @@ class Engine(Runtime):
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
-        """Ids that end a reply: the checkpoint's, and the tokenizer's own."""
+        """Return the ids that end a reply: the checkpoint's, and the tokenizer's own."""
         own = self.processor.tokenizer.eos_token_id
         return frozenset(self.family.eos_token_ids) | ({own} if own is not None else set())
 
@@ -141,7 +144,7 @@ class Engine(Runtime):
                 session.close()
 
     def inputs(self, conversation: Sequence[Message]) -> dict[str, torch.Tensor]:
-        """Model inputs of a whole conversation, ready for the assistant's next message."""
+        """Return model inputs of a whole conversation, ready for the assistant's next message."""
         messages, images, videos = take_media(conversation)
         if messages[-1]["role"] != "user" or is_blank(messages[-1]):
             raise InputError("the conversation must end with a user message that says something")

@@ -86,7 +86,7 @@ class StopStrings:
         return held
 
     def _open_tail(self, text: str) -> int:
-        """Length of the longest end of ``text`` that begins one of the stop strings."""
+        """Return the length of the longest end of ``text`` that begins one of the stop strings."""
         longest = max((len(stop) for stop in self._stops), default=1) - 1
         for size in range(min(longest, len(text)), 0, -1):
             if any(stop.startswith(text[-size:]) for stop in self._stops):

@@ -13,7 +13,7 @@ _EXTRAS = {"triton": "cuda", "qwen_vl_utils": "qwen", "lmms_eval": "eval", "acce
 
 
 def versions() -> dict[str, str | None]:
-    """Versions of mmkv, Python and the packages that decide what a model computes."""
+    """Return the versions of mmkv, Python and the packages that decide what a model computes."""
     return {
         "mmkv": __version__,
         "python": platform.python_version(),
@@ -23,7 +23,7 @@ def versions() -> dict[str, str | None]:
 
 
 def describe() -> str:
-    """A report of one fact per line."""
+    """Return a report of one fact per line."""
     lines = [f"mmkv: {__version__}", f"python: {platform.python_version()} ({platform.platform()})"]
     lines += [f"{name}: {_version(name) or 'missing'}" for name in _CORE]
     lines += _devices()

@@ -68,12 +68,15 @@ class ReplyWriter:
 
     @property
     def ahead(self) -> int:
-        """How many more tokens may be decoded before this has to look at them."""
+        """Return how many more tokens may be decoded before this has to look at them."""
         return 1 if self._looks else self._limit - len(self.token_ids)
 
     @property
     def draw(self) -> Draw:
-        """How a GPU draws this reply's tokens; its noise is of another kind than the CPU's."""
+        """Return the GPU's sampling settings for this reply.
+
+        Its random numbers differ from the CPU's.
+        """
         return self._sampler.draw_on_device
 
     def take_burst(self, tokens: Sequence[int]) -> int | None:
@@ -109,11 +112,11 @@ class ReplyWriter:
         return token
 
     def fed(self) -> None:
-        """The session now holds every token sampled so far."""
+        """Note that the session now holds every token sampled so far."""
         self.unfed = None
 
     def feeding(self) -> None:
-        """Decoding of the next token begins: the reader's own time does not count."""
+        """Start the clock of the next token: the reader's own time does not count."""
         self._mark = time.perf_counter()
 
     def finish(self, reason: str) -> None:
@@ -124,20 +127,20 @@ class ReplyWriter:
             self._ready += rest + self._stops.flush()
 
     def take(self) -> str:
-        """Text that became certain since the last call."""
+        """Return the text that became certain since the last call."""
         piece, self._ready = self._ready, ""
         if piece:
             self._text.append(piece)
         return piece
 
     def held_text(self) -> str:
-        """The text of all sampled tokens, as the session holds them (stop strings included)."""
+        """Return the text of all sampled tokens, stop strings included."""
         return self._tokenizer.decode(
             self.token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
 
     def reply(self, prompt_tokens: int, memory: Memory | None) -> Reply:
-        """The finished reply."""
+        """Return the finished reply."""
         decoded = len(self.token_ids) - 1 + (self.finish_reason == "eos")
         return Reply(
             text="".join(self._text) + self._ready,

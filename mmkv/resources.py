@@ -16,7 +16,8 @@ BUNDLED_MODEL = "tiny-vlm"
 
 
 def asset(name: str) -> Path:
-    """A file or folder of ``assets/``: the one in the folder MMKV_ASSETS, or else mmkv's own.
+    """Return a file or folder of ``assets/``: the one in the folder MMKV_ASSETS, or else mmkv's
+    own.
 
     Raises ModelError when it is not there.
     """
@@ -31,7 +32,7 @@ def asset(name: str) -> Path:
 
 
 def bundled_model() -> Path:
-    """The directory of the bundled model. Raises ModelError when it is not there."""
+    """Return the directory of the bundled model. Raises ModelError when it is not there."""
     try:
         return asset(f"{BUNDLED_MODEL}/config.json").parent
     except ModelError as error:
@@ -41,7 +42,9 @@ def bundled_model() -> Path:
 
 
 def bundled_model_name() -> str:
-    """The bundled model as records name it: relative to the working folder if it lies below it."""
+    """Return the bundled model as records name it: relative to the working folder if it lies below
+    it.
+    """
     folder, here = bundled_model().resolve(), Path.cwd()
     return str(folder.relative_to(here) if folder.is_relative_to(here) else folder)
 

@@ -79,7 +79,7 @@ class Sampler:
 
     @functools.cached_property
     def draw_on_device(self) -> Draw:
-        """The settings for ``sample``, with a seed for this reply."""
+        """Return the settings for ``sample``, with a seed for this reply."""
         from engine.backends.cuda.kernels.sample import Draw
 
         chosen = self.sampling

@@ -54,7 +54,7 @@ def step(
 def _ahead(
     engine: Engine, sessions: Sequence[CachedSequence], writers: Sequence[ReplyWriter]
 ) -> int:
-    """How many steps all replies can take before the host has to look."""
+    """Return how many steps all replies can take before the host has to look."""
     if engine.many_path != "graph":
         return 1
     positions = engine.spec.max_position - max(session.next_position for session in sessions)

@@ -36,7 +36,7 @@ TILE = 1 << 18  # elements of one block of exponentials
 
 
 def retained_counts(log_beta: Tensor, document_start: Tensor | None = None) -> Tensor:
-    """S of the module docstring, exact, in O(R T) memory forward and backward.
+    """Return S of the module docstring, exact, in O(R T) memory forward and backward.
 
     Args:
         log_beta: ``[R, T]`` float32 (float64 is allowed), finite and <= 0; may need a gradient.
@@ -58,7 +58,8 @@ def retained_counts(log_beta: Tensor, document_start: Tensor | None = None) -> T
 
 
 def retained_total(log_beta: Tensor, document_start: Tensor | None = None) -> Tensor:
-    """``retained_counts(...)`` summed over rows, DBTrimKV's global S_t: ``[R, T]`` -> ``[T]``.
+    """Return ``retained_counts(...)`` summed over rows, DBTrimKV's global S_t: ``[R, T]`` ->
+    ``[T]``.
 
     Summing inside the matrix products instead was measured and is no faster. Arguments and errors
     as for ``retained_counts``.
@@ -69,7 +70,7 @@ def retained_total(log_beta: Tensor, document_start: Tensor | None = None) -> Te
 def retained_total_grouped(
     log_beta: Tensor, document_start: Tensor | None = None, rates: int = 32
 ) -> Tensor:
-    """``retained_total``, approximately, in O(R T + T rates) time and memory.
+    """Return ``retained_total``, approximately, in O(R T + T rates) time and memory.
 
     Beyond the papers. Each entry's decay is written as a combination of K fixed decays, cubic
     (Lagrange) in ``y = log(1 + (1 - beta) T / 2)`` between the four nearest of K equal steps from
@@ -116,7 +117,7 @@ def retained_total_grouped(
 
 
 def retained_counts_reference(log_beta: Tensor, document_start: Tensor | None = None) -> Tensor:
-    """The definition, dense and in float64: ``[R, T]`` -> float64 ``[R, T]``. Small T only."""
+    """Compute the definition densely in float64: ``[R, T]`` -> float64 ``[R, T]``, small T only."""
     _check(log_beta, document_start)
     step = torch.arange(log_beta.shape[1], device=log_beta.device)
     age = step[:, None] - step
@@ -226,7 +227,10 @@ class _Grid:
             self.head = (starts == starts[:, :1]).to(log_beta.dtype)
 
     def tiles(self) -> Iterator[_Tile]:
-        """All blocks; chunks that every entry of a block has left by then are not in ``later``."""
+        """Yield all blocks.
+
+        Chunks that every entry of a block has left by then are not in ``later``.
+        """
         size = self.size
         for first, end in zip(range(0, self.chunks, self.block), self._ends(), strict=True):
             own = slice(first, min(first + self.block, self.chunks))
@@ -238,7 +242,7 @@ class _Grid:
             yield _Tile(own, near, later, *self._far(rates, first, later))
 
     def meets(self, own: slice, skewed: bool) -> Tensor:
-        """``[chunks, C, C]``: 1 where entry j and step v (skewed: j + v) share a document."""
+        """Return ``[chunks, C, C]``: 1 where entry j and step j + v share a document."""
         span = slice(own.start * self.size, own.stop * self.size)
         entry = self.step[span].view(-1, self.size, 1)
         assert self.document_start is not None, "one document shares everything"
@@ -260,7 +264,7 @@ class _Grid:
         return far, distance
 
     def _ends(self) -> list[int]:
-        """Per block: one past the last chunk where one of its entries still counts."""
+        """Return per block: one past the last chunk where one of its entries still counts."""
         width, total = self.block * self.size, self.chunks * self.size
         last = torch.arange(width - 1, total + width - 1, width).clamp(max=total - 1)
         slowest = torch.stack([part.amax() for part in self.log_beta.split(width, 1)])
@@ -321,13 +325,16 @@ class _Retained(torch.autograd.Function):
 
 
 def _hankel(padded: Tensor) -> Tensor:
-    """``[..., 2C]`` contiguous -> the view ``[..., C, C]`` whose element (j, u) is ``[j + u]``."""
+    """Return ``[..., 2C]`` contiguous -> the view ``[..., C, C]`` whose element (j, u) is ``[j +
+    u]``.
+    """
     size = padded.shape[-1] // 2
     return padded.as_strided((*padded.shape[:-1], size, size), (*padded.stride(), 1))
 
 
 def _decayed_sums(x: Tensor, decay: Tensor, size: int = 64) -> Tensor:
-    """``y[k, t] = exp(decay[k]) y[k, t-1] + x[k, t]`` for ``x [K, T]``, ``decay [K]``, float64.
+    """Return ``y[k, t] = exp(decay[k]) y[k, t-1] + x[k, t]`` for ``x [K, T]``, ``decay [K]``,
+    float64.
 
     Chunks by matrix products; the chunks' last values obey the same recurrence.
     """

@@ -31,7 +31,7 @@ NEGLIGIBLE = tl.constexpr(-80.0)
 
 
 def retained_counts(log_beta: Tensor, document_start: Tensor | None = None) -> Tensor:
-    """S of ``training.capacity``: ``[R, T]`` float32 -> ``[R, T]`` float32.
+    """Return S of ``training.capacity``: ``[R, T]`` float32 -> ``[R, T]`` float32.
 
     Args:
         log_beta: ``[R, T]`` float32 on CUDA (or on the CPU under ``TRITON_INTERPRET=1``).
@@ -73,7 +73,7 @@ def _launch(
 
 @triton.jit
 def forward_kernel(log_beta, starts, out, steps, PACKED: tl.constexpr, BLOCK: tl.constexpr):
-    """One block of steps of one row: ``out [R, T]``; grid (R, T / BLOCK)."""
+    """Compute a block of steps of one row: ``out [R, T]``; grid (R, T / BLOCK)."""
     row = tl.program_id(0).to(tl.int64) * steps
     # The last steps have most entries before them: they begin first.
     begin = (tl.num_programs(1) - 1 - tl.program_id(1)) * BLOCK
@@ -102,7 +102,7 @@ def forward_kernel(log_beta, starts, out, steps, PACKED: tl.constexpr, BLOCK: tl
 
 @triton.jit
 def backward_kernel(log_beta, starts, grad, out, steps, PACKED: tl.constexpr, BLOCK: tl.constexpr):
-    """One block of entries of one row: ``out [R, T]`` = sum over t of ``grad dS/dlog_beta``."""
+    """Compute a block of entries of one row: ``out [R, T]`` = sum_t ``grad dS/dlog_beta``."""
     row = tl.program_id(0).to(tl.int64) * steps
     base = tl.program_id(1) * BLOCK
     batch_slot = tl.arange(0, BLOCK)

@@ -19,7 +19,7 @@ CURRICULUM = ((1, 0.06), (2, 0.12), (3, 0.17), (4, 0.65))
 
 
 def largest_grid(progress: float) -> int:
-    """Largest grid side at ``progress`` (0 .. 1) of the run."""
+    """Return largest grid side at ``progress`` (0 .. 1) of the run."""
     passed = 0.0
     for side, share in CURRICULUM:
         passed += share
@@ -29,7 +29,7 @@ def largest_grid(progress: float) -> int:
 
 
 def lesson(seed: int, pictures: int, side: int) -> list[Turn]:
-    """A training dialogue.
+    """Return a training dialogue.
 
     On the small grids of the curriculum, naming every cell comes first: that answer alone holds
     a target per cell, and without it the same run learns nothing for hundreds of steps. On full
@@ -143,7 +143,7 @@ class DialogueBatches(IterableDataset[dict[str, Tensor]]):
             yield self.make(step)
 
     def make(self, step: int) -> dict[str, Tensor]:
-        """The batch of one step, right-padded."""
+        """Return the batch of one step, right-padded."""
         if not self.round:
             side = largest_grid(step / self.steps)
             # One count of pictures a batch, so that little of it is padding.

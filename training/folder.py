@@ -39,7 +39,7 @@ def begin(folder: Path, asked: Mapping[str, Any]) -> None:
 
 
 def go_on(folder: Path, asked: Mapping[str, Any]) -> Path:
-    """The checkpoint to resume from. What the history says of later steps is taken back.
+    """Return the checkpoint to resume from. What the history says of later steps is taken back.
 
     Raises:
         InputError: no checkpoint that was written whole, or other settings than the run's own.
@@ -68,7 +68,7 @@ def go_on(folder: Path, asked: Mapping[str, Any]) -> Path:
 
 
 def history(folder: Path) -> list[dict[str, Any]]:
-    """The log lines of a run, in order; one that was cut off by a kill is left out."""
+    """Return the log lines of a run, in order; one that was cut off by a kill is left out."""
     path, found = folder / HISTORY, []
     for line in path.read_text().splitlines() if path.is_file() else ():
         try:
@@ -79,17 +79,17 @@ def history(folder: Path) -> list[dict[str, Any]]:
 
 
 def first_process() -> bool:
-    """Whether this process is the one that writes."""
+    """Return whether this process is the one that writes."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def processes() -> int:
-    """How many processes train together."""
+    """Return how many processes train together."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def _checkpoints(folder: Path) -> list[Path]:
-    """Checkpoints by their step."""
+    """Return checkpoints by their step."""
     found = (made for made in folder.glob("checkpoint-*") if made.is_dir())
     return sorted((made for made in found if made.name[11:].isdigit()), key=_step)
 

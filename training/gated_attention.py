@@ -40,7 +40,7 @@ def gated_attention(
     gating: str = "log-bias",
     backend: str = "auto",
 ) -> Tensor:
-    """Attention outputs under one of the two gatings of the module docstring.
+    """Return attention outputs under one of the two gatings of the module docstring.
 
     Query head h reads KV head ``h // (Hq / H)``. Gradients flow to all four tensors.
 
@@ -87,7 +87,7 @@ def gated_attention_reference(
     document_start: Tensor | None = None,
     gating: str = "log-bias",
 ) -> Tensor:
-    """The definition, dense and in float64; arguments as for ``gated_attention``."""
+    """Return the definition, dense and in float64; arguments as for ``gated_attention``."""
     group = query.shape[1] // key.shape[1]
     key, value = (x.double().repeat_interleave(group, 1) for x in (key, value))
     rate = log_beta.double().repeat_interleave(group, 1)
@@ -190,7 +190,7 @@ class _Blocks:
         self._work = self.query.new_empty(3, area)
 
     def ranges(self) -> Iterator[tuple[int, slice, slice]]:
-        """(sequence, queries, keys): keys from the first one that the first query may see."""
+        """Yield (sequence, queries, keys): keys from the first one that the first query may see."""
         for b in range(self.query.shape[0]):
             for first in range(0, self.steps, BLOCK):
                 end = min(first + BLOCK, self.steps)
@@ -200,7 +200,7 @@ class _Blocks:
     def weights(
         self, b: int, queries: slice, keys: slice
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """Rows ``scale * q [H, R, D]`` and weights ``[H, R, n]``, R = group * queries.
+        """Return rows ``scale * q [H, R, D]`` and weights ``[H, R, n]``, R = group * queries.
 
         For ``logit-scale`` also fade ``exp((t - i) log_beta) [H, queries, n]`` and the unfaded
         scores ``[H, R, n]``. The last three lie in workspaces that the next call overwrites.
@@ -225,11 +225,12 @@ class _Blocks:
         return rows, logits, fade, None if fade is None else score
 
     def work(self, index: int, shape: tuple[int, ...]) -> Tensor:
-        """One of the workspaces, as a contiguous tensor of this shape."""
+        """Return one of the workspaces, as a contiguous tensor of this shape."""
         return self._work[index, : math.prod(shape)].view(shape)
 
     def age_sum(self, x: Tensor, queries: slice, keys: slice) -> Tensor:
-        """``[H, R, n]`` -> ``[H, n]``: the sum over rows of ``(t - i) x``, by matrix products.
+        """Return ``[H, R, n]`` -> ``[H, n]``: the sum over rows of ``(t - i) x``, by matrix
+        products.
 
         It is the sum of ``(t - t0) x`` plus ``(t0 - i)`` times the sum of x.
         """
@@ -290,7 +291,7 @@ def _flex(
 
 
 def _block_mask(document_start: Tensor | None, steps: int, device: torch.device) -> BlockMask:
-    """Which 128 x 128 blocks FlexAttention computes, and in which it must look at each pair.
+    """Return which 128 x 128 blocks FlexAttention computes, and in which it must look at each pair.
 
     ``create_block_mask`` would find the same in a dense T x T mask; here two numbers per block of
     queries are enough, because a query sees one range of keys, and the ranges only move right.

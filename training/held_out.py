@@ -14,7 +14,7 @@ from mmkv.measure.teacher_forced import DialogueRun, read
 
 
 def engine_with(engine: Runtime, gates: Gates | None, policy: str, budget: float) -> Runtime:
-    """A second engine over the same weights, with other gates and another policy."""
+    """Return a second engine over the same weights, with other gates and another policy."""
     return Runtime(
         engine.family,
         engine.spec,
@@ -27,7 +27,7 @@ def engine_with(engine: Runtime, gates: Gates | None, policy: str, budget: float
 
 
 def summary(runs: Sequence[DialogueRun]) -> dict[str, float]:
-    """Means over answers and answer tokens.
+    """Return means over answers and answer tokens.
 
     Returns:
         ``kl``, ``nll`` and ``agreement`` per token, ``exact`` share of answers, ``evicted``

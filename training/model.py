@@ -75,7 +75,7 @@ class DistillModel(nn.Module):
         self.engine, self.objective, self.checkpointing = engine, objective, checkpointing
 
     def forward(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
-        """Loss and its parts over a batch of documents.
+        """Return loss and its parts over a batch of documents.
 
         Args:
             examples: per document what the processor returns, and ``labels [t]``.
@@ -130,7 +130,7 @@ class DistillModel(nn.Module):
 
 @torch.no_grad()
 def weights_at_end(rows: Tensor, start: Tensor) -> Tensor:
-    """What each entry still weighs at the last token of its document, ``beta^(end - i)``.
+    """Return what each entry still weighs at the last token of its document, ``beta^(end - i)``.
 
     Args:
         rows: log_beta ``[R, T]``; start: int64 ``[T]``, first token of each token's document.
@@ -145,7 +145,7 @@ def weights_at_end(rows: Tensor, start: Tensor) -> Tensor:
 
 
 def backbone_digest(engine: Runtime) -> str:
-    """SHA-256 over every weight, the vision side's too: equal before and after training."""
+    """Return SHA-256 over every weight, the vision side's too: equal before and after training."""
     weights, digest = engine.decoder.weights, hashlib.sha256()
     tensors = [weights.embed, weights.norm, weights.head]
     tensors += [t for layer in weights.layers for t in vars(layer).values() if t is not None]

@@ -26,14 +26,17 @@ from training.tiny_model import build_model, save
 
 
 def only(examples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """The dataset makes whole batches; a collator has nothing left to do."""
+    """Return the dataset makes whole batches; a collator has nothing left to do."""
     return examples[0]
 
 
 def carry_over(
     model: Qwen3VLForConditionalGeneration, tokenizer: PreTrainedTokenizerFast, folder: Path
 ) -> Qwen3VLForConditionalGeneration:
-    """The trained weights of ``folder`` in ``model``; tokens that it lacked stay as they are."""
+    """Load the trained weights of ``folder`` into ``model``.
+
+    Embeddings of tokens that they lack stay as they are.
+    """
     old = Qwen3VLForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)
     words = PreTrainedTokenizerFast.from_pretrained(folder).get_vocab()
     kept = {word: index for word, index in tokenizer.get_vocab().items() if word in words}

@@ -72,7 +72,7 @@ RECIPES: Mapping[str, Mapping[str, object]] = {
 
 
 def recipe_options(name: str) -> Mapping[str, object]:
-    """The options that a recipe sets.
+    """Return the options that a recipe sets.
 
     Raises:
         InputError: for an unknown name; the known ones are listed.

@@ -31,7 +31,7 @@ _DAY = 24 * 3600  # seconds
 
 
 def load_backbone(settings: Settings) -> Runtime:
-    """The frozen model, without gates and without a budget.
+    """Return the frozen model, without gates and without a budget.
 
     Raises:
         ModelError: not readable, or with layers of limited attention, which the gated attention
@@ -49,7 +49,7 @@ def load_backbone(settings: Settings) -> Runtime:
 
 
 def own_device(device: str) -> str:
-    """Of several processes on a machine with GPUs each takes the one of its own number."""
+    """Return of several processes on a machine with GPUs each takes the one of its own number."""
     if processes() > 1 and device in ("auto", "cuda") and torch.cuda.is_available():
         return f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
     return device

@@ -109,7 +109,7 @@ class Settings:
 
     @classmethod
     def of(cls, name: str, **given: Any) -> Settings:
-        """The settings of a recipe, with the ``given`` ones in place of its own.
+        """Return the settings of a recipe, with the ``given`` ones in place of its own.
 
         Raises:
             InputError: for an unknown recipe, and for settings that do not hold.
@@ -146,7 +146,7 @@ class Settings:
             raise InputError(f"--{option} is {getattr(self, name)}; give {wanted}")
 
     def objective(self) -> Objective:
-        """The loss these settings describe."""
+        """Return the loss these settings describe."""
         kl, ntp, reverse = _LOSSES[self.loss]
         return Objective(
             kl,
@@ -162,5 +162,5 @@ class Settings:
 
     @property
     def policy(self) -> str:
-        """The preset whose rule these gates are trained for."""
+        """Return the preset whose rule these gates are trained for."""
         return "dbtrimkv" if self.scope == "global" else "trimkv"

@@ -43,7 +43,7 @@ def student_states(
     gating: str = "log-bias",
     checkpointing: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """The same pass with retention-gated attention (DBTrimKV, section 4; TRIM-KV, eq. 3).
+    """Return the same pass with retention-gated attention (DBTrimKV, section 4; TRIM-KV, eq. 3).
 
     Args:
         gating: ``log-bias`` adds age times log_beta to the attention logits, ``logit-scale``

@@ -36,7 +36,7 @@ del VIDEO_PROCESSOR["image_processor_type"]
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3VLForConditionalGeneration:
-    """A freshly initialised model, float32, about 4 M parameters."""
+    """Return a freshly initialised model, float32, about 4 M parameters."""
     ids = {token: tokenizer.convert_tokens_to_ids(token) for token in SPECIAL}
     torch.manual_seed(seed)
     config = Qwen3VLConfig(

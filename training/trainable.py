@@ -88,16 +88,16 @@ class TrainableGates(nn.Module):
         self.readout.bias = nn.Parameter(torch.full(lead, float(bias)))
 
     def gates(self) -> Gates:
-        """The engine's gates over the live parameters: gradients reach them."""
+        """Return the engine's gates over the live parameters: gradients reach them."""
         return self.built(self._folded())
 
     def built(self, tensors: dict[str, Tensor]) -> Gates:
-        """The engine's gates of this layout over the tensors of a gate file."""
+        """Return the engine's gates of this layout over the tensors of a gate file."""
         make = published_gates if self.gate == "rg" else tied_gates
         return make(tensors, self.spec)
 
     def file_tensors(self) -> dict[str, Tensor]:
-        """What a gate file holds."""
+        """Return what a gate file holds."""
         return {name: tensor.detach().clone() for name, tensor in self._folded().items()}
 
     def _folded(self) -> dict[str, Tensor]:
@@ -114,6 +114,6 @@ class TrainableGates(nn.Module):
 
 
 def _key_value(layer: LayerWeights, spec: DecoderSpec) -> tuple[Tensor, Tensor | None]:
-    """The rows of the fused projection that make keys and values: ``[2 H d_h, d]`` and bias."""
+    """Return the fused projection's rows for keys and values, ``[2 H d_h, d]``, and their bias."""
     first = spec.num_heads * spec.head_dim
     return layer.qkv[first:], None if layer.qkv_bias is None else layer.qkv_bias[first:]

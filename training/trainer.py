@@ -18,7 +18,7 @@ from training.model import PARTS
 
 
 def only_list(examples: list[Any]) -> dict[str, list[Any]]:
-    """The collator: documents stay apart, the model lays them end to end."""
+    """Return the collator: documents stay apart, the model lays them end to end."""
     return {"examples": examples}
 
 
@@ -38,7 +38,7 @@ class DistillTrainer(Trainer):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
-        """The loss of one batch; its parts are summed up for the next log line."""
+        """Return the loss of one batch; its parts are summed up for the next log line."""
         parts = model(**inputs)
         for name in PARTS:
             # A tensor until the log line: reading it here would make the host wait every batch.
@@ -100,7 +100,7 @@ class HeldOut(TrainerCallback):
         self.evaluate, self.every, self.folder = evaluate, every, folder
 
     def latest(self) -> dict[str, float]:
-        """The figures of the last run; empty when there was none."""
+        """Return the figures of the last run; empty when there was none."""
         lines = [line for line in history(self.folder) if "held_out_kl" in line]
         return {k: v for k, v in lines[-1].items() if k != "step"} if lines else {}
 

@@ -28,7 +28,7 @@ Answerer = Callable[[list[Turn]], list[str]]
 
 
 def transformers_answerer(folder: str) -> Answerer:
-    """Whole history through transformers' generate at every turn: the independent reference."""
+    """Answer with transformers' generate on the whole history at every turn (the reference)."""
     from transformers import AutoTokenizer, Qwen2VLImageProcessor, Qwen3VLForConditionalGeneration
 
     model = Qwen3VLForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
@@ -76,7 +76,7 @@ def transformers_answerer(folder: str) -> Answerer:
 
 
 def mmkv_answerer(folder: str, policy: str | None, budget: float, gates: str | None) -> Answerer:
-    """One session per dialogue; every turn adds its own tokens only."""
+    """Answer in one session per dialogue; every turn adds its own tokens only."""
     import mmkv
 
     engine = mmkv.Engine.from_pretrained(folder, policy=policy, budget=budget, gates=gates)
@@ -99,7 +99,7 @@ def mmkv_answerer(folder: str, policy: str | None, budget: float, gates: str | N
 
 
 def wilson(right: int, total: int) -> tuple[float, float]:
-    """95 % Wilson interval of a share (Wilson 1927)."""
+    """Return 95 % Wilson interval of a share (Wilson 1927)."""
     if not total:
         return (0.0, 1.0)
     z, share = 1.96, right / total
@@ -110,7 +110,7 @@ def wilson(right: int, total: int) -> tuple[float, float]:
 
 
 def single_picture(seed: int, count: int) -> list[Turn]:
-    """``count`` held-out questions, each about a picture of its own, kinds in turn."""
+    """Return ``count`` held-out questions, each about a picture of its own, kinds in turn."""
     import random
 
     rng = random.Random(f"accuracy-{seed}")

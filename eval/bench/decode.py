@@ -52,7 +52,7 @@ class Case:
 
     @classmethod
     def parse(cls, text: str) -> Case:
-        """From ``B:CONTEXT:M``. Raises BenchError."""
+        """Parse ``B:CONTEXT:M``. Raises BenchError."""
         try:
             batch, context, budget = (int(part) for part in text.split(":"))
         except ValueError:
@@ -103,14 +103,14 @@ class Bench:
         self.memory = args.memory * 1e9 if args.memory else total
 
     def engine(self, case: Case, full: bool) -> Runtime:
-        """An engine for one method, on the shared weights."""
+        """Return an engine for one method, on the shared weights."""
         policy = "full" if full else "dbtrimkv"
         engine = build_engine(self.shape, policy, case.budget, **self.settings)
         engine.native = engine.evictor = None  # on a CPU: the methods say torch
         return engine
 
     def need(self, case: Case, full: bool) -> int:
-        """Bytes of one of our methods, weights included."""
+        """Return the bytes of one of our methods, weights included."""
         budget = None if full else case.budget
         return own_bytes(
             self.shape,
@@ -123,12 +123,12 @@ class Bench:
         )
 
     def _peer_need(self, case: Case) -> int:
-        """Bytes of a peer that keeps everything."""
+        """Return the bytes of a peer that keeps everything."""
         tokens = case.context + self.args.peer_tokens
         return peer_bytes(self.shape, case.batch, tokens, self.dtype)
 
     def measure(self, case: Case) -> dict[str, Any]:
-        """All methods of one case."""
+        """Time all methods of one case."""
         found: dict[str, Any] = {**asdict(case), "methods": {}}
         owns: dict[str, Own] = {}
         weights = self.shape.weight_bytes(self.dtype.itemsize)
@@ -219,7 +219,7 @@ class Bench:
         )
 
     def _measure_peer(self, case: Case, peer: str, own: Own, found: dict[str, Any]) -> None:
-        """In turns with our graph path, which is measured again."""
+        """Time a peer in turns with our graph path, which is measured again."""
         tokens, job = self.args.peer_tokens, self._job(peer, case)
         need = self._peer_need(case) + self.need(case, False)
         if peer not in BOUNDED and need > self.memory:
@@ -266,7 +266,7 @@ class Bench:
         return PeerProcess(job, python, self.args.patience, log)
 
     def largest(self, case: Case) -> dict[str, Any]:
-        """Each method alone at the largest batch that fits the stated memory."""
+        """Time each method alone at the largest batch that fits the stated memory."""
         memory = self.args.largest_memory * 1e9
         found: dict[str, Any] = {**asdict(case), "memory_bytes": memory, "methods": {}}
         for name, full in ((OWN, False), (FULL, True)):
@@ -310,7 +310,7 @@ class Bench:
             return {"failed": failure(error).removeprefix("BenchError: ")}
 
     def _most(self, memory: float, need: Callable[[int], int]) -> int:
-        """The largest batch up to ``--most-batch`` whose ``need`` is within ``memory``."""
+        """Return the largest batch up to ``--most-batch`` whose ``need`` is within ``memory``."""
         low, high = 0, self.args.most_batch
         while low < high:
             middle = (low + high + 1) // 2

@@ -38,7 +38,7 @@ Run = tuple[float, list[list[int]]]
 
 
 def random_prompts(model: Any, batch: int, length: int) -> Tensor:
-    """Seeded ordinary token ids ``[batch, length]``; placeholders of pictures are left out."""
+    """Return seeded token ids ``[batch, length]`` without placeholders of pictures."""
     config = model.config
     names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
     special = [getattr(config, name, None) for name in names]
@@ -98,7 +98,9 @@ class Mmkv:
         return seconds, [list(row) for row in zip(*chosen, strict=True)]
 
     def eviction_share(self, tokens: int) -> float:
-        """Part of the decode time that goes into eviction: inside C by its clock, and around it."""
+        """Return the part of the decode time that goes into eviction: inside C by its clock, and
+        around it.
+        """
         spent, engine = 0.0, self.engine
 
         def timed(function: Callable[..., Any]) -> Callable[..., Any]:

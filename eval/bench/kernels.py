@@ -57,7 +57,7 @@ class Case:
     chunk: int = 0
 
     def __str__(self) -> str:
-        """A short name for tables."""
+        """Return a short name for tables."""
         rows = "even" if self.skew == 1 else f"{self.skew:g}x skew"
         chunk = f", chunk {self.chunk}" if self.chunk else ""
         return f"{self.kernel}, B={self.batch}, {self.mean}/row, {rows}{chunk}"
@@ -121,11 +121,11 @@ class State:
         self.entries = int(self.cache.length.sum())
 
     def normal(self, *size: int) -> Tensor:
-        """Random numbers in the model's dtype."""
+        """Return random numbers in the model's dtype."""
         return torch.empty(*size, device=self.device).normal_().to(self.dtype)
 
     def row_facts(self) -> dict[str, float]:
-        """How uneven the rows are, and what their pages cost."""
+        """Return how uneven the rows are, and what their pages cost."""
         length, page = self.cache.length, self.cache.pool.page_size
         held = int((length + page - 1).div(page, rounding_mode="floor").sum())
         return {
@@ -171,7 +171,7 @@ def attention(state: State) -> Work:
 
 
 def work_list(state: State) -> Work:
-    """Which program reads what, once a step for all layers."""
+    """Build the work list of one step, for all layers."""
     shape = state.shape
     tile = tile_entries(shape.head_dim, state.dtype)
     work = empty_worklist(
@@ -207,7 +207,7 @@ class Step:
         self.policy = make_policy("dbtrimkv")
 
     def append(self) -> None:
-        """Room for an entry per row, with a position and a retention of its own."""
+        """Append an entry to every row, with a position and a retention of its own."""
         state, pool = self.state, self.state.cache.pool
         slots = make_room(self.room, state.rows, state.seqs)
         position = state.seen[:, None, None].expand_as(slots).int()
@@ -237,7 +237,7 @@ class Step:
 
 
 def append(state: State) -> Work:
-    """Room in every row, and per layer: q/k norm, rope, gate readout, store."""
+    """Make room in every row; per layer: q/k norm, rope, gate readout, store."""
     shape, heads = state.shape, state.shape.kv_heads
     batch, dim = state.case.batch, state.shape.head_dim
     step = Step(state, None)
@@ -270,7 +270,9 @@ def append(state: State) -> Work:
 
 
 def eviction(state: State, device: torch.device, rounds: int) -> list[float]:
-    """Seconds of one step's eviction: of append and eviction, less those of append and undoing."""
+    """Return the seconds of one step's eviction: of append and eviction, less those of append and
+    undoing.
+    """
     undone = Step(state, None)
     floor = statistics.median(time_calls(undone.once, device, rounds))
     step = Step(state, empty_eviction(state.case.batch, state.rows))
@@ -283,7 +285,7 @@ def eviction(state: State, device: torch.device, rounds: int) -> list[float]:
 
 
 def prefill(state: State) -> Work:
-    """A chunk's attention to what was retained before it, layer by layer."""
+    """Return a chunk's attention to the entries retained before it, layer by layer."""
     shape, count = state.shape, state.case.chunk
     query = state.normal(count, shape.heads, shape.head_dim).transpose(0, 1)
     cache, scale = state.cache, state.shape.head_dim**-0.5
@@ -306,7 +308,7 @@ def prefill(state: State) -> Work:
 
 
 def scores(state: State, window: int = 16) -> Work:
-    """Attention of the last ``window`` queries to every entry, all layers."""
+    """Score the attention of the last ``window`` queries to every entry, all layers."""
     shape, cache = state.shape, state.cache
     query = state.normal(state.case.batch, state.layers, shape.heads, window, shape.head_dim)
     at = state.seen[:, None] - 1 - torch.arange(window, device=state.device)

@@ -45,7 +45,7 @@ def build_model(folder: Path) -> None:
 
 
 def measure(folder: str, policy: str, budget: float, chunk: int, length: int) -> dict[str, Any]:
-    """One prompt in this process: what is held at the end, and the peak resident set.
+    """Run one prompt in this process: measure memory at the end and the peak resident set.
 
     Returns:
         bytes; ``peak_growth_bytes`` is the peak above the resident set before the prompt.

@@ -26,7 +26,7 @@ def own_bytes(
     page: int = 16,
     skew: float = 1.0,
 ) -> int:
-    """Bytes that one of our methods needs, weights included: an estimate from above.
+    """Return the bytes that one of our methods needs, weights included: an estimate from above.
 
     Pages at their worst case, block tables and eviction scratch for the longest row (twice, as
     tables may double), logits in two precisions, and 2 GB for all else.
@@ -46,7 +46,7 @@ def own_bytes(
 
 
 def peer_bytes(shape: Shape, batch: int, tokens: int, dtype: torch.dtype) -> int:
-    """Bytes of a peer that keeps all ``tokens``: weights, cache, one layer's copy, 3 GB."""
+    """Return the bytes of a peer with all ``tokens``: weights, cache, one layer's copy, 3 GB."""
     held = batch * tokens * shape.kv_token_bytes(dtype.itemsize)
     rest = _rest(shape, _PEER_REST)
     return shape.weight_bytes(dtype.itemsize) + held + 2 * held // shape.layers + rest
@@ -78,7 +78,7 @@ def plan(
     page: int = 16,
     workspace: int = WORKSPACE,
 ) -> Plan:
-    """The most sequences of ``context`` tokens that fit ``memory`` bytes with the weights."""
+    """Return how many sequences of ``context`` tokens fit ``memory`` bytes with the weights."""
     rows = shape.rows
     kept = context if budget is None else min(budget, context)
     entries = (kept + (budget is not None)) * rows  # a step appends before it evicts
@@ -95,7 +95,9 @@ def plan(
 def dense_count(
     shape: Shape, context: int, memory: float, dtype: torch.dtype, workspace: int
 ) -> int:
-    """Sequences that a dense cache of exactly their tokens would allow, nothing else counted."""
+    """Return the sequences that a dense cache of exactly their tokens would allow, nothing else
+    counted.
+    """
     left = int(memory) - shape.weight_bytes(dtype.itemsize) - workspace
     return max(0, left // (context * shape.kv_token_bytes(dtype.itemsize)))
 
@@ -105,5 +107,5 @@ def _page_bytes(shape: Shape, dtype: torch.dtype, page: int) -> int:
 
 
 def _rest(shape: Shape, nbytes: int) -> int:
-    """Next to nothing for shapes that only show that a program runs."""
+    """Return next to nothing for shapes that only show that a program runs."""
     return nbytes if shape.vocab > 10_000 else 10**6

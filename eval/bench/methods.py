@@ -39,7 +39,7 @@ class Own:
         self.tokens = [batch_slot % engine.spec.vocab_size for batch_slot in range(batch)]
 
     def timed(self, decode: Callable[[], Any]) -> float:
-        """Seconds of one call that decodes; the sessions are as long afterwards as before."""
+        """Time one call that decodes, in seconds, and restore the sessions' lengths."""
         seconds = wall(decode, self.engine.device)
         if not self.engine.policy.evicts:
             for session in self.sessions:
@@ -47,12 +47,12 @@ class Own:
         return seconds
 
     def graph(self, runner: GraphRunner, steps: int | None = None) -> float:
-        """Seconds of ``steps`` steps of the static path (a CUDA graph where CUDA is)."""
+        """Return the seconds of ``steps`` steps of the static path (a CUDA graph where CUDA is)."""
         count = steps or self.steps
         return self.timed(lambda: runner.decode(self.sessions, self.tokens, count))
 
     def graph_step(self, runner: GraphRunner) -> tuple[float, float]:
-        """Seconds per step: without what a call of ``decode`` costs once, and with it.
+        """Return the seconds per step: without what a call of ``decode`` costs once, and with it.
 
         The first is the slope between a short call and one of all steps.
         """
@@ -61,7 +61,7 @@ class Own:
         return max(long - short, 1e-9) / max(self.steps - few, 1), long / self.steps
 
     def eager(self) -> float:
-        """Seconds of ``EAGER_STEPS`` steps of :meth:`Runtime.decode`, in torch."""
+        """Return the seconds of ``EAGER_STEPS`` steps of :meth:`Runtime.decode`, in torch."""
 
         def decode() -> None:
             token = self.tokens
@@ -71,7 +71,7 @@ class Own:
         return self.timed(decode)
 
     def step_bytes(self) -> StepBytes:
-        """What a step reads, in the middle of a run."""
+        """Return the bytes that a step in the middle of a run reads."""
         found = step_bytes(self.engine, self.sessions)
         if self.engine.policy.evicts:
             return found
@@ -79,7 +79,7 @@ class Own:
         return StepBytes(found.weights, found.kv + grown * entry_bytes(self.engine), found.gates)
 
     def memory(self) -> dict[str, Any]:
-        """Physical bytes of the entries, beside what they would take without pages."""
+        """Return physical bytes of the entries, and the bytes of the entries alone."""
         pool = self.engine.cache.pool
         pages = sum(self.engine.cache.held_pages(session.seq) for session in self.sessions)
         entries = sum(session.entries for session in self.sessions)
@@ -95,7 +95,7 @@ class Own:
 
 
 def why_not(error: BaseException) -> bool:
-    """Whether a method that failed like this can be named and left out; else the GPU is lost."""
+    """Return whether only this method failed; otherwise the GPU is lost."""
     if isinstance(error, MmkvError | torch.OutOfMemoryError):
         return True
     lost = ("device-side assert", "illegal memory", "misaligned", "launch failure")

@@ -20,7 +20,7 @@ class BenchError(MmkvError):
 
 
 def parser(name: str, about: str | None) -> argparse.ArgumentParser:
-    """A parser with the arguments of all speed programs."""
+    """Return a parser with the arguments of all speed programs."""
     made = argparse.ArgumentParser(
         prog=f"python -m eval.{name}",
         description=about,
@@ -35,7 +35,7 @@ def parser(name: str, about: str | None) -> argparse.ArgumentParser:
 
 
 def where(args: argparse.Namespace) -> tuple[torch.device, torch.dtype]:
-    """The device and dtype asked for. Raises ModelError for a device that is not there."""
+    """Return the device and dtype asked for. Raises ModelError for a device that is not there."""
     from engine.model.families.loading import resolve_device
 
     return resolve_device(args.device), getattr(torch, args.dtype)
@@ -56,7 +56,7 @@ def on_gpu(args: argparse.Namespace) -> tuple[torch.device, torch.dtype]:
 
 
 def settings(args: argparse.Namespace) -> dict[str, Any]:
-    """The arguments that change what is measured."""
+    """Return the arguments that change what is measured."""
     return {k: v for k, v in vars(args).items() if k not in ("output", "name")}
 
 
@@ -67,7 +67,7 @@ def save(args: argparse.Namespace, name: str, found: Any) -> Path:
 
 
 def device_note(device: torch.device) -> str:
-    """What readers of the figures must know about where they come from."""
+    """Return the machine and versions that the figures were measured with."""
     if device.type == "cuda":
         return f"measured on {torch.cuda.get_device_name(device)}"
     return "a CPU: the kernels' torch references ran; this shows that the program works, no more"
@@ -84,7 +84,7 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> 
 
 
 def failure(error: BaseException) -> str:
-    """The first line of what went wrong, short enough for a table."""
+    """Return the first line of an error, short enough for a table."""
     lines = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {lines[0]}"[:240]
 
@@ -95,7 +95,7 @@ def curves(
     labels: tuple[str, str],
     lines: Mapping[str, tuple[list[Any], list[Any]]],
 ) -> Path | None:
-    """A figure of ``name -> (x, y)`` on logarithmic axes; None where matplotlib is not there."""
+    """Draw ``name -> (x, y)`` on logarithmic axes; return None without matplotlib."""
     try:
         import matplotlib
     except ImportError:

@@ -40,18 +40,18 @@ class Undo:
         self.length, self.top = length.clone(), length.new_zeros(1)
 
     def make_room(self, room: Any, rows: Any, seqs: Tensor) -> Tensor:
-        """The real one, after a copy of what it changes."""
+        """Return the wrapped function; it first copies the state that it changes."""
         self.length.copy_(rows.length)
         self.top.copy_(rows.top)
         return self._make_room(room, rows, seqs)
 
     def evict(self, work: Any, policy: Any, rows: Any, *_: Any) -> None:
-        """Lengths and free pages as they were."""
+        """Restore lengths and free pages."""
         rows.length.copy_(self.length)
         rows.top.copy_(self.top)
 
     def seconds(self, engine: Runtime) -> float:
-        """What the copies take."""
+        """Return the bytes of the copies."""
         length, top = self.length.clone(), self.top.clone()
 
         def copies() -> None:
@@ -76,7 +76,7 @@ def _no_room(room: Any, rows: Any, seqs: Tensor) -> Tensor:
 
 
 def _replaced(engine: Runtime, part: str, undo: Undo) -> dict[str, Any]:
-    """What stands in for the functions that the step calls."""
+    """Return replacements for the functions that the step calls."""
     heads, dim = engine.spec.num_heads, engine.spec.head_dim
 
     def no_store(qkv: Tensor, *_: Any) -> Tensor:
@@ -105,7 +105,7 @@ def without(engine: Runtime, part: str, undo: Undo) -> Iterator[None]:
 
 
 def split(method: Own, bandwidth: float, rounds: int, steps: int) -> dict[str, Any]:
-    """Milliseconds per step of each part, measured in turns.
+    """Return the milliseconds per step of each part, measured in turns.
 
     Returns:
         ``ms``: weights floor, KV floor, matrices (all matrix products alone), attention, gates
@@ -147,7 +147,7 @@ def split(method: Own, bandwidth: float, rounds: int, steps: int) -> dict[str, A
 
 
 def _matrices(engine: Runtime, batch: int) -> Any:
-    """All matrix products of a step on random inputs, gates left out."""
+    """Return all matrix products of a step on random inputs, gates left out."""
     weights = engine.decoder.weights
     first = weights.layers[0]
     inputs = {

@@ -51,12 +51,12 @@ class Job:
 
     @property
     def sizes(self) -> Shape:
-        """The model's sizes."""
+        """Return the model's sizes."""
         return SHAPES[self.shape]
 
     @property
     def where(self) -> tuple[torch.device, torch.dtype]:
-        """The device and dtype."""
+        """Return the device and dtype."""
         return torch.device(self.device), getattr(torch, self.dtype)
 
 
@@ -86,15 +86,15 @@ class Generate:
         self.cache = self.fill()
 
     def build(self) -> Any:
-        """The model."""
+        """Return the model."""
         return build_model(self.job.sizes, self.device, self.dtype)
 
     def empty(self) -> Any:
-        """A cache for the job."""
+        """Return a cache for the job."""
         return transformers.DynamicCache(config=self.model.config)
 
     def fill(self) -> Any:
-        """A cache of ``held`` random entries in every layer."""
+        """Return a cache of ``held`` random entries in every layer."""
         cache, shape = self.empty(), self.job.sizes
         size = (self.job.batch, shape.kv_heads, self.held, shape.head_dim)
         at = {"cache_position": torch.arange(self.held, device=self.device)}
@@ -112,13 +112,13 @@ class Generate:
             self.cache.crop(-extra)
 
     def prompt(self) -> Tensor:
-        """Token ids; those before the last one only say how long the context is."""
+        """Return token ids; those before the last one only give the context's length."""
         ids = torch.ones(self.job.batch, self.held + 1, dtype=torch.int64)
         return ids.to(self.device)
 
     @torch.inference_mode()
     def run(self, tokens: int) -> float:
-        """Seconds of ``tokens`` decode steps."""
+        """Return the seconds of ``tokens`` decode steps."""
         clock, prompt = Clock(self.device), self.prompt()
         self.model.generate(
             input_ids=prompt,
@@ -140,7 +140,7 @@ class Static(Generate):
     """The same with a static cache, which makes transformers compile the step on a GPU."""
 
     def empty(self) -> Any:
-        """A cache of the final length."""
+        """Return a cache of the final length."""
         length = self.job.context + self.job.tokens + 8
         return transformers.StaticCache(config=self.model.config, max_cache_len=length)
 
@@ -164,12 +164,12 @@ class Kvpress(Generate):
         super().__init__(job)
 
     def fill(self) -> Any:
-        """Nothing more than the budget lies in its cache."""
+        """Fill the cache with no more than the budget."""
         self.held = min(self.job.context - 1, self.job.budget)
         return super().fill()
 
     def restore(self) -> None:
-        """The press left other lengths behind: fill anew."""
+        """Fill the cache again, because the press left other lengths."""
         self.cache = None
         self.cache = self.fill()
 
@@ -193,7 +193,7 @@ class Trimkv(Generate):
         super().__init__(job)
 
     def build(self) -> Any:
-        """Their Qwen3 with untrained gates."""
+        """Return their Qwen3 with untrained gates."""
         if self.job.sizes.kind != "qwen3":
             raise RuntimeError("trimkv has other shapes as well; only Qwen3 is set up here")
         config = self.models.TrimKVQwen3Config(
@@ -212,7 +212,7 @@ class Trimkv(Generate):
         )
 
     def restore(self) -> None:
-        """A new cache for the next run."""
+        """Make a new cache for the next run."""
         self.cache = None
         self.cache = self.fill()
 
@@ -225,19 +225,19 @@ class Paged(Generate):
     """
 
     def fill(self) -> Any:
-        """The prompts, all different: equal ones would share their pages."""
+        """Return the prompts, all different: equal ones would share their pages."""
         generator = torch.Generator().manual_seed(0)
         size = (self.job.batch, self.job.context)
         return torch.randint(1, self.job.sizes.vocab, size, generator=generator).tolist()
 
     def room(self, tokens: int) -> Any:
-        """Blocks for this job: left alone it sizes its buffers after all free memory."""
+        """Return the blocks for this job: left alone it sizes its buffers after all free memory."""
         blocks = self.job.batch * ((self.job.context + tokens) // 256 + 2)
         config = transformers.generation.ContinuousBatchingConfig
         return config(num_blocks=blocks, max_batch_tokens=max(2048, self.job.batch))
 
     def run(self, tokens: int) -> float:
-        """Seconds per ``tokens`` steps, from the time stamps of the tokens.
+        """Return the seconds per ``tokens`` steps, from the time stamps of the tokens.
 
         Not in inference mode: its worker is another thread, which would not be in it.
         """
@@ -272,7 +272,7 @@ PEERS: dict[str, Callable[[Job], Generate]] = {
 
 
 def versions() -> dict[str, str]:
-    """What runs here; it need not be what mmkv runs on."""
+    """Return the versions installed here, which may differ from those that mmkv runs on."""
     from importlib import metadata
 
     found = {"torch": torch.__version__, "transformers": transformers.__version__}

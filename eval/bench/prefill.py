@@ -39,7 +39,7 @@ class Method(ABC):
         self.kv = 0
 
     def prepare(self) -> None:  # noqa: B027 - nothing, for most
-        """What is not timed."""
+        """Do what is not timed."""
 
     @abstractmethod
     def read(self, prompt: torch.Tensor) -> None:
@@ -49,7 +49,7 @@ class Method(ABC):
         """Let go of what :meth:`prepare` made."""
 
     def run(self, prompt: torch.Tensor) -> float:
-        """Seconds to the first token."""
+        """Return seconds to the first token."""
         gc.collect()
         cuda = self.device.type == "cuda"
         if cuda:
@@ -110,7 +110,7 @@ class Peer(Method):
 
 
 def methods_of(args: argparse.Namespace) -> dict[str, Method]:
-    """The methods that were asked for."""
+    """Return the methods that were asked for."""
     device, dtype = on_gpu(args)
     shape = SHAPES[args.shape]
     base = build_engine(shape, "full", device=device, dtype=dtype)
@@ -133,7 +133,10 @@ def methods_of(args: argparse.Namespace) -> dict[str, Method]:
 
 
 def measure(args: argparse.Namespace, methods: dict[str, Method], length: int) -> dict[str, Any]:
-    """All methods on one prompt; rounds are fewer for long prompts (``--seconds``), 1 at least."""
+    """Time all methods on one prompt.
+
+    Long prompts get fewer rounds (``--seconds``), 1 at least.
+    """
     longest = {FULL: args.full_longest, PEER: args.peer_longest}
     vocab, generator = SHAPES[args.shape].vocab, torch.Generator().manual_seed(length)
     prompt = torch.randint(1, vocab, (1, length), generator=generator)

@@ -46,12 +46,12 @@ class Shape:
 
     @property
     def rows(self) -> int:
-        """Cache rows of one sequence."""
+        """Return cache rows of one sequence."""
         return self.layers * self.kv_heads
 
     @property
     def parameters(self) -> int:
-        """Weights of the decoder; a tied head counts once."""
+        """Return the weights of the decoder; a tied head counts once."""
         wide, narrow = self.heads * self.head_dim, self.kv_heads * self.head_dim
         layer = self.hidden * (2 * wide + 2 * narrow + 3 * self.inner) + 2 * self.hidden
         if self.kind == "qwen3":
@@ -60,11 +60,11 @@ class Shape:
         return self.layers * layer + ends
 
     def weight_bytes(self, itemsize: int = 2) -> int:
-        """Bytes of the weights."""
+        """Return the bytes of the weights."""
         return self.parameters * itemsize
 
     def kv_token_bytes(self, itemsize: int = 2) -> int:
-        """Bytes of the keys and values of one token in all layers."""
+        """Return the bytes of the keys and values of one token in all layers."""
         return 2 * self.rows * self.head_dim * itemsize
 
 
@@ -79,13 +79,13 @@ SHAPES = {
 
 
 def config_of(shape: Shape) -> Any:
-    """The transformers config of a shape (transformers 4.57 to 5)."""
+    """Return the transformers config of a shape (transformers 4.57 to 5)."""
     kind = getattr(transformers, {"qwen3": "Qwen3Config", "llama": "LlamaConfig"}[shape.kind])
     return kind(**config_arguments(shape))
 
 
 def config_arguments(shape: Shape) -> dict[str, Any]:
-    """What the config of a shape is made from; the base of the rope under its old and new name."""
+    """Return the config values of a shape; the base of the rope under its old and new name."""
     return {
         "vocab_size": shape.vocab,
         "hidden_size": shape.hidden,
@@ -111,7 +111,7 @@ def config_arguments(shape: Shape) -> dict[str, Any]:
 def build_model(
     shape: Shape, device: torch.device | str, dtype: torch.dtype, seed: int = 0
 ) -> Any:  # fmt: skip
-    """A transformers model of this shape, made where it stays; equal for equal seeds."""
+    """Return a transformers model of this shape, made where it stays; equal for equal seeds."""
     names = {"qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}
     config = config_of(shape)
     with torch.device("meta"):
@@ -148,7 +148,8 @@ def build_engine(
     weights_of: Runtime | None = None,
     **settings: Any,
 ) -> Runtime:
-    """An engine of this shape with random weights, and random gates if the policy reads them.
+    """Return an engine of this shape with random weights, and random gates if the policy reads
+    them.
 
     Args:
         weights_of: an engine of the same shape, device and dtype whose weights to share.

@@ -42,7 +42,7 @@ class Prober(Reader):
 
     @torch.inference_mode()
     def read(self, source: str, index: int, cells: Sequence[Cell]) -> list[Record]:
-        """One document through every cell; what :func:`measure` makes of each."""
+        """Run one document through every cell; return what :func:`measure` computes for each."""
         if source not in self._data:
             self._data[source] = maker(self.comparison.model, source)
         made = self._data[source](index)
@@ -94,7 +94,7 @@ def probe(
 def measure(
     probes: list[list[Tensor]], full: list[list[Tensor]], notes: Sequence[Needle]
 ) -> Record:
-    """Means over the steps of one document, of all heads and by head ``[L][H G]``.
+    """Return means over the steps of one document, of all heads and by head ``[L][H G]``.
 
     Args:
         probes: logits under a budget; full: of the same steps with the full cache.
@@ -121,7 +121,10 @@ def measure(
 
 
 def _step(logits: Tensor, whole: Tensor, note: Needle) -> dict[str, Tensor]:
-    """One step: values ``[L, H, G]``. Rows that hold nothing of the needle have useful share 0."""
+    """Return the values ``[L, H, G]`` of one step.
+
+    Rows that hold nothing of the needle have useful share 0.
+    """
     useful = torch.zeros(logits.shape[-1], dtype=torch.bool)
     useful[slice(*note.where)] = True
     haystack = torch.zeros_like(useful)
@@ -146,7 +149,7 @@ def _step(logits: Tensor, whole: Tensor, note: Needle) -> dict[str, Tensor]:
 
 
 def dilution_bound(logits: Tensor, useful: Tensor) -> Tensor:
-    """The largest lower bound of Proposition 3.1 over all Delta >= 0.
+    """Return the largest lower bound of Proposition 3.1 over all Delta >= 0.
 
     Args:
         logits: ``[..., T]``, -inf where nothing is cached; useful: bool ``[T]``, the set U.

@@ -48,7 +48,7 @@ _LOOKING = 10  # per cent of the heads that count as looking at the needle
 def summarise(
     domain: str, read: Sequence[tuple[int, Raw]], methods: Sequence[str], budgets: Sequence[str]
 ) -> dict[str, Any]:
-    """Everything the result file holds.
+    """Return everything the result file holds.
 
     Args:
         read: per length what :meth:`eval.quality.run.ComparisonRuns.of` returned.
@@ -89,7 +89,9 @@ def summarise(
 
 
 def _looking(read: Sequence[tuple[int, Raw]]) -> dict[int, list[np.ndarray]]:
-    """Per length and document a mask ``[L, H, G]``: the heads that look most in all the others."""
+    """Return per length and document a mask ``[L, H, G]``: the heads that look most in all the
+    others.
+    """
     shares = {length: [np.array(r["heads"]) for r in raw["full"][0]] for length, raw in read}
     total = sum(share for part in shares.values() for share in part)
     return {
@@ -99,7 +101,9 @@ def _looking(read: Sequence[tuple[int, Raw]]) -> dict[int, list[np.ndarray]]:
 
 
 def _correlation(one: np.ndarray, two: np.ndarray) -> float | None:
-    """Pearson's; None where one of them does not vary (nothing useful was kept anywhere)."""
+    """Return the Pearson correlation, None where one of them does not vary (nothing useful was kept
+    anywhere).
+    """
     if not one.std() or not two.std():
         return None
     return float(np.corrcoef(one.flat, two.flat)[0, 1])
@@ -142,7 +146,7 @@ def _cell(
 
 
 def markdown(page: Mapping[str, Any]) -> str:
-    """Shares of attention by length and cell, and what theory says beside them."""
+    """Return the shares of attention by length and cell, and what theory says beside them."""
     lines = [
         f"### Attention dilution in {page['domain']}: {page['documents']} documents each length\n",
         "Mean share of attention of the steps that predict an answer, over all layers and heads. "

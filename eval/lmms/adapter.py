@@ -66,7 +66,7 @@ class Adapter(lmms):
 
     @property
     def device(self) -> Any:
-        """Where lmms-eval puts the tensors it exchanges between processes."""
+        """Return where lmms-eval puts the tensors it exchanges between processes."""
         return self._device
 
     @property
@@ -80,11 +80,14 @@ class Adapter(lmms):
         super().clean()
 
     def generate_until(self, requests: list[Instance]) -> list[GenerationResult]:
-        """One reply per request, each with its token counts and cache statistics."""
+        """Return one reply per request, each with its token counts and cache statistics."""
         return self._answer(requests, self._single, lambda record: record.texts[0])
 
     def generate_until_multi_round(self, requests: list[Instance]) -> list[GenerationResult]:
-        """All rounds of each document; a round that continues the last adds its own tokens only."""
+        """Answer all rounds of each document.
+
+        A round that continues the last one adds its own tokens only.
+        """
         return self._answer(requests, self._rounds, lambda record: Rounds(record.texts))
 
     @abstractmethod
@@ -115,7 +118,7 @@ class Adapter(lmms):
         return made
 
     def _sampling(self, request: Instance, repeat: int) -> Any:
-        """The sampling of a request; repeats of a question differ, runs do not.
+        """Return the sampling of a request; repeats of a question differ, runs do not.
 
         Nor does it matter how many processes share the documents.
         """
@@ -143,12 +146,12 @@ class Adapter(lmms):
 
 
 def gen_kwargs_of(request: Instance) -> dict[str, Any]:
-    """The request's generation_kwargs: the only dictionary among its arguments."""
+    """Return the request's generation_kwargs: the only dictionary among its arguments."""
     return next((value for value in request.args if isinstance(value, dict)), {})
 
 
 def ask_once(ask: Ask, record: Record) -> Script:
-    """The script of a single question."""
+    """Return the script of a single question."""
     reply = yield ask
     record.replies.append(reply)
     record.texts.append(reply.text)
@@ -160,7 +163,7 @@ def ask_in_rounds(
     to_ask: Callable[[Any], Ask],
     record: Record,
 ) -> Script:
-    """The script of a multi-round task, by the protocol of lmms-eval 0.7.3.
+    """Return the script of a multi-round task, by the protocol of lmms-eval 0.7.3.
 
     ``opening``: the first round's input, a list; ``following(round_idx=, previous_output=,
     previous_round_info=)`` gives the next one's, and behind it whether there is none, the texts to
@@ -183,7 +186,7 @@ def ask_in_rounds(
 
 
 def _repeats(requests: Sequence[Instance]) -> Iterator[int]:
-    """How often each request has been made before it."""
+    """Yield for each request how often the same one came before it."""
     made: Counter[tuple[Any, Any]] = Counter()
     for request in requests:
         yield made[request.task_name, request.doc_id]

@@ -28,5 +28,5 @@ def reported_to_parent() -> Iterator[None]:
 
 
 def cause(path: Path) -> str | None:
-    """What ended the evaluation, None when nothing inside the model did."""
+    """Return what ended the evaluation, None when nothing inside the model did."""
     return path.read_text(encoding="utf-8") if path.is_file() else None

@@ -23,7 +23,7 @@ class CacheCounts(TokenCounts):
     cache: dict[str, Any] | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """The counters for the samples file."""
+        """Return the counters for the samples file."""
         return {**super().to_dict(), **({"cache": self.cache} if self.cache else {})}
 
 
@@ -35,7 +35,7 @@ class Rounds(list[str]):
     """
 
     def strip(self) -> str:
-        """The replies as one text."""
+        """Return the replies as one text."""
         return "".join(self).strip()
 
 
@@ -51,7 +51,7 @@ class Scored(tuple[float, bool]):
 
 
 def answer(text: Any, replies: Sequence[Reply], settings: dict[str, Any]) -> GenerationResult:
-    """``text`` (a string, or Rounds) with the counts of the replies it came from."""
+    """Return ``text`` (a string, or Rounds) with the counts of the replies it came from."""
     memory = replies[-1].memory if replies else None
     counts = CacheCounts(
         input_tokens=sum(reply.prompt_tokens for reply in replies),

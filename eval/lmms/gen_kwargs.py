@@ -25,7 +25,7 @@ _ONE = ("num_beams", "num_return_sequences", "best_of", "n", "num_beam_groups")
 def sampling_of(
     given: dict[str, Any], seed: int, defaults: dict[str, Any], until: bool
 ) -> tuple[Sampling, list[str]]:
-    """The sampling, and the names in ``given`` that change nothing here.
+    """Return the sampling, and the names in ``given`` that change nothing here.
 
     ``defaults``: the checkpoint's own ``top_p`` and ``top_k``, which hold where the task samples
     and does not say; ``until``: whether stop strings count. Raises InputError for beams and for
@@ -56,7 +56,10 @@ def sampling_of(
 
 
 def stop_strings(until: Any) -> tuple[str, ...]:
-    """The stop strings that count: all but blank lines. Raises InputError for other types."""
+    """Return the stop strings that count: all but blank lines.
+
+    Raises InputError for other types.
+    """
     if until is None:
         return ()
     strings = [until] if isinstance(until, str) else until
@@ -66,7 +69,9 @@ def stop_strings(until: Any) -> tuple[str, ...]:
 
 
 def checkpoint_defaults(pretrained: str) -> dict[str, Any]:
-    """``top_p`` and ``top_k`` that transformers' generate would sample with for a checkpoint."""
+    """Return ``top_p`` and ``top_k`` that transformers' generate would sample with for a
+    checkpoint.
+    """
     from transformers import GenerationConfig
 
     found: dict[str, Any] = {"top_k": _TOP_K}

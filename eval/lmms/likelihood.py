@@ -32,7 +32,8 @@ class Scorer:
         self._key: list[Key] | None = None
 
     def score(self, messages: list[Message], continuation: str) -> GenerationResult:
-        """(mean loss, greedy) of ``continuation`` as the reply to ``messages``. Raises InputError.
+        """Return (mean loss, greedy) of ``continuation`` as the reply to ``messages``. Raises
+        InputError.
 
         Wrapped in a GenerationResult, because lmms-eval 0.7.3 turns a bare pair into text before
         its tasks see it.

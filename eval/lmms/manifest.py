@@ -6,7 +6,7 @@ from typing import Any
 
 
 def manifest() -> Any:
-    """The ModelManifest of ``--model mmkv``; lmms-eval asks for it on every import."""
+    """Return the ModelManifest of ``--model mmkv``; lmms-eval asks for it on every import."""
     from lmms_eval.models.registry_v2 import ModelManifest
 
     return ModelManifest(

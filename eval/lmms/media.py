@@ -17,17 +17,17 @@ _VIDEOS = frozenset((".mp4", ".mkv", ".webm", ".avi", ".mov"))
 
 
 def video_by_video_id(doc: dict[str, Any], kwargs: dict[str, Any]) -> list[str]:
-    """The video named by ``videoID`` (Video-MME, VideoMathQA). Raises InputError."""
+    """Return the video named by ``videoID`` (Video-MME, VideoMathQA). Raises InputError."""
     return [_video(kwargs[FOLDER], str(doc["videoID"]))]
 
 
 def video_by_id(doc: dict[str, Any], kwargs: dict[str, Any]) -> list[str]:
-    """The video named by ``id`` (Video-MMMU). Raises InputError."""
+    """Return the video named by ``id`` (Video-MMMU). Raises InputError."""
     return [_video(kwargs[FOLDER], str(doc["id"]))]
 
 
 def gqa_picture(doc: dict[str, Any], kwargs: dict[str, Any]) -> list[Any]:
-    """GQA's picture: the row's own, or that of the picture files by ``imageId``.
+    """Return GQA's picture: the row's own, or that of the picture files by ``imageId``.
 
     Raises InputError.
     """
@@ -62,7 +62,7 @@ def _videos(folder: str) -> dict[str, str]:
 
 @cache
 def _gqa_index(folder: str) -> dict[str, tuple[str, int]]:
-    """File and row of every picture; a name decides nothing, the columns do."""
+    """Return file and row of every picture; a name decides nothing, the columns do."""
     from pyarrow import parquet
 
     found: dict[str, tuple[str, int]] = {}

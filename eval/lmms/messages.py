@@ -45,7 +45,8 @@ class Frames:
 
 
 def conversation(messages: Any, opening: str) -> list[Message]:
-    """Messages of a task in mmkv's form, media not yet read, ``opening`` as system message.
+    """Return the messages of a task in mmkv's form, media not yet read, ``opening`` as system
+    message.
 
     A system message of the task's own takes the place of ``opening``. Raises InputError.
     """
@@ -58,7 +59,7 @@ def conversation(messages: Any, opening: str) -> list[Message]:
 
 
 def visual_part(visual: Any) -> dict[str, Any]:
-    """A message part for what a task's doc_to_visual gives. Raises InputError."""
+    """Return a message part for what a task's doc_to_visual gives. Raises InputError."""
     if isinstance(visual, Image.Image):
         return {"type": "image", "url": visual}
     if isinstance(visual, Mapping) and "bytes" not in visual:
@@ -73,7 +74,7 @@ def visual_part(visual: Any) -> dict[str, Any]:
 
 
 def picture(source: Any) -> Any:
-    """A picture source as mmkv.prompt.media.load_image takes it: a PIL image or a path.
+    """Return a picture source as mmkv.prompt.media.load_image takes it: a PIL image or a path.
 
     Arrays and the undecoded form of the datasets library ({"bytes", "path"}) become images.
     """
@@ -95,7 +96,7 @@ def picture(source: Any) -> Any:
 
 
 def keys(messages: Sequence[Message]) -> list[Key]:
-    """One comparable value per message: equal values mean the same words and media.
+    """Return one comparable value per message: equal values mean the same words and media.
 
     Pictures count by their pixels, for a task may decode the same picture anew for each round;
     replies count without the blanks around them, which tasks like to strip.
@@ -130,7 +131,7 @@ def _part(part: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _source(part: Mapping[str, Any]) -> dict[str, Any]:
-    """The source of a picture or video. A part of a video cannot be named."""
+    """Return the source of a picture or video. There is no source for a part of a video."""
     source = next(
         (part[k] for k in ("url", "image", "video", "path") if part.get(k) is not None), None
     )
@@ -164,7 +165,7 @@ def _digest(source: Any) -> str:
 
 
 def _pack(frames: Any, size_rule: Any) -> Clip:
-    """A clip from a list or array of frames, which carries no times of its own."""
+    """Return a clip from a list or array of frames, which carries no times of its own."""
     pictures = [
         np.asarray(
             (f if isinstance(f, Image.Image) else Image.fromarray(np.asarray(f))).convert("RGB")

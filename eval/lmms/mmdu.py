@@ -24,7 +24,10 @@ def messages(
     previous_output: Sequence[str] = (),
     previous_round_info: Any = None,
 ) -> Any:
-    """The messages of the first round; later (messages, over, outputs, info). Raises InputError."""
+    """Return the messages of the first round.
+
+    For later rounds return (messages, over, outputs, info). Raises InputError.
+    """
     dialogue, answers = _dialogue(doc), list(previous_output)
     folder = Path((lmms_eval_specific_kwargs or {}).get(FOLDER, "."))
     if round_idx is None:
@@ -39,17 +42,17 @@ def no_visual(doc: dict[str, Any]) -> list[Any]:
 
 
 def first_question(doc: dict[str, Any], kwargs: dict[str, Any] | None = None) -> str:
-    """What the samples file shows as the dialogue's input."""
+    """Return the dialogue's input as the samples file shows it."""
     return _dialogue(doc).questions[0]
 
 
 def references(doc: dict[str, Any]) -> list[str]:
-    """The reference answers, in order."""
+    """Return the reference answers, in order."""
     return list(_dialogue(doc).references)
 
 
 def score(doc: dict[str, Any], results: Sequence[Any]) -> dict[str, Any]:
-    """Questions answered with anything, and, in rows with exact answers, those answered right."""
+    """Return the number of answered questions, and of right answers where exact ones are known."""
     dialogue, answers = _dialogue(doc), results[0]
     pairs = list(zip(answers, dialogue.references, strict=True))
     found = {"answered": _count([bool(answer.strip()) for answer, _ in pairs])}
@@ -59,12 +62,13 @@ def score(doc: dict[str, Any], results: Sequence[Any]) -> dict[str, Any]:
 
 
 def share(results: Sequence[dict[str, Any]]) -> float:
-    """Share of the questions of all dialogues together."""
+    """Return the share of the questions of all dialogues together."""
     return sum(r["right"] for r in results) / sum(r["of"] for r in results)
 
 
 def check(files: Sequence[str], folder: Path) -> Path:
-    """The folder of the pictures: ``folder`` or one directly below, where all of them are found.
+    """Return the folder of the pictures: ``folder`` or one directly below, where all of them are
+    found.
 
     Raises InputError for a row or picture that would end the evaluation half-way.
     """
@@ -90,7 +94,9 @@ def check(files: Sequence[str], folder: Path) -> Path:
 
 
 def _dialogue(doc: dict[str, Any]) -> Dialogue:
-    """The row as it was written: the datasets library fills keys that other rows have with None."""
+    """Return the row as it was written: the datasets library fills keys that other rows have with
+    None.
+    """
     row = {key: value for key, value in doc.items() if value is not None}
     if isinstance(row.get("image"), dict):
         row["image"] = {key: name for key, name in row["image"].items() if name is not None}

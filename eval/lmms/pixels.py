@@ -38,7 +38,7 @@ class FrameRules(VideoRules):
     together: int = _CLIP
 
     def size(self, frames: int, height: int, width: int) -> tuple[int, int]:
-        """Height and width to scale to: multiples of a merged patch, within the bounds."""
+        """Return height and width to scale to: multiples of a merged patch, within the bounds."""
         most = min(self.largest, 2 * self.together / frames)
         # The lower bound wins: never so small that there is nothing to see.
         most = max(most, int(1.05 * self.smallest))

@@ -52,7 +52,7 @@ class Settings:
 
     @classmethod
     def of(cls, given: dict[str, Any]) -> Self:
-        """Settings from what lmms-eval hands over. Raises InputError for a name or value."""
+        """Return the settings from lmms-eval's arguments. Raises InputError for a name or value."""
         kinds = _kinds()
         unknown = sorted(set(given) - set(kinds))
         if unknown:
@@ -73,11 +73,11 @@ class Settings:
 
     @property
     def pretrained(self) -> str:
-        """The checkpoint's folder or hub id."""
+        """Return the checkpoint's folder or hub id."""
         return self.engine.checkpoint()
 
     def load(self, images: tuple[int, int]) -> Engine:
-        """The engine. ``images``: bounds on a picture's pixels where none are given.
+        """Return the engine. ``images``: bounds on a picture's pixels where none are given.
 
         Raises:
             ModelError, GateError, PolicyError, BudgetError, InputError.
@@ -96,17 +96,17 @@ class Settings:
         return engine
 
     def frames(self) -> Frames:
-        """How videos are sampled."""
+        """Return how videos are sampled."""
         return Frames(self.max_num_frames, self.fps)
 
     def opening(self) -> str:
-        """The system prompt to use, empty for none."""
+        """Return the system prompt to use, empty for none."""
         if self.system_prompt is not None:
             return self.system_prompt
         return SYSTEM_PROMPT if model_type(self.pretrained) == "qwen3_vl" else ""
 
     def _device(self) -> str:
-        """``auto`` gives each process of a run on several GPUs one of its own."""
+        """Return the device; ``auto`` gives each process of a run its own GPU."""
         import torch
 
         device = self.engine.device
@@ -117,7 +117,7 @@ class Settings:
 
 
 def model_type(pretrained: str) -> str:
-    """The architecture that a checkpoint names. Raises ModelError when there is none."""
+    """Return the architecture that a checkpoint names. Raises ModelError when there is none."""
     from engine.errors import ModelError
     from mmkv import api as _  # noqa: F401 (hides a broken torchvision before transformers)
 
@@ -133,7 +133,7 @@ def model_type(pretrained: str) -> str:
 
 
 def _kinds() -> dict[str, tuple[type, bool]]:
-    """Each argument's type, and whether ``None`` may be written for it."""
+    """Return each argument's type, and whether ``None`` may be written for it."""
     kinds: dict[str, tuple[type, bool]] = {"pretrained": (str, False)}
     for name, option in options().items():
         if name not in ("model", "kv_limit"):
@@ -146,7 +146,7 @@ def _kinds() -> dict[str, tuple[type, bool]]:
 
 
 def _typed(name: str, value: Any, kind: tuple[type, bool]) -> Any:
-    """``value`` as the field's type: lmms-eval guesses types (256.0, True) from the text."""
+    """Return ``value`` as the field's type: lmms-eval guesses types (256.0, True) from the text."""
     wanted, may_be_none = kind
     if value is None or (may_be_none and str(value).lower() == "none"):
         return None

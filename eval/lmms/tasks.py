@@ -62,12 +62,12 @@ _Dumper.add_representer(
 
 
 def local_names() -> list[str]:
-    """Tasks that can read local files."""
+    """Return the tasks that can read local files."""
     return sorted(Path(file.name).stem for file in HERE.iterdir() if file.name.endswith(".yaml"))
 
 
 def shipped_folder() -> Path:
-    """Where the installed lmms-eval keeps its tasks. Raises InputError when it is not there."""
+    """Return the task folder of the installed lmms-eval. Raises InputError without one."""
     spec = find_spec("lmms_eval")
     if spec is None or not spec.submodule_search_locations:
         raise InputError(INSTALL)
@@ -130,7 +130,7 @@ def _require(name: str) -> None:
 
 
 def _files(name: str, data: Path, patterns: Sequence[str]) -> tuple[Path, list[str]]:
-    """The task's folder, and its files by the first pattern that finds any."""
+    """Return the task's folder, and its files by the first pattern that finds any."""
     if not data.is_dir():
         raise InputError(f"no folder {data}; --data names the folder that holds {patterns[0]}")
     for pattern in patterns:
@@ -140,7 +140,9 @@ def _files(name: str, data: Path, patterns: Sequence[str]) -> tuple[Path, list[s
 
 
 def _prompts(name: str, shipped: Path) -> dict[str, Any] | None:
-    """The override with qwen3_vl's prompts, or None when the task has none of its own."""
+    """Return the task settings that use qwen3_vl's prompts, or None when the task has none of its
+    own.
+    """
     source = find(name, shipped)
     kwargs = (merged(source).get(_KWARGS) or {}) if source else {}
     if "qwen3_vl" not in kwargs or "mmkv" in kwargs:
@@ -150,7 +152,7 @@ def _prompts(name: str, shipped: Path) -> dict[str, Any] | None:
 
 
 def find(name: str, shipped: Path) -> Path | None:
-    """The file below ``shipped`` that defines the task, or None."""
+    """Return the file below ``shipped`` that defines the task, or None."""
     line = re.compile(rf"^task:\s*[\"']?{re.escape(name)}[\"']?\s*(#.*)?$", re.MULTILINE)
     # Nearly always in a folder of a name it begins with; the whole tree holds some 2,000 files.
     paths = sorted(shipped.rglob("*.yaml"), key=lambda path: not name.startswith(path.parent.name))
@@ -158,12 +160,12 @@ def find(name: str, shipped: Path) -> Path | None:
 
 
 def read(path: Path | Traversable) -> dict[str, Any]:
-    """One YAML file, functions left as names."""
+    """Return one YAML file, functions left as names."""
     return yaml.load(path.read_text("utf-8"), Loader=_Loader)
 
 
 def merged(path: Path) -> dict[str, Any]:
-    """A task file with everything it includes, as lmms-eval merges them."""
+    """Return a task file with everything it includes, as lmms-eval merges them."""
     own = read(path)
     included = own.pop("include", [])
     made: dict[str, Any] = {}

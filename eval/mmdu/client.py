@@ -64,7 +64,7 @@ class Endpoint:
 
     @property
     def url(self) -> str:
-        """The address that requests go to."""
+        """Return the address that requests go to."""
         base = self.base_url.rstrip("/")
         return base if base.endswith("/chat/completions") else f"{base}/chat/completions"
 
@@ -95,7 +95,7 @@ class JudgeClient:
         self._stopped.set()
 
     def ask(self, text: str, images: Sequence[str]) -> Reply:
-        """The judge's reply to ``text`` with ``images`` (data: URIs).
+        """Return the judge's reply to ``text`` with ``images`` (data: URIs).
 
         Rate limits, server faults and timeouts are tried again after growing waits with jitter,
         or after what Retry-After asks for; then all threads wait.
@@ -125,7 +125,7 @@ class JudgeClient:
         raise NoVerdictError(f"{self._described(answer)}, {attempt + 1} times")
 
     def _reply(self, answer: Answer) -> Reply | None:
-        """A reply, None to try again. Raises NoVerdictError, JudgeError."""
+        """Return a reply, None to try again. Raises NoVerdictError, JudgeError."""
         if answer.status == 200:
             return _read_reply(answer.body)
         if answer.status == 400 and _is_filtered(answer.body):
@@ -169,7 +169,7 @@ class JudgeClient:
         raise NoVerdictError("stopped")
 
     def _described(self, answer: Answer) -> str:
-        """What went wrong, with the key taken out should the server repeat it."""
+        """Return the error message without the key, which the server may repeat."""
         text = answer.message()
         if answer.status == 200:
             text = "the judge's reply is no chat completion"
@@ -177,7 +177,10 @@ class JudgeClient:
 
 
 def _read_reply(body: Any) -> Reply | None:
-    """The reply in a chat completion; None when there is no completion in it (a proxy's page)."""
+    """Return the reply in a chat completion.
+
+    Return None when the text holds no completion (a proxy's page).
+    """
     try:
         choice = body["choices"][0]
         message = choice["message"]

@@ -27,7 +27,7 @@ class Estimate:
     bytes: int
 
     def line(self, prices: tuple[float, float] | None = None) -> str:
-        """One line; ``prices`` in dollars per million tokens, in and out."""
+        """Return one line; ``prices`` in dollars per million tokens, in and out."""
         text = (
             f"{self.calls:,} calls, about {self.input_tokens:,} tokens in and "
             f"{self.output_tokens:,} out, {self.bytes / 2**20:,.1f} MiB of pictures"
@@ -52,7 +52,7 @@ def estimate(calls: Iterable[tuple[str, Sequence[Path]]]) -> Estimate:
 
 @cache
 def _picture(path: Path) -> tuple[int, int]:
-    """Tokens and base64 bytes of a picture; its header alone is read."""
+    """Return tokens and base64 bytes of a picture; its header alone is read."""
     from PIL import Image, UnidentifiedImageError
 
     try:
@@ -65,7 +65,8 @@ def _picture(path: Path) -> tuple[int, int]:
 
 
 def picture_tokens(width: int, height: int) -> int:
-    """Tokens of a picture under the rule published for GPT-4o: 85, and 170 a tile of 512 pixels.
+    """Return the tokens of a picture under the rule published for GPT-4o: 85, and 170 a tile of 512
+    pixels.
 
     The picture is fitted into 2048 x 2048 and then scaled down to a short side of 768. Other
     judges count otherwise.
@@ -78,7 +79,8 @@ def picture_tokens(width: int, height: int) -> int:
 
 @lru_cache(maxsize=96)  # a few dialogues' pictures
 def data_uri(path: Path) -> str:
-    """The picture as a data: URI, as it lies on the disk where its format is one of the web's.
+    """Return the picture as a data: URI, as it lies on the disk where its format is one of the
+    web's.
 
     Raises:
         InputError: it cannot be read.

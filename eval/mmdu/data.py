@@ -38,7 +38,7 @@ class Dialogue:
 
     @property
     def shown(self) -> int:
-        """How many pictures the questions place."""
+        """Return how many pictures the questions place."""
         return sum(question.count(PLACEHOLDER) for question in self.questions)
 
 
@@ -109,7 +109,7 @@ def _rows(path: Path) -> list[tuple[str | None, Any]]:
 
 
 def read_row(row: Any, key: str | None = None, unused_images: bool = False) -> Dialogue:
-    """One row as a dialogue; ``key`` stands in for a missing id. Raises InputError."""
+    """Return one row as a dialogue; ``key`` stands in for a missing id. Raises InputError."""
     if not isinstance(row, dict):
         raise InputError("the row is not an object with id, image and conversations; mend it")
     name = row.get("id", key)
@@ -149,7 +149,9 @@ def _turns(conversations: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def _images(images: Any) -> tuple[str, ...]:
-    """Names of pictures from a list, a single name, or an object such as {"image1": name}."""
+    """Return the names of pictures from a list, a single name, or an object such as {"image1":
+    name}.
+    """
     if isinstance(images, str):
         images = [images]
     if isinstance(images, dict):
@@ -183,7 +185,8 @@ def require_folder(folder: Path) -> None:
 
 
 def find_pictures(dialogue: Dialogue, folder: Path) -> list[Path]:
-    """The dialogue's pictures under ``folder``, in order. Raises InputError for a missing one.
+    """Return the dialogue's pictures under ``folder``, in order. Raises InputError for a missing
+    one.
 
     The benchmark names its pictures with the folders of whoever made it, so the longest ending of
     a name that exists under ``folder`` is taken. Nothing outside ``folder`` is: a data file must
@@ -203,7 +206,7 @@ def _find(name: str, folder: Path) -> Path:
 
 
 def interleave(question: str, pictures: Iterator[Path]) -> list[dict[str, Any]]:
-    """A question as parts of the chat format, each placeholder replaced by the next picture."""
+    """Return a question as chat parts, each placeholder replaced by the next picture."""
     texts = question.split(PLACEHOLDER)
     parts: list[dict[str, Any]] = []
     for index, text in enumerate(texts):

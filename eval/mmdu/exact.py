@@ -23,17 +23,18 @@ class Share:
 
     @property
     def share(self) -> float:
-        """Right answers per question."""
+        """Return right answers per question."""
         return self.right / self.of
 
 
 def is_right(answer: str, reference: str) -> bool:
-    """Whether an answer says the same as its reference, white space aside."""
+    """Return whether an answer says the same as its reference, white space aside."""
     return " ".join(answer.split()) == " ".join(reference.split())
 
 
 def shares(dialogues: Sequence[Dialogue], answers: Mapping[str, Sequence[str]]) -> list[Share]:
-    """Right answers per kind, ``all`` last; ``answers`` by dialogue id, missing ones left out.
+    """Return right answers per kind, ``all`` last; ``answers`` by dialogue id, missing ones left
+    out.
 
     Questions of one dialogue share a memory, so intervals resample dialogues
     (mmkv.measure.stats.mean). Empty when no answered dialogue has exact references.
@@ -58,7 +59,7 @@ def shares(dialogues: Sequence[Dialogue], answers: Mapping[str, Sequence[str]]) 
 
 
 def as_rows(found: Sequence[Share]) -> list[dict[str, Any]]:
-    """The shares as JSON holds them."""
+    """Return the shares as JSON holds them."""
     return [
         {"kind": s.kind, "right": s.right, "of": s.of, "share": s.share, "ci": [s.low, s.high]}
         for s in found

@@ -31,7 +31,10 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """The content of a JSON file, None when there is none. Raises InputError when it is damaged."""
+    """Return the content of a JSON file, None when there is none.
+
+    Raises InputError when it is damaged.
+    """
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -74,7 +77,7 @@ class AnswerFolder:
             )
 
     def settings(self) -> dict[str, Any] | None:
-        """What the run was asked to do; None for answers that another program wrote."""
+        """Return what the run was asked to do; None for answers that another program wrote."""
         found = read_json(self.path / RUN)
         return found.get("settings") if isinstance(found, dict) else None
 
@@ -87,7 +90,7 @@ class AnswerFolder:
         write_json(self._file(dialogue), row)
 
     def load(self, dialogue: Dialogue) -> dict[str, Any] | None:
-        """The row with answers, None when the dialogue is not finished.
+        """Return the row with answers, None when the dialogue is not finished.
 
         Raises InputError when the file is damaged or asks something else than ``dialogue``.
         """
@@ -106,7 +109,10 @@ class AnswerFolder:
         return row
 
     def answers(self, dialogue: Dialogue) -> list[str] | None:
-        """The answers in order, None when the dialogue is not finished. Raises InputError."""
+        """Return the answers in order, None when the dialogue is not finished.
+
+        Raises InputError.
+        """
         row = self.load(dialogue)
         return None if row is None else [turn["value"] for turn in row["conversations"][1::2]]
 

@@ -32,7 +32,7 @@ class Answer:
     retry_after: float | None = None
 
     def message(self) -> str:
-        """The server's own words on what is wrong, one line."""
+        """Return the server's own words on what is wrong, one line."""
         body = self.body
         if isinstance(body, dict):
             inner = body.get("error", body)
@@ -121,7 +121,7 @@ def _parse(content: bytes) -> Any:
 
 
 def retry_after(value: str | None) -> float | None:
-    """Seconds from a Retry-After header (a number or an HTTP date); None if it says nothing."""
+    """Parse a Retry-After header (a number or an HTTP date) to seconds, or None."""
     if value is None:
         return None
     try:

@@ -46,12 +46,12 @@ class JudgeOptions:
     prices: tuple[float, float] | None = None
 
     def folder(self) -> Path:
-        """Where verdicts and scores go."""
+        """Return the path of verdicts and scores."""
         name = re.sub(r"[^A-Za-z0-9._-]+", "-", self.endpoint.model).strip("-.") or "judge"
         return self.answers / f"judge-{name}" if self.output is None else self.output
 
     def rubric_text(self) -> str:
-        """Our rubric, or that of --rubric. Raises InputError."""
+        """Return our rubric, or that of --rubric. Raises InputError."""
         if self.rubric is None:
             return RUBRIC
         try:
@@ -115,7 +115,7 @@ def run_judge(options: JudgeOptions) -> int:
 def _tasks(
     options: JudgeOptions, dialogues: Sequence[Dialogue], pictures: Path, problems: list[Problem]
 ) -> tuple[list[Task], set[str]]:
-    """The questions that can be judged, and the ids of dialogues without answers."""
+    """Return the questions that can be judged, and the ids of dialogues without answers."""
     answers, rubric = AnswerFolder(options.answers), options.rubric_text()
     tasks: list[Task] = []
     missing: set[str] = set()
@@ -141,7 +141,7 @@ def _tasks(
 
 
 def _identity(options: JudgeOptions) -> dict[str, Any]:
-    """What decides a verdict besides the prompt, which has a hash of its own."""
+    """Return the settings that decide a verdict; the prompt has a hash of its own."""
     return {"model": options.endpoint.model, "extra": options.endpoint.extra, "asks": options.asks}
 
 

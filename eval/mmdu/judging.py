@@ -31,17 +31,18 @@ class Task:
 
     @property
     def key(self) -> Key:
-        """The question it is about."""
+        """Return the question that the reply answers."""
         return self.dialogue, self.turn
 
     @property
     def prompt(self) -> str:
-        """A hash of what is asked."""
+        """Return a hash of the request."""
         return hashlib.sha256(self.text.encode("utf-8", errors="surrogatepass")).hexdigest()[:16]
 
 
 def judge(client: JudgeClient, task: Task, asks: int) -> Verdict:
-    """The verdict on one answer; an unreadable reply is asked for again, ``asks`` times in all.
+    """Return the verdict on one answer; an unreadable reply is asked for again, ``asks`` times in
+    all.
 
     Raises:
         NoVerdictError, MmkvError: there is no reply.
@@ -80,7 +81,7 @@ def judge_all(
     workers: int,
     on_open: Callable[[Task, str], None],
 ) -> Iterator[Verdict]:
-    """Verdicts as they come, in any order.
+    """Yield verdicts as they come, in any order.
 
     Args:
         workers: calls at a time. on_open: called for a question that got no verdict, with the

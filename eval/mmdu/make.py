@@ -32,7 +32,7 @@ COLOURS = 128
 
 
 def page(seed: int, pictures: int, turns: int) -> list[Turn]:
-    """A dialogue whose second picture is a written page, asked for again at the very end.
+    """Return a dialogue whose second picture is a written page, asked for again at the very end.
 
     One page a dialogue: the bundled model reads a page well and mixes up several.
     """
@@ -74,7 +74,7 @@ _SORTS: tuple[tuple[str, int, Callable[[int], list[Turn]]], ...] = (
 
 
 def dialogues() -> Iterator[tuple[str, list[Turn]]]:
-    """Ids and turns of the set: 12 dialogues of 8 to 12 turns over 4 to 20 pictures."""
+    """Yield ids and turns of the set: 12 dialogues of 8 to 12 turns over 4 to 20 pictures."""
     for name, count, make in _SORTS:
         seeds = (seed for seed in range(1000) if not _repeats(make(seed)))
         for seed in islice(seeds, count):
@@ -82,12 +82,12 @@ def dialogues() -> Iterator[tuple[str, list[Turn]]]:
 
 
 def _repeats(turns: list[Turn]) -> bool:
-    """Whether a question comes twice: the second could be answered from the first answer."""
+    """Return whether a question comes twice; the second can be answered from the first answer."""
     return len({turn.question.text for turn in turns}) < len(turns)
 
 
 def row(name: str, turns: list[Turn]) -> tuple[dict[str, Any], dict[str, Image.Image]]:
-    """One row of ``benchmark.json`` and its pictures by path."""
+    """Return one row of ``benchmark.json`` and its pictures by path."""
     pictures: dict[str, Image.Image] = {}
     conversations: list[dict[str, str]] = []
     for turn in turns:

@@ -20,7 +20,8 @@ _NAMES = (*DIMENSIONS, AVERAGE, OVERALL)
 def aggregate(
     dialogues: Sequence[Dialogue], unanswered: set[str], verdicts: Mapping[Key, Verdict]
 ) -> dict[str, Any]:
-    """Scores of a run over every question of ``dialogues``; it follows from the verdicts alone.
+    """Return the scores of a run over every question of ``dialogues``; it follows from the verdicts
+    alone.
 
     Args:
         unanswered: ids of dialogues without answers. verdicts: the valid ones, by question.
@@ -57,7 +58,7 @@ def aggregate(
 
 
 def overall_sums(table: Mapping[str, Sequence[list[int] | str]]) -> list[int]:
-    """Per dialogue the sum of overall scores, failures as 0."""
+    """Return per dialogue the sum of overall scores, failures as 0."""
     place = SCORES.index(OVERALL)
     return [sum(c[place] for c in row if not isinstance(c, str)) for row in table.values()]
 
@@ -71,7 +72,7 @@ def _cell(verdict: Verdict | None) -> list[int] | str:
 
 
 def _means(judged: Sequence[list[int]], count: int) -> dict[str, float] | None:
-    """Ten times the mean over ``count`` questions, those not in ``judged`` being 0."""
+    """Return ten times the mean over ``count`` questions, those not in ``judged`` being 0."""
     if not count:
         return None
     means = {
@@ -98,5 +99,5 @@ def score_table(result: Mapping[str, Any], title: str) -> Table:
 
 
 def cells(means: Mapping[str, float] | None) -> list[str]:
-    """The means in the order of COLUMNS."""
+    """Return the means in the order of COLUMNS."""
     return ["-" if means is None else f"{means[name]:.1f}" for name in _NAMES]

@@ -39,7 +39,7 @@ TRIMKV_GATES = "gates/tiny-vlm-trimkv-0"  # in assets/ of a checkout
 
 
 def answered(policy: str, budget: int | None, limit: int | None = None) -> dict[str, Any]:
-    """One run: the row ``all`` of its exact answers, and what memory it took at the end.
+    """Run one setting: the row ``all`` of its exact answers, and its memory at the end.
 
     Args:
         policy: preset; ``trimkv`` runs on gates of its own. budget: mean entries per layer and KV

@@ -35,7 +35,7 @@ class Verdict:
 
     @property
     def key(self) -> Key:
-        """The question it is about."""
+        """Return the question that the reply answers."""
         return self.dialogue, self.turn
 
 

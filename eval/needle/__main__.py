@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def length(text: str) -> int:
-    """Tokens, of an option: ``512``, ``1k`` (1,024)."""
+    """Parse a number of tokens: ``512``, ``1k`` (1,024)."""
     try:
         made = int(text[:-1]) * 1024 if text[-1:] in ("k", "K") else int(text)
     except ValueError:

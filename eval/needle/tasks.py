@@ -74,17 +74,17 @@ class Haystack:
 
     @property
     def name(self) -> str:
-        """What :mod:`eval.domains` knows it by."""
+        """Return the name for :mod:`eval.domains`."""
         return f"needle:{self.domain}:{self.length}:{self.keys}:{self.values}:{self.queries}"
 
     @property
     def parts(self) -> int:
-        """Equal parts of the depth that needles take turns with."""
+        """Return the number of equal parts that the depth is cut into."""
         return self.keys if self.keys > 1 else _VIDEO_PARTS
 
     @classmethod
     def parse(cls, name: str) -> Haystack:
-        """The kind of document called ``name``.
+        """Parse the kind of document from ``name``.
 
         Raises:
             InputError: not such a name, or sizes that do not go together.
@@ -108,7 +108,7 @@ class Haystack:
 
 
 def maker(name: str, model: str, processor: Processor) -> Callable[[int], Document]:
-    """What makes the documents of :attr:`Haystack.name`; see :func:`eval.domains.maker`."""
+    """Return the function that makes document n of :attr:`Haystack.name` (:mod:`eval.domains`)."""
     kind = Haystack.parse(name)
     if kind.domain == "text":
         return lambda index: _text(kind, index, processor.tokenizer)
@@ -192,7 +192,7 @@ def _dialogue(
     asked: list[tuple[Question, float, tuple[int, int]]],
     tokenizer: Any,
 ) -> Document:
-    """Everything shown at once, then the questions turn by turn."""
+    """Return everything shown at once, then the questions turn by turn."""
     captions, pictures = zip(*shown, strict=True)
     turns = [Turn(pictures, asked[0][0], captions)]
     turns += [Turn((), question) for question, _, _ in asked[1:]]
@@ -265,7 +265,7 @@ def _depths(kind: Haystack, index: int, rng: random.Random) -> list[float]:
 
 
 def _asked(kind: Haystack, index: int) -> list[int]:
-    """The keys asked about: over keys / queries documents in a row, each once."""
+    """Return the keys asked about: over keys / queries documents in a row, each once."""
     turns = max(1, kind.keys // kind.queries)
     order = list(range(kind.keys))
     random.Random(f"{kind.name}-{index // turns}-order").shuffle(order)
@@ -274,7 +274,7 @@ def _asked(kind: Haystack, index: int) -> list[int]:
 
 
 def _grid_of(rng: random.Random, cells: int) -> Scene:
-    """A held-out grid with at least ``cells`` things in it."""
+    """Return a held-out grid with at least ``cells`` things in it."""
     if cells > 16:
         raise InputError(f"{cells} values, but a picture has at most 16 cells")
     return grid(rng, "heldout", least=cells)
@@ -289,7 +289,7 @@ S = TypeVar("S", Scene, Clip)
 
 
 def _captioned(words: str, shown: S, tokenizer: Any) -> tuple[tuple[str, S], int]:
-    """A picture under its caption, and the tokens of both."""
+    """Return a picture under its caption, and the tokens of both."""
     frames = shown.frames if isinstance(shown, Clip) else (shown,)
     size = sum(frame.rows * frame.columns + 2 for frame in frames)
     texts = [words]

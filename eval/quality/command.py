@@ -22,7 +22,7 @@ from mmkv.resources import bundled_model_name
 
 
 def add_options(parser: argparse.ArgumentParser, name: str) -> None:
-    """Options of every comparison; ``name``: of the result files."""
+    """Add the options of every comparison; ``name``: of the result files."""
     parser.add_argument("model", nargs="?", default=bundled_model_name())
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="cpu")
@@ -34,7 +34,7 @@ def add_options(parser: argparse.ArgumentParser, name: str) -> None:
 
 
 def add_methods(parser: argparse.ArgumentParser, budgets: tuple[str, ...]) -> None:
-    """``--method`` and ``--budgets``, for programs that have a default for both."""
+    """Add ``--method`` and ``--budgets``, for programs that have a default for both."""
     parser.add_argument(
         "--method",
         action="append",
@@ -51,7 +51,7 @@ def add_methods(parser: argparse.ArgumentParser, budgets: tuple[str, ...]) -> No
 
 
 def comparison(args: argparse.Namespace) -> Comparison:
-    """What the options of :func:`add_methods` ask for.
+    """Return the comparison that the options of :func:`add_methods` describe.
 
     Raises:
         InputError: for a method or a budget that cannot be read.
@@ -67,7 +67,7 @@ def comparison(args: argparse.Namespace) -> Comparison:
 
 @contextmanager
 def running(args: argparse.Namespace, program: str) -> Iterator[tuple[Path, Journal]]:
-    """The result file's path and the journal; a mistake or Ctrl-C inside ends in one line.
+    """Give the result file's path and the journal; an error or Ctrl-C inside ends in one line.
 
     What was read is in the journal by then. ``args.device`` is what ``auto`` stands for from then
     on.

@@ -23,19 +23,19 @@ _COLUMNS = 6  # panels beside each other
 
 
 def rows_at(page: Mapping[str, Any], budget: str, methods: Sequence[str]) -> list[dict[str, Any]]:
-    """The methods of one data source at one budget, in the order asked for (default: all)."""
+    """Return the rows of ``methods`` (default: all) of one data source at one budget."""
     found = {row["method"]: row for row in page["rows"] if row["budget"] == budget}
     return [found[method] for method in (methods or found) if method in found]
 
 
 def shares(row: Mapping[str, Any]) -> np.ndarray:
-    """Entries ``[layers, KV heads]`` as shares of the mean budget."""
+    """Return entries ``[layers, KV heads]`` as shares of the mean budget."""
     held = np.array(row["entries_by_row"], float)
     return held / held.mean()
 
 
 def spread(row: Mapping[str, Any]) -> dict[str, float]:
-    """How unequal the shares of layers and heads are.
+    """Return how unequal the shares of layers and heads are.
 
     Returns:
         ``least`` and ``most`` share of the mean budget that a (layer, KV head) holds, and
@@ -50,7 +50,7 @@ def spread(row: Mapping[str, Any]) -> dict[str, float]:
 def draw(
     pages: Mapping[str, Mapping[str, Any]], path: Path, budget: str, methods: Sequence[str]
 ) -> None:
-    """One heat map per data source and method, with the visual share as a bar below."""
+    """Draw a heat map per data source and method, with the visual share as a bar below."""
     from matplotlib.colors import LogNorm
     from matplotlib.figure import Figure
 
@@ -102,7 +102,7 @@ def draw(
 
 
 def table(pages: Mapping[str, Mapping[str, Any]], budget: str, methods: Sequence[str]) -> str:
-    """Markdown: spread over heads and visual share of every method."""
+    """Return Markdown: spread over heads and visual share of every method."""
     columns = (
         "data",
         "method",

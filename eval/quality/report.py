@@ -22,7 +22,8 @@ Runs = Sequence[Sequence[Mapping[str, Any]]]
 def summarise(
     raw: Mapping[str, Runs], methods: Sequence[str], budgets: Sequence[str]
 ) -> dict[str, Any]:
-    """Means with intervals for every method and budget, and the paired tests between methods.
+    """Return means with intervals for every method and budget, and the paired tests between
+    methods.
 
     Args:
         raw: what :meth:`eval.quality.run.ComparisonRuns.of` returns.
@@ -74,7 +75,8 @@ def summarise(
 def comparisons(
     raw: Mapping[str, T], methods: Sequence[str], budget: str
 ) -> Iterator[tuple[str, T, T]]:
-    """What is tested at a budget: every method against each later one, and against the full cache.
+    """Yield the pairs to test at a budget: each method with each later one, and with the full
+    cache.
 
     Args:
         raw: something of every cell, under ``"method at budget"`` and ``"full"``.
@@ -91,7 +93,7 @@ def comparisons(
 
 
 def _average(runs: Runs, name: str) -> list[float]:
-    """Per dialogue the sum over its answers, averaged over gate seeds."""
+    """Return per dialogue the sum over its answers, averaged over gate seeds."""
     return [sum(sum(row[name]) for row in rows) / len(rows) for rows in zip(*runs, strict=True)]
 
 
@@ -124,7 +126,9 @@ def _row(
 
 
 def markdown(pages: Mapping[str, Mapping[str, Any]]) -> str:
-    """One table per data source: accuracy or perplexity, and KL per token, by method and budget."""
+    """Return one table per data source: accuracy or perplexity, and KL per token, by method and
+    budget.
+    """
     text = []
     for source, page in pages.items():
         context, shown = page["context_tokens"], _shown(page)
@@ -159,14 +163,14 @@ def _shown(page: Mapping[str, Any]) -> str:
 
 
 def _measure(row: Mapping[str, Any], shown: str) -> Mapping[str, float]:
-    """Value and interval of what is shown of a row."""
+    """Return the shown value of a row and its interval."""
     if shown == "accuracy":
         return row["accuracy"]
     return {name: float(np.exp(value)) for name, value in row["nll_per_token"].items()}
 
 
 def paired_lines(tests: Sequence[Mapping[str, Any]], where: str = "") -> list[str]:
-    """The table of the paired tests of :func:`summarise`; ``where``: named in its heading."""
+    """Return the table of the paired tests; ``where`` is named in its heading."""
     text = [f"Paired differences{where} (sign-flip tests over dialogues):\n"]
     names = {"accuracy": "accuracy", "kl_per_token": "KL per token"}
     if tests and "nll_per_token" in tests[0]:
@@ -183,7 +187,7 @@ def paired_lines(tests: Sequence[Mapping[str, Any]], where: str = "") -> list[st
 
 
 def interval(value: Mapping[str, float], sign: bool = False) -> str:
-    """A value and its interval, as tables show them."""
+    """Return a value and its interval, as tables show them."""
     form = "+.3f" if sign else ".3f"
     return f"{value['value']:{form}} [{value['low']:{form}}, {value['high']:{form}}]"
 
@@ -206,7 +210,7 @@ def over_budgets(panel: Any, budgets: Sequence[str]) -> None:
 
 
 def draw(pages: Mapping[str, Mapping[str, Any]], path: Path) -> None:
-    """Accuracy or perplexity (above) and KL (below) by budget, one column per data source."""
+    """Draw accuracy or perplexity (above) and KL (below) by budget, a column per data source."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(5.2 * len(pages), 7), layout="constrained")

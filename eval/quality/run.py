@@ -50,7 +50,7 @@ class Method:
 
     @classmethod
     def parse(cls, text: str) -> Method:
-        """``[NAME=]POLICY[@LOOKAHEAD][:GATES[,GATES]]``; ``dbtrimkv+N`` is a policy, too.
+        """Parse ``[NAME=]POLICY[@LOOKAHEAD][:GATES[,GATES]]``; ``dbtrimkv+N`` is a policy, too.
 
         Raises:
             InputError: for a lookahead that is no number.
@@ -84,18 +84,18 @@ class Cell:
     budget: str | None
 
     def key(self) -> str:
-        """Says all that decides a run, the gates by their bytes."""
+        """Return all that decides a run, the gates by their bytes."""
         gates = "none" if self.gates is None else digest(self.gates)
         return f"{self.policy}@{self.lookahead}:{gates} at {self.budget}"
 
     def budget_for(self, tokens: int) -> Budget:
-        """The budget for a dialogue of ``tokens``, known to none of the methods in advance."""
+        """Return the budget for a dialogue of ``tokens``; no method knows it in advance."""
         written = self.budget or "1"
         amount = float(Fraction(written))
         return Budget.of(max(1.0, amount * tokens) if is_share(written) else amount)
 
     def engine(self, base: Runtime, model: str) -> Runtime:
-        """An engine over the weights of ``base``, which were read from ``model``.
+        """Return an engine over the weights of ``base``, which were read from ``model``.
 
         Gates that were trained for another checkpoint are named on stderr.
 
@@ -119,7 +119,7 @@ def _say_once(line: str) -> None:
 
 @functools.cache
 def digest(source: str) -> str:
-    """Of the weights in a folder, or of one file of them; a hub id stands for itself."""
+    """Return of the weights in a folder, or of one file of them; a hub id stands for itself."""
     folder = Path(source)
     files = [path for kind in ("*.safetensors", "*.pth") for path in sorted(folder.glob(kind))]
     held = hashlib.sha256()
@@ -151,7 +151,7 @@ class Comparison:
     device: str = "cpu"
 
     def described(self) -> str:
-        """The model, by its bytes, and how it is run."""
+        """Return the model, by its bytes, and how it is run."""
         # Journals begun before there was a choice name no device, and stay good.
         where = "" if self.device == "cpu" else f" {self.device}"
         return f"{self.model} {digest(self.model)} {self.dtype}{where}"
@@ -185,7 +185,10 @@ class Comparison:
             amounts[amount] = text
 
     def cells(self) -> dict[str, list[Cell]]:
-        """``"method at budget"`` -> one cell per gate folder; the full cache under ``"full"``."""
+        """Return one cell per gate folder under ``"method at budget"``.
+
+        The full cache is under ``"full"``.
+        """
         found = {"full": [Cell("full", None, None, None)]}
         for method, budget in itertools.product(self.methods, self.budgets):
             found[f"{method.name} at {budget}"] = [
@@ -216,7 +219,7 @@ class Reader:
 
     @torch.inference_mode()
     def read(self, source: str, index: int, cells: Sequence[Cell]) -> list[Record]:
-        """One held-out dialogue through every cell; what :func:`record` keeps of each."""
+        """Run one held-out dialogue through every cell; return a :func:`record` of each."""
         if source not in self._data:
             self._data[source] = held_out(self.comparison.model, source, self.comparison.max_length)
         example = self._data[source][index]
@@ -246,7 +249,7 @@ def _unbudgeted(cell: Cell) -> Cell:
 
 
 def record(run: DialogueRun) -> Record:
-    """What the result file keeps of one dialogue."""
+    """Return the record of one dialogue in the result file."""
     return {
         "right": [answer.right for answer in run.answers],
         "tokens": [answer.tokens for answer in run.answers],
@@ -295,7 +298,8 @@ class ComparisonRuns:
             self._pool.shutdown()
 
     def of(self, source: str, count: int, first: int = 0) -> dict[str, list[list[Record]]]:
-        """``count`` dialogues of a source, from the one with index ``first``, through every cell.
+        """Return ``count`` dialogues of a source, from the one with index ``first``, through every
+        cell.
 
         Returns:
             ``"method at budget"`` -> per gate folder -> per dialogue what the reader keeps.

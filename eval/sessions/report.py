@@ -26,7 +26,7 @@ def summarise(
     methods: Sequence[str],
     budgets: Sequence[str],
 ) -> dict[str, Any]:
-    """Everything the result file holds.
+    """Return everything the result file holds.
 
     Args:
         raw: what :meth:`eval.quality.run.ComparisonRuns.of` returned; notes: about each answer.
@@ -80,7 +80,7 @@ def _stale(runs: Runs, notes: Notes) -> dict[str, float] | None:
 
 
 def _share(runs: Runs, notes: Notes, name: str, count: Any) -> dict[str, float] | None:
-    """Mean over the questions of a kind, averaged over gate seeds; None without any."""
+    """Return mean over the questions of a kind, averaged over gate seeds; None without any."""
     sums, counts = [], []
     for index, about in enumerate(notes):
         asked = sum(a.kind == name for a in about)
@@ -91,7 +91,7 @@ def _share(runs: Runs, notes: Notes, name: str, count: Any) -> dict[str, float] 
 
 
 def markdown(found: Mapping[str, Any]) -> str:
-    """Accuracy by budget and method, by kind of question, stale answers, paired tests."""
+    """Return accuracy by budget and method, by kind of question, stale answers, paired tests."""
     page, methods = found["page"], found["methods"]
     head = [
         f"### Sessions in {found['domain']}: {found['sessions']} sessions, "
@@ -121,7 +121,7 @@ def markdown(found: Mapping[str, Any]) -> str:
 
 
 def draw(found: Mapping[str, Any], path: Path) -> None:
-    """Share right against the budget, a panel for each kind of question and one for stale ones."""
+    """Draw the share of right answers by budget, a panel per kind of question."""
     from matplotlib.figure import Figure
 
     panels: dict[str, Any] = {

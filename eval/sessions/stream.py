@@ -38,7 +38,7 @@ _SAVE = 32  # clips between two checkpoints
 
 
 def first_picture() -> Scene:
-    """What the stream begins with."""
+    """Return the first picture of the stream."""
     return grid(random.Random("stream-first"), "heldout", least=8)
 
 
@@ -51,7 +51,7 @@ def clip_turn(index: int) -> Turn:
 
 
 def beginning_turn(index: int) -> Turn:
-    """A question about the first picture."""
+    """Return a question about the first picture."""
     item = random.Random(f"beginning-{index}").choice(first_picture().items)
     return Turn((), cell_question(1, item.cell, item.name))
 
@@ -128,7 +128,7 @@ class _StreamRun:
         self.file = journal.path.with_name(f"{journal.path.stem}.{digest}.session")
 
     def rows(self, clips: int, bar: tqdm) -> list[Row]:
-        """The rows of the first ``clips`` clips."""
+        """Return the rows of the first ``clips`` clips, running those that the journal lacks."""
         found = {row["clip"]: row["row"] for row in self.journal.rows("stream", self.key)}
         if all(index in found for index in range(clips)):
             bar.update(clips)
@@ -144,7 +144,7 @@ class _StreamRun:
         return [found[index] for index in range(clips)]
 
     def _session(self) -> CachedSequence:
-        """The session as it was saved last, or a new one."""
+        """Return the session as it was saved last, or a new one."""
         self.done = 0
         if self.file.is_file():
             try:

@@ -20,7 +20,7 @@ BLOCK = 16  # clips that intervals take as one draw
 def summarise(
     rows: Mapping[str, Sequence[Sequence[Row]]], methods: Sequence[str], budgets: Sequence[str]
 ) -> dict[str, Any]:
-    """Shares right, memory, and paired tests over blocks of clips.
+    """Return shares right, memory, and paired tests over blocks of clips.
 
     Args:
         rows: what :func:`eval.sessions.stream.run` returned.
@@ -65,7 +65,7 @@ def summarise(
 
 
 def _blocks(rows: Sequence[Row], name: str) -> tuple[list[float], list[float]]:
-    """Per block of clips: questions answered right, and questions."""
+    """Return per block of clips: questions answered right, and questions."""
     cut = [rows[i : i + BLOCK] for i in range(0, len(rows), BLOCK)]
     pairs = [([row[name] for row in part if name in row]) for part in cut]
     kept = [part for part in pairs if part]
@@ -79,7 +79,7 @@ def _share(runs: Sequence[Sequence[Row]], name: str) -> dict[str, float] | None:
 
 
 def markdown(found: Mapping[str, Any]) -> str:
-    """What was answered and held, and the paired tests."""
+    """Return shares of right answers, held entries and paired tests."""
     lines = [
         "### A video that never ends\n",
         f"Share answered right, with 95 % interval over blocks of {found['block']} clips.\n",
@@ -116,7 +116,7 @@ def markdown(found: Mapping[str, Any]) -> str:
 
 
 def draw(found: Mapping[str, Any], path: Path) -> None:
-    """Share right (above) and bytes held (below) along the stream, a column per budget."""
+    """Draw the share of right answers and the bytes held along the stream, a column per budget."""
     from matplotlib.figure import Figure
 
     budgets = found["budgets"]

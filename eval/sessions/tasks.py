@@ -46,7 +46,7 @@ class Asked:
     stale: tuple[int, ...]
 
     def said_stale(self, wrong: list[list[int]]) -> bool:
-        """Whether what was generated first turned from the truth to the replaced value.
+        """Return whether what was generated first turned from the truth to the replaced value.
 
         Args:
             wrong: (index, generated id) of the answer's wrong tokens, in order.
@@ -70,12 +70,12 @@ class Sessions:
 
     @property
     def name(self) -> str:
-        """What :mod:`eval.domains` knows it by."""
+        """Return the name for :mod:`eval.domains`."""
         return f"sessions:{self.domain}:{self.sessions}:{self.things}:{self.distractors}"
 
     @classmethod
     def parse(cls, name: str) -> Sessions:
-        """The kind of dialogue called ``name``.
+        """Parse the kind of dialogue from ``name``.
 
         Raises:
             InputError: not such a name, or sizes out of range.
@@ -106,7 +106,7 @@ class _Fact:
     asked: set[Any] = field(default_factory=set)
 
     def unasked(self) -> list[Item]:
-        """Things of a picture that may still be asked about."""
+        """Return the things of a picture that may still be asked about."""
         return [item for item in self.value.items if item not in self.asked]
 
     def kind(self, session: int) -> Kind:
@@ -116,7 +116,7 @@ class _Fact:
 
 
 def maker(name: str, model: str, processor: Processor) -> Callable[[int], Document]:
-    """What makes the dialogues of :attr:`Sessions.name`; see :func:`eval.domains.maker`."""
+    """Return the function that makes dialogue n of :attr:`Sessions.name` (:mod:`eval.domains`)."""
     kind = Sessions.parse(name)
     if kind.domain == "text":
         return lambda index: _text(kind, index, processor.tokenizer)
@@ -163,7 +163,7 @@ def _text(kind: Sessions, index: int, tokenizer: Any) -> Document:
 
 
 def _stated(rng: random.Random, names: list[str], known: list[str], count: int) -> list[str]:
-    """Whom a session speaks about: each a new one or one known already."""
+    """Return the people a session speaks about, new ones and known ones."""
     chosen: list[str] = []
     for _ in range(count):
         old = [name for name in known if name not in chosen]
@@ -175,7 +175,7 @@ def _stated(rng: random.Random, names: list[str], known: list[str], count: int) 
 
 
 def _number(rng: random.Random, other: str | None) -> str:
-    """Four digits, the first unlike that of the other number: what is said tells them apart."""
+    """Return four digits whose first differs from that of the other number."""
     while True:
         made = str(rng.randint(1000, 9999))
         if other is None or made[0] != other[0]:
@@ -223,7 +223,7 @@ def _scenes(kind: Sessions, index: int, tokenizer: Any) -> Document:
 
 
 def _unlike(rng: random.Random, other: Scene | None) -> Scene:
-    """A held-out grid; of the other's size and with other things in it, where there is one."""
+    """Return a held-out grid, of the size of ``other`` and with other things in it if given."""
     while True:
         made = grid(rng, "heldout")
         if other is None:

@@ -30,25 +30,25 @@ class Display:
         self.animated = self.console.is_terminal and not self.quiet
 
     def note(self, text: str) -> None:
-        """A remark; silenced by --quiet."""
+        """Print a remark; silenced by --quiet."""
         if not self.quiet:
             self.say(f"mmkv: {text}")
 
     def say(self, text: str) -> None:
-        """A line that was asked for, such as a command's answer."""
+        """Print a line that was asked for, such as a command's answer."""
         self.console.print(Text(text), soft_wrap=True)
 
     def error(self, error: Exception) -> None:
-        """The one line of an error that does not end the conversation."""
+        """Print an error that does not end the conversation, in one line."""
         print(f"mmkv: error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
 
     def show(self, content: RenderableType) -> None:
-        """A table or chart."""
+        """Print a table or chart."""
         self.console.print(content)
 
     @contextmanager
     def loading(self, name: str) -> Iterator[Callable[[str], None]]:
-        """A moving bar while a model loads; gives a function to say what is being done."""
+        """Show a moving bar while a model loads; give a function that shows the present task."""
         if not self.animated:
             yield lambda _: None
             return
@@ -59,7 +59,7 @@ class Display:
 
     @contextmanager
     def prefilling(self) -> Iterator[PrefillBar]:
-        """A bar that appears when a prompt takes more than one chunk."""
+        """Show a bar when a prompt takes more than one chunk."""
         bar = PrefillBar(self.console if self.animated else None)
         try:
             yield bar
@@ -93,7 +93,7 @@ class PrefillBar:
 
 
 def size(count: float) -> str:
-    """Bytes for people: 264.0 KiB."""
+    """Format a number of bytes, such as 264.0 KiB."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024 or unit == "GiB":
             return f"{count:.0f} B" if unit == "B" else f"{count:,.1f} {unit}"
@@ -102,12 +102,12 @@ def size(count: float) -> str:
 
 
 def total_entries(engine: Engine, memory: Memory) -> int:
-    """Entries that a full cache would hold for the tokens seen."""
+    """Return the entries that a full cache would hold for the tokens seen."""
     return memory.tokens_seen * engine.spec.num_layers * engine.spec.num_kv_heads
 
 
 def memory_line(engine: Engine, session: Session) -> str:
-    """One line: what was kept, what it takes, and who decided."""
+    """Return one line: what was kept, what it takes, and who decided."""
     memory = session.memory()
     total = total_entries(engine, memory)
     share = 100 * memory.entries / total if total else 100
@@ -123,7 +123,7 @@ def memory_line(engine: Engine, session: Session) -> str:
 
 
 def statistics(engine: Engine, session: Session) -> RenderableType:
-    """The table and chart of /stats."""
+    """Return the table and chart of /stats."""
     memory = session.memory()
     total = total_entries(engine, memory)
     facts = Table.grid(padding=(0, 2))
@@ -146,7 +146,7 @@ def statistics(engine: Engine, session: Session) -> RenderableType:
 
 
 def layer_chart(entries: list[int], heads: int) -> Table:
-    """Bars of entries per layer; the number is the mean per KV head."""
+    """Return the bars of entries per layer; the number is the mean per KV head."""
     chart = Table.grid(padding=(0, 1))
     longest = max([*entries, 1])
     for layer, count in enumerate(entries):

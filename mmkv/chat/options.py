@@ -42,7 +42,7 @@ class ChatOptions:
 
     @property
     def model(self) -> str:
-        """The model's folder or hub id; the bundled model's folder where none is named."""
+        """Return the model's folder or hub id; the bundled model's folder where none is named."""
         if self.engine.model is not None:
             return str(self.engine.model)
         from mmkv.resources import bundled_model
@@ -59,7 +59,7 @@ class ChatOptions:
             raise UsageError(str(error)) from error
 
     def sampling(self) -> Sampling:
-        """The sampling settings. Raises InputError."""
+        """Return the sampling settings. Raises InputError."""
         from mmkv.sampling import Sampling
 
         return Sampling(

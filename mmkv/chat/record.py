@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def record(engine: Engine, session: Session, model: str) -> dict[str, Any]:
-    """What --json prints after a reply of ``session`` (its ``last``)."""
+    """Return what --json prints after a reply of ``session`` (its ``last``)."""
     reply, memory = session.last, session.memory()
     assert reply is not None
     pool = engine.cache.pool

@@ -61,7 +61,7 @@ def load_engine(options: ChatOptions, display: Display) -> Engine:
 
 
 def _prompt(options: ChatOptions) -> str | None:
-    """The question of a one-shot run, None for a conversation. Raises InputError."""
+    """Return the question of a one-shot run, None for a conversation. Raises InputError."""
     prompt = options.prompt
     piped = not sys.stdin.isatty()
     if prompt == "-" or (prompt is None and piped and not options.interactive):

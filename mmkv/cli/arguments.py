@@ -109,7 +109,7 @@ def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
 
 
 def _config(given: dict[str, Any]) -> EngineConfig:
-    """The config of what was given. Raises UsageError, PolicyError, BudgetError."""
+    """Return the config of what was given. Raises UsageError, PolicyError, BudgetError."""
     units = [name for name in _BUDGETS if given[name] is not None]
     if len(units) > 1:
         raise UsageError(

@@ -68,7 +68,7 @@ class BenchResult:
     logical_bytes: int
 
     def describe(self, name: str) -> str:
-        """A few lines for a terminal."""
+        """Return a few lines for a terminal."""
         low, high = (1e3 * q for q in self.step["quartiles"])
         weights, kept = _size(self.weight_bytes), _size(self.read_kv_bytes)
         middle = 1e3 * self.step["median"]

@@ -155,7 +155,7 @@ class Job:
 
 
 def problems(results: Path, names: Sequence[str]) -> list[str]:
-    """What is wrong with a results file: tasks that are missing, empty or without a score.
+    """Return the problems of a results file: tasks that are missing, empty or without a score.
 
     ``names``: tasks that must be there; all others in the file are looked at too.
     """
@@ -188,7 +188,8 @@ def _lines(path: Path) -> int:
 
 
 def _model_args(named: dict[str, str | None], more: str | None) -> str:
-    """``key=value,...``, names and numbers checked: lmms-eval takes half a minute to get there.
+    """Return ``key=value,...``, names and numbers checked: lmms-eval takes half a minute to get
+    there.
 
     Raises InputError, also for a value that this form cannot carry.
     """
@@ -209,6 +210,6 @@ def _model_args(named: dict[str, str | None], more: str | None) -> str:
 
 
 def _environment() -> dict[str, str]:
-    """The child's environment: Video-MMMU's task file fails without HF_HOME."""
+    """Return the child's environment: Video-MMMU's task file fails without HF_HOME."""
     home = os.path.join(os.path.expanduser("~"), ".cache", "huggingface")
     return {"HF_HOME": home, **os.environ}

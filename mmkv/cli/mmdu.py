@@ -80,7 +80,7 @@ def answer(
 
 
 def _require_nothing_before(context: typer.Context) -> None:
-    """Options of ``mmkv mmdu`` mean nothing to its subcommands, which have their own."""
+    """Refuse options of ``mmkv mmdu`` before a subcommand, which has its own."""
     for name in context.params:
         source = context.get_parameter_source(name)
         # By name: typer brings its own click in some versions and uses the package in others.

@@ -62,7 +62,7 @@ Row = Conversation | Document
 
 
 def read_row(value: Any, kind: str, root: Path, file: str, row: int) -> Row:
-    """One row as a conversation or document, its media looked for but not opened.
+    """Return one row as a conversation or document, its media looked for but not opened.
 
     Args:
         value: the row as JSON gives it, or the text itself.
@@ -79,7 +79,7 @@ def read_row(value: Any, kind: str, root: Path, file: str, row: int) -> Row:
 
 
 def kind_of(value: Any) -> str | None:
-    """The kind a row looks like, None when like none."""
+    """Return the kind a row looks like, None when like none."""
     if isinstance(value, str):
         return "text"
     if isinstance(value, list):
@@ -103,7 +103,10 @@ def _text(value: Any) -> str:
 
 
 def _from_messages(value: Any) -> list[Message]:
-    """Messages of a chat row; parts without a source take the row's ``images`` and ``videos``."""
+    """Return the messages of a chat row.
+
+    Parts without a source take the row's ``images`` and ``videos``.
+    """
     messages = value.get("messages") if isinstance(value, dict) else value
     if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
         raise RowError("it has no list of messages")
@@ -131,7 +134,9 @@ def _with_source(part: Any, waiting: dict[str, Iterator[Any]]) -> Any:
 
 
 def _from_turns(value: Any, kind: str) -> list[Message]:
-    """Messages of a LLaVA or MMDU row, whose media fill placeholders in the order of the text."""
+    """Return the messages of a LLaVA or MMDU row, whose media fill placeholders in the order of the
+    text.
+    """
     turns = value.get("conversations") if isinstance(value, dict) else None
     if not isinstance(turns, list):
         raise RowError("it has no list of conversations")
@@ -150,7 +155,7 @@ def _from_turns(value: Any, kind: str) -> list[Message]:
 
 
 def _parts(text: str, kind: str, waiting: dict[str, Iterator[Any]]) -> Iterator[dict[str, Any]]:
-    """Text and media of a turn.
+    """Yield text and media of a turn.
 
     LLaVA rows set a placeholder apart by a newline, which belongs to it: chat templates write what
     their model expects there. MMDU's stand inside sentences (``Image1: <ImageHere>.``).
@@ -168,7 +173,10 @@ def _parts(text: str, kind: str, waiting: dict[str, Iterator[Any]]) -> Iterator[
 
 
 def _listed(value: dict[str, Any], kind: str) -> list[Any]:
-    """A row's media of one kind: under ``image`` or ``images``; one, a list, or a dict of them."""
+    """Return a row's media of one kind: under ``image`` or ``images``.
+
+    The value may be one, a list, or a dict of them.
+    """
     found = value.get(kind) or value.get(f"{kind}s") or []
     if isinstance(found, dict):
         return list(found.values())
@@ -188,7 +196,7 @@ def _require_used(waiting: dict[str, Iterator[Any]]) -> None:
 
 
 def _checked(messages: list[Message], root: Path) -> list[Message]:
-    """The messages with media found, or the reason why they cannot be trained on."""
+    """Return the messages with media found, or the reason why they cannot be trained on."""
     try:
         plain, images, videos = take_media(messages)
         waiting = {"image": iter(images), "video": iter(videos)}

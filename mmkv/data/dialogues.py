@@ -32,7 +32,7 @@ SEARCH = ("locate", "count", "exists")
 
 
 def grid(rng: random.Random, split: Split, largest: int = 4, least: int = 1) -> Scene:
-    """A grid scene of the split with at least ``least`` objects."""
+    """Return a grid scene of the split with at least ``least`` objects."""
     while True:
         scene = make_scene(rng, split, largest)
         if scene.kind == "grid" and len(scene.items) >= least:
@@ -40,34 +40,34 @@ def grid(rng: random.Random, split: Split, largest: int = 4, least: int = 1) -> 
 
 
 def picture_name(number: int) -> str:
-    """What questions call a picture that may be asked about later."""
+    """Return the name, in questions, of a picture that may be asked about later."""
     return f"picture {number}"
 
 
 def caption(number: int) -> str:
-    """What stands before such a picture."""
+    """Return the caption of such a picture."""
     return f"{picture_name(number)}:"
 
 
 def cell_question(number: int, cell: tuple[int, int], answer: str, kind: str = "cell") -> Question:
-    """What was in a cell of picture ``number``."""
+    """Return the question what was in a cell of picture ``number``."""
     return _earlier(kind, f"what was at {place(*cell)} of {picture_name(number)}?", answer)
 
 
 def clip_question(video: Clip, cell: tuple[int, int], when: str) -> Question:
-    """What was in a cell at the ``start`` or the ``end`` of a clip."""
+    """Return the question what was in a cell at the ``start`` or the ``end`` of a clip."""
     scene = video.frames[0 if when == "start" else -1]
     return Question(when, f"what was at {place(*cell)} at the {when}?", scene.at(*cell))
 
 
 def changing_clip(first: Scene, last: Scene, rng: random.Random, frames: int = 3) -> Clip:
-    """A clip of one scene, from some frame on of the other."""
+    """Return a clip of one scene, from some frame on of the other."""
     change = rng.randint(1, frames - 1)
     return Clip(tuple(first if index < change else last for index in range(frames)))
 
 
 def exchanged(scene: Scene, rng: random.Random, split: Split) -> tuple[Scene, Item]:
-    """The scene with another thing in the place of one of its things, and the one that is gone."""
+    """Exchange one thing of a scene; return the new scene and the thing that is gone."""
     gone = rng.choice(scene.items)
     x, y = gone.x // CELL, gone.y // CELL
     names = [n for n in object_names() if n != gone.name]
@@ -87,7 +87,7 @@ def dense(
     earlier: float = 0.6,
     search: bool = True,
 ) -> list[Turn]:
-    """A dialogue in which any cell of any of its pictures may be asked later.
+    """Return a dialogue in which any cell of any of its pictures may be asked later.
 
     Args:
         earlier: share of the questions that are about an earlier picture, once there is one.
@@ -136,7 +136,8 @@ def sparse(
     loads: int = 3,
     search: bool = True,
 ) -> list[Turn]:
-    """A dialogue whose pictures are mostly under ``ignore:``; only the kept ones are asked about.
+    """Return a dialogue whose pictures are mostly under ``ignore:``; only the kept ones are asked
+    about.
 
     The pictures come with the first ``loads`` turns, the first of which holds a kept one.
     """
@@ -164,7 +165,7 @@ def sparse(
 
 
 def latest(scene: Scene, rng: random.Random) -> list[Question]:
-    """Questions on the latest picture: the usual ones, and what lies beside a cell."""
+    """Return questions on the latest picture: the usual ones, and what lies beside a cell."""
     made = questions(scene, rng)
     if scene.kind == "grid":
         made.append(beside(scene, rng))
@@ -173,7 +174,7 @@ def latest(scene: Scene, rng: random.Random) -> list[Question]:
 
 
 def beside(scene: Scene, rng: random.Random) -> Question:
-    """A neighbour of a cell, for which the answer works out the place first."""
+    """Return a neighbour of a cell, for which the answer works out the place first."""
     row, column = rng.randint(1, scene.rows), rng.randint(1, scene.columns)
     steps = {"below": (1, 0), "above": (-1, 0), "right of": (0, 1), "left of": (0, -1)}
     word, (down, right) = rng.choice(list(steps.items()))
@@ -185,7 +186,7 @@ def beside(scene: Scene, rng: random.Random) -> Question:
 
 
 def about(shown: list[Scene], rng: random.Random, number: int, search: bool = True) -> Question:
-    """A question on picture ``number`` (1-based) of those shown, mostly about one cell."""
+    """Return a question on picture ``number`` (1-based) of those shown, mostly about one cell."""
     scene = shown[number - 1]
     where = picture_name(number)
     if scene.kind == "text":
@@ -214,7 +215,10 @@ def about(shown: list[Scene], rng: random.Random, number: int, search: bool = Tr
 
 
 def _same(scene: Scene, where: str, shown: list[Scene], other: int, rng: random.Random) -> Question:
-    """Compares one cell of two pictures; the answer names both before it says yes or no."""
+    """Return a question that compares a cell of two pictures.
+
+    The answer names both, then yes or no.
+    """
     second = shown[other - 1]
     row = rng.randint(1, min(scene.rows, second.rows))
     column = rng.randint(1, min(scene.columns, second.columns))
@@ -225,7 +229,7 @@ def _same(scene: Scene, where: str, shown: list[Scene], other: int, rng: random.
 
 
 def clip(seed: int, split: Split, turns: int = 4) -> list[Turn]:
-    """A dialogue about a video in which one cell changes."""
+    """Return a dialogue about a video in which one cell changes."""
     rng = random.Random(f"clip-{split}-{seed}")
     first = grid(rng, split)
     row, column = _cell(first, rng)
@@ -251,7 +255,7 @@ def clip(seed: int, split: Split, turns: int = 4) -> list[Turn]:
 
 
 def clip_of_stream(rng: random.Random, split: Split) -> tuple[Clip, Question]:
-    """A clip in which one thing is exchanged, and a question about its start or its end."""
+    """Return a clip in which one thing is exchanged, and a question about its start or its end."""
     first = grid(rng, split)
     last, changed = exchanged(first, rng, split)
     video = changing_clip(first, last, rng)
@@ -261,7 +265,8 @@ def clip_of_stream(rng: random.Random, split: Split) -> tuple[Clip, Question]:
 
 
 def stream(seed: int, split: Split, clips: int, remember: int = 8) -> list[Turn]:
-    """A numbered picture, then clip after clip, each asked about once; now and then the picture.
+    """Return a numbered picture, then clip after clip, each asked about once; now and then the
+    picture.
 
     Args:
         remember: clips between two questions about the picture.

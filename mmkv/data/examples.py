@@ -49,7 +49,7 @@ class Example:
         return self.input_ids.numel()
 
     def inputs(self) -> dict[str, Tensor]:
-        """What the processor returns for it (one row, ``[1, T]``), and ``labels [1, T]``."""
+        """Return what the processor returns for it (one row, ``[1, T]``), and ``labels [1, T]``."""
         made = {"input_ids": self.input_ids[None], "labels": self.labels[None], **self.media}
         if self.token_types is not None:
             made["mm_token_type_ids"] = self.token_types[None]
@@ -94,7 +94,9 @@ class Encoder:
         self._turns = TurnFinder(processor.tokenizer)
 
     def __call__(self, row: Row) -> list[Example]:
-        """Examples of a row in order: one of a chat, one or more of a text, none if left out."""
+        """Return the examples of a row in order: one of a chat, one or more of a text, none if left
+        out.
+        """
         self.tally["rows"] += 1
         try:
             return self._document(row) if isinstance(row, Document) else self._chat(row)
@@ -103,7 +105,7 @@ class Encoder:
             return []
 
     def summary(self) -> str:
-        """One line about what was left out or cut, empty when nothing was."""
+        """Return one line about what was left out or cut, empty when nothing was."""
         counts = [
             f"{self.tally[k]} {k}" for k in ("broken", "dropped", "cut", "split") if self.tally[k]
         ]
@@ -162,7 +164,8 @@ class Encoder:
     def _placed(
         self, short: list[int], turns: list[AssistantTurn], ids: Tensor
     ) -> list[AssistantTurn]:
-        """Replies in the model's ids, where each picture takes many tokens instead of one.
+        """Return the replies in the model's ids, where each picture takes many tokens instead of
+        one.
 
         All other tokens are the same in the same order, but for a start marker that the processor
         may add: they carry the indices over.
@@ -214,7 +217,10 @@ class Examples(Dataset[dict[str, Tensor]]):
         return self.length
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """What :meth:`Example.inputs` returns. Raises DataError when 100 rows in turn fail."""
+        """Return what :meth:`Example.inputs` returns.
+
+        Raises DataError when 100 rows in turn fail.
+        """
         if not 0 <= index < self.length:
             raise IndexError(f"example {index} of {self.length}")
         made = self.encoder(self.mixture[index])
@@ -232,7 +238,7 @@ class Examples(Dataset[dict[str, Tensor]]):
 def _video_fills(
     processor: Processor, clips: Sequence[Clip], inputs: dict[str, Tensor]
 ) -> list[str]:
-    """What the processor wrote in place of each video."""
+    """Return the text that the processor put in place of each video."""
     if not clips:
         return []
     assert isinstance(processor, QwenProcessor)  # no other takes videos
@@ -244,7 +250,7 @@ def _video_fills(
 
 
 def _fill(text: str, token: str, fills: Sequence[str]) -> str:
-    """``text`` with its first placeholders replaced by ``fills``, in order."""
+    """Return ``text`` with its first placeholders replaced by ``fills``, in order."""
     if not fills:
         return text
     pieces = text.split(token)

@@ -48,13 +48,13 @@ class TurnFinder:
         self._blank: dict[int, bool] = {}
 
     def tokenize(self, text: str) -> list[int]:
-        """Ids of a text with nothing added around it."""
+        """Return the ids of a text with nothing added around it."""
         return self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
     def find(
         self, messages: Sequence[Message], render: Render
     ) -> tuple[list[int], list[AssistantTurn]]:
-        """Ids of the whole chat, and its replies in order.
+        """Return the ids of the whole chat, and its replies in order.
 
         Args:
             messages: at least one of them the assistant's.
@@ -95,7 +95,9 @@ class TurnFinder:
         return whole, found
 
     def _with_ends(self, text: str) -> tuple[list[int], list[int]]:
-        """Ids, and where in the text each ends (none from a tokenizer that does not keep track)."""
+        """Return ids, and where in the text each ends (none from a tokenizer that does not keep
+        track).
+        """
         if not self._tokenizer.is_fast:
             return self.tokenize(text), []
         made = self._tokenizer(
@@ -104,7 +106,10 @@ class TurnFinder:
         return made["input_ids"], [end for _, end in made["offset_mapping"]]
 
     def _stop(self, ids: list[int], start: int, close: int) -> int:
-        """After the first special token of those that end the turn; ``close`` without one."""
+        """Return the index after the first special token that ends the turn.
+
+        Return ``close`` if there is none.
+        """
         tail = close
         while tail > start and self._closing(ids[tail - 1]):
             tail -= 1
@@ -112,7 +117,9 @@ class TurnFinder:
         return next(ends, close)
 
     def _closing(self, token: int) -> bool:
-        """Whether a token can stand after a reply's last word: a special token or white space."""
+        """Return whether a token can stand after a reply's last word: a special token or white
+        space.
+        """
         if token in self._special:
             return True
         if token not in self._blank:
@@ -121,7 +128,7 @@ class TurnFinder:
 
 
 def _shared(first: Sequence[int], second: Sequence[int]) -> int:
-    """Length of the longest common prefix."""
+    """Return the length of the longest common prefix."""
     for at, (a, b) in enumerate(zip(first, second, strict=False)):
         if a != b:
             return at
@@ -137,7 +144,7 @@ def _does_not_nest(index: int, reason: str) -> DataError:
 
 
 def predicted(labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Where the states stand that predict a label ``[N]``, and those labels ``[N]``.
+    """Return where the states stand that predict a label ``[N]``, and those labels ``[N]``.
 
     The label of a document's first token must be -100: nothing before it predicts it.
     """

@@ -48,7 +48,7 @@ class Mixture(Generic[Item]):
         self._orders: dict[int, tuple[int, np.ndarray]] = {}
 
     def locate(self, n: int) -> tuple[int, int, int]:
-        """Source, epoch of that source, and row in it, of element ``n``.
+        """Return source, epoch of that source, and row in it, of element ``n``.
 
         Raises:
             IndexError: below 0.
@@ -71,13 +71,13 @@ class Mixture(Generic[Item]):
         return self.sources[source][row]
 
     def spare(self, n: int, attempt: int) -> Item:
-        """What stands in for element ``n`` when it cannot be used, ``attempt`` times over."""
+        """Return the replacement number ``attempt`` for an element ``n`` that cannot be used."""
         pick = _uniform(self.seed, 2, _SPARE, n, attempt)
         rows = self.sources[int(np.searchsorted(self._edges, pick[0], side="right"))]
         return rows[int(pick[1] * len(rows))]
 
     def walk(self, start: int = 0, rank: int = 0, world: int = 1) -> Iterator[tuple[int, Item]]:
-        """Elements from ``start`` on with their numbers; nothing before is read.
+        """Yield elements from ``start`` on with their numbers; nothing before is read.
 
         The processes 0 .. ``world`` - 1 take turns: together they see the order of a single one.
         """
@@ -103,7 +103,7 @@ class Mixture(Generic[Item]):
 
 
 def _uniform(seed: int, count: int, *stream: int) -> np.ndarray:
-    """float64 ``[count]`` in [0, 1), a function of the arguments alone.
+    """Return float64 ``[count]`` in [0, 1), a function of the arguments alone.
 
     From raw Philox words: numpy promises these for good, its distributions only per version.
     """

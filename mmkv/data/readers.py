@@ -128,7 +128,7 @@ class RowFile(Sequence[Row]):
         )
 
     def _recognise(self) -> str:
-        """The kind of the first row that is of any."""
+        """Return the kind of the first row that is of any."""
         for index in range(len(self._raw)):
             try:
                 kind = kind_of(self._raw[index])
@@ -220,7 +220,7 @@ def _whole(path: Path) -> Any:
 
 
 def _pieces(text: str, separator: str | None) -> list[str]:
-    """The documents of a plain-text file, without those that are blank."""
+    """Return the documents of a plain-text file, without those that are blank."""
     if separator is None:
         return [text]
     parts = re.split(rf"^{re.escape(separator)}[ \t]*(?:\n|\Z)", text, flags=re.MULTILINE)

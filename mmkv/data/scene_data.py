@@ -68,7 +68,7 @@ KINDS: dict[str, Callable[[int, Split], list[Turn]]] = {
 
 
 def scene_turns(kind: str, seed: int, split: Split) -> list[Turn]:
-    """The dialogue ``seed`` of a kind.
+    """Return the dialogue ``seed`` of a kind.
 
     Raises:
         ValueError: for an unknown kind, naming those there are.
@@ -79,6 +79,6 @@ def scene_turns(kind: str, seed: int, split: Split) -> list[Turn]:
 
 
 def scene_example(turns: list[Turn], tokenizer: PreTrainedTokenizerFast) -> dict[str, Tensor]:
-    """What the processor returns for the dialogue (one row), and ``labels [1, t]``."""
+    """Return what the processor returns for the dialogue (one row), and ``labels [1, t]``."""
     made = collate([encode(turns, tokenizer)], tokenizer)
     return {name: tensor for name, tensor in made.items() if name != "attention_mask"}

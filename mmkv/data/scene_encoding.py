@@ -16,7 +16,7 @@ PATCH, MERGE, FPS = 16, 2, 2.0
 
 
 def patches(picture: Image.Image) -> tuple[np.ndarray, tuple[int, int, int]]:
-    """What the checkpoint's image processor makes of a picture whose sides are multiples of 32.
+    """Return the patches that the checkpoint's image processor makes of a picture.
 
     Returns:
         float32 ``[patches, 3 * 2 * 16 * 16]`` in merge order, and the grid (t, h, w) in patches.
@@ -47,7 +47,7 @@ class Encoded:
 
 
 def encode(turns: list[Turn], tokenizer: PreTrainedTokenizerFast) -> Encoded:
-    """Token ids, labels, patches and grids of a dialogue."""
+    """Return token ids, labels, patches and grids of a dialogue."""
     start, end = (tokenizer.convert_tokens_to_ids(f"<|im_{x}|>") for x in ("start", "end"))
     names = ("vision_start", "image_pad", "video_pad", "vision_end")
     first, image, video, last = (tokenizer.convert_tokens_to_ids(f"<|{x}|>") for x in names)
@@ -84,12 +84,12 @@ def encode(turns: list[Turn], tokenizer: PreTrainedTokenizerFast) -> Encoded:
 
 
 def timestamp(patch: int) -> str:
-    """What stands before a temporal patch: the mean time of its two frames, two frames a second."""
+    """Return the text before a temporal patch: the mean time of its frames, two frames a second."""
     return f"<{(2 * patch + 0.5) / FPS:.1f} seconds>"
 
 
 def collate(rows: list[Encoded], tokenizer: PreTrainedTokenizerFast) -> dict[str, Tensor]:
-    """Right-padded model inputs of several dialogues."""
+    """Return right-padded model inputs of several dialogues."""
     longest = max(len(row.ids) for row in rows)
     pad = tokenizer.pad_token_id
     ids = torch.full((len(rows), longest), pad)

@@ -44,7 +44,7 @@ class Item:
 
     @property
     def cell(self) -> tuple[int, int]:
-        """Row and column of a thing in a grid, from 1."""
+        """Return row and column of a thing in a grid, from 1."""
         return self.y // CELL + 1, self.x // CELL + 1
 
 
@@ -112,7 +112,7 @@ class Turn:
         return [picture for picture in self.pictures if isinstance(picture, Scene)]
 
     def parts(self) -> list[str | Scene | Clip]:
-        """Captions and pictures in reading order, then the question."""
+        """Return captions and pictures in reading order, then the question."""
         found: list[str | Scene | Clip] = []
         for index, picture in enumerate(self.pictures):
             found += [*self.captions[index : index + 1], picture]
@@ -120,13 +120,13 @@ class Turn:
 
 
 def place(row: int, column: int) -> str:
-    """A cell (1-based) as questions and answers call it."""
+    """Return the name of a cell (1-based) in questions and answers."""
     return f"row {row}, column {column}"
 
 
 @cache
 def sprites() -> dict[str, Image.Image]:
-    """The emoji by name, 32 x 32 RGBA."""
+    """Return the emoji by name, 32 x 32 RGBA."""
     names = json.loads(asset("sprites.json").read_text())
     sheet = Image.open(asset("sprites.png")).convert("RGBA")
     columns = sheet.width // CELL
@@ -139,14 +139,14 @@ def sprites() -> dict[str, Image.Image]:
 
 @cache
 def object_names() -> tuple[str, ...]:
-    """All emoji names and coloured shapes."""
+    """Return all emoji names and coloured shapes."""
     shapes = tuple(f"{colour} {shape}" for colour in COLOURS for shape in SHAPES)
     return (*sprites(), *shapes)
 
 
 @cache
 def tile(name: str) -> Image.Image:
-    """The 32 x 32 RGBA tile of an object name or of a single letter or digit."""
+    """Return the 32 x 32 RGBA tile of an object name or of a single letter or digit."""
     if name in sprites():
         return sprites()[name]
     picture = Image.new("RGBA", (CELL, CELL))
@@ -176,7 +176,7 @@ def render(scene: Scene) -> Image.Image:
 
 
 def is_heldout(*combination: object) -> bool:
-    """Whether a combination (object and place, or a string) is kept out of training."""
+    """Return whether a combination (object and place, or a string) is kept out of training."""
     return zlib.crc32(repr(combination).encode()) % _HELDOUT_SHARE == 0
 
 
@@ -238,7 +238,7 @@ def _free(rng: random.Random) -> Scene:
 
 
 def questions(scene: Scene, rng: random.Random) -> list[Question]:
-    """Every kind of question that this scene allows, one of each, in random order."""
+    """Return every kind of question that this scene allows, one of each, in random order."""
     made: list[Question] = []
     if scene.kind == "text":
         kind = "number" if scene.text.isdigit() else "word"
@@ -279,7 +279,7 @@ def questions(scene: Scene, rng: random.Random) -> list[Question]:
 
 
 def compare(shown: list[Scene], rng: random.Random) -> Question:
-    """A question across pictures; the first two must be grids.
+    """Return a question about two pictures, which must be grids.
 
     With two pictures it may ask which of them holds an object, otherwise what the first one
     showed in some cell.
@@ -298,7 +298,7 @@ def compare(shown: list[Scene], rng: random.Random) -> Question:
 def dialogue(
     seed: int, split: Split = "train", pictures: int = 1, turns: int = 4, largest: int = 4
 ) -> list[Turn]:
-    """A dialogue of ``turns`` questions over ``pictures`` pictures, exactly answerable.
+    """Return a dialogue of ``turns`` questions over ``pictures`` pictures, exactly answerable.
 
     The pictures come spread over the turns, the first with the first turn. Once two grids have
     been shown, some questions compare them.

@@ -39,7 +39,7 @@ class SyntheticRow:
 
     @property
     def file(self) -> str:
-        """What messages call where it comes from."""
+        """Return the row's place in its file, for messages."""
         return f"{self.domain}:{self.kind}"
 
     @property
@@ -69,7 +69,10 @@ class SyntheticEncoder(Encoder):
     """An :class:`Encoder` that also makes up dialogues."""
 
     def __call__(self, row: Row | SyntheticRow) -> list[Example]:
-        """Examples of a row; see :class:`Encoder`. What is made up is never cut, only left out."""
+        """Return the examples of a row.
+
+        Synthetic documents are never cut: long ones are left out.
+        """
         if not isinstance(row, SyntheticRow):
             return super().__call__(row)
         self.tally["rows"] += 1
@@ -105,7 +108,7 @@ def examples(
     split: Split = "train",
     report: Report | None = None,
 ) -> Examples:
-    """The first ``length`` examples of a mixture of files and scenes.
+    """Return the first ``length`` examples of a mixture of files and scenes.
 
     Args:
         model: whose processor and chat template make the tokens.

@@ -65,13 +65,13 @@ class Piece:
 
 
 def recall(rng: random.Random, facts: int, questions: int) -> list[Piece]:
-    """``facts`` numbers, one per name, then ``questions`` of them."""
+    """Return ``facts`` numbers, one per name, then ``questions`` of them."""
     known = _numbers(rng, facts)
     return _asked_back(rng, questions, known, lambda name: f"{opening(name)} ", ".\n")
 
 
 def records(rng: random.Random, facts: int, questions: int) -> list[Piece]:
-    """``facts`` lines of JSON, hexadecimal keys and values, then ``questions`` of them."""
+    """Return ``facts`` lines of JSON, hexadecimal keys and values, then ``questions`` of them."""
     known: dict[str, str] = {}
     while len(known) < facts:
         known[f"{rng.randrange(16**4):04x}"] = f"{rng.randrange(16**4):04x}"
@@ -79,7 +79,7 @@ def records(rng: random.Random, facts: int, questions: int) -> list[Piece]:
 
 
 def assigned(rng: random.Random, facts: int, questions: int) -> list[Piece]:
-    """``facts`` names of a program and their numbers, then ``questions`` of them."""
+    """Return ``facts`` names of a program and their numbers, then ``questions`` of them."""
     names = [f"{place}_{thing}" for place in _PLACES for thing in _OBJECTS]
     known = {name: _number(rng) for name in rng.sample(names, facts)}
     return _asked_back(rng, questions, known, lambda name: f"{name} = ", "\n")
@@ -88,7 +88,7 @@ def assigned(rng: random.Random, facts: int, questions: int) -> list[Piece]:
 def needles(
     rng: random.Random, filler: int, keys: int, queries: int, values: int = 1
 ) -> list[Piece]:
-    """``keys`` facts at random depths among ``filler`` sentences, then ``queries`` of them.
+    """Return ``keys`` facts at random depths among ``filler`` sentences, then ``queries`` of them.
 
     Args:
         values: numbers to each key, all of which are asked at once.
@@ -104,7 +104,7 @@ def needles(
 
 
 def memory(rng: random.Random, sessions: int, people: int, talk: int) -> list[Piece]:
-    """``sessions`` with ``talk`` sentences and two facts each, and a question after each.
+    """Return ``sessions`` with ``talk`` sentences and two facts each, and a question after each.
 
     The names come from ``people``, so facts are replaced; what is asked is the latest.
     """
@@ -139,7 +139,7 @@ KINDS: dict[str, Callable[[random.Random], list[Piece]]] = {
 
 
 def text_task(kind: str, seed: int, split: Split) -> list[Piece]:
-    """The task ``seed`` of a kind, a function of the arguments alone.
+    """Return the task ``seed`` of a kind, a function of the arguments alone.
 
     Raises:
         ValueError: for an unknown kind, naming those there are.
@@ -150,7 +150,7 @@ def text_task(kind: str, seed: int, split: Split) -> list[Piece]:
 
 
 def opening(name: str, values: int = 1) -> str:
-    """How the sentence with the numbers of ``name`` begins, and every question about them."""
+    """Return the beginning of the sentence with the numbers of ``name``, and of its questions."""
     if values == 1:
         return f"The special magic number for {name} is:"
     return f"The special magic numbers for {name} are:"
@@ -163,7 +163,7 @@ def _asked_back(
     begin: Callable[[str], str],
     end: str,
 ) -> list[Piece]:
-    """All facts, each ``begin(name) + value + end``, then ``questions`` of them once more.
+    """Return all facts, each ``begin(name) + value + end``, then ``questions`` of them once more.
 
     A space before the value is part of the answer: tokenizers join the two.
     """
@@ -199,7 +199,7 @@ def _number(rng: random.Random) -> str:
 
 
 def small_talk(rng: random.Random) -> str:
-    """A sentence that nothing is ever asked about."""
+    """Return a sentence that nothing is ever asked about."""
     subject, verb = rng.choice(_SUBJECTS), rng.choice(_VERBS)
     thing, place = rng.choice(_OBJECTS), rng.choice(_PLACES)
     return f"{rng.choice(_TIMES)} the {subject} {verb} a {thing} near the {place}.\n"

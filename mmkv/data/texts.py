@@ -33,7 +33,7 @@ def prose() -> Iterator[tuple[str, str]]:
 
 
 def held_out(name: str) -> bool:
-    """Whether a text is kept from training."""
+    """Return whether a text is kept from training."""
     return hashlib.sha256(name.encode()).digest()[0] < 26
 
 

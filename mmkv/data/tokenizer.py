@@ -52,7 +52,9 @@ CHAT_TEMPLATE = """{%- for message in messages -%}
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """A byte-level tokenizer: every word of the scenes is one token, anything else its bytes."""
+    """Return a byte-level tokenizer: every word of the scenes is one token, anything else its
+    bytes.
+    """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     words = sorted(
         {*_WORDS, *COLOURS, *SHAPES, *(part for name in object_names() for part in name.split())}

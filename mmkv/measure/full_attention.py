@@ -53,7 +53,7 @@ def lay_out(engine: Runtime, inputs: Sequence[Mapping[str, Any]]) -> Documents:
 
 
 def lay_out_turns(engine: Runtime, turns: Sequence[Turn]) -> Documents:
-    """:func:`lay_out` of documents already built as turns."""
+    """Return :func:`lay_out` of documents already built as turns."""
     hidden, positions, start, modality, lengths = [], [], [], [], []
     levels: dict[int, list[tuple[Tensor, Tensor]]] = {}
     first = 0

@@ -41,7 +41,7 @@ def write_results(path: str | Path, settings: Mapping[str, Any], results: Any) -
 
 
 def provenance() -> dict[str, Any]:
-    """Date, command, commit, versions and machine of this process."""
+    """Return date, command, commit, versions and machine of this process."""
     return {
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "command": command(),
@@ -52,7 +52,7 @@ def provenance() -> dict[str, Any]:
 
 
 def command() -> str:
-    """The command line of this process, with the interpreter's own path left out."""
+    """Return the command line of this process, with the interpreter's own path left out."""
     return " ".join(["python", *sys.orig_argv[1:]])
 
 
@@ -68,7 +68,7 @@ def commit() -> str | None:
 
 
 def _in_own_repository() -> bool:
-    """Whether git's folder is mmkv's own, not that of a project mmkv was installed into."""
+    """Return whether git's folder is mmkv's own, not that of a project mmkv was installed into."""
     try:
         ours = 'name = "mmkv"' in (ROOT / "pyproject.toml").read_text()
     except OSError:
@@ -78,7 +78,7 @@ def _in_own_repository() -> bool:
 
 
 def versions() -> dict[str, str]:
-    """Python and the packages that decide speed and numbers."""
+    """Return Python and the packages that decide speed and numbers."""
     found = {"python": platform.python_version()}
     for name in _PACKAGES:
         try:
@@ -93,7 +93,7 @@ def versions() -> dict[str, str]:
 
 
 def machine() -> dict[str, Any]:
-    """Processor, cores this process may use, threads of torch, memory, and GPU if any."""
+    """Return processor, cores this process may use, threads of torch, memory, and GPU if any."""
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     found: dict[str, Any] = {"cpu": _cpu_name(), "cores": usable, "system": platform.platform()}
     if hasattr(os, "sysconf"):

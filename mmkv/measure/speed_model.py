@@ -24,12 +24,15 @@ class StepBytes:
     gates: int
 
     def floor(self, bandwidth: float) -> float:
-        """Seconds for weights and entries at ``bandwidth`` bytes per second."""
+        """Return the seconds for weights and entries at ``bandwidth`` bytes per second."""
         return (self.weights + self.kv) / bandwidth
 
 
 def weight_bytes(engine: Runtime) -> int:
-    """Weights a step reads. Of an embedding that is not also the head it reads single rows."""
+    """Return the bytes of the weights that a step reads.
+
+    A step reads single rows of an embedding that is not also the head.
+    """
     weights = engine.decoder.weights
     untied = weights.head.data_ptr() != weights.embed.data_ptr()
     spared = 0 if engine.native is None else engine.native.bytes_spared
@@ -37,7 +40,7 @@ def weight_bytes(engine: Runtime) -> int:
 
 
 def gate_bytes(engine: Runtime) -> int:
-    """Weights of the gates a step reads, 0 without gates."""
+    """Return the weights of the gates a step reads, 0 without gates."""
     if engine.decoder.gates is None:
         return 0
     tensors = [
@@ -49,12 +52,12 @@ def gate_bytes(engine: Runtime) -> int:
 
 
 def entry_bytes(engine: Runtime) -> int:
-    """Bytes of the key and value of one entry."""
+    """Return the bytes of the key and value of one entry."""
     pool = engine.cache.pool
     return pool.kv_page_bytes // pool.page_size
 
 
 def step_bytes(engine: Runtime, sessions: Sequence[CachedSequence]) -> StepBytes:
-    """What the next step of these sessions reads."""
+    """Return the bytes that the next step of these sessions reads."""
     entries = sum(session.entries + engine.spec.rows for session in sessions)
     return StepBytes(weight_bytes(engine), entries * entry_bytes(engine), gate_bytes(engine))

@@ -53,7 +53,7 @@ class Table:
         sys.stdout.flush()
 
     def markdown(self) -> str:
-        """The table as Markdown, under its title."""
+        """Return the table as Markdown, under its title."""
         columns, *rows = ([_escaped(cell) for cell in line] for line in (self.columns, *self.rows))
         return f"**{self.title}**\n\n{pipe_table(columns, rows, numbers=True)}\n"
 

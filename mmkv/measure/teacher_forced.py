@@ -90,7 +90,10 @@ class FullCache:
         return cls(engine.decoder, states[predicted(labels)[0]])
 
     def logits(self) -> Iterator[Tensor]:
-        """Float32 ``[vocab]`` for one answer token after the other; a block of them is held."""
+        """Yield float32 ``[vocab]`` for one answer token after the other.
+
+        A block of :data:`BLOCK` is held at a time.
+        """
         for states in self.states.split(BLOCK):
             yield from self.decoder.logits(states)
 
@@ -178,7 +181,9 @@ def read_at(
 def _begin(
     engine: Runtime, turn: Turn, budgets: Sequence[Budget], stop: int, stack: ExitStack
 ) -> tuple[list[CachedSequence], Tensor]:
-    """Sessions that have read the first ``stop`` tokens, and their logits ``[B, vocab]``."""
+    """Return the sessions that have read the first ``stop`` tokens, and their logits ``[B,
+    vocab]``.
+    """
     # Nothing is evicted inside a chunk: up to the end of the first, budgets make no difference.
     alike = min(stop, engine.prefill_chunk)
     sessions = []
@@ -193,7 +198,7 @@ def _begin(
 
 
 def _answer(ours: Tensor, theirs: Tensor, target: Tensor) -> Answer:
-    """What is kept of the log-probabilities ``[T, vocab]`` at one answer ``[T]``."""
+    """Return the record of one answer ``[T]`` from its log-probabilities ``[T, vocab]``."""
     best, target = ours.argmax(-1), target.to(ours.device)
     miss = (best != target).nonzero().flatten().tolist()
     return Answer(
@@ -207,7 +212,7 @@ def _answer(ours: Tensor, theirs: Tensor, target: Tensor) -> Answer:
 
 
 def _joined(blocks: Sequence[Answer]) -> Answer:
-    """The answer whose tokens stand in ``blocks`` of :data:`BLOCK`, the last maybe smaller."""
+    """Join the blocks of one answer, each of :data:`BLOCK` tokens, the last maybe smaller."""
     return Answer(
         tokens=sum(block.tokens for block in blocks),
         right=all(block.right for block in blocks),

@@ -49,7 +49,7 @@ def load_image(source: ImageSource) -> Image:
 
 
 def describe(source: object) -> str:
-    """A short name of a source for messages (a data: URI can be megabytes long)."""
+    """Return a short name of a source for messages (a data: URI can be megabytes long)."""
     text = str(source)
     return text.split(",", 1)[0][:40] + ",..." if text.startswith("data:") else text
 

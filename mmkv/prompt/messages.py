@@ -46,7 +46,7 @@ def take_media(messages: Sequence[Message]) -> tuple[list[Message], list[Any], l
 
 
 def is_blank(message: Message) -> bool:
-    """Whether a message says nothing in words."""
+    """Return whether a message says nothing in words."""
     return not any(
         part["type"] == "text" and part["text"].strip() for part in as_parts(message["content"])
     )

@@ -38,7 +38,7 @@ class Processor:
 
     @property
     def size_rule(self) -> Any:
-        """For mmkv.prompt.video.load_video: how to scale frames while they are read."""
+        """Return the rule by which mmkv.prompt.video.load_video scales frames."""
         return None
 
     def encode(
@@ -48,7 +48,8 @@ class Processor:
         clips: Sequence[Clip] = (),
         continuing: bool = False,
     ) -> dict[str, torch.Tensor]:
-        """Model inputs of one row for ``text``, in which each picture and video has a placeholder.
+        """Return model inputs of one row for ``text``, in which each picture and video has a
+        placeholder.
 
         ``continuing``: the text follows tokens that a session holds, so nothing that marks a
         beginning is added. Raises InputError: no text, placeholders that do not match the media,
@@ -87,7 +88,7 @@ class Processor:
         return dict(self.tokenizer(text, add_special_tokens=False, return_tensors="pt"))
 
     def _starts_itself(self, text: str) -> bool:
-        """Whether the rendered text already begins with the tokenizer's start marker."""
+        """Return whether the rendered text already begins with the tokenizer's start marker."""
         start = self.tokenizer.bos_token
         return start is not None and text.startswith(start)
 
@@ -130,7 +131,7 @@ class QwenProcessor(Processor):
 
     @property
     def size_rule(self) -> Any:
-        """Frames are scaled to the model's size while they are read."""
+        """Return the rule that scales frames to the model's size while they are read."""
         return self.rules.scaler
 
     def _inputs(
@@ -237,7 +238,7 @@ def _load_qwen(
 
 
 def _load_image_processor(name: str | Path) -> Any | None:
-    """The image processor in its PIL form (the same pixels with and without torchvision)."""
+    """Return the image processor in its PIL form (the same pixels with and without torchvision)."""
     # transformers 5.17 hides the name at its top level when torchvision is absent; the class itself
     # does not need torchvision in either version.
     from transformers.models.auto.image_processing_auto import AutoImageProcessor
@@ -291,14 +292,14 @@ def _without_video(name: str | Path, tokenizer: Any, cause: Exception) -> Any:
 
 
 def _template(name: str | Path, tokenizer: Any) -> str | None:
-    """The chat template: the tokenizer's, or that of the older separate file."""
+    """Return the chat template: the tokenizer's, or that of the older separate file."""
     if tokenizer.chat_template:
         return tokenizer.chat_template
     return _read_json(name, "chat_template.json").get("chat_template")
 
 
 def _read_json(name: str | Path, file: str) -> dict[str, Any]:
-    """A JSON file of the checkpoint, {} when it has none."""
+    """Return the content of a JSON file of the checkpoint, {} when it has none."""
     from transformers.utils import cached_file
 
     try:

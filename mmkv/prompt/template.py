@@ -51,7 +51,9 @@ class ChatTemplate:
         self._placeholders = placeholders or {}
 
     def addition(self, history: list[Message], turn: list[Message]) -> Addition:
-        """What to append for ``turn`` (its last message is the user's) after ``history``."""
+        """Return the text to append for ``turn`` (its last message is the user's) after
+        ``history``.
+        """
         if self.source is None:
             text = "".join(self._plain(message) for message in turn)
             return Addition(text, bool(history), NO_TEMPLATE)
@@ -70,7 +72,7 @@ class ChatTemplate:
         return Addition(after, True, None if stable else REWRITES)
 
     def render(self, messages: list[Message], opening: bool) -> str:
-        """The template's text; ``opening`` adds the beginning of the assistant's reply."""
+        """Return the template's text; ``opening`` adds the beginning of the assistant's reply."""
         if self.source is None:
             return "".join(self._plain(message) for message in messages)
         from jinja2 import TemplateError
@@ -108,5 +110,5 @@ class ChatTemplate:
 
 
 def as_parts(content: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A message's content as a list of parts."""
+    """Return a message's content as a list of parts."""
     return [{"type": "text", "text": content}] if isinstance(content, str) else list(content)

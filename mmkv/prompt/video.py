@@ -41,7 +41,7 @@ class Clip:
 
     @property
     def timestamps(self) -> list[float]:
-        """Seconds from the start of the video, one per frame."""
+        """Return seconds from the start of the video, one per frame."""
         return [index / self.fps for index in self.indices]
 
 
@@ -52,7 +52,9 @@ class Reader(Protocol):
     fps: float
 
     def read(self, indices: Sequence[int], keep: FrameMap) -> list[np.ndarray]:
-        """Frames [height, width, 3] uint8 at ascending ``indices``, each passed through keep."""
+        """Return frames [height, width, 3] uint8 at ascending ``indices``, each passed through
+        keep.
+        """
         ...
 
 
@@ -90,7 +92,7 @@ def check_sampling(fps: float | None, num_frames: int | None) -> None:
 def sample_indices(
     total: int, source_fps: float, fps: float | None = None, num_frames: int | None = None
 ) -> list[int]:
-    """Evenly spread frame numbers in 0..total-1, first and last included (Qwen3-VL's rule)."""
+    """Return evenly spread frame numbers, first and last included (Qwen3-VL's rule)."""
     if num_frames is None:
         wanted = int(total / source_fps * (DEFAULT_FPS if fps is None else fps))
         num_frames = min(max(wanted, MIN_FRAMES), MAX_FRAMES)
