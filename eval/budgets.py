@@ -1,4 +1,4 @@
-"""Budgets as comparisons write them: shares of the dialogue (``1/8``), or entries (``64``).
+"""Parse budgets of comparisons: shares of the dialogue (``1/8``) or entries (``64``).
 
 What is above 1 is entries, the mean per layer and KV head.
 """

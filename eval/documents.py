@@ -1,4 +1,4 @@
-"""What a made dialogue is, and what its makers share: text piece by piece, and where to cut.
+"""Documents of the evaluation programs: inputs, labels, and where memory is cut to the budget.
 
 Memory is brought down to the budget at every cut, before the question that follows is known.
 """

@@ -1,4 +1,4 @@
-"""What evaluation programs read, by name: held-out dialogues of every domain.
+"""Held-out documents of the evaluation programs, by name.
 
 A name says all that decides its dialogues, and dialogue n never depends on how many are read.
 """
@@ -25,7 +25,7 @@ _DOMAINS: dict[str, Callable[[str, str, Processor], Callable[[int], Document]]] 
 
 
 class GeneratedDocuments(Sequence[dict[str, Any]]):
-    """The dialogues that ``make`` makes of their indices."""
+    """The sequence of the documents that ``make`` returns for an index."""
 
     def __init__(self, make: Callable[[int], Document]) -> None:
         self.make = make

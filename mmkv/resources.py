@@ -1,4 +1,4 @@
-"""Finding what ships with mmkv: the small bundled model, pictures and data."""
+"""Find the files that mmkv ships: the bundled model, pictures and data."""
 
 from __future__ import annotations
 

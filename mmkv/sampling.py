@@ -1,4 +1,4 @@
-"""How the next token is chosen: settings, their checks, and the draw itself."""
+"""Sample the next token: settings, their checks, and the draw."""
 
 from __future__ import annotations
 

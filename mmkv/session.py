@@ -1,4 +1,4 @@
-"""A session that talks: text in, a stream of text out, one turn's tokens appended at a time."""
+"""A chat session: text in, a stream of text out; each turn appends its own tokens."""
 
 from __future__ import annotations
 

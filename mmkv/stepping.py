@@ -1,4 +1,4 @@
-"""Replies under way, taken one decode step further together; several steps where a graph runs."""
+"""Decode several replies together by one step, or by several steps where a graph runs."""
 
 from __future__ import annotations
 

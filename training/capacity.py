@@ -1,4 +1,4 @@
-"""How many entries the gates retain at each step, and the loss when that is over budget.
+"""Compute how many entries the gates retain at each step, and the loss above the budget.
 
 Sources: TRIM-KV (arXiv 2512.03324), eq. 5; DBTrimKV (arXiv 2605.09649), eq. 4 and section 4.1. A
 token written at step i with ``log_beta[r, i]`` still counts ``exp((t - i) * log_beta[r, i])`` at
@@ -276,7 +276,7 @@ class _Grid:
 
 
 class _Retained(torch.autograd.Function):
-    """S; saves only its inputs and forms every exponential again in the backward pass."""
+    """Computes S; saves its inputs only and recomputes every exponential in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, log_beta: Tensor, document_start: Tensor | None) -> Tensor:

@@ -41,7 +41,7 @@ def retained_counts(log_beta: Tensor, document_start: Tensor | None = None) -> T
 
 
 class _Retained(torch.autograd.Function):
-    """Saves its inputs only."""
+    """Runs both kernels; saves its inputs only."""
 
     @staticmethod
     def forward(ctx: Any, log_beta: Tensor, document_start: Tensor | None) -> Tensor:

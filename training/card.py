@@ -1,4 +1,4 @@
-"""The model card beside a gate file, in the format the Hugging Face hub shows."""
+"""Write the model card of a gate file, in the Hugging Face hub's format."""
 
 from __future__ import annotations
 

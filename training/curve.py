@@ -1,4 +1,4 @@
-"""The training curve of a distillation run."""
+"""Plot the training curve of a distillation run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The output folder of a run: what was asked of it and how far it came, for ``--resume``."""
+"""The output folder of a run: its settings and its progress, for ``--resume``."""
 
 from __future__ import annotations
 

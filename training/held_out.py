@@ -1,4 +1,4 @@
-"""Held-out evaluation of gates with real eviction, in the engine that will use them."""
+"""Evaluate gates on held-out data with real eviction in the engine."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def summary(runs: Sequence[DialogueRun]) -> dict[str, float]:
 
 
 class HeldOutData:
-    """Held-out dialogues, read again for every set of gates.
+    """Held-out dialogues, run for every set of gates.
 
     What the full cache predicts is computed anew each time: kept, it would be a vocabulary's worth
     of logits for every answer token.

@@ -1,4 +1,4 @@
-"""Quality losses of distillation, computed in blocks so that logits never stand in full.
+"""Compute the quality losses of distillation in blocks, so that all logits never exist at once.
 
 KL(teacher || student) and next-token prediction over one mask of shifted labels (DBTrimKV,
 arXiv 2605.09649, eq. 3; TRIM-KV, arXiv 2512.03324, eq. 4).

@@ -1,4 +1,4 @@
-"""DistillModel: one training step of the gates, as a torch module that holds nothing else."""
+"""One training step of the gates, as a torch module that holds the gates only."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PARTS = (
 
 @dataclass(frozen=True)
 class Objective:
-    """What is minimised.
+    """The loss: its terms and weights.
 
     Attributes:
         kl, ntp: weights of the two quality terms.
@@ -57,7 +57,7 @@ class Objective:
 
 
 class DistillModel(nn.Module):
-    """Only the gates are parameters; the backbone stands outside the module, frozen.
+    """A module whose parameters are the gates; the frozen backbone stands outside.
 
     Args:
         checkpointing: recompute layers in the backward pass.

@@ -1,4 +1,4 @@
-"""Training recipes: the numbers of the papers, one table, and which of them are not in a paper.
+"""Training recipes: the numbers of the papers, and the numbers that no paper gives.
 
 ``trimkv``: TRIM-KV (arXiv 2512.03324). Eq. 3 (logits scaled by beta^(t-i)), eq. 4 (forward KL and
 next-token loss), eq. 5 (capacity of each head, 1/(T(T-M))); section 5.1 (lambda 1, M = 512, gate

@@ -1,4 +1,4 @@
-"""One distillation run, from settings and data to a folder of gates."""
+"""Run one distillation, from settings and data to a folder of gates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a distillation run is asked to do."""
+"""The settings of a distillation run."""
 
 from __future__ import annotations
 

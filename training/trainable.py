@@ -1,4 +1,4 @@
-"""Retention gates as torch modules, and the gate files they make."""
+"""Retention gates as torch modules, and their gate files."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ def only_list(examples: list[Any]) -> dict[str, list[Any]]:
 
 
 class DistillTrainer(Trainer):
-    """Logs the parts of the loss apart, walks the data in its own order, saves only gates."""
+    """Logs the parts of the loss, reads the data in its own order, saves only gates."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(data_collator=only_list, **kwargs)
@@ -89,7 +89,7 @@ class History(TrainerCallback):
 
 
 class HeldOut(TrainerCallback):
-    """Every N steps and at the end: the gates under real eviction in the engine.
+    """Evaluates the gates under real eviction every N steps and at the end.
 
     Args:
         evaluate: returns the figures of a run over the held-out data.

@@ -1,4 +1,4 @@
-"""``python -m eval.accuracy.dialogues``: exact answers in long held-out dialogues, full cache.
+"""Measure exact answers in long held-out dialogues with the full cache.
 
 Answers are given token by token and counted right when every token is the most likely one: what
 greedy decoding would have generated after the same history (:mod:`mmkv.measure.teacher_forced`).

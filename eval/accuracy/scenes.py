@@ -1,4 +1,4 @@
-"""Exact answers on held-out scenes, per kind of question, with intervals.
+"""Measure exact answers on held-out scenes, per kind of question, with intervals.
 
 ``python -m eval.accuracy.scenes`` asks single-picture questions one by one, and, with
 ``--dialogues N``, runs dialogues of 3 pictures and 6 turns to the end; through transformers'

@@ -1,4 +1,4 @@
-"""How many sequences fit in a stated memory: computed from page bytes, and tried.
+"""Count the sequences that fit in a stated memory: from page bytes, and by opening them.
 
 ``python -m eval.bench.capacity`` counts, for sequences that have seen 32k tokens, what the weights
 leave of the memory and what one sequence takes there at its worst: pages (every row's last page

@@ -1,4 +1,4 @@
-"""A decode step on true shapes: its time, its parts, its floor, and the peers, in one run.
+"""Time a decode step on true model shapes: its parts, its lower bound, and peers, in one run.
 
 ``python -m eval.bench.decode --shape qwen3-4b`` builds the shape with random weights and fills the
 caches of all methods with random entries, as a long run would have left them; there is no long

@@ -1,4 +1,4 @@
-"""Decode speed of mmkv beside transformers' generate on a CPU, in one run.
+"""Compare decode speed of mmkv and transformers' generate on a CPU, in one run.
 
 ``python -m eval.bench.decode_cpu DIR [DIR ...]`` decodes greedily with both from the same
 prompts. The methods take turns within each round and swap who goes first, so that drift of the
@@ -47,7 +47,7 @@ def random_prompts(model: Any, batch: int, length: int) -> Tensor:
 
 
 class Transformers:
-    """``generate`` as users call it, from a cache that holds the prompts already."""
+    """Runs ``generate`` as users call it, from a cache that already holds the prompts."""
 
     def __init__(self, model: Any, prompts: Tensor) -> None:
         self.model, self.prompts = model, prompts
@@ -75,7 +75,7 @@ class Transformers:
 
 
 class Mmkv:
-    """Sessions that have read the prompts, forked for every run; one batched step per token."""
+    """Runs sessions that hold the prompts, forked for every run; one batched step per token."""
 
     def __init__(self, engine: Runtime, prompts: Tensor) -> None:
         self.engine = engine

@@ -1,4 +1,4 @@
-"""Every kernel by itself: time, and which part of the measured copy bandwidth it moves.
+"""Time each kernel alone, and compare its bytes per second with the measured copy bandwidth.
 
 ``python -m eval.bench.kernels`` fills a paged cache with random entries in rows of even or of very
 uneven length (10x: the longest row holds ten times the mean) and times the public functions of
@@ -191,7 +191,7 @@ def work_list(state: State) -> Work:
 
 
 class Step:
-    """Append and eviction of one step on a synthetic cache; each time from the very same state.
+    """Append and eviction of one step on a synthetic cache, each time from the same state.
 
     Left to itself the cache would drift: rows whose entries score well grow, others empty.
     """

@@ -1,4 +1,4 @@
-"""Is memory really bounded? Physical KV bytes and process peak against prompt length.
+"""Measure physical KV bytes and the process's peak memory against prompt length.
 
 ``python -m eval.bench.memory_bound`` prefills prompts of 1k .. 128k tokens into a small random
 model, one process each so that peaks do not hide behind one another, decodes a few tokens, and

@@ -1,4 +1,4 @@
-"""Estimates of the memory that the methods of the speed programs need, from sizes alone."""
+"""Estimate the memory that the methods of the speed programs need, from sizes alone."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def peer_bytes(shape: Shape, batch: int, tokens: int, dtype: torch.dtype) -> int
 
 @dataclass(frozen=True)
 class Plan:
-    """What ``count`` sequences need; bytes.
+    """The bytes that ``count`` sequences need.
 
     Attributes:
         budget: M, or None when everything is kept; pages: the most one sequence holds.

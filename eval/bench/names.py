@@ -1,4 +1,4 @@
-"""What the methods of the decode benchmark are called, in its results and on its command line.
+"""Names of the methods of the decode benchmark, in its results and on its command line.
 
 Nothing is imported: the peers' own environments read this too.
 """

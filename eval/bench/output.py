@@ -1,4 +1,4 @@
-"""What the speed programs share on their way out: arguments, result files, tables, figures."""
+"""Arguments, result files, tables and figures that the speed programs share."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mmkv.measure.record import RESULTS, write_results
 
 
 class BenchError(MmkvError):
-    """A mistake in what a speed program was asked to do."""
+    """Wrong arguments of a speed program."""
 
 
 def parser(name: str, about: str | None) -> argparse.ArgumentParser:

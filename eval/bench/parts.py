@@ -1,4 +1,4 @@
-"""Where a step's time goes: the same step again, each time with one part left out.
+"""Split a step's time into parts: time the same step with one part left out at a time.
 
 A part timed alone would find its data in the GPU's cache, where the step's weights do not leave
 them; the difference of two whole steps does not flatter. What is left out is replaced inside
@@ -27,7 +27,7 @@ from mmkv.measure.timing import spread, take_turns, time_calls
 
 
 class Undo:
-    """``make_room`` that remembers, and an ``evict`` that takes the new entries back.
+    """Replaces ``make_room`` and ``evict``: the one records state, the other restores it.
 
     Rows stay as long as they were although nothing is chosen. That costs four small copies, which
     are timed and added to the eviction again.

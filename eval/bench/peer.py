@@ -1,4 +1,4 @@
-"""One peer of the decode benchmark in a process of its own: ``python -m eval.bench.peer JSON``.
+"""Run one peer of the decode benchmark in its own process: ``python -m eval.bench.peer JSON``.
 
 A process of its own because peers need other versions of transformers than mmkv (``--python`` of
 the benchmark names their environment), and because one that fails must not take the others along.
@@ -34,7 +34,7 @@ from eval.bench.shapes import SHAPES, Shape, build_model, config_arguments, rand
 
 @dataclass(frozen=True)
 class Job:
-    """What a peer is asked to do; ``context`` tokens are in the cache before it decodes.
+    """The task of a peer; ``context`` tokens are in the cache before it decodes.
 
     Attributes:
         budget: entries per layer and KV head, for peers that evict; tokens: most per run.
@@ -61,7 +61,7 @@ class Job:
 
 
 class Clock:
-    """A stopping criterion that never stops and notes when tokens came."""
+    """A stopping criterion that never stops and records the times of tokens."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -76,7 +76,7 @@ class Clock:
 
 
 class Generate:
-    """``model.generate`` on a cache that holds the context already, in random numbers."""
+    """``model.generate`` on a cache that already holds the context, as random numbers."""
 
     def __init__(self, job: Job) -> None:
         self.job = job

@@ -1,4 +1,4 @@
-"""Time to the first token and peak memory of long prompts: cut back chunk by chunk, or kept whole.
+"""Measure time to the first token and peak memory of long prompts, with eviction and without.
 
 ``python -m eval.bench.prefill`` reads prompts of 4k .. 512k random tokens into a shape with random
 weights. Methods take turns: chunks with eviction to M after each, the same engine with a full

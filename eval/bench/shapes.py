@@ -1,4 +1,4 @@
-"""True sizes of the models the benchmarks speak of, with random weights: nothing is downloaded.
+"""Published sizes of the benchmarked models, with random weights: nothing is downloaded.
 
 A decode step costs what its bytes cost, whatever they mean, so random weights in the true shapes
 time the same. The text decoder of Qwen3-VL is that of Qwen3 (for text tokens M-RoPE turns all

@@ -1,4 +1,4 @@
-"""Sessions that hold what a long run would have left them, without the run.
+"""Make sessions whose caches look as after a long run, without the run.
 
 A decode step's time depends on how many entries lie where, not on what they say. So rows are
 filled with random keys, values, retention and positions, in pages that lie scattered over the pool

@@ -38,7 +38,7 @@ SIZES = {"text": (8, 1, 4), "pictures": (4, 2, 2), "video": (1, 2, 1)}  # keys, 
 
 
 class Prober(Reader):
-    """Reads documents as :class:`eval.quality.run.Reader` does, for where attention goes."""
+    """Runs documents as :class:`eval.quality.run.Reader` does and measures attention."""
 
     @torch.inference_mode()
     def read(self, source: str, index: int, cells: Sequence[Cell]) -> list[Record]:

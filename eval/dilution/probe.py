@@ -1,4 +1,4 @@
-"""Where attention goes: the weights of single decode steps, taken beside the engine's own.
+"""Record the attention logits of single decode steps beside the engine's own computation.
 
 The step's attention is computed by the engine as always; the probe reads the same keys from the
 pages, and works out the softmax in float64 for the record.

@@ -1,4 +1,4 @@
-"""What the chat form and the simple form of ``--model mmkv`` share."""
+"""Code that the chat form and the simple form of ``--model mmkv`` share."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from mmkv.reply import Reply
 
 @dataclass
 class Record:
-    """What became of one document: the replies, and their texts as the task wants them kept."""
+    """The replies to one document, and their texts as the task stores them."""
 
     replies: list[Reply] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)

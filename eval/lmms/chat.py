@@ -1,4 +1,4 @@
-"""``--model mmkv``: the form that lmms-eval hands whole conversations."""
+"""``--model mmkv``: the form that gets whole conversations from lmms-eval."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from eval.lmms.scheduler import Ask, Script
 
 
 class MmkvChat(Adapter):
-    """Takes tasks as messages, pictures where the task puts them."""
+    """Answers tasks given as messages, with pictures where the task puts them."""
 
     is_simple = False
     images = CHAT_IMAGES

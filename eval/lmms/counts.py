@@ -1,4 +1,4 @@
-"""Answers in the types that lmms-eval 0.7.3 carries to its files, cache statistics included."""
+"""Answers in types that lmms-eval 0.7.3 writes to its files, cache statistics included."""
 
 from __future__ import annotations
 

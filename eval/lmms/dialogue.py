@@ -1,4 +1,4 @@
-"""One document's session, which keeps what a new round begins with."""
+"""A document's session, reused when a new round continues the last one."""
 
 from __future__ import annotations
 

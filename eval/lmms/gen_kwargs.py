@@ -1,4 +1,4 @@
-"""From a task's ``generation_kwargs`` to mmkv's sampling, as lmms-eval's Qwen3-VL adapter does it.
+"""Convert a task's ``generation_kwargs`` to mmkv's sampling, as lmms-eval's Qwen3-VL adapter does.
 
 ``until``: every task that names none gets a blank line from lmms-eval, which would cut answers at
 their first paragraph. The built-in adapter ignores ``until`` altogether in its chat form, and drops

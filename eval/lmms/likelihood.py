@@ -1,4 +1,4 @@
-"""How likely given words are as a reply: the loss of a continuation under the bounded cache."""
+"""Compute the loss of a given reply under the bounded cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the entry point ``lmms_eval.models`` of mmkv calls: names, and nothing heavy."""
+"""The entry point ``lmms_eval.models`` of mmkv; it imports nothing heavy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pictures and videos of local tasks, found below the folder that --data names.
+"""Find pictures and videos of local tasks below the folder that --data names.
 
 The functions take the task's ``lmms_eval_specific_kwargs``, into which :mod:`eval.lmms.tasks` has
 written the task's folder.

@@ -1,4 +1,4 @@
-"""Messages as lmms-eval's tasks write them, as mmkv takes them."""
+"""Convert messages of lmms-eval's tasks to mmkv's form."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Key = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Frames:
-    """How many frames of a video are taken: ``most`` in all, or ``fps`` a second up to ``most``."""
+    """The number of frames taken of a video: ``most``, or ``fps`` a second up to ``most``."""
 
     most: int
     fps: float | None = None

@@ -1,4 +1,4 @@
-"""Several documents at once: whoever is done makes room for the next one.
+"""Run several documents in one batch; when one is done, the next one starts in its slot.
 
 A document is a *script*: a generator that yields what it wants to ask and is sent the reply, once
 for a single question, again and again for a dialogue.
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Ask:
-    """The whole conversation so far, to be continued by the model."""
+    """A request: the whole conversation so far, which the model continues."""
 
     messages: Sequence[Message]
     sampling: Sampling
@@ -34,7 +34,7 @@ Script = Generator[Ask, "Reply", None]
 
 
 class _Member:
-    """A script that is under way."""
+    """A script that runs."""
 
     def __init__(self, name: str, script: Script, dialogue: Dialogue) -> None:
         self.name, self.script, self.dialogue = name, script, dialogue

@@ -1,4 +1,4 @@
-"""``--model_args`` of ``--model mmkv``: what they are, and the engine they describe."""
+"""The ``--model_args`` of ``--model mmkv``, and the engine that they describe."""
 
 from __future__ import annotations
 

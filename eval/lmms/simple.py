@@ -1,4 +1,4 @@
-"""``--model mmkv --force_simple``: the form that lmms-eval hands a text and its visuals."""
+"""``--model mmkv --force_simple``: the form that gets a text and its visuals from lmms-eval."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mmkv.prompt.template import Message
 
 
 class MmkvSimple(Adapter):
-    """Takes tasks as one text with the pictures and videos in front of it."""
+    """Answers tasks given as one text with the pictures and videos in front of it."""
 
     is_simple = True
     images = SIMPLE_IMAGES

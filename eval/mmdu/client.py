@@ -1,4 +1,4 @@
-"""A judge behind an OpenAI-compatible endpoint: asking, waiting, giving up."""
+"""Ask a judge behind an OpenAI-compatible endpoint, with retries."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _WRONG_SETUP = frozenset({401, 402, 403, 404, 405})
 
 
 class JudgeError(MmkvError):
-    """The judge cannot be used at all: going on with other questions would be no better."""
+    """The judge cannot be used at all; other questions would fail, too."""
 
 
 class NoVerdictError(Exception):
-    """This question got no reply, for a cause that says nothing about the answer in question."""
+    """A question got no reply, for a reason that says nothing about the judged answer."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Reply:
 
 @dataclass
 class Endpoint:
-    """Where the judge is and how patiently it is asked.
+    """The judge's address and the limits of retries.
 
     Attributes:
         base_url: for example https://api.openai.com/v1. extra: fields put into every request

@@ -1,4 +1,4 @@
-"""``mmkv mmdu table``: several judged runs side by side, each held to the first."""
+"""``mmkv mmdu table``: compare several judged runs, each with the first."""
 
 from __future__ import annotations
 

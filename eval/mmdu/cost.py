@@ -1,4 +1,4 @@
-"""What judging will cost, before it begins: calls, tokens, bytes, money if prices are given."""
+"""Estimate what judging costs: calls, tokens, bytes, and money if prices are given."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reading MMDU's files: dialogues, their pictures, and where a picture stands in a question."""
+"""Read MMDU's files: dialogues, their pictures, and where a picture stands in a question."""
 
 from __future__ import annotations
 

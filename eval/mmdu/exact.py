@@ -1,4 +1,4 @@
-"""Exact answers: for sets whose references are the only right answers (``exact`` in their rows)."""
+"""Count exact answers of sets whose references are the only right answers (``exact`` rows)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The folder of a run: one file of answers per dialogue, and what the run was asked to do."""
+"""The folder of a run: one file of answers per dialogue, and the run's settings."""
 
 from __future__ import annotations
 

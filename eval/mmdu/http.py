@@ -1,4 +1,4 @@
-"""One JSON request to a server that may be slow, rude or gone, with the standard library."""
+"""Send one JSON request to a server that may fail, with the standard library."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Answer:
 
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    """A redirect would take the key along to another address, and turn the POST into a GET."""
+    """Refuses redirects, which would send the key to another address and turn POST into GET."""
 
     def redirect_request(self, *_: Any) -> None:
         """Follow none: the 3xx reply then counts as an error."""

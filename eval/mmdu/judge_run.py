@@ -1,4 +1,4 @@
-"""The judge's run from start to table: what to ask, what it will cost, asking, reporting."""
+"""Judge the answers of a run: estimate the cost, ask, and report."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SCORES_FILE, MARKDOWN_FILE, JOURNAL_FILE = "scores.json", "scores.md", "journal.
 
 @dataclass
 class JudgeOptions:
-    """What was asked for on the command line."""
+    """The options of the command line."""
 
     data: DataOptions
     answers: Path

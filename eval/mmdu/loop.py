@@ -1,4 +1,4 @@
-"""Answering a dialogue: one session, each turn adding its own text and pictures alone."""
+"""Answer a dialogue in one session; each turn adds its own text and pictures only."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TurnRecord:
-    """Numbers on one turn, written beside its answer.
+    """Numbers of one turn, written beside its answer.
 
     Attributes:
         prompt_tokens: tokens that the turn added before its answer (the last token of the answer

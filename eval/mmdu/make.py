@@ -1,4 +1,4 @@
-"""``python -m eval.mmdu.make``: our small dialogue set in MMDU's format, with exact answers.
+"""Make mmkv's small dialogue set in MMDU's format, with exact answers.
 
 Held-out scenes of ``scenes`` in the dialogues of ``dialogues``, some with a page on which a word or
 number is written. Seeds are taken as they come but for dialogues that ask the same twice; nothing

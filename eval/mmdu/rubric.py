@@ -1,4 +1,4 @@
-"""What the judge is asked, and reading its scores.
+"""Build the judge's prompt and parse its scores.
 
 The shape is that of MMDU's own judging prompt (arXiv 2406.11833, appendix): seven integers from 1
 to 10 after an explanation. The words are ours; ``mmkv mmdu judge --rubric FILE`` takes others.

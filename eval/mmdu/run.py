@@ -1,4 +1,4 @@
-"""``mmkv mmdu``: answer every dialogue of a set, one file each, and say what it took."""
+"""``mmkv mmdu``: answer every dialogue of a set, one file each, and report its memory."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ def _report(display: Display, problem: Problem) -> None:
 
 
 class _Bar:
-    """Questions done, with the time left; silent without a terminal."""
+    """Shows questions done and the time left; prints nothing without a terminal."""
 
     def __init__(self, progress: Progress | None, questions: int) -> None:
         self._progress, self._done = progress, 0

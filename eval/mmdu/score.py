@@ -1,4 +1,4 @@
-"""``mmkv mmdu score``: exact answers in a folder of answers."""
+"""``mmkv mmdu score``: count exact answers in a folder of answers."""
 
 from __future__ import annotations
 

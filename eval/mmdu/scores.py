@@ -1,4 +1,4 @@
-"""From verdicts to scores: both aggregations, and what could not be judged."""
+"""Compute scores from verdicts: both aggregations, and the questions without a verdict."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Policies on mmkv's own MMDU set, whose answers are checked exactly.
+"""Compare policies on mmkv's own MMDU set, whose answers are checked exactly.
 
 ``python -m eval.mmdu.small`` runs ``mmkv mmdu`` once for every row of the table in docs/mmdu.md,
 with the bundled model, and writes how many questions each answered to ``mmdu-small.json``.

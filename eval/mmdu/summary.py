@@ -1,4 +1,4 @@
-"""What a run amounts to, from its finished files alone: so that a resumed run says the same."""
+"""Summarise a run from its finished files alone, so that a resumed run reports the same."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The judge's verdicts, journaled as they come, so that a killed run goes on from them."""
+"""Write the judge's verdicts to a journal, so that a killed run continues."""
 
 from __future__ import annotations
 

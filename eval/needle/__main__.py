@@ -1,4 +1,4 @@
-"""Needles in a haystack: what is found, by depth, length, policy and budget.
+"""Measure needles found in a haystack, by depth, length, policy and budget.
 
 ``python -m eval.needle MODEL --domain text|pictures|video --lengths 1024 2048 --method ...`` buries
 several keys with several values in text or pictures (:mod:`eval.needle.tasks`), brings the memory

@@ -1,4 +1,4 @@
-"""Needles in a haystack: several keys, values and queries at known depths.
+"""Make haystacks with several keys, values and queries at known depths.
 
 *text*: sentences of small talk hide one sentence per key, with all its values; a query repeats the
 sentence up to its values. *pictures*: pictures under ``ignore:`` hide numbered ones (keys), whose
@@ -44,7 +44,7 @@ _VIDEO_PARTS = 4  # parts of the depth that the one clip takes turns with
 
 @dataclass(frozen=True)
 class Needle:
-    """About one answer.
+    """One answer and where its fact stands.
 
     Attributes:
         depth: share of the haystack before the needle. values: (start, stop) of each value among

@@ -1,4 +1,4 @@
-"""What eviction costs: accuracy and KL to the full cache against the budget, paired.
+"""Measure what eviction costs: accuracy and KL to the full cache by budget, with paired tests.
 
 ``python -m eval.quality MODEL --data scenes:dense --method dbtrimkv:GATES[,GATES] --method snapkv
 ...`` feeds the same held-out dialogues through every method at every budget, answers given token by

@@ -1,4 +1,4 @@
-"""What the programs that compare policies have in common: their options and how they end."""
+"""Options, result files and error exits of the programs that compare policies."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def running(args: argparse.Namespace, program: str) -> Iterator[tuple[Path, Jour
 
 
 class Report(Protocol):
-    """A module that makes a Markdown text and a figure of what a result file holds."""
+    """A module that makes a Markdown text and a figure of a result file."""
 
     def markdown(self, found: Any, /) -> str:
         """Return the tables."""

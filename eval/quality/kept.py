@@ -1,4 +1,4 @@
-"""Where entries are kept: layers, KV heads and modalities of each method of a quality run.
+"""Show where entries are kept: layers, KV heads and modalities of each method.
 
 ``python -m eval.quality.kept RESULT.json --fraction 1/8`` reads what ``eval.quality`` wrote and
 draws ``RESULT-kept.png``: per method the mean entries of every (layer, KV head) as a share of the

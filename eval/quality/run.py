@@ -1,4 +1,4 @@
-"""The runs of ``eval.quality``: every dialogue through every method, in worker processes.
+"""Run every dialogue of ``eval.quality`` through every method, in worker processes.
 
 Each run is one row of a journal (``journal``): a run that was killed goes on where it
 was, and a larger comparison reads only what is new.
@@ -36,7 +36,7 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True)
 class Method:
-    """One of the things compared.
+    """One of the compared methods: a policy with its gates.
 
     Attributes:
         name: what tables call it. lookahead: n of the retention score, None for the preset's.
@@ -71,7 +71,7 @@ class Method:
 
 @dataclass(frozen=True)
 class Cell:
-    """One reading of every dialogue: a policy with one set of gates under one budget.
+    """One run over every dialogue: a policy with one set of gates under one budget.
 
     Attributes:
         gates: a folder, or None.
@@ -132,7 +132,7 @@ def digest(source: str) -> str:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What is read, and how.
+    """The compared methods and budgets, and how they are run.
 
     Attributes:
         budgets: as :mod:`eval.budgets` writes them.
@@ -267,7 +267,7 @@ def record(run: DialogueRun) -> Record:
 
 
 class ComparisonRuns:
-    """All runs of a comparison: those of the journal, and the others as they are asked for.
+    """All runs of a comparison: from the journal, or run when they are asked for.
 
     A context manager. The model is loaded once for all sources, and only if something is left to
     read; so are the workers.

@@ -1,4 +1,4 @@
-"""Long dialogues on one retained memory: sessions with updates, and a video that never ends.
+"""Measure long dialogues under one budget: sessions with updates, and an endless video.
 
 ``python -m eval.sessions MODEL --domain text|scenes --method ...`` reads dialogues over several
 sessions in which facts are replaced (:mod:`eval.sessions.tasks`) and asks turn by turn; the newest

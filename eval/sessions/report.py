@@ -64,7 +64,7 @@ def _by_kind(runs: Runs, notes: Notes) -> dict[str, dict[str, float] | None]:
 def _stale(runs: Runs, notes: Notes) -> dict[str, float] | None:
     def stale(record: Record, about: Sequence[Asked], name: str) -> int:
         return sum(
-            a.kind == name and a.said_stale(wrong)
+            a.kind == name and a.generated_stale(wrong)
             for wrong, a in zip(record["wrong"], about, strict=True)
         )
 

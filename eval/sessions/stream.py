@@ -1,4 +1,4 @@
-"""A video that never ends: clip after clip, questions in between, one bounded memory.
+"""Run an endless video: clip after clip with questions in between, under one budget.
 
 A numbered picture comes first, then clip after clip. After each clip one question asks what was in
 a cell at the start or the end of it; after every eighth, a copy of the session is asked about the

@@ -1,4 +1,4 @@
-"""Dialogues over several sessions: facts are stated, later replaced, and asked turn by turn.
+"""Make dialogues over several sessions: facts are stated, later replaced, and asked.
 
 *text*: numbered sessions of small talk state magic numbers; some replace what an earlier session
 said, some belong to strangers whom nobody asks about. *scenes*: every session shows pictures under
@@ -33,7 +33,7 @@ _UPDATES = 0.4  # share of the statements that replace an earlier one, once ther
 
 @dataclass(frozen=True)
 class Asked:
-    """About one answer.
+    """One answer: what was asked, and how old its fact is.
 
     Attributes:
         kind: ``new``: stated in this session for the first time; ``kept``: in an earlier one, and
@@ -45,7 +45,7 @@ class Asked:
     answer: tuple[int, ...]
     stale: tuple[int, ...]
 
-    def said_stale(self, wrong: list[list[int]]) -> bool:
+    def generated_stale(self, wrong: list[list[int]]) -> bool:
         """Return whether what was generated first turned from the truth to the replaced value.
 
         Args:
@@ -98,7 +98,7 @@ class Sessions:
 
 @dataclass
 class _Fact:
-    """What is true now: the value, the one before it, when it was stated, what of it was asked."""
+    """The current value of a fact, the one before it, when it was stated, and what was asked."""
 
     value: Any
     before: Any

@@ -1,4 +1,4 @@
-"""Sending one turn and printing the reply, as both forms of ``mmkv chat`` do it."""
+"""Send one turn and print the reply, for both forms of ``mmkv chat``."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ class Leave(Exception):
 
 @dataclass(frozen=True)
 class Command:
-    """A command: what it takes, what it does (for /help), and the doing."""
+    """A command: its arguments, its help text, and the function that runs it."""
 
     takes: str
     does: str

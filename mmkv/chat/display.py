@@ -1,4 +1,4 @@
-"""What is shown besides answers: notes, progress bars, memory. All of it goes to stderr."""
+"""Show notes, progress bars and memory on stderr."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Display:
-    """Writes to stderr; ``animated`` tells whether that is a terminal that wants bars."""
+    """Writes to stderr; ``animated``: whether it is a terminal that shows bars."""
 
     def __init__(self, options: ChatOptions) -> None:
         self.quiet = options.quiet
@@ -68,7 +68,7 @@ class Display:
 
 
 class PrefillBar:
-    """Called with (tokens done, tokens in all); draws nothing without a console."""
+    """A progress bar, called with (tokens done, all tokens); draws nothing without a console."""
 
     def __init__(self, console: Console | None) -> None:
         self._console = console

@@ -1,4 +1,4 @@
-"""Reading what the user types: history, several lines at once."""
+"""Read the user's input, with history and messages of several lines."""
 
 from __future__ import annotations
 

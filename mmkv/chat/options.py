@@ -1,4 +1,4 @@
-"""The options of ``mmkv chat``, checked before anything heavy is imported."""
+"""The options of ``mmkv chat``, checked before heavy imports."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class UsageError(Exception):
 
 @dataclass
 class ChatOptions:
-    """What was asked for on the command line, one field per option; ``engine`` holds its own."""
+    """The options of the command line, a field each; ``engine`` holds those of the engine."""
 
     engine: EngineConfig = field(default_factory=EngineConfig)
     prompt: str | None = None

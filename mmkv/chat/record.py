@@ -1,4 +1,4 @@
-"""A reply as JSON: the text, and every number about how it came about."""
+"""A reply as JSON: its text and its numbers."""
 
 from __future__ import annotations
 

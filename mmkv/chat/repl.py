@@ -22,7 +22,7 @@ UNDO_DEPTH = 4
 
 
 class Repl:
-    """State of one interactive run: the conversation, its branches, what is queued for sending."""
+    """State of an interactive run: the conversation, its branches, and media queued for sending."""
 
     def __init__(
         self,

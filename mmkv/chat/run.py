@@ -1,4 +1,4 @@
-"""From options to a loaded engine, and on to one answer or a conversation."""
+"""Load the engine that the options describe; give one answer or start a conversation."""
 
 from __future__ import annotations
 

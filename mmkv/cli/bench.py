@@ -1,4 +1,4 @@
-"""``mmkv bench``: how far this machine's decode step is from the bytes it has to read.
+"""``mmkv bench``: compare this machine's decode step with the time to read its bytes.
 
 The floor of a step is its weights and retained keys and values over the bandwidth that a copy in
 this machine's memory reaches. What a small model keeps fits a processor's cache, so there the floor
@@ -44,7 +44,7 @@ def bench(
 
 @dataclass(frozen=True)
 class BenchResult:
-    """What was measured; seconds and bytes.
+    """The measurements, in seconds and bytes.
 
     Attributes:
         step: spread of the seconds per step: median, quartiles, rounds.

@@ -1,4 +1,4 @@
-"""``mmkv eval``: run lmms-eval on this engine and believe its results file, not its exit code.
+"""``mmkv eval``: run lmms-eval on this engine and check its results file, not its exit code.
 
 lmms-eval 0.7.3 ends with exit code 0 when an evaluation has failed. Nothing is installed here, and
 nothing heavy imported: lmms-eval runs in a process of its own.

@@ -1,4 +1,4 @@
-"""Rows of the usual formats as messages of the transformers chat format, or why they cannot be."""
+"""Convert rows of common formats to messages of the transformers chat format."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ _PART_SOURCES = ("image", "video", "url", "path", "image_url", "video_url")
 
 
 class DataError(InputError):
-    """Training data that cannot be used at all (a single row that cannot is skipped instead)."""
+    """Training data that cannot be used at all; a single bad row is skipped instead."""
 
 
 class RowError(Exception):
-    """Why one row is skipped."""
+    """The reason why a row is skipped."""
 
 
 @dataclass(frozen=True)

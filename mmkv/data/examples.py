@@ -1,4 +1,4 @@
-"""Conversations and documents as the tensors a model is trained on."""
+"""Convert conversations and documents to training tensors."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Example:
 
 
 class Encoder:
-    """Makes examples of rows through a model's processor.
+    """Makes examples from rows with a model's processor.
 
     Args:
         max_length: longest example in tokens. Documents are cut into pieces of nearly equal

@@ -1,4 +1,4 @@
-"""Which tokens of a rendered chat the assistant says, for any chat template.
+"""Find the tokens of the assistant's replies in a rendered chat, for any chat template.
 
 Growing prefixes of the dialogue are rendered and tokenized: what the whole shares with the
 dialogue up to the opening of a reply is not the assistant's, what it shares beyond that with the

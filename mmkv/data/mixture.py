@@ -1,4 +1,4 @@
-"""A weighted mixture of data sources whose order depends on nothing but a seed."""
+"""A weighted mixture of data sources whose order depends on a seed only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files of training data as conversations and plain-text documents.
+"""Read files of training data as conversations and plain-text documents.
 
 A file is indexed once: every row is checked then, and what cannot be used is counted and reported.
 Rows of JSONL files are read again when they are asked for, so that a file larger than memory works.

@@ -1,4 +1,4 @@
-"""Dialogues about synthetic scenes as training and test examples for the bundled model's gates.
+"""Make dialogues about scenes as training and test examples for the bundled model's gates.
 
 Questions name their cells (``search=False``): the bundled model never learned to look for a thing
 in all cells, and what the full cache cannot answer tells nothing about eviction.

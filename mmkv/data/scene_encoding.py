@@ -1,4 +1,4 @@
-"""Dialogues of drawn scenes as model inputs: token ids, labels, pictures as patches."""
+"""Encode dialogues about scenes as model inputs: token ids, labels, patches of pictures."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def patches(picture: Image.Image) -> tuple[np.ndarray, tuple[int, int, int]]:
 
 @dataclass
 class Encoded:
-    """A dialogue as the model reads it.
+    """A dialogue as model inputs.
 
     Attributes:
         labels: the ids of answers, -100 elsewhere.

@@ -1,4 +1,4 @@
-"""What ``--data`` names, as a dataset of documents for the trainer: files, scenes, text tasks."""
+"""Datasets for ``--data``: files, scenes and text tasks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _ROWS = 2**17  # of each kind, before they come again
 
 @dataclass(frozen=True)
 class SyntheticRow:
-    """One made-up dialogue, before it is made.
+    """The index of one synthetic dialogue.
 
     Attributes:
         domain: ``scenes`` (:mod:`mmkv.data.scene_data`) or ``tasks`` (:mod:`mmkv.data.text_tasks`).
@@ -49,7 +49,7 @@ class SyntheticRow:
 
 
 class SyntheticRows(Sequence[SyntheticRow]):
-    """The made-up dialogues of one kind as rows of a mixture."""
+    """The synthetic dialogues of one kind as rows of a mixture."""
 
     def __init__(self, domain: str, kind: str, split: Split) -> None:
         if kind not in _SYNTHETIC[domain]:
@@ -66,7 +66,7 @@ class SyntheticRows(Sequence[SyntheticRow]):
 
 
 class SyntheticEncoder(Encoder):
-    """An :class:`Encoder` that also makes up dialogues."""
+    """An :class:`Encoder` that also encodes synthetic dialogues."""
 
     def __call__(self, row: Row | SyntheticRow) -> list[Example]:
         """Return the examples of a row.

@@ -1,4 +1,4 @@
-"""Generated text tasks with exact answers: recall, needles in filler, and memory over sessions.
+"""Generate text tasks with exact answers: recall, needles in filler, memory over sessions.
 
 For language models of any vocabulary: a task is plain text of which some pieces are answers. A
 question repeats the beginning of the sentence that holds its answer, because small models cannot
@@ -58,7 +58,7 @@ _TIMES = (
 
 @dataclass(frozen=True)
 class Piece:
-    """A stretch of text; ``answer``: whether it is what a question asks for."""
+    """A piece of text; ``answer``: whether it answers a question."""
 
     text: str
     answer: bool = False

@@ -1,4 +1,4 @@
-"""Plain text that every machine has: code and prose of the Python installation, as JSONL.
+"""Write code and prose of the Python installation as JSONL, for training and tests.
 
 ``python -m mmkv.data.texts DIR`` writes ``code.train.jsonl``, ``code.heldout.jsonl`` (modules of
 the standard library) and ``prose.train.jsonl``, ``prose.heldout.jsonl`` (the language reference

@@ -1,4 +1,4 @@
-"""Full causal attention over whole documents, without a cache: what bounded memory is held against.
+"""Compute full causal attention over whole documents without a cache: the reference.
 
 It runs the engine's own decoder over documents laid end to end, so every family that the engine
 reads has it.

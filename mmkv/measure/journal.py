@@ -1,4 +1,4 @@
-"""What a long run has found so far, one JSON object a line: a killed run goes on from there."""
+"""The finished rows of a long run, one JSON object a line: a killed run continues from them."""
 
 from __future__ import annotations
 

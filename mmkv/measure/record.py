@@ -1,4 +1,4 @@
-"""Result files that say where they come from: machine, versions, commit, command."""
+"""Write result files with their machine, versions, commit and command."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The floor of a decode step: the bytes it cannot do without, over the measured bandwidth."""
+"""Compute the floor of a decode step: the bytes that it must read over the measured bandwidth."""
 
 from __future__ import annotations
 

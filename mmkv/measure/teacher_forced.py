@@ -1,4 +1,4 @@
-"""Given answers read through an engine under its budget, beside the full cache's predictions.
+"""Run given answers under a budget and compare the predictions with the full cache's.
 
 A dialogue is fed token by token as it would have been decoded: prompts in prefill chunks, answers
 one token at a time, eviction after each. At every answer token the logits are compared with those
@@ -50,7 +50,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class DialogueRun:
-    """What one dialogue gave.
+    """The results of one dialogue.
 
     Attributes:
         answers: in order.
@@ -71,7 +71,7 @@ class DialogueRun:
 
 @dataclass(frozen=True)
 class FullCache:
-    """What plain full attention predicts at the N answer tokens of a dialogue, in order.
+    """Predictions of full attention at the N answer tokens of a dialogue, in order.
 
     States are kept and logits made as they are asked for: those of 8k tokens take 5 GB.
 

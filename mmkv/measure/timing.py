@@ -1,4 +1,4 @@
-"""Clocks for the speed programs: medians with spread, copy bandwidth, calls as CUDA graphs."""
+"""Measure times: medians with spread, copy bandwidth, calls as CUDA graphs."""
 
 from __future__ import annotations
 

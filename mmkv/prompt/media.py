@@ -1,4 +1,4 @@
-"""Loading pictures that people name: a path, an http(s) address or a data: URI.
+"""Load pictures from a path, an http(s) address or a data: URI.
 
 The network is used for nothing but an address the user gave.
 """

@@ -1,4 +1,4 @@
-"""Conversations in the transformers chat format: reading them, taking the media out."""
+"""Read conversations in the transformers chat format and take their media out."""
 
 from __future__ import annotations
 

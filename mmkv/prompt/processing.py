@@ -1,4 +1,4 @@
-"""From a rendered prompt with pictures and videos to the tensors a session is prefilled with."""
+"""Convert a rendered prompt with pictures and videos to the tensors of a prefill."""
 
 from __future__ import annotations
 

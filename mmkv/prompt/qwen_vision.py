@@ -1,4 +1,4 @@
-"""Pictures and videos as Qwen3-VL takes them: patches, grids and expanded placeholders.
+"""Convert pictures and videos for Qwen3-VL: patches, grids and expanded placeholders.
 
 transformers' processor of this family needs torchvision even for plain pictures, because it
 loads a video processor. Its image processor does not, so the pictures go through that one; video
@@ -27,7 +27,7 @@ FRAME_START, FRAME_END = "<|vision_start|>", "<|vision_end|>"
 
 @dataclass(frozen=True)
 class VideoRules:
-    """How frames become patches. The defaults are those of transformers' processor."""
+    """The settings that turn frames into patches; defaults as in transformers' processor."""
 
     patch_size: int = 16
     temporal_patch_size: int = 2

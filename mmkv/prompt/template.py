@@ -1,4 +1,4 @@
-"""Chat templates, rendered one turn at a time.
+"""Render chat templates one turn at a time.
 
 A session holds the tokens of the dialogue so far. What a new turn adds is the text that the
 template puts after the latest reply: the end-of-turn marker, the new messages, and the opening of
@@ -25,7 +25,7 @@ REWRITES = (
 
 @dataclass(frozen=True)
 class Addition:
-    """Text that a turn appends. ``continuing``: something (a reply) stands before it."""
+    """Text that a turn appends. ``continuing``: whether a reply stands before it."""
 
     text: str
     continuing: bool

@@ -1,4 +1,4 @@
-"""Hides an installed but broken torchvision from transformers.
+"""Hide an installed but broken torchvision from transformers.
 
 torchvision built for another torch raises RuntimeError when it is imported. transformers only
 looks whether the package is there, and then cannot import its vision models at all. mmkv needs

@@ -1,4 +1,4 @@
-"""Reading frames of a video with whatever reader is installed.
+"""Read frames of a video with the reader that is installed.
 
 decord, PyAV and torchcodec are tried in this order, imported only when a video is read. Each is
 an optional package; any of them may also be installed but broken (a torch extension built for

@@ -108,11 +108,11 @@ def test_scene_answers_are_what_the_newest_picture_shows(monkeypatch: pytest.Mon
 
 def test_stale_is_where_the_first_wrong_token_leads_to_the_old_value() -> None:
     note = Asked("updated", (1, 2, 3, 9), (1, 7, 5))
-    assert note.said_stale([[1, 7]]) and note.said_stale([[1, 7], [2, 5]])
-    assert not note.said_stale([]) and not note.said_stale([[1, 8]])
-    assert not note.said_stale([[2, 5]])  # the old value was left behind at index 1
-    assert not note.said_stale([[3, 7]])
-    assert not Asked("new", (1, 2), ()).said_stale([[0, 4]])
+    assert note.generated_stale([[1, 7]]) and note.generated_stale([[1, 7], [2, 5]])
+    assert not note.generated_stale([]) and not note.generated_stale([[1, 8]])
+    assert not note.generated_stale([[2, 5]])  # the old value was left behind at index 1
+    assert not note.generated_stale([[3, 7]])
+    assert not Asked("new", (1, 2), ()).generated_stale([[0, 4]])
 
 
 METHODS = ["--method", "streamingllm", "--method", "snapkv", "--name", "d", "--output"]
