@@ -1,6 +1,7 @@
 """Parse budgets of comparisons: shares of the dialogue (``1/8``) or entries (``64``).
 
-What is above 1 is entries, the mean per layer and KV head.
+A number of 1 or less is a share of the dialogue's tokens; a larger one is the mean number of
+entries per layer and KV head.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Held-out documents of the evaluation programs, by name.
 
-A name says all that decides its dialogues, and dialogue n never depends on how many are read.
+A name decides its documents completely, and document n does not depend on how many are read.
 """
 
 from __future__ import annotations

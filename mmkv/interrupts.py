@@ -1,7 +1,7 @@
 """Delay Ctrl-C until a safe point.
 
-Python raises KeyboardInterrupt between any two bytecodes. In the middle of a decoding step that
-would leave a token in some layers' rows and not in others, so steps run with SIGINT held back.
+Python raises KeyboardInterrupt between any two bytecodes. Within a decode step it would leave a
+token in some layers' rows and not in others, so steps run with SIGINT delayed.
 """
 
 from __future__ import annotations

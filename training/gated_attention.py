@@ -103,7 +103,7 @@ def gated_attention_reference(
 
 
 class _Blocked(torch.autograd.Function):
-    """The CPU form; saves its inputs only and recomputes each block's weights in the backward pass."""
+    """The CPU form; saves its inputs only, recomputes the weights in the backward pass."""
 
     @staticmethod
     def forward(

@@ -1,7 +1,7 @@
 """The student: a frozen decoder with retention-gated attention, beside full attention.
 
-It runs the engine's own decoder over documents laid end to end, so a family that the engine reads
-can be trained, and what the gates see in training is what they see while decoding.
+It runs the engine's decoder over documents laid end to end. So every family of the engine can be
+trained, and the gates see the same states in training as in decoding.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Measure exact answers in long held-out dialogues with the full cache.
 
-Answers are given token by token and counted right when every token is the most likely one: what
-greedy decoding would have generated after the same history (:mod:`mmkv.measure.teacher_forced`).
+``python -m eval.accuracy.dialogues`` reads the answers teacher-forced. An answer is right when
+every token is the most likely one, which is what greedy decoding would have generated after the
+same history (:mod:`mmkv.measure.teacher_forced`).
 """
 
 from __future__ import annotations

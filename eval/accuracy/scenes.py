@@ -1,8 +1,8 @@
 """Measure exact answers on held-out scenes, per kind of question, with intervals.
 
-``python -m eval.accuracy.scenes`` asks single-picture questions one by one, and, with
-``--dialogues N``, runs dialogues of 3 pictures and 6 turns to the end; through transformers'
-generate (``--backend transformers``, the full cache) or through mmkv under any policy and budget.
+``python -m eval.accuracy.scenes`` asks single-picture questions one by one. With ``--dialogues N``
+it also runs dialogues of 3 pictures and 6 turns. The model runs in transformers' generate
+(``--backend transformers``, the full cache) or in mmkv under any policy and budget.
 """
 
 from __future__ import annotations

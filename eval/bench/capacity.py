@@ -1,11 +1,11 @@
 """Count the sequences that fit in a stated memory: from page bytes, and by opening them.
 
-``python -m eval.bench.capacity`` counts, for sequences that have seen 32k tokens, what the weights
-leave of the memory and what one sequence takes there at its worst: pages (every row's last page
+``python -m eval.bench.capacity`` computes how many sequences of 32k tokens fit into the memory that
+the weights leave. It counts the worst case of a sequence: pages (with the last page of every row
 nearly empty), block tables, and the entries of one prefill chunk, which only one sequence at a time
-needs. Then it opens sessions at that count, with random entries in uneven rows, under a page limit
-of just that memory, decodes a step with all of them, and says whether the count was right.
-Figures go to ``gpu-capacity-<shape>.json``.
+needs. Then it opens that many sessions with random entries in uneven rows, under a page limit of
+that memory, decodes one step with all of them, and reports whether the count was right. Figures go
+to ``gpu-capacity-<shape>.json``.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
 """Time a decode step on true model shapes: its parts, its lower bound, and peers, in one run.
 
 ``python -m eval.bench.decode --shape qwen3-4b`` builds the shape with random weights and fills the
-caches of all methods with random entries, as a long run would have left them; there is no long
-prefill. Methods take turns: our graph path with eviction, our own full cache, our eager path in one
-group; then each peer, in a process of its own, in turns with our graph path. A method that cannot
-run or does not fit ``--memory`` is named with the reason. ms/step is the slope between a short and
-a long run; tokens/s of ours counts what a call costs once as well.
+caches of all methods with random entries instead of a long prefill. Methods take turns. The first
+group is our graph path with eviction, our full cache and our eager path. Then each peer runs in its
+own process, in turns with our graph path. A method that cannot run or does not fit ``--memory`` is
+listed with the reason. ms/step is the slope between a short and a long run; tokens/s of ours
+includes the fixed cost of a call.
 
 Cases are ``B:CONTEXT:M``, or a set: ``targets``, ``grid``, ``largest`` (each method at the largest
-batch that fits ``--largest-memory``), ``tiny``. Figures go to ``gpu-decode-<shape>.json`` case by
-case.
+batch that fits ``--largest-memory``), ``tiny``. Figures go to ``gpu-decode-<shape>.json`` after
+each case.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Compare decode speed of mmkv and transformers' generate on a CPU, in one run.
 
-``python -m eval.bench.decode_cpu DIR [DIR ...]`` decodes greedily with both from the same
-prompts. The methods take turns within each round and swap who goes first, so that drift of the
-machine falls on both. Only decode steps are timed (from the first new token to the last); the
-prompts are read once and not timed. Figures go to ``eval/results/decode-cpu-<name>.json``; with a
-policy that evicts they say what part of a step eviction takes.
+``python -m eval.bench.decode_cpu DIR [DIR ...]`` decodes greedily with both from the same prompts.
+The methods take turns within each round, and the order changes from round to round, so that drift
+of the machine affects both. Only decode steps are timed, from the first new token to the last.
+Figures go to ``eval/results/decode-cpu-<name>.json``. With a policy that evicts they include the
+share of a step that eviction takes.
 """
 
 from __future__ import annotations

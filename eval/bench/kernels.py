@@ -1,12 +1,13 @@
 """Time each kernel alone, and compare its bytes per second with the measured copy bandwidth.
 
-``python -m eval.bench.kernels`` fills a paged cache with random entries in rows of even or of very
+``python -m eval.bench.kernels`` fills a paged cache with random entries in rows of even or very
 uneven length (10x: the longest row holds ten times the mean) and times the public functions of
-``engine.backends.cuda.kernels``; attention over as many layers as it takes to pass the GPU's cache.
-Bytes are what a kernel cannot do without: keys and values of the live entries, 8 bytes of retention
-and position for a score. What append and eviction touch may stay in the cache here, which a real
-step flushes with its weights: their share of a step is in ``eval.bench.decode``. Figures go to
-``gpu-kernels.json``. On a CPU the torch references run: a test of this program, not of the kernels.
+``engine.backends.cuda.kernels``. Attention runs over enough layers to exceed the GPU's cache. Bytes
+are what a kernel must read: keys and values of the live entries, and 8 bytes of retention and
+position for a score. The data of append and eviction may stay in the GPU's cache here, while the
+weights of a real step flush it; ``eval.bench.decode`` measures their share of a step. Figures go to
+``gpu-kernels.json``. On a CPU the torch references run, which tests this program and not the
+kernels.
 """
 
 from __future__ import annotations

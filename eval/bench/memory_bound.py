@@ -1,8 +1,8 @@
 """Measure physical KV bytes and the process's peak memory against prompt length.
 
 ``python -m eval.bench.memory_bound`` prefills prompts of 1k .. 128k tokens into a small random
-model, one process each so that peaks do not hide behind one another, decodes a few tokens, and
-prints a table; ``eval/results/memory-cpu.json`` gets the figures.
+model and decodes a few tokens. Each prompt has its own process, because a process has one peak. It
+prints a table and writes ``eval/results/memory-cpu.json``.
 """
 
 from __future__ import annotations

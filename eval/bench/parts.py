@@ -1,8 +1,9 @@
 """Split a step's time into parts: time the same step with one part left out at a time.
 
-A part timed alone would find its data in the GPU's cache, where the step's weights do not leave
-them; the difference of two whole steps does not flatter. What is left out is replaced inside
-``static_step`` while the step is captured, so the engine knows nothing of it.
+A part that is timed alone finds its data in the GPU's cache, where the weights of a whole step
+would not leave them. The difference of two whole steps has no such error. A part is left out by
+replacing functions of ``static_step`` while the step is captured; the engine needs no switch for
+it.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """Run one peer of the decode benchmark in its own process: ``python -m eval.bench.peer JSON``.
 
-A process of its own because peers need other versions of transformers than mmkv (``--python`` of
-the benchmark names their environment), and because one that fails must not take the others along.
-It builds the model of ``shapes``, fills a cache, says ``{"ready": ...}`` on stdout, and
-then answers each line on stdin, the number of tokens to decode, with the seconds that they took.
-Only decode steps are timed: from the first new token to the last.
+Peers run in their own process because they need other versions of transformers than mmkv
+(``--python`` of the benchmark names their environment), and because a failing peer must not end the
+benchmark. The process builds the model of ``shapes``, fills a cache and prints ``{"ready": ...}``.
+Then it reads numbers of tokens from stdin, one a line, decodes as many, and prints the seconds.
+Only decode steps are timed, from the first new token to the last.
 
-Only torch and transformers (4.57 to 5) are needed, and the peer's own package.
+It needs torch, transformers (4.57 to 5) and the peer's own package.
 """
 
 from __future__ import annotations

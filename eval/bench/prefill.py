@@ -1,9 +1,9 @@
 """Measure time to the first token and peak memory of long prompts, with eviction and without.
 
-``python -m eval.bench.prefill`` reads prompts of 4k .. 512k random tokens into a shape with random
-weights. Methods take turns: chunks with eviction to M after each, the same engine with a full
-cache, and transformers in one pass with its own attention. Memory is the peak above what the
-weights take. Figures go to ``gpu-prefill-<shape>.json`` after each length.
+``python -m eval.bench.prefill`` runs prompts of 4k .. 512k random tokens through a shape with
+random weights. Methods take turns: chunks with eviction to M after each, the same engine with a
+full cache, and transformers in one pass with its own attention. Memory is the peak above the
+weights. Figures go to ``gpu-prefill-<shape>.json`` after each length.
 """
 
 from __future__ import annotations

@@ -1,10 +1,12 @@
 """Published sizes of the benchmarked models, with random weights: nothing is downloaded.
 
-A decode step costs what its bytes cost, whatever they mean, so random weights in the true shapes
-time the same. The text decoder of Qwen3-VL is that of Qwen3 (for text tokens M-RoPE turns all
-frequencies alike), and that of LLaVA-1.5 is Llama's; their vision sides take no part in decoding.
+The time of a decode step depends on its bytes and not on their values, so random weights in
+published sizes take the same time. The text decoder of Qwen3-VL is that of Qwen3 (for text tokens
+M-RoPE rotates all frequencies alike), and that of LLaVA-1.5 is Llama's. Vision encoders take no
+part in decoding.
 
-Only torch and transformers are imported at the top: the peers' own environments read this too.
+Only torch and transformers are imported at the top, because the peers' environments import this
+module, too.
 """
 
 from __future__ import annotations

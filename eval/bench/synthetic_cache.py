@@ -1,8 +1,8 @@
 """Make sessions whose caches look as after a long run, without the run.
 
-A decode step's time depends on how many entries lie where, not on what they say. So rows are
-filled with random keys, values, retention and positions, in pages that lie scattered over the pool
-as they do after a long time of evictions. Nothing computed from them means anything.
+The time of a decode step depends on the number and place of entries and not on their values. So
+rows are filled with random keys, values, retention and positions, in pages that are scattered over
+the pool as after many evictions. The logits have no meaning.
 """
 
 from __future__ import annotations

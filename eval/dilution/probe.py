@@ -1,7 +1,7 @@
 """Record the attention logits of single decode steps beside the engine's own computation.
 
-The step's attention is computed by the engine as always; the probe reads the same keys from the
-pages, and works out the softmax in float64 for the record.
+The engine computes the step's attention as always. The probe reads the same keys from the pages and
+computes the logits in float64.
 """
 
 from __future__ import annotations

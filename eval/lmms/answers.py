@@ -1,7 +1,8 @@
 """``python -m eval.lmms.answers``: answers to mmdu from lmms-eval's samples file, for a judge.
 
-Writes the folder that ``mmkv mmdu`` writes, so that ``mmkv mmdu judge``, ``score`` and ``table``
-rate what lmms-eval asked. Any model's samples of the task will do.
+``python -m eval.lmms.answers`` writes a folder like that of ``mmkv mmdu``, so that ``mmkv mmdu
+judge``, ``score`` and ``table`` can rate answers from lmms-eval. It accepts any model's samples of
+the task.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Convert a task's ``generation_kwargs`` to mmkv's sampling, as lmms-eval's Qwen3-VL adapter does.
 
-``until``: every task that names none gets a blank line from lmms-eval, which would cut answers at
-their first paragraph. The built-in adapter ignores ``until`` altogether in its chat form, and drops
-blank lines from it in its simple form; so does this one.
+``until``: lmms-eval gives a blank line to every task that names none, which would cut answers at
+their first paragraph. The built-in adapter ignores ``until`` in its chat form and drops blank lines
+from it in its simple form. This adapter does the same.
 """
 
 from __future__ import annotations

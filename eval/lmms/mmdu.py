@@ -1,7 +1,7 @@
 """MMDU as a task of lmms-eval: whole dialogues, answered round by round (docs/mmdu.md).
 
-lmms-eval carries no history from round to round, so every round's messages hold the dialogue so
-far with the model's own answers, and the adapter finds out that its session holds them already.
+lmms-eval carries no history from round to round. So the messages of every round hold the dialogue
+so far with the model's own answers, and the adapter finds that its session already holds them.
 Reading, placing of pictures and exact scoring are those of ``mmkv mmdu``.
 """
 

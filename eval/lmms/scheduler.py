@@ -1,7 +1,7 @@
 """Run several documents in one batch; when one is done, the next one starts in its slot.
 
-A document is a *script*: a generator that yields what it wants to ask and is sent the reply, once
-for a single question, again and again for a dialogue.
+A document is a *script*: a generator that yields requests and is sent the replies, one for a single
+question, several for a dialogue.
 """
 
 from __future__ import annotations

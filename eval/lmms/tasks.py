@@ -2,8 +2,8 @@
 
 lmms-eval knows a task by the name of its YAML, finds prompts by the name of the model, and looks
 for data on the hub. Two kinds of overrides change that: ``NAME_local`` reads files below a folder,
-and ``NAME_mmkv`` gives mmkv the prompts that a task keeps for ``qwen3_vl``. Both include the
-installed task, so that scoring and prompts are lmms-eval's own.
+and ``NAME_mmkv`` gives mmkv the prompts of a task for ``qwen3_vl``. Both include the installed
+task, so that scoring and prompts are lmms-eval's own.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Make mmkv's small dialogue set in MMDU's format, with exact answers.
 
-Held-out scenes of ``scenes`` in the dialogues of ``dialogues``, some with a page on which a word or
-number is written. Seeds are taken as they come but for dialogues that ask the same twice; nothing
-is selected by what a model answers. ``assets/mmdu`` is what this program writes, with the pictures
-in one archive (:func:`mmkv.resources.bundled_dialogues`). Rows have one key more than MMDU's,
-``exact``: the kind of each question.
+``python -m eval.mmdu.make`` puts held-out scenes into dialogues, some with a page that shows a word
+or a number. Seeds are used in order, except those of dialogues with a repeated question; no model's
+answers decide the selection. ``assets/mmdu`` is the output of this program, with the pictures in
+one archive (:func:`mmkv.resources.bundled_dialogues`). Rows have one key more than MMDU's:
+``exact``, the kind of each question.
 """
 
 from __future__ import annotations

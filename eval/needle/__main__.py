@@ -1,11 +1,11 @@
 """Measure needles found in a haystack, by depth, length, policy and budget.
 
-``python -m eval.needle MODEL --domain text|pictures|video --lengths 1024 2048 --method ...`` buries
-several keys with several values in text or pictures (:mod:`eval.needle.tasks`), brings the memory
-down to the budget, and only then asks. Answers are given token by token, evicting after each; a
-value is found when every one of its tokens is the most likely one after the true answer so far.
-Writes JSON, a Markdown table and heat maps over depth and length. Killed and started again, it
-goes on where it was.
+``python -m eval.needle MODEL --domain text|pictures|video --lengths 1024 2048 --method ...`` hides
+several keys with several values in text or pictures (:mod:`eval.needle.tasks`), evicts down to the
+budget, and only then asks. Answers are teacher-forced with eviction after each token. A value is
+found when each of its tokens is the most likely one after the true answer so far. The program
+writes JSON, a Markdown table and heat maps over depth and length. A killed run continues when it is
+started again.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """Measure what eviction costs: accuracy and KL to the full cache by budget, with paired tests.
 
 ``python -m eval.quality MODEL --data scenes:dense --method dbtrimkv:GATES[,GATES] --method snapkv
-...`` feeds the same held-out dialogues through every method at every budget, answers given token by
-token with real eviction (``teacher_forced``), and writes JSON, a Markdown table and a plot. Killed
-and started again, it goes on where it was; with more methods or dialogues it reads only those.
+...`` runs the same held-out dialogues through every method at every budget. Answers are
+teacher-forced with real eviction (:mod:`mmkv.measure.teacher_forced`). The program writes JSON, a
+Markdown table and a plot. A killed run continues when it is started again; with more methods or
+dialogues only those are run.
 """
 
 from __future__ import annotations

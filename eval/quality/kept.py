@@ -1,8 +1,8 @@
 """Show where entries are kept: layers, KV heads and modalities of each method.
 
-``python -m eval.quality.kept RESULT.json --fraction 1/8`` reads what ``eval.quality`` wrote and
-draws ``RESULT-kept.png``: per method the mean entries of every (layer, KV head) as a share of the
-mean budget, on one logarithmic scale whose middle is the budget, above the share that is visual. It
+``python -m eval.quality.kept RESULT.json --fraction 1/8`` reads a result of ``eval.quality`` and
+draws ``RESULT-kept.png``: for each method the mean entries of every (layer, KV head) as a share of
+the mean budget, on one logarithmic scale with the budget in the middle, above the visual share. It
 prints the same as a table.
 """
 

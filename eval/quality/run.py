@@ -1,7 +1,7 @@
 """Run every dialogue of ``eval.quality`` through every method, in worker processes.
 
-Each run is one row of a journal (``journal``): a run that was killed goes on where it
-was, and a larger comparison reads only what is new.
+Each run of a dialogue is one row of a journal. A killed comparison continues from the journal, and
+a larger one runs only what is new.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Measure long dialogues under one budget: sessions with updates, and an endless video.
 
-``python -m eval.sessions MODEL --domain text|scenes --method ...`` reads dialogues over several
-sessions in which facts are replaced (:mod:`eval.sessions.tasks`) and asks turn by turn; the newest
-value counts. ``--domain stream`` shows the bundled model a stream of clips with questions in
-between (:mod:`eval.sessions.stream`), at a memory that stays bounded. Answers are given token by
-token, evicting after each, and right when every token is the most likely one: what greedy decoding
-says. Writes JSON, a Markdown table and a figure. Killed and started again, it goes on where it was.
+``python -m eval.sessions MODEL --domain text|scenes --method ...`` runs dialogues over several
+sessions in which facts are replaced (:mod:`eval.sessions.tasks`); the newest value is right.
+``--domain stream`` shows the bundled model a stream of clips with questions in between
+(:mod:`eval.sessions.stream`), under a bounded memory. Answers are teacher-forced with eviction
+after each token, and right when every token is the most likely one. The program writes JSON, a
+Markdown table and a figure. A killed run continues when it is started again.
 """
 
 from __future__ import annotations

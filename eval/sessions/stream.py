@@ -1,12 +1,12 @@
 """Run an endless video: clip after clip with questions in between, under one budget.
 
-A numbered picture comes first, then clip after clip. After each clip one question asks what was in
-a cell at the start or the end of it; after every eighth, a copy of the session is asked about the
-picture of the very beginning, so that the stream itself never holds the answer. The bundled model
-has learned one clip per dialogue: what the full cache still holds of older clips can confuse it.
+A numbered picture comes first, then clip after clip. After each clip one question asks for the
+content of a cell at the clip's start or end. After every eighth clip a copy of the session is asked
+about the first picture; the stream itself never contains the answer. The bundled model was trained
+with one clip per dialogue, so older clips in the full cache can confuse it.
 
-The model's position limit is lifted: what a method that evicts holds is bounded. The full cache
-reads the first clips only.
+The model's position limit is lifted, because a method that evicts holds a bounded number of
+entries. The full cache runs over the first clips only.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Make dialogues over several sessions: facts are stated, later replaced, and asked.
 
-*text*: numbered sessions of small talk state magic numbers; some replace what an earlier session
-said, some belong to strangers whom nobody asks about. *scenes*: every session shows pictures under
-``ignore:`` and a numbered one, which may replace an earlier picture of the same number. The newest
-value is right. No number and no cell is asked twice: a question with its answer states it anew.
-Memory is brought down to the budget before each question is known.
+*text*: numbered sessions of small talk state magic numbers. Some replace a number of an earlier
+session, and some belong to people that no question names. *scenes*: every session shows pictures
+under ``ignore:`` and a numbered one, which may replace an earlier picture of the same number. The
+newest value is right. No number and no cell is asked twice, because a question with its answer
+states the fact again. Memory is cut to the budget before each question.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """``mmkv bench``: compare this machine's decode step with the time to read its bytes.
 
-The floor of a step is its weights and retained keys and values over the bandwidth that a copy in
-this machine's memory reaches. What a small model keeps fits a processor's cache, so there the floor
-can be passed. Heavy imports wait until the command runs.
+The floor of a step is the bytes of its weights and retained keys and values over the bandwidth of a
+copy in this machine's memory. The data of a small model fit into the processor's cache, so a step
+can be faster than the floor. Heavy imports wait until the command runs.
 """
 
 from __future__ import annotations

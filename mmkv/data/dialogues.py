@@ -1,8 +1,8 @@
 """Make long dialogues about scenes: dense, sparse, clips and streams.
 
 *Dense*: every picture has a number, and any cell of any picture may be asked later. *Sparse*: most
-pictures come under ``ignore:`` and never matter; the kept ones have numbers. Everything follows
-from a seed; held-out dialogues show held-out scenes only.
+pictures come under ``ignore:`` and are never asked about; the others have numbers. A dialogue is a
+function of its seed, and held-out dialogues show held-out scenes only.
 """
 
 from __future__ import annotations

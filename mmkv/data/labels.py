@@ -1,8 +1,8 @@
 """Find the tokens of the assistant's replies in a rendered chat, for any chat template.
 
-Growing prefixes of the dialogue are rendered and tokenized: what the whole shares with the
-dialogue up to the opening of a reply is not the assistant's, what it shares beyond that with the
-dialogue up to the end of the reply is. Nothing is known about any template's markers.
+Growing prefixes of the dialogue are rendered and tokenized. The whole shares a prefix with the
+dialogue up to the opening of a reply; the tokens after it, as far as they agree with the dialogue
+up to the end of the reply, are the assistant's. No template's markers need to be known.
 """
 
 from __future__ import annotations

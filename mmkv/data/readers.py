@@ -1,7 +1,7 @@
 """Read files of training data as conversations and plain-text documents.
 
-A file is indexed once: every row is checked then, and what cannot be used is counted and reported.
-Rows of JSONL files are read again when they are asked for, so that a file larger than memory works.
+A file is indexed once. Every row is checked then, and unusable rows are counted and reported. Rows
+of JSONL files are read again on demand, so that a file may be larger than memory.
 """
 
 from __future__ import annotations

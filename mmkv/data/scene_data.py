@@ -1,7 +1,7 @@
 """Make dialogues about scenes as training and test examples for the bundled model's gates.
 
-Questions name their cells (``search=False``): the bundled model never learned to look for a thing
-in all cells, and what the full cache cannot answer tells nothing about eviction.
+Questions name their cells (``search=False``), because the bundled model never learned to search all
+cells. A question that the full cache cannot answer measures nothing about eviction.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Synthetic scenes with exact answers: pictures, questions, dialogues.
 
 A scene is a grid of cells (emoji or coloured shapes), a line of rendered letters or digits, or a
-free layout. Everything follows from a seed. ``heldout`` scenes hold combinations of object and
-place (and strings) that no ``train`` scene ever shows.
+free layout. It is a function of its seed. ``heldout`` scenes hold combinations of object and place
+(and strings) that no ``train`` scene shows.
 """
 
 from __future__ import annotations

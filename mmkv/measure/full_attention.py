@@ -1,7 +1,6 @@
 """Compute full causal attention over whole documents without a cache: the reference.
 
-It runs the engine's own decoder over documents laid end to end, so every family that the engine
-reads has it.
+It runs the engine's decoder over documents laid end to end, so every family of the engine has it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Intervals and paired tests over dialogues.
 
-Questions of one dialogue share a memory and are not independent: the dialogue is the unit that is
-resampled (cluster bootstrap) and whose sign is flipped (paired permutation test).
+Questions of one dialogue share a memory and are not independent. So the dialogue is the unit that
+is resampled (cluster bootstrap) and whose sign is flipped (paired permutation test).
 """
 
 from __future__ import annotations

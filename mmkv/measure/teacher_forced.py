@@ -1,9 +1,9 @@
 """Run given answers under a budget and compare the predictions with the full cache's.
 
-A dialogue is fed token by token as it would have been decoded: prompts in prefill chunks, answers
-one token at a time, eviction after each. At every answer token the logits are compared with those
-of plain full attention over the same tokens. An answer all of whose tokens are the most likely ones
-is what greedy decoding would have generated.
+A dialogue is fed as in decoding: prompts in prefill chunks, answers one token at a time, with
+eviction after each. At every answer token the logits are compared with those of full attention over
+the same tokens. An answer is right when all its tokens are the most likely ones, which is what
+greedy decoding would have generated.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Load pictures from a path, an http(s) address or a data: URI.
 
-The network is used for nothing but an address the user gave.
+The network is used only for an address that the user gave.
 """
 
 from __future__ import annotations
