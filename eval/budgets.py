@@ -13,17 +13,17 @@ _ENTRIES = "entries per layer and KV head"
 
 
 def is_share(budget: str) -> bool:
-    """Return whether it grows with the dialogue."""
+    """Return whether a budget is a share, which grows with the dialogue."""
     return Fraction(budget) <= 1
 
 
 def in_words(budget: str) -> str:
-    """For titles."""
+    """Return the words for a budget in titles."""
     return f"{budget} of the context" if is_share(budget) else f"{budget} {_ENTRIES}"
 
 
 def axis_label(budgets: Sequence[str]) -> str:
-    """For the axis of a plot over these budgets."""
+    """Return the label of a plot's axis over these budgets."""
     kinds = {is_share(budget) for budget in budgets}
     if len(kinds) > 1:
         return "budget"

@@ -137,7 +137,7 @@ def _accuracy(first: str, shown: Sequence[tuple[str, str, str, Sequence[str]]]) 
 
 
 def _readme(results: Path) -> Rows:
-    """Three budgets of two kinds of dialogue, and of recall on a language model."""
+    """Yield three budgets of two kinds of dialogue, and of recall on a language model."""
     shown = (
         ("dense pictures", "quality-tiny-vlm-dense", ("1/3", "1/8", "1/16")),
         ("sparse pictures", "quality-tiny-vlm-sparse", ("1/8", "1/16", "1/32")),
@@ -163,7 +163,7 @@ def _rules(results: Path) -> Rows:
 
 
 def _found(results: Path) -> Rows:
-    """Needles, sessions and the stream: share of right answers by budget in entries."""
+    """Yield shares of right answers of needles, sessions and the stream, by budget in entries."""
     yield ["task", "entries", "full", *(f"`{method}`" for method in _METHODS)]
     for words, name, budgets in _FOUND:
         found = _results(results, name)

@@ -135,7 +135,7 @@ def _along(engine: Any, inputs: Any, tokens: list[int]) -> Tensor:
 def main() -> None:
     """Fetch, compare, and optionally time."""
     parser = argparse.ArgumentParser(prog="python -m eval.smollm2", description=__doc__)
-    parser.add_argument("folder", type=Path, help="where the model is, or is to be put")
+    parser.add_argument("folder", type=Path, help="folder of the model; it is made if missing")
     parser.add_argument("--steps", type=int, default=64, help="greedy tokens per prompt")
     parser.add_argument("--bench", action="store_true", help="also time decoding")
     args = parser.parse_args()

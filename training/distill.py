@@ -46,10 +46,10 @@ def distill(
     eval_samples: Annotated[int, _option("Held-out conversations to use.", _DATA)] = 32,
     max_length: Annotated[int, _option("Longest document, in tokens.", _DATA)] = 4096,
     long_chats: Annotated[
-        str, _option("Chats above that: drop them, or cut them after a reply.", _DATA)
+        str, _option("Chats longer than that: drop them, or cut them after a reply.", _DATA)
     ] = "cut",
     media_root: Annotated[
-        str | None, _option("What relative paths of pictures start from.", _DATA)
+        str | None, _option("Folder that relative paths of pictures start from.", _DATA)
     ] = None,
     recipe: Annotated[
         str,
@@ -75,9 +75,11 @@ def distill(
     ] = "paper",
     gate_input: Annotated[
         str,
-        _option("What gates read: the layer's normed input (x) or keys and values (kv).", _GATES),
+        _option(
+            "Input of the gates: the layer's normed input (x) or keys and values (kv).", _GATES
+        ),
     ] = "x",
-    bias: Annotated[float, _option("Where the readout's bias starts.", _GATES)] = 18.0,
+    bias: Annotated[float, _option("Start value of the readout's bias.", _GATES)] = 18.0,
     loss: Annotated[
         str, _option("kl+ntp, kl, ntp, reverse-kl or reverse-kl+ntp.", _LOSS)
     ] = "kl+ntp",
@@ -95,9 +97,9 @@ def distill(
     accumulate: Annotated[int, _option("Forward passes per step.", _RUN)] = 1,
     lr: Annotated[float, _option("Peak learning rate.", _RUN)] = 2e-4,
     schedule: Annotated[
-        str, _option("How the learning rate falls to 0: cosine or linear.", _RUN)
+        str, _option("Schedule of the learning rate to 0: cosine or linear.", _RUN)
     ] = "cosine",
-    warmup: Annotated[float, _option("Share of the steps.", _RUN)] = 0.03,
+    warmup: Annotated[float, _option("Share of steps for warm-up.", _RUN)] = 0.03,
     weight_decay: Annotated[float, _option("AdamW's.", _RUN)] = 1e-6,
     clip: Annotated[float, _option("Largest gradient norm.", _RUN)] = 1.0,
     checkpointing: Annotated[
@@ -105,7 +107,7 @@ def distill(
     ] = False,
     dtype: Annotated[str, _option("auto, float32 or bfloat16.", _RUN)] = "auto",
     device: Annotated[str, _option("auto, cpu or cuda.", _RUN)] = "auto",
-    seed: Annotated[int, _option("Of gates and data order.", _RUN)] = 0,
+    seed: Annotated[int, _option("Seed of gates and data order.", _RUN)] = 0,
     log_every: Annotated[int, _option("Steps between log lines.", _RUN)] = 10,
     save_every: Annotated[int, _option("Steps between checkpoints.", _RUN)] = 200,
     eval_every: Annotated[int, _option("Steps between held-out runs; 0: at the end.", _RUN)] = 200,
@@ -114,7 +116,9 @@ def distill(
     store: Annotated[
         str, _option("Trunks in the gate file: float32, or float16 at half the size.", _RUN)
     ] = "float32",
-    resume: Annotated[bool, _option("Go on from the last checkpoint in --output.", _RUN)] = False,
+    resume: Annotated[
+        bool, _option("Continue from the last checkpoint in --output.", _RUN)
+    ] = False,
 ) -> None:
     """Train retention gates for a frozen checkpoint by distillation."""
     values = dict(locals())

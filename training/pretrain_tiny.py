@@ -52,13 +52,15 @@ def carry_over(
 def arguments() -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--output", type=Path, default=Path("runs/tiny"), help="checkpoints")
-    parser.add_argument("--export", type=Path, help="where the finished model is written")
-    parser.add_argument("--init", type=Path, help="a saved model to go on from")
+    parser.add_argument(
+        "--output", type=Path, default=Path("runs/tiny"), help="folder of checkpoints"
+    )
+    parser.add_argument("--export", type=Path, help="folder of the finished model")
+    parser.add_argument("--init", type=Path, help="a saved model to continue from")
     parser.add_argument(
         "--lessons",
         choices=list(ROUNDS),
-        help="what is taught: by default curriculum, with --init dialogues (of up to 600 tokens);"
+        help="lessons: by default curriculum, with --init dialogues (of up to 600 tokens);"
         " far: most of them up to 4k tokens; mixed: fewer of those, more single pictures",
     )
     parser.add_argument("--steps", type=int, default=4000)
@@ -68,7 +70,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=0, help="torch threads, 0 for its default")
     parser.add_argument("--bf16", action="store_true", help="autocast to bfloat16")
     parser.add_argument("--save-every", type=int, default=500, help="steps between checkpoints")
-    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint")
+    parser.add_argument("--resume", action="store_true", help="continue from the last checkpoint")
     return parser.parse_args()
 
 

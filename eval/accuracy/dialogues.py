@@ -49,7 +49,7 @@ def main() -> None:
     """Run the program."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", nargs="?", default=bundled_model_name())
-    parser.add_argument("--dialogues", type=int, default=100, help="of each sort")
+    parser.add_argument("--dialogues", type=int, default=100, help="dialogues of each kind")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--output", type=Path, default=Path("eval/results/accuracy-dialogues.json"))
     args = parser.parse_args()

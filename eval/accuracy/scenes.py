@@ -132,10 +132,12 @@ def main() -> None:
     parser.add_argument("model", nargs="?", default=bundled_model_name())
     parser.add_argument("--backend", choices=("transformers", "mmkv"), default="transformers")
     parser.add_argument("--policy", default="full", help="mmkv only")
-    parser.add_argument("--budget", type=float, default=256, help="mmkv only, entries per row")
+    parser.add_argument("--budget", type=float, default=256, help="M, entries per row (mmkv only)")
     parser.add_argument("--gates", help="mmkv only")
-    parser.add_argument("--samples", type=int, default=1400, help="single-picture questions")
-    parser.add_argument("--dialogues", type=int, default=0, help="of 3 pictures and 6 turns")
+    parser.add_argument("--samples", type=int, default=1400, help="single-picture questions to ask")
+    parser.add_argument(
+        "--dialogues", type=int, default=0, help="dialogues of 3 pictures and 6 turns"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--output", type=Path, default=Path("eval/results/accuracy-scenes.json"))

@@ -65,13 +65,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser("bench_capacity", __doc__)
     options.add_argument("--shape", default="qwen3-vl-8b", choices=SHAPES)
     options.add_argument("--memory", type=float, nargs="+", default=[80, 100, 141], metavar="GB")
-    options.add_argument("--context", type=int, default=32768, help="tokens each has seen")
+    options.add_argument(
+        "--context", type=int, default=32768, help="tokens that each sequence has seen"
+    )
     options.add_argument("--budgets", type=int, nargs="+", default=[64, 128, 256, 512, 1024, 2048])
     options.add_argument("--chunk", type=int, default=2048, help="tokens per prefill chunk")
     options.add_argument("--workspace", type=float, default=WORKSPACE / 1e9, metavar="GB")
     options.add_argument("--skew", type=float, default=4.0, help="longest row over the mean")
     options.add_argument("--decode-batch", type=int, default=32)
-    options.add_argument("--most-tried", type=int, default=2048, help="sessions to open")
+    options.add_argument("--most-tried", type=int, default=2048, help="most sessions to open")
     options.add_argument(
         "--try",
         dest="tried",

@@ -372,7 +372,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         nargs="*",
         default=[],
         metavar="PEER=PATH",
-        help="the interpreter of a peer's own environment",
+        help="Python interpreter of a peer's environment",
     )
     options.add_argument("--patience", type=float, default=240, help="seconds to wait for a peer")
     options.add_argument("--no-parts", dest="parts", action="store_false")

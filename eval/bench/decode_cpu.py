@@ -56,7 +56,7 @@ class Transformers:
 
     @torch.inference_mode()
     def run(self, tokens: int) -> Run:
-        """Decode; a stopping criterion that never stops reads the clock."""
+        """Decode and time it with a stopping criterion that never stops."""
         clock: list[float] = []
 
         def note(ids: Tensor, scores: Any, **_: Any) -> Tensor:
@@ -179,13 +179,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--tokens", type=int, default=64, help="decode steps per run")
     parser.add_argument("--prompt", type=int, default=64, help="prompt tokens")
     parser.add_argument("--batch", type=int, default=1, help="sequences decoded together")
-    parser.add_argument("--name", default=None, help="of the result file, default: the folder's")
+    parser.add_argument(
+        "--name", default=None, help="name of the result file (default: that of the folder)"
+    )
     parser.add_argument("--rounds", type=int, default=9, help="timed runs of each method")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--policy", default="full")
     parser.add_argument("--budget", type=float, default=256)
-    parser.add_argument("--gates", default=None, help="for policies that need them")
-    parser.add_argument("--dtype", default="float32", help="of both methods")
+    parser.add_argument("--gates", default=None, help="gate folder, for policies that need gates")
+    parser.add_argument("--dtype", default="float32", help="dtype of both methods")
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the result files")
     args = parser.parse_args(arguments)
     transformers_logging.set_verbosity_error()

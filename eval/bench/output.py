@@ -30,7 +30,7 @@ def parser(name: str, about: str | None) -> argparse.ArgumentParser:
     made.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     made.add_argument("--rounds", type=int, default=7, help="timed runs of each method")
     made.add_argument("--output", type=Path, default=RESULTS, help="folder of the result files")
-    made.add_argument("--name", default=None, help="of the result file, without .json")
+    made.add_argument("--name", default=None, help="name of the result file, without .json")
     return made
 
 
@@ -42,7 +42,7 @@ def where(args: argparse.Namespace) -> tuple[torch.device, torch.dtype]:
 
 
 def on_gpu(args: argparse.Namespace) -> tuple[torch.device, torch.dtype]:
-    """As :func:`where`, for programs that would take hours without a GPU.
+    """Return what :func:`where` returns; refuse a CPU, where these programs take hours.
 
     Raises:
         BenchError: there is none, and the CPU was not asked for.

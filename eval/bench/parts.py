@@ -65,7 +65,7 @@ class Undo:
 
 
 def _leave(*_: Any, **__: Any) -> None:
-    """In place of a call whose result lies in a buffer."""
+    """Stand in for a call whose result lies in a buffer."""
 
 
 def _no_gate(step: StaticStep, index: int, normed: Tensor) -> None:
@@ -96,7 +96,7 @@ def _replaced(engine: Runtime, part: str, undo: Undo) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def without(engine: Runtime, part: str, undo: Undo) -> Iterator[None]:
-    """Steps captured (on a CPU: run) in here lack ``part``; with "" they are whole."""
+    """Leave ``part`` out of the steps captured (on a CPU: run) here; "" leaves out nothing."""
     with contextlib.ExitStack() as stack:
         for name, value in _replaced(engine, part, undo).items():
             stack.enter_context(mock.patch.object(static_step, name, value))

@@ -68,7 +68,7 @@ class Clock:
         self.times: list[float] = []
 
     def __call__(self, ids: Tensor, scores: Any, **_: Any) -> Tensor:
-        """Note the time; generate itself waits for the device at every token."""
+        """Record the time; generate itself waits for the device at every token."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self.times.append(time.perf_counter())
@@ -206,7 +206,7 @@ class Trimkv(Generate):
         return made
 
     def fill(self) -> Any:
-        """Empty: generate fills it by reading the prompt."""
+        """Return an empty cache, which generate fills by reading the prompt."""
         return self.caches.TrimKVCache(
             memory_size=self.job.budget, buffer_size=32, device=str(self.device)
         )

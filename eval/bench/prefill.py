@@ -46,7 +46,7 @@ class Method(ABC):
         """Read the prompt and choose the first token; sets ``kv``."""
 
     def leave(self) -> None:  # noqa: B027
-        """Let go of what :meth:`prepare` made."""
+        """Release what :meth:`prepare` made."""
 
     def run(self, prompt: torch.Tensor) -> float:
         """Return seconds to the first token."""
@@ -80,7 +80,7 @@ class Own(Method):
         self.engine = self.make()
 
     def leave(self) -> None:
-        """Its pool goes."""
+        """Release the engine and its pool."""
         self.engine = None
 
     def read(self, prompt: torch.Tensor) -> None:
@@ -101,7 +101,7 @@ class Peer(Method):
 
     @torch.inference_mode()
     def read(self, prompt: torch.Tensor) -> None:
-        """Forward, with logits of the last token only."""
+        """Run one forward pass with logits of the last token only."""
         made = self.model(
             input_ids=prompt.to(self.device), use_cache=True, logits_to_keep=1, return_dict=True
         )
@@ -212,7 +212,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.add_argument("--chunk", type=int, default=2048, help="tokens per prefill chunk")
     options.add_argument("--full-longest", type=int, default=200_000, help="0: leave it out")
     options.add_argument("--peer-longest", type=int, default=200_000, help="0: leave it out")
-    options.add_argument("--seconds", type=float, default=20, help="for the rounds of a length")
+    options.add_argument(
+        "--seconds", type=float, default=20, help="seconds for the rounds of one length"
+    )
     args = options.parse_args(arguments)
     args.lengths.sort()
     try:

@@ -54,7 +54,7 @@ class PeerProcess:
         self.peak_bytes: int | None = None
 
     def seconds(self, tokens: int) -> float:
-        """Let it decode; seconds of all steps. Raises BenchError with the reason."""
+        """Decode and return the seconds of all steps. Raises BenchError with the reason."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(f"{tokens}\n")

@@ -190,7 +190,7 @@ def markdown(page: Mapping[str, Any]) -> str:
 
 
 def draw(page: Mapping[str, Any], path: Path) -> None:
-    """Useful share against length, all heads and looking ones; measured against predicted."""
+    """Draw the useful share by length, and the measured share against the predicted one."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(14, 4.2), layout="constrained")

@@ -71,11 +71,11 @@ class Adapter(lmms):
 
     @property
     def batch_size(self) -> int:
-        """Documents in a decode step, at most."""
+        """Return the largest number of documents in a decode step."""
         return self.settings.batch_size
 
     def clean(self) -> None:
-        """Let go of model and cache: lmms-eval may load a judge now."""
+        """Release model and cache, so that lmms-eval can load a judge."""
         del self.engine
         super().clean()
 

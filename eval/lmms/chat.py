@@ -24,7 +24,7 @@ class MmkvChat(Adapter):
 
     @reported_to_parent()
     def loglikelihood(self, requests: list[Instance]) -> Any:
-        """Refused: lmms-eval has no such requests in messages."""
+        """Refuse: lmms-eval has no such requests in messages."""
         raise InputError(
             "lmms-eval scores choices by likelihood in its simple form alone; add --force_simple"
         )

@@ -43,7 +43,7 @@ class Scored(tuple[float, bool]):
     """Loss of a continuation, and whether greedy decoding would have written it."""
 
     def strip(self) -> str:
-        """Called by lmms-eval's response cache alone, which cannot hold this."""
+        """Raise: only lmms-eval's response cache calls this, and it cannot hold these answers."""
         raise InputError(
             "lmms-eval 0.7.3 reads likelihoods back from --use_cache as text and miscounts them; "
             "run tasks of type multiple_choice without --use_cache"

@@ -37,7 +37,7 @@ def messages(
 
 
 def no_visual(doc: dict[str, Any]) -> list[Any]:
-    """Nothing: the pictures stand inside the messages."""
+    """Return no visuals: the pictures are in the messages."""
     return []
 
 

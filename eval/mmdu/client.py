@@ -91,7 +91,7 @@ class JudgeClient:
         self._quiet_until = 0.0
 
     def stop(self) -> None:
-        """Let no request begin any more; waiting threads end with NoVerdictError."""
+        """Stop all requests; waiting threads end with NoVerdictError."""
         self._stopped.set()
 
     def ask(self, text: str, images: Sequence[str]) -> Reply:

@@ -83,7 +83,7 @@ def _means(judged: Sequence[list[int]], count: int) -> dict[str, float] | None:
 
 
 def score_table(result: Mapping[str, Any], title: str) -> Table:
-    """Both aggregations in the paper's layout: a column per dimension, ten times the mean."""
+    """Return both aggregations in the layout of MMDU's paper: ten times the mean per dimension."""
     table = Table(title, ("aggregation", *COLUMNS, "95 % of Overall", "questions", "failures"))
     low, high = result["overall_ci"] or (0.0, 0.0)
     questions, judged = result["questions"], result["judged"]

@@ -30,7 +30,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add_methods(parser, ("32", "64", "128", "256"))
     parser.add_argument("--domain", choices=list(SIZES), default="pictures")
     parser.add_argument(
-        "--lengths", nargs="+", type=length, metavar="TOKENS", help="such as 512 or 128k"
+        "--lengths",
+        nargs="+",
+        type=length,
+        metavar="TOKENS",
+        help="lengths in tokens, such as 512 or 128k",
     )
     for place, name in enumerate(("keys", "values", "queries")):
         usual = ", ".join(f"{domain} {sizes[place]}" for domain, sizes in SIZES.items())

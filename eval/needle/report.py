@@ -156,7 +156,7 @@ def markdown(page: Mapping[str, Any]) -> str:
 
 
 def draw(page: Mapping[str, Any], path: Path) -> None:
-    """Heat maps over depth and length: a row of panels per budget, a column per method."""
+    """Draw heat maps over depth and length: a row of panels per budget, a column per method."""
     from matplotlib.figure import Figure
 
     methods, budgets, lengths = ["full", *page["methods"]], page["budgets"], list(page["lengths"])

@@ -219,7 +219,7 @@ def bury(
     length: int,
     depths: list[float],
 ) -> tuple[list[T], list[tuple[int, int]]]:
-    """Needles among as much filler as makes ``length`` tokens.
+    """Place needles among filler so that the whole has ``length`` tokens.
 
     Args:
         needles, filler: things and their tokens. depths: ascending, share of the filler that

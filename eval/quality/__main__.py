@@ -24,7 +24,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m eval.quality", description=__doc__)
     add_options(parser, "quality")
     parser.add_argument(
-        "--data", action="append", required=True, help="as for training.distill; repeatable"
+        "--data",
+        action="append",
+        required=True,
+        help="data source, as for training.distill; repeatable",
     )
     parser.add_argument("--max-length", type=int, default=8192, help="longest dialogue, tokens")
     parser.add_argument(
@@ -36,13 +39,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         default=list(FRACTIONS),
         help="budgets: shares of the context, or entries per layer and KV head such as 64",
     )
-    parser.add_argument("--dialogues", type=int, default=120, help="of each data source")
+    parser.add_argument("--dialogues", type=int, default=120, help="dialogues of each data source")
     parser.add_argument(
         "--skip",
         type=int,
         default=0,
         metavar="N",
-        help="leave out the first N dialogues, which something was chosen on",
+        help="leave out the first N dialogues, for example those that settings were chosen on",
     )
     args = parser.parse_args(arguments)
     if args.skip < 0 or args.dialogues < 1:

@@ -26,10 +26,12 @@ def add_options(parser: argparse.ArgumentParser, name: str) -> None:
     parser.add_argument("model", nargs="?", default=bundled_model_name())
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="cpu")
-    parser.add_argument("--threads", type=int, default=1, help="of each worker")
-    parser.add_argument("--workers", type=int, default=1, help="processes that read dialogues")
-    parser.add_argument("--fresh", action="store_true", help="forget what earlier runs have read")
-    parser.add_argument("--name", default=name, help="the files are NAME.json, .md and .png")
+    parser.add_argument("--threads", type=int, default=1, help="torch threads of each worker")
+    parser.add_argument("--workers", type=int, default=1, help="processes that run dialogues")
+    parser.add_argument(
+        "--fresh", action="store_true", help="drop the runs in the journal and start anew"
+    )
+    parser.add_argument("--name", default=name, help="name of the files NAME.json, .md and .png")
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the result files")
 
 

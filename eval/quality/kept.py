@@ -134,9 +134,9 @@ def table(pages: Mapping[str, Mapping[str, Any]], budget: str, methods: Sequence
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the program."""
     parser = argparse.ArgumentParser(prog="python -m eval.quality.kept", description=__doc__)
-    parser.add_argument("result", type=Path, help="JSON of eval.quality")
-    parser.add_argument("--fraction", default="1/8", help="the budget to look at")
-    parser.add_argument("--methods", nargs="*", default=[], help="default: all")
+    parser.add_argument("result", type=Path, help="result file of eval.quality")
+    parser.add_argument("--fraction", default="1/8", help="the budget to show")
+    parser.add_argument("--methods", nargs="*", default=[], help="methods to show (default: all)")
     args = parser.parse_args(arguments)
     try:
         pages = json.loads(args.result.read_text())["results"]

@@ -34,7 +34,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         usual = ", ".join(f"{domain} {sizes[place]}" for domain, sizes in SIZES.items())
         parser.add_argument(f"--{name}", type=int, help=f"default: {usual}")
     parser.add_argument("--limit", type=int, default=24, help="dialogues, or clips of each stream")
-    parser.add_argument("--full-clips", type=int, default=64, help="of a stream, for full cache")
+    parser.add_argument(
+        "--full-clips", type=int, default=64, help="clips that the full cache runs over (stream)"
+    )
     args = parser.parse_args(arguments)
     with running(args, "eval.sessions") as (path, journal):
         if min(args.limit, args.full_clips) < 1:

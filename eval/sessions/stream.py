@@ -43,7 +43,7 @@ def first_picture() -> Scene:
 
 
 def clip_turn(index: int) -> Turn:
-    """Clip ``index`` of the stream and the question about it; a function of the index alone."""
+    """Return clip ``index`` of the stream and its question, a function of the index alone."""
     clip, question = clip_of_stream(random.Random(f"stream-{index}"), "heldout")
     if index == 0:
         return Turn((first_picture(), clip), question, (caption(1), ""))

@@ -132,7 +132,7 @@ def chat(
     ] = None,
     num_frames: Annotated[
         int | None,
-        typer.Option(help="Frames to take in all, instead of --fps.", rich_help_panel=_MEDIA),
+        typer.Option(help="Number of frames to take, instead of --fps.", rich_help_panel=_MEDIA),
     ] = None,
     min_pixels: arguments.MinPixels = None,
     max_pixels: arguments.MaxPixels = None,
@@ -140,16 +140,26 @@ def chat(
         int, typer.Option(help="Longest reply, in tokens.", rich_help_panel=_SAMPLING)
     ] = 512,
     temperature: Annotated[
-        float, typer.Option(help="0 takes the likeliest token.", rich_help_panel=_SAMPLING)
+        float,
+        typer.Option(
+            help="Sampling temperature; 0 takes the likeliest token.", rich_help_panel=_SAMPLING
+        ),
     ] = 0.0,
     top_p: Annotated[
-        float, typer.Option(help="Sample from this much probability.", rich_help_panel=_SAMPLING)
+        float,
+        typer.Option(
+            help="Sample from the likeliest tokens of this total probability.",
+            rich_help_panel=_SAMPLING,
+        ),
     ] = 1.0,
     top_k: Annotated[
-        int, typer.Option(help="Sample from so many tokens; 0: all.", rich_help_panel=_SAMPLING)
+        int,
+        typer.Option(
+            help="Sample from this many likeliest tokens; 0: all.", rich_help_panel=_SAMPLING
+        ),
     ] = 0,
     seed: Annotated[
-        int | None, typer.Option(help="Makes sampling repeatable.", rich_help_panel=_SAMPLING)
+        int | None, typer.Option(help="Seed of sampling.", rich_help_panel=_SAMPLING)
     ] = None,
     stop: Annotated[
         list[str] | None,

@@ -40,7 +40,7 @@ def evaluate(
     ] = None,
     data: Annotated[
         Path | None,
-        typer.Option(help="Folder of local data; tasks that can then read nothing else."),
+        typer.Option(help="Folder of local data; tasks read nothing else then."),
     ] = None,
     output: Annotated[
         Path, typer.Option(help="Folder for results and samples.", rich_help_panel=_RUN)
@@ -50,15 +50,22 @@ def evaluate(
         typer.Option(help="Documents per task, or a share below 1.", rich_help_panel=_RUN),
     ] = None,
     batch_size: Annotated[
-        int, typer.Option(min=1, help="Documents in a decode step.", rich_help_panel=_RUN)
+        int, typer.Option(min=1, help="Most documents in a decode step.", rich_help_panel=_RUN)
     ] = 1,
     force_simple: Annotated[
         bool,
-        typer.Option("--force-simple", help="The form for likelihood tasks.", rich_help_panel=_RUN),
+        typer.Option(
+            "--force-simple",
+            help="Use the simple form, which likelihood tasks need.",
+            rich_help_panel=_RUN,
+        ),
     ] = False,
     gen_kwargs: Annotated[
         str | None,
-        typer.Option(help="Over the tasks' own: max_new_tokens=512,...", rich_help_panel=_RUN),
+        typer.Option(
+            help="Override generation settings of the tasks: max_new_tokens=512,...",
+            rich_help_panel=_RUN,
+        ),
     ] = None,
     budget: Annotated[str | None, arguments.option("budget")] = None,
     policy: Annotated[str | None, arguments.option("policy")] = None,

@@ -27,7 +27,7 @@ Images = Annotated[
     typer.Option(help="Folder of the pictures. Default: that of --data.", rich_help_panel=_DATA),
 ]
 Limit = Annotated[
-    int | None, typer.Option(help="The first so many dialogues.", rich_help_panel=_DATA, min=1)
+    int | None, typer.Option(help="Take the first N dialogues only.", rich_help_panel=_DATA, min=1)
 ]
 Unused = Annotated[
     bool,
@@ -50,7 +50,7 @@ def answer(
     limit: Limit = None,
     allow_unused_images: Unused = False,
     output: Annotated[
-        Path, typer.Option(help="Folder of answers; finished dialogues in it are left alone.")
+        Path, typer.Option(help="Folder of answers; finished dialogues in it are kept.")
     ] = DEFAULT_OUTPUT,
     max_new_tokens: Annotated[
         int, typer.Option(help="Longest answer, in tokens.", rich_help_panel=arguments.CACHE)
@@ -98,7 +98,7 @@ def judge(
         str, typer.Option(help="For example https://api.openai.com/v1.", rich_help_panel=_JUDGE)
     ],
     judge_model: Annotated[
-        str, typer.Option(help="The model's name there.", rich_help_panel=_JUDGE)
+        str, typer.Option(help="Name of the judge's model.", rich_help_panel=_JUDGE)
     ],
     data: Data = None,
     images: Images = None,
@@ -153,7 +153,7 @@ def judge(
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask before sending.")] = False,
     quiet: arguments.Quiet = False,
 ) -> None:
-    """Have an OpenAI-compatible model score the answers; resumes where it stopped."""
+    """Score the answers with an OpenAI-compatible model; a stopped run resumes."""
     if not timeout > 0:
         raise UsageError(f"--timeout is {timeout:g}; give seconds above 0")
     if (input_price is None) != (output_price is None):

@@ -44,7 +44,7 @@ class SyntheticRow:
 
     @property
     def row(self) -> int:
-        """Its number there."""
+        """Return the row's number in its file."""
         return self.seed
 
 
