@@ -124,7 +124,10 @@ def model_type(pretrained: str) -> str:
     # isort: split
     from transformers import AutoConfig
 
+    from engine.model.families import find_for
+
     try:
+        find_for(pretrained)
         return AutoConfig.from_pretrained(pretrained).model_type
     except (OSError, ValueError) as error:
         raise ModelError(

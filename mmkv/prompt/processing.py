@@ -186,16 +186,21 @@ def load_processor(
     """
     from transformers import AutoConfig, AutoTokenizer
 
+    from engine.model.families import Qwen3VLFamily, find_for
+
     try:
+        family = find_for(name)
         config = AutoConfig.from_pretrained(name)
         tokenizer = AutoTokenizer.from_pretrained(name)
+    except ModelError:
+        raise
     # Damaged files surface as OSError, ValueError, KeyError or the tokenizers library's Exception.
     except Exception as error:
         raise ModelError(
             f"cannot load the tokenizer of {name}: {_line(error)}; "
             "check that tokenizer.json and tokenizer_config.json are complete"
         ) from error
-    if config.model_type == "qwen3_vl":
+    if family is not None and issubclass(family, Qwen3VLFamily):
         return _load_qwen(name, tokenizer, min_pixels, max_pixels)
     if min_pixels is not None or max_pixels is not None:
         raise InputError(

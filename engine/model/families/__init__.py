@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+from transformers import PreTrainedConfig
+
 from engine.errors import ModelError
-from engine.model.families.base import IMAGE, TEXT, VIDEO, Family, Turn
+from engine.model.families.base import IMAGE, TEXT, VIDEO, Family, Features, Turn
 from engine.model.families.llava import LlavaFamily
 from engine.model.families.llava_next import LlavaNextFamily
 from engine.model.families.llava_onevision import LlavaOnevisionFamily
@@ -48,14 +51,24 @@ def register_family(family: type[Family]) -> None:
 
 
 def find(model_type: str) -> type[Family] | None:
-    """Return the family for ``model_type``; imports the package that offers it. Raises ModelError.
-
-    To be asked before transformers reads the config: a package may add its own types there.
-    """
+    """Return the family for ``model_type``, None where there is none. Raises ModelError."""
     family = _REGISTRY.find(model_type)
     if family is not None:
         _check(family, model_type)
     return family
+
+
+def find_for(source: str | Path, local_files_only: bool = False) -> type[Family] | None:
+    """Return the family for the checkpoint at ``source``, a folder or hub id.
+
+    To be called before transformers' auto classes: the package that offers the family may add its
+    config and model to them when it is imported.
+
+    Raises:
+        ModelError: the package does not load. OSError, ValueError: there is no readable config.
+    """
+    config, _ = PreTrainedConfig.get_config_dict(source, local_files_only=local_files_only)
+    return find(str(config.get("model_type")))
 
 
 def names() -> list[str]:
@@ -107,6 +120,7 @@ __all__ = [
     "TEXT",
     "VIDEO",
     "Family",
+    "Features",
     "LlavaFamily",
     "LlavaNextFamily",
     "LlavaOnevisionFamily",
@@ -117,6 +131,7 @@ __all__ = [
     "describe_added",
     "family_for",
     "find",
+    "find_for",
     "names",
     "register_family",
 ]

@@ -16,7 +16,7 @@ from transformers.utils import logging as transformers_logging
 
 from engine import hub
 from engine.errors import ModelError
-from engine.model.families import Family, family_for, find
+from engine.model.families import Family, family_for, find_for
 from engine.model.spec import DecoderSpec
 from engine.model.weights import DecoderWeights
 
@@ -131,9 +131,7 @@ def _source(name: str) -> str:
 
 def _config(name: str, source: str, local: bool) -> Any:
     try:
-        raw, _ = transformers.PreTrainedConfig.get_config_dict(source, local_files_only=local)
-        # A package that adds a family may add its config to transformers when it is imported.
-        find(str(raw.get("model_type")))
+        find_for(source, local_files_only=local)
         return transformers.AutoConfig.from_pretrained(
             source, trust_remote_code=False, local_files_only=local
         )

@@ -1,0 +1,155 @@
+"""docs/add-a-policy.md and docs/add-a-family.md, done as they say."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from engine.model import families
+from engine.policies import names, registry
+from tests.support.chat_models import save_llama, save_qwen3_vl
+from tests.support.packages import install
+
+if TYPE_CHECKING:
+    from tests.support.cli_fixtures import Ran
+
+pytest_plugins = ("tests.support.cli_fixtures",)
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def blocks(guide: str) -> dict[str, str]:
+    """Code by the file that the sentence before it names; other code by its language."""
+    text = (ROOT / "docs" / guide).read_text()
+    found = {}
+    for before, language, code in re.findall(r"([^\n]*)\n\n```(\w+)\n(.*?)```", text, re.DOTALL):
+        named = re.findall(r"`([\w.]+\.(?:py|toml))`", before)
+        found[named[0] if named else language] = code
+    return found
+
+
+@pytest.fixture
+def guide(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder where the guide's package is installed, as its pyproject.toml says."""
+    code = blocks(request.param)
+    project = tomllib.loads(code["pyproject.toml"])
+    modules = project["tool"]["setuptools"]["py-modules"]
+    lines = []
+    for group, offered in project["project"]["entry-points"].items():
+        lines += [f"[{group}]", *(f"{name} = {value}" for name, value in offered.items())]
+    sources = {name: code[f"{name}.py"] for name in modules}
+    install(tmp_path / "site", project["project"]["name"], "\n".join(lines), **sources)
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'site'}:{ROOT}")
+    return tmp_path
+
+
+@pytest.fixture(autouse=True)
+def nothing_left() -> Iterator[None]:
+    yield
+    for name in ("mmkv_keynorm", "mmkv_nano", "scratch_other"):
+        sys.modules.pop(name, None)
+
+
+@pytest.mark.parametrize("guide", ["add-a-policy.md"], indirect=True)
+def test_the_policy_of_the_guide_runs(guide: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "keynorm" in names()
+    assert registry.describe_added() == ["policy keynorm: of the package mmkv-keynorm"]
+    (guide / "try.py").write_text(blocks("add-a-policy.md")["python"])
+    made = runpy.run_path(str(guide / "try.py"))
+    said = capsys.readouterr().out
+    assert "Memory(tokens_seen=" in said and made["engine"].policy.name == "keynorm"
+    assert made["session"].closed
+
+
+@pytest.mark.parametrize("guide", ["add-a-policy.md"], indirect=True)
+def test_the_policy_of_the_guide_chats(guide: Path, mmkv: Callable[..., Ran]) -> None:
+    scene = str(ROOT / "assets" / "scene.png")
+    asked = ["--image", scene, "-p", "what is at row 2, column 3?"]
+    ran = mmkv("chat", "--policy", "keynorm", "--budget", "12", *asked)
+    assert ran.code == 0 and ran.out.strip(), ran.err
+    assert "kept 216 of " in ran.err and "policy keynorm" in ran.err
+
+
+@pytest.mark.parametrize("guide", ["add-a-family.md"], indirect=True)
+def test_the_family_of_the_guide_chats(guide: Path) -> None:
+    """In a process of its own: transformers does not know its type until it is imported."""
+    folder = retype(save_llama(guide / "model"), "llama", "nano")
+    command = [sys.executable, "-m", "mmkv", "chat", folder, "--budget", "8", "-p", "hello"]
+    ran = subprocess.run(
+        [*command, "--max-new-tokens", "4"], capture_output=True, text=True, cwd=guide
+    )
+    assert ran.returncode == 0 and ran.stdout.strip(), ran.stderr
+    assert families.describe_added() == ["model family nano: of the package mmkv-nano"]
+
+
+SEES = """
+    import transformers
+    from engine.model.families import Qwen3VLFamily
+
+    class OtherConfig(transformers.Qwen3VLConfig):
+        model_type = "other_vl"
+
+    class OtherModel(transformers.Qwen3VLForConditionalGeneration):
+        config_class = OtherConfig
+
+    transformers.AutoConfig.register("other_vl", OtherConfig, exist_ok=True)
+    transformers.AutoModelForImageTextToText.register(OtherConfig, OtherModel, exist_ok=True)
+
+    class OtherFamily(Qwen3VLFamily):
+        model_types = ("other_vl",)
+"""
+
+
+def retype(folder: Path, old: str, new: str) -> str:
+    """Give a checkpoint another model type."""
+    config = folder / "config.json"
+    config.write_text(config.read_text().replace(f'"{old}"', f'"{new}"'))
+    return str(folder)
+
+
+def test_a_family_derived_from_one_that_sees(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mmkv: Callable[..., Ran]
+) -> None:
+    """Model and processor are found by the family, not by the name of the type."""
+    entry_points = "[mmkv.families]\nother_vl = scratch_other:OtherFamily\n"
+    site = install(tmp_path / "site", "scratch-other", entry_points, scratch_other=SEES)
+    monkeypatch.syspath_prepend(site)
+    scene = str(ROOT / "assets" / "scene.png")
+    texts = []
+    for model_type in ("qwen3_vl", "other_vl"):
+        folder = retype(save_qwen3_vl(tmp_path / model_type), "qwen3_vl", model_type)
+        asked = ["--image", scene, "-p", "what?", "--max-new-tokens", "6"]
+        ran = mmkv("chat", folder, "--budget", "8", *asked)
+        assert ran.code == 0, ran.err
+        texts.append(ran.out)
+    assert texts[0] == texts[1] and texts[0].strip()
+
+
+@pytest.mark.parametrize(
+    ("model_type", "says"),
+    [
+        ("gone", "model family 'gone' of the package scratch-gone does not load"),
+        ("llama", "scratch-gone offers a model family 'llama', which is one of mmkv's own"),
+        ("odd", "model type 'odd'"),
+    ],
+)
+def test_families_that_cannot_be_had(
+    model_type: str,
+    says: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    mmkv: Callable[..., Ran],
+) -> None:
+    entry_points = "[mmkv.families]\ngone = scratch_gone:One\nllama = scratch_gone:Two\n"
+    monkeypatch.syspath_prepend(install(tmp_path / "site", "scratch-gone", entry_points))
+    ran = mmkv("chat", retype(save_llama(tmp_path / "model"), "llama", model_type), "-p", "hello")
+    assert ran.code == 1 and says in ran.error_line()
