@@ -224,7 +224,7 @@ def test_cache_state_machine() -> None:
     pages=st.floats(1, 20),
     page_bytes=st.integers(1, 5000),
 )
-def test_pages_never_pass_a_budget_in_bytes(
+def test_pages_never_exceed_a_budget_in_bytes(
     shares: list[float], size: int, pages: float, page_bytes: int
 ) -> None:
     """However the entries that such a budget allows lie in the rows."""
@@ -236,7 +236,7 @@ def test_pages_never_pass_a_budget_in_bytes(
     assert sum(math.ceil(n / size) for n in lengths) * page_bytes <= budget
 
 
-def test_check_names_what_is_broken() -> None:
+def test_check_names_the_broken_invariant() -> None:
     """The invariant checker itself can fail."""
     cache = RaggedCache(PagePool(4, 2, 8), 1, 2)
     seq = cache.open()

@@ -237,7 +237,7 @@ def test_video_for_llava() -> None:
 
 
 @pytest.mark.parametrize("name", ["qwen3_vl", "llava_next", "qwen2", "phi3"])
-def test_no_second_copy_of_the_text_weights(name: str) -> None:
+def test_text_weights_are_not_copied(name: str) -> None:
     reader, spec, weights = load(checkpoint(name), "float32", "cpu")
     assert len(reader.text_model(reader.hf).layers) == 0
     left = {p.untyped_storage().data_ptr(): p.nbytes for p in reader.hf.parameters()}
@@ -352,7 +352,7 @@ def test_damaged_checkpoints(tmp_path: Path, damage: Callable[[Path], Any], mess
         (__file__, "is a file"),
     ],
 )
-def test_names_that_lead_nowhere(name: str, message: str) -> None:
+def test_names_without_a_checkpoint(name: str, message: str) -> None:
     """Offline, as conftest sets it: a hub id that is not cached."""
     with pytest.raises(ModelError) as error:
         load(name, "auto", "cpu")
@@ -376,7 +376,7 @@ def test_dtypes_and_devices() -> None:
         one_line(error)
 
 
-def test_progress_is_told() -> None:
+def test_progress_is_reported() -> None:
     message: list[str] = []
     load(checkpoint("llama"), "auto", "cpu", message.append)
     assert message == ["reading the config", "reading the weights", "preparing the decoder"]

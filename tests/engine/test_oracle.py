@@ -1,4 +1,4 @@
-"""Runtime against oracle: retained sets and logits after every call (issue 2, acceptance 3).
+"""Runtime against oracle: retained sets and logits after every call.
 
 Both run float32 model arithmetic and the oracle float64 scores. Retained sets must be equal,
 except for swaps of entries whose scores differ by less than 1e-6 relative; those are counted

@@ -1,4 +1,4 @@
-"""An engine that reads retained keys where they lie, as on a GPU, against the one that gathers.
+"""An engine that reads keys from the pages, as on a GPU, against the one that gathers them.
 
 On a CPU the kernels' torch references stand in for them.
 """

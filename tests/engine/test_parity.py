@@ -1,4 +1,4 @@
-"""With an unlimited budget the engine is transformers: same greedy tokens, same logits.
+"""With an unlimited budget the engine equals transformers: same greedy tokens, same logits.
 
 Reference and engine see the same random checkpoint in float32. All logits of all steps are
 compared, so a near tie between two tokens cannot hide a difference (and none is needed: the
@@ -209,7 +209,7 @@ def test_shapes_cover_what_is_claimed() -> None:
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
-def test_references_are_lively(name: str) -> None:
+def test_references_generate_varied_tokens(name: str) -> None:
     """A reference that repeats one token, or never looks back, would prove nothing."""
     tokens, logits = reference(name, prompt(name))
     assert len(set(tokens[0].tolist())) >= 8

@@ -1,4 +1,4 @@
-"""Policies of others: as objects, registered by a program, or offered by an installed package."""
+"""Policies of others: as objects, registered by a program, or from an installed package."""
 
 from __future__ import annotations
 

@@ -224,9 +224,7 @@ def test_closing_returns_every_page(engine: Runtime) -> None:
 
 
 @pytest.mark.parametrize("policy", ["dbtrimkv", "snapkv"])
-def test_a_long_prompt_leaves_nothing_to_the_garbage_collector(
-    policy: str, folders: dict[str, Path]
-) -> None:
+def test_a_long_prompt_leaves_no_reference_cycles(policy: str, folders: dict[str, Path]) -> None:
     """Tensors caught in a reference cycle would pile up with the length of the prompt."""
     engine = load(folders["vl"], policy=policy, budget=20, prefill_chunk=16)
     session = engine.session()

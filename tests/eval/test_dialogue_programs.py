@@ -1,4 +1,4 @@
-"""Sessions and the endless stream: answers by reading and from pixels, stopping and going on."""
+"""Sessions and the endless stream: answers checked by text and pixels, stopping and resuming."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def made(name: str, index: int) -> Any:
     return make(index)
 
 
-def test_text_answers_are_what_was_said_last() -> None:
+def test_text_answers_are_the_values_stated_last() -> None:
     tokenizer = load_processor(MODEL).tokenizer
     kinds: Counter[str] = Counter()
     for index in range(12):
@@ -66,7 +66,7 @@ def test_text_answers_are_what_was_said_last() -> None:
     assert min(kinds.values()) > 5 and len(kinds) == 3
 
 
-def test_scene_answers_are_what_the_newest_picture_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scene_answers_match_the_newest_picture(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer, seen = load_processor(MODEL).tokenizer, []
     plain = dialogue_tasks.scene_document
     monkeypatch.setattr(
@@ -106,7 +106,7 @@ def test_scene_answers_are_what_the_newest_picture_shows(monkeypatch: pytest.Mon
     assert min(kinds.values()) > 10 and len(kinds) == 3
 
 
-def test_stale_is_where_the_first_wrong_token_leads_to_the_old_value() -> None:
+def test_stale_answers_turn_to_the_old_value_at_the_first_wrong_token() -> None:
     note = Asked("updated", (1, 2, 3, 9), (1, 7, 5))
     assert note.generated_stale([[1, 7]]) and note.generated_stale([[1, 7], [2, 5]])
     assert not note.generated_stale([]) and not note.generated_stale([[1, 8]])
@@ -162,7 +162,7 @@ def test_the_stream_asks_what_its_frames_show() -> None:
         assert number == 1 and asked.answer == beginning[row - 1][column - 1]
 
 
-def test_a_stopped_stream_goes_on_in_the_same_memory(
+def test_a_stopped_stream_continues_with_the_same_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ctrl-C in the second method, after a checkpoint and some clips more."""
@@ -222,7 +222,7 @@ def test_a_stopped_stream_goes_on_in_the_same_memory(
         (["--budgets", "1/0"], "budget '1/0': give a share"),
     ],
 )
-def test_mistakes_are_one_line(options: list[str], message: str, tmp_path: Path) -> None:
+def test_mistakes_give_one_line(options: list[str], message: str, tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match=message) as caught:
         main([MODEL, "--output", str(tmp_path), "--limit", "1", *options])
     assert "\n" not in str(caught.value)

@@ -1,4 +1,4 @@
-"""The picture of where entries are kept shows the differences that its table lists."""
+"""The figure of kept entries shows the differences that its table lists."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The bundled model: thousands of tokens on a few entries, answered as the pictures say."""
+"""The bundled model answers correctly over thousands of tokens with few entries."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def turns(monkeypatch: pytest.MonkeyPatch) -> list[list[Turn]]:
     return seen
 
 
-def test_text_needles_say_what_is_asked_where_the_note_says() -> None:
+def test_text_needles_stand_where_their_notes_say() -> None:
     tokenizer = load_processor(MODEL).tokenizer
     name, asked = "needle:text:6000:8:4:4", Counter()
     for index in range(4):
@@ -82,7 +82,7 @@ def test_text_needles_say_what_is_asked_where_the_note_says() -> None:
     assert set(asked) == set(range(8)) and set(asked.values()) == {2}
 
 
-def test_picture_needles_are_what_the_pixels_show(turns: list[list[Turn]]) -> None:
+def test_picture_needles_match_the_pixels(turns: list[list[Turn]]) -> None:
     for index in range(6):
         document = made("needle:pictures:400:4:3:2", index)
         check(turns[index])
@@ -108,7 +108,7 @@ def test_picture_needles_are_what_the_pixels_show(turns: list[list[Turn]]) -> No
         assert 400 <= cut <= 440
 
 
-def test_video_needles_are_what_the_frames_show(turns: list[list[Turn]]) -> None:
+def test_video_needles_match_the_frames(turns: list[list[Turn]]) -> None:
     parts, when = [], set()
     for index in range(8):
         document = made("needle:video:300:1:4:1", index)
@@ -139,7 +139,7 @@ def test_burying_keeps_order_length_and_depth() -> None:
         bury([("a", 30)], iter([]), 20, [0.5])
 
 
-def test_reading_at_several_budgets_is_reading_at_each(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_budgets_at_once_equal_each_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Against sessions fed one after the other with nothing shared, the prompt cut in two."""
     engine = Runtime.from_pretrained(MODEL, policy="snapkv", dtype="float32")
     document = made("needle:pictures:256:4:2:2", 1)
@@ -238,13 +238,13 @@ def test_a_killed_run_gives_the_same_files(tmp_path: Path, capfd: Any) -> None:
         (["--domain", "text", "--lengths", "9k"], "give shorter dialogues"),
     ],
 )
-def test_mistakes_are_one_line(options: list[str], message: str, tmp_path: Path) -> None:
+def test_mistakes_give_one_line(options: list[str], message: str, tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match=message) as caught:
         main([MODEL, "--output", str(tmp_path), *options])
     assert "\n" not in str(caught.value)
 
 
-def test_names_that_say_nothing_are_refused() -> None:
+def test_malformed_names_are_refused() -> None:
     assert maker(MODEL, "scenes:dense") is None
     with pytest.raises(InputError, match="choose one of text, pictures, video"):
         Haystack.parse("needle:maze:100:1:1:1")

@@ -47,7 +47,7 @@ def test_spans_are_runs_of_labels() -> None:
     assert spans([-100]) == [] and spans([7]) == [(0, 1)]
 
 
-def test_a_right_answer_is_what_greedy_decoding_says(dialogues) -> None:
+def test_a_right_answer_is_what_greedy_decoding_generates(dialogues) -> None:
     """Every answer of a dialogue, decoded freely from the same teacher-forced history."""
     engine = Runtime.from_pretrained(MODEL, policy="streamingllm", budget=40, dtype="float32")
     outcomes = set()
@@ -74,7 +74,7 @@ def test_a_right_answer_is_what_greedy_decoding_says(dialogues) -> None:
     assert outcomes == {True, False}
 
 
-def test_without_eviction_nothing_is_lost(dialogues) -> None:
+def test_without_eviction_runs_equal_the_full_cache(dialogues) -> None:
     engine = Runtime.from_pretrained(MODEL, policy="full", dtype="float32")
     for example in dialogues[:2]:
         inputs = {name: value for name, value in example.items() if name != "labels"}
@@ -91,7 +91,7 @@ def test_without_eviction_nothing_is_lost(dialogues) -> None:
         assert found.evicted == 0 and found.tokens_seen == spans(labels.tolist())[-1][1]
 
 
-def test_logits_of_the_full_cache_stand_in_blocks(dialogues, monkeypatch: Any) -> None:
+def test_logits_of_the_full_cache_are_computed_in_blocks(dialogues, monkeypatch: Any) -> None:
     """Answers longer than a block are read as whole ones are, and no more is held at once."""
     engine = Runtime.from_pretrained(MODEL, policy="streamingllm", budget=40, dtype="float32")
     example = dialogues[1]
@@ -143,7 +143,7 @@ def test_the_permutation_test_is_exact_on_a_small_case() -> None:
     assert paired(second, first, counts).value == pytest.approx(-9 / 20)
 
 
-def test_intervals_cover_as_often_as_they_say() -> None:
+def test_intervals_have_their_stated_coverage() -> None:
     """95 % intervals of the mean of 60 dialogues of 1 to 12 questions, 200 times over."""
     generator, hits = np.random.default_rng(5), 0
     for trial in range(200):
@@ -163,9 +163,7 @@ def test_a_method_option_is_parsed() -> None:
         Method.parse("dbtrimkv@two:a")
 
 
-def test_gates_of_another_checkpoint_are_named_before_anything_is_read(
-    tmp_path: Path, capsys: Any
-) -> None:
+def test_gates_of_another_checkpoint_are_named_before_any_run(tmp_path: Path, capsys: Any) -> None:
     gates = tmp_path / "gates"
     shutil.copytree(bundled_model() / "gates", gates)
     Reader(Comparison(MODEL, "float32", (Method.parse(f"dbtrimkv:{gates}"),), ("1/3", "1/8")))
@@ -214,7 +212,7 @@ def test_a_small_run_writes_table_plot_and_json(tmp_path: Path) -> None:
     assert (tmp_path / "q.png").stat().st_size > 5000
 
 
-def test_whole_texts_are_told_by_perplexity(tmp_path: Path) -> None:
+def test_whole_texts_are_reported_by_perplexity(tmp_path: Path) -> None:
     """That of the full cache as transformers has it."""
     text = "what was at row 1, column 2 of picture 3? a red square. " * 4
     (tmp_path / "a.jsonl").write_text(json.dumps({"text": text}) + "\n")
@@ -236,7 +234,7 @@ def test_whole_texts_are_told_by_perplexity(tmp_path: Path) -> None:
     assert (tmp_path / "t.png").stat().st_size > 5000
 
 
-def test_plots_say_what_their_budgets_are(tmp_path: Path, monkeypatch: Any) -> None:
+def test_plots_label_their_budgets(tmp_path: Path, monkeypatch: Any) -> None:
     drawn: list[Figure] = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, path, **_: drawn.append(figure))
     pages = json.loads((RESULTS / "quality-rules-dense.json").read_text())["results"]
@@ -254,7 +252,7 @@ def test_plots_say_what_their_budgets_are(tmp_path: Path, monkeypatch: Any) -> N
         assert drawn[-1].get_suptitle() == title
 
 
-def test_a_killed_run_goes_on_with_the_same_result(tmp_path: Path, capfd: Any) -> None:
+def test_a_killed_run_continues_with_the_same_result(tmp_path: Path, capfd: Any) -> None:
     """Two workers, stopped after two of four dialogues in the middle of a line."""
     options = [
         MODEL,
@@ -276,7 +274,7 @@ def test_a_killed_run_goes_on_with_the_same_result(tmp_path: Path, capfd: Any) -
     assert whole == parts
 
 
-def test_a_comparison_that_grows_reads_only_what_is_new(tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_larger_comparison_runs_only_what_is_new(tmp_path: Path, monkeypatch: Any) -> None:
     small = Comparison(MODEL, "float32", (Method.parse("streamingllm"),), ("1/4",))
     gates = str(bundled_model() / "gates")
     methods = (*small.methods, Method.parse(f"dbtrimkv:{gates},random"))
@@ -304,7 +302,7 @@ def test_a_comparison_that_grows_reads_only_what_is_new(tmp_path: Path, monkeypa
     assert len(keys) == 7
 
 
-def test_dialogues_that_something_was_chosen_on_are_left_out(tmp_path: Path) -> None:
+def test_skip_leaves_out_the_first_dialogues(tmp_path: Path) -> None:
     """``--skip 2``: the third dialogue, as a run over all three reads it."""
     compared = Comparison(MODEL, "float32", (Method.parse("streamingllm"),), ("1/4",))
     whole = ComparisonRuns(compared, Journal(tmp_path / "whole")).of("scenes:dense", 3)
@@ -323,7 +321,7 @@ def test_dialogues_that_something_was_chosen_on_are_left_out(tmp_path: Path) -> 
         assert ended.value.code == 2
 
 
-def test_the_model_is_loaded_once_and_only_for_what_is_left(
+def test_the_model_is_loaded_once_and_only_if_runs_are_left(
     tmp_path: Path, monkeypatch: Any
 ) -> None:
     compared = Comparison(MODEL, "float32", (Method.parse("streamingllm"),), ("1/4",))
@@ -339,7 +337,7 @@ def test_the_model_is_loaded_once_and_only_for_what_is_left(
     assert len(loaded) == 1 and path.read_bytes() == written
 
 
-def test_a_journal_passes_over_what_was_cut_off(tmp_path: Path) -> None:
+def test_a_journal_ignores_a_line_cut_off(tmp_path: Path) -> None:
     path = tmp_path / "journal"
     assert Journal(path).rows("where", "a") == [] and not path.exists()
     journal = Journal(path)

@@ -1,4 +1,4 @@
-"""What the comparing programs refuse, where they read, and what ``--fresh`` forgets."""
+"""Options of the comparing programs: refusals, devices and ``--fresh``."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ def test_methods_of_one_name_are_refused(methods: tuple[str, ...], message: str)
 
 
 @pytest.mark.parametrize("budgets", [("1/4", "16", "1/4"), ("1/4", "0.25"), ("64", "64.0")])
-def test_a_budget_that_stands_twice_is_refused(budgets: tuple[str, ...]) -> None:
+def test_a_repeated_budget_is_refused(budgets: tuple[str, ...]) -> None:
     with pytest.raises(InputError, match=rf"budget '{budgets[-1]}' .*leave one out"):
         compared("snapkv", budgets=budgets)
 
 
 @pytest.mark.parametrize("program", [quality, needle, dialogue])
-def test_programs_say_it_in_one_line(program: Any, tmp_path: Path) -> None:
+def test_programs_refuse_in_one_line(program: Any, tmp_path: Path) -> None:
     data = ["--data", "scenes:dense"] if program is quality else []
     options = [MODEL, *data, "--method", "snapkv", "--method", "snapkv", "--output", str(tmp_path)]
     with pytest.raises(SystemExit, match=r"error: two methods are called 'snapkv'") as caught:
@@ -96,7 +96,7 @@ def _refuse(*_: Any) -> None:
     raise InputError("asked to read")
 
 
-def test_the_model_is_loaded_where_it_was_asked_for(tmp_path: Path, monkeypatch: Any) -> None:
+def test_the_model_is_loaded_on_the_device_asked_for(tmp_path: Path, monkeypatch: Any) -> None:
     asked: list[str] = []
 
     def loaded(*_: Any, device: str, **__: Any) -> None:
@@ -145,7 +145,7 @@ def test_a_gpu_that_is_not_there_is_one_line(tmp_path: Path) -> None:
         (dialogue.main, ["--domain", "stream", "--limit", "2", "--budgets", "16"]),
     ],
 )
-def test_a_gpu_reads_too(program: Any, options: list[str], tmp_path: Path) -> None:
+def test_comparisons_run_on_a_gpu(program: Any, options: list[str], tmp_path: Path) -> None:
     methods = ["--method", "snapkv", "--method", f"dbtrimkv:{MODEL}/gates"]
     program(
         [MODEL, *options, *methods, "--device", "cuda", "--name", "g", "--output", str(tmp_path)]

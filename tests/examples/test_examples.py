@@ -1,4 +1,4 @@
-"""Each example runs and says what its first lines promise."""
+"""Each example runs and prints what its first lines state."""
 
 from __future__ import annotations
 

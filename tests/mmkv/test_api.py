@@ -1,4 +1,4 @@
-"""Sessions that talk: turns, batches, stopping, taking back, saving."""
+"""Chat sessions: turns, batches, stopping, undo, saving."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def continues_alike(one: Session, other: Session) -> bool:
     return same and torch.equal(one.decode(5), other.decode(5))
 
 
-def test_closing_the_stream_keeps_what_was_shown(
+def test_closing_the_stream_keeps_the_printed_text(
     engine: Engine, session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     script(monkeypatch, engine, ["abcdef"])
@@ -207,7 +207,7 @@ def test_ctrl_c_in_a_step_waits_for_its_end(
     engine.cache.check()
 
 
-def test_undo_goes_back_turn_by_turn(engine: Engine, session: Session) -> None:
+def test_undo_removes_turn_by_turn(engine: Engine, session: Session) -> None:
     session.undo_depth = 2
     few = Sampling(max_new_tokens=4)
     states = []
@@ -224,7 +224,7 @@ def test_undo_goes_back_turn_by_turn(engine: Engine, session: Session) -> None:
         state.close()
 
 
-def test_a_saved_conversation_goes_on_as_if_never_saved(
+def test_a_saved_conversation_continues_identically(
     engine: Engine, session: Session, tmp_path: Path
 ) -> None:
     few = Sampling(max_new_tokens=4)
@@ -265,7 +265,7 @@ def test_a_damaged_conversation_in_a_session_file(
         lambda s: next(s.send("long " * 1000)),
     ],
 )
-def test_bad_turns_leave_the_session_as_it_was(
+def test_bad_turns_leave_the_session_unchanged(
     engine: Engine, session: Session, bad: Callable[[Session], Any]
 ) -> None:
     list(session.send("hello", sampling=Sampling(max_new_tokens=2)))

@@ -76,7 +76,7 @@ def _save_gates_of_another_model(folder: Path) -> None:
     ("name", "says"),
     [("no/such-model", "no/such-model"), ("./nowhere", "nowhere"), (".", "config.json")],
 )
-def test_models_that_cannot_be_had(
+def test_models_that_cannot_be_loaded(
     mmkv: Callable[..., Ran], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, says: str
 ) -> None:
     monkeypatch.chdir(tmp_path)

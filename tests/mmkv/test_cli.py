@@ -1,4 +1,4 @@
-"""One-shot answers: what goes where, the JSON record, the options."""
+"""One-shot answers: stdout and stderr, the JSON record, the options."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_the_memory_line_says_when_nothing_was_evicted(
     assert "full never evicts" in mmkv("chat", model, "-p", "hi", "--policy", "full", *FEW).err
 
 
-def test_a_video_is_watched(mmkv: Callable[..., Ran], model: str, tmp_path: Path) -> None:
+def test_a_video_is_answered_about(mmkv: Callable[..., Ran], model: str, tmp_path: Path) -> None:
     av = pytest.importorskip("av")
     path = str(tmp_path / "clip.mp4")
     with av.open(path, "w") as container:

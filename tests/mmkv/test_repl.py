@@ -137,7 +137,7 @@ def test_commands_answer_on_stderr(mmkv: Callable[..., Ran], model: str) -> None
         assert says in ran.err, says
 
 
-def test_statistics_count_what_there_is(mmkv: Callable[..., Ran], model: str, picture: str) -> None:
+def test_statistics_count_the_entries(mmkv: Callable[..., Ran], model: str, picture: str) -> None:
     ran = converse(
         mmkv, model, f"/image {picture}", "what?", "/stats", options=("--policy", "full")
     )
@@ -148,7 +148,7 @@ def test_statistics_count_what_there_is(mmkv: Callable[..., Ran], model: str, pi
     assert re.search(rf"layer 1 .*{seen * 2} \({seen}\.0 per head\)", ran.err)
 
 
-def test_an_error_in_a_conversation_loses_nothing(
+def test_an_error_keeps_the_conversation(
     mmkv: Callable[..., Ran], model: str, tmp_path: Path
 ) -> None:
     broken = tmp_path / "broken.mmkv"
@@ -228,7 +228,7 @@ def test_ctrl_c_ends_a_single_answer_with_code_130(patient_model: str) -> None:
     assert process.returncode == 130 and "Traceback" not in err
 
 
-def test_a_closed_pipe_is_no_traceback(patient_model: str) -> None:
+def test_a_closed_pipe_gives_no_traceback(patient_model: str) -> None:
     process = start("chat", patient_model, "-p", "hello", "--max-new-tokens", str(ENDLESS))
     assert process.stdout is not None and process.stderr is not None
     process.stdout.read(1)

@@ -1,4 +1,4 @@
-"""Drawing tokens, and turning them into streams of text."""
+"""Sampling tokens and turning them into streams of text."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mmkv.sampling import Sampler, Sampling, distribution
 from tests.support.chat_models import byte_tokenizer
 
 
-def test_pieces_are_whole_characters_and_add_up() -> None:
+def test_pieces_are_whole_characters_and_join_to_the_text() -> None:
     tokenizer = byte_tokenizer()
     rng = random.Random(0)
     for _ in range(200):
@@ -28,7 +28,7 @@ def test_pieces_are_whole_characters_and_add_up() -> None:
         assert stream.flush() == ""
 
 
-def test_half_a_character_at_the_end_is_dropped_and_rubbish_does_not_block() -> None:
+def test_half_a_character_at_the_end_is_dropped_and_invalid_bytes_do_not_block() -> None:
     tokenizer = byte_tokenizer()
     smile = tokenizer("🙂")["input_ids"]
     assert len(smile) == 4

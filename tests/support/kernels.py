@@ -1,4 +1,4 @@
-"""What the kernel tests share: both forms of a kernel, the device, and the compiler's report."""
+"""Helpers of the kernel tests: both forms of a kernel, the device, and the compiler's report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Real runs of lmms-eval in processes of their own, and what they leave behind."""
+"""Real runs of lmms-eval in their own processes, and the files they write."""
 
 from __future__ import annotations
 

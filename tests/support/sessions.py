@@ -1,4 +1,4 @@
-"""What the session tests share: small engines, two prompts with pictures, comparisons."""
+"""Helpers of the session tests: small engines, two prompts with pictures, comparisons."""
 
 from __future__ import annotations
 

@@ -151,7 +151,7 @@ def test_gradients_by_finite_differences(gating: str, monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("gating", GATINGS)
 @pytest.mark.parametrize("backend", ["sdpa", "reference"])
-def test_no_retention_lost_is_plain_attention(gating: str, backend: str) -> None:
+def test_full_retention_equals_plain_attention(gating: str, backend: str) -> None:
     query, key, value, log_beta = inputs(2, 2, 3, 120)
     got = gated_attention(
         query, key, value, torch.zeros_like(log_beta), scale=0.3, gating=gating, backend=backend

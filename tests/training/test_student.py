@@ -120,7 +120,7 @@ def test_teacher_is_the_engine_without_eviction(name: str) -> None:
 
 
 @pytest.mark.parametrize("gating", ["log-bias", "logit-scale"])
-def test_gates_that_forget_nothing_change_nothing(gating: str) -> None:
+def test_gates_with_full_retention_change_nothing(gating: str) -> None:
     engine = load("qwen3_vl")
     documents = lay_out(engine, [make_turn("qwen3_vl", PICTURE["qwen3_vl"], 3)])
     open_gates = TrainableGates(engine.spec, d_gate=16, bias=40.0).gates()
@@ -206,7 +206,7 @@ def test_the_capacity_term_of_a_batch_is_the_mean_over_its_documents(scope: str)
     torch.testing.assert_close(together, apart, rtol=1e-4, atol=1e-7)
 
 
-def test_only_gates_learn() -> None:
+def test_only_gates_are_trained() -> None:
     engine = load("qwen3_vl")
     before = backbone_digest(engine)
     examples = []
@@ -234,7 +234,7 @@ def test_only_gates_learn() -> None:
 
 
 @pytest.mark.parametrize("scope", ["global", "head"])
-def test_capacity_counts_what_the_formula_says(scope: str) -> None:
+def test_capacity_follows_the_formula(scope: str) -> None:
     engine = load("qwen3")
     rows = [document("qwen3", 9, 1), document("qwen3", 13, 2)]
     gates = lively(engine)

@@ -1,4 +1,4 @@
-"""Room for a new entry on the device: the eager cache's pages, in its order."""
+"""Appending an entry on the device: the same pages as the eager cache, in its order."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ def test_rms_norm(
 
 
 @pytest.mark.parametrize("form", forms("norm", "rms_norm"))
-def test_rms_norm_at_the_ends(form: Callable[..., tuple[Tensor, Tensor]]) -> None:
+def test_rms_norm_of_extreme_values(form: Callable[..., tuple[Tensor, Tensor]]) -> None:
     """Zeros stay zeros; eps decides for small rows; strided rows are read where they lie."""
     gain = normal(48, seed=1)
     assert not form(torch.zeros(1, 48, device=DEVICE), None, gain, 1e-6)[0].any()
@@ -114,7 +114,7 @@ def test_swiglu(form: Callable[..., Tensor], dtype: torch.dtype, tokens: int, wi
 
 
 @pytest.mark.parametrize("form", forms("swiglu", "swiglu"))
-def test_swiglu_at_the_ends(form: Callable[..., Tensor]) -> None:
+def test_swiglu_of_extreme_values(form: Callable[..., Tensor]) -> None:
     """exp overflows for large negative gates: the result is 0, not NaN. Strided rows are read."""
     gate = torch.tensor([[-200.0, -88.8, -20.0, 0.0, 20.0, 200.0]], device=DEVICE)
     got = form(torch.cat([gate, torch.full_like(gate, 2.0)], 1))
@@ -124,7 +124,7 @@ def test_swiglu_at_the_ends(form: Callable[..., Tensor]) -> None:
     assert torch.equal(form(wide[:, 7:31]), form(wide[:, 7:31].contiguous()))
 
 
-def test_dispatch_on_a_cpu_is_the_twin() -> None:
+def test_dispatch_on_a_cpu_is_the_reference() -> None:
     x, gain = torch.randn(2, 8), torch.randn(8)
     assert torch.equal(rms_norm(x, x, gain, 1e-6)[0], F.rms_norm(x + x, (8,), gain, 1e-6))
     assert torch.equal(swiglu(x), F.silu(x[:, :4]) * x[:, 4:])
@@ -221,7 +221,7 @@ def test_a_vocabulary_of_true_size() -> None:
     assert tiny[1] == rows[1].argmax() and 0 <= tiny[2] < 1000
 
 
-def test_greedy_takes_the_first_of_equals() -> None:
+def test_greedy_takes_the_first_of_equal_logits() -> None:
     rows = torch.tensor([[1.0, 3.0, 3.0, 2.0], [5.0, 5.0, 5.0, 5.0]], device=DEVICE)
     noise = torch.full((2,), 0.9, device=DEVICE, dtype=torch.float64)
     assert sample(rows, columns(2, temperature=0.0), noise).tolist() == [1, 0]

@@ -307,7 +307,7 @@ def test_log_beta_of_saturated_gates(form: Callable[..., Tensor], width: int) ->
                 assert abs(got - exact) <= 6 * 2.0**-24 * abs(exact), z
 
 
-def test_dispatch_on_a_cpu_is_the_twin() -> None:
+def test_dispatch_on_a_cpu_is_the_reference() -> None:
     if DEVICE.type != "cpu":
         pytest.skip("on a GPU the tests above compare both forms")
     case = Case.make(32, 2, 2, 16, torch.float32, True)

@@ -1,4 +1,4 @@
-"""The work list: every tile of every row dealt once, in order, in equal runs."""
+"""The work list: every tile of every row is assigned once, in order, in equal runs."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def check(form, length: Tensor, seqs: list[int], tile: int, runs: int) -> WorkLi
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("runs", [1, 5, 70])
-def test_tiles_are_dealt_once_and_evenly(form, runs) -> None:
+def test_tiles_are_assigned_once_and_evenly(form, runs) -> None:
     length = torch.tensor([[[1, 16], [0, 0]], [[33, 400], [15, 17]], [[64, 3], [90, 0]]])
     check(form, length, [2, 0, 1], 16, runs)
 

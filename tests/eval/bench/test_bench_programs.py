@@ -1,4 +1,4 @@
-"""The speed programs from end to end on tiny shapes; no figure is judged, only what it is of."""
+"""The speed programs from end to end on tiny shapes; times are not judged, only what was timed."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("peer", [DYNAMIC, STATIC])
-def test_peers_decode_and_return_to_where_they_were(peer: str) -> None:
+def test_peers_decode_and_restore_their_caches(peer: str) -> None:
     made = PEERS[peer](Job(peer, "tiny", 2, 20, 8, 6, "cpu", "float32"))
     keys = made.cache.layers[1].keys[:, :, :19].clone()
     for tokens in (2, 6):
@@ -194,7 +194,7 @@ def test_capacity(tmp_path: Path) -> None:
     assert not full["tried"]["one_more_fits"]
 
 
-def test_a_plan_is_what_the_pages_allow() -> None:
+def test_a_plan_counts_what_the_pages_allow() -> None:
     """Under the plan's page limit its sequences fit, at their worst, and one more does not."""
     options = {"device": DEVICE, "dtype": torch.float32}
     base = build_engine(TINY, "full", **options)
@@ -210,7 +210,7 @@ def test_a_plan_is_what_the_pages_allow() -> None:
     assert dense_count(TINY, 97, 1.2e6, torch.float32, 0) >= made.count
 
 
-def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes_give_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     for main, arguments, message in [
         (bench_decode.main, ["--cases", "1:2"], "B:CONTEXT:M"),
         (bench_decode.main, ["--python", "x=y"], "PEER=PATH"),
@@ -225,7 +225,7 @@ def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="says what happens without a GPU")
-def test_without_a_gpu_no_hour_is_wasted(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_gpu_long_programs_refuse(capsys: pytest.CaptureFixture[str]) -> None:
     for main in (bench_kernels.main, bench_decode.main, bench_prefill.main):
         with pytest.raises(SystemExit):
             main([])

@@ -1,4 +1,4 @@
-"""Random models in true shapes and sessions without a prefill: what the timings stand on."""
+"""Random models in published sizes and synthetic sessions, which the timings depend on."""
 
 from __future__ import annotations
 

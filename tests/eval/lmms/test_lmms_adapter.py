@@ -100,7 +100,7 @@ def test_visuals_that_cannot_be_taken(visual: Any, message: str) -> None:
         visual_part(visual)
 
 
-def test_the_system_prompt_stands_in_front_once() -> None:
+def test_the_system_prompt_comes_first_once() -> None:
     (first, second) = conversation([user("a")], "be brief")
     assert first == {"role": "system", "content": [{"type": "text", "text": "be brief"}]}
     assert second["content"] == [{"type": "text", "text": "a"}]
@@ -111,7 +111,7 @@ def test_the_system_prompt_stands_in_front_once() -> None:
         conversation([{"role": "user", "content": [{"type": "audio", "url": "a.wav"}]}], "")
 
 
-def test_messages_compare_by_what_they_show() -> None:
+def test_messages_compare_by_their_content() -> None:
     shown = picture(1)
     same = keys(conversation([user(shown.copy(), "a"), assistant(" b\n")], ""))
     assert same == keys(conversation([user(shown, "a"), assistant("b")], ""))

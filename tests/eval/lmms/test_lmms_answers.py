@@ -146,7 +146,7 @@ def test_mmdu_is_answered_as_by_its_own_loop(chat: Any) -> None:
 
 
 @needs_lmms_eval
-def test_samples_do_not_depend_on_who_draws_them(chat: Any) -> None:
+def test_samples_do_not_depend_on_the_batch(chat: Any) -> None:
     """Repeats differ; a document's are the same whatever stands before it in this process."""
     docs = [[user(picture(n), "name every cell.")] for n in range(2)]
     gen_kwargs = {"max_new_tokens": 12, "temperature": 3.0}
@@ -276,7 +276,7 @@ def test_texts_that_lmms_evals_response_cache_looks_into() -> None:
 
 
 @needs_lmms_eval
-def test_the_entry_point_is_light_and_fits() -> None:
+def test_the_entry_point_imports_nothing_heavy_and_fits() -> None:
     import subprocess
     import sys
 

@@ -1,4 +1,4 @@
-"""Task files for lmms-eval, local media, the multi-round task, and what mmkv eval believes."""
+"""Task files for lmms-eval, local media, the multi-round task, and the checks of mmkv eval."""
 
 from __future__ import annotations
 
@@ -261,7 +261,7 @@ def results_file(folder: Path, lines: int = 2, **content: Any) -> Path:
         ({"results": {"a": {"acc,none": [], "acc_stderr,none": 0.0}}}, ["task a has no score"]),
     ],
 )
-def test_results_are_believed_only_when_complete(
+def test_incomplete_results_fail_the_command(
     tmp_path: Path, content: dict[str, Any], wrong: list[str]
 ) -> None:
     assert problems(results_file(tmp_path, **content), ["a"]) == wrong
@@ -276,7 +276,7 @@ def test_groups_are_judged_by_their_tasks(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("code", "writes", "fails"), [(0, False, True), (1, True, True), (0, True, False)]
 )
-def test_the_exit_code_of_lmms_eval_alone_is_not_believed(
+def test_the_exit_code_of_lmms_eval_alone_does_not_decide(
     shipped: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -302,7 +302,7 @@ def test_the_exit_code_of_lmms_eval_alone_is_not_believed(
         assert job.run() == 0
 
 
-def test_what_ended_the_model_ends_the_command(
+def test_an_error_in_the_model_fails_the_command(
     shipped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also in a process that is not the first, and although lmms-eval goes on to exit 0."""

@@ -256,14 +256,14 @@ def test_killed_and_resumed_gives_the_same_files(
     assert {name: (output / name).stat().st_mtime_ns for name in done} == times
 
 
-def test_another_run_is_not_mixed_in(reference: Path, mmkv: Callable[..., Ran]) -> None:
+def test_runs_with_other_settings_do_not_mix(reference: Path, mmkv: Callable[..., Ran]) -> None:
     before = content(reference)
     ran = mmkv("mmdu", "--output", str(reference), "--budget", "32", "--quiet")
     assert "budget" in ran.error_line() and "name another --output" in ran.err and ran.code == 1
     assert content(reference) == before
 
 
-def test_failing_dialogues_are_named_and_the_others_stand(
+def test_failing_dialogues_are_named_and_the_others_kept(
     tmp_path: Path, mmkv: Callable[..., Ran]
 ) -> None:
     rows = json.loads(BENCHMARK.read_text())[:6]
@@ -309,7 +309,7 @@ def test_failing_dialogues_are_named_and_the_others_stand(
         (("score",), "no answers"),
     ],
 )
-def test_what_stops_a_run_at_once(
+def test_errors_that_stop_a_run_at_once(
     mmkv: Callable[..., Ran],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -325,7 +325,7 @@ def test_what_stops_a_run_at_once(
     assert says in ran.error_line() and ran.code == 1
 
 
-def test_options_before_a_subcommand_are_not_swallowed(mmkv: Callable[..., Ran]) -> None:
+def test_options_before_a_subcommand_are_refused(mmkv: Callable[..., Ran]) -> None:
     ran = mmkv("mmdu", "--limit", "2", "score", "--answers", "x")
     assert "--limit stands before 'score'" in ran.error_line() and ran.code == 2
 

@@ -1,4 +1,4 @@
-"""Asking a judge: reading its scores, waiting out its troubles, what is sent to it."""
+"""The judge's client: parsing of scores, retries, and requests."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_scores_are_read_from_the_last_dictionary(reply: str) -> None:
         ("{" + "-" * 1900 + "1: 1}", "bad scores"),
     ],
 )
-def test_nothing_else_counts_as_scores(reply: str, kind: str) -> None:
+def test_other_replies_do_not_count_as_scores(reply: str, kind: str) -> None:
     with pytest.raises(UnreadableScoresError) as caught:
         read_scores(reply)
     assert caught.value.kind == kind
@@ -90,7 +90,7 @@ IMPATIENT = 0.5
 
 
 @pytest.mark.parametrize("trouble", ["fault", "stall", "trickle", "drop", "no completion", "limit"])
-def test_passing_trouble_is_waited_out(trouble: str) -> None:
+def test_temporary_errors_are_retried(trouble: str) -> None:
     endless, clock = trouble in ("stall", "trickle"), Clock()
     with FakeJudge(lambda _, before: trouble if before < 2 else "ok") as fake:
         asking = (
@@ -118,7 +118,7 @@ def test_waits_grow_with_jitter_up_to_the_longest() -> None:
     assert len({wait / most for wait, most in zip(clock.waits, longest, strict=True)}) > 1
 
 
-def test_a_reply_that_trickles_in_is_given_up_when_its_time_is_over() -> None:
+def test_a_slow_reply_is_abandoned_at_its_timeout() -> None:
     """By the clock, though every read succeeds: each takes 25 s of the 60."""
     ticks = itertools.count(0.0, 25.0)
     with FakeJudge(lambda *_: "trickle") as fake:
@@ -132,7 +132,7 @@ def prompt_of(text: str) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": [{"type": "text", "text": text}]}]}
 
 
-def test_a_rate_limit_holds_every_thread_as_long_as_it_asks() -> None:
+def test_a_rate_limit_delays_every_thread() -> None:
     notes: list[str] = []
     clock = Clock()
     first = iter(["limit"])
@@ -174,7 +174,7 @@ def test_pictures_are_sent_as_they_are_where_the_web_knows_them(tmp_path: Path) 
     assert "about $" in cost.line((1.0, 2.0)) and "$" not in cost.line()
 
 
-def test_addresses_and_keys_that_cannot_be() -> None:
+def test_invalid_addresses_and_keys() -> None:
     assert Endpoint("http://h/v1/", "m").url == "http://h/v1/chat/completions"
     assert Endpoint("http://h/v1/chat/completions", "m").url == "http://h/v1/chat/completions"
     for base, key in (("localhost:8000", None), ("https://", None), ("http://h", "a\nb")):

@@ -1,4 +1,4 @@
-"""MMDU's judge against a fake one that answers, refuses, stalls, limits and lies."""
+"""Judging MMDU with a fake judge that answers, refuses, stalls, limits and misreports."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def judge(mmkv: Callable[..., Ran], answers: Path) -> Callable[..., Ran]:
         ("come back tomorrow", "86,400 s"),
     ],
 )
-def test_trouble_that_will_not_pass_ends_the_run(
+def test_permanent_errors_end_the_run(
     judge: Callable[..., Ran], trouble: str, says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MY_KEY", "sk-secret\n")
@@ -201,7 +201,7 @@ def test_killed_and_resumed_gives_the_same_table(
     assert (ran.out, journal.with_name("scores.json").read_bytes()) == uninterrupted
 
 
-def test_a_judge_that_goes_down_leaves_what_it_said(
+def test_a_judge_that_goes_down_leaves_its_verdicts(
     judge: Callable[..., Ran], answers: Path, uninterrupted: tuple[str, bytes]
 ) -> None:
     served = iter(["ok"] * 15)
@@ -219,7 +219,9 @@ def test_a_judge_that_goes_down_leaves_what_it_said(
     assert (ran.out, written) == uninterrupted
 
 
-def test_one_question_the_judge_cannot_take(judge: Callable[..., Ran], answers: Path) -> None:
+def test_a_question_the_judge_refuses_counts_as_a_failure(
+    judge: Callable[..., Ran], answers: Path
+) -> None:
     """It is named, the others are judged, and the next run asks it again."""
     poison = prompts()[9][2]  # the second question of the second dialogue
     with FakeJudge(lambda p, _: "rejected" if p == poison else "ok") as fake:
@@ -256,7 +258,7 @@ def test_dialogues_without_answers_or_pictures_count_as_failures(
     assert scores(answers)["failures"] == {"no answer": 16, "not judged": 8}
 
 
-def test_nothing_is_sent_before_somebody_agrees(
+def test_nothing_is_sent_before_confirmation(
     mmkv: Callable[..., Ran], answers: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with FakeJudge() as fake:

@@ -1,4 +1,4 @@
-"""Long dialogues: answers against the pixels, and what each kind promises."""
+"""Long dialogues: answers against the pixels, and the properties of each kind."""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ def test_beside_names_the_neighbour() -> None:
     assert 10 < outside < 90
 
 
-def test_dialogues_follow_from_their_seed() -> None:
+def test_dialogues_are_a_function_of_their_seed() -> None:
     assert dense(5, "train", 3, 6) == dense(5, "train", 3, 6)
     assert dense(5, "train", 3, 6) != dense(6, "train", 3, 6)
     assert sparse(5, "train", 9, 2, 5) == sparse(5, "train", 9, 2, 5)

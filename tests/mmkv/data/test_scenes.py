@@ -73,7 +73,7 @@ def answer_from_pixels(cells: list[list[str]], kind: str, text: str) -> str:
 
 
 @pytest.mark.parametrize("split", ["train", "heldout"])
-def test_answers_are_what_the_pixels_show(split) -> None:
+def test_answers_match_the_pixels(split) -> None:
     rng = random.Random(split)
     kinds: set[str] = set()
     for _ in range(150):
@@ -88,7 +88,7 @@ def test_answers_are_what_the_pixels_show(split) -> None:
     assert kinds == {"cell", "colour", "list", "count", "exists", "locate"}
 
 
-def test_comparisons_are_what_the_pixels_show() -> None:
+def test_comparisons_match_the_pixels() -> None:
     asked = 0
     for seed in range(120):
         turns = dialogue(seed, "heldout", pictures=2, turns=6)
@@ -114,7 +114,7 @@ def combinations(scene: Scene) -> set[tuple]:
     return {(where, item.name, item.x // CELL, item.y // CELL) for item in scene.items}
 
 
-def test_held_out_scenes_show_what_training_never_does() -> None:
+def test_held_out_scenes_never_appear_in_training() -> None:
     rng = random.Random(0)
     trained: set[tuple] = set()
     for _ in range(6000):
@@ -124,7 +124,7 @@ def test_held_out_scenes_show_what_training_never_does() -> None:
         assert combinations(make_scene(rng, "heldout")) - trained
 
 
-def test_dialogues_follow_from_their_seed() -> None:
+def test_dialogues_are_a_function_of_their_seed() -> None:
     for pictures, turns in itertools.product((1, 3), (4, 6)):
         assert dialogue(5, "heldout", pictures, turns) == dialogue(5, "heldout", pictures, turns)
         assert dialogue(5, "heldout", pictures, turns) != dialogue(6, "heldout", pictures, turns)
@@ -135,7 +135,7 @@ def test_dialogues_follow_from_their_seed() -> None:
 
 
 @pytest.mark.parametrize("text", ["what is at row 2?", "naïve 漢字 🙂\n\ttab", "KLMA 0417", ""])
-def test_tokenizer_loses_nothing(text) -> None:
+def test_tokenizer_round_trip(text) -> None:
     tokenizer = build_tokenizer()
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
@@ -180,7 +180,7 @@ def test_training_text_equals_the_chat_template() -> None:
     assert [len(block) for block in made.pixels] == [h * w for _, h, w in made.grids]
 
 
-def test_a_training_clip_is_what_chat_feeds_the_model() -> None:
+def test_a_training_clip_equals_the_input_of_chat() -> None:
     processor = load_processor(bundled_model())
     turns = clip(4, "train", 1)
     made = encode(turns, build_tokenizer())

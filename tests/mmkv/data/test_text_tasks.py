@@ -1,4 +1,4 @@
-"""Text tasks: their answers by reading the text itself, and as tensors for training."""
+"""Text tasks: answers checked against the text, and their tensors for training."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def answers_by_reading(kind: str, pieces: list[Piece]) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_answers_are_what_the_text_says_last(kind: str) -> None:
+def test_answers_are_what_the_text_states_last(kind: str) -> None:
     updates = 0
     for seed in range(40):
         pieces = text_task(kind, seed, "heldout")
@@ -100,7 +100,7 @@ def test_the_labels_of_a_task_are_its_answers() -> None:
 
 # The bundled model spells texts in bytes.
 @pytest.mark.parametrize(("source", "most"), [("tasks:memory", 3000), ("scenes:dense", 250)])
-def test_what_is_made_up_is_no_longer_than_asked(source: str, most: int) -> None:
+def test_synthetic_documents_respect_the_length_limit(source: str, most: int) -> None:
     notes: list[str] = []
     data = examples(str(bundled_model()), [source], 12, 0, max_length=most, report=notes.append)
     lengths = [data[index]["input_ids"].shape[1] for index in range(12)]

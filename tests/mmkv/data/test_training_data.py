@@ -284,7 +284,7 @@ def test_a_resumed_mixture_reads_nothing_before() -> None:
     assert len(read) == 3
 
 
-def test_mixture_refuses() -> None:
+def test_mixture_refuses_bad_arguments() -> None:
     for sources, weights, seed in (
         ([], [], 0),
         ([[]], [1], 0),

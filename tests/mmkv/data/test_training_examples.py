@@ -98,7 +98,9 @@ def encode(processor: Processor, messages: list[dict[str, Any]], **options: Any)
 
 
 @pytest.mark.parametrize("name", SAYS)
-def test_labels_are_what_the_assistant_says(merging: PreTrainedTokenizerFast, name: str) -> None:
+def test_labels_are_the_tokens_of_the_assistant(
+    merging: PreTrainedTokenizerFast, name: str
+) -> None:
     """Against the rendered text: a token is a target when it covers characters of a reply."""
     template, says = SAYS[name]
     made = encode(text_processor(merging, template), TALK)
@@ -114,13 +116,15 @@ def test_labels_are_what_the_assistant_says(merging: PreTrainedTokenizerFast, na
     assert made.input_ids.dtype == made.labels.dtype == torch.int64
 
 
-def test_a_merge_over_the_opening_is_the_replys(merging: PreTrainedTokenizerFast) -> None:
+def test_a_token_merged_over_the_opening_belongs_to_the_reply(
+    merging: PreTrainedTokenizerFast,
+) -> None:
     made = encode(text_processor(merging, VICUNA), turns("q", "red"))
     ids = made.labels[made.labels != -100].tolist()
     assert merging.decode(ids) == " red</s>" and len(ids) == 2
 
 
-def test_without_a_template_only_the_reply_counts(merging: PreTrainedTokenizerFast) -> None:
+def test_without_a_template_only_the_reply_is_labelled(merging: PreTrainedTokenizerFast) -> None:
     made = encode(text_processor(merging, None), turns("what is red?", " a thing"))
     assert merging.decode(made.labels[made.labels != -100]) == " a thing"
 
@@ -269,7 +273,7 @@ def test_rows_that_cannot_be_encoded_are_counted(bundled: Processor, tmp_path: P
             Encoder(bundled, **settings_)
 
 
-def test_a_dataset_of_examples_fills_gaps(bundled: Processor) -> None:
+def test_a_dataset_replaces_unusable_examples(bundled: Processor) -> None:
     good = [chat(turns(f"What is at row {n}?", "a red circle")) for n in range(6)]
     long = [chat(turns("What is at row? " * 200, "no"))] * 6
     text = [Document("What is at row 1? " * 60, "f", 1)]

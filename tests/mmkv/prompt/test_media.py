@@ -1,4 +1,4 @@
-"""Loading pictures: every way of naming one, and every way of naming a bad one."""
+"""Loading pictures: every form of source, and every error."""
 
 from __future__ import annotations
 
