@@ -110,9 +110,7 @@ def config_arguments(shape: Shape) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def build_model(
-    shape: Shape, device: torch.device | str, dtype: torch.dtype, seed: int = 0
-) -> Any:  # fmt: skip
+def build_model(shape: Shape, device: torch.device | str, dtype: torch.dtype, seed: int = 0) -> Any:
     """Return a transformers model of this shape, made where it stays; equal for equal seeds."""
     names = {"qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}
     config = config_of(shape)

@@ -197,7 +197,12 @@ def _progress(display: Display, questions: int) -> Iterator[_Bar]:
     if not display.animated:
         yield _Bar(None, questions)
         return
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
-               TextColumn("questions"), TimeRemainingColumn())  # fmt: skip
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("questions"),
+        TimeRemainingColumn(),
+    )
     with Progress(*columns, console=display.console, transient=True) as progress:
         yield _Bar(progress, questions)

@@ -88,7 +88,7 @@ class BenchResult:
 
 def measure(
     engine: Runtime, batch: int, context: int | None, steps: int, rounds: int
-) -> BenchResult:  # fmt: skip
+) -> BenchResult:
     """Prefill random text, decode greedily from copies of the sessions.
 
     Args:

@@ -84,9 +84,13 @@ def evaluate(
     from mmkv.resources import bundled_model
 
     named = {
-        "pretrained": model or str(bundled_model()), "budget": budget, "policy": policy,
-        "gates": gates, "device": device, "dtype": dtype,
-    }  # fmt: skip
+        "pretrained": model or str(bundled_model()),
+        "budget": budget,
+        "policy": policy,
+        "gates": gates,
+        "device": device,
+        "dtype": dtype,
+    }
     options = ["--batch_size", str(batch_size), "--output_path", str(output), "--log_samples"]
     if limit is not None:
         if not limit > 0:

@@ -166,9 +166,18 @@ def judge(
     endpoint = Endpoint(base_url, judge_model, key, _json_object(extra_body), retries, timeout)
     prices = None if input_price is None or output_price is None else (input_price, output_price)
     options = JudgeOptions(
-        DataOptions(data, images, limit, allow_unused_images), answers, output, endpoint, rubric,
-        workers, asks, retry_failed, yes, quiet, prices,
-    )  # fmt: skip
+        DataOptions(data, images, limit, allow_unused_images),
+        answers,
+        output,
+        endpoint,
+        rubric,
+        workers,
+        asks,
+        retry_failed,
+        yes,
+        quiet,
+        prices,
+    )
     raise typer.Exit(run_judge(options))
 
 

@@ -66,9 +66,15 @@ def test_an_engine_takes_its_options_from_the_config(folders: dict[str, Path]) -
     given: dict[str, Any] = {"budget": "25%", "evict_every": 3, "prefill_chunk": 5, "page_size": 8}
     made = load(folders["vl"], policy="dbtrimkv", lookahead=5, kv_limit=10**6, **given)
     config = EngineConfig(
-        model=folders["vl"], policy="dbtrimkv", lookahead=5, gates="random", device="cpu",
-        dtype="float32", kv_limit=10**6, **given,
-    )  # fmt: skip
+        model=folders["vl"],
+        policy="dbtrimkv",
+        lookahead=5,
+        gates="random",
+        device="cpu",
+        dtype="float32",
+        kv_limit=10**6,
+        **given,
+    )
     for engine in (made, Runtime.from_config(config)):
         assert engine.budget == Budget.fraction(0.25)
         assert (engine.evict_every, engine.prefill_chunk) == (3, 5)
@@ -91,16 +97,30 @@ def test_commands_offer_every_option_with_its_default(command: str) -> None:
 
 def test_lmms_eval_takes_every_option_as_text() -> None:
     texts = {
-        "policy": "trimkv", "budget": "25%", "lookahead": "3", "evict_every": "4",
-        "prefill_chunk": "64", "page_size": "32", "gates": "random", "device": "cpu",
+        "policy": "trimkv",
+        "budget": "25%",
+        "lookahead": "3",
+        "evict_every": "4",
+        "prefill_chunk": "64",
+        "page_size": "32",
+        "gates": "random",
+        "device": "cpu",
         "dtype": "float32",
-    }  # fmt: skip
+    }
     assert set(texts) == set(options()) - {"model", "kv_limit"}
     made = Settings.of({"pretrained": "here", **texts}).engine
     assert made == EngineConfig(
-        model="here", policy="trimkv", budget="25%", lookahead=3.0, evict_every=4,
-        prefill_chunk=64, page_size=32, gates="random", device="cpu", dtype="float32",
-    )  # fmt: skip
+        model="here",
+        policy="trimkv",
+        budget="25%",
+        lookahead=3.0,
+        evict_every=4,
+        prefill_chunk=64,
+        page_size=32,
+        gates="random",
+        device="cpu",
+        dtype="float32",
+    )
     assert Settings.of({"pretrained": "here"}).engine == EngineConfig(model="here")
 
 

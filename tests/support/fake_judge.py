@@ -33,10 +33,27 @@ class FakeJudge:
     """
 
     ACTIONS: ClassVar = (
-        "ok", "garbage", "plain refusal", "filter", "filter 400", "stall", "limit", "fault",
-        "too high", "fraction", "missing", "code", "no completion", "denied", "rejected",
-        "redirect", "quota", "come back tomorrow", "drop", "trickle",
-    )  # fmt: skip
+        "ok",
+        "garbage",
+        "plain refusal",
+        "filter",
+        "filter 400",
+        "stall",
+        "limit",
+        "fault",
+        "too high",
+        "fraction",
+        "missing",
+        "code",
+        "no completion",
+        "denied",
+        "rejected",
+        "redirect",
+        "quota",
+        "come back tomorrow",
+        "drop",
+        "trickle",
+    )
 
     def __init__(
         self,

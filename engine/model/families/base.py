@@ -47,9 +47,13 @@ class Turn:
             visual, deepstack = visual[rows], tuple(level[rows] for level in deepstack)
         positions = self.positions[:, span]
         return Turn(
-            self.token_ids[span], self.modality[span], positions, visual, deepstack,
+            self.token_ids[span],
+            self.modality[span],
+            positions,
+            visual,
+            deepstack,
             int(self.positions[:, :stop].max()) + 1,
-        )  # fmt: skip
+        )
 
 
 @dataclass(frozen=True)

@@ -38,9 +38,16 @@ FORMS = forms("store", "store_layer")
 HIDDEN, EPS = 40, 1e-6
 # Head dim, KV heads, group, rotated features: every head dim and group, whole and partial rotary.
 SHAPES = [
-    (32, 3, 1, 32), (32, 1, 6, 8), (64, 2, 4, 64), (64, 2, 3, 48), (96, 2, 2, 96), (96, 1, 7, 72),
-    (128, 2, 4, 128), (128, 1, 8, 64), (128, 1, 5, 128),
-]  # fmt: skip
+    (32, 3, 1, 32),
+    (32, 1, 6, 8),
+    (64, 2, 4, 64),
+    (64, 2, 3, 48),
+    (96, 2, 2, 96),
+    (96, 1, 7, 72),
+    (128, 2, 4, 128),
+    (128, 1, 8, 64),
+    (128, 1, 5, 128),
+]
 
 
 @dataclass
@@ -58,9 +65,16 @@ class Case:
 
     @classmethod
     def make(
-        cls, head_dim: int, heads: int, group: int, rot: int, dtype: torch.dtype, norm: bool,
-        trunks: int = 2, seed: int = 0,
-    ) -> Case:  # fmt: skip
+        cls,
+        head_dim: int,
+        heads: int,
+        group: int,
+        rot: int,
+        dtype: torch.dtype,
+        norm: bool,
+        trunks: int = 2,
+        seed: int = 0,
+    ) -> Case:
         generator = torch.Generator().manual_seed(seed)
 
         def normal(*shape: int, std: float = 1.0, dtype: torch.dtype = dtype) -> Tensor:
@@ -70,10 +84,18 @@ class Case:
         width, rows = 36, (group + 2) * heads * head_dim
         dummy = normal(1)
         layer = LayerWeights(
-            dummy, normal(rows, HIDDEN, std=0.3), normal(rows),
+            dummy,
+            normal(rows, HIDDEN, std=0.3),
+            normal(rows),
             normal((group + 1) * heads, head_dim) if norm else None,
-            dummy, None, dummy, dummy, None, dummy, None,
-        )  # fmt: skip
+            dummy,
+            None,
+            dummy,
+            dummy,
+            None,
+            dummy,
+            None,
+        )
         widths = [HIDDEN] + [width] * trunks
         trunk = [
             (normal(out, inp, std=1.5 / inp**0.5), normal(out, std=0.2))
@@ -122,9 +144,15 @@ class Case:
         cache = copy.deepcopy(self.cache)
         slots = cache.append(self.seqs, 1)[:, 0, :, 0]
         query = form(
-            self.qkv(), self.rope, self.layer.qk_norm, EPS, cache.pool, slots, self.position,
+            self.qkv(),
+            self.rope,
+            self.layer.qk_norm,
+            EPS,
+            cache.pool,
+            slots,
+            self.position,
             **{"readout": self.readout(), **extra},
-        )  # fmt: skip
+        )
         return query, cache.pool, slots
 
 
@@ -236,10 +264,15 @@ def test_idle_batch_slots_do_nothing(form: Callable[..., Tensor], dtype: torch.d
     nan = float("nan")
     readout = case.readout()
     query = form(
-        pad(case.qkv(), nan), tuple(pad(x, nan) for x in case.rope), case.layer.qk_norm, EPS,
-        cache.pool, torch.cat([slots[:1], nothing, slots[1:], nothing]), pad(case.position, 5),
+        pad(case.qkv(), nan),
+        tuple(pad(x, nan) for x in case.rope),
+        case.layer.qk_norm,
+        EPS,
+        cache.pool,
+        torch.cat([slots[:1], nothing, slots[1:], nothing]),
+        pad(case.position, 5),
         readout=Readout(pad(readout.trunk, nan), readout.weight, readout.bias),
-    )  # fmt: skip
+    )
     assert torch.equal(query[[0, 2, 3]], want_query)
     for name in COLUMNS:
         assert torch.equal(getattr(cache.pool, name), getattr(want, name)), name
@@ -251,9 +284,15 @@ def test_every_batch_slot_idle(form: Callable[..., Tensor]) -> None:
     cache = copy.deepcopy(case.cache)
     slots = torch.full((3, 2), -1, device=DEVICE)
     form(
-        case.qkv(), case.rope, case.layer.qk_norm, EPS, cache.pool, slots, case.position,
+        case.qkv(),
+        case.rope,
+        case.layer.qk_norm,
+        EPS,
+        cache.pool,
+        slots,
+        case.position,
         readout=case.readout(),
-    )  # fmt: skip
+    )
     for name in COLUMNS:
         assert torch.equal(getattr(cache.pool, name), getattr(case.cache.pool, name)), name
 
@@ -278,9 +317,15 @@ def test_slices_of_one_wide_product(form: Callable[..., Tensor]) -> None:
     slots = cache.append(case.seqs, 1)[:, 0, :, 0]
     slots = torch.stack([slots + 1, slots, slots + 2], 1)[:, 1]
     query = form(
-        wide[:, 5:end], case.rope, case.layer.qk_norm, EPS, cache.pool, slots, case.position,
+        wide[:, 5:end],
+        case.rope,
+        case.layer.qk_norm,
+        EPS,
+        cache.pool,
+        slots,
+        case.position,
         readout=Readout(wide[:, end:], case.gate.readout, case.gate.bias),
-    )  # fmt: skip
+    )
     assert torch.equal(query, want_query)
     for name in ("keys", "values", "log_beta"):
         assert torch.equal(getattr(cache.pool, name), getattr(want, name)), name

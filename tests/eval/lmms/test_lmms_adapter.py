@@ -76,9 +76,16 @@ def test_visuals_of_every_kind(tmp_path: Path) -> None:
     shown.save(tmp_path / "a.png")
     pixels = np.asarray(shown)
     content = (tmp_path / "a.png").read_bytes()
-    for visual in (shown, str(tmp_path / "a.png"), tmp_path / "a.png", content, pixels,
-                   {"bytes": content, "path": None}, {"bytes": None, "path": tmp_path / "a.png"},
-                   f"file://{tmp_path}/a.png"):  # fmt: skip
+    for visual in (
+        shown,
+        str(tmp_path / "a.png"),
+        tmp_path / "a.png",
+        content,
+        pixels,
+        {"bytes": content, "path": None},
+        {"bytes": None, "path": tmp_path / "a.png"},
+        f"file://{tmp_path}/a.png",
+    ):
         part = visual_part(visual)
         assert part["type"] == "image"
         assert np.array_equal(np.asarray(load_image(part["url"])), pixels)

@@ -55,8 +55,12 @@ def content(folder: Path) -> dict[str, bytes]:
 
 
 def a_row(**changes: Any) -> dict[str, Any]:
-    turns = [("user", "a<ImageHere>b<ImageHere>c"), ("assistant", "x"), ("user", "d"),
-             ("assistant", "")]  # fmt: skip
+    turns = [
+        ("user", "a<ImageHere>b<ImageHere>c"),
+        ("assistant", "x"),
+        ("user", "d"),
+        ("assistant", ""),
+    ]
     made = {
         "id": 7,
         "image": ["one.png", "two.png"],
@@ -138,8 +142,11 @@ def test_pictures_stand_where_the_question_has_them() -> None:
     waiting = iter([Path("1"), Path("2"), Path("3")])
     parts = interleave("<ImageHere>a <ImageHere> b", waiting)
     assert [part.get("text", part.get("image")) for part in parts] == [
-        Path("1"), "a ", Path("2"), " b"
-    ]  # fmt: skip
+        Path("1"),
+        "a ",
+        Path("2"),
+        " b",
+    ]
     assert interleave("no picture", waiting) == [{"type": "text", "text": "no picture"}]
     assert next(waiting) == Path("3")
 

@@ -70,8 +70,18 @@ def prompts() -> list[tuple[str, int, str]]:
 
 
 def judge_arguments(answers: Path, url: str, *more: str) -> list[str]:
-    return ["mmdu", "judge", "--answers", str(answers), "--base-url", url,
-            "--judge-model", "fake/judge-1", *FIVE, *more]  # fmt: skip
+    return [
+        "mmdu",
+        "judge",
+        "--answers",
+        str(answers),
+        "--base-url",
+        url,
+        "--judge-model",
+        "fake/judge-1",
+        *FIVE,
+        *more,
+    ]
 
 
 def scores(answers: Path) -> dict[str, Any]:
@@ -126,8 +136,16 @@ def test_both_aggregations_and_the_failures_between_them(
     judge: Callable[..., Ran], answers: Path
 ) -> None:
     """A judge that fails one in two questions for good, in every way that is a verdict."""
-    ways = ("garbage", "plain refusal", "filter", "filter 400", "too high", "fraction", "missing",
-            "code")  # fmt: skip
+    ways = (
+        "garbage",
+        "plain refusal",
+        "filter",
+        "filter 400",
+        "too high",
+        "fraction",
+        "missing",
+        "code",
+    )
     place = {text: index for index, (_, _, text) in enumerate(prompts())}
     with FakeJudge(lambda p, _: ways[place[p] // 2 % 8] if place[p] % 2 else "ok") as fake:
         ran = judge(fake.url, "--asks", "2")
@@ -304,8 +322,10 @@ def test_another_judge_needs_another_folder(judge: Callable[..., Ran], answers: 
         own.write_text("my words")
         fake.bodies.clear()
         assert judge(fake.url, "--rubric", str(own)).code == 0
-        assert all(b["messages"][-1]["content"][0]["text"].startswith("my words")
-                   for b in fake.bodies) and len(fake.bodies) == QUESTIONS  # fmt: skip
+        assert (
+            all(b["messages"][-1]["content"][0]["text"].startswith("my words") for b in fake.bodies)
+            and len(fake.bodies) == QUESTIONS
+        )
 
 
 def test_runs_side_by_side(

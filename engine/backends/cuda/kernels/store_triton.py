@@ -46,13 +46,29 @@ def store_layer(
     )
     shape = sizes(group, head_dim, trunk.shape[1] if readout else 0)
     store_kernel[(batch_slots, heads)](
-        qkv, cos, sin, cos if qk_norm is None else qk_norm, slots, position,
-        *pool.columns(), query,
-        trunk, weight, bias,
-        qkv.stride(0), slots.stride(0), trunk.stride(0), eps,
-        HEADS=heads, GROUP=group, DIM=head_dim, ROT=cos.shape[1], NORM=qk_norm is not None,
-        TRUNK=trunk.shape[1] if readout else 0, **shape,
-    )  # fmt: skip
+        qkv,
+        cos,
+        sin,
+        cos if qk_norm is None else qk_norm,
+        slots,
+        position,
+        *pool.columns(),
+        query,
+        trunk,
+        weight,
+        bias,
+        qkv.stride(0),
+        slots.stride(0),
+        trunk.stride(0),
+        eps,
+        HEADS=heads,
+        GROUP=group,
+        DIM=head_dim,
+        ROT=cos.shape[1],
+        NORM=qk_norm is not None,
+        TRUNK=trunk.shape[1] if readout else 0,
+        **shape,
+    )
     return query
 
 
@@ -69,14 +85,35 @@ def sizes(group: int, head_dim: int, trunk: int) -> dict[str, int]:
 
 @triton.jit
 def store_kernel(
-    qkv, cos, sin, gain, slots, position,
-    pool_keys, pool_values, pool_log_beta, pool_position, pool_modality, query,
-    trunk, weight, bias,
-    qkv_row, slots_row, trunk_row, eps,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, ROT: tl.constexpr,
-    NORM: tl.constexpr, TRUNK: tl.constexpr,
-    ROWS: tl.constexpr, DIM_BLOCK: tl.constexpr, TRUNK_BLOCK: tl.constexpr,
-):  # fmt: skip
+    qkv,
+    cos,
+    sin,
+    gain,
+    slots,
+    position,
+    pool_keys,
+    pool_values,
+    pool_log_beta,
+    pool_position,
+    pool_modality,
+    query,
+    trunk,
+    weight,
+    bias,
+    qkv_row,
+    slots_row,
+    trunk_row,
+    eps,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    ROT: tl.constexpr,
+    NORM: tl.constexpr,
+    TRUNK: tl.constexpr,
+    ROWS: tl.constexpr,
+    DIM_BLOCK: tl.constexpr,
+    TRUNK_BLOCK: tl.constexpr,
+):
     """One KV head of one batch slot; grid (B, H). TRUNK of 0: no gate."""
     batch_slot = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
