@@ -10,13 +10,15 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from engine.backends.cpu import NativeDecoder, NativeEvictor
-from engine.backends.cuda import GraphRunner
+from engine.backends.base import Backend, Backends
+from engine.backends.cpu import CpuBackend
+from engine.backends.cuda import CudaBackend
 from engine.backends.cuda.kernels.sample import Draw, columns_of, sample, uniform
-from engine.backends.torch.step import DecodeStep
+from engine.backends.torch.backend import TorchBackend
 from engine.cache import PagePool, RaggedCache
 from engine.config import EngineConfig
 from engine.errors import GateError, InputError, PolicyError, SessionError
+from engine.eviction import cut_to_budgets
 from engine.model.decoder import Decoder
 from engine.model.families.base import Family
 from engine.model.families.loading import load, resolve_device
@@ -65,14 +67,8 @@ class Runtime:
             pool.limit = config.kv_limit // pool.page_bytes
         self.cache = RaggedCache(pool, spec.num_layers, spec.num_kv_heads)
         self.policy_note: str | None = None
-        self._runner: GraphRunner | None = None
-        self._torch_because = NativeDecoder.refusal(weights, gates)
-        self.native: NativeDecoder | None = None
-        self.evictor: NativeEvictor | None = None
-        if not self._torch_because:
-            self.native = NativeDecoder(spec, weights, gates)
-            if NativeEvictor.supports(policy):
-                self.evictor = NativeEvictor(policy)
+        reference = TorchBackend(self)
+        self.backends = Backends(reference, CpuBackend(self), CudaBackend(self, reference))
         # A budget that can never hold is the user's mistake now, not at the first eviction.
         self.budget.entries(spec.rows, 0, pool.page_size, pool.page_bytes)
 
@@ -205,19 +201,18 @@ class Runtime:
         for session in sessions:
             if session.long_rope is None:
                 session.long_rope = False
-        slack = (self.evict_every - 1) * self.spec.rows
+        backends = self.backends
+        backend: Backend = backends.torch
+        if not backends.cpu.unsupported_reason(sessions):
+            backend = backends.cpu
         try:
-            if any(self._why_torch(session) for session in sessions):
-                logits, left = self._torch_step(sessions, token_ids), sessions
-                self._count(sessions)
-            else:
-                logits, left = self._native_step(sessions, token_ids, slack)
+            logits, uncut, refused = backend.decode(sessions, token_ids)
         except BaseException:
             for session in sessions:
-                session._roll_back()
+                session.roll_back()
             raise
-        if left:
-            self._enforce(left, slack)
+        if uncut:
+            cut_to_budgets(self, uncut, self.slack, backend if refused else None)
         return logits
 
     @torch.inference_mode()
@@ -249,9 +244,7 @@ class Runtime:
         for session in sessions:
             session._require_context(steps, session.next_position + steps)
         if self.many_path == "graph":
-            if self._runner is None:
-                self._runner = GraphRunner(self)
-            return self._runner.decode(sessions, token_ids, steps, stop, draws)
+            return self.backends.cuda.decode_many(sessions, token_ids, steps, stop, draws)
         generated: list[list[int]] = [[] for _ in sessions]
         token, going = list(token_ids), list(range(len(sessions)))
         for _ in range(steps):
@@ -273,11 +266,8 @@ class Runtime:
     @property
     def many_path(self) -> str:
         """``graph``, or ``step by step: `` and why: what :meth:`decode_many` runs on."""
-        why = self._why_no_graph()
+        why = self.backends.cuda.unsupported_reason()
         return f"step by step: {why}" if why else "graph"
-
-    def _why_no_graph(self) -> str:
-        return GraphRunner.refusal(self) if self.device.type == "cuda" else "no GPU"
 
     @property
     def decode_path(self) -> str:
@@ -286,82 +276,21 @@ class Runtime:
         A batch runs on torch when one of its sessions must, such as one past its sliding window
         (:attr:`engine.sequence.CachedSequence.decode_path`).
         """
-        return self._path_of(None)
+        return self.path_of(())
 
-    def _path_of(self, session: CachedSequence | None) -> str:
-        if self.device.type == "cuda":
-            why = self._why_no_graph()
-            return f"torch: {why}" if why else "CUDA graph"
-        why = self._why_torch(session)
-        return f"torch: {why}" if why else "native"
+    def path_of(self, sessions: Sequence[CachedSequence]) -> str:
+        """Name what these sessions are decoded on, as :attr:`decode_path` does."""
+        on_gpu = self.device.type == "cuda"
+        backend: Backend = self.backends.cuda if on_gpu else self.backends.cpu
+        why = backend.unsupported_reason(sessions)
+        if why:
+            return f"torch: {why}"
+        return "CUDA graph" if on_gpu else "native"
 
-    def _why_torch(self, session: CachedSequence | None) -> str:
-        if self.native is None:
-            return self._torch_because or "switched off"
-        if self.decoder.on_gate_input is not None:
-            return "on_gate_input is set"
-        if self.policy.scoring.needs.queries and self.policy.evicts:
-            return f"policy {self.policy.name!r} keeps recent queries"
-        if session is not None and any(w and w <= session.seen for w in self.spec.sliding_window):
-            return "a sliding window is in effect"
-        return ""
-
-    def _count(self, sessions: Sequence[CachedSequence]) -> None:
-        for session in sessions:
-            session.seen += 1
-            session.next_position += 1
-            session.entries += self.spec.rows
-
-    def _enforce(self, sessions: Sequence[CachedSequence], slack: int) -> None:
-        """Evict from every session that stands more than ``slack`` entries above its budget."""
-        if not self.policy.evicts:
-            return
-        if self.evictor is not None:
-            due = [s for s in sessions if s.entries > s.allowed_entries + slack]
-            sessions = self.evictor.evict(self.cache, due) if due else due
-        for session in sessions:
-            session._enforce(slack)
-
-    def _native_step(
-        self, sessions: Sequence[CachedSequence], token_ids: Sequence[int], slack: int
-    ) -> tuple[Tensor, Sequence[CachedSequence]]:
-        """Step and eviction in one call of C, counted even if Ctrl-C comes when it returns.
-
-        Returns:
-            logits, and the sessions that have yet to be cut back to their budgets.
-        """
-        native, evictor = self.native, self.evictor
-        assert native is not None
-        requests = None if evictor is None else evictor.request(sessions, 1, self.spec.rows, slack)
-        native.reset()
-        try:
-            logits = native.step(
-                self.cache,
-                [session.seq for session in sessions],
-                [int(token) for token in token_ids],
-                [session.seen for session in sessions],
-                [session.next_position for session in sessions],
-                [bool(session.long_rope) for session in sessions],
-                requests,
-            )
-        finally:
-            if native.stepped:
-                self._count(sessions)
-                left = sessions if evictor is None else evictor.commit(sessions)
-        return logits, left
-
-    def _torch_step(self, sessions: Sequence[CachedSequence], token_ids: Sequence[int]) -> Tensor:
-        seqs = torch.tensor([session.seq for session in sessions], device=self.device)
-        position = torch.tensor([session.seen for session in sessions], device=self.device)
-        rope = self._decode_rope(sessions)
-        ids = torch.tensor([int(token) for token in token_ids], device=self.device)
-        seen = max(session.seen for session in sessions) + 1
-        windows = [session.window for session in sessions]
-        step = DecodeStep(self.cache, self.spec, seqs, position, seen, windows)
-        hidden, log_beta = self.decoder.forward(self.decoder.embed(ids), rope, step)
-        if log_beta is not None:
-            step.store_gates(log_beta)
-        return self.decoder.logits(hidden)
+    @property
+    def slack(self) -> int:
+        """Entries that a session may hold above its budget between two evictions."""
+        return (self.evict_every - 1) * self.spec.rows
 
     def _open(self, budget: Budget) -> CachedSequence:
         return CachedSequence(self, budget)
@@ -371,19 +300,6 @@ class Runtime:
         pool = self.cache.pool
         made.entries(self.spec.rows, 0, pool.page_size, pool.page_bytes)
         return made
-
-    def _decode_rope(self, sessions: Sequence[CachedSequence]) -> tuple[Tensor, Tensor]:
-        where = torch.tensor([s.next_position for s in sessions], device=self.device)
-        long = [bool(s.long_rope) for s in sessions]
-        if len(set(long)) == 1:
-            return self.rope.text(where, long[0])
-        chosen = torch.tensor(long, device=self.device)[:, None]
-        short_cos, short_sin = self.rope.text(where, False)
-        long_cos, long_sin = self.rope.text(where, True)
-        return (
-            torch.where(chosen, long_cos, short_cos),
-            torch.where(chosen, long_sin, short_sin),
-        )
 
     def _check_step(self, sessions: Sequence[CachedSequence], token_ids: Sequence[int]) -> None:
         if not sessions or len(sessions) != len(token_ids):

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from torch import Tensor
 from engine.backends.torch.step import PrefillChunk
 from engine.cache import Entries
 from engine.errors import ContextError, InputError, SessionError
+from engine.eviction import cut_to_budgets
 from engine.policies import Budget, CacheView
 from engine.query_window import QueryWindow
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from engine.runtime import Runtime
 
 MODALITIES = ("text", "image", "video")
+_STATE = ("seen", "next_position", "evicted", "entries", "long_rope")
 
 
 @dataclass(frozen=True)
@@ -123,18 +125,21 @@ class CachedSequence:
             self.long_rope = self._needs_long(turn.next_position)
         self._reserve(total)
         hidden = torch.empty(0)
+        # One read from the device for all chunks: where an interrupted prefill continues from.
+        highest = turn.positions.amax(0).cummax(0).values.tolist()
         for start in range(0, total, engine.prefill_chunk):
-            hidden = self._run_chunk(turn, start, min(start + engine.prefill_chunk, total))
-            self._enforce(slack=0)
+            stop = min(start + engine.prefill_chunk, total)
+            next_position = turn.next_position if stop == total else highest[stop - 1] + 1
+            hidden = self._run_chunk(turn, start, stop, next_position)
+            cut_to_budgets(engine, [self])
             if progress is not None:
-                progress(min(start + engine.prefill_chunk, total), total)
-        self.next_position = turn.next_position
+                progress(stop, total)
         return engine.decoder.logits(hidden[-1:])[0]
 
     @property
     def decode_path(self) -> str:
         """What :meth:`decode` runs on now; as :attr:`engine.runtime.Runtime.decode_path`."""
-        return self.engine._path_of(self)
+        return self.engine.path_of([self])
 
     def decode(self, token_id: int) -> Tensor:
         """Append one token; float32 logits ``[vocab]`` of the next."""
@@ -185,19 +190,15 @@ class CachedSequence:
         """
         self._require_open()
         self._set_budget(Budget.of(budget))
-        self._enforce(slack=0)
+        cut_to_budgets(self.engine, [self])
 
     @torch.inference_mode()
     def fork(self) -> CachedSequence:
         """An independent copy that continues from the same state."""
         self._require_open()
         other = self._sibling()
-        # The sibling opened an empty slot; the copy brings its own.
-        self.engine.cache.close(other.seq)
-        other.seq = self.engine.cache.fork(self.seq)
+        other.adopt(self.engine.cache.fork(self.seq), self.state())
         other.window = None if self.window is None else self.window.copy()
-        for name in ("seen", "next_position", "evicted", "entries", "long_rope"):
-            setattr(other, name, getattr(self, name))
         return other
 
     def save(self, path: str | Path, extra: dict[str, str] | None = None) -> None:
@@ -223,43 +224,73 @@ class CachedSequence:
     def _sibling(self) -> CachedSequence:
         return type(self)(self.engine, self.budget)
 
-    def _run_chunk(self, turn: Turn, start: int, stop: int) -> Tensor:
+    def _run_chunk(self, turn: Turn, start: int, stop: int, next_position: int) -> Tensor:
         engine, part = self.engine, slice(start, stop)
         hidden, deepstack = engine.decoder.embed_turn(turn.part(start, stop))
         position = torch.arange(self.seen, self.seen + stop - start, device=engine.device)
         rope = engine.rope.at(turn.positions[:, part], bool(self.long_rope))
         try:
             step = PrefillChunk(
-                engine.cache, engine.spec, self.seq, position, turn.modality[part], self.window
+                engine.cache,
+                engine.spec,
+                self.seq,
+                position,
+                turn.modality[part],
+                self.window,
+                self.seen + stop - start,
+                self.entries > 0,
             )
             hidden, log_beta = engine.decoder.forward(hidden, rope, step, deepstack)
         except BaseException:
-            self._roll_back()
+            self.roll_back()
             raise
         if log_beta is not None:
             step.store_gates(log_beta)
-        self.seen += stop - start
-        # Exact at the end of the turn; in between, what an interrupted prefill continues from.
-        self.next_position = int(turn.positions[:, :stop].max()) + 1
-        self.entries += (stop - start) * engine.spec.rows
+        self.count_appended(stop - start, next_position)
         return hidden
 
-    def _enforce(self, slack: int) -> None:
-        """Evict down to the budget if more than ``slack`` entries stand above it."""
-        policy = self.engine.policy
-        if not policy.evicts:
-            return
-        allowed, evictor = self.allowed_entries, self.engine.evictor
-        if self.entries <= allowed + slack:
-            return
-        if evictor is None or evictor.evict(self.engine.cache, [self]):
-            entries = self.engine.cache.entries(self.seq)
-            self._drop(policy.victims(self.view(entries), allowed), entries)
+    def count_appended(self, tokens: int, next_position: int | None = None) -> None:
+        """Count tokens whose entries are in every row.
 
-    def _drop(self, victims: Tensor, entries: Entries) -> None:
-        self.engine.cache.drop(self.seq, victims, entries)
-        self.entries -= victims.numel()
-        self.evicted += victims.numel()
+        Args:
+            next_position: rope position of the next text token; None: each token took one.
+        """
+        self.seen += tokens
+        self.next_position = self.next_position + tokens if next_position is None else next_position
+        self.entries += tokens * self.engine.spec.rows
+
+    def count_evicted(self, entries: int) -> None:
+        """Count entries that have been dropped."""
+        self.entries -= entries
+        self.evicted += entries
+
+    def count_burst(self, tokens: int, entries: int) -> None:
+        """Count ``tokens`` text tokens and the evictions among them that left ``entries``."""
+        self.count_appended(tokens)
+        self.count_evicted(self.entries - entries)
+
+    def state(self) -> dict[str, Any]:
+        """Everything but the budget and what lies in the cache, as plain values."""
+        return {name: getattr(self, name) for name in _STATE}
+
+    def adopt(self, seq: int, state: Mapping[str, Any]) -> None:
+        """Take over a sequence of the cache and the state that belongs to it; close the own one.
+
+        Args:
+            state: as :meth:`state` gave it.
+        """
+        self.engine.cache.close(self.seq)
+        self.seq = seq
+        self.restore(state)
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Take over what :meth:`state` gave; it has to fit the entries in the cache."""
+        for name in _STATE:
+            setattr(self, name, state[name])
+
+    def is_due(self, slack: int) -> bool:
+        """Whether more than ``slack`` entries stand above the budget of a policy that evicts."""
+        return self.engine.policy.evicts and self.entries > self.allowed_entries + slack
 
     def view(self, entries: Entries | None = None) -> CacheView:
         """The entries as policies see them."""
@@ -292,7 +323,7 @@ class CachedSequence:
         assert self.window is not None, "the policy's scorer has no query window"
         return self.window.attention(self.engine.cache, self.seq, entries, view)
 
-    def _roll_back(self) -> None:
+    def roll_back(self) -> None:
         """Drop what an unfinished pass appended: every entry not yet counted as seen."""
         cache = self.engine.cache
         entries = cache.entries(self.seq)

@@ -7,7 +7,7 @@ import json
 import os
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from engine.sequence import CachedSequence
 
 FORMAT = "mmkv-session-1"
-_STATE = ("seen", "next_position", "evicted", "entries", "long_rope")
 
 
 def save_session(session: CachedSequence, path: Path, extra: dict[str, str]) -> None:
@@ -39,8 +38,7 @@ def save_session(session: CachedSequence, path: Path, extra: dict[str, str]) -> 
     if session.window is not None:
         tensors["window.query"] = session.window.query.cpu().contiguous()
         tensors["window.position"] = session.window.position.cpu()
-    state: dict[str, Any] = {name: getattr(session, name) for name in _STATE}
-    state |= {"budget": [session.budget.kind, session.budget.value]}
+    state = session.state() | {"budget": [session.budget.kind, session.budget.value]}
     metadata = {
         "format": FORMAT,
         "identity": json.dumps(engine.identity()),
@@ -99,13 +97,10 @@ def load_session(engine: Runtime, path: Path) -> tuple[CachedSequence, dict[str,
             )
     kind, value = state["budget"]
     session = engine.session(Budget(kind, value))
-    engine.cache.close(session.seq)
-    session.seq = engine.cache.import_(tensors)
+    session.adopt(engine.cache.import_(tensors), state)
     if session.window is not None:
         query = tensors["window.query"].to(engine.device, engine.dtype)
         session.window.restore(query, tensors["window.position"].to(engine.device))
-    for name in _STATE:
-        setattr(session, name, state[name])
     return session, extra
 
 

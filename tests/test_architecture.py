@@ -13,7 +13,10 @@ ROOT = Path(__file__).resolve().parents[1]
 # Modules that a picture leaves out, as its text says, and arrows that it leaves out.
 APART = {
     "packages": {"mmkv/__main__"},
-    "engine": {f"engine/{name}" for name in ("budget", "config", "errors", "hub", "registry")},
+    "engine": {
+        f"engine/{name}"
+        for name in ("backends/base", "budget", "config", "errors", "hub", "registry")
+    },
 }
 UNDRAWN = {"packages": {"engine"}, "engine": set()}
 

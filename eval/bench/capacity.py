@@ -42,7 +42,7 @@ def try_it(made: Plan, base: Runtime, shape: Shape, args: argparse.Namespace) ->
     page_bytes = base.cache.pool.page_bytes
     limit = made.count * made.pages + made.chunk_bytes // page_bytes
     engine = build_engine(shape, policy, budget, kv_limit=limit * page_bytes, **options)
-    engine.native = engine.evictor = None
+    engine.backends.cpu.switch_off()
     steps = 1 if made.budget is None else 0
     seen = args.context - steps  # a step of the full cache is the last of its tokens
     sessions = synthetic_sessions(engine, made.count, seen, args.skew, steps)

@@ -106,7 +106,7 @@ class Bench:
         """Return an engine for one method, on the shared weights."""
         policy = "full" if full else "dbtrimkv"
         engine = build_engine(self.shape, policy, case.budget, **self.settings)
-        engine.native = engine.evictor = None  # on a CPU: the methods say torch
+        engine.backends.cpu.switch_off()  # on a CPU: the methods say torch
         return engine
 
     def need(self, case: Case, full: bool) -> int:

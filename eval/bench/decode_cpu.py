@@ -28,6 +28,7 @@ import transformers
 from torch import Tensor
 from transformers.utils import logging as transformers_logging
 
+from engine import runtime
 from engine.runtime import Runtime
 from mmkv.measure.record import RESULTS, write_results
 from mmkv.measure.timing import spread, take_turns
@@ -113,11 +114,12 @@ class Mmkv:
 
             return call
 
-        native = engine.native if engine.decode_path == "native" else None
+        cpu = engine.backends.cpu
+        native = cpu.decoder if engine.decode_path == "native" else None
         inside = 0.0 if native is None else native.eviction_seconds
-        places: list[tuple[Any, str]] = [(engine, "_enforce")]
+        places: list[tuple[Any, str]] = [(runtime, "cut_to_budgets")]
         if native is not None:
-            places = [(engine.evictor, "request"), (engine.evictor, "commit")]
+            places = [(cpu.evictor, "request"), (cpu.evictor, "commit")]
         with contextlib.ExitStack() as stack:
             for owner, name in places:
                 function = timed(getattr(owner, name))

@@ -128,11 +128,10 @@ def synthetic_sessions(
     for index in range(count):
         lengths = row_lengths(rows, entries, seen, skew, seed + index)
         session = engine.session()
-        cache.close(session.seq)
         shape = (engine.spec.num_layers, engine.spec.num_kv_heads)
-        session.seq = fill_sequence(cache, lengths.view(shape), seen, seed + index)
-        session.seen = session.next_position = seen
-        session.entries = entries
+        filled = fill_sequence(cache, lengths.view(shape), seen, seed + index)
+        counts = {"seen": seen, "next_position": seen, "entries": entries}
+        session.adopt(filled, session.state() | counts)
         made.append(session)
     return made
 
@@ -140,6 +139,7 @@ def synthetic_sessions(
 @torch.inference_mode()
 def rewind(session: CachedSequence, seen: int) -> None:
     """Take back every token after the first ``seen``, of a session that never evicts."""
-    session.seen = session.next_position = seen
-    session._roll_back()
-    session.entries = int(session.engine.cache.length[session.seq].sum())
+    session.restore(session.state() | {"seen": seen, "next_position": seen})
+    session.roll_back()
+    entries = int(session.engine.cache.length[session.seq].sum())
+    session.restore(session.state() | {"entries": entries})

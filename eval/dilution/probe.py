@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine import runtime
 from engine.backends.torch.step import DecodeStep
 from engine.sequence import CachedSequence
 
@@ -51,12 +50,13 @@ def _probing(session: CachedSequence, attended: list[Tensor]) -> Iterator[None]:
         return made
 
     engine = session.engine
-    native, plain = engine.native, runtime.DecodeStep
-    engine.native, runtime.DecodeStep = None, step  # type: ignore[assignment, misc]
+    cpu, reference = engine.backends.cpu, engine.backends.torch
+    native, plain = cpu.decoder, reference.make_step
+    cpu.decoder, reference.make_step = None, step
     try:
         yield
     finally:
-        engine.native, runtime.DecodeStep = native, plain  # type: ignore[misc]
+        cpu.decoder, reference.make_step = native, plain
 
 
 def probed_decode(session: CachedSequence, token: int) -> tuple[Tensor, Tensor]:

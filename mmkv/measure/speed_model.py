@@ -35,7 +35,8 @@ def weight_bytes(engine: Runtime) -> int:
     """
     weights = engine.decoder.weights
     untied = weights.head.data_ptr() != weights.embed.data_ptr()
-    spared = 0 if engine.native is None else engine.native.bytes_spared
+    native = engine.backends.cpu.decoder
+    spared = 0 if native is None else native.bytes_spared
     return weights.nbytes() - (weights.embed.nbytes if untied else 0) - spared
 
 

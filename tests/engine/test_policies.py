@@ -216,7 +216,7 @@ def test_the_newest_tokens_can_be_kept_whatever_their_scores(tmp_path: Path) -> 
                 bundled_model(), policy=policy, budget=8, dtype="float32", device="cpu"
             )
             if path == "torch":
-                engine.native = engine.evictor = None
+                engine.backends.cpu.switch_off()
             session = engine.session()
             session.prefill({"input_ids": torch.arange(3, 43)[None]})
             for token in range(50, 65):

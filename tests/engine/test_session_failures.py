@@ -97,10 +97,10 @@ def test_an_interrupted_pass_is_undone(
         raise KeyboardInterrupt
 
     if where.startswith("native"):
-        native_step = engine.native.step
-        monkeypatch.setattr(engine.native, "step", interrupted_step)
+        native_step = engine.backends.cpu.decoder.step
+        monkeypatch.setattr(engine.backends.cpu.decoder, "step", interrupted_step)
     elif where in ("decode", "batch"):
-        monkeypatch.setattr(engine, "native", None)
+        monkeypatch.setattr(engine.backends.cpu, "decoder", None)
     monkeypatch.setattr(engine.decoder, "forward", interrupted)
     with pytest.raises(KeyboardInterrupt):
         if where == "prefill":

@@ -48,9 +48,9 @@ def test_the_probe_sees_what_the_engine_attends_with(monkeypatch: pytest.MonkeyP
             each.prefill({"input_ids": ids})
         assert session.evicted > 0
         ours, attended = probed_decode(session, 9)
-        native = engine.native
+        native = engine.backends.cpu.decoder
         theirs = other.decode(9)
-        assert engine.native is native and len(outputs) == spec.num_layers
+        assert engine.backends.cpu.decoder is native and len(outputs) == spec.num_layers
         assert torch.allclose(ours, theirs, atol=1e-3)
         assert session.retained()[2][1].tolist() == other.retained()[2][1].tolist()
     assert attended.shape == (spec.num_layers, spec.num_kv_heads, spec.group, 71)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from engine.backends.cpu.backend import CpuBackend
 from engine.backends.cpu.binding import levels, library
 from engine.backends.cpu.decoder import NativeDecoder
 from engine.backends.cpu.evictor import NativeEvictor
 
-__all__ = ["NativeDecoder", "NativeEvictor", "available", "level", "levels", "reason"]
+__all__ = ["CpuBackend", "NativeDecoder", "NativeEvictor", "available", "level", "levels", "reason"]
 
 
 def available() -> bool:

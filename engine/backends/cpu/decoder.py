@@ -41,7 +41,7 @@ class NativeDecoder:
     """
 
     def __init__(self, spec: DecoderSpec, weights: DecoderWeights, gates: Gates | None) -> None:
-        refused = self.refusal(weights, gates)
+        refused = self.unsupported_reason(weights, gates)
         loaded = library()
         if refused or isinstance(loaded, str):
             raise RuntimeError(refused)
@@ -77,8 +77,8 @@ class NativeDecoder:
         self._model_ref, self._step_ref = byref(self._model), byref(self._step)
 
     @staticmethod
-    def refusal(weights: DecoderWeights, gates: Gates | None) -> str:
-        """Why these weights cannot run in C, in a few words; empty when they can."""
+    def unsupported_reason(weights: DecoderWeights, gates: Gates | None) -> str:
+        """Say in a few words why these weights cannot run in C; empty when they can."""
         loaded = library()
         if isinstance(loaded, str):
             return loaded

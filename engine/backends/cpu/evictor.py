@@ -36,9 +36,9 @@ class NativeEvictor:
     """
 
     def __init__(self, policy: Policy) -> None:
-        loaded = library()
-        if isinstance(loaded, str) or not self.supports(policy):
-            raise RuntimeError(f"no native eviction for policy {policy.name!r}")
+        loaded, reason = library(), self.unsupported_reason(policy)
+        if isinstance(loaded, str) or reason:
+            raise RuntimeError(reason)
         self._library = loaded
         scoring = policy.scoring
         self._policy = Eviction(
@@ -57,9 +57,13 @@ class NativeEvictor:
         self._scratch = torch.empty(0, dtype=torch.uint8)
 
     @staticmethod
-    def supports(policy: Policy) -> bool:
-        """Whether C knows this scoring and allocation."""
-        return type(policy.scoring) in _SCORERS and type(policy.allocation) in _ALLOCATIONS
+    def unsupported_reason(policy: Policy) -> str:
+        """Say why C cannot evict for this policy; empty when it can."""
+        loaded = library()
+        if isinstance(loaded, str):
+            return loaded
+        known = type(policy.scoring) in _SCORERS and type(policy.allocation) in _ALLOCATIONS
+        return "" if known else f"policy {policy.name!r}"
 
     def request(
         self, sessions: Sequence[CachedSequence], tokens: int, rows: int, slack: int
@@ -91,8 +95,7 @@ class NativeEvictor:
             if found < 0:
                 left.append(session)
             elif found:
-                session.entries -= found
-                session.evicted += found
+                session.count_evicted(found)
         return left
 
     def evict(self, cache: RaggedCache, sessions: Sequence[CachedSequence]) -> list[CachedSequence]:

@@ -1,5 +1,6 @@
-"""Decoding many steps without the host: one CUDA graph per batch size."""
+"""The GPU: Triton kernels, and decoding many steps without the host in one CUDA graph."""
 
+from engine.backends.cuda.backend import CudaBackend
 from engine.backends.cuda.graph_runner import GraphRunner
 
-__all__ = ["GraphRunner"]
+__all__ = ["CudaBackend", "GraphRunner"]

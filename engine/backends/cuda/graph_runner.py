@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from engine.backends.cuda.kernels.evict import supported
 from engine.backends.cuda.kernels.sample import Draw, columns_of
 from engine.backends.cuda.static_step import StaticStep
 from engine.errors import BudgetError
@@ -30,22 +29,6 @@ class GraphRunner:
     def __init__(self, engine: Runtime) -> None:
         self.engine = engine
         self._steps: dict[tuple[object, ...], tuple[StaticStep, torch.cuda.CUDAGraph | None]] = {}
-
-    @staticmethod
-    def refusal(engine: Runtime) -> str:
-        """Why this engine's steps cannot run without the host; empty when they can."""
-        policy, gates = engine.policy, engine.decoder.gates
-        if any(engine.spec.sliding_window):
-            return "sliding-window layers"
-        if policy.evicts and not supported(policy):
-            return f"policy {policy.name!r}"
-        if gates is not None and any(not gate.trunk for gate in gates.layers):
-            return "gates without a trunk"
-        if engine.decoder.on_gate_input is not None:
-            return "on_gate_input is set"
-        if engine.spec.rope.switch_at is not None:
-            return "longrope"
-        return ""
 
     @torch.inference_mode()
     def decode(
@@ -93,7 +76,7 @@ class GraphRunner:
         stop: tuple[int, ...],
         draws: Sequence[Draw] | None,
     ) -> list[list[int]]:
-        engine, cache = self.engine, self.engine.cache
+        cache = self.engine.cache
         most = self._make_room(sessions, steps)
         batch = 1 << (len(sessions) - 1).bit_length()
         step, graph = self._step(batch, stop, draws is not None, most)
@@ -109,10 +92,7 @@ class GraphRunner:
             cache.pool._free = int(step.top)
             seen, entries = step.seen.tolist(), cache.length.flatten(1).sum(1).tolist()
             for batch_slot, session in enumerate(sessions):
-                appended = (seen[batch_slot] - session.seen) * engine.spec.rows
-                session.evicted += session.entries + appended - entries[session.seq]
-                session.next_position += seen[batch_slot] - session.seen
-                session.seen, session.entries = seen[batch_slot], entries[session.seq]
+                session.count_burst(seen[batch_slot] - session.seen, entries[session.seq])
         if int(step.room.error):
             raise BudgetError("the page pool was too small for a step; this is a bug in mmkv")
         rows = step.generated[: len(sessions), :steps].tolist()

@@ -22,6 +22,8 @@ class PrefillChunk:
     Args:
         position: ``[C]`` token indices; modality: ``[C]`` uint8.
         window: where recent queries are kept for attention scorers, or None.
+        seen: tokens seen, this chunk included; retained: whether the sequence holds entries. The
+            host knows both: reading them from tensors would make it wait for the device.
     """
 
     def __init__(
@@ -32,15 +34,16 @@ class PrefillChunk:
         position: Tensor,
         modality: Tensor,
         window: QueryWindow | None,
+        seen: int,
+        retained: bool,
     ) -> None:
         self.cache, self.spec, self.window = cache, spec, window
-        self.position, self.seen = position, int(position[-1]) + 1
+        self.position, self.seen, self.retained = position, seen, retained
         page_size = cache.pool.page_size
         ids = torch.tensor([seq], device=position.device)
         count = position.numel()
         self.past: list[LayerWork] | None = None
         self.length = cache.length[seq].clone()  # of what was retained before this chunk
-        self.retained = int(self.length.max()) > 0
         self.paged = on_triton(cache.pool.keys)
         if self.retained and not self.paged:
             self.past = build_worklist(

@@ -47,7 +47,7 @@ def test_bursts_say_and_keep_what_single_tokens_do(
     single, expected = talk(engine_for(False, monkeypatch), sampling)
     burst, got = talk(engine_for(True, monkeypatch), sampling)
     assert got == expected
-    assert (burst.engine._runner is not None) == (limit > 1 and not stop)
+    assert (burst.engine.backends.cuda.runner is not None) == (limit > 1 and not stop)
     kept = [[row.tolist() for layer in s.retained() for row in layer] for s in (single, burst)]
     assert kept[0] == kept[1]
 

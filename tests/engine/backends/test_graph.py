@@ -44,7 +44,7 @@ def eager(
     engine: Runtime, sessions: list[CachedSequence], tokens: list[int], steps: int
 ) -> list[Any]:
     """Greedy decoding step by step, in torch."""
-    engine.native = engine.evictor = None
+    engine.backends.cpu.switch_off()
     generated = []
     for _ in range(steps):
         tokens = engine.decode(sessions, tokens).argmax(-1).tolist()
@@ -69,7 +69,6 @@ def same(left: list[CachedSequence], right: list[CachedSequence]) -> None:
 def test_the_static_step_is_the_eager_step(model: str, policy: str, lookahead: float) -> None:
     ours, reference = (engine_for(model, policy, lookahead) for _ in range(2))
     runner = GraphRunner(ours)
-    assert not runner.refusal(ours)
     one, two = opened(ours, 3), opened(reference, 3)
     generated = runner.decode(one, [3, 4, 5], 14)
     assert generated == eager(reference, two, [3, 4, 5], 14)
@@ -190,14 +189,31 @@ def test_without_a_gpu_many_steps_are_single_ones() -> None:
     same(one, two)
 
 
-def test_what_cannot_run_without_the_host_says_why() -> None:
+def on_cuda(engine: Runtime, monkeypatch: pytest.MonkeyPatch, triton: bool = True) -> Runtime:
+    """An engine that takes itself for one on a GPU, with or without Triton."""
+    monkeypatch.setattr(engine, "device", torch.device("cuda"))
+    monkeypatch.setattr("engine.backends.cuda.backend.triton_installed", lambda: triton)
+    return engine
+
+
+def test_what_cannot_run_without_the_host_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     for model, policy, why in [
         ("mistral", "full", "sliding-window layers"),
         ("odd", "snapkv", "policy 'snapkv'"),
         ("phi3_long", "full", "longrope"),
+        ("odd", "full", ""),
+        ("odd", "dbtrimkv", ""),
     ]:
-        assert GraphRunner.refusal(engine_for(model, policy)) == why
-    assert GraphRunner.refusal(engine_for("odd", "full")) == ""
+        ours = on_cuda(engine_for(model, policy), monkeypatch)
+        assert ours.backends.cuda.unsupported_reason() == why
+        assert ours.many_path == (f"step by step: {why}" if why else "graph")
+        assert ours.decode_path == (f"torch: {why}" if why else "CUDA graph")
+
+
+def test_a_gpu_without_triton_has_no_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = on_cuda(engine_for("odd"), monkeypatch, triton=False)
+    assert ours.many_path == "step by step: Triton is not installed"
+    assert ours.decode_path == "torch: Triton is not installed"
 
 
 def test_the_bundled_model_says_the_same_for_512_tokens() -> None:

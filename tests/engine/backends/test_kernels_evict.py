@@ -19,7 +19,7 @@ from engine.backends.cuda.kernels.evict import (
     TURNS,
     Eviction,
     empty_eviction,
-    supported,
+    unsupported_reason,
 )
 from engine.cache import RaggedCache
 from engine.policies import CacheView, Policy, make_policy
@@ -234,9 +234,9 @@ def test_a_sequence_too_large_for_the_buffers_is_left_and_named(form: Any, why: 
 
 
 def test_which_policies_are_supported() -> None:
-    assert all(supported(make_policy(*method)) for method in METHODS)
-    assert not supported(make_policy("full"))  # never evicts
-    assert not supported(make_policy("snapkv"))  # reads attention
+    assert not any(unsupported_reason(make_policy(*method)) for method in METHODS)
+    assert unsupported_reason(make_policy("full")) == "policy 'full'"  # never evicts
+    assert unsupported_reason(make_policy("snapkv")) == "policy 'snapkv'"  # reads attention
 
 
 def rounded_scores(rate: np.ndarray, age: np.ndarray, ahead: float) -> np.ndarray:

@@ -76,7 +76,7 @@ def engine_for(model: str, policy: str = "dbtrimkv", ahead: float = 2, **options
 def open_both(model: str, *policy: Any, **options: Any) -> tuple[CachedSequence, CachedSequence]:
     """A native session and a torch session, one prompt in each."""
     ours, reference = (engine_for(model, *policy, **options) for _ in range(2))
-    reference.native = reference.evictor = None
+    reference.backends.cpu.switch_off()
     both = ours.session(), reference.session()
     for session in both:
         session.prefill(prompt(model))
@@ -108,7 +108,7 @@ def compare(model: str, *policy: Any, **options: Any) -> Runtime:
     """Decode on both paths and compare logits and memory after each step; the native engine."""
     native, plain = open_both(model, *policy, **options)
     assert (native.decode_path, plain.decode_path) == ("native", "torch: switched off")
-    assert (native.engine.evictor is not None) == native.engine.policy.evicts
+    assert (native.engine.backends.cpu.evictor is not None) == native.engine.policy.evicts
     for token in text_ids(18, 1).tolist():
         assert_close(native.decode(token), plain.decode(token))
         assert content(native.engine.cache) == content(plain.engine.cache)
@@ -160,11 +160,11 @@ def test_the_bundled_model_says_the_same_for_512_tokens(monkeypatch: pytest.Monk
 def test_paths_take_turns_on_one_session() -> None:
     """Each step and each eviction on either side; pages end up as with torch alone."""
     session, plain = open_both("qwen3_vl")
-    mixed, native, evictor = session.engine, session.engine.native, session.engine.evictor
-    turns = [*itertools.product((native, None), (evictor, None))]
+    mixed, cpu = session.engine, session.engine.backends.cpu
+    turns = [*itertools.product((cpu.decoder, None), (cpu.evictor, None))]
     for number in range(3):
         for token, turn in zip(text_ids(25, number).tolist(), itertools.cycle(turns)):
-            mixed.native, mixed.evictor = turn
+            cpu.decoder, cpu.evictor = turn
             assert_close(session.decode(token), plain.decode(token))
             assert content(mixed.cache) == content(plain.engine.cache)
         for each in (session, plain):
@@ -186,7 +186,7 @@ def several(engine: Runtime) -> list[CachedSequence]:
 def test_a_batch_is_what_torch_makes_of_it_and_each_is_as_if_alone(model: str) -> None:
     """Logits and memory against torch in one batched step; every bit against sessions alone."""
     ours, reference, single = (engine_for(model) for _ in range(3))
-    reference.native = reference.evictor = None
+    reference.backends.cpu.switch_off()
     batch, plain, alone = several(ours), several(reference), several(single)
     for index in range(14):
         tokens = text_ids(len(batch), index).tolist()
@@ -205,7 +205,7 @@ def test_a_batch_is_what_torch_makes_of_it_and_each_is_as_if_alone(model: str) -
 @needs_native
 def test_a_batch_of_short_and_long_rope() -> None:
     ours, reference = (engine_for("phi3_long", "full") for _ in range(2))
-    reference.native = None
+    reference.backends.cpu.decoder = None
     both = []
     for engine in (ours, reference):
         both.append([engine.session(), engine.session()])
@@ -290,7 +290,7 @@ def test_scores_beyond_the_range_of_exp() -> None:
     session = engine.session()
     session.prefill(prompt("qwen3"))
     other, logits = session.fork(), session.decode(5)
-    engine.native = None
+    engine.backends.cpu.decoder = None
     assert_close(logits, other.decode(5), most=1e-3)
 
 
@@ -298,7 +298,7 @@ def test_scores_beyond_the_range_of_exp() -> None:
 @pytest.mark.parametrize("model", ["odd", "qwen2", "qwen3_vl_group8"])
 def test_bfloat16_copies_change_no_bit(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of weights that were published in bfloat16; others are not copied."""
-    assert not engine_for(model).native._bf16.kept
+    assert not engine_for(model).backends.cpu.decoder._bf16.kept
     engine = loaded.__wrapped__(model)
     weights = engine.decoder.weights
     matrices = [getattr(x, n) for x in weights.layers for n in ("qkv", "out", "gate_up", "down")]
@@ -310,7 +310,7 @@ def test_bfloat16_copies_change_no_bit(model: str, monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr("engine.backends.cpu.decoder._MOST_BF16_BYTES", room)
         decoder = NativeDecoder(engine.spec, weights, engine.decoder.gates)
         assert len(decoder._bf16.kept) == (len(matrices) if room else 0)  # the head, less one
-        engine.native = decoder
+        engine.backends.cpu.decoder = decoder
         sessions = [engine.session() for _ in range(3)]
         for index, session in enumerate(sessions):
             session.prefill(prompt(model, index))
@@ -334,7 +334,27 @@ def test_the_number_of_threads_does_not_change_the_logits(monkeypatch: pytest.Mo
         assert_close(*logits, most=1e-6)
     one.prefill({"input_ids": text_ids(300, 2)[None]})  # longer than the scratch so far
     one.decode(5)
-    assert engine.native._scratch_for[0] > 470 and engine.native._scratch_for[1] == 2
+    scratch_for = engine.backends.cpu.decoder._scratch_for
+    assert scratch_for[0] > 470 and scratch_for[1] == 2
+
+
+@needs_native
+def test_a_refused_eviction_is_not_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the step in C refuses goes to torch at once; elsewhere C is asked one time."""
+    session, plain = open_both("qwen3_vl")
+    evictor, asked = session.engine.backends.cpu.evictor, []
+    evict = evictor.evict
+    monkeypatch.setattr(evictor, "evict", lambda *args: asked.append(args) or evict(*args))
+    evictor._policy.most = 0  # room for no victim
+    evictor._each = []  # requests are made anew
+    for token in text_ids(5, 1).tolist():
+        assert_close(session.decode(token), plain.decode(token))
+    assert state(session) == state(plain) and session.evicted > 0
+    assert content(session.engine.cache) == content(plain.engine.cache)
+    assert not asked
+    session.set_budget(9), plain.set_budget(9)
+    assert state(session) == state(plain)
+    assert len(asked) == 1
 
 
 @needs_native
@@ -342,12 +362,12 @@ def test_what_runs_on_torch_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = engine_for("odd")
     assert engine.decode_path == engine.session().decode_path == "native"
     assert f"decode step on the CPU: native (level {levels()[0]})" in describe().splitlines()
-    assert engine_for("odd", "snapkv").evictor is None
+    assert engine_for("odd", "snapkv").backends.cpu.evictor is None
     engine.decoder.on_gate_input = lambda layer, hidden: None
     assert engine.decode_path == "torch: on_gate_input is set"
     assert engine_for("odd", "snapkv").decode_path == "torch: policy 'snapkv' keeps recent queries"
     half = Runtime.from_pretrained(checkpoint("qwen2"), device="cpu", dtype="bfloat16")
-    assert half.decode_path == "torch: bfloat16 weights" and half.evictor is None
+    assert half.decode_path == "torch: bfloat16 weights" and half.backends.cpu.evictor is None
     native, plain = open_both("mistral")
     paths = []
     for token in text_ids(6, 1).tolist():  # 21 tokens before, a window of 24

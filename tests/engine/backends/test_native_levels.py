@@ -22,7 +22,7 @@ def test_every_level_agrees_with_torch(
     model: str, level: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MMKV_NATIVE", level)
-    assert compare(model).native._library.level == level
+    assert compare(model).backends.cpu.decoder._library.level == level
 
 
 @needs_native
@@ -33,7 +33,8 @@ def test_every_level_evicts_what_torch_evicts(
 ) -> None:
     monkeypatch.setenv("MMKV_NATIVE", level)
     engine = compare("odd", policy, lookahead)
-    assert engine.evictor is None or engine.evictor._library.level == level
+    evictor = engine.backends.cpu.evictor
+    assert evictor is None or evictor._library.level == level
 
 
 @needs_native

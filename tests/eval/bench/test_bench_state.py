@@ -25,7 +25,7 @@ WEIGHTS = 4 * (TINY.parameters + TINY.layers * (TINY.heads + TINY.kv_heads - 2) 
 
 def tiny(policy: str = "dbtrimkv", budget: float = 12, **settings):
     made = build_engine(TINY, policy, budget, DEVICE, torch.float32, **settings)
-    made.native = made.evictor = None
+    made.backends.cpu.switch_off()
     return made
 
 

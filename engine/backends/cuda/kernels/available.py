@@ -10,9 +10,10 @@ from torch import Tensor
 
 def on_triton(tensor: Tensor) -> bool:
     """Whether kernels on ``tensor`` run in Triton: it lies on CUDA, and Triton is installed."""
-    return tensor.is_cuda and _installed()
+    return tensor.is_cuda and triton_installed()
 
 
 @functools.cache
-def _installed() -> bool:
+def triton_installed() -> bool:
+    """Whether Triton can be imported."""
     return importlib.util.find_spec("triton") is not None

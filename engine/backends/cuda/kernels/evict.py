@@ -1,6 +1,6 @@
 """Eviction of a batch on the device: score, select, fill holes, give pages back; no host sync.
 
-What the runtime does for one sequence after the other (``CachedSequence._enforce``), with the same
+What the runtime does for one sequence after the other (``engine.eviction``), with the same
 victims, the same storage order afterwards and the same pages in the same places of the free stack.
 """
 
@@ -90,12 +90,11 @@ def empty_eviction(batch: int, rows: Rows, most_entries: int | None = None) -> E
     )
 
 
-def supported(policy: Policy) -> bool:
-    """Whether the kernel knows this policy's scoring and allocation."""
-    return type(policy.scoring) in (Retention, Recency) and type(policy.allocation) in (
-        GlobalAllocation,
-        HeadAllocation,
-    )
+def unsupported_reason(policy: Policy) -> str:
+    """Name the policy if the kernel does not know its scoring or allocation; empty if it does."""
+    known = type(policy.scoring) in (Retention, Recency)
+    known &= type(policy.allocation) in (GlobalAllocation, HeadAllocation)
+    return "" if known else f"policy {policy.name!r}"
 
 
 def evict(
@@ -112,7 +111,7 @@ def evict(
 
     Args:
         work: the result goes to ``work.dropped``.
-        policy: one that is :func:`supported`.
+        policy: one without an :func:`unsupported_reason`.
         rows: changed in place: lengths, ``stack`` and ``top``; tables stay as they are.
         pool: entries move inside their rows, in all columns.
         seqs: ``[B]`` int64, different sequence slots; -1 marks an idle batch slot, which drops

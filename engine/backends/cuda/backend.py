@@ -1,0 +1,72 @@
+"""CudaBackend: steps on Triton kernels, and bursts of steps as one CUDA graph."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from engine.backends.base import Backend, Decoded
+from engine.backends.cuda.graph_runner import GraphRunner
+from engine.backends.cuda.kernels import evict
+from engine.backends.cuda.kernels.available import triton_installed
+from engine.backends.cuda.kernels.sample import Draw
+
+if TYPE_CHECKING:
+    from engine.runtime import Runtime
+    from engine.sequence import CachedSequence
+
+
+class CudaBackend:
+    """Decodes bursts of steps as replays of a CUDA graph, with nothing read back in between.
+
+    A single step whose logits are wanted is the torch step, which takes Triton's kernels by
+    itself where it can; so is an eviction outside of a burst.
+
+    Attributes:
+        runner: the graphs, made when the first burst needs one.
+    """
+
+    def __init__(self, engine: Runtime, single: Backend) -> None:
+        self.engine, self._single = engine, single
+        self.runner: GraphRunner | None = None
+
+    def unsupported_reason(self, sessions: Sequence[CachedSequence] = ()) -> str:
+        """See :class:`engine.backends.base.Backend`; of bursts."""
+        engine = self.engine
+        policy, gates = engine.policy, engine.decoder.gates
+        if engine.device.type != "cuda":
+            return "no GPU"
+        if not triton_installed():
+            return "Triton is not installed"
+        if any(engine.spec.sliding_window):
+            return "sliding-window layers"
+        if policy.evicts and evict.unsupported_reason(policy):
+            return evict.unsupported_reason(policy)
+        if gates is not None and any(not gate.trunk for gate in gates.layers):
+            return "gates without a trunk"
+        if engine.decoder.on_gate_input is not None:
+            return "on_gate_input is set"
+        if engine.spec.rope.switch_at is not None:
+            return "longrope"
+        return ""
+
+    def decode(self, sessions: Sequence[CachedSequence], token_ids: Sequence[int]) -> Decoded:
+        """See :class:`engine.backends.base.Backend`."""
+        return self._single.decode(sessions, token_ids)
+
+    def evict(self, sessions: Sequence[CachedSequence]) -> Sequence[CachedSequence]:
+        """See :class:`engine.backends.base.Backend`."""
+        return self._single.evict(sessions)
+
+    def decode_many(
+        self,
+        sessions: Sequence[CachedSequence],
+        token_ids: Sequence[int],
+        steps: int,
+        stop: Sequence[int] = (),
+        draws: Sequence[Draw] | None = None,
+    ) -> list[list[int]]:
+        """See :meth:`engine.runtime.Runtime.decode_many`; evictions are part of the graph."""
+        if self.runner is None:
+            self.runner = GraphRunner(self.engine)
+        return self.runner.decode(sessions, token_ids, steps, stop, draws)

@@ -1,0 +1,74 @@
+"""TorchBackend: the reference, which runs everything everywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from engine.backends.base import Decoded
+from engine.backends.torch.step import DecodeStep
+
+if TYPE_CHECKING:
+    from engine.runtime import Runtime
+    from engine.sequence import CachedSequence
+
+
+class TorchBackend:
+    """Decodes with :class:`engine.model.decoder.Decoder`, evicts with the policy's own code.
+
+    Attributes:
+        make_step: builds the cache side of a step; tools may put another one in its place.
+    """
+
+    def __init__(self, engine: Runtime) -> None:
+        self.engine = engine
+        self.make_step: Callable[..., DecodeStep] = DecodeStep
+
+    def unsupported_reason(self, sessions: Sequence[CachedSequence] = ()) -> str:
+        """See :class:`engine.backends.base.Backend`."""
+        return ""
+
+    def decode(self, sessions: Sequence[CachedSequence], token_ids: Sequence[int]) -> Decoded:
+        """See :class:`engine.backends.base.Backend`."""
+        engine = self.engine
+        device, decoder = engine.device, engine.decoder
+        seqs = torch.tensor([session.seq for session in sessions], device=device)
+        position = torch.tensor([session.seen for session in sessions], device=device)
+        rope = self._rope(sessions)
+        ids = torch.tensor([int(token) for token in token_ids], device=device)
+        seen = max(session.seen for session in sessions) + 1
+        windows = [session.window for session in sessions]
+        step = self.make_step(engine.cache, engine.spec, seqs, position, seen, windows)
+        hidden, log_beta = decoder.forward(decoder.embed(ids), rope, step)
+        if log_beta is not None:
+            step.store_gates(log_beta)
+        logits = decoder.logits(hidden)
+        for session in sessions:
+            session.count_appended(1)
+        return Decoded(logits, sessions, refused=False)
+
+    def evict(self, sessions: Sequence[CachedSequence]) -> Sequence[CachedSequence]:
+        """See :class:`engine.backends.base.Backend`."""
+        for session in sessions:
+            entries = self.engine.cache.entries(session.seq)
+            victims = self.engine.policy.victims(session.view(entries), session.allowed_entries)
+            self.engine.cache.drop(session.seq, victims, entries)
+            session.count_evicted(victims.numel())
+        return []
+
+    def _rope(self, sessions: Sequence[CachedSequence]) -> tuple[Tensor, Tensor]:
+        rope, device = self.engine.rope, self.engine.device
+        where = torch.tensor([session.next_position for session in sessions], device=device)
+        long = [bool(session.long_rope) for session in sessions]
+        if len(set(long)) == 1:
+            return rope.text(where, long[0])
+        chosen = torch.tensor(long, device=device)[:, None]
+        short_cos, short_sin = rope.text(where, False)
+        long_cos, long_sin = rope.text(where, True)
+        return (
+            torch.where(chosen, long_cos, short_cos),
+            torch.where(chosen, long_sin, short_sin),
+        )
