@@ -27,7 +27,7 @@ _RULES = {
     "trimkv": "untied, a budget per head (`trimkv`)",
 }
 _KINDS = {"dense": "dense", "sparse": "sparse", "256-distractors": "256 distr."}
-# What to call the data, result file, part of the data source's name, budgets shown.
+# Name of the data, result file, part of the data source's name, budgets shown.
 _PICTURES = (
     ("dense", "quality-tiny-vlm-dense", "", ("1/3", "1/5", "1/8", "1/16", "1/32")),
     ("sparse", "quality-tiny-vlm-sparse", "", ("1/4", "1/8", "1/16", "1/32")),

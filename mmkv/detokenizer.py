@@ -22,7 +22,7 @@ class Detokenizer:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._window: list[int] = []
-        self._shown = 0  # how many ids of the window have been handed out
+        self._shown = 0  # number of ids of the window whose text was returned
         self._unfinished = 0  # ids in a row that left the text ending in half a character
 
     def push(self, token_id: int) -> str:

@@ -41,7 +41,7 @@ class ReplyWriter:
     """Samples the tokens of one reply, turns them into text, and ends it.
 
     ``unfed`` is the token that was sampled but that the session does not hold yet: part of the
-    reply, so whoever ends the reply must see to it that it is appended before the next turn.
+    reply, so it must be appended before the next turn.
     """
 
     def __init__(self, tokenizer: Any, sampling: Sampling, eos: Collection[int]) -> None:

@@ -33,7 +33,7 @@ class Sampling:
     stop: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        # A single string is what people type; without this it would be read as its letters.
+        # A single string would otherwise be read as its letters.
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         object.__setattr__(self, "stop", stop)
         _require(self.max_new_tokens >= 1, "max_new_tokens", self.max_new_tokens, "1 or more")

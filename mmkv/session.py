@@ -220,7 +220,7 @@ class Session(CachedSequence):
     def _append(self, turn: _Turn, control: CtrlC, progress: Progress | None) -> torch.Tensor:
         """Prefill a turn whole, or leave the session as it was."""
         if not self.undo_depth and turn.tokens <= self.engine.prefill_chunk:
-            # One chunk: the engine takes it back itself when it fails. A Ctrl-C meanwhile is
+            # One chunk: the engine undoes it itself when it fails. A Ctrl-C meanwhile is
             # delivered once the turn stands in the history, as an interrupted empty reply.
             return self.prefill(turn.inputs, progress)
         snapshot = self.fork()
@@ -246,7 +246,7 @@ class Session(CachedSequence):
     def _become(self, other: Session) -> None:
         """Take over the state of ``other`` (a fork of this session) and close what was held."""
         snapshots, self._snapshots = self._snapshots, []
-        # Objects trade places, so that whoever holds this session keeps holding the live one.
+        # The objects exchange their state, so that references to this session stay valid.
         self.__dict__, other.__dict__ = other.__dict__, self.__dict__
         other.close()
         self._snapshots = snapshots

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from mmkv.api import Engine
     from mmkv.reply import ReplyWriter
 
-# Tokens between two looks of the host: each look costs a wait for the GPU, and text appears in
+# Tokens between two reads by the host: each read waits for the GPU, and text appears in
 # pieces of this many tokens.
 BURST = 16
 

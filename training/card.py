@@ -71,7 +71,7 @@ def write_card(folder: Path, described: Mapping[str, Any]) -> None:
 
 
 def _hub_id(model: str) -> str | None:
-    """Return the model's id on the hub; None for a folder, which nobody else could look up."""
+    """Return the model's id on the hub; None for a folder."""
     return model if model.count("/") == 1 and not Path(model).exists() else None
 
 

@@ -58,7 +58,7 @@ def _round(lessons: str) -> tuple[tuple[str, int], ...]:
 
 
 # The lessons that the batches of a round take in turn, as KIND:DIALOGUES of a batch (fewer of long
-# ones). "curriculum" is the first round; the others go on from a model that sees full grids.
+# ones). "curriculum" is the first round; the others continue from a model that reads full grids.
 ROUNDS: dict[str, tuple[tuple[str, int], ...]] = {
     "curriculum": (),
     "dialogues": _round(
@@ -122,7 +122,7 @@ class DialogueBatches(IterableDataset[dict[str, Tensor]]):
     """Whole batches of training dialogues, a function of (seed, step) alone.
 
     Args:
-        start: first step, so that a resumed run goes on where it stopped.
+        start: first step, so that a resumed run continues where it stopped.
         lessons: one of :data:`ROUNDS`.
     """
 

@@ -183,7 +183,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     except (KeyboardInterrupt, typer.Abort):
         print(
-            "training.distill: interrupted; the same command with --resume goes on from the last "
+            "training.distill: interrupted; the same command with --resume continues from the last "
             "checkpoint in --output",
             file=sys.stderr,
         )

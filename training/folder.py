@@ -12,8 +12,8 @@ from engine.errors import InputError
 
 ASKED, HISTORY = "run.json", "history.jsonl"
 _STATE = "trainer_state.json"  # what the Trainer writes last of a checkpoint
-# What a resumed run may be asked anew: none of it changes what is learned. (A recipe only fills in
-# settings, and those are compared.)
+# Options that a resumed run may change, because training does not depend on them. (A recipe fills
+# in settings, and those are compared.)
 _FREE = frozenset(
     "output recipe resume device checkpointing log_every save_every eval_every held_out_budget "
     "store eval_data eval_samples".split()
@@ -28,7 +28,7 @@ def begin(folder: Path, asked: Mapping[str, Any]) -> None:
     """
     if found := _checkpoints(folder):
         raise InputError(
-            f"{folder} holds {found[-1].name} of an earlier run; go on from it with --resume, or "
+            f"{folder} holds {found[-1].name} of an earlier run; continue it with --resume, or "
             "give another --output"
         )
     if not first_process():

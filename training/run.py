@@ -109,7 +109,7 @@ def distill(
     stored = getattr(torch, settings.store)
 
     def evaluate() -> dict[str, float]:
-        # What is measured is what the file will hold.
+        # Measure the gates as the file will hold them.
         made = gates.built(as_stored(gates.file_tensors(), stored))
         return summary(watched.read(made, settings.policy, budget))
 
@@ -163,7 +163,8 @@ def _arguments(settings: Settings, folder: Path) -> TrainingArguments:
         # A map-style dataset is cheap to skip in, and resumes at the very next example.
         ignore_data_skip=False,
         remove_unused_columns=False,
-        # Documents are lists of tensors of any shape: no process cuts or pads those of another.
+        # Documents are lists of tensors of any shape, which processes cannot cut or pad for each
+        # other.
         accelerator_config={"dispatch_batches": False, "even_batches": False},
         report_to=[],
         # The others wait while the first process reads the held-out data.

@@ -141,7 +141,7 @@ class Settings:
             )
 
     def _require(self, name: str, holds: bool, wanted: str) -> None:
-        if not holds:  # also what NaN does
+        if not holds:  # NaN fails, too
             option = name.replace("_", "-")
             raise InputError(f"--{option} is {getattr(self, name)}; give {wanted}")
 

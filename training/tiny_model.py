@@ -89,7 +89,7 @@ def save(
     state = {k: v.to(torch.bfloat16) for k, v in model.state_dict().items()}
     del state["lm_head.weight"]  # tied to the embedding
     model.config.dtype = torch.bfloat16
-    # The Trainer turns it off, and who loads the model would decode without a cache.
+    # The Trainer turns it off; the saved model must decode with a cache.
     model.config.use_cache = model.config.text_config.use_cache = True
     model.save_pretrained(folder, state_dict=state)
     tokenizer.save_pretrained(folder)

@@ -31,7 +31,7 @@ from mmkv.measure.record import write_results
 from mmkv.measure.teacher_forced import FullCache, spans
 from mmkv.resources import bundled_model_name
 
-# What is asked: by name, from a seed.
+# Dialogues by name, each a function of a seed.
 DIALOGUES: dict[str, Callable[[int], list[Turn]]] = {
     "dense, 8 pictures, 12 turns": lambda seed: dense(seed, "heldout", 8, 12, search=False),
     "dense, 4 pictures, 8 turns": lambda seed: dense(seed, "heldout", 4, 8, search=False),

@@ -23,7 +23,7 @@ from mmkv.data.scenes import Question, Turn, make_scene, questions, render
 from mmkv.measure.record import write_results
 from mmkv.resources import bundled_model_name
 
-# Answers every turn of a dialogue in order, each with its own earlier answers as history.
+# Answers the turns of a dialogue in order, with its own earlier answers as history.
 Answerer = Callable[[list[Turn]], list[str]]
 
 

@@ -44,7 +44,7 @@ def try_it(made: Plan, base: Runtime, shape: Shape, args: argparse.Namespace) ->
     engine = build_engine(shape, policy, budget, kv_limit=limit * page_bytes, **options)
     engine.backends.cpu.switch_off()
     steps = 1 if made.budget is None else 0
-    seen = args.context - steps  # a step of the full cache is the last of its tokens
+    seen = args.context - steps  # the full cache's steps are the last of its tokens
     sessions = synthetic_sessions(engine, made.count, seen, args.skew, steps)
     pool = engine.cache.pool
     held = pool.num_pages - pool.free_pages

@@ -106,7 +106,7 @@ class Bench:
         """Return an engine for one method, on the shared weights."""
         policy = "full" if full else "dbtrimkv"
         engine = build_engine(self.shape, policy, case.budget, **self.settings)
-        engine.backends.cpu.switch_off()  # on a CPU: the methods say torch
+        engine.backends.cpu.switch_off()  # on a CPU the methods run in torch
         return engine
 
     def need(self, case: Case, full: bool) -> int:
@@ -146,7 +146,7 @@ class Bench:
                 self._or_raise(error)
                 found["methods"][name] = {"failed": failure(error)}
         self._measure_own(case, owns, found)
-        owns.pop(FULL, None)  # its memory is for the peers
+        owns.pop(FULL, None)  # frees memory for the peers
         self._release()
         if OWN in owns and self._wants_peers(case):
             for peer in self.args.peers:

@@ -33,7 +33,7 @@ from engine.runtime import Runtime
 from mmkv.measure.record import RESULTS, write_results
 from mmkv.measure.timing import spread, take_turns
 
-OURS, THEIRS = "mmkv", "transformers"  # as result files call the methods
+OURS, THEIRS = "mmkv", "transformers"  # names of the methods in result files
 # (seconds of all timed steps, the tokens chosen, per sequence)
 Run = tuple[float, list[list[int]]]
 

@@ -137,7 +137,7 @@ class State:
         }
 
 
-# (what is called, calls of the kernel in it, bytes it must move, operations it must do)
+# (function, kernel calls in it, bytes that it must move, operations that it must do)
 Work = tuple[Callable[[], object], int, float, float]
 
 

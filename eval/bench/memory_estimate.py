@@ -11,7 +11,7 @@ from eval.bench.methods import SPARE_COLUMNS
 from eval.bench.shapes import Shape
 from eval.bench.synthetic_cache import pages_for
 
-# Of memory that is neither weights nor cache: activations of a chunk and of a step, libraries.
+# Memory besides weights and cache: activations of a chunk and of a step, libraries.
 WORKSPACE = 3 * 10**9
 _OWN_REST, _PEER_REST = 2 * 10**9, 3 * 10**9  # the same for one method of the decode benchmark
 

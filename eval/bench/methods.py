@@ -15,8 +15,8 @@ from eval.bench.synthetic_cache import rewind, synthetic_sessions
 from mmkv.measure.speed_model import StepBytes, entry_bytes, step_bytes
 from mmkv.measure.timing import wall
 
-EAGER_STEPS = 8  # it is slow, and only there to be compared with
-# Entries that a row may grow by before the block tables, and with them the graphs, are made anew.
+EAGER_STEPS = 8  # few, because it is slow
+# Entries that a row may grow by before block tables and graphs are built again.
 SPARE_COLUMNS = 1024
 
 

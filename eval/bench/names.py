@@ -5,7 +5,7 @@ Nothing is imported: the peers' own environments read this too.
 
 OWN, FULL, EAGER = "mmkv graph, evicting", "mmkv graph, full cache", "mmkv eager, evicting"
 
-# The peers: transformers with a cache that grows, with one that is compiled for, and batching.
+# The peers: transformers with a dynamic cache, a static cache, and continuous batching.
 DYNAMIC = "transformers"
 STATIC = "transformers static+compile"
 BATCHING = "transformers continuous batching"

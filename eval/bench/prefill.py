@@ -35,7 +35,7 @@ class Method(ABC):
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.peak: int | None = None  # bytes; only a GPU tells
+        self.peak: int | None = None  # bytes; known on a GPU only
         self.kv = 0
 
     def prepare(self) -> None:  # noqa: B027 - nothing, for most

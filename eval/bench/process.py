@@ -73,7 +73,7 @@ class PeerProcess:
             if pipe is not None:
                 try:
                     pipe.close()
-                except OSError:  # unsent input of a process that is gone
+                except OSError:  # input for a process that has ended
                     continue
 
     def __enter__(self) -> PeerProcess:

@@ -20,7 +20,7 @@ import transformers
 if TYPE_CHECKING:
     from engine.runtime import Runtime
 
-# Positions that may be used: speed runs go past what some of these models were trained for.
+# Largest position: speed runs exceed the trained length of some of these models.
 MOST_POSITIONS = 2**20
 
 

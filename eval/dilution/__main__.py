@@ -8,7 +8,7 @@ about (*useful*), on the rest of the haystack (*distractors*), on questions and 
 not need. Two figures of DBTrimKV (arXiv 2605.09649) stand beside them: its lower bound on the
 attention that does not reach the needle, and the share that it predicts from the full cache's
 logits and the entries that eviction kept. The program writes JSON, a Markdown table and a figure.
-A run that was killed goes on where it was when it is started again.
+A killed run continues when it is started again.
 """
 
 from __future__ import annotations
@@ -74,7 +74,8 @@ def probe(
     found, right, done = [], [], 0
     with engine.session(budget) as session:
         for start, stop in spans(labels.tolist()):
-            # The last token before the answer is decoded: it predicts the answer's first.
+            # The last token before the answer is decoded, because it predicts the answer's first
+            # token.
             for part in [*(cut for cut in cuts if done < cut < start - 1), start - 1]:
                 session.extend(turn.part(done, part))
                 done = part

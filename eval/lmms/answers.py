@@ -62,7 +62,7 @@ def _matched(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Convert and say how to go on."""
+    """Convert and print the next command."""
     parser = argparse.ArgumentParser(prog="python -m eval.lmms.answers", description=__doc__)
     parser.add_argument("samples", type=Path, help="lmms-eval's *_samples_mmdu_local.jsonl")
     parser.add_argument("output", type=Path, help="folder for the answers")

@@ -14,11 +14,11 @@ from engine.errors import InputError
 if TYPE_CHECKING:
     from mmkv import Sampling
 
-MAX_NEW_TOKENS = 128  # where the task names no length
-_TOP_K = 50  # what generate takes when neither task nor checkpoint says
-# Names with no influence here: the first two restate what temperature says.
+MAX_NEW_TOKENS = 128  # if the task names no length
+_TOP_K = 50  # generate's default if neither task nor checkpoint names one
+# Names without effect here; the first two repeat what temperature states.
 _IGNORED = {"do_sample", "use_cache", "until", "max_new_tokens", "temperature", "top_p", "top_k"}
-# Values that ask for one sequence, which is what everybody gets.
+# Values that ask for one sequence, which is the only choice here.
 _ONE = ("num_beams", "num_return_sequences", "best_of", "n", "num_beam_groups")
 
 

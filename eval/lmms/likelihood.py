@@ -57,7 +57,7 @@ class Scorer:
         self._session = self._key = None
 
     def _tokens(self, continuation: str) -> list[int]:
-        # The reply opens a line of its own in every template: a blank in front of it, which
+        # The reply starts a line in every template: a blank in front of it, which
         # lmms-eval puts between question and choice, would make other tokens of its first word.
         text = continuation.strip()
         tokenizer: Any = self.engine.processor.tokenizer

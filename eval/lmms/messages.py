@@ -18,7 +18,7 @@ from mmkv.prompt.template import Message
 from mmkv.prompt.video import Clip, load_video
 
 _VIDEOS = (".mp4", ".avi", ".mov", ".mkv", ".webm", ".mpeg", ".mpg", ".m4v", ".gif")
-# What qwen-vl-utils takes the rate of loose frames to be.
+# The frame rate that qwen-vl-utils assumes for loose frames.
 _LOOSE_FPS = 2.0
 Key = tuple[str, ...]
 

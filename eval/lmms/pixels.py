@@ -40,7 +40,7 @@ class FrameRules(VideoRules):
     def size(self, frames: int, height: int, width: int) -> tuple[int, int]:
         """Return height and width to scale to: multiples of a merged patch, within the bounds."""
         most = min(self.largest, 2 * self.together / frames)
-        # The lower bound wins: never so small that there is nothing to see.
+        # The lower bound has precedence.
         most = max(most, int(1.05 * self.smallest))
         # The rule of one temporal patch bounds the volume of its two frames.
         pair = replace(self, shortest_edge=2 * self.smallest, longest_edge=int(2 * most))

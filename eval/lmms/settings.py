@@ -14,10 +14,10 @@ from mmkv.resources import bundled_model_name
 if TYPE_CHECKING:
     from mmkv import Engine
 
-# What lmms-eval's own Qwen3-VL adapter takes by default, so that scores compare.
+# The defaults of lmms-eval's own Qwen3-VL adapter, so that scores are comparable.
 SYSTEM_PROMPT = "You are a helpful assistant."
 FRAMES = 32
-# Arguments of that adapter that people will try, and what to do about them here.
+# Arguments of that adapter that are not taken here, with the remedy.
 _ELSEWHERE = {
     "device_map": "write device=cuda:0 or device=cpu",
     "attn_implementation": "the engine has attention of its own; drop it",

@@ -63,7 +63,7 @@ class MmkvSimple(Adapter):
 
     def _messages(self, context: str, visuals: Any) -> list[Message]:
         parts = [visual_part(visual) for visual in (visuals or [])]
-        # Tasks for older models mark the place of the pictures, which stand in front here.
+        # Tasks for older models mark the place of the pictures, which come first here.
         text = context.replace("<image>", "")
         content = [*parts, {"type": "text", "text": text}]
         return conversation([{"role": "user", "content": content}], self.opening)

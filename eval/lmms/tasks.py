@@ -27,7 +27,7 @@ from mmkv.resources import bundled_dialogues
 
 HERE = resources.files("eval.lmms_tasks")
 _KWARGS = "lmms_eval_specific_kwargs"
-# What lmms-eval's file of a task imports at its top and the light installation leaves out.
+# Packages that a task's file imports and the light installation leaves out.
 _NEEDS = {
     "mathvision_testmini": ("latex2sympy2", "--no-deps latex2sympy2 antlr4-python3-runtime==4.7.2"),
     "videomathqa_mcq": ("cv2", "opencv-python-headless"),
@@ -154,7 +154,7 @@ def _prompts(name: str, shipped: Path) -> dict[str, Any] | None:
 def find(name: str, shipped: Path) -> Path | None:
     """Return the file below ``shipped`` that defines the task, or None."""
     line = re.compile(rf"^task:\s*[\"']?{re.escape(name)}[\"']?\s*(#.*)?$", re.MULTILINE)
-    # Nearly always in a folder of a name it begins with; the whole tree holds some 2,000 files.
+    # Search folders that the task's name begins with first: the whole tree has 2,000 files.
     paths = sorted(shipped.rglob("*.yaml"), key=lambda path: not name.startswith(path.parent.name))
     return next((path for path in paths if line.search(path.read_text("utf-8"))), None)
 

@@ -15,7 +15,7 @@ from eval.mmdu.http import Answer, post
 
 # Waits between attempts: the first, and the longest one without a Retry-After.
 FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 60.0
-# A server that asks for more than this has closed for the day (a quota, not a rate).
+# A server that asks for a longer wait enforces a quota and not a rate.
 LONGEST_RETRY_AFTER_S = 600.0
 _AGAIN = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 520, 522, 524, 529})
 _WRONG_SETUP = frozenset({401, 402, 403, 404, 405})
@@ -150,7 +150,7 @@ class JudgeClient:
             )
         if attempt >= self.endpoint.retries:
             return
-        # Jitter, so that threads refused together do not come back together.
+        # Jitter, so that threads refused at the same time do not retry at the same time.
         wait = min(LONGEST_WAIT_S, FIRST_WAIT_S * 2**attempt) * random.uniform(0.5, 1.0)
         if asked is not None:
             wait = asked + min(wait, FIRST_WAIT_S)

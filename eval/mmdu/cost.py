@@ -11,8 +11,8 @@ from pathlib import Path
 
 from engine.errors import InputError
 
-# Rules of thumb. Four characters a token holds for English; 600 tokens are what seven short
-# explanations and a dictionary come to.
+# Estimates: four characters a token for English; 600 tokens for seven short
+# explanations and a dictionary.
 CHARACTERS_PER_TOKEN, REPLY_TOKENS = 4, 600
 _MIME = {"PNG": "image/png", "JPEG": "image/jpeg", "WEBP": "image/webp", "GIF": "image/gif"}
 
@@ -79,7 +79,7 @@ def picture_tokens(width: int, height: int) -> int:
 
 @lru_cache(maxsize=96)  # a few dialogues' pictures
 def data_uri(path: Path) -> str:
-    """Return the picture as a data: URI, as it lies on the disk where its format is one of the
+    """Return the picture as a data: URI, unchanged if its format is one of the
     web's.
 
     Raises:

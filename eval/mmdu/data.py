@@ -188,7 +188,7 @@ def find_pictures(dialogue: Dialogue, folder: Path) -> list[Path]:
     """Return the dialogue's pictures under ``folder``, in order. Raises InputError for a missing
     one.
 
-    The benchmark names its pictures with the folders of whoever made it, so the longest ending of
+    The benchmark names its pictures with the folders of its authors, so the longest ending of
     a name that exists under ``folder`` is taken. Nothing outside ``folder`` is: a data file must
     not be able to have some other file of this machine sent to a judge.
     """

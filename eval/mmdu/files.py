@@ -66,7 +66,7 @@ class AnswerFolder:
             write_json(self.path / RUN, {"settings": settings, **about})
             return
         before = found.get("settings") if isinstance(found, dict) else None
-        # As JSON gives it back: tuples are lists there.
+        # As JSON returns it: tuples become lists.
         now = json.loads(json.dumps(settings))
         if before != now:
             old = before if isinstance(before, dict) else {}

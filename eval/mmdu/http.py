@@ -81,7 +81,7 @@ def post(
                 retry_after=retry_after(error.headers.get("Retry-After")),
             )
     except urllib.error.URLError as error:
-        # urllib wraps what happens until the request is sent, connecting and sending alike.
+        # urllib wraps the errors of connecting and sending.
         if isinstance(error.reason, TimeoutError):
             return Answer(0, trouble=f"no answer within {timeout:g} s")
         if isinstance(error.reason, ConnectionResetError | BrokenPipeError):

@@ -95,7 +95,7 @@ def run_judge(options: JudgeOptions) -> int:
         try:
             _ask(options, console, verdicts, todo)
         finally:
-            # Also when the judge fails or Ctrl-C ends it: what came is worth a look.
+            # Also when the judge fails or Ctrl-C ends it: show the verdicts so far.
             _write(options, dialogues, missing, tasks, verdicts)
     result, table = _write(options, dialogues, missing, tasks, verdicts)
     table.show()
@@ -151,7 +151,7 @@ def _confirmed(options: JudgeOptions, console: Console, todo: Sequence[Task]) ->
     if options.yes:
         return True
     if not sys.stdin.isatty():
-        raise InputError("nothing was sent: nobody is there to confirm; add --yes")
+        raise InputError("nothing was sent: there is no terminal to confirm on; add --yes")
     return typer.confirm("Send them?", err=True)
 
 
@@ -202,7 +202,7 @@ def _write(
     except OSError as error:
         raise InputError(f"cannot write {folder / MARKDOWN_FILE}: {error.strerror}") from error
     for dialogue in dialogues:
-        # As the benchmark's own statistics read them: the judged questions of one dialogue a file.
+        # The layout of the benchmark's own statistics: a file of judged questions per dialogue.
         keys = [(dialogue.id, turn) for turn in range(len(dialogue.questions))]
         scores = [valid[key].scores for key in keys if key in valid and valid[key].scores]
         write_json(folder / "dialogues" / f"{dialogue.id}.json", scores)

@@ -15,8 +15,8 @@ from eval.mmdu.cost import data_uri
 from eval.mmdu.rubric import UnreadableScoresError, read_scores
 from eval.mmdu.verdicts import Key, Verdict
 
-# So many questions in succession without a verdict, and the run stops: the next one would fare no
-# better. One question alone may be the judge's trouble with that question.
+# The run stops after this many questions in succession without a verdict, because the next one
+# would fail, too. A single question may fail for reasons of its own.
 GIVE_UP_AFTER = 3
 
 
@@ -60,7 +60,7 @@ def judge(client: JudgeClient, task: Task, asks: int) -> Verdict:
                 usage[name] = usage.get(name, 0) + count
         text = reply.text
         if reply.refusal:
-            # A filter decides the same way again.
+            # A filter would decide the same again.
             failure, detail = "refused", reply.refusal[:300]
             break
         try:
@@ -105,12 +105,12 @@ def judge_all(
                 done.put((task, judge(client, task, asks)))
             except NoVerdictError as error:
                 done.put((task, error))
-            except BaseException as error:  # handed to the main thread, whatever it is
+            except BaseException as error:  # raised again in the main thread
                 client.stop()  # at once, or other threads would still send
                 done.put((task, error))
                 return
 
-    # Daemons: Ctrl-C must not wait minutes for a reply that nobody will read.
+    # Daemon threads: Ctrl-C must not wait minutes for an unneeded reply.
     for _ in range(min(workers, len(tasks))):
         threading.Thread(target=work, daemon=True).start()
     failed_in_a_row = 0

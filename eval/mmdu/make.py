@@ -63,7 +63,7 @@ def _page(rng: random.Random) -> Scene:
             return scene
 
 
-# Name, how many, and the dialogue of a seed.
+# Name, number of dialogues, and the function from a seed to a dialogue.
 _SORTS: tuple[tuple[str, int, Callable[[int], list[Turn]]], ...] = (
     ("dense-4", 4, lambda seed: dense(seed, "heldout", 4, 8, search=False)),
     ("dense-8", 2, lambda seed: dense(seed, "heldout", 8, 12, search=False)),
@@ -135,7 +135,7 @@ def pack(folder: Path) -> int:
         shutil.copy(Path(draft) / "benchmark.json", folder)
         with zipfile.ZipFile(folder / "pictures.zip", "w") as archive:
             for picture in sorted(Path(draft).glob("pictures/*.png")):
-                # No date of today: the same pictures are the same archive.
+                # A fixed date: the same pictures give the same archive.
                 archive.writestr(zipfile.ZipInfo(picture.name), picture.read_bytes())
     return size
 

@@ -123,7 +123,7 @@ def read_scores(reply: str) -> dict[str, int]:
     if not found:
         raise UnreadableScoresError("no scores", "the reply holds no dictionary")
     try:
-        # Bounded, for literal_eval on a very long text can exhaust memory or the stack.
+        # Bounded, because literal_eval of a very long text can exhaust memory or the stack.
         literal = ast.literal_eval(found[-1]) if len(found[-1]) <= 2000 else None
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError) as error:
         raise UnreadableScoresError("bad scores", "the dictionary cannot be read") from error

@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 )
                 make = maker(args.model, kind.name)
                 assert make is not None
-                make(0)  # what cannot be made is found before hours of reading
+                make(0)  # errors show before the long run starts
                 raw = runs.of(kind.name, args.limit)
                 read.append((kind, raw, [make(index).notes for index in range(args.limit)]))
         page = report.summarise(read, [method.name for method in compared.methods], args.budgets)

@@ -39,7 +39,7 @@ T = TypeVar("T")
 # Default keys, values and queries of each domain. The bundled model has learned
 # dialogues with up to four pictures that matter, and with one video.
 SIZES = {"text": (8, 4, 4), "pictures": (4, 4, 4), "video": (1, 4, 1)}
-_VIDEO_PARTS = 4  # parts of the depth that the one clip takes turns with
+_VIDEO_PARTS = 4  # parts of the depth; the clip's part changes from document to document
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ def _text(kind: Haystack, index: int, tokenizer: Any) -> Document:
     def sized(line: str) -> tuple[str, int]:
         return line, len(text.tokens(line))
 
-    # Every value stands once in the document: none can be right by chance.
+    # Every value stands once in the document, so none is right by chance.
     numbers = iter(rng.sample(range(1000, 10000), kind.keys * kind.values))
     known = {
         name: [str(next(numbers)) for _ in range(kind.values)]
@@ -197,7 +197,7 @@ def _dialogue(
     turns = [Turn(pictures, asked[0][0], captions)]
     turns += [Turn((), question) for question, _, _ in asked[1:]]
     example = scene_document(turns, tokenizer)
-    # The haystack ends where the first question begins; before it stand the marks of the turn.
+    # The haystack ends where the first question begins; the turn's marks come before it.
     begin = len(tokenizer.encode("<|im_start|>user\n", add_special_tokens=False))
     notes = [
         Needle(

@@ -93,7 +93,7 @@ def running(args: argparse.Namespace, program: str) -> Iterator[tuple[Path, Jour
     except (MmkvError, OSError) as error:
         raise SystemExit(f"{program}: error: {error}") from error
     except KeyboardInterrupt:
-        raise SystemExit(f"{program}: stopped; the same command goes on from {journal}") from None
+        raise SystemExit(f"{program}: stopped; the same command continues from {journal}") from None
 
 
 class Report(Protocol):

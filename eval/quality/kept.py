@@ -62,8 +62,8 @@ def draw(
     ]
     columns = max(len(rows) for _, rows in lines)
     most = max(float(shares(row).max()) for _, rows in lines for row in rows)
-    most = max(most, 2.0)  # where every head holds the same
-    # What is not held at all has no logarithm: it is shown as the least.
+    most = max(most, 2.0)  # if every head holds the same number
+    # Zero has no logarithm: it is shown as the least value.
     scale = LogNorm(1 / most, most, clip=True)
     figure = Figure(figsize=(2.1 * columns + 1, 3.6 * len(lines)), layout="constrained")
     panels = figure.subplots(

@@ -152,7 +152,7 @@ class Comparison:
 
     def described(self) -> str:
         """Return the model, by its bytes, and how it is run."""
-        # Journals begun before there was a choice name no device, and stay good.
+        # A CPU is not named, so that older journals, which name no device, stay valid.
         where = "" if self.device == "cpu" else f" {self.device}"
         return f"{self.model} {digest(self.model)} {self.dtype}{where}"
 
@@ -208,7 +208,7 @@ class Reader:
         )
         self._engines: dict[Cell, Runtime] = {}
         for cell in itertools.chain.from_iterable(comparison.cells().values()):
-            self._engine(cell)  # wrong gates are found before hours of reading
+            self._engine(cell)  # wrong gates show before the long run starts
         self._data: dict[str, Any] = {}
 
     def _engine(self, cell: Cell) -> Runtime:

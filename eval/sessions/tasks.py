@@ -25,7 +25,7 @@ from mmkv.prompt.processing import Processor
 
 Kind = Literal["new", "kept", "updated"]
 KINDS: tuple[Kind, ...] = ("new", "kept", "updated")
-# What one domain is like when nothing else is asked for: sessions, things remembered, distractors
+# Defaults of a domain: sessions, things to remember, distractors
 # in each session (sentences of small talk, or ignored pictures).
 SIZES = {"text": (6, 6, 5), "scenes": (6, 4, 3)}
 _UPDATES = 0.4  # share of the statements that replace an earlier one, once there is one
@@ -193,7 +193,7 @@ def _scenes(kind: Sessions, index: int, tokenizer: Any) -> Document:
         item = rng.choice(fact.unasked())
         fact.asked.add(item)
         stale = "" if fact.before is None else fact.before.at(*item.cell)
-        if stale == EMPTY:  # what a model says that remembers nothing, too
+        if stale == EMPTY:  # also the answer of a model that remembers nothing
             stale = ""
         question = cell_question(number, item.cell, item.name, fact.kind(session))
         turns.append(Turn(tuple(s for _, s in shown), question, tuple(c for c, _ in shown)))

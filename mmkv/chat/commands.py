@@ -177,7 +177,7 @@ COMMANDS = {
     "undo": Command("", "take back the latest turn", _undo),
     "clear": Command("", "start a new conversation", _clear),
     "save": Command("PATH", "save the conversation with its cache", _save),
-    "load": Command("PATH", "go on with a saved conversation", _load),
+    "load": Command("PATH", "continue a saved conversation", _load),
     "fork": Command("[NAME]", "copy the conversation under a name, or go to that one", _fork),
     "help": Command("", "this list", _help),
     "exit": Command("", "leave (also /quit, Ctrl-D)", _exit),

@@ -13,7 +13,7 @@ _BLOCK = '"""'
 class LineReader:
     """Reads messages from stdin.
 
-    A line ending in a backslash goes on in the next one; three double quotes open and close a
+    A line ending in a backslash continues in the next one; three double quotes open and close a
     block of lines. On a terminal there is editing and a history that outlives the program (where
     Python has readline).
     """

@@ -23,7 +23,7 @@ def run_chat(options: ChatOptions) -> int:
     """Run ``mmkv chat`` and return the exit code. Raises MmkvError."""
     display = Display(options)
     prompt = _prompt(options)
-    # What can be wrong without a model is found before the wait for one.
+    # Check everything that needs no model before the model is loaded.
     images = [load_image(source) for source in options.image]
     check_sampling(options.fps, options.num_frames)
     for source in options.video:

@@ -59,7 +59,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
         return 130
     except BrokenPipeError:
         # The reader of our output has gone (mmkv ... | head). Python would complain once more
-        # when it flushes stdout at exit, so that has to lead somewhere.
+        # when it flushes stdout at exit, so stdout is replaced.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     return code if isinstance(code, int) else 0

@@ -100,7 +100,7 @@ def dense(
     if turns < pictures:
         raise ValueError(f"{pictures} pictures need at least as many turns, not {turns}")
     rng = random.Random(f"dense-{split}-{seed}")
-    # The later turns bring no picture: what they ask must have been remembered.
+    # The later turns bring no picture, so their answers must come from memory.
     span = pictures if turns < 2 * pictures else turns * 3 // 4
     starts = {index * span // pictures for index in range(pictures)}
     shown: list[Scene] = []
@@ -293,7 +293,7 @@ def _earlier(kind: str, text: str, answer: str) -> Question:
 
 
 def _scene(rng: random.Random, split: Split, largest: int, before: int, search: bool) -> Scene:
-    # Mostly grids: a picture of one line of letters leaves little to ask about later.
+    # Mostly grids: a line of letters allows few questions.
     if before and rng.random() < 0.3:
         scene = make_scene(rng, split, largest)
         if search or scene.kind != "free":  # a free layout has no cells to name

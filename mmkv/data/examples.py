@@ -24,7 +24,7 @@ from mmkv.prompt.template import Message
 from mmkv.prompt.video import Clip, load_video
 
 LONG_CHATS = ("drop", "cut")
-SHORTEST = 16  # least max_length: pieces of a text would hold next to nothing
+SHORTEST = 16  # least max_length: shorter pieces of a text teach nothing
 _REPORTED = 5  # rows per reason that are reported one by one
 _ATTEMPTS = 100
 

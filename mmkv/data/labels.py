@@ -16,7 +16,7 @@ from torch import Tensor
 from mmkv.data.conversations import DataError
 from mmkv.prompt.template import Message
 
-IGNORED = -100  # a label that no loss looks at
+IGNORED = -100  # a label that losses ignore
 
 Render = Callable[[list[Message], bool], str]
 

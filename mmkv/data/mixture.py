@@ -41,7 +41,7 @@ class Mixture(Generic[Item]):
             raise DataError(f"the seed is {seed}; give 0 or more")
         self.sources, self.seed = sources, seed
         self._edges = np.cumsum(np.asarray(weights, np.float64) / np.sum(weights))[:-1]
-        # Per block, how often each source was drawn before it. Reading is what costs: counting
+        # Per block, how often each source was drawn before it. Only reading is slow: counting
         # draws to reach element 10**6 takes a few milliseconds.
         self._before = [np.zeros(len(sources), np.int64)]
         self._drawn: tuple[int, np.ndarray] = (-1, np.empty(0, np.int64))
@@ -105,7 +105,7 @@ class Mixture(Generic[Item]):
 def _uniform(seed: int, count: int, *stream: int) -> np.ndarray:
     """Return float64 ``[count]`` in [0, 1), a function of the arguments alone.
 
-    From raw Philox words: numpy promises these for good, its distributions only per version.
+    Uses raw Philox words, which numpy keeps stable over versions, unlike its distributions.
     """
     key = np.random.SeedSequence([seed, *stream]).generate_state(2, np.uint64)
     return (np.random.Philox(key=key).random_raw(count) >> np.uint64(11)) * 2.0**-53

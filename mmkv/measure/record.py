@@ -14,7 +14,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-# What the packages lie in: a checkout, whose results are kept, or what pip installed.
+# The folder of the packages: a checkout, whose results are kept, or an installation.
 ROOT = Path(str(resources.files("mmkv"))).resolve().parent
 RESULTS = (ROOT if (ROOT / "pyproject.toml").is_file() else Path()) / "eval" / "results"
 _CHANGES = ("status", "--porcelain", "--", ".", ":!eval/results", ":!docs", ":!*.md")

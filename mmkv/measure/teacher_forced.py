@@ -25,7 +25,7 @@ from engine.sequence import CachedSequence
 from mmkv.data.labels import predicted
 from mmkv.measure.full_attention import full_attention_states, lay_out_turns
 
-BLOCK = 256  # answer tokens whose logits stand at once: a vocabulary of 152k takes 156 MB
+BLOCK = 256  # answer tokens whose logits are held at once: a vocabulary of 152k takes 156 MB
 
 
 @dataclass(frozen=True)
@@ -184,7 +184,7 @@ def _begin(
     """Return the sessions that have read the first ``stop`` tokens, and their logits ``[B,
     vocab]``.
     """
-    # Nothing is evicted inside a chunk: up to the end of the first, budgets make no difference.
+    # Nothing is evicted inside a chunk, so budgets make no difference in the first one.
     alike = min(stop, engine.prefill_chunk)
     sessions = []
     with engine.session(float(alike)) as whole:

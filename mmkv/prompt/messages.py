@@ -9,7 +9,7 @@ from engine.errors import InputError
 from mmkv.prompt.template import Message, as_parts
 
 _ROLES = ("system", "user", "assistant")
-# Where the formats in use put the picture or video of a part.
+# Keys under which common formats put the picture or video of a part.
 _SOURCE_KEYS = ("image", "video", "url", "path", "image_url", "video_url")
 
 

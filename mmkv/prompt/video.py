@@ -114,7 +114,7 @@ def _sample(
             frames = reader.read(indices, _Scaler(len(indices), size_rule))
             return Clip(np.stack(frames), tuple(indices[: len(frames)]), reader.fps)
         # Readers raise types of their own (DECORDError, av.error.*, RuntimeError, ...), and
-        # another reader may know the format: go on, and report all when none does.
+        # another reader may know the format: try the next, and report all errors when none does.
         except Exception as error:
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             failures.append(f"{package}: {reason[:120]}")
@@ -188,7 +188,8 @@ class _PyAV:
                     break
         if last is None:
             raise ValueError("no frame could be decoded")
-        # A container can promise more frames than it holds: the last one stands in for those.
+        # A container can announce more frames than it holds: the last one replaces the missing
+        # ones.
         end = keep(last.to_ndarray(format="rgb24"))
         return [kept.get(index, end) for index in indices]
 

@@ -178,7 +178,7 @@ def test_a_stopped_stream_continues_with_the_same_memory(
         return plain(*arguments)
 
     monkeypatch.setattr(dialogue_stream, "predicts_answer", stopping)
-    with pytest.raises(SystemExit, match=r"stopped; the same command goes on from .*jsonl"):
+    with pytest.raises(SystemExit, match=r"stopped; the same command continues from .*jsonl"):
         main([*options, str(tmp_path / "parts")])
     assert not (tmp_path / "parts/d.json").exists()
     assert len(list((tmp_path / "parts").glob("*.session"))) == 3
