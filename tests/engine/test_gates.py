@@ -19,6 +19,7 @@ from engine.model.spec import DecoderSpec
 from engine.runtime import Runtime
 from mmkv.resources import bundled_model
 from tests.conftest import make_spec
+from training.recipes import recipe_options
 from training.trainable import TrainableGates
 
 INNER = 512
@@ -322,14 +323,29 @@ def test_the_gates_that_results_compare_with_differ_in_what_their_names_say(name
     assert changed == (wanted | {"seed": 1} if seed == "1" else wanted)
 
 
+@pytest.mark.parametrize("seed", [0])
+def test_the_gates_of_trim_kvs_recipe_saw_what_the_others_did(seed: int) -> None:
+    folder = bundled_model().parent / "gates" / f"tiny-vlm-trimkv-recipe-{seed}"
+    engine = Runtime.from_pretrained(str(bundled_model()), gates=str(folder))
+    assert engine.policy_note is None, "trained for other weights of the bundled model"
+    assert load_gates(folder, engine.spec).kind == "rg"
+    theirs = json.loads((folder / "gates.json").read_text())
+    ours = json.loads((bundled_model() / "gates" / "gates.json").read_text())
+    assert theirs["base_sha256"] == ours["base_sha256"] and theirs["data"] == ours["data"]
+    numbers = dict(recipe_options("trimkv")) | {"seed": seed}
+    for name in ("budget", "steps", "batch", "accumulate", "lr", "d_gate"):
+        numbers[name] = ours["settings"][name]
+    assert {name: theirs["settings"][name] for name in numbers} == numbers
+
+
 def test_committed_gates_are_small_and_keep_what_decides_in_float32() -> None:
     """A trunk bears rounding, the readout and its bias near 10 do not."""
     assets = bundled_model().parent
     files = sorted([*assets.glob("gates/*/*.safetensors"), *assets.glob("tiny-vlm/gates/*.saf*")])
-    assert len(files) == 6
+    assert len(files) == 7
     for file in files:
         for name, tensor in load_file(file).items():
-            trunk = name.startswith("layers.")
+            trunk = name.startswith("layers.") or ".linear1." in name
             assert tensor.dtype == (torch.float16 if trunk else torch.float32), (file, name)
 
 
