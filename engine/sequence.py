@@ -13,7 +13,7 @@ from torch import Tensor
 
 from engine.backends.torch.step import PrefillChunk
 from engine.cache import Entries
-from engine.errors import ContextError, InputError, SessionError
+from engine.errors import ContextError, InputError, PolicyError, SessionError
 from engine.eviction import cut_to_budgets
 from engine.policies import Budget, CacheView
 from engine.query_window import QueryWindow
@@ -320,7 +320,11 @@ class CachedSequence:
         return {"gather_keys": lambda: keys[entries.slot]}
 
     def _window_attention(self, entries: Entries, view: CacheView) -> Tensor:
-        assert self.window is not None, "the policy's scorer has no query window"
+        if self.window is None:
+            raise PolicyError(
+                "the scorer reads attention and does not say so; give it needs = Needs(queries=16) "
+                "or another number of recent queries"
+            )
         return self.window.attention(self.engine.cache, self.seq, entries, view)
 
     def roll_back(self) -> None:

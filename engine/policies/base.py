@@ -26,6 +26,13 @@ class Needs:
     queries: int = 0
     keys: bool = False
 
+    def __post_init__(self) -> None:
+        if self.gates not in ("", "retention") or self.queries < 0:
+            raise PolicyError(
+                f"{self} cannot be: gates is '' or 'retention', queries a number from 0, keys a "
+                "bool"
+            )
+
 
 def _no_keys() -> Tensor:
     raise PolicyError("the scorer reads keys and does not say so; give it needs = Needs(keys=True)")

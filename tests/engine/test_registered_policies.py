@@ -242,17 +242,65 @@ def test_a_view_gathers_keys_in_the_order_of_its_entries(folders: dict[str, Path
             assert len(found) == 1 and torch.equal(found[0], keys[index])
 
 
-def test_a_scorer_that_reads_keys_must_say_so(folders: dict[str, Path]) -> None:
-    @dataclass(frozen=True)
-    class Undeclared(KeySize):
-        needs: ClassVar[Needs] = Needs()
+@dataclass(frozen=True)
+class Undeclared:
+    """Reads what it does not ask for."""
 
-    engine = load(folders["vl"], policy=replace(KEY_SIZE, scoring=Undeclared()), budget=7)
-    with (
-        engine.session() as session,
-        pytest.raises(PolicyError, match=r"give it needs = Needs\(keys=True\)"),
-    ):
+    what: str
+    needs: ClassVar[Needs] = Needs()
+
+    def score(self, view: CacheView) -> Tensor:
+        return view.keys()[:, 0] if self.what == "keys" else view.attention(view)
+
+
+@dataclass(frozen=True)
+class OnePerRow:
+    needs: ClassVar[Needs] = Needs()
+
+    def score(self, view: CacheView) -> Tensor:
+        return view.length.float()
+
+
+@pytest.mark.parametrize(
+    ("scorer", "says"),
+    [
+        (Undeclared("keys"), r"give it needs = Needs\(keys=True\)"),
+        (Undeclared("attention"), r"give it needs = Needs\(queries=16\)"),
+        (OnePerRow(), r"OnePerRow of policy 'key-size' returned shape \[4\] for \d+ entries"),
+    ],
+)
+def test_a_wrong_scorer_is_one_line(scorer: Any, says: str, folders: dict[str, Path]) -> None:
+    engine = load(folders["vl"], policy=replace(KEY_SIZE, scoring=scorer), budget=7)
+    with engine.session() as session, pytest.raises(PolicyError, match=says) as caught:
         session.prefill(PICTURES)
+    assert "\n" not in str(caught.value)
+
+
+def test_needs_that_cannot_be() -> None:
+    for wrong in ({"gates": "retain"}, {"queries": -1}):
+        with pytest.raises(PolicyError, match="cannot be"):
+            Needs(**wrong)
+
+
+@dataclass(frozen=True)
+class Whole:
+    """Keeps what has the largest whole number for a score."""
+
+    needs: ClassVar[Needs] = Needs()
+
+    def score(self, view: CacheView) -> Tensor:
+        return view.position
+
+
+def test_scores_of_any_number_type_and_protection(folders: dict[str, Path]) -> None:
+    """Whole numbers are scores, too, also where some tokens are protected."""
+    policy = Policy("whole", Whole(), HeadAllocation(), protect_first=1)
+    engine = load(folders["vl"], policy=policy, budget=4)
+    with engine.session() as session:
+        advance(session, PICTURES)
+        last = session.seen - 1
+        kept = [0, last - 2, last - 1, last]
+        assert all(row.tolist() == kept for layer in session.retained() for row in layer)
 
 
 def test_an_unknown_scorer_runs_in_a_batch_as_alone(

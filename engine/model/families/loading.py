@@ -192,7 +192,8 @@ def _explained(name: str, source: str, error: Exception) -> Exception:
     if unknown:
         return ModelError(
             f"{name} has model type {unknown[1]!r}, which transformers {transformers.__version__} "
-            "does not know; update transformers or use another model"
+            "does not know; update transformers, use another model, or install the package that "
+            "adds this one (docs/add-a-family.md)"
         )
     if Path(source).is_dir():
         return ModelError(f"{name} is not a readable checkpoint: {first}")
