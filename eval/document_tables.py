@@ -26,6 +26,11 @@ _RULES = {
     "untied-global": "untied (`trimkv`'s), one budget",
     "trimkv": "untied, a budget per head (`trimkv`)",
 }
+_RECIPES = {
+    "dbtrimkv": "`dbtrimkv`",
+    "trimkv": "`trimkv`, our recipe",
+    "trimkv-recipe": "`trimkv`, its paper's",
+}
 _KINDS = {"dense": "dense", "sparse": "sparse", "256-distractors": "256 distr."}
 # Name of the data, result file, part of the data source's name, budgets shown.
 _PICTURES = (
@@ -151,15 +156,25 @@ def _readme(results: Path) -> Rows:
             yield [words, budget, _short(_row(page, "full", "1")), *cells]
 
 
-def _rules(results: Path) -> Rows:
-    """Return gates and allocation in all four combinations, at every budget of every kind."""
-    pages = {words: _page(results, f"quality-rules-{kind}") for kind, words in _KINDS.items()}
-    places = [(kind, budget) for kind, page in pages.items() for budget in _budgets(page)]
-    yield ["gates", *(f"{kind} {budget}" for kind, budget in places)]
-    yield ["full cache", *(_short(_row(pages[kind], "full", "1")) for kind, _ in places)]
-    for method, words in _RULES.items():
-        cells = (_short(_row(pages[kind], method, budget)) for kind, budget in places)
-        yield [words, *cells]
+def _gates(
+    prefix: str, kinds: Mapping[str, str], gates: Mapping[str, str]
+) -> Callable[[Path], Rows]:
+    """Return a table of gates side by side, at every budget of every kind of dialogue.
+
+    Args:
+        prefix: of the result files; kinds: what follows it -> heading; gates: method -> words.
+    """
+
+    def rows(results: Path) -> Rows:
+        pages = {words: _page(results, f"{prefix}-{kind}") for kind, words in kinds.items()}
+        places = [(kind, budget) for kind, page in pages.items() for budget in _budgets(page)]
+        yield ["gates", *(f"{kind} {budget}" for kind, budget in places)]
+        yield ["full cache", *(_short(_row(pages[kind], "full", "1")) for kind, _ in places)]
+        for method, words in gates.items():
+            cells = (_short(_row(pages[kind], method, budget)) for kind, budget in places)
+            yield [words, *cells]
+
+    return rows
 
 
 def _found(results: Path) -> Rows:
@@ -246,7 +261,10 @@ TABLES: dict[str, Callable[[Path], Rows]] = {
     "readme": _readme,
     "pictures": _accuracy("dialogues", _PICTURES),
     "text-tasks": _accuracy("task", _TEXT_TASKS),
-    "rules": _rules,
+    "rules": _gates("quality-rules", _KINDS, _RULES),
+    "trimkv-recipe": _gates(
+        "quality-trimkv-recipe", {"dense": "dense", "sparse": "sparse"}, _RECIPES
+    ),
     "found": _found,
     "scenes": _scenes,
     "dialogues": _dialogues,
