@@ -33,7 +33,7 @@ class Document:
 
 
 @dataclass
-class Pieces:
+class TextBuilder:
     """A dialogue of plain text that grows piece by piece.
 
     Attributes:
@@ -50,20 +50,20 @@ class Pieces:
         """Return the ids of ``text`` alone."""
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
-    def say(self, text: str) -> None:
+    def add(self, text: str) -> None:
         """Append text that is not asked for."""
         added = self.tokens(text)
         self.ids += added
         self.labels += [IGNORED] * len(added)
 
-    def answer(self, text: str) -> range:
+    def add_answer(self, text: str) -> range:
         """Append text that is asked for; return its token range."""
         added = self.tokens(text)
         self.ids += added
         self.labels += added
         return range(len(self.ids) - len(added), len(self.ids))
 
-    def cut(self) -> None:
+    def add_cut(self) -> None:
         """Mark a cut: memory is brought down to the budget here."""
         self.cuts.append(len(self.ids))
 

@@ -38,8 +38,8 @@ def begin(folder: Path, asked: Mapping[str, Any]) -> None:
     (folder / ASKED).write_text(json.dumps(asked, indent=1) + "\n")
 
 
-def go_on(folder: Path, asked: Mapping[str, Any]) -> Path:
-    """Return the checkpoint to resume from. What the history says of later steps is taken back.
+def resume(folder: Path, asked: Mapping[str, Any]) -> Path:
+    """Return the checkpoint to resume from. Later steps are removed from the history.
 
     Raises:
         InputError: no checkpoint that was written whole, or other settings than the run's own.

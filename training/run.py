@@ -20,7 +20,7 @@ from engine.runtime import Runtime
 from mmkv.measure.record import provenance
 from training.card import write_card
 from training.curve import draw_curve
-from training.folder import begin, go_on, history, processes
+from training.folder import begin, history, processes, resume
 from training.held_out import HeldOutData, summary
 from training.model import DistillModel, backbone_digest
 from training.settings import Settings
@@ -89,7 +89,7 @@ def distill(
     }
     last = None
     if settings.resume:
-        last = str(go_on(folder, asked))
+        last = str(resume(folder, asked))
     else:
         begin(folder, asked)
     before = backbone_digest(engine)

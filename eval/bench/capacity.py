@@ -21,14 +21,16 @@ import torch
 from engine.errors import BudgetError, MmkvError
 from engine.runtime import Runtime
 from eval.bench.memory_estimate import WORKSPACE, Plan, dense_count, plan
-from eval.bench.methods import why_not
+from eval.bench.methods import concerns_one_method
 from eval.bench.output import device_note, failure, parser, save, table, where
 from eval.bench.shapes import SHAPES, Shape, build_engine
 from eval.bench.synthetic_cache import synthetic_sessions
 
 
 @torch.inference_mode()
-def try_it(made: Plan, base: Runtime, shape: Shape, args: argparse.Namespace) -> dict[str, Any]:
+def open_sessions(
+    made: Plan, base: Runtime, shape: Shape, args: argparse.Namespace
+) -> dict[str, Any]:
     """Open the planned sessions under the planned page limit and decode with all of them.
 
     Returns:
@@ -101,9 +103,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 try:
                     if base is None:
                         base = build_engine(shape, "full", device=device, dtype=dtype)
-                    case["tried"] = try_it(made, base, shape, args)
+                    case["tried"] = open_sessions(made, base, shape, args)
                 except (BudgetError, RuntimeError) as error:
-                    if not why_not(error):
+                    if not concerns_one_method(error):
                         raise
                     case["tried"], wrong = {"failed": failure(error)}, True
                 gc.collect()

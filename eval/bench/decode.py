@@ -30,7 +30,7 @@ from engine.errors import MmkvError
 from engine.runtime import Runtime
 from eval.bench.decode_report import figure, show, show_targets
 from eval.bench.memory_estimate import own_bytes, peer_bytes
-from eval.bench.methods import EAGER_STEPS, Own, why_not
+from eval.bench.methods import EAGER_STEPS, Own, concerns_one_method
 from eval.bench.names import BOUNDED, DYNAMIC, EAGER, FULL, OWN
 from eval.bench.output import BenchError, device_note, failure, on_gpu, parser, save
 from eval.bench.parts import split
@@ -318,7 +318,7 @@ class Bench:
         return low
 
     def _or_raise(self, error: Exception) -> None:
-        if not why_not(error):
+        if not concerns_one_method(error):
             raise error
         self._release()
 

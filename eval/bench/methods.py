@@ -94,7 +94,7 @@ class Own:
         }
 
 
-def why_not(error: BaseException) -> bool:
+def concerns_one_method(error: BaseException) -> bool:
     """Return whether only this method failed; otherwise the GPU is lost."""
     if isinstance(error, MmkvError | torch.OutOfMemoryError):
         return True

@@ -21,7 +21,7 @@ import torch
 
 from engine.errors import MmkvError
 from engine.runtime import Runtime
-from eval.bench.methods import why_not
+from eval.bench.methods import concerns_one_method
 from eval.bench.output import curves, device_note, failure, on_gpu, parser, save, table, where
 from eval.bench.shapes import SHAPES, Shape, build_engine, build_model
 from mmkv.measure.timing import spread, take_turns, wall
@@ -45,7 +45,7 @@ class Method(ABC):
     def read(self, prompt: torch.Tensor) -> None:
         """Read the prompt and choose the first token; sets ``kv``."""
 
-    def leave(self) -> None:  # noqa: B027
+    def release(self) -> None:  # noqa: B027
         """Release what :meth:`prepare` made."""
 
     def run(self, prompt: torch.Tensor) -> float:
@@ -60,7 +60,7 @@ class Method(ABC):
         try:
             seconds = wall(lambda: self.read(prompt), self.device)
         finally:
-            self.leave()
+            self.release()
         if cuda:
             peak = torch.cuda.max_memory_allocated(self.device) - before
             self.peak = max(self.peak or 0, peak)
@@ -79,7 +79,7 @@ class Own(Method):
         """An engine."""
         self.engine = self.make()
 
-    def leave(self) -> None:
+    def release(self) -> None:
         """Release the engine and its pool."""
         self.engine = None
 
@@ -153,7 +153,7 @@ def measure(args: argparse.Namespace, methods: dict[str, Method], length: int) -
                 method.run(prompt)  # compiles
             first[name] = [method.run(prompt)]
         except Exception as error:
-            if not why_not(error):
+            if not concerns_one_method(error):
                 raise
             found["methods"][name] = {"failed": failure(error)}
             continue

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from engine.errors import InputError
-from eval.documents import Document, Pieces, scene_document
+from eval.documents import Document, TextBuilder, scene_document
 from mmkv.data.dialogues import (
     IGNORE,
     caption,
@@ -119,7 +119,7 @@ def maker(name: str, model: str, processor: Processor) -> Callable[[int], Docume
 
 def _text(kind: Haystack, index: int, tokenizer: Any) -> Document:
     rng = random.Random(f"{kind.name}-{index}")
-    text = Pieces(tokenizer)
+    text = TextBuilder(tokenizer)
 
     def sized(line: str) -> tuple[str, int]:
         return line, len(text.tokens(line))
@@ -133,23 +133,23 @@ def _text(kind: Haystack, index: int, tokenizer: Any) -> Document:
     stated = [sized(f"{opening(name, kind.values)} {', '.join(known[name])}.\n") for name in known]
     filler = (sized(small_talk(rng)) for _ in iter(int, 1))
     depths = _depths(kind, index, rng)
-    lines, places = bury(stated, filler, kind.length, depths)
+    lines, places = place_needles(stated, filler, kind.length, depths)
     for line in lines:
-        text.say(line)
+        text.add(line)
     haystack = (0, len(text.ids))
     notes = []
     for key in _asked(kind, index):
         name = list(known)[key]
-        text.cut()
-        text.say(f"\n{opening(name, kind.values)}")
+        text.add_cut()
+        text.add(f"\n{opening(name, kind.values)}")
         values = []
         begin = len(text.ids)
         for number, value in enumerate(known[name]):
             if number:
-                text.answer(",")
-            where = text.answer(f" {value}")
+                text.add_answer(",")
+            where = text.add_answer(f" {value}")
             values.append((where.start - begin, where.stop - begin))
-        text.say(".\n")
+        text.add(".\n")
         notes.append(Needle(depths[key], tuple(values), places[key], haystack))
     return Document(text.example(), notes)
 
@@ -159,7 +159,7 @@ def _pictures(kind: Haystack, index: int, tokenizer: Any) -> Document:
     kept = [_grid_of(rng, kind.values) for _ in range(kind.keys)]
     depths = _depths(kind, index, rng)
     needles = [_captioned(caption(n), scene, tokenizer) for n, scene in enumerate(kept, 1)]
-    shown, places = bury(needles, _ignored(rng, tokenizer), kind.length, depths)
+    shown, places = place_needles(needles, _ignored(rng, tokenizer), kind.length, depths)
     asked = []
     for key in _asked(kind, index):
         for item in rng.sample(kept[key].items, kind.values):
@@ -176,7 +176,7 @@ def _video(kind: Haystack, index: int, tokenizer: Any) -> Document:
     clip = changing_clip(first, last, rng)
     depths = _depths(kind, index, rng)
     needle: list[tuple[tuple[str, Scene | Clip], int]] = [_captioned("", clip, tokenizer)]
-    shown, places = bury(needle, _ignored(rng, tokenizer), kind.length, depths)
+    shown, places = place_needles(needle, _ignored(rng, tokenizer), kind.length, depths)
     # The cell that changed is always asked: only there do start and end differ.
     others = [item for item in first.items if item is not changed]
     asked = []
@@ -213,7 +213,7 @@ def _dialogue(
     return Document(example, notes)
 
 
-def bury(
+def place_needles(
     needles: Sequence[tuple[T, int]],
     filler: Iterator[tuple[T, int]],
     length: int,

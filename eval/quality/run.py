@@ -212,10 +212,10 @@ class Reader:
         self._data: dict[str, Any] = {}
 
     def _engine(self, cell: Cell) -> Runtime:
-        whatever = _unbudgeted(cell)
-        if whatever not in self._engines:
-            self._engines[whatever] = cell.engine(self.base, self.comparison.model)
-        return self._engines[whatever]
+        key = _unbudgeted(cell)
+        if key not in self._engines:
+            self._engines[key] = cell.engine(self.base, self.comparison.model)
+        return self._engines[key]
 
     @torch.inference_mode()
     def read(self, source: str, index: int, cells: Sequence[Cell]) -> list[Record]:
@@ -237,9 +237,9 @@ class Reader:
         alike: dict[Cell, list[Cell]] = {}
         for cell in cells:
             alike.setdefault(_unbudgeted(cell), []).append(cell)
-        for whatever, mine in alike.items():
+        for key, mine in alike.items():
             budgets = [cell.budget_for(labels.numel()) for cell in mine]
-            made = read_at(self._engine(whatever), turn, labels, budgets, full, cuts)
+            made = read_at(self._engine(key), turn, labels, budgets, full, cuts)
             found.update(zip(mine, map(record, made), strict=True))
         return [found[cell] for cell in cells]
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from engine.errors import InputError
-from eval.documents import Document, Pieces, scene_document
+from eval.documents import Document, TextBuilder, scene_document
 from mmkv.data.dialogues import IGNORE, caption, cell_question, grid
 from mmkv.data.scenes import EMPTY, Item, Scene, Turn
 from mmkv.data.sources import require_scene_tokens
@@ -126,7 +126,7 @@ def maker(name: str, model: str, processor: Processor) -> Callable[[int], Docume
 
 def _text(kind: Sessions, index: int, tokenizer: Any) -> Document:
     rng = random.Random(f"{kind.name}-{index}")
-    text = Pieces(tokenizer)
+    text = TextBuilder(tokenizer)
     names = rng.sample(NAMES, kind.things + len(NAMES) // 2)
     people, strangers = names[: kind.things], names[kind.things :]
     known: dict[str, _Fact] = {}
@@ -135,12 +135,12 @@ def _text(kind: Sessions, index: int, tokenizer: Any) -> Document:
     def ask(name: str, session: int) -> None:
         fact = known[name]
         fact.asked.add(fact.value)
-        text.cut()
-        text.say(f"\n{opening(name)}")
-        where = text.answer(f" {fact.value}")
+        text.add_cut()
+        text.add(f"\n{opening(name)}")
+        where = text.add_answer(f" {fact.value}")
         stale = () if fact.before is None else tuple(text.tokens(f" {fact.before}"))
         answer = tuple(text.ids[where.start : where.stop])
-        text.say(".\n")
+        text.add(".\n")
         notes.append(Asked(fact.kind(session), answer, stale))
 
     for session in range(1, kind.sessions + 1):
@@ -153,7 +153,7 @@ def _text(kind: Sessions, index: int, tokenizer: Any) -> Document:
             lines.insert(rng.randint(0, len(lines)), f"{opening(name)} {value}.\n")
         stranger = f"{opening(rng.choice(strangers))} {_number(rng, None)}.\n"
         lines.insert(rng.randint(0, len(lines)), stranger)
-        text.say(f"\nSession {session}.\n" + "".join(lines))
+        text.add(f"\nSession {session}.\n" + "".join(lines))
         waiting = [name for name in known if not known[name].asked]
         ask(rng.choice(waiting), session)
     for name in rng.sample(list(known), len(known)):
@@ -205,7 +205,7 @@ def _scenes(kind: Sessions, index: int, tokenizer: Any) -> Document:
         number = rng.choice(list(known)) if update else len(known) + 1
         old = known.get(number)
         before = old.value if old else None
-        known[number] = _Fact(_unlike(rng, before), before, session)
+        known[number] = _Fact(_other_grid(rng, before), before, session)
         shown.insert(rng.randint(0, len(shown)), (caption(number), known[number].value))
         ask(rng.choice([n for n in known if known[n].unasked()]), session, shown)
     for number in rng.sample(list(known), len(known)):
@@ -222,7 +222,7 @@ def _scenes(kind: Sessions, index: int, tokenizer: Any) -> Document:
     return Document(example, notes)
 
 
-def _unlike(rng: random.Random, other: Scene | None) -> Scene:
+def _other_grid(rng: random.Random, other: Scene | None) -> Scene:
     """Return a held-out grid, of the size of ``other`` and with other things in it if given."""
     while True:
         made = grid(rng, "heldout")

@@ -228,7 +228,7 @@ class Examples(Dataset[dict[str, Tensor]]):
             if made:
                 # Fibonacci hashing: pieces come evenly, whatever the stride of the visits is.
                 return made[index * 0x9E3779B1 % 2**32 * len(made) >> 32].inputs()
-            made = self.encoder(self.mixture.spare(index, attempt))
+            made = self.encoder(self.mixture.replacement(index, attempt))
         raise DataError(
             f"no usable row in {_ATTEMPTS} draws ({self.encoder.summary()}); the last was "
             f"{self.encoder.last_note}"

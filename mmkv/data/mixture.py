@@ -70,7 +70,7 @@ class Mixture(Generic[Item]):
         source, _, row = self.locate(n)
         return self.sources[source][row]
 
-    def spare(self, n: int, attempt: int) -> Item:
+    def replacement(self, n: int, attempt: int) -> Item:
         """Return the replacement number ``attempt`` for an element ``n`` that cannot be used."""
         pick = _uniform(self.seed, 2, _SPARE, n, attempt)
         rows = self.sources[int(np.searchsorted(self._edges, pick[0], side="right"))]

@@ -67,7 +67,7 @@ class Piece:
 def recall(rng: random.Random, facts: int, questions: int) -> list[Piece]:
     """Return ``facts`` numbers, one per name, then ``questions`` of them."""
     known = _numbers(rng, facts)
-    return _asked_back(rng, questions, known, lambda name: f"{opening(name)} ", ".\n")
+    return _facts_and_questions(rng, questions, known, lambda name: f"{opening(name)} ", ".\n")
 
 
 def records(rng: random.Random, facts: int, questions: int) -> list[Piece]:
@@ -75,14 +75,14 @@ def records(rng: random.Random, facts: int, questions: int) -> list[Piece]:
     known: dict[str, str] = {}
     while len(known) < facts:
         known[f"{rng.randrange(16**4):04x}"] = f"{rng.randrange(16**4):04x}"
-    return _asked_back(rng, questions, known, lambda key: f'"{key}": "', '",\n')
+    return _facts_and_questions(rng, questions, known, lambda key: f'"{key}": "', '",\n')
 
 
 def assigned(rng: random.Random, facts: int, questions: int) -> list[Piece]:
     """Return ``facts`` names of a program and their numbers, then ``questions`` of them."""
     names = [f"{place}_{thing}" for place in _PLACES for thing in _OBJECTS]
     known = {name: _number(rng) for name in rng.sample(names, facts)}
-    return _asked_back(rng, questions, known, lambda name: f"{name} = ", "\n")
+    return _facts_and_questions(rng, questions, known, lambda name: f"{name} = ", "\n")
 
 
 def needles(
@@ -156,7 +156,7 @@ def opening(name: str, values: int = 1) -> str:
     return f"The special magic numbers for {name} are:"
 
 
-def _asked_back(
+def _facts_and_questions(
     rng: random.Random,
     questions: int,
     known: dict[str, str],

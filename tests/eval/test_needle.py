@@ -19,7 +19,7 @@ from eval.domains import maker
 from eval.needle import tasks as needle_tasks
 from eval.needle.__main__ import main
 from eval.needle.report import found
-from eval.needle.tasks import Haystack, Needle, bury
+from eval.needle.tasks import Haystack, Needle, place_needles
 from eval.quality.run import Comparison, ComparisonRuns, Method
 from mmkv.data.scenes import Clip, Turn, render
 from mmkv.measure.journal import Journal
@@ -128,15 +128,15 @@ def test_video_needles_match_the_frames(turns: list[list[Turn]]) -> None:
     assert when == {"start", "end"} and sorted(parts) == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
-def test_burying_keeps_order_length_and_depth() -> None:
+def test_placed_needles_keep_order_length_and_depth() -> None:
     rng = random.Random(3)
     filler = ((f"f{n}", rng.randint(3, 9)) for n in range(10**6))
-    lines, places = bury([("a", 10), ("b", 20), ("c", 5)], filler, 1000, [0.0, 0.5, 1.0])
+    lines, places = place_needles([("a", 10), ("b", 20), ("c", 5)], filler, 1000, [0.0, 0.5, 1.0])
     assert places[0] == (0, 10) and places[2][1] - places[2][0] == 5 and 1000 <= places[2][1] < 1009
     assert places[1][1] - places[1][0] == 20 and abs(places[1][0] - 500) < 30
     assert lines[0] == "a" and lines[-1] == "c" and 0.45 < lines.index("b") / len(lines) < 0.55
     with pytest.raises(InputError, match="needles alone take 30 tokens"):
-        bury([("a", 30)], iter([]), 20, [0.5])
+        place_needles([("a", 30)], iter([]), 20, [0.5])
 
 
 def test_several_budgets_at_once_equal_each_alone(monkeypatch: pytest.MonkeyPatch) -> None:
