@@ -4,13 +4,25 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.mmkv-installed
 
-.PHONY: demo test wheel-test lint format clean
+.PHONY: demo test test-fast test-triton wheel-test lint format clean
 
 demo: $(READY)
 	$(BIN)/mmkv chat --image assets/scene.png --budget 256 -p "what is at row 2, column 3?"
 
+# Tests run in parallel: a worker a core, at most 8 (PYTEST_XDIST_AUTO_NUM_WORKERS changes that).
+PYTEST = HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal
+
+# Everything but the Triton kernels.
 test: $(READY)
-	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
+	$(PYTEST) -m "not triton"
+
+# The inner loop: also without the tests marked slow, whose marks give the reasons.
+test-fast: $(READY)
+	$(PYTEST) -m "not triton and not slow"
+
+# The Triton kernels in Triton's interpreter, on the CPU, and compiled for Hopper (no GPU needed).
+test-triton: $(READY)
+	TRITON_INTERPRET=1 $(PYTEST) -m triton
 
 # A wheel in an environment of its own, its commands in a folder far from here; make test has it, too.
 wheel-test: $(READY)

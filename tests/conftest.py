@@ -10,6 +10,8 @@ from pathlib import Path
 # Before transformers is imported: no test may reach for the network.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Processes that tests start compute on one thread, as the tests do.
+os.environ["OMP_NUM_THREADS"] = "1"
 
 import pytest
 import torch
@@ -73,19 +75,36 @@ def make_spec(
     )
 
 
-# (case, calls compared, evictions, swaps, worst relative logit error), filled by test_oracle.py.
-ORACLE_REPORT: list[tuple[str, int, int, int, float]] = []
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the files that hold slow tests, so that workers end at about the same time."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
+    for item in items:
+        for mark in item.iter_markers("slow"):
+            if not mark.kwargs.get("reason"):
+                raise pytest.UsageError(f"{item.nodeid}: a slow test gives a reason")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Show what the oracle comparison found, passing or not."""
-    if ORACLE_REPORT:
-        calls, evictions, swaps = (sum(row[i] for row in ORACLE_REPORT) for i in (1, 2, 3))
-        worst = max(row[4] for row in ORACLE_REPORT)
+    """Show what the comparisons with the oracle found, passing or not, in all workers."""
+    reports = [
+        report
+        for outcome in ("passed", "failed")
+        for report in terminalreporter.getreports(outcome)
+        if isinstance(report, pytest.TestReport) and report.when == "call"
+    ]
+    found = [
+        value for report in reports for name, value in report.user_properties if name == "oracle"
+    ]
+    if found:
+        calls, evictions, swaps = (
+            sum(row[name] for row in found) for name in ("calls", "evictions", "swaps")
+        )
+        worst = max(row["worst"] for row in found)
         terminalreporter.write_line(
-            f"oracle: {len(ORACLE_REPORT)} dialogues, {calls} calls and {evictions} evictions "
+            f"oracle: {len(found)} dialogues, {calls} calls and {evictions} evictions "
             f"compared, {swaps} swaps of near-ties, worst relative logit error {worst:.1e}"
         )
-        for name, _, _, count, _ in ORACLE_REPORT:
-            if count:
-                terminalreporter.write_line(f"oracle: {count} swaps in {name}")
+        for row in found:
+            if row["swaps"]:
+                terminalreporter.write_line(f"oracle: {row['swaps']} swaps in {row['case']}")

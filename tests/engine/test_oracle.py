@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -22,7 +23,6 @@ from engine.model.gates import make_random_gates, save_gates
 from engine.policies import Budget
 from engine.runtime import Runtime
 from engine.sequence import CachedSequence
-from tests import conftest
 from tests.support.factories import CHECKPOINTS, IMAGE_ID, Checkpoint, Piece, make_turn
 from tests.support.oracle import Oracle, Retained
 from tests.support.sessions import save_checkpoint, text_ids
@@ -218,7 +218,9 @@ def prefill_both(
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_engine_follows_the_oracle(case: Case) -> None:
+def test_engine_follows_the_oracle(
+    case: Case, record_property: Callable[[str, object], None]
+) -> None:
     folder = folder_of(case.model)
     engine = load(folder, case)
     oracle, session = oracle_for(folder, engine, case), engine.session()
@@ -248,11 +250,14 @@ def test_engine_follows_the_oracle(case: Case) -> None:
     assert case.policy == "full" or oracle.evictions > 0, "the case never evicted"
     if case.policy != "full":
         assert any(row.numel() < oracle.seen for layer in session.retained() for row in layer)
-    conftest.ORACLE_REPORT.append((case.name, calls, oracle.evictions, oracle.swaps, worst))
+    found = {"evictions": oracle.evictions, "swaps": oracle.swaps, "worst": worst}
+    record_property("oracle", {"case": case.name, "calls": calls, **found})
     session.close()
 
 
-def test_a_fraction_budget_follows_the_oracle() -> None:
+def test_a_fraction_budget_follows_the_oracle(
+    record_property: Callable[[str, object], None],
+) -> None:
     """M_global = floor(f * seen * rows), never below one entry per row, as the text grows."""
     case = Case("text3", "dbtrimkv", 2, 1, 16, "long")
     folder = folder_of("text3")
@@ -264,7 +269,8 @@ def test_a_fraction_budget_follows_the_oracle() -> None:
         session.decode(token), oracle.decode(token)
         oracle.follow(session.retained())
     assert int(oracle.keep.sum()) == math.floor(0.3 * 70 * engine.spec.rows)
-    conftest.ORACLE_REPORT.append(("fraction", 26, oracle.evictions, oracle.swaps, 0.0))
+    found = {"evictions": oracle.evictions, "swaps": oracle.swaps, "worst": 0.0}
+    record_property("oracle", {"case": "fraction", "calls": 26, **found})
 
 
 @pytest.mark.parametrize("policy", ["dbtrimkv", "trimkv"])

@@ -25,8 +25,7 @@ SOURCES += ("assets", "engine", "eval", "mmkv", "training")
 PACKAGES = ("engine", "eval", "mmkv", "training")
 MOST_BYTES = 12 * 10**6
 pytestmark = [
-    # The C sources are compiled once per instruction set, and every command starts torch anew.
-    pytest.mark.slow,
+    pytest.mark.slow(reason="compiles the C sources at every level; each command starts torch"),
     pytest.mark.skipif(find_spec("setuptools") is None, reason="builds with setuptools"),
 ]
 

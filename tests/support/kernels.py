@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import json
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -22,9 +22,19 @@ HAS_CUDA = torch.cuda.is_available()
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cuda" if HAS_CUDA and not INTERPRETED else "cpu")
 
-needs_compiler = pytest.mark.skipif(
-    not HAS_TRITON, reason="needs Triton (the compiler works without a GPU)"
-)
+
+def needs_compiler(test: Any) -> Any:
+    """Mark a test that compiles a kernel."""
+    reason = "needs Triton (the compiler works without a GPU)"
+    return pytest.mark.triton(pytest.mark.skipif(not HAS_TRITON, reason=reason)(test))
+
+
+def triton_form(launch: Callable[..., Any]) -> Any:
+    """A parameter for a test of both forms: a Triton launch function, where it can run."""
+    runs = HAS_TRITON and (INTERPRETED or DEVICE.type == "cuda")
+    reason = "needs Triton, and TRITON_INTERPRET=1 on a CPU (the interpreter)"
+    marks = [pytest.mark.triton, pytest.mark.skipif(not runs, reason=reason)]
+    return pytest.param(launch, id="triton", marks=marks)
 
 
 def forms(idea: str, name: str) -> list[Any]:
@@ -38,11 +48,7 @@ def forms(idea: str, name: str) -> list[Any]:
         module = importlib.import_module(f"engine.backends.cuda.kernels.{idea}_triton")
         return getattr(module, name)(*args, **kwargs)
 
-    runs = HAS_TRITON and (INTERPRETED or DEVICE.type == "cuda")
-    mark = pytest.mark.skipif(
-        not runs, reason="needs Triton, and TRITON_INTERPRET=1 on a CPU (the interpreter)"
-    )
-    return [pytest.param(reference, id="torch"), pytest.param(triton, id="triton", marks=mark)]
+    return [pytest.param(reference, id="torch"), triton_form(triton)]
 
 
 def is_triton(form: Callable[..., Any]) -> bool:
@@ -60,6 +66,22 @@ class Report:
     ptx: str
 
 
+@functools.cache
+def _compiler() -> subprocess.Popen[str]:
+    """One process for all kernels: it loads torch and Triton once, and ends with this one."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tests.support.hopper_compiler"]
+    root = Path(__file__).resolve().parents[2]
+    return subprocess.Popen(
+        command,
+        cwd=root,
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
 def compile_for_hopper(
     module: str,
     kernel: str,
@@ -67,58 +89,32 @@ def compile_for_hopper(
     constants: dict[str, Any],
     num_warps: int,
     folder: Path,
+    aligned: bool = True,
 ) -> Report:
-    """Compile a kernel for sm_90a as the launcher would: pointers and strides divisible by 16.
+    """Compile a kernel for sm_90a, as the launcher would.
 
     Args:
         types: Triton types of the arguments that are not constants, in any order.
         constants: values of the constexpr arguments.
+        aligned: pointers and strides are divisible by 16.
     """
-    target = folder / f"{kernel}.ptx"
-    asked = {
+    request = {
         "module": module,
         "kernel": kernel,
         "types": types,
         "constants": constants,
         "num_warps": num_warps,
-        "target": str(target),
+        "folder": str(folder),
+        "aligned": aligned,
     }
-    # In a process of its own: under TRITON_INTERPRET=1 there is nothing to compile.
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, "-c", _COMPILE, json.dumps(asked)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    shared = int(done.stdout.split()[-1])
-    import triton
-
-    ptxas = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
-    command = [str(ptxas), "-v", "-arch=sm_90a", str(target), "-o", str(folder / "kernel.cubin")]
-    printed = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    spills = sum(int(n) for n in re.findall(r"(\d+) bytes spill", printed))
-    registers = max(int(n) for n in re.findall(r"Used (\d+) registers", printed))
-    report = Report(registers, spills, shared, target.read_text())
-    print(f"{kernel} {constants}: {registers} registers, {spills} B spilled, {shared} B shared")
+    process = _compiler()
+    assert process.stdin is not None and process.stdout is not None
+    print(json.dumps(request), file=process.stdin, flush=True)
+    reply = json.loads(process.stdout.readline())
+    assert "error" not in reply, reply["error"]
+    report = Report(**reply)
+    print(
+        f"{kernel} {constants}: {report.registers} registers, {report.spills} B spilled, "
+        f"{report.shared} B shared"
+    )
     return report
-
-
-_COMPILE = """
-import importlib, json, sys
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-
-asked = json.loads(sys.argv[1])
-kernel = getattr(importlib.import_module(asked["module"]), asked["kernel"])
-signature, attributes = {}, {}
-for index, name in enumerate(kernel.arg_names):
-    kind = asked["types"].get(name, "constexpr")
-    signature[name] = kind
-    if kind.startswith("*") or kind == "i32":
-        attributes[(index,)] = [["tt.divisibility", 16]]
-constants = {name: asked["constants"][name] for name in signature if signature[name] == "constexpr"}
-source = ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
-options = {"num_warps": asked["num_warps"]}
-built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-open(asked["target"], "w").write(built.asm["ptx"])
-print(built.metadata.shared)
-"""

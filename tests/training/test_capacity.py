@@ -8,11 +8,6 @@ terms are positive), and for the gradient relative to the sum of its terms' abso
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.support.kernels import DEVICE, INTERPRETED
+from tests.support.kernels import DEVICE, compile_for_hopper, needs_compiler, triton_form
 from training import capacity
 from training.capacity import (
     capacity_loss,
@@ -32,7 +27,6 @@ from training.capacity import (
 )
 
 TOLERANCE = 32 * 2.0**-24
-HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 def triton_counts(log_beta: Tensor, document_start: Tensor | None = None) -> Tensor:
@@ -42,14 +36,7 @@ def triton_counts(log_beta: Tensor, document_start: Tensor | None = None) -> Ten
     return capacity_triton.retained_counts(log_beta.to(DEVICE), start).to(log_beta.device)
 
 
-TRITON = pytest.param(
-    triton_counts,
-    id="triton",
-    marks=pytest.mark.skipif(
-        not HAS_TRITON or (DEVICE.type == "cpu" and not INTERPRETED),
-        reason="needs Triton, and TRITON_INTERPRET=1 on a CPU (the interpreter: numpy < 2.4)",
-    ),
-)
+TRITON = triton_form(triton_counts)
 FORMS = [pytest.param(retained_counts, id="torch"), TRITON]
 
 
@@ -294,42 +281,16 @@ def test_bad_arguments_are_named() -> None:
         capacity_loss(torch.zeros(3), 1, "sum")
 
 
-@pytest.mark.skipif(not HAS_TRITON, reason="needs Triton (the compiler works without a GPU)")
+@needs_compiler
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("kernel", ["forward_kernel", "backward_kernel"])
 def test_kernels_fit_a_hopper_sm(kernel: str, packed: bool, tmp_path: Path) -> None:
     """No spills; 2 programs of 8 warps per SM and more: <= 128 registers, <= 1 KB shared."""
-    target = tmp_path / "kernel.ptx"
-    script = COMPILE.format(kernel=kernel, packed=packed, target=str(target))
-    # In a process of its own: under TRITON_INTERPRET=1 there is nothing to compile.
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, "-c", script]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    shared = int(done.stdout.split()[-1])
-    import triton
+    from training import capacity_triton as ours
 
-    ptxas = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
-    command = [str(ptxas), "-v", "-arch=sm_90a", str(target), "-o", str(tmp_path / "kernel.cubin")]
-    printed = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    assert set(re.findall(r"(\d+) bytes spill", printed)) == {"0"}
-    assert int(re.search(r"(\d+) registers", printed).group(1)) <= 128
-    assert shared <= 1024
-
-
-COMPILE = """
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from training import capacity_triton as ours
-
-names = ["log_beta", "starts"] + ["grad"] * ({kernel!r} == "backward_kernel") + ["out"]
-signature = dict.fromkeys(names, "*fp32") | {{"steps": "i32", "PACKED": "constexpr"}}
-signature |= {{"BLOCK": "constexpr"}} | ({{"starts": "*i64"}} if {packed} else {{}})
-constants = {{"PACKED": {packed}, "BLOCK": ours.BLOCK}}
-source = ASTSource(ours.{kernel}, signature, constexprs=constants)
-built = triton.compile(
-    source, target=GPUTarget("cuda", 90, 32), options={{"num_warps": ours.WARPS}}
-)
-open({target!r}, "w").write(built.asm["ptx"])
-print(built.metadata.shared)
-"""
+    types = {"log_beta": "*fp32", "starts": "*i64" if packed else "*fp32", "steps": "i32"}
+    types |= {"grad": "*fp32", "out": "*fp32"}
+    constants = {"PACKED": packed, "BLOCK": ours.BLOCK}
+    module = "training.capacity_triton"
+    report = compile_for_hopper(module, kernel, types, constants, ours.WARPS, tmp_path, False)
+    assert report.spills == 0 and report.registers <= 128 and report.shared <= 1024

@@ -67,8 +67,7 @@ def held_out(count: int) -> list[dict[str, Tensor]]:
     return [watched[index] for index in range(count)]
 
 
-# About 60 s on one core: it is the one test that shows a whole distillation to be worth it.
-@pytest.mark.slow
+@pytest.mark.slow(reason="the one test that shows a whole distillation to be worth it: 45 steps")
 def test_a_minute_of_distillation_beats_random_gates_and_recency(tmp_path: Path) -> None:
     """KL to the full cache on held-out dialogues, evicting at M = 64 of 370 to 600 tokens.
 
@@ -169,8 +168,7 @@ def test_several_gpus_do_not_split_documents(
     assert _arguments(settings(tmp_path), tmp_path).n_gpu == 1
 
 
-# About 45 s: seven interpreters, launchers with them, load torch and transformers.
-@pytest.mark.slow
+@pytest.mark.slow(reason="seven processes, launchers with them, load torch and transformers")
 def test_two_processes_give_the_loss_curve_of_one(tmp_path: Path) -> None:
     common = [
         "--model",
@@ -182,14 +180,14 @@ def test_two_processes_give_the_loss_curve_of_one(tmp_path: Path) -> None:
     alone = [*distill, "--accumulate", "2"]
     torchrun = [
         sys.executable,
-        *"-m torch.distributed.run --nproc-per-node 2 --master-port 29617 --no-python".split(),
+        *"-m torch.distributed.run --nproc-per-node 2 --standalone --no-python".split(),
         *distill,
     ]
     # --multi_gpu is what makes it start several processes; they find no GPU, and talk by gloo.
     accelerate = [
         sys.executable,
         *"-m accelerate.commands.launch --multi_gpu --num_processes 2 --num_machines 1".split(),
-        *"--mixed_precision no --dynamo_backend no --main_process_port 29619 --no_python".split(),
+        *"--mixed_precision no --dynamo_backend no --main_process_port 0 --no_python".split(),
         *distill,
     ]
     curves = []

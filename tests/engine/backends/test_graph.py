@@ -243,6 +243,7 @@ def test_the_bundled_model_says_the_same_for_512_tokens() -> None:
     assert len(set(generated[0])) > 8, "a model that repeats itself proves little"
 
 
+@pytest.mark.triton
 @pytest.mark.skipif(
     not (HAS_TRITON and INTERPRETED), reason="needs Triton and TRITON_INTERPRET=1 (the interpreter)"
 )

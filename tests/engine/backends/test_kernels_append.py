@@ -130,7 +130,7 @@ def test_kernels_fit_a_hopper_sm(kernel: str, registers: int, shared: int, tmp_p
         "engine.backends.cuda.kernels.append_triton",
         kernel,
         {**TYPES, "batch_slots": "i32"},
-        {"PAGE": 16, "BLOCK": 512, "LANES": 64},
+        {"PAGE": 16, "BLOCK": 512, "BATCH": 64},
         ours.WARPS,
         tmp_path,
     )

@@ -111,7 +111,7 @@ def test_kernel_fits_a_hopper_sm(queries, tmp_path: Path) -> None:
     types |= dict.fromkeys(strides, "i32")
     constants = {"G": 4, "D": 128, "BLOCK_D": 128, "P": 16, "BLOCK": block, "TILE": tile}
     report = compile_for_hopper(
-        "kernels.prefill_attention_triton",
+        "engine.backends.cuda.kernels.prefill_attention_triton",
         "prefill_kernel",
         types,
         constants,

@@ -20,8 +20,10 @@ from mmkv.cli.app import run as command
 from mmkv.prompt.video import load_video
 from tests.support.lmms_runs import MODEL, Written, needs_lmms_eval, run, written
 
-# slow: four runs of lmms-eval, each of which takes some ten seconds to read its 2,000 task files.
-pytestmark = [needs_lmms_eval, pytest.mark.slow]
+pytestmark = [
+    needs_lmms_eval,
+    pytest.mark.slow(reason="four runs of lmms-eval, each of which reads its 2,000 task files"),
+]
 
 # By task: tokens that it lets a reply have, and where its pictures (rows, videos) lie.
 PICTURES = {
@@ -244,7 +246,8 @@ def test_two_processes_write_what_one_does(
     done = run(
         [
             *"accelerate.commands.launch --multi_gpu --num_processes 2 --num_machines 1".split(),
-            *"--mixed_precision no --dynamo_backend no -m mmkv eval --tasks mmstar,mmdu".split(),
+            *"--main_process_port 0 --mixed_precision no --dynamo_backend no".split(),
+            *"-m mmkv eval --tasks mmstar,mmdu".split(),
             "--model",
             str(MODEL),
             "--data",
