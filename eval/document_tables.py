@@ -121,7 +121,9 @@ def _budgets(page: Mapping[str, Any]) -> list[str]:
     return list(dict.fromkeys(row["budget"] for row in page["rows"] if row["method"] != "full"))
 
 
-def _accuracy(first: str, shown: Sequence[tuple[str, str, str, Sequence[str]]]) -> Callable:
+def _accuracy(
+    first: str, shown: Sequence[tuple[str, str, str, Sequence[str]]]
+) -> Callable[[Path], Rows]:
     """Return accuracy with intervals.
 
     Args:
