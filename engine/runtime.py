@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
+import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -57,10 +57,9 @@ class Runtime:
         self.device, self.dtype = weights.embed.device, weights.embed.dtype
         self.budget = Budget.of(budget)
         self.evict_every, self.prefill_chunk = config.evict_every, config.prefill_chunk
-        if gates is not None:
-            gates = gates.to(self.device, self.dtype)
         self._gates = gates
-        self.decoder = Decoder(spec, weights, gates)
+        reads_gates = policy.scoring.needs.gates and policy.evicts
+        self.decoder = Decoder(spec, weights, self._placed_gates if reads_gates else None)
         self.rope = Rope(spec.rope, self.device, self.dtype)
         pool = PagePool(config.page_size, spec.head_dim, 0, self.dtype, self.device)
         if config.kv_limit is not None:
@@ -144,9 +143,14 @@ class Runtime:
         Raises:
             GateError: the engine was loaded without gates.
         """
-        if self._gates is None:
+        if self._placed_gates is None:
             raise GateError("this engine has no gates; load it with gates=PATH")
-        return self._gates.log_beta(layer, hidden)
+        return self._placed_gates.log_beta(layer, hidden)
+
+    @functools.cached_property
+    def _placed_gates(self) -> Gates | None:
+        """The gates on this device; a policy that does not read them takes no memory for them."""
+        return None if self._gates is None else self._gates.to(self.device, self.dtype)
 
     def session(self, budget: Budget | float | None = None) -> CachedSequence:
         """Open an empty session.
@@ -166,18 +170,12 @@ class Runtime:
 
     def identity(self) -> dict[str, Any]:
         """What a session file must agree with to continue on this engine."""
-        gates = "none"
-        if self._gates is not None:
-            digest = hashlib.sha256()
-            for layer in self._gates.layers:
-                for tensor in (*(t for pair in layer.trunk for t in pair), layer.readout):
-                    digest.update(tensor.float().cpu().numpy().tobytes())
-            gates = digest.hexdigest()[:16]
+        gates = self.decoder.gates
         return {
             "model": self.decoder.weights.fingerprint(),
             "dtype": str(self.dtype),
-            "gates": gates,
-            "policy": repr(self.policy.scoring) + " " + self.policy.name,
+            "gates": "none" if gates is None else gates.fingerprint(),
+            "policy": self.policy.identity(),
             "evict_every": self.evict_every,
         }
 

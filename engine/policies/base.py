@@ -132,6 +132,13 @@ class Policy:
         """Whether a budget binds this policy."""
         return self.allocation is not None
 
+    def identity(self) -> str:
+        """Name every part and setting that decides what is evicted; ``source`` does not."""
+        return (
+            f"{self.name}: {self.scoring!r}, {self.allocation!r}, "
+            f"first {self.protect_first} and recent {self.protect_recent} protected"
+        )
+
     def victims(self, view: CacheView, budget: int) -> Tensor:
         """Indices of the entries to drop, lowest protected score first.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,9 @@ from torch import Tensor
 
 import engine.sequence_file as session_file
 from engine.errors import SessionError
+from engine.model.gates import Gates
+from engine.policies import GlobalAllocation, HeadAllocation, Policy
+from engine.policies.scoring import Retention
 from engine.runtime import Runtime
 from engine.sequence import CachedSequence
 from tests.support.sessions import LATER, PICTURES, assert_same_rows, load, run, text_ids, turn
@@ -98,6 +102,38 @@ def test_a_session_of_another_model_is_refused(
         assert "\n" not in str(error.value)
         assert other.cache.pool.free_pages == free
         other.cache.check()
+
+
+@pytest.mark.parametrize("part", ["allocation", "protection", "bias", "scorer's setting"])
+def test_a_session_of_another_policy_or_other_gates_is_refused(
+    part: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """Under the same policy name: only the part that is named differs."""
+    engine = load(folders["vl"])
+    policy, gates = engine.policy, engine.decoder.gates
+    assert gates is not None and policy.allocation == GlobalAllocation()
+    session = engine.session()
+    session.prefill(PICTURES)
+    session.save(tmp_path / "s")
+    weights = engine.decoder.weights
+
+    def other(policy: Policy, gates: Gates) -> Runtime:
+        return Runtime(engine.family, engine.spec, weights, gates, policy, engine.budget)
+
+    same, _ = other(policy, gates).load_session(tmp_path / "s")
+    assert same.state() == session.state()
+    if part == "allocation":
+        policy = replace(policy, allocation=HeadAllocation())
+    elif part == "protection":
+        policy = replace(policy, protect_recent=4)
+    elif part == "bias":
+        layers = [replace(gate, bias=gate.bias + 0.5) for gate in gates.layers]
+        gates = replace(gates, layers=layers)
+    else:
+        policy = replace(policy, scoring=Retention(3))
+    with pytest.raises(SessionError, match=r"was saved with (gates|policy)") as error:
+        other(policy, gates).load_session(tmp_path / "s")
+    assert "\n" not in str(error.value)
 
 
 def test_damaged_session_files_are_refused(engine: Runtime, tmp_path: Path) -> None:

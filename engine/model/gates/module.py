@@ -7,6 +7,7 @@ differ in the trunk's depth and in what is tied.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from dataclasses import dataclass, field
 
@@ -61,6 +62,15 @@ class Gates:
     def log_beta(self, layer: int, hidden: Tensor) -> Tensor:
         """``logsigmoid(z)``, float32 ``[T, H]``. ``hidden`` is the output of input_layernorm."""
         return F.logsigmoid(self.logits(layer, hidden))
+
+    def fingerprint(self) -> str:
+        """Hash every weight and bias, in a few hex digits."""
+        digest = hashlib.sha256()
+        for gate in self.layers:
+            stages = [tensor for pair in gate.trunk for tensor in pair]
+            for tensor in (*stages, gate.readout, gate.bias):
+                digest.update(tensor.float().cpu().numpy().tobytes())
+        return digest.hexdigest()[:16]
 
     def to(self, device: torch.device, dtype: torch.dtype) -> Gates:
         """Trunks in the model's dtype; readout, bias and all that follows stay float32.

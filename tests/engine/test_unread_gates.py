@@ -1,0 +1,53 @@
+"""Gates that a policy does not read are not computed; whoever asks for them still gets them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.backends.cuda.static_step import StaticStep
+from engine.model.gates import Gates, LayerGate
+from mmkv.measure.speed_model import gate_bytes
+from tests.support.sessions import PICTURES, load, run, text_ids
+
+
+@pytest.mark.parametrize("policy", ["full", "streamingllm", "snapkv", "dbtrimkv", "trimkv"])
+def test_gates_are_computed_for_policies_that_read_them_only(
+    policy: str, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On torch, in C and in the static step; ``log_beta`` of the entries is 0 without them."""
+    reads = policy in ("dbtrimkv", "trimkv")
+    engine = load(folders["vl"], policy=policy)
+    asked = []
+    logits = LayerGate.logits
+
+    def counted(gate: LayerGate, hidden: Tensor) -> Tensor:
+        asked.append(hidden.shape)
+        return logits(gate, hidden)
+
+    monkeypatch.setattr(LayerGate, "logits", counted)
+    cpu = engine.backends.cpu
+    session = engine.session(30)
+    session.prefill(PICTURES)
+    run(session, text_ids(3, 1))
+    native, cpu.decoder = cpu.decoder, None
+    run(session, text_ids(3, 2))
+    assert bool(asked) == reads
+    assert bool(session.view().log_beta.any()) == reads
+    assert native is None or (native._model.trunk > 0) == reads
+    step = StaticStep(engine, 1, 4, (), False, 1)
+    assert (step._readout(0, torch.zeros(1, engine.spec.hidden_size)) is not None) == reads
+    assert (gate_bytes(engine) > 0) == reads
+
+
+def test_gates_that_are_not_read_can_be_asked_for(folders: dict[str, Path]) -> None:
+    """The same numbers as those of an engine that reads them."""
+    ours, other = (load(folders["vl"], policy=policy) for policy in ("full", "dbtrimkv"))
+    hidden = torch.randn(5, ours.spec.hidden_size)
+    log_beta = ours.gates(1, hidden)
+    assert log_beta.shape == (5, ours.spec.num_kv_heads) and bool((log_beta < 0).all())
+    assert torch.equal(log_beta, other.gates(1, hidden))
+    assert isinstance(ours._gates, Gates) and ours.decoder.gates is None
