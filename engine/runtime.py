@@ -276,6 +276,20 @@ class Runtime:
         """
         return self.path_of(())
 
+    @property
+    def evict_path(self) -> str:
+        """What scores and evicts while decoding: as :attr:`decode_path`, or ``never``.
+
+        A step may run in C or on Triton kernels with its eviction in torch: the kernels know the
+        presets' scorers, others are computed by their own torch code.
+        """
+        if not self.policy.evicts:
+            return "never"
+        if self.device.type == "cuda":
+            return self.decode_path
+        why = self.backends.cpu.no_eviction_reason()
+        return f"torch: {why}" if why else "native"
+
     def path_of(self, sessions: Sequence[CachedSequence]) -> str:
         """Name what these sessions are decoded on, as :attr:`decode_path` does."""
         on_gpu = self.device.type == "cuda"

@@ -136,6 +136,7 @@ def statistics(engine: Engine, session: Session) -> RenderableType:
         ("metadata", size(memory.metadata_bytes)),
         ("held for /undo", size(session.snapshot_bytes)),
         ("decode step", session.decode_path),
+        ("eviction", engine.evict_path),
         ("policy, budget", f"{engine.policy.name}, {session.budget.describe()}"),
     ]
     if session.last is not None:

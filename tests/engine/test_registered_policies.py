@@ -311,6 +311,7 @@ def test_an_unknown_scorer_runs_in_a_batch_as_alone(
     monkeypatch.setenv("MMKV_NATIVE", "0")
     plain = load(folders["vl"], policy=KEY_SIZE, budget=9)
     assert "torch: switched off" in plain.decode_path
+    assert "torch: switched off" in plain.evict_path
     texts = [text_ids(6, 3), text_ids(6, 4)]
     together, alone = (
         [engine.session(), engine.session(12)],
@@ -328,3 +329,23 @@ def test_an_unknown_scorer_runs_in_a_batch_as_alone(
             for a, b in zip(together, alone, strict=True):
                 assert_same_rows(a, b)
     assert together[0].memory().entries == 9 * engine.spec.rows
+
+
+def test_paths_say_why_a_scorer_runs_in_torch(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = {}
+    for policy in (KEY_SIZE, "dbtrimkv", "full", "snapkv"):
+        engine = load(folders["vl"], policy=policy)
+        if engine.backends.cpu.decoder is None:
+            pytest.skip(f"no C library: {engine.decode_path}")
+        paths[engine.policy.name] = engine.decode_path, engine.evict_path
+    assert paths["key-size"] == ("native", "torch: policy 'key-size'")
+    assert paths["dbtrimkv"] == ("native", "native") and paths["full"] == ("native", "never")
+    assert paths["snapkv"][1] == "torch: policy 'snapkv'"
+    # A burst as a GPU would run it.
+    engine = load(folders["vl"], policy=KEY_SIZE)
+    monkeypatch.setattr(engine, "device", torch.device("cuda"))
+    monkeypatch.setattr("engine.backends.cuda.backend.triton_installed", lambda: True)
+    assert engine.many_path == "step by step: policy 'key-size'"
+    assert engine.evict_path == "torch: policy 'key-size'"

@@ -77,6 +77,7 @@ def test_the_policy_of_the_guide_chats(guide: Path, mmkv: Callable[..., Ran]) ->
     ran = mmkv("chat", "--policy", "keynorm", "--budget", "12", *asked)
     assert ran.code == 0 and ran.out.strip(), ran.err
     assert "kept 216 of " in ran.err and "policy keynorm" in ran.err
+    assert "\npolicy keynorm: of the package mmkv-keynorm\n" in mmkv("env").out
 
 
 @pytest.mark.parametrize("guide", ["add-a-family.md"], indirect=True)

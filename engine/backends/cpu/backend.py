@@ -51,6 +51,14 @@ class CpuBackend:
                 return "a sliding window is in effect"
         return ""
 
+    def no_eviction_reason(self) -> str:
+        """Say why torch evicts; empty when C does."""
+        if self.evictor is not None:
+            return ""
+        if self.decoder is None:
+            return self.unsupported_reason()
+        return NativeEvictor.unsupported_reason(self.engine.policy)
+
     def decode(self, sessions: Sequence[CachedSequence], token_ids: Sequence[int]) -> Decoded:
         """See :class:`engine.backends.base.Backend`.
 
