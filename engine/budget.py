@@ -27,12 +27,12 @@ class Budget:
 
     @classmethod
     def bytes(cls, count: int) -> Budget:
-        """A budget of ``count`` physical bytes per sequence."""
+        """Return a budget of ``count`` physical bytes per sequence."""
         return cls("bytes", count)
 
     @classmethod
     def fraction(cls, share: float) -> Budget:
-        """A budget that keeps ``share`` of the tokens seen."""
+        """Return a budget that keeps ``share`` of the tokens seen."""
         return cls("fraction", share)
 
     @classmethod
@@ -57,7 +57,8 @@ class Budget:
 
     @classmethod
     def of(cls, budget: Budget | float | str) -> Budget:
-        """``budget`` itself, M entries per row from a number, or text as :meth:`parse` reads it.
+        """Return ``budget`` itself, M entries per row from a number, or text as :meth:`parse` reads
+        it.
 
         Raises:
             BudgetError: for what cannot be a budget.
@@ -72,7 +73,7 @@ class Budget:
         return made
 
     def entries(self, rows: int, seen: int, page_size: int, page_bytes: int) -> int:
-        """M_global: the entries one sequence may hold after eviction.
+        """Return M_global: the entries one sequence may hold after eviction.
 
         Bytes are turned into entries with every row's last page counted as nearly empty, so
         the pages really held never pass them.
@@ -95,7 +96,7 @@ class Budget:
         return total
 
     def describe(self) -> str:
-        """The budget in words."""
+        """Return the budget in words."""
         return {
             "entries": f"{self.value:g} entries per row",
             "bytes": f"{int(self.value):,} bytes",

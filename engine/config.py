@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def _about(kind: type, help: str, least: int | None = None) -> dict[str, Any]:
-    """What is known of a field. ``kind``: what its text holds on a command line."""
+    """Return the metadata of a field. ``kind``: the type of its text on a command line."""
     return {"kind": kind, "help": help, "least": least}
 
 

@@ -1,4 +1,4 @@
-"""Whether the model hub can be asked at all, and what a checkpoint there or here is."""
+"""Check whether the model hub can be reached; digest the config of a checkpoint."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from transformers.utils import cached_file
 
 
 def in_reach() -> bool:
-    """False offline or without a resolvable hub: its client retries for half a minute."""
+    """Return whether the hub resolves; its client would retry for half a minute offline."""
     if hub.is_offline_mode():
         return False
     host = urlsplit(hub.ENDPOINT).hostname
@@ -27,7 +27,7 @@ def in_reach() -> bool:
 
 
 def config_digest(model: str) -> str:
-    """SHA-256 of the ``config.json`` of a folder or hub id, as ``sha256sum`` gives it.
+    """Return SHA-256 of the ``config.json`` of a folder or hub id, as ``sha256sum`` gives it.
 
     Raises:
         OSError: there is none, or it is out of reach.

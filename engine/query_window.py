@@ -33,12 +33,12 @@ class QueryWindow:
 
     @property
     def query(self) -> Tensor:
-        """All queries as one tensor ``[L, Hq, w, D]``."""
+        """Return all queries as one tensor ``[L, Hq, w, D]``."""
         return torch.stack(self.layers)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the queries."""
+        """Return the bytes of the queries."""
         return sum(layer.nbytes for layer in self.layers)
 
     def restore(self, query: Tensor, position: Tensor) -> None:
@@ -62,7 +62,7 @@ class QueryWindow:
             self.layers, self.position = self._before
 
     def attention(self, cache: RaggedCache, seq: int, entries: Entries, view: CacheView) -> Tensor:
-        """Attention probabilities of the window over the retained entries.
+        """Compute attention probabilities of the window over the retained entries.
 
         For each layer and KV head: softmax over the row's entries (causal: an entry after the
         query counts nothing), averaged over the window's queries and the group's heads.
@@ -91,7 +91,7 @@ class QueryWindow:
         return torch.cat(shares)[live]
 
     def _attention_on_pages(self, cache: RaggedCache, seq: int, entries: Entries) -> Tensor:
-        """:meth:`attention` by the kernel, which reads keys where they lie."""
+        """Return :meth:`attention` by the kernel, which reads keys where they lie."""
         pool = cache.pool
         batch_slot = torch.zeros(1, dtype=torch.int64, device=pool.keys.device)
         shares = window_scores(
@@ -107,7 +107,7 @@ class QueryWindow:
         return shares[0].flatten(0, 1)[entries.row, entries.offset]
 
     def copy(self) -> QueryWindow:
-        """An independent copy."""
+        """Return an independent copy."""
         other = copy.copy(self)
         other.layers = list(self.layers)
         return other

@@ -105,7 +105,7 @@ def load_session(engine: Runtime, path: Path) -> tuple[CachedSequence, dict[str,
 
 
 def _digest(tensors: dict[str, Tensor], metadata: dict[str, str]) -> str:
-    """SHA-256 of the content: a flipped bit would otherwise change answers silently."""
+    """Return SHA-256 of the content: a flipped bit would otherwise change answers silently."""
     digest = hashlib.sha256()
     for name in sorted(metadata):
         digest.update(f"{name}={metadata[name]}".encode())

@@ -28,11 +28,11 @@ class Column:
     per_feature: bool = False
 
     def shape(self, page_size: int, head_dim: int) -> tuple[int, ...]:
-        """Shape of one page."""
+        """Return the shape of one page."""
         return (page_size, head_dim) if self.per_feature else (page_size,)
 
     def page_bytes(self, page_size: int, head_dim: int, dtype: torch.dtype) -> int:
-        """Bytes of one page, for a model of this ``dtype``."""
+        """Return the bytes of one page, for a model of this ``dtype``."""
         return math.prod(self.shape(page_size, head_dim)) * (self.dtype or dtype).itemsize
 
 
@@ -54,7 +54,7 @@ class Columns:
     modality: Annotated[Tensor, Column(torch.uint8)]
 
     def columns(self) -> list[Tensor]:
-        """The tensors in the order of :data:`COLUMNS`."""
+        """Return the tensors in the order of :data:`COLUMNS`."""
         return [getattr(self, name) for name in COLUMNS]
 
 

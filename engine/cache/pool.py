@@ -36,27 +36,27 @@ class PagePool(Columns):
 
     @property
     def num_pages(self) -> int:
-        """Pages allocated, free ones included."""
+        """Return the number of pages, free ones included."""
         return self.keys.shape[0]
 
     @property
     def free_pages(self) -> int:
-        """Pages no row holds."""
+        """Return the number of pages that no row holds."""
         return self._free
 
     @property
     def kv_page_bytes(self) -> int:
-        """Bytes of keys and values in one page."""
+        """Return the bytes of keys and values in one page."""
         return self._page_bytes(per_feature=True)
 
     @property
     def metadata_page_bytes(self) -> int:
-        """Bytes of all other columns in one page."""
+        """Return the bytes of all other columns in one page."""
         return self._page_bytes(per_feature=False)
 
     @property
     def page_bytes(self) -> int:
-        """All bytes of one page."""
+        """Return all bytes of one page."""
         return self.kv_page_bytes + self.metadata_page_bytes
 
     def take(self, count: int) -> Tensor:
@@ -105,7 +105,7 @@ class PagePool(Columns):
         self._free += num_pages - old
 
     def free_list(self) -> Tensor:
-        """Ids of all free pages, for the invariant checks."""
+        """Return the ids of all free pages, for the invariant checks."""
         return self._stack[: self._free]
 
     def _page_bytes(self, per_feature: bool) -> int:

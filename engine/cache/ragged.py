@@ -99,7 +99,7 @@ class RaggedCache:
         return slot.view(seqs.numel(), self.layers, self.kv_heads, count)
 
     def entries(self, seq: int) -> Entries:
-        """All live entries of one sequence."""
+        """Return all live entries of one sequence."""
         length = self.length[seq].reshape(-1)
         row = torch.repeat_interleave(length)
         start = length.cumsum(0) - length
@@ -135,11 +135,11 @@ class RaggedCache:
         self.length[seq] = after.view(self.layers, self.kv_heads)
 
     def held_pages(self, seq: int) -> int:
-        """Pages that the rows of one sequence hold."""
+        """Return the pages that the rows of one sequence hold."""
         return int(_ceil(self.length[seq], self.pool.page_size).sum())
 
     def export(self, seq: int) -> dict[str, Tensor]:
-        """The content of one sequence as compact CPU tensors, in storage order.
+        """Return the content of one sequence as compact CPU tensors, in storage order.
 
         Returns:
             ``length [L, H]`` and every column of :data:`COLUMNS` for the N live entries,

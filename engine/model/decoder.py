@@ -38,11 +38,13 @@ class Decoder:
         self._rotated = spec.num_heads + spec.num_kv_heads
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        """Embeddings ``[T, d]`` of ``token_ids [T]``."""
+        """Return the embeddings ``[T, d]`` of ``token_ids [T]``."""
         return F.embedding(token_ids, self.weights.embed)
 
     def embed_turn(self, turn: Turn) -> tuple[Tensor, tuple[tuple[Tensor, Tensor], ...]]:
-        """Input states ``[T, d]`` of a turn and its deepstack as :meth:`forward` takes it."""
+        """Return the input states ``[T, d]`` of a turn and its deepstack as :meth:`forward` takes
+        it.
+        """
         hidden = self.embed(turn.token_ids)
         if turn.visual is None or not turn.visual.numel():
             return hidden, ()
@@ -82,7 +84,9 @@ class Decoder:
         return hidden, log_beta
 
     def gate_input(self, index: int, hidden: Tensor) -> Tensor:
-        """Output ``[T, d]`` of the input_layernorm of layer ``index``: what its gate reads."""
+        """Compute the output ``[T, d]`` of the input_layernorm of layer ``index``: what its gate
+        reads.
+        """
         return self._norm(hidden, self.weights.layers[index].input_norm)
 
     def layer(
@@ -94,7 +98,9 @@ class Decoder:
         step: StepAttention,
         deepstack: tuple[tuple[Tensor, Tensor], ...] = (),
     ) -> Tensor:
-        """States ``[T, d]`` after one layer, from those before it and :meth:`gate_input` ``x``."""
+        """Compute the states ``[T, d]`` after one layer from those before it and :meth:`gate_input`
+        ``x``.
+        """
         layer = self.weights.layers[index]
         query, key, value = self._project(x, layer, rope)
         mixed = step.attend(index, query, key, value)
@@ -108,7 +114,7 @@ class Decoder:
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Float32 logits ``[T, vocab]`` of states ``[T, d]``."""
+        """Compute float32 logits ``[T, vocab]`` of states ``[T, d]``."""
         return F.linear(self._norm(hidden, self.weights.norm), self.weights.head).float()
 
     def _project(

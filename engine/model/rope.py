@@ -23,7 +23,9 @@ class Rope:
             self._inv_freq[True] = spec.long_inv_freq.to(device)
 
     def at(self, positions: Tensor, long: bool = False) -> tuple[Tensor, Tensor]:
-        """cos and signed sin at the rope positions ``[A, T]`` (A = 1 or 3), each ``[T, rot]``."""
+        """Compute cos and signed sin at the rope positions ``[A, T]`` (A = 1 or 3), each ``[T,
+        rot]``.
+        """
         freqs = positions[..., None].float() * self._inv_freq[long]
         angle = freqs[0]
         if self.spec.mrope_section and positions.shape[0] == 3:

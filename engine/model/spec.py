@@ -38,7 +38,7 @@ class RopeSpec:
 
     @property
     def axes(self) -> int:
-        """Position components per token: 3 for M-RoPE (t, h, w), else 1."""
+        """Return the position components per token: 3 for M-RoPE (t, h, w), else 1."""
         return 3 if self.mrope_section else 1
 
     @classmethod
@@ -101,12 +101,12 @@ class DecoderSpec:
 
     @property
     def rows(self) -> int:
-        """Cache rows of one sequence: layers x KV heads."""
+        """Return the number of cache rows of one sequence: layers x KV heads."""
         return self.num_layers * self.num_kv_heads
 
     @property
     def group(self) -> int:
-        """Query heads that share one KV head."""
+        """Return the number of query heads that share one KV head."""
         return self.num_heads // self.num_kv_heads
 
     @classmethod

@@ -77,7 +77,7 @@ class DecoderWeights:
         return taken
 
     def nbytes(self) -> int:
-        """Bytes of all weights; a tied head counts once."""
+        """Return the bytes of all weights; a tied head counts once."""
         tensors = [self.embed, self.norm]
         if self.head.data_ptr() != self.embed.data_ptr():
             tensors.append(self.head)
@@ -86,7 +86,7 @@ class DecoderWeights:
         return sum(t.numel() * t.element_size() for t in tensors)
 
     def fingerprint(self) -> str:
-        """A short hash that tells two checkpoints apart, from a sample of every matrix."""
+        """Return a short hash that tells two checkpoints apart, from a sample of every matrix."""
         digest = hashlib.sha256()
         for tensor in [self.embed, self.norm, self.head] + [
             t for layer in self.layers for t in (layer.qkv, layer.out, layer.gate_up, layer.down)

@@ -128,7 +128,7 @@ def check_policy(policy: Policy) -> None:
 
 
 def _made(name: str, found: Policy | Make, lookahead: float) -> Policy:
-    """The policy of ``found``, checked."""
+    """Return the policy of ``found``, checked."""
     made: object = found
     if not isinstance(found, Policy) and callable(found):
         try:

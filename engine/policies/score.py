@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def log1mexp(x: Tensor) -> Tensor:
-    """``log(1 - exp(x))`` for ``x < 0``, accurate at both ends (-inf at 0)."""
+    """Compute ``log(1 - exp(x))`` for ``x < 0``, accurate at both ends (-inf at 0)."""
     near = x > -math.log(2)
     return torch.where(near, torch.log(-torch.expm1(x)), torch.log1p(-torch.exp(x)))
 

@@ -11,17 +11,20 @@ __all__ = ["CpuBackend", "NativeDecoder", "NativeEvictor", "available", "level",
 
 
 def available() -> bool:
-    """Whether the compiled library can be used."""
+    """Return whether the compiled library can be used."""
     return not isinstance(library(), str)
 
 
 def reason() -> str:
-    """Why it cannot; empty when it can."""
+    """Return the reason why it cannot be used; empty when it can."""
     found = library()
     return found if isinstance(found, str) else ""
 
 
 def level() -> str:
-    """The level of the instruction set that it was compiled for; empty when it cannot be used."""
+    """Return the level of the instruction set that it was compiled for.
+
+    Empty when it cannot be used.
+    """
     found = library()
     return "" if isinstance(found, str) else found.level

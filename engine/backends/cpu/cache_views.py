@@ -26,7 +26,7 @@ class CacheViews:
         self._seqs: list[int] = []
 
     def of(self, cache: RaggedCache, seqs: Sequence[int]) -> BorrowedViews:
-        """The views of the sequences ``seqs``, to be used in a with statement."""
+        """Return the views of the sequences ``seqs``, to be used in a with statement."""
         pool = cache.pool
         # Pool and tables are replaced by others when they grow.
         now = (pool.keys, pool._stack, cache.length, cache.table)

@@ -95,12 +95,14 @@ class NativeDecoder:
 
     @property
     def bytes_spared(self) -> int:
-        """Bytes that a step need not read, thanks to copies in bfloat16."""
+        """Return the bytes that a step need not read, thanks to copies in bfloat16."""
         return sum(short.nbytes for short in self._bf16.kept)
 
     @property
     def stepped(self) -> bool:
-        """Whether C made the last step: then it is whole, even if Ctrl-C came when C returned."""
+        """Return whether C made the last step: then it is whole, even if Ctrl-C came when C
+        returned.
+        """
         return bool(self._step.done)
 
     def reset(self) -> None:
@@ -197,7 +199,7 @@ class _Bf16Copies:
         self._room = _MOST_BF16_BYTES
 
     def of(self, weight: Tensor) -> int | None:
-        """Address of the copy; None where there is none."""
+        """Return the address of the copy; None where there is none."""
         if weight.numel() * 2 > self._room:
             return None
         short = weight.to(torch.bfloat16)

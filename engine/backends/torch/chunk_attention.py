@@ -9,7 +9,7 @@ from torch import Tensor
 def chunk_attention_reference(
     query: Tensor, key: Tensor, value: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """The slow, obvious form of :func:`chunk_attention`: the whole score matrix in float32."""
+    """Compute :func:`chunk_attention` the slow way: the whole score matrix in float32."""
     group = query.shape[0] // key.shape[0]
     key, value = key.repeat_interleave(group, 0), value.repeat_interleave(group, 0)
     scores = query.float() @ key.float().transpose(1, 2) * scale

@@ -18,7 +18,7 @@ _BLOCK_ELEMENTS = 8 * 2**20
 def ragged_attention_reference(
     query: Tensor, keys: Tensor, values: Tensor, work: LayerWork, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """The slow, obvious form of :func:`ragged_attention`: one row after the other, in float32."""
+    """Compute :func:`ragged_attention` the slow way: one row after the other, in float32."""
     out = torch.zeros(query.shape, dtype=torch.float32, device=query.device)
     lse = torch.full(query.shape[:2], -torch.inf, device=query.device)
     for row in range(work.rows):
@@ -68,7 +68,9 @@ def ragged_attention(
 def _attend(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Attention of ``query [W, Q, D]`` to ``key, value [W, N, D]`` under ``bias [W, N]``."""
+    """Compute the attention of ``query [W, Q, D]`` to ``key, value [W, N, D]`` under ``bias [W,
+    N]``.
+    """
     if query.device.type == "cpu":
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         mask = bias[:, None, None].expand(-1, 1, query.shape[1], -1)
@@ -96,6 +98,9 @@ def merge(left: tuple[Tensor, Tensor], right: tuple[Tensor, Tensor]) -> tuple[Te
 
 
 def amax_by_row(values: Tensor, row: Tensor, rows: int) -> Tensor:
-    """Largest of ``values [W, Q]`` per row, ``[rows, Q]``; -inf for rows without pieces."""
+    """Return the largest of ``values [W, Q]`` per row, ``[rows, Q]``.
+
+    -inf for rows without pieces.
+    """
     highest = values.new_full((rows, values.shape[1]), -torch.inf)
     return highest.scatter_reduce_(0, row[:, None].expand_as(values), values, "amax")

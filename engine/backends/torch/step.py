@@ -96,7 +96,10 @@ class PrefillChunk:
     def _attend_to_past(
         self, layer: int, query: Tensor, grouped: Tensor, scale: float
     ) -> tuple[Tensor, Tensor] | None:
-        """Output ``[Hq, C, D]`` and log-sum-exp ``[Hq, C]``; None when nothing was retained."""
+        """Compute output ``[Hq, C, D]`` and log-sum-exp ``[Hq, C]``.
+
+        None when nothing was retained.
+        """
         pool = self.cache.pool
         if not self.retained:
             return None

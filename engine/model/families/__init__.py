@@ -82,7 +82,7 @@ def describe_added() -> list[str]:
 
 
 def family_for(config: Any) -> type[Family]:
-    """The family that runs checkpoints of this transformers config.
+    """Return the family that runs checkpoints of this transformers config.
 
     Raises:
         ModelError: naming the supported types, or the part of the model that is not supported.

@@ -38,7 +38,7 @@ class Turn:
     next_position: int
 
     def part(self, start: int, stop: int) -> Turn:
-        """Tokens ``start`` to ``stop`` as a turn of their own, positions unchanged."""
+        """Return tokens ``start`` to ``stop`` as a turn of their own, positions unchanged."""
         span = slice(start, stop)
         visual, deepstack = self.visual, self.deepstack
         if visual is not None:
@@ -100,12 +100,12 @@ class Family:
 
     @staticmethod
     def text_model(hf_model: Any) -> nn.Module:
-        """The module with embed_tokens, layers, norm and rotary_emb."""
+        """Return the module with embed_tokens, layers, norm and rotary_emb."""
         return hf_model.model.language_model
 
     @staticmethod
     def output_head(hf_model: Any) -> Tensor:
-        """The output projection ``[vocab, hidden]`` (the embedding itself when tied)."""
+        """Return the output projection ``[vocab, hidden]`` (the embedding itself when tied)."""
         return hf_model.get_output_embeddings().weight
 
     @torch.inference_mode()
@@ -141,15 +141,15 @@ class Family:
         )
 
     def positions(self, token_ids: Tensor, modality: Tensor, inputs: Mapping[str, Any]) -> Tensor:
-        """Rope positions int64 ``[A, T]`` of this turn alone, counted from 0."""
+        """Return the rope positions int64 ``[A, T]`` of this turn alone, counted from 0."""
         return torch.arange(token_ids.numel())[None]
 
     def image_features(self, inputs: Mapping[str, Any], device: torch.device | str) -> Features:
-        """Features of all pictures of a turn, in order."""
+        """Return the features of all pictures of a turn, in order."""
         raise NotImplementedError
 
     def video_features(self, inputs: Mapping[str, Any], device: torch.device | str) -> Features:
-        """Features of all videos of a turn, in order."""
+        """Return the features of all videos of a turn, in order."""
         raise NotImplementedError
 
     def _token_ids(self, inputs: Mapping[str, Any]) -> Tensor:
@@ -190,7 +190,7 @@ class Family:
     def _features(
         self, inputs: Mapping[str, Any], modality: Tensor, device: torch.device | str
     ) -> dict[int, Features]:
-        """Features per modality, each as many as its placeholders."""
+        """Return the features per modality, each as many as its placeholders."""
         for key in ("pixel_values", "pixel_values_videos"):
             if inputs.get(key) is not None and key not in self.placeholder_keys():
                 raise InputError(
@@ -229,12 +229,12 @@ class Family:
         return made
 
     def placeholder_keys(self) -> tuple[str, ...]:
-        """The pixel inputs this family reads."""
+        """Return the pixel inputs this family reads."""
         return tuple(self.pixel_keys.values()) if self.has_vision else ()
 
 
 def as_tensor(value: Any, name: str) -> Tensor:
-    """``value`` as a tensor on the CPU's terms: tensors pass through, lists are converted.
+    """Return ``value`` as a tensor on the CPU's terms: tensors pass through, lists are converted.
 
     Raises:
         InputError: for ragged or non-numeric values.
@@ -251,7 +251,7 @@ def as_tensor(value: Any, name: str) -> Tensor:
 
 
 def required(inputs: Mapping[str, Any], key: str) -> Tensor:
-    """``inputs[key]`` as a tensor.
+    """Return ``inputs[key]`` as a tensor.
 
     Raises:
         InputError: when the processor output lacks it.
@@ -262,7 +262,7 @@ def required(inputs: Mapping[str, Any], key: str) -> Tensor:
 
 
 def rows_of(features: Any) -> Tensor:
-    """Features as ``[V, hidden]``, whether they come as one tensor or as a list per picture."""
+    """Return features as ``[V, hidden]`` from one tensor or a list per picture."""
     if isinstance(features, (list, tuple)):
         return torch.cat([rows_of(part) for part in features])
     return features.reshape(-1, features.shape[-1])

@@ -18,7 +18,7 @@ class LlavaFamily(Family):
     pixel_dims: ClassVar[tuple[int, ...]] = (4,)
 
     def image_features(self, inputs: Mapping[str, Any], device: torch.device | str) -> Features:
-        """Features of all pictures of a turn, in order."""
+        """Return the features of all pictures of a turn, in order."""
         arguments = self.selection()
         if self.config.vision_config.model_type == "pixtral":
             # The one tower that keeps each picture's own size.
@@ -30,7 +30,7 @@ class LlavaFamily(Family):
         return Features(rows_of(output.pooler_output))
 
     def selection(self) -> dict[str, Any]:
-        """Which tower layers feed the projector, and whether the class token is cut off.
+        """Return the tower layers that feed the projector, and whether the class token is cut off.
 
         Passed explicitly, with the form of the result, so that neither depends on how a
         transformers version fills in what is left out.
@@ -48,7 +48,7 @@ class LlavaFamily(Family):
         dims: tuple[int, ...],
         device: torch.device | str,
     ) -> torch.Tensor:
-        """``inputs[key]`` on ``device`` in the tower's dtype.
+        """Return ``inputs[key]`` on ``device`` in the tower's dtype.
 
         Raises:
             InputError: for another number of dimensions or another picture size.

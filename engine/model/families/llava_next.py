@@ -18,7 +18,9 @@ class LlavaNextFamily(LlavaFamily):
     pixel_dims: ClassVar[tuple[int, ...]] = (4, 5)
 
     def image_features(self, inputs: Mapping[str, Any], device: torch.device | str) -> Features:
-        """Features of all pictures of a turn, unpadded, with the row-end feature of the model."""
+        """Return the features of all pictures of a turn, unpadded, with the row-end feature of the
+        model.
+        """
         output = self.hf.model.get_image_features(
             pixel_values=self.pixels(inputs, "pixel_values", self.pixel_dims, device),
             # Sizes steer Python control flow: on the CPU they cost no device round trip.
@@ -29,5 +31,5 @@ class LlavaNextFamily(LlavaFamily):
         return Features(rows_of(output.pooler_output))
 
     def extra_arguments(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """Further arguments of the vision side of this family."""
+        """Return further arguments of this family's vision tower."""
         return {}

@@ -19,7 +19,7 @@ class LlavaOnevisionFamily(LlavaNextFamily):
     pixel_keys: ClassVar[dict[int, str]] = {IMAGE: "pixel_values", VIDEO: "pixel_values_videos"}
 
     def extra_arguments(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """How many pictures stand in the turn: only a lone one was cut into tiles."""
+        """Return how many pictures stand in the turn: only a lone one was cut into tiles."""
         counts = inputs.get("batch_num_images")
         return {
             "batch_num_images": None if counts is None else required(inputs, "batch_num_images"),
@@ -27,7 +27,9 @@ class LlavaOnevisionFamily(LlavaNextFamily):
         }
 
     def video_features(self, inputs: Mapping[str, Any], device: torch.device | str) -> Features:
-        """Features of all videos of a turn: pooled frames, then one row-end feature a video."""
+        """Return the features of all videos of a turn: pooled frames, then one row-end feature a
+        video.
+        """
         pixels = self.pixels(inputs, "pixel_values_videos", (5,), device)
         # By place: the versions name this argument differently.
         output = self.hf.model.get_video_features(pixels, **self.selection())

@@ -66,7 +66,7 @@ def load(
 
 
 def resolve_device(device: str | torch.device = "auto") -> torch.device:
-    """``auto`` is the GPU where PyTorch sees one, else the CPU.
+    """Return the device; ``auto`` is the GPU where PyTorch sees one, else the CPU.
 
     Raises:
         ModelError: for a device that is unknown or absent.
@@ -85,7 +85,7 @@ def resolve_device(device: str | torch.device = "auto") -> torch.device:
 
 
 def resolve_dtype(dtype: str | torch.dtype, config: Any, device: torch.device) -> torch.dtype:
-    """The dtype of weights and KV cache.
+    """Return the dtype of weights and KV cache.
 
     ``auto`` is the checkpoint's own on a GPU. On a CPU it is float32 for float16 and bfloat16
     checkpoints: few CPUs multiply them natively, so prompts take longer, and results then
@@ -109,7 +109,7 @@ def resolve_dtype(dtype: str | torch.dtype, config: Any, device: torch.device) -
 
 
 def _source(name: str) -> str:
-    """The folder or hub id that transformers is given.
+    """Return the folder or hub id that transformers is given.
 
     Raises:
         ModelError: for a folder without a model, or a path that is not there.
@@ -180,7 +180,7 @@ def _model(
 
 
 def _explained(name: str, source: str, error: Exception) -> Exception:
-    """A :class:`ModelError` of one line for what reading a checkpoint can raise."""
+    """Convert an error of reading a checkpoint to a :class:`ModelError` of one line."""
     first = _first_sentence(str(error)) or type(error).__name__
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return ModelError(f"not enough memory for {name}; use a smaller model or dtype='bfloat16'")
@@ -204,14 +204,14 @@ def _explained(name: str, source: str, error: Exception) -> Exception:
 
 
 def _first_sentence(text: str, longest: int = 160) -> str:
-    """The start of a library's message that fits one line."""
+    """Return the start of a library's message that fits one line."""
     line = (text.strip().splitlines() or [""])[0].strip()
     return line if len(line) <= longest else line[:longest].rsplit(" ", 1)[0] + " ..."
 
 
 @contextmanager
 def _quiet(bars: bool) -> Iterator[None]:
-    """Without transformers' reports and, unless ``bars``, progress bars: callers show their own."""
+    """Silence transformers' reports and, unless ``bars``, its progress bars."""
     shown = transformers_logging.is_progress_bar_enabled()
     level = transformers_logging.get_verbosity()
     if not bars:

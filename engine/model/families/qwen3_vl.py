@@ -28,7 +28,7 @@ class Qwen3VLFamily(Family):
     rope_axes: ClassVar[int] = 3
 
     def positions(self, token_ids: Tensor, modality: Tensor, inputs: Mapping[str, Any]) -> Tensor:
-        """Rope positions int64 ``[3, T]`` of this turn alone, counted from 0.
+        """Return the rope positions int64 ``[3, T]`` of this turn alone, counted from 0.
 
         Raises:
             InputError: when runs of visual tokens and the grids do not match one to one.
@@ -48,11 +48,11 @@ class Qwen3VLFamily(Family):
         return positions[:, 0].long()
 
     def image_features(self, inputs: Mapping[str, Any], device: torch.device | str) -> Features:
-        """Features of all pictures of a turn, in order, with their deepstack levels."""
+        """Return the features of all pictures of a turn, in order, with their deepstack levels."""
         return self._visual(inputs, IMAGE, device)
 
     def video_features(self, inputs: Mapping[str, Any], device: torch.device | str) -> Features:
-        """Features of all videos of a turn, frame by frame, with their deepstack levels."""
+        """Return the features of a turn's videos, frame by frame, with their deepstack levels."""
         return self._visual(inputs, VIDEO, device)
 
     def _visual(self, inputs: Mapping[str, Any], kind: int, device: torch.device | str) -> Features:
@@ -73,7 +73,7 @@ class Qwen3VLFamily(Family):
         )
 
     def _grid(self, inputs: Mapping[str, Any], kind: int) -> Tensor | None:
-        """``[n, 3]`` patches per picture or video (t, h, w), or None."""
+        """Return ``[n, 3]`` patches per picture or video (t, h, w), or None."""
         if inputs.get(_GRID_KEY[kind]) is None:
             return None
         grid = required(inputs, _GRID_KEY[kind]).cpu().long()
@@ -85,7 +85,7 @@ class Qwen3VLFamily(Family):
         return grid
 
     def _check_runs(self, modality: Tensor, grids: dict[int, Tensor | None]) -> None:
-        """Every picture and every video frame must be one unbroken run of its own tokens."""
+        """Check that each picture and video frame is one unbroken run of tokens."""
         merged = self.config.vision_config.spatial_merge_size**2
         wanted: dict[int, list[int]] = {IMAGE: [], VIDEO: []}
         for kind, grid in grids.items():

@@ -19,5 +19,5 @@ class TextFamily(Family):
 
     @staticmethod
     def text_model(hf_model: Any) -> nn.Module:
-        """The module with embed_tokens, layers, norm and rotary_emb."""
+        """Return the module with embed_tokens, layers, norm and rotary_emb."""
         return hf_model.model

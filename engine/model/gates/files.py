@@ -64,7 +64,7 @@ def load_gates(source: str | Path, spec: DecoderSpec) -> Gates:
 
 
 def foreign_note(gates: Gates, model: str) -> str | None:
-    """One line if the gates name a ``config.json`` that is not this checkpoint's, else None.
+    """Return one line if the gates name a ``config.json`` that is not this checkpoint's, else None.
 
     Models of one shape (an Instruct and a Thinking one) load each other's gates, and the scores
     would be noise. A note, not an error: a checkpoint saved again has another file, too.
@@ -83,7 +83,7 @@ def foreign_note(gates: Gates, model: str) -> str | None:
 
 
 def as_stored(tensors: dict[str, Tensor], trunk_dtype: torch.dtype | None) -> dict[str, Tensor]:
-    """The tensors of a gate file with its trunks in ``trunk_dtype``; None: as they are."""
+    """Return the tensors of a gate file with its trunks in ``trunk_dtype``; None: as they are."""
     return {
         name: tensor.to(trunk_dtype) if trunk_dtype and _TRUNK.match(name) else tensor
         for name, tensor in tensors.items()

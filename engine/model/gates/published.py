@@ -18,7 +18,7 @@ _KEY = re.compile(r"layers\.(\d+)\.self_attn\.retention_gate\.(.+)$")
 
 
 def layer_name(name: str) -> str:
-    """The published name of ``layers.{l}.PART``."""
+    """Return the published name of ``layers.{l}.PART``."""
     _, layer, part = name.split(".", 2)
     return f"model.layers.{layer}.self_attn.retention_gate.{part}"
 

@@ -53,7 +53,10 @@ class Room:
 
 
 def empty_room(batch: int, rows: Rows) -> Room:
-    """Buffers for :func:`make_room` with B = ``batch``; allocate once, outside a CUDA graph."""
+    """Return the buffers for :func:`make_room` with B = ``batch``.
+
+    Allocate once, outside a CUDA graph.
+    """
     length = rows.length
     return Room(
         length.new_full((batch, *length.shape[1:]), -1),
@@ -87,7 +90,7 @@ def make_room(room: Room, rows: Rows, seqs: Tensor) -> Tensor:
 
 
 def make_room_reference(room: Room, rows: Rows, seqs: Tensor) -> Tensor:
-    """The torch reference of :func:`make_room`."""
+    """Compute :func:`make_room` in torch, as the reference."""
     size, width = rows.page_size, rows.table.shape[-1]
     live = seqs >= 0
     seq = seqs[live]

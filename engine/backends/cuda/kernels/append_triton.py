@@ -73,7 +73,7 @@ def count_kernel(
     PAGE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Pages that one batch slot takes; grid (B)."""
+    """Count the pages that one batch slot takes; grid (B)."""
     batch_slot = tl.program_id(0)
     seq = tl.load(seqs + batch_slot)
     row = tl.arange(0, BLOCK)
@@ -106,7 +106,7 @@ def take_kernel(
     BLOCK: tl.constexpr,
     BATCH: tl.constexpr,
 ):
-    """Pages, lengths and slots of one batch slot; grid (B)."""
+    """Write pages, lengths and slots of one batch slot; grid (B)."""
     batch_slot = tl.program_id(0)
     other = tl.arange(0, BATCH)
     pages = tl.load(wanted + other, mask=other < batch_slots, other=0)

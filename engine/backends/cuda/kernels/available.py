@@ -9,11 +9,11 @@ from torch import Tensor
 
 
 def on_triton(tensor: Tensor) -> bool:
-    """Whether kernels on ``tensor`` run in Triton: it lies on CUDA, and Triton is installed."""
+    """Return whether ``tensor`` is on CUDA and Triton is installed."""
     return tensor.is_cuda and triton_installed()
 
 
 @functools.cache
 def triton_installed() -> bool:
-    """Whether Triton can be imported."""
+    """Return whether Triton can be imported."""
     return importlib.util.find_spec("triton") is not None

@@ -31,7 +31,10 @@ class Partials:
 
 
 def empty_partials(work: WorkList, group: int, head_dim: int) -> Partials:
-    """Scratch for ``group`` query heads per KV head; allocate once, outside a CUDA graph."""
+    """Return the scratch for ``group`` query heads per KV head.
+
+    Allocate once, outside a CUDA graph.
+    """
     pieces, device = 2 * work.runs.shape[1], work.runs.device
     return Partials(
         torch.zeros(pieces, group, head_dim, device=device),
@@ -53,7 +56,7 @@ def decode_attention_reference(
     out: Tensor,
     lse: Tensor | None = None,
 ) -> None:
-    """The torch form of :func:`decode_attention`: one row after the other, in float32."""
+    """Compute :func:`decode_attention` in torch: one row after the other, in float32."""
     grouped = query.reshape(query.shape[0] * work.heads, -1, query.shape[2])
     result = out.view(grouped.shape)
     logs = None if lse is None else lse.view(grouped.shape[:2])

@@ -90,7 +90,7 @@ def _merge(
     GROUP: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Sums ``[GROUP, BLOCK_D]``, peak and total of a row from its pieces, in their order."""
+    """Merge a row's pieces, in their order, to sums ``[GROUP, BLOCK_D]``, peak and total."""
     BLOCK: tl.constexpr = MERGE_ELEMENTS // (GROUP * BLOCK_D)
     batch_slot, g, d = tl.arange(0, BLOCK), tl.arange(0, GROUP), tl.arange(0, BLOCK_D)
     peak = tl.full([GROUP], float("-inf"), tl.float32)
@@ -171,7 +171,7 @@ def decode_kernel(
     TILE: tl.constexpr,
     WRITE_LSE: tl.constexpr,
 ):
-    """One run of one layer; grid (N,)."""
+    """Compute one run of one layer; grid (N,)."""
     run = tl.program_id(0)
     tiles = tl.load(runs + run * 8)
     row = tl.load(runs + run * 8 + 1)

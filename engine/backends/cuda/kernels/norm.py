@@ -33,6 +33,6 @@ def rms_norm(x: Tensor, residual: Tensor | None, gain: Tensor, eps: float) -> tu
 def rms_norm_reference(
     x: Tensor, residual: Tensor | None, gain: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """The torch reference of :func:`rms_norm`: what the eager decoder does."""
+    """Compute :func:`rms_norm` in torch as the eager decoder does: the reference."""
     total = x if residual is None else residual + x
     return F.rms_norm(total, gain.shape, gain, eps), total

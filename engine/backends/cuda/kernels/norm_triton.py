@@ -35,7 +35,9 @@ def rms_norm(x: Tensor, residual: Tensor | None, gain: Tensor, eps: float) -> tu
 
 
 def warps(block: int) -> int:
-    """Warps per program: 8 or 16 features per thread, 16-byte accesses in half precision."""
+    """Return the warps per program: 8 or 16 features per thread, 16-byte accesses in half
+    precision.
+    """
     return min(max(block // 256, 1), 16)
 
 
@@ -53,7 +55,7 @@ def rms_norm_kernel(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One token; grid (T,). ``total`` is written only where there is something to add."""
+    """Normalise one token; grid (T,). ``total`` is written only if there is something to add."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < WIDTH

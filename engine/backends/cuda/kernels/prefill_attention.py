@@ -11,7 +11,7 @@ from engine.backends.cuda.kernels.available import on_triton
 def prefill_attention_reference(
     query: Tensor, keys: Tensor, values: Tensor, length: Tensor, table: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """The torch form of :func:`prefill_attention`: one KV head after the other, in float32."""
+    """Compute :func:`prefill_attention` in torch: one KV head after the other, in float32."""
     group = query.shape[0] // length.shape[0]
     out = torch.empty_like(query)
     lse = torch.empty(query.shape[:2], device=query.device)

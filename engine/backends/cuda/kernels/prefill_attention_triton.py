@@ -19,7 +19,7 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 
 def blocks(dtype: torch.dtype, head_dim: int, queries: int) -> tuple[int, int, int]:
-    """Queries per program, entries per tile, warps.
+    """Return the queries per program, entries per tile, warps.
 
     Half precision takes 64 queries per warpgroup, what Hopper's matrix unit multiplies at once;
     float32 runs on the plain arithmetic units, where small tiles keep the registers.
@@ -93,7 +93,7 @@ def prefill_kernel(
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Grid (blocks of G x C queries, H)."""
+    """Compute a block of queries of one KV head; grid (blocks of G x C queries, H)."""
     head = tl.program_id(1)
     entries = tl.load(length + head * length_head).to(tl.int32)
     mine = table + head.to(tl.int64) * table_head

@@ -39,7 +39,7 @@ class Draw:
 
 
 def columns_of(draws: Sequence[Draw], device: torch.device) -> tuple[SamplingColumns, Tensor]:
-    """The draws' settings as tensors on ``device``, and their seeds ``[B]`` int64."""
+    """Return the draws' settings as tensors on ``device``, and their seeds ``[B]`` int64."""
     made = {
         name: torch.tensor([getattr(draw, name) for draw in draws], dtype=dtype, device=device)
         for name, dtype in _DTYPES.items()
@@ -57,7 +57,8 @@ _DTYPES = {
 
 
 def uniform(seed: Tensor, counter: Tensor) -> Tensor:
-    """Noise for :func:`sample`: a float64 in [0, 1) for each (seed, counter), both ``[B]`` int64.
+    """Draw the noise for :func:`sample`: a float64 in [0, 1) for each (seed, counter), both ``[B]``
+    int64.
 
     Counter-based (SplitMix64: Steele, Lea, Flood, OOPSLA 2014), so a replay needs no generator
     and a batch slot's draws do not depend on its neighbours. The counter is the token's index.
@@ -99,7 +100,7 @@ def sample(logits: Tensor, columns: SamplingColumns, noise: Tensor) -> Tensor:
 
 
 def _place(weight: Tensor, noise: Tensor) -> Tensor:
-    """Column ``[B, 1]`` where the running sum of ``weight [B, n]`` first passes noise * sum."""
+    """Return the column ``[B, 1]`` where the running sum of ``weight [B, n]`` passes the noise."""
     running = weight.cumsum(-1)
     total = running[:, -1:]
     target = (noise[:, None] * total).long().clamp(max=total - 1)
@@ -110,7 +111,7 @@ _GOLDEN = -7046029254386353131  # 2**64 / golden ratio, as a signed integer
 
 
 def _mix(x: Tensor) -> Tensor:
-    """SplitMix64's finaliser on int64, whose products wrap."""
+    """Apply SplitMix64's finaliser to int64, whose products wrap."""
     x = x + _GOLDEN
     x = (x ^ _shift(x, 30)) * -4658895280553007687
     x = (x ^ _shift(x, 27)) * -7723592293110705685
@@ -118,5 +119,5 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def _shift(x: Tensor, bits: int) -> Tensor:
-    """Logical right shift of int64."""
+    """Shift int64 to the right logically."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)

@@ -39,7 +39,7 @@ def count_kernel(
     TURN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One turn over one chunk of one sequence; grid (B, chunks), and (B, 1) for TURN 8.
+    """Count one byte of one chunk of one sequence; grid (B, chunks), and (B, 1) for TURN 8.
 
     Each program first repeats the conclusion from the last turn's counts: a launch of its own would
     cost more. TURN 8 only concludes. Counts are whole numbers, so that the order in which programs
@@ -91,7 +91,7 @@ def count_kernel(
 
 @triton.jit
 def look(keys, ties, index, live, key_at, tie_at, TURN: tl.constexpr):
-    """Byte TURN of entries, and which live ones agree with the threshold in all bytes before it.
+    """Return byte TURN of entries, and whether all bytes before it equal the threshold's.
 
     Reads the keys of entries that are not live, too: whole blocks are loaded faster.
     """
@@ -110,7 +110,7 @@ def look(keys, ties, index, live, key_at, tie_at, TURN: tl.constexpr):
 
 @triton.jit
 def conclude(total, key_at, tie_at, sought, TURN: tl.constexpr):
-    """The threshold with one byte more, from the counts ``[256]`` of that byte.
+    """Extend the threshold by one byte, from the counts ``[256]`` of that byte.
 
     Returns:
         key_at, tie_at, how many victims are sought inside the chosen value, whether these are all
@@ -135,7 +135,7 @@ def conclude(total, key_at, tie_at, sought, TURN: tl.constexpr):
 
 @triton.jit
 def lowest_of_row(keys, ties, start, count, sought, BLOCK: tl.constexpr):
-    """Threshold of the ``sought`` lowest among ``count`` entries, by one program: no launches."""
+    """Find the threshold of the ``sought`` lowest of ``count`` entries in one program."""
     key_at = tl.zeros([], tl.int64)
     tie_at = tl.zeros([], tl.int64)
     settled = tl.zeros([], tl.int64)
@@ -152,7 +152,7 @@ def lowest_of_row(keys, ties, start, count, sought, BLOCK: tl.constexpr):
 
 @triton.jit
 def is_victim(keys, ties, index, live, key_at, tie_at):
-    """Whether entries lie at or below a threshold."""
+    """Return whether entries are at or below a threshold."""
     key = tl.load(keys + index, mask=live, other=0).to(tl.uint32, bitcast=True)
     level = key_at.to(tl.uint32)
     tied = live & (key == level)

@@ -81,7 +81,7 @@ def store_layer_reference(
     position: Tensor,
     readout: Readout | None = None,
 ) -> Tensor:
-    """The torch reference of :func:`store_layer`, in the eager decoder's own operations."""
+    """Compute :func:`store_layer` by the eager decoder's own operations: the reference."""
     batch_slots, heads = slots.shape
     head_dim = pool.keys.shape[-1]
     fused = qkv.reshape(batch_slots, -1, head_dim)

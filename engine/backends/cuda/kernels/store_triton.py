@@ -73,7 +73,7 @@ def store_layer(
 
 
 def sizes(group: int, head_dim: int, trunk: int) -> dict[str, int]:
-    """Tile sizes of a program, and its warps: 8 elements per thread."""
+    """Return tile sizes of a program, and its warps: 8 elements per thread."""
     rows, features = triton.next_power_of_2(group + 2), triton.next_power_of_2(head_dim)
     return {
         "ROWS": rows,
@@ -114,7 +114,7 @@ def store_kernel(
     DIM_BLOCK: tl.constexpr,
     TRUNK_BLOCK: tl.constexpr,
 ):
-    """One KV head of one batch slot; grid (B, H). TRUNK of 0: no gate."""
+    """Store one KV head of one batch slot; grid (B, H). TRUNK of 0: no gate."""
     batch_slot = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     slot = tl.load(slots + batch_slot * slots_row + head)
@@ -179,7 +179,7 @@ def store_kernel(
 
 @triton.jit
 def _logsigmoid(z):
-    """``min(z, 0) - log1p(exp(-|z|))``, to a few units in the last place for every z.
+    """Compute ``min(z, 0) - log1p(exp(-|z|))`` to a few units in the last place for every z.
 
     With u = exp(-|z|) <= 1 and r = u / (2 + u) <= 1/3, log1p(u) = 2 artanh(r), an odd series
     whose ninth term is below 2**-24 of the first. Nothing is added to 1 that matters: at z = 18
@@ -196,7 +196,7 @@ def _logsigmoid(z):
 
 @triton.jit
 def _exp_of_minus(a):
-    """``exp(-a)`` for a >= 0. ``exp2(-a log2(e))`` alone would be off by 1e-6 at a = 18.
+    """Compute ``exp(-a)`` for a >= 0. ``exp2(-a log2(e))`` alone would be off by 1e-6 at a = 18.
 
     The upper 12 bits of a times the upper 12 bits of log2(e) are exact in float32; the small
     rest has an exponential of its own.

@@ -9,7 +9,8 @@ from engine.backends.cuda.kernels.available import on_triton
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
-    """``silu(gate) * up`` of ``gate_up [T, 2 f]`` (gate first, rows contiguous): ``[T, f]``.
+    """Compute ``silu(gate) * up`` of ``gate_up [T, 2 f]`` (gate first, rows contiguous): ``[T,
+    f]``.
 
     As in the eager decoder the activation is rounded to the dtype before it is multiplied, and
     the product again.
@@ -22,6 +23,6 @@ def swiglu(gate_up: Tensor) -> Tensor:
 
 
 def swiglu_reference(gate_up: Tensor) -> Tensor:
-    """The torch reference of :func:`swiglu`."""
+    """Compute :func:`swiglu` in torch, as the reference."""
     gate, up = gate_up.chunk(2, -1)
     return F.silu(gate) * up

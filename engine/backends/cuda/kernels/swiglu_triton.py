@@ -27,7 +27,7 @@ def swiglu(gate_up: Tensor) -> Tensor:
 
 @triton.jit
 def swiglu_kernel(gate_up, out, row_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """BLOCK features of one token; grid (T, f / BLOCK)."""
+    """Compute BLOCK features of one token; grid (T, f / BLOCK)."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < WIDTH

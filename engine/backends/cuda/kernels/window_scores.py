@@ -60,7 +60,7 @@ def window_scores_reference(
     scale: float,
     out: Tensor,
 ) -> Tensor:
-    """The torch reference of :func:`window_scores`: row after row. Syncs with the host."""
+    """Compute :func:`window_scores` in torch, row after row. Syncs with the host."""
     size, (layers, heads) = keys.shape[1], length.shape[1:]
     group = query.shape[2] // heads
     for batch_slot, seq in enumerate(seqs.tolist()):

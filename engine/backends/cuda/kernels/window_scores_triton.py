@@ -58,7 +58,7 @@ def window_scores(
 
 
 def sizes(queries: int, head_dim: int, dtype: torch.dtype) -> dict[str, int]:
-    """Tile sizes of a program, and its warps: 32 scores per thread, 16 in float32.
+    """Return tile sizes of a program, and its warps: 32 scores per thread, 16 in float32.
 
     float32 products are made of three of the tensor cores' (tf32x3, exact to about 2**-21); in
     plain float32 arithmetic this tile does not fit the registers by far.
@@ -159,7 +159,10 @@ def probability_kernel(
     DIM_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Mean probabilities of one split of one row, ``out [B L H, W P]``; grid (B L H, SPLITS)."""
+    """Compute mean probabilities of one split of one row, ``out [B L H, W P]``.
+
+    Grid (B L H, SPLITS).
+    """
     index, split = tl.program_id(0), tl.program_id(1)
     seq = tl.load(seqs + index // ROWS)
     if seq < 0:
@@ -222,7 +225,7 @@ def _queries(
     TILE: tl.constexpr,
     DIM_BLOCK: tl.constexpr,
 ):
-    """A tile of the group's queries ``[TILE, DIM_BLOCK]`` and their positions ``[TILE]``."""
+    """Load a tile of the group's queries ``[TILE, DIM_BLOCK]`` and their positions ``[TILE]``."""
     line = tile + tl.arange(0, TILE)
     feature = tl.arange(0, DIM_BLOCK)
     inside = line < QUERIES
@@ -249,7 +252,7 @@ def _scores(
     DIM_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Logits in base 2 ``[TILE, BLOCK]`` of a block of entries; -inf where nothing is seen."""
+    """Compute base-2 logits ``[TILE, BLOCK]`` of a block of entries; -inf where masked."""
     offset = begin + tl.arange(0, BLOCK)
     feature = tl.arange(0, DIM_BLOCK)
     live = offset < count
@@ -280,7 +283,7 @@ def _merged(sums, tile, QUERIES: tl.constexpr, SPLITS: tl.constexpr, TILE: tl.co
 
 @triton.jit
 def _known(query_position, QUERIES: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr):
-    """How many of the group's queries have been seen."""
+    """Return how many of the group's queries have been seen."""
     known = tl.zeros([TILE], tl.int32)
     for tile in tl.static_range(0, QUERIES, TILE):
         line = tile + tl.arange(0, TILE)

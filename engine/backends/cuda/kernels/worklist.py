@@ -51,13 +51,13 @@ class WorkList:
 
 
 def tile_entries(head_dim: int, dtype: torch.dtype) -> int:
-    """Entries whose keys and values take ``TILE_BYTES``, as a power of two from 16 to 128."""
+    """Return the number of entries that take ``TILE_BYTES``, a power of two from 16 to 128."""
     fitting = TILE_BYTES // (2 * head_dim * dtype.itemsize)
     return max(16, min(128, 1 << (fitting.bit_length() - 1)))
 
 
 def default_runs(device: torch.device) -> int:
-    """Programs of the attention kernel that fit the device together (a few on a CPU)."""
+    """Return the programs of the attention kernel that fit the device together (a few on a CPU)."""
     if device.type != "cuda":
         return 8
     return PROGRAMS_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count
@@ -66,7 +66,7 @@ def default_runs(device: torch.device) -> int:
 def empty_worklist(
     batch: int, layers: int, heads: int, tile: int, runs: int, device: torch.device | str
 ) -> WorkList:
-    """Buffers for :func:`build_worklist`; allocate once, outside a CUDA graph."""
+    """Return the buffers for :func:`build_worklist`; allocate once, outside a CUDA graph."""
     rows = torch.zeros(layers, batch * heads, 4, dtype=torch.int32, device=device)
     return WorkList(
         rows, torch.zeros(layers, runs, 8, dtype=torch.int32, device=device), tile, heads
@@ -74,7 +74,7 @@ def empty_worklist(
 
 
 def build_worklist_reference(work: WorkList, seqs: Tensor, length: Tensor) -> None:
-    """The torch form of :func:`build_worklist`."""
+    """Compute :func:`build_worklist` in torch."""
     rows, runs = work.rows, work.runs
     layers, count = rows.shape[:2]
     slot = seqs.clamp(min=0)

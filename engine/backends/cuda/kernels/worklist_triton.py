@@ -39,7 +39,7 @@ def build_worklist(work: WorkList, seqs: Tensor, length: Tensor) -> None:
 
 @triton.jit
 def _read_rows(seqs, length, row, layer, rows, layers, HEADS: tl.constexpr, TILE: tl.constexpr):
-    """Entries, index into the table and tiles of rows; rows past the end have no tile."""
+    """Read entries, table index and tiles of rows; rows past the end have no tile."""
     inside = row < rows
     seq = tl.load(seqs + row // HEADS, mask=inside, other=-1)
     source = (tl.maximum(seq, 0) * layers + layer) * HEADS + row % HEADS
@@ -62,7 +62,10 @@ def worklist_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_RUNS: tl.constexpr,
 ):
-    """Grid (layers, blocks). All programs of a layer repeat the sum over rows: it is short."""
+    """Write a block of the work list.
+
+    Grid (layers, blocks). All programs of a layer repeat the sum over rows: it is short.
+    """
     layer, block = tl.program_id(0), tl.program_id(1)
     batch_slot = tl.arange(0, BLOCK_ROWS)
     total = 0
