@@ -47,14 +47,14 @@ def test_every_example_is_run_here() -> None:
 
 def test_chat(capsys: pytest.CaptureFixture[str]) -> None:
     run("chat.py")
-    said = capsys.readouterr().out
+    printed = capsys.readouterr().out
     assert (
-        "policy dbtrimkv, 24 entries per row" in said
-        and "> what is at row 2, column 3?\nfrog" in said
+        "policy dbtrimkv, 24 entries per row" in printed
+        and "> what is at row 2, column 3?\nfrog" in printed
     )
     # Tokens seen after the first turn, in the copy, and in the session loaded from the file.
-    seen = [int(count) for count in re.findall(r"(\d+) tokens seen", said)]
-    kept = [int(count) for count in re.findall(r"(\d+) entries kept", said)]
+    seen = [int(count) for count in re.findall(r"(\d+) tokens seen", printed)]
+    kept = [int(count) for count in re.findall(r"(\d+) entries kept", printed)]
     assert seen[1] > seen[0] < seen[2] and kept[0] == kept[2] == 2 * kept[1]
 
 
@@ -74,8 +74,8 @@ def test_a_custom_family(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_training_gates(capsys: pytest.CaptureFixture[str]) -> None:
     run("train_gates.py", "3")
-    said = capsys.readouterr().out
-    assert "loss" in said and "of 3 steps" in said and "dbtrimkv with the new gates: " in said
+    printed = capsys.readouterr().out
+    assert "loss" in printed and "of 3 steps" in printed and "dbtrimkv with the new gates: " in printed
 
 
 class Dense(Oracle):

@@ -65,8 +65,8 @@ def test_the_policy_of_the_guide_runs(guide: Path, capsys: pytest.CaptureFixture
     assert registry.describe_added() == ["policy keynorm: of the package mmkv-keynorm"]
     (guide / "try.py").write_text(blocks("add-a-policy.md")["python"])
     made = runpy.run_path(str(guide / "try.py"))
-    said = capsys.readouterr().out
-    assert "Memory(tokens_seen=" in said and made["engine"].policy.name == "keynorm"
+    printed = capsys.readouterr().out
+    assert "Memory(tokens_seen=" in printed and made["engine"].policy.name == "keynorm"
     assert made["session"].closed
 
 
