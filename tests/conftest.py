@@ -31,13 +31,13 @@ transformers_logging.disable_progress_bar()
 
 @pytest.fixture
 def generator() -> torch.Generator:
-    """A seeded source of randomness, fresh for each test."""
+    """Return a seeded source of randomness, fresh for each test."""
     return torch.Generator().manual_seed(1234)
 
 
 @pytest.fixture(scope="session")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Checkpoints of the session tests, by what they are."""
+    """Return the checkpoints of the session tests, by what they are."""
     root = tmp_path_factory.mktemp("sessions")
     made = {
         "vl": qwen3_vl(),
@@ -50,7 +50,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture
 def engine(folders: dict[str, Path]) -> Iterator[Runtime]:
-    """A Qwen3-VL engine; every test must leave its pool consistent."""
+    """Yield a Qwen3-VL engine; every test must leave its pool consistent."""
     made = load(folders["vl"])
     yield made
     made.cache.check()
@@ -59,7 +59,7 @@ def engine(folders: dict[str, Path]) -> Iterator[Runtime]:
 def make_spec(
     layers: int = 2, kv_heads: int = 2, hidden: int = 24, group: int = 2, head_dim: int = 8
 ) -> DecoderSpec:
-    """The sizes of a small decoder, for tests that need no weights."""
+    """Return the sizes of a small decoder, for tests that need no weights."""
     inv_freq: Tensor = 1.0 / 10000 ** (torch.arange(0, head_dim, 2).float() / head_dim)
     return DecoderSpec(
         vocab_size=100,

@@ -22,7 +22,7 @@ UNDRAWN = {"packages": {"engine"}, "engine": set()}
 
 
 def pictures() -> dict[str, tuple[set[str], set[tuple[str, str]]]]:
-    """Per picture its nodes (paths) and its arrows."""
+    """Return per picture its nodes (paths) and its arrows."""
     text = (ROOT / "docs" / "architecture.md").read_text()
     found = {}
     for name, body in re.findall(r"```mermaid\n%% (\w+)\n(.*?)```", text, re.DOTALL):
@@ -34,7 +34,10 @@ def pictures() -> dict[str, tuple[set[str], set[tuple[str, str]]]]:
 
 
 def imports(path: Path) -> Iterator[str]:
-    """Modules that a file imports, as paths; what only a type checker reads is no import."""
+    """Yield the modules that a file imports, as paths.
+
+    What only a type checker reads is no import.
+    """
     tree = ast.parse(path.read_text())
     for node in ast.walk(tree):
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
@@ -48,7 +51,10 @@ def imports(path: Path) -> Iterator[str]:
 
 
 def place(path: str, nodes: set[str]) -> str | None:
-    """The innermost node that holds ``path``; a file of its own beside the nodes is itself."""
+    """Return the innermost node that holds ``path``.
+
+    A file of its own beside the nodes is itself.
+    """
     held = [node for node in nodes if path == node or path.startswith(f"{node}/")]
     return max(held, key=len, default=None)
 

@@ -26,7 +26,7 @@ WRITTEN = re.compile(r"eval/results/(gpu-.*|NAME|histories/)")
 
 @pytest.fixture(params=DOCUMENTS, ids=lambda path: path.name)
 def document(request: pytest.FixtureRequest) -> tuple[Path, str]:
-    """One document at a time, with its text."""
+    """Return one document at a time, with its text."""
     return request.param, request.param.read_text()
 
 
@@ -73,7 +73,7 @@ def test_named_paths_exist(document: tuple[Path, str]) -> None:
 
 
 def _lines(text: str) -> Iterator[list[str]]:
-    """The words of every command in ``text`` that runs a module or mmkv."""
+    """Yield the words of every command in ``text`` that runs a module or mmkv."""
     text = text.replace("\\\n", " ")
     for line in text.splitlines():
         for found in re.findall(r"(?:python -m|\bmmkv) [^`|#]*", line):

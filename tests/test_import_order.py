@@ -13,7 +13,7 @@ ORDER = ("engine", "mmkv", "training", "eval")
 
 
 def imported(path: Path) -> Iterator[str]:
-    """Dotted names that a file imports, inside functions too."""
+    """Yield dotted names that a file imports, inside functions too."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)

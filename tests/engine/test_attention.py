@@ -34,7 +34,7 @@ def make_cache(lengths: list[list[int]], page: int, dim: int, layers: int = 1):
 
 
 def dense(length: Tensor, table: Tensor, pool: Tensor) -> list[Tensor]:
-    """The entries of each row, gathered one by one."""
+    """Return the entries of each row, gathered one by one."""
     page = pool.shape[1]
     rows = []
     for count, pages in zip(length.flatten().tolist(), table.flatten(0, -2), strict=True):

@@ -27,19 +27,22 @@ C_TYPES = {torch.float32: "float", torch.int32: "int32_t", torch.uint8: "uint8_t
 
 
 def code(name: str) -> str:
-    """A C source without its comments."""
+    """Return a C source without its comments."""
     return re.sub(r"/\*.*?\*/", "", (BACKENDS / "cpu" / name).read_text(), flags=re.DOTALL)
 
 
 def body(source: str, head: str) -> str:
-    """What stands between the braces after ``head``."""
+    """Return the text between the braces after ``head``."""
     found = re.search(re.escape(head) + r"[^{;]*\{(.*?)\n\}", source, re.DOTALL)
     assert found, head
     return found[1]
 
 
 def members() -> dict[str, str]:
-    """Type of each member of ``struct cache`` by name, in order; pointers end with a star."""
+    """Return the type of each member of ``struct cache`` by name, in order.
+
+    Pointers end with a star.
+    """
     found = {}
     for kind, names in re.findall(r"(\w+) ([^;]+);", body(code("native.h"), "struct cache")):
         for name in names.split(","):
@@ -48,7 +51,7 @@ def members() -> dict[str, str]:
 
 
 def kernel(file: str, name: str) -> ast.FunctionDef:
-    """The definition of a Triton kernel; Triton itself need not be installed."""
+    """Return the definition of a Triton kernel; Triton itself need not be installed."""
     tree = ast.parse((BACKENDS / "cuda" / "kernels" / file).read_text())
     [found] = [n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == name]
     return found

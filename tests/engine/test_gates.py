@@ -26,7 +26,7 @@ INNER = 512
 
 
 def published(spec: DecoderSpec, kind: str, seed: int = 0) -> dict[str, Tensor]:
-    """A state dict as in ``trimkv_weights.pth``."""
+    """Return a state dict as in ``trimkv_weights.pth``."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -51,7 +51,7 @@ def published(spec: DecoderSpec, kind: str, seed: int = 0) -> dict[str, Tensor]:
 
 
 def write(tensors: dict[str, Tensor], folder: Path) -> Path:
-    """The folder as published: weights and a config.json beside them."""
+    """Return the folder as published: weights and a config.json beside them."""
     folder.mkdir(exist_ok=True)
     torch.save(tensors, folder / "trimkv_weights.pth")
     (folder / "config.json").write_text("{}")
@@ -59,7 +59,7 @@ def write(tensors: dict[str, Tensor], folder: Path) -> Path:
 
 
 def sequential(tensors: dict[str, Tensor], layer: int, kind: str) -> nn.Sequential:
-    """One layer's gate (before logsigmoid) out of torch's own modules, in float64."""
+    """Return one layer's gate (before logsigmoid) out of torch's own modules, in float64."""
     prefix = f"model.layers.{layer}.self_attn.retention_gate."
     names = ["linear1", "linear2"] if kind == "rg" else ["linear1", "linear2", "linear3"]
     modules: list[nn.Module] = []

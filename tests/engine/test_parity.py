@@ -38,7 +38,7 @@ def reference_model(name: str) -> Any:
 
 @torch.inference_mode()
 def reference(name: str, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Greedy tokens ``[B, STEPS]`` and their logits ``[B, STEPS, vocab]`` by transformers."""
+    """Return greedy ids ``[B, STEPS]`` and their logits ``[B, STEPS, vocab]`` of transformers."""
     made = reference_model(name).generate(
         **inputs,
         max_new_tokens=STEPS,
@@ -57,7 +57,7 @@ def engine_of(name: str, chunk: int = 2048) -> Runtime:
 
 
 def continue_greedily(session: CachedSequence, logits: Tensor) -> tuple[Tensor, Tensor]:
-    """STEPS greedy tokens from the logits of the last prompt token, and all logits."""
+    """Return STEPS greedy tokens from the logits of the last prompt token, and all logits."""
     tokens, every = [], [logits]
     for _ in range(STEPS):
         tokens.append(int(every[-1].argmax()))

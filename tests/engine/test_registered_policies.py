@@ -60,7 +60,7 @@ def nothing_registered(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def imported() -> Iterator[None]:
-    """Forgets the modules that the test imports."""
+    """Remove the modules that the test imports."""
     before = set(sys.modules)
     yield
     for name in set(sys.modules) - before:

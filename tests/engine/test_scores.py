@@ -27,14 +27,14 @@ LOOKAHEADS = [1, 2, 5, 64, math.inf]
 
 
 def grid() -> tuple[Tensor, Tensor]:
-    """All (log_beta, age) pairs, float32 and int64."""
+    """Return all (log_beta, age) pairs, float32 and int64."""
     x = torch.tensor(LOG_BETAS, dtype=torch.float32)
     age = torch.tensor(AGES)
     return x.repeat_interleave(len(AGES)), age.repeat(len(LOG_BETAS))
 
 
 def exact(x: float, age: int, n: float) -> tuple[mpmath.mpf, mpmath.mpf]:
-    """The two terms of the score at 50 digits; ``x`` is taken as the exact float32 value."""
+    """Return the two terms of the score at 50 digits; ``x`` is taken as the exact float32 value."""
     with mpmath.workdps(50):
         x_exact = mpmath.mpf(x)
         if x == 0:

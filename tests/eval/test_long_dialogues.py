@@ -21,7 +21,7 @@ def run(turns: list[Turn], policy: str, budget: float | None) -> DialogueRun:
 
 
 def latest(turns: list[Turn], found: DialogueRun) -> float:
-    """Share of the questions about the newest pictures that were answered right."""
+    """Return the share of the questions about the newest pictures that were answered right."""
     right = [
         answer.right for turn, answer in zip(turns, found.answers, strict=True) if turn.pictures
     ]

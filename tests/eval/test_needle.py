@@ -41,7 +41,7 @@ def made(name: str, index: int) -> Any:
 
 @pytest.fixture
 def turns(monkeypatch: pytest.MonkeyPatch) -> list[list[Turn]]:
-    """The turns behind the documents that a test makes."""
+    """Return the turns behind the documents that a test makes."""
     seen: list[list[Turn]] = []
     plain = needle_tasks.scene_document
 

@@ -75,7 +75,9 @@ def test_a_custom_family(capsys: pytest.CaptureFixture[str]) -> None:
 def test_training_gates(capsys: pytest.CaptureFixture[str]) -> None:
     run("train_gates.py", "3")
     printed = capsys.readouterr().out
-    assert "loss" in printed and "of 3 steps" in printed and "dbtrimkv with the new gates: " in printed
+    assert (
+        "loss" in printed and "of 3 steps" in printed and "dbtrimkv with the new gates: " in printed
+    )
 
 
 class Dense(Oracle):

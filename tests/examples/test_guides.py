@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def blocks(guide: str) -> dict[str, str]:
-    """Code by the file that the sentence before it names; other code by its language."""
+    """Return code by the file that the sentence before it names; other code by its language."""
     text = (ROOT / "docs" / guide).read_text()
     found = {}
     for before, language, code in re.findall(r"([^\n]*)\n\n```(\w+)\n(.*?)```", text, re.DOTALL):
@@ -38,7 +38,7 @@ def blocks(guide: str) -> dict[str, str]:
 
 @pytest.fixture
 def guide(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder where the guide's package is installed, as its pyproject.toml says."""
+    """Return the folder where the guide's package is installed, as its pyproject.toml says."""
     code = blocks(request.param)
     project = tomllib.loads(code["pyproject.toml"])
     modules = project["tool"]["setuptools"]["py-modules"]

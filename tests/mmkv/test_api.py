@@ -30,7 +30,7 @@ def engine(qwen: Path) -> Engine:
 
 @pytest.fixture
 def session(engine: Engine) -> Iterator[Session]:
-    """A session; afterwards every page must be back."""
+    """Yield a session; afterwards every page must be back."""
     free = engine.cache.pool.num_pages - engine.cache.pool.free_pages
     with engine.session() as opened:
         yield opened
@@ -139,7 +139,7 @@ def test_the_length_limit_and_the_next_turn(
 
 
 def continues_alike(one: Session, other: Session) -> bool:
-    """Whether two sessions hold the same, judged by retained positions and the next logits."""
+    """Return whether two sessions have the same retained positions and next logits."""
     same = all(
         torch.equal(a, b)
         for rows, others in zip(one.retained(), other.retained(), strict=True)

@@ -13,7 +13,7 @@ OURS, THEIRS = '[project]\nname = "mmkv"\n', '[project]\nname = "theirs"\n'
 
 
 def repository(folder: Path, pyproject: str) -> str:
-    """A repository of one commit; its id."""
+    """Make a repository of one commit; return its id."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "pyproject.toml").write_text(pyproject)
     who = ["-c", "user.name=a", "-c", "user.email=a@b"]

@@ -183,7 +183,7 @@ ENDLESS, HANGS = 200_000, 600
 
 @pytest.fixture(scope="module")
 def patient_model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A model whose context has room for ENDLESS tokens."""
+    """Return a model whose context has room for ENDLESS tokens."""
     return str(save_qwen3_vl(tmp_path_factory.mktemp("patient"), positions=2 * ENDLESS))
 
 

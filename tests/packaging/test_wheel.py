@@ -31,7 +31,7 @@ pytestmark = [
 
 
 def run(*command: str | Path, cwd: Path) -> str:
-    """What a command prints; it must end well."""
+    """Return the output of a command, which must succeed."""
     env = os.environ | {"HF_HUB_OFFLINE": "1"}
     for name in ("PYTHONPATH", "MMKV_ASSETS"):
         env.pop(name, None)
@@ -42,7 +42,7 @@ def run(*command: str | Path, cwd: Path) -> str:
 
 @pytest.fixture(scope="module")
 def archive(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The source archive of this checkout."""
+    """Return the source archive of this checkout."""
     folder = tmp_path_factory.mktemp("source")
     unwanted = shutil.ignore_patterns("*.so", "__pycache__", "results", "build", "*.egg-info")
     for name in SOURCES:
@@ -58,7 +58,7 @@ def archive(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def wheel(archive: Path) -> Path:
-    """The wheel of the source archive."""
+    """Return the wheel of the source archive."""
     folder = archive.parent
     with tarfile.open(archive) as file:
         file.extractall(folder, filter="data")
@@ -71,7 +71,7 @@ def wheel(archive: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """``bin/`` of an environment with the wheel and this one's other packages."""
+    """Return ``bin/`` of an environment with the wheel and this one's other packages."""
     folder = tmp_path_factory.mktemp("environment")
     venv.create(folder, symlinks=True)
     python = folder / "bin" / "python"
@@ -86,7 +86,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def mmkv(installed: Path, tmp_path: Path) -> Callable[..., str]:
-    """The command, in a folder with packages of the same names."""
+    """Return the command, in a folder with packages of the same names."""
     for name in PACKAGES:
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text(f"raise ImportError('not the {name} of mmkv')")

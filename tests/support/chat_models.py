@@ -48,7 +48,7 @@ CHATML = (
 
 
 def byte_tokenizer(template: str | None = CHATML) -> PreTrainedTokenizerFast:
-    """A tokenizer whose ordinary tokens are single bytes: any text is tokenized in one way."""
+    """Return a tokenizer whose tokens are single bytes: any text has one tokenization."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {symbol: index for index, symbol in enumerate(alphabet)}
     inner = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
@@ -76,7 +76,7 @@ def _text_sizes(vocabulary: int) -> dict[str, object]:
 
 
 def save_llama(folder: Path, template: str | None = CHATML, seed: int = 0) -> Path:
-    """A text-only checkpoint."""
+    """Return a text-only checkpoint."""
     tokenizer = byte_tokenizer(template)
     torch.manual_seed(seed)
     eos = tokenizer.convert_tokens_to_ids("<|im_end|>")
@@ -87,7 +87,10 @@ def save_llama(folder: Path, template: str | None = CHATML, seed: int = 0) -> Pa
 
 
 def save_qwen3_vl(folder: Path, seed: int = 0, positions: int = 2048) -> Path:
-    """A Qwen3-VL checkpoint: 8-pixel patches, 2 x 2 of them a token; pictures of any size."""
+    """Return a Qwen3-VL checkpoint: 8-pixel patches, 2 x 2 of them a token.
+
+    Pictures of any size.
+    """
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
     tokenizer = byte_tokenizer()
@@ -146,7 +149,7 @@ LLAVA_TEMPLATE = (
 
 
 def save_llava(folder: Path, seed: int = 0) -> Path:
-    """A LLaVA-1.5 checkpoint with its transformers processor: 16 tokens a picture."""
+    """Return a LLaVA-1.5 checkpoint with its transformers processor: 16 tokens a picture."""
     from transformers import LlavaProcessor
     from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
@@ -185,7 +188,7 @@ def save_llava(folder: Path, seed: int = 0) -> Path:
 
 
 def save_llava_onevision(folder: Path, seed: int = 0) -> Path:
-    """A LLaVA-OneVision checkpoint without the part of its processor that needs torchvision."""
+    """Return a LLaVA-OneVision checkpoint without its video processor, which needs torchvision."""
     from transformers.models.llava_onevision import image_processing_pil_llava_onevision as theirs
 
     tokenizer = byte_tokenizer(LLAVA_TEMPLATE)

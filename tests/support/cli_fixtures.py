@@ -35,7 +35,7 @@ class Ran:
     err: str
 
     def error_line(self) -> str:
-        """The error, after checking that it is one line and that stdout is clean."""
+        """Return the error, after checking that it is one line and that stdout is clean."""
         lines = [line for line in self.err.splitlines() if "error" in line]
         assert len(lines) == 1 and lines[0].startswith("mmkv: error: "), self.err
         assert "Traceback" not in self.err and self.out == ""

@@ -48,7 +48,7 @@ class Checkpoint:
 
     @property
     def group(self) -> int:
-        """Query heads per KV head."""
+        """Return query heads per KV head."""
         return self.heads // self.kv_heads
 
 
@@ -129,14 +129,14 @@ CHECKPOINTS: dict[str, Checkpoint] = {
 
 @functools.cache
 def checkpoint(name: str) -> Path:
-    """The folder of checkpoint ``name``, built on first use and removed with the process."""
+    """Return the folder of checkpoint ``name``, built on first use and removed with the process."""
     folder = Path(_home.name) / name
     make_model(CHECKPOINTS[name]).save_pretrained(folder)
     return folder
 
 
 def make_model(spec: Checkpoint) -> Any:
-    """The transformers model of a checkpoint, float32, with lively random weights."""
+    """Return the transformers model of a checkpoint, float32, with lively random weights."""
     build = {
         "qwen3_vl": _qwen3_vl,
         "llava": _llava,
@@ -285,7 +285,7 @@ Piece = int | tuple[Any, ...]
 
 
 def make_turn(name: str, pieces: Sequence[Piece], seed: int = 0) -> dict[str, Tensor]:
-    """Inputs of one turn for checkpoint ``name``, as its processor would return them."""
+    """Return the inputs of one turn for checkpoint ``name``, as its processor would return them."""
     source = torch.Generator().manual_seed(seed)
     family = CHECKPOINTS[name].model_type
     ids: list[int] = []
@@ -324,7 +324,7 @@ def make_turn(name: str, pieces: Sequence[Piece], seed: int = 0) -> dict[str, Te
 
 
 def join_turns(*turns: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The whole conversation at once, for the transformers reference."""
+    """Return the whole conversation at once, for the transformers reference."""
     joined: dict[str, Tensor] = {}
     for key in {key: None for turn in turns for key in turn}:
         parts = [turn[key] for turn in turns if key in turn]
@@ -336,7 +336,7 @@ def join_turns(*turns: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def pad_left(turns: Sequence[dict[str, Tensor]], pad_id: int = 0) -> dict[str, Tensor]:
-    """A left-padded batch of several turns, for the transformers reference."""
+    """Return a left-padded batch of several turns, for the transformers reference."""
     width = max(turn["input_ids"].shape[1] for turn in turns)
     rows: dict[str, list[Tensor]] = {}
     for turn in turns:
@@ -407,7 +407,9 @@ def _tile_count(size: tuple[int, int]) -> int:
 
 
 def _anyres_tokens(size: tuple[int, int], most_tiles: int | None) -> int:
-    """Thumbnail plus the tiles, without the rows or columns that were padding, plus row ends."""
+    """Return thumbnail plus the tiles, without the rows or columns that were padding, plus row
+    ends.
+    """
     high, wide = (edge // TILE * SIDE for edge in select_best_resolution(size, PINPOINTS))
     if size[1] / size[0] > wide / high:
         high -= 2 * ((high - int(round(size[0] * (wide / size[1]), 7))) // 2)

@@ -20,7 +20,7 @@ Behaviour = Callable[[str, int], str]
 
 
 def grades(prompt: str) -> dict[str, int]:
-    """Scores from 1 to 10 that depend on nothing but the prompt."""
+    """Return scores from 1 to 10 that depend on nothing but the prompt."""
     digest = hashlib.sha256(prompt.encode()).digest()
     return {name: 1 + digest[index] % 10 for index, name in enumerate(SCORES)}
 

@@ -17,7 +17,7 @@ from typing import Any
 
 
 def compiled(request: dict[str, Any]) -> dict[str, Any]:
-    """What the compiler says of a kernel: registers, spilled and shared bytes, PTX.
+    """Return what the compiler says of a kernel: registers, spilled and shared bytes, PTX.
 
     The request has the fields of :func:`tests.support.kernels.compile_for_hopper`.
     """

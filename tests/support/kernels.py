@@ -30,7 +30,7 @@ def needs_compiler(test: Any) -> Any:
 
 
 def triton_form(launch: Callable[..., Any]) -> Any:
-    """A parameter for a test of both forms: a Triton launch function, where it can run."""
+    """Return a parameter for a test of both forms: a Triton launch function, where it can run."""
     runs = HAS_TRITON and (INTERPRETED or DEVICE.type == "cuda")
     reason = "needs Triton, and TRITON_INTERPRET=1 on a CPU (the interpreter)"
     marks = [pytest.mark.triton, pytest.mark.skipif(not runs, reason=reason)]
@@ -38,7 +38,7 @@ def triton_form(launch: Callable[..., Any]) -> Any:
 
 
 def forms(idea: str, name: str) -> list[Any]:
-    """The torch reference and the Triton launch function of ``kernels.{idea}.{name}``."""
+    """Return the torch reference and the Triton launch function of ``kernels.{idea}.{name}``."""
 
     def reference(*args: Any, **kwargs: Any) -> Any:
         module = importlib.import_module(f"engine.backends.cuda.kernels.{idea}")
@@ -52,7 +52,7 @@ def forms(idea: str, name: str) -> list[Any]:
 
 
 def is_triton(form: Callable[..., Any]) -> bool:
-    """Which of :func:`forms` this is."""
+    """Return which of :func:`forms` this is."""
     return form.__name__ == "triton"
 
 
@@ -68,7 +68,7 @@ class Report:
 
 @functools.cache
 def _compiler() -> subprocess.Popen[str]:
-    """One process for all kernels: it loads torch and Triton once, and ends with this one."""
+    """Start one process for all kernels; it loads torch and Triton once."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "tests.support.hopper_compiler"]
     root = Path(__file__).resolve().parents[2]

@@ -42,7 +42,7 @@ def write_all(folder: Path, count: int, reply: Callable[[pil.Image, str], str]) 
 
 
 def asked(name: str, kinds: tuple[str, ...]) -> Iterator[tuple[Scene, Question]]:
-    """Held-out grids of at least 2 x 2 cells, each with a question of one of the kinds.
+    """Yield held-out grids of at least 2 x 2 cells, each with a question of one of the kinds.
 
     Smaller pictures would be enlarged: lmms-eval's models see at least four visual tokens.
     """
@@ -224,7 +224,7 @@ def _videomathqa(folder: Path) -> None:
 
 
 def _choices(answer: str, index: int) -> tuple[list[str], str]:
-    """Four options with the answer among them, and its letter."""
+    """Return four options with the answer among them, and its letter."""
     others = [n for n in object_names() if n != answer][index * 3 : index * 3 + 3]
     place = index % 4
     return [*others[:place], answer, *others[place:]], LETTERS[place]

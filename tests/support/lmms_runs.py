@@ -43,7 +43,7 @@ class Written:
 
 
 def run(arguments: list[str], home: Path) -> subprocess.CompletedProcess[str]:
-    """``python -m ...`` offline, on one thread, with a cache folder of its own."""
+    """Run ``python -m ...`` offline, on one thread, with its own cache folder."""
     paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
     if importlib.util.find_spec("cv2") is None:
         # Video-MME's task file imports OpenCV (60 MB) at its top and needs it for subtitles alone.
@@ -64,6 +64,6 @@ def run(arguments: list[str], home: Path) -> subprocess.CompletedProcess[str]:
 
 
 def written(output: Path) -> Written:
-    """The one results file below a folder."""
+    """Return the one results file below a folder."""
     (found,) = output.rglob("*_results.json")
     return Written(found)

@@ -18,7 +18,7 @@ class Paged:
     table: Tensor
 
     def row(self, seq: int, layer: int, head: int) -> tuple[Tensor, Tensor]:
-        """Keys and values ``[entries, D]`` of one row in float64, gathered slot by slot."""
+        """Return keys and values ``[entries, D]`` of one row in float64, gathered slot by slot."""
         size, count = self.keys.shape[1], int(self.length[seq, layer, head])
         pages = self.table[seq, layer, head].tolist()
         slots = [(pages[i // size], i % size) for i in range(count)]
@@ -31,7 +31,7 @@ class Paged:
 def paged(
     length: Tensor, page: int, dim: int, dtype: torch.dtype, device: torch.device, seed: int = 0
 ) -> Paged:
-    """Rows of ``length [S, L, H]`` entries in shuffled pages.
+    """Return the rows of ``length [S, L, H]`` entries in shuffled pages.
 
     Slots without an entry hold NaN, unused table columns a page of NaN: whoever reads them fails.
     """
@@ -55,7 +55,7 @@ def paged(
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Plain float64 attention of ``query [Q, D]``; no keys give zeros and -inf."""
+    """Compute plain float64 attention of ``query [Q, D]``; no keys give zeros and -inf."""
     scores = query.double() @ key.T * scale
     if not len(key):
         return torch.zeros_like(query, dtype=torch.float64), scores.logsumexp(-1)

@@ -14,7 +14,7 @@ from tests.support.factories import TEXT_IDS, Checkpoint, Piece, make_model, mak
 
 
 def qwen3_vl(layers: int = 2, seed: int = 0) -> Checkpoint:
-    """A small Qwen3-VL with two KV heads and two query heads each."""
+    """Return a small Qwen3-VL with two KV heads and two query heads each."""
     return Checkpoint("qwen3_vl", 4, 2, 32, layers=layers, seed=seed)
 
 
@@ -28,12 +28,12 @@ def save_checkpoint(spec: Checkpoint, folder: Path) -> Path:
 
 
 def turn(*pieces: Piece, seed: int = 0) -> dict[str, Tensor]:
-    """A turn for Qwen3-VL; see :func:`tests.support.factories.make_turn`."""
+    """Return a turn for Qwen3-VL; see :func:`tests.support.factories.make_turn`."""
     return make_turn("qwen3_vl", pieces, seed)
 
 
 def text_ids(count: int, seed: int) -> Tensor:
-    """``[count]`` random text tokens."""
+    """Return ``[count]`` random text tokens."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(3, TEXT_IDS, (count,), generator=generator)
 
@@ -43,7 +43,7 @@ LATER = turn(3, ("image", 24, 16), 2, seed=2)
 
 
 def load(folder: Path, **settings: Any) -> Runtime:
-    """A float32 engine with random gates; chunks of 12 cut every prompt and picture."""
+    """Return a float32 engine with random gates; chunks of 12 cut every prompt and picture."""
     defaults = {"policy": "dbtrimkv", "budget": 10, "prefill_chunk": 12, "page_size": 8}
     return Runtime.from_pretrained(
         folder, gates="random", device="cpu", dtype="float32", **(defaults | settings)
@@ -68,5 +68,5 @@ def assert_same_rows(a: CachedSequence, b: CachedSequence) -> None:
 
 
 def state(session: CachedSequence) -> tuple[Any, ...]:
-    """Everything a failed call must leave as it was."""
+    """Return the state that a failed call must not change."""
     return (session.memory(), session.seen, session.next_position, session.entries)

@@ -41,7 +41,7 @@ FORMS = [pytest.param(retained_counts, id="torch"), TRITON]
 
 
 def rates(rows: int, steps: int, seed: int = 0) -> Tensor:
-    """log_beta from -1e-9 to -50, with an exact 0 in every row."""
+    """Return log_beta from -1e-9 to -50, with an exact 0 in every row."""
     generator = torch.Generator().manual_seed(seed)
     powers = torch.rand(rows, steps, generator=generator) * 10.7 - 9
     log_beta = -(10.0**powers)

@@ -37,7 +37,7 @@ MODEL = str(bundled_model())
 
 
 def settings(folder: Path, **changes: Any) -> Settings:
-    """A short run on the CPU in float32."""
+    """Return a short run on the CPU in float32."""
     usual = dict(
         model=MODEL,
         output=str(folder),
@@ -275,7 +275,7 @@ def test_recipes_are_the_papers_numbers() -> None:
 
 
 def run_settings(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Settings:
-    """What the command line makes of its arguments, without a run."""
+    """Return what the command line makes of its arguments, without a run."""
     seen: list[Settings] = []
 
     def stop(chosen: Settings) -> Runtime:

@@ -26,7 +26,7 @@ def inputs(
     width: int = 8,
     dtype: torch.dtype = torch.float32,
 ) -> list[Tensor]:
-    """query, key, value and log_beta from -1e-9 to -50 with exact zeros."""
+    """Return query, key, value and log_beta from -1e-9 to -50 with exact zeros."""
     generator = torch.Generator().manual_seed(steps)
 
     def normal(count: int) -> Tensor:
@@ -39,7 +39,7 @@ def inputs(
 
 
 def documents(batch: int, steps: int, count: int) -> Tensor:
-    """Sequences cut at different places."""
+    """Return sequences cut at different places."""
     generator = torch.Generator().manual_seed(steps)
     start = torch.zeros(batch, steps, dtype=torch.int64)
     cuts = torch.randint(0, steps, (batch, count), generator=generator)

@@ -34,7 +34,7 @@ def document(name: str, length: int, seed: int) -> dict[str, Tensor]:
 
 
 def lively(engine: Runtime, tying: str = "paper", seed: int = 0) -> TrainableGates:
-    """Gates whose log_beta spreads over several orders of magnitude."""
+    """Return gates whose log_beta spreads over several orders of magnitude."""
     made = TrainableGates(engine.spec, d_gate=24, tying=tying, bias=1.0, seed=seed)
     with torch.no_grad():
         made.readout.weight.mul_(60)
@@ -42,7 +42,7 @@ def lively(engine: Runtime, tying: str = "paper", seed: int = 0) -> TrainableGat
 
 
 def gated_by_transformers(name: str, inputs: dict[str, Tensor], gates: Gates) -> Tensor:
-    """Logits ``[T, vocab]`` of the transformers model, eager attention with the gates' bias.
+    """Return logits ``[T, vocab]`` of the transformers model, eager attention with the gates' bias.
 
     Every attention module gets its own additive mask, worked out from what it is about to read.
     """

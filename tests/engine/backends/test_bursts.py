@@ -20,7 +20,7 @@ QUESTIONS = ["What color is the shape in the first row?", "How many shapes are t
 
 
 def engine_for(burst: bool, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> Engine:
-    """The bundled model; with ``burst`` it believes that it has a graph."""
+    """Return the bundled model; ``burst`` makes it decode as with a graph."""
     options = {"policy": "dbtrimkv", "gates": "random", "dtype": "float32", "budget": 24}
     engine = Engine.from_pretrained(bundled_model(), **(options | settings))
     if burst:

@@ -24,7 +24,7 @@ def batch_slots(seqs: list[int]) -> Tensor:
 
 
 def eager_slots(cache: RaggedCache, seqs: list[int]) -> Tensor:
-    """What the eager cache hands out, with -1 in idle batch slots."""
+    """Return what the eager cache hands out, with -1 in idle batch slots."""
     slots = torch.full((len(seqs), cache.layers, cache.kv_heads), -1)
     live = [seq for seq in seqs if seq >= 0]
     if live:

@@ -49,7 +49,7 @@ def assert_within_units(got: Tensor, want: Tensor, units: float) -> None:
 
 
 def allowance(form: Callable[..., Tensor], dtype: torch.dtype, roundings: int) -> float:
-    """Units in the last place for values that were rounded so often."""
+    """Return the units in the last place for values that were rounded so often."""
     cut_off = INTERPRETED and is_triton(form) and dtype == torch.bfloat16
     # float32: rsqrt, exp and a sum over up to 5000 features cost a few units themselves.
     return {torch.float32: 8.0}.get(dtype, 1.0 * roundings) + roundings * cut_off
@@ -138,7 +138,9 @@ def columns(batch_slots: int, **values: Any) -> SamplingColumns:
 
 
 def frequencies(row: Tensor, batch_slots: int = 20_000, **values: Any) -> Tensor:
-    """How often each token is drawn from ``row [vocab]`` when the noise covers [0, 1) evenly."""
+    """Return how often each token is drawn from ``row [vocab]`` when the noise covers [0, 1)
+    evenly.
+    """
     noise = (torch.arange(batch_slots, device=DEVICE, dtype=torch.float64) + 0.5) / batch_slots
     rows = row.to(DEVICE).expand(batch_slots, -1).contiguous()
     drawn = sample(rows, columns(batch_slots, **values), noise)

@@ -18,7 +18,9 @@ SCALE = 0.2
 
 
 def queries(heads: int, count: int, dim: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """``[Hq, C, D]`` as the decoder gives it: a transposed view of a part of a wider product."""
+    """Return ``[Hq, C, D]`` as the decoder gives it: a transposed view of a part of a wider
+    product.
+    """
     generator = torch.Generator().manual_seed(1)
     wide = torch.randn(count, heads + 1, dim, generator=generator).to(DEVICE, dtype)
     return wide[:, 1:].transpose(0, 1)

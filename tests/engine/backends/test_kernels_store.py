@@ -130,7 +130,7 @@ class Case:
         return Readout(x, self.gate.readout, self.gate.bias)
 
     def eager(self) -> tuple[Tensor, PagePool]:
-        """Queries and pool after the engine's own step."""
+        """Return queries and pool after the engine's own step."""
         cache, spec = copy.deepcopy(self.cache), self.decoder.spec
         seen = int(self.position.max()) + 1
         step = DecodeStep(cache, spec, self.seqs, self.position, seen, [None] * 3)
@@ -140,7 +140,7 @@ class Case:
         return query, cache.pool
 
     def ours(self, form: Callable[..., Tensor], **extra: Any) -> tuple[Tensor, PagePool, Tensor]:
-        """Queries, pool and slots after ``form``."""
+        """Return queries, pool and slots after ``form``."""
         cache = copy.deepcopy(self.cache)
         slots = cache.append(self.seqs, 1)[:, 0, :, 0]
         query = form(
@@ -157,7 +157,7 @@ class Case:
 
 
 def units(form: Callable[..., Tensor], dtype: torch.dtype, roundings: int) -> float:
-    """Allowed error in units in the last place of a head's largest element.
+    """Return the allowed error in units in the last place of a head's largest element.
 
     The interpreter cuts float32 to bfloat16 off, which costs up to a unit a rounding.
     """

@@ -45,7 +45,7 @@ class Case:
         known: int | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> Case:
-        """``lengths[sequence][layer * heads + head]``; tokens 0 .. seen - 1 were seen."""
+        """Return ``lengths[sequence][layer * heads + head]``; tokens 0 .. seen - 1 were seen."""
         generator = torch.Generator().manual_seed(len(lengths) + group + head_dim)
 
         def normal(*shape: int) -> Tensor:
@@ -96,7 +96,7 @@ class Case:
         )
 
     def spread(self, seq: int, values: Tensor) -> Tensor:
-        """``values [N]`` of a sequence's entries as ``[L, H, W P]``, 0 elsewhere."""
+        """Return ``values [N]`` of a sequence's entries as ``[L, H, W P]``, 0 elsewhere."""
         entries = self.cache.entries(seq)
         size = self.cache.table.shape[-1] * self.cache.pool.page_size
         out = torch.zeros(self.cache.rows, size, dtype=values.dtype, device=DEVICE)
@@ -104,7 +104,7 @@ class Case:
         return out.view(*self.cache.length.shape[1:], size)
 
     def eager(self, seq: int) -> Tensor:
-        """What the sequence's QueryWindow computes."""
+        """Return what the sequence's QueryWindow computes."""
         cache, window = self.cache, self.query.shape[3]
         eager = QueryWindow(self.spec, window, self.query.dtype, DEVICE)
         eager.restore(self.query[seq], self.query_position[seq])
@@ -123,7 +123,7 @@ class Case:
         return self.spread(seq, eager.attention(cache, seq, live, view))
 
     def exact(self, seq: int) -> Tensor:
-        """The definition, entry by entry, in float64."""
+        """Compute the definition, entry by entry, in float64."""
         cache, group = self.cache, self.spec.group
         live = cache.entries(seq)
         key = cache.pool.keys.flatten(0, 1)[live.slot].double()

@@ -23,7 +23,7 @@ TASK, SPLIT = "made_up", "test"
 
 @pytest.fixture(scope="module")
 def chat() -> Any:
-    """The chat form of the bundled model under a small budget."""
+    """Return the chat form of the bundled model under a small budget."""
     pytest.importorskip("lmms_eval")
     from eval.lmms.chat import MmkvChat
 
@@ -48,7 +48,7 @@ def instance(kind: str, *arguments: Any, number: int = 0) -> Any:
 
 
 def requests_of(model: Any, docs: list[Any], give: Any, **gen_kwargs: Any) -> list[Any]:
-    """Chat requests, one per document."""
+    """Return chat requests, one per document."""
     model.task_dict = {TASK: {SPLIT: docs}}
     return [
         instance("generate_until", "", give, gen_kwargs, n, TASK, SPLIT, number=n)

@@ -71,7 +71,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def ours(data: Path, home: Path, tmp_path_factory: pytest.TempPathFactory) -> Written:
-    """Everything through ``mmkv eval``, unlimited budget, three documents at a time."""
+    """Run everything through ``mmkv eval``: unlimited budget, three documents at a time."""
     output = tmp_path_factory.mktemp("ours")
     tasks = ",".join([*PICTURES, *VIDEOS, "mmdu"])
     done = run(

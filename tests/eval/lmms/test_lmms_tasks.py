@@ -24,7 +24,7 @@ from tests.support.lmms_runs import needs_lmms_eval
 
 @pytest.fixture
 def shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A stand-in for lmms-eval's folder of tasks."""
+    """Return a stand-in for lmms-eval's folder of tasks."""
     folder = tmp_path / "shipped"
     (folder / "mmstar").mkdir(parents=True)
     (folder / "mme").mkdir()
@@ -131,7 +131,7 @@ def dialogue(**changes: Any) -> dict[str, Any]:
 
 
 def saved(folder: Path, *rows: dict[str, Any], pictures: str = ".") -> Path:
-    """A folder of data with a benchmark file and one picture."""
+    """Return a folder of data with a benchmark file and one picture."""
     (folder / "mmdu" / pictures).mkdir(parents=True)
     Image.new("RGB", (4, 2)).save(folder / "mmdu" / pictures / "1.png")
     (folder / "mmdu" / "benchmark.json").write_text(json.dumps(list(rows)))

@@ -39,7 +39,7 @@ BUDGET = ("--budget", "48", "--quiet")
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Answers of an uninterrupted run over the whole bundled set."""
+    """Return the answers of an uninterrupted run over the whole bundled set."""
     folder = tmp_path_factory.mktemp("mmdu") / "answers"
     assert run(["mmdu", "--output", str(folder), *BUDGET]) == 0
     return folder

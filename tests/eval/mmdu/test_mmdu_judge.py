@@ -47,7 +47,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def answers(tmp_path: Path) -> Path:
-    """Answers that some model could have given."""
+    """Return the answers that some model could have given."""
     folder = tmp_path / "answers"
     for dialogue in DIALOGUES:
         AnswerFolder(folder).save(dialogue, answers_of(dialogue), [])
@@ -184,7 +184,7 @@ def test_both_aggregations_and_the_failures_between_them(
 
 @pytest.fixture
 def uninterrupted(judge: Callable[..., Ran], answers: Path) -> Iterator[tuple[str, bytes]]:
-    """What a run without trouble prints and writes; its verdicts are then taken away."""
+    """Yield what a run without trouble prints and writes; its verdicts are then taken away."""
     with FakeJudge() as fake:
         out = judge(fake.url).out
     folder = answers / "judge-fake-judge-1"

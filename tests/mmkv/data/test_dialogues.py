@@ -20,7 +20,7 @@ Cells = list[list[str]]
 
 
 def shown(turns: list[Turn]) -> dict[int, Scene]:
-    """Pictures by the number in their caption."""
+    """Return pictures by the number in their caption."""
     found = {}
     for turn in turns:
         assert len(turn.captions) == len(turn.pictures)
@@ -31,7 +31,7 @@ def shown(turns: list[Turn]) -> dict[int, Scene]:
 
 
 def answer_about(question: Question, cells: dict[int, Cells], text: dict[int, str]) -> str:
-    """The right answer to a question that names its pictures, from pixels."""
+    """Return the right answer to a question that names its pictures, from pixels."""
     numbers = [int(n) for n in re.findall(r"picture (\d+)", question.text)]
     if question.kind == "read":
         return text[numbers[0]]
@@ -44,7 +44,7 @@ def answer_about(question: Question, cells: dict[int, Cells], text: dict[int, st
 
 
 def check(turns: list[Turn]) -> set[tuple[str, str]]:
-    """Every answer of a dialogue against the pixels; the kinds that were asked."""
+    """Check every answer of a dialogue against the pixels; return the kinds that were asked."""
     pictures = shown(turns)
     drawn = {n: read_cells(render(s)) for n, s in pictures.items() if s.kind == "grid"}
     text = {n: s.text for n, s in pictures.items() if s.kind == "text"}

@@ -54,7 +54,7 @@ def read_cells(picture: Image.Image) -> list[list[str]]:
 
 
 def answer_from_pixels(cells: list[list[str]], kind: str, text: str) -> str:
-    """The right answer, worked out from what the pixels show."""
+    """Return the right answer, worked out from what the pixels show."""
     flat = [name for row in cells for name in row]
     numbers = [int(n) for n in re.findall(r"\d+", text)]
     named = [name for name in object_names() if re.search(rf"\b{name}\b", text)]

@@ -26,7 +26,7 @@ FACTS = dict.fromkeys(["recall", "needles", "memory", "haystack", "far-memory"],
 
 
 def answers_by_reading(kind: str, pieces: list[Piece]) -> list[str]:
-    """What the text last stated of the name before each question's own answer."""
+    """Return what the text last stated of the name before each question's own answer."""
     text, found = "", []
     for piece in pieces:
         if piece.answer:

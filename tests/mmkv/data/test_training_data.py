@@ -21,12 +21,12 @@ from tests.support.chat_models import picture
 
 
 def turns(*texts: str) -> list[dict[str, Any]]:
-    """User and assistant in turns."""
+    """Return messages of user and assistant in turns."""
     return [{"role": ("user", "assistant")[i % 2], "content": s} for i, s in enumerate(texts)]
 
 
 def lines(path: Path, *rows: Any) -> Path:
-    """A JSONL file; a row that is a string stands as it is."""
+    """Return a JSONL file; a row that is a string stands as it is."""
     path.write_text("\n".join(r if isinstance(r, str) else json.dumps(r) for r in rows) + "\n")
     return path
 
@@ -38,7 +38,7 @@ def image(path: Path, colour: str = "red", size: tuple[int, int] = (64, 64)) -> 
 
 
 def content(row: Any) -> list[list[Any]]:
-    """Per message its parts: a text, or (kind, file name)."""
+    """Return per message its parts: a text, or (kind, file name)."""
     return [
         [
             p["text"] if p["type"] == "text" else (p["type"], Path(p[p["type"]]).name)

@@ -71,7 +71,7 @@ TALK = turns("what is red?", "a red thing", "and\nblue?", "red\n\n blue ", "than
 
 @pytest.fixture(scope="module")
 def merging() -> PreTrainedTokenizerFast:
-    """A tokenizer with merges over white space, as real ones have: ``: `` and ``red`` join."""
+    """Return a tokenizer with merges over white space: ``: `` and ``red`` join."""
     inner = Tokenizer(models.BPE())
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()

@@ -27,14 +27,14 @@ def encoded(picture: Image.Image, kind: str = "PNG", **options: object) -> bytes
 
 
 def two_colours() -> Image.Image:
-    """Red on the left, blue on the right, 4 x 2."""
+    """Return a picture of 4 x 2 pixels, red on the left and blue on the right."""
     picture = Image.new("RGB", (4, 2), (255, 0, 0))
     picture.paste((0, 0, 255), (2, 0, 4, 2))
     return picture
 
 
 def bomb() -> bytes:
-    """A PNG of a few bytes that claims 60,000 x 60,000 pixels."""
+    """Return a PNG of a few bytes that claims 60,000 x 60,000 pixels."""
 
     def chunk(name: bytes, body: bytes) -> bytes:
         return (
@@ -48,7 +48,7 @@ def bomb() -> bytes:
 
 @pytest.fixture
 def server() -> Iterator[str]:
-    """A local web server: /picture.png, /empty, /moved (to a file: URL), else 404."""
+    """Yield a local web server: /picture.png, /empty, /moved (to a file: URL), else 404."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
