@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import is_dataclass, replace
 
-from engine.config import check_lookahead
+from engine.config import EngineConfig, check_lookahead
 from engine.errors import PolicyError
 from engine.policies.allocation import GlobalAllocation, HeadAllocation
 from engine.policies.base import Needs, Policy
@@ -67,7 +67,7 @@ def describe_added() -> list[str]:
     return _REGISTRY.describe_added()
 
 
-def make_policy(name: str, lookahead: float = 2) -> Policy:
+def make_policy(name: str, lookahead: float = EngineConfig.lookahead) -> Policy:
     """Make the policy ``name``, a preset or one that was registered.
 
     ``dbtrimkv+N`` and ``trimkv+N`` also keep the newest N tokens of every row, whatever their

@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.config import EngineConfig
 from engine.policies.base import CacheView, Needs
 from engine.policies.score import lookahead_log_score
 
@@ -16,7 +17,7 @@ from engine.policies.score import lookahead_log_score
 class Retention:
     """Learned retention summed over ``lookahead`` steps (DBTrimKV, eq. 9; n = 1: TRIM-KV)."""
 
-    lookahead: float = 2
+    lookahead: float = EngineConfig.lookahead
     needs: ClassVar[Needs] = Needs(gates="retention")
 
     def score(self, view: CacheView) -> Tensor:

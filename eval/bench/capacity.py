@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from engine.config import EngineConfig
 from engine.errors import BudgetError, MmkvError
 from engine.runtime import Runtime
 from eval.bench.memory_estimate import WORKSPACE, Plan, dense_count, plan
@@ -71,7 +72,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--context", type=int, default=32768, help="tokens that each sequence has seen"
     )
     options.add_argument("--budgets", type=int, nargs="+", default=[64, 128, 256, 512, 1024, 2048])
-    options.add_argument("--chunk", type=int, default=2048, help="tokens per prefill chunk")
+    options.add_argument(
+        "--chunk", type=int, default=EngineConfig.prefill_chunk, help="tokens per prefill chunk"
+    )
     options.add_argument("--workspace", type=float, default=WORKSPACE / 1e9, metavar="GB")
     options.add_argument("--skew", type=float, default=4.0, help="longest row over the mean")
     options.add_argument("--decode-batch", type=int, default=32)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from engine.cache import PagePool
+from engine.config import EngineConfig
 from eval.bench.methods import SPARE_COLUMNS
 from eval.bench.shapes import Shape
 from eval.bench.synthetic_cache import pages_for
@@ -23,7 +24,7 @@ def own_bytes(
     budget: float | None,
     steps: int,
     dtype: torch.dtype,
-    page: int = 16,
+    page: int = EngineConfig.page_size,
     skew: float = 1.0,
 ) -> int:
     """Return the bytes that one of our methods needs, weights included: an estimate from above.
@@ -74,7 +75,7 @@ def plan(
     context: int,
     memory: float,
     dtype: torch.dtype,
-    chunk: int = 2048,
+    chunk: int = EngineConfig.prefill_chunk,
     page: int = 16,
     workspace: int = WORKSPACE,
 ) -> Plan:

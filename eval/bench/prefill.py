@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from engine.config import EngineConfig
 from engine.errors import MmkvError
 from engine.runtime import Runtime
 from eval.bench.methods import concerns_one_method
@@ -209,7 +210,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.add_argument("--shape", default="qwen3-4b", choices=SHAPES)
     options.add_argument("--lengths", type=int, nargs="+", default=list(LENGTHS))
     options.add_argument("--budget", type=float, default=256, help="M, entries per row")
-    options.add_argument("--chunk", type=int, default=2048, help="tokens per prefill chunk")
+    options.add_argument(
+        "--chunk", type=int, default=EngineConfig.prefill_chunk, help="tokens per prefill chunk"
+    )
     options.add_argument("--full-longest", type=int, default=200_000, help="0: leave it out")
     options.add_argument("--peer-longest", type=int, default=200_000, help="0: leave it out")
     options.add_argument(

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from engine.config import EngineConfig
 from engine.errors import InputError
 from engine.model.gates import foreign_note, load_gates
 from engine.policies import Budget, make_policy
@@ -102,7 +103,9 @@ class Cell:
         Raises:
             InputError: a policy that scores with gates, and none given.
         """
-        policy = make_policy(self.policy, 2 if self.lookahead is None else self.lookahead)
+        policy = make_policy(
+            self.policy, EngineConfig.lookahead if self.lookahead is None else self.lookahead
+        )
         if policy.scoring.needs.gates and policy.evicts and self.gates is None:
             raise InputError(f"policy {self.policy!r} needs gates: write {self.policy}:GATES")
         gates = None if self.gates is None else load_gates(self.gates, base.spec)
