@@ -261,6 +261,21 @@ class Runtime:
                 break
         return generated
 
+    @torch.inference_mode()
+    def trim(self) -> int:
+        """Give the cache's unused pages back to the allocator, as after a long prompt's prefill.
+
+        What the sessions hold stays as it is. The pages in use are copied; the next step that
+        needs a page grows the pool again, by an eighth.
+
+        Returns:
+            bytes given back. On a GPU torch keeps them for its next tensors.
+        """
+        given_back = self.cache.trim()
+        if given_back:
+            self.backends.cuda.reset()
+        return given_back
+
     @property
     def many_path(self) -> str:
         """``graph``, or ``step by step: `` and why: what :meth:`decode_many` runs on."""

@@ -104,6 +104,16 @@ class PagePool(Columns):
         self._stack = torch.cat([fresh, free, self._stack.new_zeros(old - self._free)])
         self._free += num_pages - old
 
+    def keep_only(self, pages: Tensor) -> None:
+        """Shrink to the pages ``[n]`` given; page ``pages[i]`` becomes page i, and none is free.
+
+        All tensors are made before one is replaced: running out of memory changes nothing.
+        """
+        kept = [column[pages] for column in self.columns()]
+        for name, column in zip(COLUMNS, kept, strict=True):
+            setattr(self, name, column)
+        self._stack, self._free = self._stack.new_zeros(pages.numel()), 0
+
     def free_list(self) -> Tensor:
         """Return the ids of all free pages, for the invariant checks."""
         return self._stack[: self._free]

@@ -167,6 +167,33 @@ class RaggedCache:
             column.flatten(0, 1)[slot] = values
         return seq
 
+    def trim(self) -> int:
+        """Shrink pool and tables to what the rows hold; content and storage order stay.
+
+        Held pages move down into the ids of free ones, and the tables follow.
+
+        Returns:
+            bytes of the pages given back to the allocator.
+        """
+        pool, held = self.pool, self._page_mask(slice(None))
+        unused, pages = pool.free_pages, self.table[held]
+        if not unused:
+            return 0
+        source = torch.arange(pages.numel(), device=pages.device)
+        is_held = torch.zeros(pool.num_pages, dtype=torch.bool, device=pages.device)
+        is_held[pages] = True
+        gaps = (~is_held[: pages.numel()]).nonzero().flatten()
+        movers = pages.numel() + is_held[pages.numel() :].nonzero().flatten()
+        source[gaps] = movers
+        place = torch.arange(pool.num_pages, device=pages.device)
+        place[movers] = gaps
+        width = max(int(_ceil(self.length, pool.page_size).max()), 1) if self.length.numel() else 1
+        table = torch.zeros_like(self.table)  # no stale id may name a page that is gone
+        table[held] = place[pages]
+        pool.keep_only(source)
+        self.table = table[..., :width].contiguous()
+        return unused * pool.page_bytes
+
     def check(self) -> None:
         """Verify that every page is free or in exactly one row.
 
@@ -183,7 +210,7 @@ class RaggedCache:
         assert pages.unique().numel() == pages.numel(), "a page is free or held twice"
         assert bool((self.length >= 0).all()), "a row has a negative length"
 
-    def _page_mask(self, seq: int) -> Tensor:
+    def _page_mask(self, seq: int | slice) -> Tensor:
         column = torch.arange(self.table.shape[-1], device=self.table.device)
         return column < _ceil(self.length[seq], self.pool.page_size)[..., None]
 

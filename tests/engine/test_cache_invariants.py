@@ -46,7 +46,7 @@ def columns(serial: Tensor, head_dim: int) -> dict[str, Tensor]:
 
 
 class CacheMachine(RuleBasedStateMachine):
-    """Open, append (to one or several sequences), evict, fork, export, import, close, grow."""
+    """Open, append (to one or more sequences), evict, fork, export, import, close, grow, trim."""
 
     @initialize(
         page_size=st.sampled_from([1, 2, 8, 16, 64]),
@@ -140,6 +140,16 @@ class CacheMachine(RuleBasedStateMachine):
     def grow(self, extra: int) -> None:
         assume(self.pool.num_pages < 2000)
         self.pool.grow(self.pool.num_pages + extra)
+
+    @rule()
+    def trim(self) -> None:
+        """Only held pages are left, and every row keeps its order."""
+        order = {seq: self._stored(seq) for seq in self.model}
+        unused, total = self.pool.free_pages, self.pool.num_pages
+        assert self.cache.trim() == unused * self.pool.page_bytes
+        assert (self.pool.free_pages, self.pool.num_pages) == (0, total - unused)
+        assert {column.shape[0] for column in self.pool.columns()} == {total - unused}
+        assert {seq: self._stored(seq) for seq in self.model} == order
 
     @rule(data=st.data(), count=st.integers(1, 40))
     @precondition(lambda self: self.model)

@@ -58,6 +58,10 @@ class CudaBackend:
         """See :class:`engine.backends.base.Backend`."""
         return self._single.evict(sessions)
 
+    def reset(self) -> None:
+        """Drop the graphs: they keep the tensors alive that they were made for."""
+        self.runner = None
+
     def decode_many(
         self,
         sessions: Sequence[CachedSequence],

@@ -95,6 +95,11 @@ class GraphRunner:
                 session.count_burst(seen[batch_slot] - session.seen, entries[session.seq])
         if int(step.room.error):
             raise BudgetError("the page pool was too small for a step; this is a bug in mmkv")
+        if int(step.least_dropped.min()) < 0:
+            raise BudgetError(
+                "a session has more entries than the eviction on the GPU was made for and stands "
+                "above its budget; this is a bug in mmkv, decode it step by step"
+            )
         rows = step.generated[: len(sessions), :steps].tolist()
         return [[token for token in row if token >= 0] for row in rows]
 
@@ -159,6 +164,7 @@ class GraphRunner:
         step.index.zero_()
         step.generated.fill_(-1)
         step.room.error.zero_()
+        step.least_dropped.zero_()
         if draws is not None and step.columns is not None:
             settings, seed = columns_of(draws, step.seqs.device)
             for name, column in vars(settings).items():

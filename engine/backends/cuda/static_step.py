@@ -47,6 +47,8 @@ class StaticStep:
             that are a fraction of the tokens seen.
         generated: ``[B, steps]`` int64, the tokens chosen, -1 where a batch slot was idle; index:
             ``[1]``.
+        least_dropped: ``[B]`` int64, the smallest result of an eviction since it was zeroed: -1
+            where a batch slot had to evict and could not.
         seed: ``[B]`` int64; columns: settings of the draw, or None for greedy decoding.
     """
 
@@ -83,6 +85,7 @@ class StaticStep:
         self.seqs, self.token, self.seen = integers(batch) - 1, integers(batch), integers(batch)
         self.rope_position, self.allowed = integers(batch), integers(batch)
         self.share = torch.zeros(batch, dtype=torch.float64, device=device)
+        self.least_dropped = integers(batch)
         self.generated, self.index = integers(batch, most_steps), integers(1)
         self.stop = torch.tensor(list(stop) or [-1], device=device)
         self.seed = integers(batch)
@@ -166,9 +169,10 @@ class StaticStep:
             rows = engine.spec.rows
             growing = (self.share * self.seen * rows).floor().long().clamp(min=rows)
             allowed = growing.where(self.share > 0, self.allowed)
-            evict(
+            dropped = evict(
                 self._eviction, engine.policy, self.rows, engine.cache.pool, self.seqs,
                 self.seen, allowed, (engine.evict_every - 1) * rows,
             )  # fmt: skip
+            torch.minimum(self.least_dropped, dropped, out=self.least_dropped)
         stopped = (self.token[:, None] == self.stop).any(-1)
         self.seqs.copy_(self.seqs.where(~stopped, -1))

@@ -160,6 +160,23 @@ def test_long_runs_are_lent_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     same(one, two)
 
 
+def test_an_eviction_that_cannot_be_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Buffers made for fewer entries than a session holds: the step says so, and is counted."""
+    ours = engine_for("odd")
+    session = opened(ours, 3)[2]
+    runner = GraphRunner(ours)
+    make_room = runner._make_room
+    monkeypatch.setattr(runner, "_make_room", lambda *args: min(make_room(*args), 1))
+    seen = session.seen
+    with pytest.raises(BudgetError, match="above its budget"):
+        runner.decode([session], [3], 4)
+    assert session.seen == seen + 4 and session.entries > session.allowed_entries
+    assert session.memory().entries == session.entries
+    ours.decode([session], [3])
+    assert session.entries == session.allowed_entries
+    ours.cache.check()
+
+
 def test_a_pool_without_room_refuses_before_the_first_step() -> None:
     engine = engine_for("odd", "full")
     sessions = [engine.session()]
