@@ -25,7 +25,7 @@ class Document:
     Attributes:
         example: what the processor returns for it, ``labels [1, T]``, and ``cuts``: token indices
             at which memory is brought down to the budget before what follows is known.
-        notes: about each answer, in order; what they are is the world's affair.
+        notes: one per answer, in order; their type depends on the domain.
     """
 
     example: dict[str, Any]

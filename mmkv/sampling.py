@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Sampling:
-    """Settings of one reply. The default is greedy decoding.
+    """Sampling settings of one reply. The default is greedy decoding.
 
     ``temperature`` 0 takes the likeliest token and ignores ``top_p`` and ``top_k``; ``top_k`` 0
     and ``top_p`` 1 switch those filters off; ``seed`` None draws a fresh seed for each reply;

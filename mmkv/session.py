@@ -49,7 +49,7 @@ class Session(CachedSequence):
     """One conversation.
 
     ``history``: its messages in the transformers chat format (pictures and videos as bare
-    placeholders). ``last``: the latest Reply. ``note``: a line worth telling the user about how
+    placeholders). ``last``: the latest Reply. ``note``: a note for the user about how
     the turn was rendered, or None. ``undo_depth``: how many turns :meth:`undo` can take back; each
     costs a copy of the cache, so it is 0 unless asked for.
     """

@@ -194,7 +194,7 @@ def work_list(state: State) -> Work:
 class Step:
     """Append and eviction of one step on a synthetic cache, each time from the same state.
 
-    Left to itself the cache would drift: rows whose entries score well grow, others empty.
+    Without restoring, the cache would drift: rows with high scores grow, others empty.
     """
 
     def __init__(self, state: State, evicting: Eviction | None) -> None:

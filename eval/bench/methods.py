@@ -23,7 +23,7 @@ SPARE_COLUMNS = 1024
 class Own:
     """Sessions of an engine, filled with random entries, that decode again and again.
 
-    With a policy that evicts they stand at their budget and stay there; without one they are cut
+    With a policy that evicts they are at their budget and stay there; without one they are cut
     back after each run.
     """
 

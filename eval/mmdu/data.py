@@ -111,7 +111,7 @@ def _rows(path: Path) -> list[tuple[str | None, Any]]:
 def read_row(row: Any, key: str | None = None, unused_images: bool = False) -> Dialogue:
     """Return one row as a dialogue; ``key`` stands in for a missing id. Raises InputError."""
     if not isinstance(row, dict):
-        raise InputError("the row is not an object with id, image and conversations; mend it")
+        raise InputError("the row is not an object with id, image and conversations; correct it")
     name = row.get("id", key)
     if isinstance(name, bool) or not isinstance(name, str | int):
         raise InputError("the row has no id (a text or a number); give it one")
@@ -124,7 +124,9 @@ def read_row(row: Any, key: str | None = None, unused_images: bool = False) -> D
     )
     missing = dialogue.shown - len(dialogue.images)
     if missing > 0 or (missing < 0 and not unused_images):
-        remedy = "mend the row" if missing > 0 else "mend the row or pass --allow-unused-images"
+        remedy = (
+            "correct the row" if missing > 0 else "correct the row or pass --allow-unused-images"
+        )
         raise InputError(
             f"its questions place {dialogue.shown} pictures ({PLACEHOLDER}) and it lists "
             f"{len(dialogue.images)}; {remedy}"
@@ -134,14 +136,14 @@ def read_row(row: Any, key: str | None = None, unused_images: bool = False) -> D
 
 def _turns(conversations: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
     if not isinstance(conversations, list) or not conversations:
-        raise InputError("the row has no conversations (a list of turns); mend it")
+        raise InputError("the row has no conversations (a list of turns); correct it")
     values: list[str] = []
     for index, turn in enumerate(conversations):
         wanted = ("user", "assistant")[index % 2]
         if not isinstance(turn, dict) or turn.get("from") != wanted:
             raise InputError(f'conversations[{index}] is not from "{wanted}"; turns must alternate')
         if not isinstance(turn.get("value"), str):
-            raise InputError(f"conversations[{index}] has no value (a text); mend the row")
+            raise InputError(f"conversations[{index}] has no value (a text); correct the row")
         values.append(turn["value"])
     if len(values) % 2:
         raise InputError("the last question has no reference answer; add one, it may be empty")
@@ -165,16 +167,18 @@ def _images(images: Any) -> tuple[str, ...]:
     if images is None:
         return ()
     if not isinstance(images, list) or not all(isinstance(name, str) and name for name in images):
-        raise InputError("image is not a list of paths (nor an object of them); mend the row")
+        raise InputError("image is not a list of paths (nor an object of them); correct the row")
     return tuple(images)
 
 
 def _exact(row: dict[str, Any], questions: int) -> tuple[str, ...]:
     kinds = row.get("exact", [])
     if not isinstance(kinds, list) or not all(isinstance(kind, str) for kind in kinds):
-        raise InputError("exact is not a list of texts, one per question; mend the row")
+        raise InputError("exact is not a list of texts, one per question; correct the row")
     if kinds and len(kinds) != questions:
-        raise InputError(f"exact names {len(kinds)} kinds for {questions} questions; mend the row")
+        raise InputError(
+            f"exact names {len(kinds)} kinds for {questions} questions; correct the row"
+        )
     return tuple(kinds)
 
 

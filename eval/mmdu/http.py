@@ -21,13 +21,13 @@ class Answer:
 
     Attributes:
         status: of HTTP; 0 when none came. body: parsed JSON, or the text if it is none.
-        trouble: why there is no status, in words. unreachable: no connection came about at all.
-        retry_after: seconds that the server asked to be left alone, or None.
+        problem: the reason for a missing status. unreachable: there was no connection at all.
+        retry_after: seconds that the server asked to wait, or None.
     """
 
     status: int
     body: Any = None
-    trouble: str = ""
+    problem: str = ""
     unreachable: bool = False
     retry_after: float | None = None
 
@@ -38,7 +38,7 @@ class Answer:
             inner = body.get("error", body)
             body = inner.get("message", inner) if isinstance(inner, dict) else inner
         text = " ".join(str(body).split())[:300] if body else "no further word"
-        return f"HTTP {self.status}: {text}" if self.status else self.trouble
+        return f"HTTP {self.status}: {text}" if self.status else self.problem
 
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
@@ -83,15 +83,15 @@ def post(
     except urllib.error.URLError as error:
         # urllib wraps the errors of connecting and sending.
         if isinstance(error.reason, TimeoutError):
-            return Answer(0, trouble=f"no answer within {timeout:g} s")
+            return Answer(0, problem=f"no answer within {timeout:g} s")
         if isinstance(error.reason, ConnectionResetError | BrokenPipeError):
-            return Answer(0, trouble=f"the connection broke ({error.reason})")
-        return Answer(0, trouble=f"cannot connect ({error.reason})", unreachable=True)
+            return Answer(0, problem=f"the connection broke ({error.reason})")
+        return Answer(0, problem=f"cannot connect ({error.reason})", unreachable=True)
     except TimeoutError:
-        return Answer(0, trouble=f"no answer within {timeout:g} s")
+        return Answer(0, problem=f"no answer within {timeout:g} s")
     except (OSError, http.client.HTTPException) as error:
         what = str(error) or type(error).__name__
-        return Answer(0, trouble=f"the connection broke ({what})")
+        return Answer(0, problem=f"the connection broke ({what})")
 
 
 def _read(reply: Any, deadline: float, now: Callable[[], float]) -> bytes:

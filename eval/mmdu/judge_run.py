@@ -64,7 +64,7 @@ def run_judge(options: JudgeOptions) -> int:
     """Judge what is not judged yet and print the table.
 
     Returns 0 when every question of the data has a verdict, 1 when the user says no. Raises
-    MmkvError when some have none (each cause was named) or the judge is of no use; the verdicts
+    MmkvError when some have none (each cause was named) or the judge cannot be used; the verdicts
     that came are kept.
     """
     console = Console(stderr=True, highlight=False)
@@ -107,7 +107,7 @@ def run_judge(options: JudgeOptions) -> int:
         raise InputError(
             f"{open_ones} of {result['questions']} questions have no verdict"
             + (f" and {len(problems)} dialogues could not be judged" if problems else "")
-            + "; the causes are above; run the same command again after mending them"
+            + "; the causes are above; correct them and run the same command again"
         )
     return 0
 

@@ -88,7 +88,7 @@ def judge_all(
             reason.
 
     Raises:
-        MmkvError: the judge is of no use; the verdicts until then have been given.
+        MmkvError: the judge cannot be used; earlier verdicts have been given.
     """
     todo: queue.SimpleQueue[Task] = queue.SimpleQueue()
     done: queue.SimpleQueue[tuple[Task, Verdict | BaseException]] = queue.SimpleQueue()

@@ -54,7 +54,7 @@ def run(data: DataOptions, options: ChatOptions, output: Path) -> int:
     """Answer what is not answered yet and print the summary.
 
     Returns 0 when every dialogue is answered. Raises MmkvError: nothing could be done, or some
-    dialogues failed (each was named on stderr; the others' answers stand).
+    dialogues failed (each was named on stderr; the others' answers are kept).
     """
     display = Display(options)
     if output.exists() and not output.is_dir():
@@ -90,7 +90,7 @@ def run(data: DataOptions, options: ChatOptions, output: Path) -> int:
     if problems:
         raise InputError(
             f"{len(problems)} of {total} dialogues failed, for the reasons above; "
-            f"{len(finished)} are answered in {output}; run the same command again after mending"
+            f"{len(finished)} are answered in {output}; correct them and run the same command again"
         )
     return 0
 
@@ -107,8 +107,8 @@ def _engine(options: ChatOptions, display: Display, pictures: bool) -> Engine:
 def _settings(engine: Engine, options: ChatOptions) -> dict[str, Any]:
     """Return all that an answer depends on, so that a folder never mixes two runs.
 
-    The set itself is not among it: every file is compared with its own dialogue, and a mended row
-    must not make the finished ones worthless.
+    The set itself is not among it: every file is compared with its own dialogue, and a corrected
+    row must not make the finished ones worthless.
     """
     budget = {"unit": engine.budget.kind, "value": engine.budget.value}
     return {

@@ -40,7 +40,7 @@ class Method:
     """One of the compared methods: a policy with its gates.
 
     Attributes:
-        name: what tables call it. lookahead: n of the retention score, None for the preset's.
+        name: its name in tables. lookahead: n of the retention score, None for the preset's.
         gates: gate folders, one per training seed; their runs are averaged.
     """
 

@@ -16,8 +16,8 @@ Row = dict[str, Any]
 class Journal:
     """The rows of a JSONL file, read once, and the rows that are added.
 
-    A line that is not a whole JSON object (a kill can cut the last one short) is passed over: what
-    it stood for is done again.
+    A line that is not a whole JSON object (a kill can cut the last one short) is ignored, and its
+    work is done again.
 
     Raises:
         InputError: the file cannot be read, or its folder cannot be made.

@@ -16,7 +16,7 @@ class StepBytes:
     Attributes:
         weights: of the decoder and the output head, once for the whole batch.
         kv: keys and values of all entries, the new ones included.
-        gates: weights of the retention gates. Not part of the floor: they are ours to justify.
+        gates: weights of the retention gates, which are not part of the floor.
     """
 
     weights: int

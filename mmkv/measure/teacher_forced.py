@@ -54,7 +54,8 @@ class DialogueRun:
 
     Attributes:
         answers: in order.
-        tokens_seen: length of the dialogue; entries: held at its end, over all rows; evicted: gone.
+        tokens_seen: length of the dialogue; entries: held at its end, over all rows; evicted: all
+            evicted ones.
         per_row: entries at the end by layer and KV head; by_modality: over all of them.
         nbytes: physical bytes of the pages held at the end, block tables left out (they grow with
             what an engine has held before).
@@ -73,7 +74,7 @@ class DialogueRun:
 class FullCache:
     """Predictions of full attention at the N answer tokens of a dialogue, in order.
 
-    States are kept and logits made as they are asked for: those of 8k tokens take 5 GB.
+    It holds states and computes logits on demand, because logits of 8k tokens take 5 GB.
 
     Attributes:
         decoder: makes logits of states; states: ``[N, d]`` before the final norm.

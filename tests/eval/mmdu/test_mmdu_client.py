@@ -89,10 +89,10 @@ def client_of(fake: FakeJudge, clock: Clock, **settings: Any) -> JudgeClient:
 IMPATIENT = 0.5
 
 
-@pytest.mark.parametrize("trouble", ["fault", "stall", "trickle", "drop", "no completion", "limit"])
-def test_temporary_errors_are_retried(trouble: str) -> None:
-    endless, clock = trouble in ("stall", "trickle"), Clock()
-    with FakeJudge(lambda _, before: trouble if before < 2 else "ok") as fake:
+@pytest.mark.parametrize("problem", ["fault", "stall", "trickle", "drop", "no completion", "limit"])
+def test_temporary_errors_are_retried(problem: str) -> None:
+    endless, clock = problem in ("stall", "trickle"), Clock()
+    with FakeJudge(lambda _, before: problem if before < 2 else "ok") as fake:
         asking = (
             client_of(fake, clock, retries=100, timeout=IMPATIENT)
             if endless
@@ -124,7 +124,7 @@ def test_a_slow_reply_is_abandoned_at_its_timeout() -> None:
     with FakeJudge(lambda *_: "trickle") as fake:
         url = Endpoint(fake.url, "m").url
         answer = post(url, prompt_of("p"), {}, 60.0, now=lambda: next(ticks))
-    assert answer == Answer(0, trouble="no answer within 60 s")
+    assert answer == Answer(0, problem="no answer within 60 s")
     assert next(ticks) == 100.0  # begun at 0, read at 25, 50 and, too late, 75
 
 

@@ -94,7 +94,7 @@ def judge(mmkv: Callable[..., Ran], answers: Path) -> Callable[..., Ran]:
 
 
 @pytest.mark.parametrize(
-    ("trouble", "says"),
+    ("problem", "says"),
     [
         ("denied", "check the key"),
         ("lost", "--base-url"),
@@ -104,10 +104,10 @@ def judge(mmkv: Callable[..., Ran], answers: Path) -> Callable[..., Ran]:
     ],
 )
 def test_permanent_errors_end_the_run(
-    judge: Callable[..., Ran], trouble: str, says: str, monkeypatch: pytest.MonkeyPatch
+    judge: Callable[..., Ran], problem: str, says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MY_KEY", "sk-secret\n")
-    with FakeJudge(lambda *_: trouble) as fake:
+    with FakeJudge(lambda *_: problem) as fake:
         ran = judge(fake.url, "--api-key-env", "MY_KEY", "--workers", "1")
         assert says in ran.error_line() and ran.code == 1
         assert fake.keys == ["Bearer sk-secret"] and "sk-secret" not in ran.err + ran.out
@@ -184,7 +184,7 @@ def test_both_aggregations_and_the_failures_between_them(
 
 @pytest.fixture
 def uninterrupted(judge: Callable[..., Ran], answers: Path) -> Iterator[tuple[str, bytes]]:
-    """Yield what a run without trouble prints and writes; its verdicts are then taken away."""
+    """Yield what a run without problem prints and writes; its verdicts are then taken away."""
     with FakeJudge() as fake:
         out = judge(fake.url).out
     folder = answers / "judge-fake-judge-1"
