@@ -45,7 +45,13 @@ class Model(Structure):
         *(
             (name, c_int64)
             for name in (
-                "layers", "hidden", "heads", "kv_heads", "head_dim", "rotary", "trunk",
+                "layers",
+                "hidden",
+                "heads",
+                "kv_heads",
+                "head_dim",
+                "rotary",
+                "trunk",
             )
         ),
         ("eps", c_double),
@@ -53,7 +59,7 @@ class Model(Structure):
         ("norm", c_void_p),
         ("head", Linear),
         ("layer", POINTER(Layer)),
-    ]  # fmt: skip
+    ]
 
 
 class Cache(Structure):

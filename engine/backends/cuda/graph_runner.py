@@ -56,10 +56,12 @@ class GraphRunner:
         token = list(token_ids)
         for start in range(0, steps, MOST_STEPS):
             part = self._replay(
-                [sessions[i] for i in going], [token[i] for i in going],
-                min(MOST_STEPS, steps - start), tuple(stop),
+                [sessions[i] for i in going],
+                [token[i] for i in going],
+                min(MOST_STEPS, steps - start),
+                tuple(stop),
                 None if draws is None else [draws[i] for i in going],
-            )  # fmt: skip
+            )
             for index, tokens in zip(going, part, strict=True):
                 generated[index] += tokens
                 token[index] = tokens[-1]

@@ -126,13 +126,26 @@ class StaticStep:
         for index, layer in enumerate(weights.layers):
             normed, residual = rms_norm(x, residual, layer.input_norm, eps)
             query = store_layer(
-                F.linear(normed, layer.qkv, layer.qkv_bias), rope, layer.qk_norm, eps, pool,
-                by_layer[index], self.seen, self._readout(index, normed),
-            )  # fmt: skip
+                F.linear(normed, layer.qkv, layer.qkv_bias),
+                rope,
+                layer.qk_norm,
+                eps,
+                pool,
+                by_layer[index],
+                self.seen,
+                self._readout(index, normed),
+            )
             decode_attention(
-                query, pool.keys, pool.values, self.rows.table, self._work, index,
-                self._partials, spec.head_dim**-0.5, self._mixed,
-            )  # fmt: skip
+                query,
+                pool.keys,
+                pool.values,
+                self.rows.table,
+                self._work,
+                index,
+                self._partials,
+                spec.head_dim**-0.5,
+                self._mixed,
+            )
             x = F.linear(self._mixed.flatten(1), layer.out, layer.out_bias)
             normed, residual = rms_norm(x, residual, layer.post_norm, eps)
             wide = F.linear(normed, layer.gate_up, layer.gate_up_bias)
