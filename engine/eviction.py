@@ -18,7 +18,7 @@ def cut_to_budgets(
     slack: int = 0,
     refused_by: Backend | None = None,
 ) -> None:
-    """Evict from the sequences that stand more than ``slack`` entries above their budgets.
+    """Evict from the sequences in which a group of rows stands above its share and its slack.
 
     C is asked first, for all of them together; torch cuts what C refuses.
 

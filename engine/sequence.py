@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from engine.runtime import Runtime
 
 MODALITIES = ("text", "image", "video")
-_STATE = ("seen", "next_position", "evicted", "entries", "long_rope")
+_STATE = ("seen", "next_position", "evicted", "evicted_nan", "entries", "long_rope")
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,7 @@ class Memory:
     Attributes:
         tokens_seen: tokens of the sequence so far, evicted ones included.
         entries: live (layer, head, token) entries; evicted: entries dropped so far.
+        evicted_nan: how many of those had a score that is not a number.
         pages: pages held; kv_bytes: bytes of their keys and values.
         metadata_bytes: log_beta, position and modality of those pages, block tables, and the
             query window where a scorer keeps one.
@@ -46,6 +47,7 @@ class Memory:
     kv_bytes: int
     metadata_bytes: int
     by_modality: dict[str, int] = field(default_factory=dict)
+    evicted_nan: int = 0
 
 
 class CachedSequence:
@@ -60,7 +62,8 @@ class CachedSequence:
     def __init__(self, engine: Runtime, budget: Budget) -> None:
         self.engine = engine
         self._set_budget(budget)
-        self.seen, self.next_position, self.evicted, self.entries = 0, 0, 0, 0
+        self.seen, self.next_position, self.entries = 0, 0, 0
+        self.evicted, self.evicted_nan = 0, 0
         self.long_rope: bool | None = None
         self.seq = engine.cache.open()
         self.closed = False
@@ -174,6 +177,7 @@ class CachedSequence:
             kv_bytes=pages * cache.pool.kv_page_bytes,
             metadata_bytes=pages * cache.pool.metadata_page_bytes + tables + window,
             by_modality=dict(zip(MODALITIES, counts, strict=True)),
+            evicted_nan=self.evicted_nan,
         )
 
     def entries_per_layer(self) -> list[int]:
@@ -259,15 +263,16 @@ class CachedSequence:
         self.next_position = self.next_position + tokens if next_position is None else next_position
         self.entries += tokens * self.engine.spec.rows
 
-    def count_evicted(self, entries: int) -> None:
-        """Count entries that have been dropped."""
+    def count_evicted(self, entries: int, nan: int) -> None:
+        """Count entries that have been dropped, ``nan`` of them with a score that is NaN."""
         self.entries -= entries
         self.evicted += entries
+        self.evicted_nan += nan
 
-    def count_burst(self, tokens: int, entries: int) -> None:
+    def count_burst(self, tokens: int, entries: int, nan: int) -> None:
         """Count ``tokens`` text tokens and the evictions among them that left ``entries``."""
         self.count_appended(tokens)
-        self.count_evicted(self.entries - entries)
+        self.count_evicted(self.entries - entries, nan)
 
     def state(self) -> dict[str, Any]:
         """Everything but the budget and what lies in the cache, as plain values."""
@@ -289,8 +294,18 @@ class CachedSequence:
             setattr(self, name, state[name])
 
     def is_due(self, slack: int) -> bool:
-        """Whether more than ``slack`` entries stand above the budget of a policy that evicts."""
-        return self.engine.policy.evicts and self.entries > self.allowed_entries + slack
+        """Whether a group of rows stands above its share by more than its part of ``slack``."""
+        policy, spec = self.engine.policy, self.engine.spec
+        if not policy.evicts:
+            return False
+        allowed = self.allowed_entries
+        if self.entries > allowed + slack:
+            return True  # the shares add up to the budget
+        shares = policy.shares(allowed, spec.num_layers, spec.num_kv_heads)
+        if shares.share.numel() == 1:
+            return False
+        length = self.engine.cache.length[self.seq].flatten()
+        return shares.exceeded(length, slack // spec.rows)
 
     def view(self, entries: Entries | None = None) -> CacheView:
         """The entries as policies see them."""

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         HeadAllocation,
         Needs,
         Policy,
+        Shares,
         register_policy,
     )
     from mmkv.api import Engine, Session
@@ -42,6 +43,7 @@ _HOMES = {
     "Reply": "mmkv.reply",
     "Sampling": "mmkv.sampling",
     "Session": "mmkv.api",
+    "Shares": "engine.policies",
     "register_family": "engine.model.families",
     "register_policy": "engine.policies",
 }
@@ -60,6 +62,7 @@ __all__ = [
     "Reply",
     "Sampling",
     "Session",
+    "Shares",
     "__version__",
     "register_family",
     "register_policy",

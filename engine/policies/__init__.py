@@ -4,6 +4,7 @@ from engine.budget import Budget
 from engine.policies.allocation import GlobalAllocation, HeadAllocation
 from engine.policies.base import Allocation, CacheView, Needs, Policy, Scorer
 from engine.policies.registry import PRESETS, describe_added, make_policy, names, register_policy
+from engine.policies.selection import Shares
 
 __all__ = [
     "PRESETS",
@@ -15,6 +16,7 @@ __all__ = [
     "Needs",
     "Policy",
     "Scorer",
+    "Shares",
     "describe_added",
     "make_policy",
     "names",

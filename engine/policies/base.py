@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.errors import PolicyError
+from engine.policies.selection import MOST_ENTRIES, Shares, lowest
 
 
 @dataclass(frozen=True)
@@ -105,8 +106,12 @@ class Scorer(Protocol):
 class Allocation(Protocol):
     """Which entries compete with which for the budget."""
 
-    def victims(self, scores: Tensor, view: CacheView, budget: int) -> Tensor:
-        """Indices ``[K]`` of the entries to drop so that at most ``budget`` stay in all."""
+    def shares(self, budget: int, layers: int, kv_heads: int) -> Shares:
+        """Groups of rows and what each may keep.
+
+        As soon as one group stands above its share (and the slack of ``evict_every``), all are cut
+        down to theirs.
+        """
         ...
 
 
@@ -140,14 +145,17 @@ class Policy:
         )
 
     def victims(self, view: CacheView, budget: int) -> Tensor:
-        """Indices of the entries to drop, lowest protected score first.
+        """Indices ``[K]`` of the entries to drop, lowest protected score first.
 
-        Ties fall on the smaller position, then layer, then head.
+        NaN is the lowest score; ties fall on the smaller position, then layer, then head.
 
         Raises:
             PolicyError: the scorer does not return one number an entry.
         """
-        assert self.allocation is not None
+        return self.lowest(self.scores(view), view, budget)
+
+    def scores(self, view: CacheView) -> Tensor:
+        """Float32 ``[N]``: the scorer's, infinite where protected."""
         scores = self.scoring.score(view)
         if scores.shape != view.position.shape:
             raise PolicyError(
@@ -161,4 +169,25 @@ class Policy:
         if self.protect_recent:
             recent = view.position >= view.seen - self.protect_recent
             scores = scores.masked_fill(recent, torch.inf)
-        return self.allocation.victims(scores, view, budget)
+        return scores
+
+    def lowest(self, scores: Tensor, view: CacheView, budget: int) -> Tensor:
+        """:meth:`victims`, from ``scores [N]`` already computed."""
+        return lowest(scores, view, self.shares(budget, view.layers, view.kv_heads))
+
+    def shares(self, budget: int, layers: int, kv_heads: int) -> Shares:
+        """Groups of rows and what each may keep.
+
+        Raises:
+            PolicyError: the allocation gives its groups more than the budget.
+        """
+        assert self.allocation is not None
+        budget = min(budget, MOST_ENTRIES)
+        shares = self.allocation.shares(budget, layers, kv_heads)
+        given = int(shares.share.sum())
+        if given > budget:
+            raise PolicyError(
+                f"policy {self.name!r}: its allocation shares out {given:,} entries of a budget of "
+                f"{budget:,}; shares must add up to the budget"
+            )
+        return shares

@@ -40,7 +40,8 @@ class Recency:
 class WindowAttention:
     """Attention paid by the last ``window`` queries, smoothed over neighbouring positions.
 
-    SnapKV (arXiv 2404.14469), applied at every eviction, also while decoding.
+    SnapKV (arXiv 2404.14469), applied at every eviction, also while decoding. As there, pooling
+    covers the prefix: the tokens of the window itself always stay, and take no part in it.
     """
 
     window: int = 16
@@ -52,10 +53,13 @@ class WindowAttention:
         return Needs(queries=self.window)
 
     def score(self, view: CacheView) -> Tensor:
-        """Window attention, average-pooled over each row in ascending order of position."""
-        attention = view.to_rows(view.attention(view), 0.0)
+        """Window attention of the prefix, average-pooled over each row in order of position."""
+        observing = view.position >= view.seen - self.window
+        prefix = view.attention(view).masked_fill(observing, 0.0)
+        attention = view.to_rows(prefix, 0.0)
         order = view.to_rows(view.position.float(), float("inf")).argsort(-1)
         pooled = F.avg_pool1d(
             attention.gather(-1, order)[:, None], self.kernel, stride=1, padding=self.kernel // 2
         )[:, 0]
-        return pooled.scatter(-1, order, pooled)[view.live()]
+        scores = pooled.scatter(-1, order, pooled)[view.live()]
+        return scores.masked_fill(observing, float("inf"))

@@ -34,6 +34,7 @@ def record(engine: Engine, session: Session, model: str) -> dict[str, Any]:
         "entries": {
             "kept": memory.entries,
             "evicted": memory.evicted,
+            "evicted_nan": memory.evicted_nan,
             "total": total_entries(engine, memory),
             "by_modality": memory.by_modality,
         },

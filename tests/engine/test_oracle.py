@@ -301,6 +301,30 @@ def test_exact_ties_follow_the_oracle(
     assert oracle.swaps == 0, "a tie is not a swap"
 
 
+@pytest.mark.parametrize("policy", ["dbtrimkv", "trimkv"])
+@pytest.mark.parametrize("path", ["native", "torch"])
+def test_entries_without_a_score_go_first(path: str, policy: str, tmp_path: Path) -> None:
+    """One head's gate is not a number: the budget holds, and what went is counted."""
+    case = Case("text3", policy, 2, 1, 16, "long", budget=7.4)
+    folder = folder_of("text3")
+    spec = load(folder, case).spec
+    gates = make_random_gates(spec)
+    gates.tensors["layers.1.linear2.bias"][0] = math.nan
+    save_gates(gates, tmp_path, spec)
+    engine = load(folder, case, tmp_path)
+    if path == "torch":
+        engine.backends.cpu.switch_off()
+    oracle, session = oracle_for(folder, engine, case), engine.session()
+    prefill_both(session, oracle, prompt("text3", 45))
+    for token in text_ids(12, 5).tolist():
+        session.decode(token), oracle.decode(token)
+        oracle.follow(session.retained())
+        assert session.entries == math.floor(7.4 * spec.rows)
+        assert session.memory().evicted_nan == oracle.evicted_nan > 0
+    held = len(session.retained()[1][0])
+    assert held == (0 if policy == "dbtrimkv" else 7)
+
+
 def test_rows_are_uneven_and_pictures_are_evicted() -> None:
     """The cases above would prove little if every row kept the same tokens."""
     engine = load(folder_of("vl3"), Case("vl3", "dbtrimkv", 2, 1, 16, "late"))

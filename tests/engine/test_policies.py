@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -16,8 +16,10 @@ from torch import Tensor
 from engine.errors import BudgetError, PolicyError, SessionError
 from engine.policies import PRESETS, Budget, CacheView, Needs, make_policy
 from engine.policies.allocation import GlobalAllocation, HeadAllocation
-from engine.policies.base import Policy
+from engine.policies.base import Allocation, Policy
 from engine.policies.scoring import Recency, Retention, WindowAttention
+from engine.policies.selection import Shares
+from engine.policies.selection import lowest as select_lowest
 from engine.runtime import Runtime
 from mmkv.resources import bundled_model
 from tests.support.oracle import log_score
@@ -52,14 +54,20 @@ def make_view(
 
 
 def lowest(scores: Tensor, view: CacheView, count: int, among: Tensor | None = None) -> set[int]:
-    """The ``count`` first entries in the order (score, position, layer, head)."""
+    """The ``count`` first entries in the order (score, position, layer, head), NaN before all."""
     chosen = range(scores.numel()) if among is None else among.tolist()
     key = [
-        (float(scores[i]), int(view.position[i]), int(view.row[i]) // view.kv_heads,
+        (not math.isnan(scores[i]), float(scores[i].nan_to_num(0, math.inf, -math.inf)),
+         int(view.position[i]), int(view.row[i]) // view.kv_heads,
          int(view.row[i]) % view.kv_heads, i)
         for i in chosen
     ]  # fmt: skip
     return {item[-1] for item in sorted(key)[: max(count, 0)]}
+
+
+def cut(allocation: Allocation, scores: Tensor, view: CacheView, budget: int) -> Tensor:
+    """What goes of such scores under this allocation."""
+    return select_lowest(scores, view, allocation.shares(budget, view.layers, view.kv_heads))
 
 
 LENGTHS = st.lists(
@@ -67,33 +75,86 @@ LENGTHS = st.lists(
 ).filter(lambda rows: sum(map(sum, rows)) > 0)
 
 
+LEVELS = st.lists(
+    st.sampled_from([0.0, -0.0, 1.0, -2.5, 1e-30, math.inf, -math.inf, math.nan]),
+    min_size=1,
+    max_size=6,
+)
+
+
+def drawn(levels: list[float], view: CacheView, seed: int) -> Tensor:
+    """Scores of few values, so that ties are everywhere."""
+    chosen = torch.randint(
+        len(levels), view.row.shape, generator=torch.Generator().manual_seed(seed)
+    )
+    return torch.tensor(levels)[chosen]
+
+
 @settings(max_examples=150, deadline=None)
-@given(LENGTHS, st.integers(0, 70), st.integers(1, 12), st.integers(0, 10**6))
-def test_global_allocation(lengths: list[list[int]], budget: int, levels: int, seed: int) -> None:
+@given(LENGTHS, st.integers(0, 70), LEVELS, st.integers(0, 10**6))
+def test_global_allocation(
+    lengths: list[list[int]], budget: int, levels: list[float], seed: int
+) -> None:
     """Equal to a full sort, with few distinct scores so that ties are everywhere."""
     view = make_view(lengths, seed=seed)
-    generator = torch.Generator().manual_seed(seed)
-    scores = torch.randint(levels, (view.row.numel(),), generator=generator).float()
-    victims = GlobalAllocation().victims(scores, view, budget).tolist()
+    scores = drawn(levels, view, seed)
+    victims = cut(GlobalAllocation(), scores, view, budget).tolist()
     assert len(set(victims)) == len(victims)
     assert set(victims) == lowest(scores, view, view.row.numel() - budget)
 
 
 @settings(max_examples=150, deadline=None)
-@given(LENGTHS, st.integers(0, 8), st.integers(1, 12), st.integers(0, 10**6))
-def test_head_allocation(lengths: list[list[int]], share: int, levels: int, seed: int) -> None:
-    """Each row is cut to its share, with the same order inside the row; rows below it are left."""
+@given(LENGTHS, st.integers(0, 60), LEVELS, st.integers(0, 10**6))
+def test_head_allocation(
+    lengths: list[list[int]], budget: int, levels: list[float], seed: int
+) -> None:
+    """Each row is cut to its share, with the same order inside the row; rows below it are left.
+
+    The shares add up to the budget: the first rows get what the division leaves over.
+    """
     view = make_view(lengths, seed=seed)
-    generator = torch.Generator().manual_seed(seed)
-    scores = torch.randint(levels, (view.row.numel(),), generator=generator).float()
-    budget = share * view.rows + view.rows - 1  # the remainder of the division is not used
-    victims = HeadAllocation().victims(scores, view, budget).tolist()
+    scores = drawn(levels, view, seed)
+    victims = cut(HeadAllocation(), scores, view, budget).tolist()
     assert len(set(victims)) == len(victims)
+    shares = [budget // view.rows] * view.rows
+    for row in range(budget - sum(shares)):
+        shares[row] += 1
     expected: set[int] = set()
     for row in range(view.rows):
         mine = (view.row == row).nonzero().flatten()
-        expected |= lowest(scores, view, mine.numel() - share, mine)
+        expected |= lowest(scores, view, mine.numel() - shares[row], mine)
     assert set(victims) == expected
+    stated = HeadAllocation().shares(budget, view.layers, view.kv_heads)
+    assert stated.share.tolist() == shares and int(stated.share.sum()) == budget
+    assert stated.group.tolist() == list(range(view.rows))
+
+
+@settings(max_examples=150, deadline=None)
+@given(LENGTHS, st.lists(st.integers(0, 20), min_size=3), LEVELS, st.integers(0, 10**6))
+def test_the_lowest_of_groups_of_rows(
+    lengths: list[list[int]], wanted: list[int], levels: list[float], seed: int
+) -> None:
+    """One group per layer, of two rows that compete: a full sort of each."""
+    view = make_view(lengths, seed=seed)
+    scores = drawn(levels, view, seed)
+    layers = torch.arange(view.layers).repeat_interleave(view.kv_heads)
+    shares = Shares(layers, torch.tensor(wanted[: view.layers]))
+    victims = select_lowest(scores, view, shares).tolist()
+    expected: set[int] = set()
+    for layer in range(view.layers):
+        mine = (view.row // view.kv_heads == layer).nonzero().flatten()
+        expected |= lowest(scores, view, mine.numel() - wanted[layer], mine)
+    assert len(set(victims)) == len(victims) and set(victims) == expected
+
+
+@pytest.mark.parametrize(("slack", "exceeded"), [(0, True), (1, True), (2, False)])
+def test_a_group_above_its_share_is_exceeded_below_the_budget(slack: int, exceeded: bool) -> None:
+    shares = HeadAllocation().shares(42, 2, 2)  # 11, 11, 10, 10
+    assert shares.exceeded(torch.tensor([3, 11, 12, 3]), slack) is exceeded
+    assert not shares.exceeded(torch.tensor([11, 11, 10, 10]), 0)
+    layers = Shares(torch.tensor([0, 0, 1, 1]), torch.tensor([30, 12]))
+    assert layers.exceeded(torch.tensor([1, 2, 12, 3 + (slack < 2)]), slack) is (slack < 2)
+    assert not GlobalAllocation().shares(42, 2, 2).exceeded(torch.tensor([42, 0, 0, 0]), 0)
 
 
 def test_infinite_scores_go_last_and_then_by_position() -> None:
@@ -101,9 +162,9 @@ def test_infinite_scores_go_last_and_then_by_position() -> None:
     scores = torch.full((12,), torch.inf)
     scores[3] = 0.0
     for allocation in (GlobalAllocation(), HeadAllocation()):
-        assert 3 in allocation.victims(scores, view, 10).tolist()
+        assert 3 in cut(allocation, scores, view, 10).tolist()
     # All protected: the budget still holds, and the smallest positions go.
-    victims = GlobalAllocation().victims(scores, view, 4)
+    victims = cut(GlobalAllocation(), scores, view, 4)
     assert set(victims.tolist()) == lowest(scores, view, 8)
 
 
@@ -116,7 +177,7 @@ def test_ties_fall_on_position_then_layer_then_head() -> None:
     )
     order = []
     for budget in range(7, -1, -1):
-        victims = set(GlobalAllocation().victims(torch.zeros(8), view, budget).tolist())
+        victims = set(cut(GlobalAllocation(), torch.zeros(8), view, budget).tolist())
         order += list(victims - set(order))
     assert order == [1, 2, 5, 6, 0, 3, 4, 7]
 
@@ -142,18 +203,27 @@ def test_recency_scorer() -> None:
 @settings(max_examples=60, deadline=None)
 @given(LENGTHS, st.sampled_from([1, 3, 5, 7]), st.integers(0, 10**6))
 def test_window_attention_scorer(lengths: list[list[int]], kernel: int, seed: int) -> None:
-    """Average pooling over neighbours in ascending position, zeros counted at the ends."""
+    """Average pooling over the neighbours before the window, zeros counted at the ends."""
     values = torch.rand(sum(map(sum, lengths)), generator=torch.Generator().manual_seed(seed))
     view = make_view(lengths, seed=seed, attention=lambda _: values)
     got = WindowAttention(window=16, kernel=kernel).score(view)
-    expected = torch.zeros_like(got)
+    expected = torch.full_like(got, torch.inf)  # the window itself always stays
     for row in range(view.rows):
         mine = (view.row == row).nonzero().flatten().tolist()
-        mine.sort(key=lambda i: int(view.position[i]))
-        for place, i in enumerate(mine):
-            near = mine[max(place - kernel // 2, 0) : place + kernel // 2 + 1]
+        prefix = [i for i in mine if int(view.position[i]) < 50 - 16]
+        prefix.sort(key=lambda i: int(view.position[i]))
+        for place, i in enumerate(prefix):
+            near = prefix[max(place - kernel // 2, 0) : place + kernel // 2 + 1]
             expected[i] = values[near].sum() / kernel
     torch.testing.assert_close(got, expected)
+
+
+def test_attention_to_the_window_itself_does_not_reach_the_prefix() -> None:
+    """The entries before the window would else be kept for what their neighbours in it get."""
+    view = make_view([[50]], attention=lambda view: (view.position >= 50 - 16).float())
+    scores = WindowAttention(window=16, kernel=5).score(view)
+    assert bool((scores[view.position < 50 - 16] == 0).all())
+    assert bool(scores[view.position >= 50 - 16].isinf().all())
 
 
 class MiddleFirst:
@@ -163,6 +233,50 @@ class MiddleFirst:
 
     def score(self, view: CacheView) -> Tensor:
         return -(view.position - view.seen / 2).abs()
+
+
+@dataclass(frozen=True)
+class Pyramid:
+    """One group per layer; the first layer gets the most, the last one the least."""
+
+    spare: int = 0
+
+    def shares(self, budget: int, layers: int, kv_heads: int) -> Shares:
+        share = budget * 2 * (layers - torch.arange(layers)) // (layers * (layers + 1))
+        share[0] += budget - share.sum() + self.spare
+        return Shares(torch.arange(layers).repeat_interleave(kv_heads), share)
+
+
+@pytest.mark.parametrize("evict_every", [1, 4])
+def test_a_layer_above_its_share_is_cut_while_the_total_is_below_the_budget(
+    evict_every: int,
+) -> None:
+    policy = Policy("pyramid", Recency(), Pyramid())
+    engine = Runtime.from_pretrained(
+        bundled_model(), policy=policy, budget=8, evict_every=evict_every, device="cpu"
+    )
+    layers, heads = engine.spec.num_layers, engine.spec.num_kv_heads
+    budget = 8 * engine.spec.rows
+    share = Pyramid().shares(budget, layers, heads).share.tolist()
+    session = engine.session()
+    session.prefill({"input_ids": torch.arange(3, 9)[None]})
+    assert session.entries_per_layer() == [min(n, 6 * heads) for n in share]
+    assert session.entries < budget and session.evicted > 0
+    for token in range(20, 40):
+        session.decode(token)
+        above = [n - m for n, m in zip(session.entries_per_layer(), share, strict=True)]
+        assert max(above) <= (evict_every - 1) * heads
+        assert session.entries == sum(session.entries_per_layer())
+    other = session.fork()
+    other.set_budget(5)
+    less = Pyramid().shares(5 * engine.spec.rows, layers, heads).share.tolist()
+    assert other.entries_per_layer() == less
+
+
+def test_shares_above_the_budget_are_refused() -> None:
+    policy = Policy("greedy", Recency(), Pyramid(spare=1))
+    with pytest.raises(PolicyError, match=r"'greedy'.* 21 entries of a budget of 20"):
+        policy.victims(make_view([[30, 30]], seen=30), 20)
 
 
 def test_protection_outranks_scores() -> None:

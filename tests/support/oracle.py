@@ -85,6 +85,7 @@ class Oracle:
     prefill_chunk: int = 2048
     last: Eviction | None = None
     evictions: int = 0
+    evicted_nan: int = 0
     swaps: int = 0
     past: dict[str, list[Tensor]] = field(default_factory=dict)
 
@@ -255,29 +256,44 @@ class Oracle:
     # --- the cache -----------------------------------------------------------------------
 
     def _evict(self, slack: int) -> None:
-        if self.method.score == "none" or int(self.keep.sum()) <= self.total + slack:
+        """Cut groups of rows to their shares as soon as one stands above its share and slack.
+
+        One group of all rows, or each row a group; ``slack`` counts the entries of all rows.
+        """
+        if self.method.score == "none":
+            return
+        groups = self._groups()
+        held = [sum(int(self.keep[row].sum()) for row in rows) for rows, _ in groups]
+        slacks = [slack // self.rows * len(rows) for rows, _ in groups]
+        if all(n <= share + s for n, (_, share), s in zip(held, groups, slacks, strict=True)):
             return
         score = self._scores()
         self.evictions += 1
         self.last = Eviction(score.masked_fill(~self.keep, torch.nan), self.keep)
-        entries = [
-            (float(score[layer, head, t]), t, layer, head)
-            for layer, head, t in self.keep.nonzero().tolist()
-        ]
         self.keep = self.keep.clone()
-        if self.method.per_row:
-            share = self.total // self.rows
-            for layer in range(self.layers):
-                for head in range(self.heads):
-                    row = sorted(e for e in entries if e[2:] == (layer, head))
-                    self._remove(row[: max(len(row) - share, 0)])
-        else:
-            self._remove(sorted(entries)[: len(entries) - self.total])
+        for rows, share in groups:
+            entries = [
+                (not math.isnan(score[row][t]), score[row][t].nan_to_num(0.0).item(), t, *row)
+                for row in rows
+                for t in self.keep[row].nonzero().flatten().tolist()
+            ]
+            for known, _, t, *row in sorted(entries)[: max(len(entries) - share, 0)]:
+                self.keep[*row, t] = False
+                self.evicted_nan += not known
         self.last.keep = self.keep.clone()
 
-    def _remove(self, victims: list[tuple[float, int, int, int]]) -> None:
-        for _, t, layer, head in victims:
-            self.keep[layer, head, t] = False
+    def _groups(self) -> list[tuple[list[tuple[int, int]], int]]:
+        """Rows (layer, head) that compete, and how many entries they may keep together.
+
+        Shares of single rows add up to the budget: the first rows get one more than the others.
+        """
+        rows = [(layer, head) for layer in range(self.layers) for head in range(self.heads)]
+        if not self.method.per_row:
+            return [(rows, self.total)]
+        shares = [self.total // self.rows] * self.rows
+        for number in range(self.total - sum(shares)):
+            shares[number] += 1
+        return [([row], share) for row, share in zip(rows, shares, strict=True)]
 
     def _scores(self) -> Tensor:
         """Float64 scores ``[L, H, T]`` at the present step."""
@@ -292,17 +308,26 @@ class Oracle:
         return score.masked_fill(position >= self.seen - self.method.recent, torch.inf)
 
     def _window_scores(self) -> Tensor:
-        window, half = min(self.method.window, self.seen), self.method.kernel // 2
+        """SnapKV (arXiv 2404.14469), section 4 and its listing, at the present step.
+
+        The observation window is the last ``L_obs`` tokens, the prefix what is kept before it.
+        ``W_obs``: softmax over all kept keys of the window's queries, of which the prefix's
+        columns count. ``C = mean_obs W_obs``, then 1-D average pooling of C over the prefix alone,
+        padded by zeros. The window's own entries always stay.
+        """
+        window, reach = min(self.method.window, self.seen), self.method.kernel // 2
         at = torch.arange(self.seen - window, self.seen)
-        score = torch.zeros(self.keep.shape, dtype=torch.float64)
+        score = torch.full(self.keep.shape, torch.inf, dtype=torch.float64)
         for layer in range(self.layers):
             weights = self._attention(layer, self.query[layer][:, -window:], at).double()
-            mean = weights.view(self.heads, self.group * window, -1).mean(1)
+            voted = weights.view(self.heads, self.group * window, -1).mean(1)
             for head in range(self.heads):
-                kept = self.keep[layer, head].nonzero().flatten().tolist()
-                for i, t in enumerate(kept):
-                    near = kept[max(i - half, 0) : i + half + 1]
-                    score[layer, head, t] = mean[head, near].sum() / self.method.kernel
+                kept = self.keep[layer, head].nonzero().flatten()
+                prefix = kept[kept < self.seen - self.method.window]
+                padded = torch.zeros(len(prefix) + 2 * reach, dtype=torch.float64)
+                padded[reach : reach + len(prefix)] = voted[head, prefix]
+                for i, t in enumerate(prefix.tolist()):
+                    score[layer, head, t] = padded[i : i + self.method.kernel].mean()
         return score
 
     # --- comparing -----------------------------------------------------------------------

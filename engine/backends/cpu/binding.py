@@ -97,6 +97,7 @@ class Eviction(Structure):
         ("entries", c_int64),
         ("most", c_int64),
         ("found", c_int64),
+        ("nan", c_int64),
         ("scratch", c_void_p),
     ]  # fmt: skip
 

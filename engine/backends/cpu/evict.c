@@ -28,7 +28,7 @@ static inline uint32_t ordered(float score)
     score += 0.0f; /* -0 and 0 are one score */
     memcpy(&bits, &score, sizeof bits);
     bits = bits & 0x80000000u ? ~bits : bits | 0x80000000u;
-    return score != score ? UINT32_MAX : bits; /* NaN outranks all, as in torch */
+    return score != score ? 0 : bits; /* NaN below -inf: it has to go first */
 }
 
 static double log1mexp(double x)
@@ -158,7 +158,7 @@ static void begin_scoring(const struct eviction *what, struct search *search)
     search->limit = search->size < search->wanted ? INFINITY : -INFINITY;
     for (int64_t i = 0; i < search->size; i++) {
         float score = score_of(what, search->heap[i].log_beta, search->heap[i].position);
-        search->limit = score <= search->limit ? search->limit : score; /* NaN: no limit */
+        search->limit = score > search->limit ? score : search->limit; /* NaN is below any limit */
     }
     search->size = 0;
     search->scoring = 1;
@@ -170,17 +170,25 @@ static int by_index(const void *a, const void *b)
     return (left > right) - (left < right);
 }
 
-/* How many entries have to go. */
+/* Entries that a row of its own budget may keep: the first rows get what a division leaves over. */
+static int64_t share_of(const struct cache *cache, const struct eviction *what, int64_t row)
+{
+    return what->budget / cache->rows + (row < what->budget % cache->rows);
+}
+
+/* How many entries have to go: none while each group of rows is within its share and slack. */
 static int64_t excess(const struct cache *cache, const struct eviction *what)
 {
-    if (what->entries <= what->budget + what->slack)
-        return 0;
     if (what->allocation == COMPETE_GLOBAL)
-        return what->entries - what->budget;
-    int64_t share = what->budget / cache->rows, count = 0;
-    for (int64_t row = 0; row < cache->rows; row++)
-        count += cache->length[row] > share ? cache->length[row] - share : 0;
-    return count;
+        return what->entries > what->budget + what->slack ? what->entries - what->budget : 0;
+    int64_t slack = what->slack / cache->rows, count = 0;
+    int due = 0;
+    for (int64_t row = 0; row < cache->rows; row++) {
+        int64_t above = cache->length[row] - share_of(cache, what, row);
+        count += above > 0 ? above : 0;
+        due |= above > slack;
+    }
+    return due ? count : 0;
 }
 
 /* Bytes of scratch that mmkv_evict needs for so many victims. */
@@ -205,7 +213,7 @@ static void search_all(const struct cache *cache, struct eviction *what, struct 
         search->scoring = 1;
         search_rows(cache, what, search);
     }
-    if (search->size < search->wanted || !(search->heap[0].score <= search->limit)) {
+    if (search->size < search->wanted || search->heap[0].score > search->limit) {
         *search = search_for(what, search->heap, search->wanted);
         search_rows(cache, what, search);
         begin_scoring(what, search);
@@ -218,7 +226,8 @@ static void search_all(const struct cache *cache, struct eviction *what, struct 
  * `entries`. */
 static void find_victims(const struct cache *cache, struct eviction *what)
 {
-    int64_t wanted = excess(cache, what), share = what->budget / cache->rows, held = 0;
+    int64_t wanted = excess(cache, what), held = 0;
+    what->nan = 0;
     for (int64_t row = 0; row < cache->rows; row++)
         held += cache->length[row];
     what->found = wanted > what->most || held != what->entries ? -1 : wanted > 0 ? wanted : 0;
@@ -232,7 +241,7 @@ static void find_victims(const struct cache *cache, struct eviction *what)
         search_all(cache, what, &search);
     else
         for (int64_t row = 0, index = 0, found = 0; row < cache->rows; row++) {
-            int64_t length = cache->length[row];
+            int64_t length = cache->length[row], share = share_of(cache, what, row);
             if (length > share) {
                 search = search_for(what, heap + found, length - share);
                 search_row(cache, what, row, index, &search);
@@ -243,12 +252,14 @@ static void find_victims(const struct cache *cache, struct eviction *what)
             index += length;
         }
     int64_t *victims = victims_of(what);
-    for (int64_t i = 0; i < wanted; i++)
+    for (int64_t i = 0; i < wanted; i++) {
         victims[i] = heap[i].index;
+        what->nan += heap[i].score != heap[i].score;
+    }
     qsort(victims, (size_t)wanted, sizeof *victims, by_index);
 }
 
-/* Evict each sequence that stands more than its slack above its budget down to the budget, or,
+/* Cut each sequence in which a group of rows stands above its share and slack down to the shares, or,
  * where refused, change nothing of it. The caches share one stack of free pages, as to mmkv_step; it
  * is filled sequence after sequence. */
 EXPORT void mmkv_evict(struct cache *caches, struct eviction *requests, int64_t batch_slots,

@@ -31,7 +31,7 @@ static inline int64_t *victims_of(const struct eviction *what)
 /* From one step to the next the last victim's score moves little. */
 static inline void guess_after(struct eviction *what, float last)
 {
-    what->guess = last + what->margin * (1 + fabs(last));
+    what->guess = isfinite(last) ? last + what->margin * (1 + fabs(last)) : INFINITY;
 }
 
 /* fast_select.c */

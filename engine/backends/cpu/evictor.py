@@ -95,7 +95,7 @@ class NativeEvictor:
             if found < 0:
                 left.append(session)
             elif found:
-                session.count_evicted(found)
+                session.count_evicted(found, request.nan)
         return left
 
     def evict(self, cache: RaggedCache, sessions: Sequence[CachedSequence]) -> list[CachedSequence]:

@@ -12,11 +12,12 @@
 #define LEAST_MARGIN 1e-4
 #define MOST_MARGIN 1.0
 
-/* Scores not above the limit, and whose they are. */
+/* Scores not above the limit, and whose they are; whether one of them is NaN. */
 struct selection {
     float *score;
     int64_t *index, count;
     float limit;
+    int nan;
 };
 
 /* log(1 + exp(log_beta)): 2 atanh(s) with s = u / (2 + u) <= 1/3, whose series ends below 2e-8. */
@@ -41,12 +42,14 @@ static void note(const struct cache *cache, const struct eviction *what, int64_t
 #pragma omp simd reduction(| : any)
     for (int64_t i = 0; i < room; i++) {
         score[i] = (float)(now - position[i]) * log_beta[i] + ahead_of_two(log_beta[i]);
-        any |= score[i] <= limit;
+        any |= !(score[i] > limit); /* NaN, too */
     }
     for (int64_t i = 0; any && i < count; i++) {
         found->score[found->count] = score[i];
         found->index[found->count] = index + i;
-        found->count += score[i] <= limit && !is_protected(what, position[i]);
+        int low = !(score[i] > limit) && !is_protected(what, position[i]);
+        found->count += low;
+        found->nan |= low && score[i] != score[i];
     }
 }
 
@@ -115,13 +118,15 @@ int fast_select(const struct cache *cache, struct eviction *what)
         what->found + BLOCK >= what->most)
         return 0;
     float *score = what->scratch, *sorted = score + what->most;
-    struct selection found = {score, victims_of(what), 0, limit};
+    struct selection found = {score, victims_of(what), 0, limit, 0};
     prefetch(cache);
     what->guess = INFINITY;
     if (!note_all(cache, what, &found)) {
         what->margin = fmax(what->margin / 2, LEAST_MARGIN);
         return 0;
     }
+    if (found.nan)
+        return 0;
     if (found.count < what->found) {
         what->margin = fmin(what->margin * 2, MOST_MARGIN);
         return 0;
@@ -130,7 +135,7 @@ int fast_select(const struct cache *cache, struct eviction *what)
     float last = select_rank(sorted, found.count, what->found - 1), rival = INFINITY;
     float beyond = last + 4 * MARGIN * (1 + fabsf(last));
     if (!(beyond <= limit))
-        return 0; /* there may be others above the guess; NaN after a score of -inf */
+        return 0; /* there may be others above the guess, or a score is -inf */
     for (int64_t i = what->found; i < found.count; i++)
         rival = sorted[i] < rival ? sorted[i] : rival;
     what->guess = beyond;

@@ -72,11 +72,12 @@ enum { COMPETE_GLOBAL, COMPETE_HEAD };
 struct eviction {
     int64_t scorer, allocation, seen, budget, protect_first, protect_recent;
     double lookahead; /* >= 1, or infinity */
-    double guess;  /* which score no victim will pass, left for the next call; infinity or NaN: none */
+    double guess;  /* which score no victim will pass, left for the next call; infinity: none */
     double margin; /* of the guess; grows where it was too low, shrinks where it held */
-    int64_t slack; /* entries above the budget that are let be */
+    int64_t slack; /* entries above the budget that are let be, the same part of it in each row */
     int64_t entries, most; /* held before; victims there is room for */
     int64_t found;         /* victims of this call, -1: refused */
+    int64_t nan;           /* how many of them have a score that is not a number */
     void *scratch;
 };
 

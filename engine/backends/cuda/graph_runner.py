@@ -93,8 +93,10 @@ class GraphRunner:
             # The first read from the device since the replay began.
             cache.pool._free = int(step.top)
             seen, entries = step.seen.tolist(), cache.length.flatten(1).sum(1).tolist()
+            nan = step.evicted_nan.tolist()
             for batch_slot, session in enumerate(sessions):
-                session.count_burst(seen[batch_slot] - session.seen, entries[session.seq])
+                tokens = seen[batch_slot] - session.seen
+                session.count_burst(tokens, entries[session.seq], nan[batch_slot])
         if int(step.room.error):
             raise BudgetError("the page pool was too small for a step; this is a bug in mmkv")
         if int(step.least_dropped.min()) < 0:
@@ -164,6 +166,7 @@ class GraphRunner:
             step.set_budget(batch_slot, session.budget)
         step.top.fill_(self.engine.cache.pool.free_pages)
         step.index.zero_()
+        step.evicted_nan.zero_()
         step.generated.fill_(-1)
         step.room.error.zero_()
         step.least_dropped.zero_()

@@ -76,6 +76,10 @@ class StaticStep:
         self._eviction = None
         if engine.policy.evicts:
             self._eviction = empty_eviction(batch, self.rows, most_entries)
+        # Victims of eviction whose score is NaN, per batch slot, since it was zeroed.
+        self.evicted_nan = self.top.new_zeros(batch)
+        if self._eviction is not None:
+            self.evicted_nan = self._eviction.nan
         shape = (batch, spec.num_heads, spec.head_dim)
         self._mixed = torch.zeros(shape, dtype=engine.dtype, device=device)
 

@@ -52,11 +52,14 @@ class TorchBackend:
 
     def evict(self, sessions: Sequence[CachedSequence]) -> Sequence[CachedSequence]:
         """See :class:`engine.backends.base.Backend`."""
+        policy, cache = self.engine.policy, self.engine.cache
         for session in sessions:
-            entries = self.engine.cache.entries(session.seq)
-            victims = self.engine.policy.victims(session.view(entries), session.allowed_entries)
-            self.engine.cache.drop(session.seq, victims, entries)
-            session.count_evicted(victims.numel())
+            entries = cache.entries(session.seq)
+            view = session.view(entries)
+            scores = policy.scores(view)
+            victims = policy.lowest(scores, view, session.allowed_entries)
+            cache.drop(session.seq, victims, entries)
+            session.count_evicted(victims.numel(), int(scores[victims].isnan().sum()))
         return []
 
     def _rope(self, sessions: Sequence[CachedSequence]) -> tuple[Tensor, Tensor]:

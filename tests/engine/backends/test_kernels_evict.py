@@ -23,6 +23,7 @@ from engine.backends.cuda.kernels.evict import (
 )
 from engine.cache import RaggedCache
 from engine.policies import CacheView, Policy, make_policy
+from engine.policies.allocation import GlobalAllocation
 from engine.policies.score import lookahead_log_score
 from tests.support.kernels import DEVICE, compile_for_hopper, forms, is_triton, needs_compiler
 from tests.support.rows import COLUMNS, assert_same, eager_cache, snapshot, to_device, unchanged
@@ -37,6 +38,7 @@ ROWS = 4
 LEVELS = {
     "ties": [0.0, -0.0, -1e-9, -1.5e-8, -1e-3, -0.6931472, -2.0, -50.0, -1e30],
     "one score": [0.0],
+    "not a number": [math.nan, -math.inf, -0.5, math.nan],
     "all different": None,
 }
 METHODS = [
@@ -49,8 +51,24 @@ def on_device(values: list[int]) -> Tensor:
     return torch.tensor(values, device=DEVICE)
 
 
+def is_due(cache: RaggedCache, policy: Policy, seq: int, budget: int, slack: int) -> bool:
+    """Whether all rows together, or one that has a budget of its own, stand above it."""
+    length = cache.length[seq].flatten().tolist()
+    if isinstance(policy.allocation, GlobalAllocation):
+        return sum(length) > budget + slack
+    rows = len(length)
+    return any(n > (budget + rows - 1 - r) // rows + slack // rows for r, n in enumerate(length))
+
+
 def eager_evict(cache: RaggedCache, policy: Policy, seq: int, seen: int, budget: int) -> int:
     """The session's own way: how many went."""
+    return eager_counts(cache, policy, seq, seen, budget)[0]
+
+
+def eager_counts(
+    cache: RaggedCache, policy: Policy, seq: int, seen: int, budget: int
+) -> tuple[int, int]:
+    """The session's own way: how many went, and how many of them had a score that is NaN."""
     entries, pool = cache.entries(seq), cache.pool
     view = CacheView(
         seen, cache.layers, cache.kv_heads, entries.row, cache.length[seq].flatten(),
@@ -59,7 +77,7 @@ def eager_evict(cache: RaggedCache, policy: Policy, seq: int, seen: int, budget:
     )  # fmt: skip
     victims = policy.victims(view, budget)
     cache.drop(seq, victims, entries)
-    return victims.numel()
+    return victims.numel(), int(policy.scores(view)[victims].isnan().sum())
 
 
 class Machine:
@@ -74,6 +92,7 @@ class Machine:
         self.rows, self.columns = to_device(self.cache)
         self.seen = [int(length.max()) for length in self.cache.length]
         self.work = empty_eviction(3, self.rows)
+        self.nan = [0, 0, 0]
         self.room = empty_room(3, self.rows)
 
     def rates(self, count: int) -> Tensor:
@@ -111,13 +130,15 @@ class Machine:
             on_device(budgets), slack,
         )  # fmt: skip
         expected = []
-        for seq, budget in zip(seqs, budgets, strict=True):
-            due = seq >= 0 and int(self.cache.length[seq].sum()) > budget + slack
-            expected.append(
-                eager_evict(self.cache, self.policy, seq, self.seen[seq], budget) if due else 0
-            )
+        for slot, (seq, budget) in enumerate(zip(seqs, budgets, strict=True)):
+            gone = nan = 0
+            if seq >= 0 and is_due(self.cache, self.policy, seq, budget, slack):
+                gone, nan = eager_counts(self.cache, self.policy, seq, self.seen[seq], budget)
+            expected.append(gone)
+            self.nan[slot] += nan
         assert dropped is self.work.dropped
         assert dropped.tolist() == expected
+        assert self.work.nan.tolist() == self.nan
         assert_same(self.cache, self.rows, self.columns)
         return expected
 
@@ -141,6 +162,8 @@ def test_rounds_of_append_and_evict(form: Any, name: str, ahead: float, levels: 
         machine = Machine(make_policy(name, ahead), levels, seed)
         dropped = [sum(machine.step(form)) for _ in range(rounds)]
         assert sum(dropped) > 0
+        if levels == "not a number" and name != "streamingllm":
+            assert 0 < sum(machine.nan) < sum(dropped)
         machine.cache.check()
 
 
@@ -164,18 +187,30 @@ def test_a_tie_is_cut_between_two_rows_of_one_position(form: Any) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("slack", [0, 8])
+def test_a_row_above_its_share_is_cut_below_the_budget(form: Any, slack: int) -> None:
+    """Sequences 0 and 2 hold rows of 0, 1, 33, 8 and 16, 16, 40, 7 entries."""
+    machine = Machine(make_policy("trimkv"), "ties", seed=4)
+    gone = machine.evict(form, [0, 2, -1], [130, 150, 0], slack)  # shares of row 2: 32 and 37
+    assert gone == [0 if slack else 1, 3, 0]
+
+
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", ["dbtrimkv", "trimkv"])
 def test_slack_and_budgets_at_their_edges(form: Any, name: str) -> None:
     """One entry within the slack nothing goes; one above it, all down to the budget."""
     machine = Machine(make_policy(name), "all different", seed=5)
     held = [int(machine.cache.length[seq].sum()) for seq in range(3)]
+    if name == "trimkv":  # a row alone may use up no more than its own slack
+        held = [ROWS * int(machine.cache.length[seq].max()) for seq in range(3)]
     before = snapshot(machine.rows, machine.columns)
     machine.work.dropped.fill_(99)
     assert machine.evict(form, [0, 1, 2], [n - 4 for n in held], 4) == [0, 0, 0]
     assert unchanged(before, machine.rows, machine.columns)
-    allowed = [held[0] - 5, held[1] - 4, 0]  # and nothing at all may stay of sequence 2
+    everything = int(machine.cache.length[2].sum())
+    allowed = [held[0] - 7, held[1] - 4, 0]  # and nothing at all may stay of sequence 2
     gone = machine.evict(form, [0, 1, 2], allowed, 4)
-    assert gone[1:] == [0, held[2]] and gone[0] >= 5
+    assert gone == [2 if name == "trimkv" else 7, 0, everything]
     machine.cache.check()
 
 
@@ -323,7 +358,7 @@ def test_append_and_evict_in_one_cuda_graph(name: str) -> None:
 
 LONG, INT = "*i64", "*i32"
 LONGS = ["seqs", "seen", "allowed", "length", "table", "top", "top_before", "stack", "plan",
-         "dropped", "state", "threshold"]  # fmt: skip
+         "dropped", "nan", "state", "threshold"]  # fmt: skip
 INTS = ["starts", "keys", "ties", "counts", "freed", "position", "pool_position"]
 SCALARS = ["rows", "width", "capacity", "batch_slots", "chunks", "slack", "most_entries",
            "most_seen",
@@ -337,10 +372,12 @@ SIZES = {"PAGE": 16, "DIM": 128, "DIM_BLOCK": 128, "MOVES": 4, "ROWS": 512,
          "TURNS": TURNS, "BINS": 256}  # fmt: skip
 # Module, kernel, what varies, warps; then the most registers and bytes of shared memory.
 BUDGETS = [
-    ("evict", "plan_kernel", {"BLOCK": 512}, 4, 40, 64),
-    ("score", "score_kernel", {"BLOCK": 256, "HORIZON": 2}, 2, 64, 64),
-    ("score", "score_kernel", {"BLOCK": 256, "HORIZON": 3}, 2, 96, 64),
-    ("score", "score_kernel", {"BLOCK": 256, "HORIZON": 4}, 2, 72, 64),
+    ("evict", "plan_kernel", {"BLOCK": 512, "PER_ROW": False}, 4, 40, 64),
+    ("evict", "plan_kernel", {"BLOCK": 512, "PER_ROW": True}, 4, 40, 64),
+    ("score", "score_kernel", {"BLOCK": 256, "HORIZON": 1, "PER_ROW": True}, 2, 64, 64),
+    ("score", "score_kernel", {"BLOCK": 256, "HORIZON": 2, "PER_ROW": False}, 2, 64, 64),
+    ("score", "score_kernel", {"BLOCK": 256, "HORIZON": 3, "PER_ROW": False}, 2, 96, 64),
+    ("score", "score_kernel", {"BLOCK": 256, "HORIZON": 4, "PER_ROW": False}, 2, 72, 64),
     ("select", "count_kernel", {"BLOCK": BLOCK, "TURN": 0}, 8, 80, 16384),
     ("select", "count_kernel", {"BLOCK": BLOCK, "TURN": 3}, 8, 80, 16384),
     ("select", "count_kernel", {"BLOCK": BLOCK, "TURN": 7}, 8, 80, 16384),

@@ -37,11 +37,12 @@ class Eviction:
         dropped: ``[B]`` int64, the result: entries evicted from each batch slot; -1 where a batch
             slot had to evict and could not, being larger than these buffers (nothing has changed
             there).
+        nan: ``[B]`` int64, entries evicted with a score that is NaN, added up over calls.
         most_entries: entries of one sequence that fit.
         keys, ties: ``[B, N]`` int32 holding uint32: per entry, row after row, its score mapped so
             that unsigned numbers order as floats do, and ``position * R + row``.
         plan: ``[B, 4]`` int64: entries (0 if nothing is to be evicted), how many of all have to
-            go, how many a row may keep, unused.
+            go, the budget, how many victims have a score that is NaN (at most).
         starts: ``[B, R]`` int32, entries of the sequence before each row.
         state: ``[TURNS + 1, B, 4]`` int64 of the selection before each turn: threshold of keys,
             of ties, victims still sought, whether it is settled.
@@ -51,6 +52,7 @@ class Eviction:
     """
 
     dropped: Tensor
+    nan: Tensor
     most_entries: int
     keys: Tensor
     ties: Tensor
@@ -77,6 +79,7 @@ def empty_eviction(batch: int, rows: Rows, most_entries: int | None = None) -> E
     wide, narrow = rows.length, torch.int32
     return Eviction(
         dropped=wide.new_zeros(batch),
+        nan=wide.new_zeros(batch),
         most_entries=most_entries,
         keys=wide.new_zeros(batch, padded, dtype=narrow),
         ties=wide.new_zeros(batch, padded, dtype=narrow),
@@ -107,10 +110,10 @@ def evict(
     allowed: Tensor,
     slack: int = 0,
 ) -> Tensor:
-    """Cut every sequence that stands more than ``slack`` entries above its budget back to it.
+    """Cut every sequence in which a group of rows stands above its share and slack to the shares.
 
     Args:
-        work: the result goes to ``work.dropped``.
+        work: the result goes to ``work.dropped``, and ``work.nan`` grows.
         policy: one without an :func:`unsupported_reason`.
         rows: changed in place: lengths, ``stack`` and ``top``; tables stay as they are.
         pool: entries move inside their rows, in all columns.
@@ -118,7 +121,8 @@ def evict(
             nothing.
         seen: ``[B]`` int64 tokens seen, positions lie below; allowed: ``[B]`` int64 entries that
             may stay. Both are read on the device.
-        slack: ``(evict_every - 1) * R``.
+        slack: ``(evict_every - 1) * R``: entries above the budget that are let be, the same
+            part of it in each row.
 
     Returns:
         ``work.dropped``.
@@ -145,7 +149,7 @@ def evict_reference(
     for batch_slot, seq in enumerate(seqs.tolist()):
         length = rows.length[max(seq, 0)].flatten()
         entries, budget, now = int(length.sum()), int(allowed[batch_slot]), int(seen[batch_slot])
-        if seq < 0 or entries <= budget + slack:
+        if seq < 0 or not _due(policy, rows, length, budget, slack):
             continue
         if entries > work.most_entries or now * length.numel() > MOST_TIES:
             work.dropped[batch_slot] = -1
@@ -160,10 +164,19 @@ def evict_reference(
         view = CacheView(
             now, layers, heads, row, length, position.long(), log_beta, modality, _no_attention
         )
-        victims = policy.victims(view, budget)
+        scores = policy.scores(view)
+        victims = policy.lowest(scores, view, budget)
+        work.nan[batch_slot] += scores[victims].isnan().sum()
         _drop(rows, pool, seq, row, offset, slot, victims)
         work.dropped[batch_slot] = victims.numel()
     return work.dropped
+
+
+def _due(policy: Policy, rows: Rows, length: Tensor, budget: int, slack: int) -> bool:
+    shares = policy.shares(budget, *rows.length.shape[1:])
+    if shares.share.numel() == 1:
+        return int(length.sum()) > budget + slack
+    return shares.exceeded(length, slack // length.numel())
 
 
 def _drop(

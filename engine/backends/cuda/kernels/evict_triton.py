@@ -16,6 +16,7 @@ from torch import Tensor
 from engine.backends.cuda.kernels import score_triton, select_triton
 from engine.backends.cuda.kernels.append import Rows
 from engine.backends.cuda.kernels.evict import BINS, BLOCK, MOST_TIES, TURNS, Eviction
+from engine.backends.cuda.kernels.score_triton import share_of
 from engine.backends.cuda.kernels.select_triton import is_victim, lowest_of_row
 from engine.cache import Columns
 from engine.policies.allocation import HeadAllocation
@@ -51,14 +52,15 @@ def evict(
         seqs, seen, allowed, rows.length, rows.top, work.plan, work.starts, work.counts,
         work.dropped, work.top_before, count, slack, work.most_entries, MOST_TIES // count,
         batch_slots,
-        BLOCK=block, TURNS=TURNS, BINS=BINS, num_warps=PLAN_WARPS,
+        PER_ROW=per_row, BLOCK=block, TURNS=TURNS, BINS=BINS, num_warps=PLAN_WARPS,
     )  # fmt: skip
     kind, ahead = score_triton.horizon(policy)
     score_triton.score_kernel[(batch_slots, count)](
         seqs, seen, rows.length, rows.table, pool.log_beta, pool.position, work.plan, work.starts,
         work.keys, work.ties, count, width, capacity, ahead,
         policy.protect_first, policy.protect_recent,
-        HORIZON=kind, PAGE=page, BLOCK=score_triton.BLOCK, num_warps=score_triton.WARPS,
+        PER_ROW=per_row, HORIZON=kind, PAGE=page,
+        BLOCK=score_triton.BLOCK, num_warps=score_triton.WARPS,
     )  # fmt: skip
     if not per_row:
         for turn in range(TURNS + 1):
@@ -76,7 +78,7 @@ def evict(
     )  # fmt: skip
     pages_kernel[(batch_slots,)](
         seqs, rows.length, rows.table, rows.stack, rows.top, work.top_before, work.plan,
-        work.freed, work.dropped, count, width, batch_slots,
+        work.freed, work.dropped, work.nan, count, width, batch_slots,
         PAGE=page, BLOCK=PAGES_BLOCK, ROWS=block, num_warps=PAGES_WARPS,
     )  # fmt: skip
     return work.dropped
@@ -86,7 +88,7 @@ def evict(
 def plan_kernel(
     seqs, seen, allowed, length, top, plan, starts, counts, dropped, top_before,
     rows, slack, most_entries, most_seen, batch_slots,
-    BLOCK: tl.constexpr, TURNS: tl.constexpr, BINS: tl.constexpr,
+    PER_ROW: tl.constexpr, BLOCK: tl.constexpr, TURNS: tl.constexpr, BINS: tl.constexpr,
 ):  # fmt: skip
     """What one sequence has to give up; grid (B)."""
     batch_slot = tl.program_id(0)
@@ -99,11 +101,16 @@ def plan_kernel(
     )
     entries = tl.sum(count, 0)
     budget = tl.load(allowed + batch_slot)
-    over = (seq >= 0) & (entries > budget + slack)
+    if PER_ROW:
+        above = tl.where(exists, count - share_of(budget, rows, row), 0)
+        over = (seq >= 0) & (tl.max(above, 0) > slack // rows)
+    else:
+        over = (seq >= 0) & (entries > budget + slack)
     fits = (entries <= most_entries) & (tl.load(seen + batch_slot) <= most_seen)
     tl.store(plan + batch_slot * 4, tl.where(over & fits, entries, 0))
     tl.store(plan + batch_slot * 4 + 1, entries - budget)
-    tl.store(plan + batch_slot * 4 + 2, budget // rows)
+    tl.store(plan + batch_slot * 4 + 2, budget)
+    tl.store(plan + batch_slot * 4 + 3, tl.zeros([], tl.int64))
     turn = tl.arange(0, TURNS)[:, None]
     cell = (turn * batch_slots + batch_slot) * BINS + tl.arange(0, BINS)[None, :]
     tl.store(counts + cell, tl.zeros([TURNS, BINS], tl.int32))
@@ -135,7 +142,8 @@ def fill_kernel(
     before = tl.load(length + source).to(tl.int32)
     start = batch_slot.to(tl.int64) * capacity + tl.load(starts + batch_slot * rows + row)
     if PER_ROW:
-        gone = before - tl.load(plan + batch_slot * 4 + 2).to(tl.int32)
+        budget = tl.load(plan + batch_slot * 4 + 2)
+        gone = before - share_of(budget, rows, row).to(tl.int32)
         if gone <= 0:
             return
         key_at, tie_at = lowest_of_row(keys, ties, start, before, gone.to(tl.int64), BLOCK)
@@ -193,7 +201,8 @@ def fill_kernel(
 
 @triton.jit
 def pages_kernel(
-    seqs, length, table, stack, top, top_before, plan, freed, dropped, rows, width, batch_slots,
+    seqs, length, table, stack, top, top_before, plan, freed, dropped, nan, rows, width,
+    batch_slots,
     PAGE: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Give back the pages that one sequence no longer needs; grid (B)."""
@@ -213,7 +222,10 @@ def pages_kernel(
         return
     source = tl.load(seqs + batch_slot) * rows + row
     count = tl.load(length + source, mask=exists, other=0)
-    tl.store(dropped + batch_slot, entries - tl.sum(count, 0))
+    gone = entries - tl.sum(count, 0)
+    tl.store(dropped + batch_slot, gone)
+    without = tl.minimum(tl.load(plan + batch_slot * 4 + 3), gone)  # NaN goes first
+    tl.store(nan + batch_slot, tl.load(nan + batch_slot) + without)
     column = table + source * width + tl.cdiv(count, PAGE)
     place = stack + free + tl.cumsum(mine, 0) - mine
     for nth in range(0, tl.max(mine, 0)):

@@ -42,9 +42,12 @@ def horizon(policy: Policy) -> tuple[int, float]:
 def score_kernel(
     seqs, seen, length, table, log_beta, position, plan, starts, keys, ties,
     rows, width, capacity, lookahead, protect_first, protect_recent,
-    HORIZON: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
+    PER_ROW: tl.constexpr, HORIZON: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Keys and ties of one row, see ``kernels.evict.Eviction``; grid (B, R)."""
+    """Keys and ties of one row, see ``kernels.evict.Eviction``; grid (B, R).
+
+    Counts in the plan how many entries with a NaN score may have to go.
+    """
     batch_slot = tl.program_id(0)
     row = tl.program_id(1)
     if tl.load(plan + batch_slot * 4) == 0:
@@ -53,6 +56,7 @@ def score_kernel(
     source = tl.load(seqs + batch_slot) * rows + row
     count = tl.load(length + source).to(tl.int32)
     target = batch_slot.to(tl.int64) * capacity + tl.load(starts + batch_slot * rows + row)
+    bad = tl.zeros([BLOCK], tl.int32)
     for base in range(0, count, BLOCK):
         offset = base + tl.arange(0, BLOCK)
         live = offset < count
@@ -71,6 +75,19 @@ def score_kernel(
         tl.store(keys + target + offset, _sortable(score), mask=live)
         tie = place.to(tl.int64) * rows + row
         tl.store(ties + target + offset, tie.to(tl.int32), mask=live)
+        bad += (live & (score != score)).to(tl.int32)
+    found = tl.sum(bad, 0)
+    if found > 0:
+        if PER_ROW:
+            share = share_of(tl.load(plan + batch_slot * 4 + 2), rows, row).to(tl.int32)
+            found = tl.minimum(found, tl.maximum(count - share, 0))
+        tl.atomic_add(plan + batch_slot * 4 + 3, found.to(tl.int64), sem="relaxed")
+
+
+@triton.jit
+def share_of(budget, rows, row):
+    """What a row of its own budget may keep: the first rows get what a division leaves over."""
+    return budget // rows + (row < budget % rows).to(tl.int64)
 
 
 @triton.jit
@@ -115,8 +132,8 @@ def _log1p(y):
 
 @triton.jit
 def _sortable(score):
-    """The bits of an int32 that, read as uint32, order as the scores do; NaN above all."""
+    """The bits of an int32 that, read as uint32, order as the scores do; NaN below all."""
     score = tl.where(score == 0, 0.0, score)  # -0 and 0 are one score
     bits = score.to(tl.int32, bitcast=True)
     bits = bits ^ ((bits >> 31) | -2147483648)
-    return tl.where(score != score, -1, bits)
+    return tl.where(score != score, 0, bits)
