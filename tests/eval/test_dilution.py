@@ -24,7 +24,7 @@ from mmkv.resources import bundled_model
 MODEL = str(bundled_model())
 
 
-def test_the_probe_sees_what_the_engine_attends_with(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_probe_records_the_attention_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its weights times the values, gathered by position, are the output of every layer."""
     engine = Runtime.from_pretrained(MODEL, policy="dbtrimkv", budget=20, dtype="float32")
     spec, outputs, values = engine.spec, [], []
@@ -92,7 +92,7 @@ def test_the_bound_holds_and_is_the_largest() -> None:
     assert dilution_bound(torch.zeros(10), torch.arange(10) == 3) == pytest.approx(0.9)
 
 
-def test_the_prediction_is_exact_when_only_entries_go() -> None:
+def test_the_prediction_is_exact_if_logits_stay_the_same() -> None:
     """Corollary 3.2 with its ratio written out, on logits that eviction left as they were."""
     generator = torch.Generator().manual_seed(5)
     full = torch.randn(2, 2, 3, 30, generator=generator).double()

@@ -91,9 +91,7 @@ def test_counts_do_not_depend_on_the_blocks(
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("rate", [-50.0, -1.0, -0.2])
-def test_blocks_that_nothing_reaches_may_be_skipped(
-    form: Callable[..., Tensor], rate: float
-) -> None:
+def test_blocks_without_contributions_are_skipped(form: Callable[..., Tensor], rate: float) -> None:
     check(form, torch.full((1, 300), rate), None)
 
 

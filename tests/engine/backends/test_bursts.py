@@ -40,7 +40,7 @@ def talk(engine: Engine, sampling: Sampling) -> tuple[Session, list[Any]]:
 
 @pytest.mark.parametrize("limit", [1, 5, 64])
 @pytest.mark.parametrize("stop", [(), ("e",)])
-def test_bursts_say_and_keep_what_single_tokens_do(
+def test_bursts_generate_and_retain_the_same_as_single_tokens(
     limit: int, stop: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sampling = Sampling(max_new_tokens=limit, stop=stop)
@@ -69,7 +69,7 @@ def test_batches_and_draws(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [reply.token_ids for reply in other] != together
 
 
-def test_a_burst_ends_where_the_positions_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_burst_ends_at_the_last_position(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = engine_for(True, monkeypatch, policy="full")
     session = engine.session()
     list(session.send("hello", sampling=Sampling(max_new_tokens=1)))

@@ -60,7 +60,7 @@ def test_an_idle_batch_changes_nothing(form: Any) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_the_last_free_page_is_handed_out(form: Any) -> None:
+def test_the_last_free_page_is_used(form: Any) -> None:
     """Batch slots 1 and 0 take 6 and 3 pages; the table's last column is used too."""
     held = int(((LENGTHS + 7) // 8).sum())
     cache = eager_cache(LENGTHS, 8, pages=held + 9, width=3)
@@ -73,7 +73,7 @@ def test_the_last_free_page_is_handed_out(form: Any) -> None:
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("why", ["a page short", "a column short"])
-def test_what_does_not_fit_changes_nothing_until_the_host_has_seen_it(form: Any, why: str) -> None:
+def test_a_refused_append_changes_nothing_until_the_host_has_read_it(form: Any, why: str) -> None:
     held, seqs = int(((LENGTHS + 7) // 8).sum()), [1, -1, 0]
     cache = eager_cache(LENGTHS, 8, pages=held + 8, width=4)
     if why == "a column short":

@@ -75,7 +75,7 @@ def test_row_lengths_refuse_what_cannot_fit() -> None:
 
 
 @pytest.mark.parametrize("policy", ["dbtrimkv", "full"])
-def test_synthetic_sessions_are_sessions(policy: str) -> None:
+def test_synthetic_sessions_decode_as_real_ones(policy: str) -> None:
     engine = tiny(policy)
     sessions = synthetic_sessions(engine, 3, 50, 3.0, 5)
     pages = engine.cache.pool.num_pages
@@ -118,7 +118,7 @@ def test_the_floor_counts_what_a_step_reads() -> None:
     assert speed_model.weight_bytes(llava) == llava.decoder.weights.nbytes() - embedding
 
 
-def test_the_estimate_of_memory_is_from_above() -> None:
+def test_the_estimate_of_memory_is_an_upper_bound() -> None:
     for policy, budget in (("dbtrimkv", 12), ("full", None)):
         engine = tiny(policy, budget or 1)
         method = Own(engine, 8, 600, 3.0, 8)
@@ -161,7 +161,7 @@ def test_the_parts_of_a_step_add_up_and_leave_the_cache_whole(policy: str) -> No
         ("append", ["evict", "make_room", "store_layer"]),
     ],
 )
-def test_what_is_left_out_is_not_called(part: str, missing: list[str]) -> None:
+def test_a_part_left_out_is_not_called(part: str, missing: list[str]) -> None:
     names = ["decode_attention", "evict", "make_room", "store_layer"]
     engine = tiny()
     method = Own(engine, 2, 40, 3.0, 4)
