@@ -20,12 +20,14 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 from engine.model.gates import make_random_gates, save_gates
-from engine.policies import Budget
+from engine.policies import Budget, make_policy
 from engine.runtime import Runtime
 from engine.sequence import CachedSequence
 from tests.support.factories import CHECKPOINTS, IMAGE_ID, Checkpoint, Piece, make_turn
 from tests.support.oracle import Oracle, Retained
+from tests.support.policies import ALL, GATED
 from tests.support.sessions import save_checkpoint, text_ids
+from tests.support.tiers import slow_but
 
 TOLERANCE = 1e-4
 # A step of a dialogue: ("turn", texts, pictures), ("decode", tokens) or ("budget", M).
@@ -217,7 +219,17 @@ def prefill_both(
     return ours, oracle.prefill(inputs, kept)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_every_preset_meets_the_oracle() -> None:
+    assert {case.policy for case in CASES} == set(ALL)
+
+
+# The first case of each policy is in make test-fast.
+QUICK = list({case.policy: case for case in reversed(CASES)}.values())
+
+
+@pytest.mark.parametrize(
+    "case", slow_but(QUICK, CASES, "the rest of the matrix"), ids=lambda case: case.name
+)
 def test_engine_follows_the_oracle(
     case: Case, record_property: Callable[[str, object], None]
 ) -> None:
@@ -273,9 +285,18 @@ def test_a_fraction_budget_follows_the_oracle(
     record_property("oracle", {"case": "fraction", "calls": 26, **found})
 
 
-@pytest.mark.parametrize("policy", ["dbtrimkv", "trimkv"])
+# Every lookahead of the policies that read it; the others make the same policy of any.
+READINGS = [
+    (name, n)
+    for name in GATED
+    for n in (1, 2, math.inf)
+    if n == 1 or make_policy(name, n) != make_policy(name, 1)
+]
+
+
+@pytest.mark.slow(reason="the lookaheads, at every step")
 @pytest.mark.parametrize("bias", [0.5, 200.0])
-@pytest.mark.parametrize("lookahead", [1, 2, math.inf])
+@pytest.mark.parametrize(("policy", "lookahead"), READINGS)
 def test_exact_ties_follow_the_oracle(
     lookahead: float,
     bias: float,

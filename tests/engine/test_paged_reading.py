@@ -11,10 +11,11 @@ import torch
 from engine import query_window
 from engine.backends.torch import step
 from tests.engine.backends.test_native import engine_for
+from tests.support.policies import KINDS
 from tests.support.sessions import assert_same_rows, text_ids
 
 
-@pytest.mark.parametrize("policy", ["dbtrimkv", "snapkv", "full"])
+@pytest.mark.parametrize("policy", KINDS)
 @pytest.mark.parametrize("model", ["qwen3_vl", "llama_biased", "odd", "mistral"])
 def test_chunks_and_window_scores_read_pages(
     model: str, policy: str, monkeypatch: pytest.MonkeyPatch

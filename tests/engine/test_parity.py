@@ -19,6 +19,7 @@ from torch import Tensor
 from engine.runtime import Runtime
 from engine.sequence import CachedSequence
 from tests.support.factories import CHECKPOINTS, Piece, checkpoint, join_turns, make_turn, pad_left
+from tests.support.tiers import slow_but
 
 STEPS = 64
 TOLERANCE = 1e-4  # of the largest logit, acceptance 2
@@ -88,12 +89,17 @@ def prompt(name: str, seed: int = 0) -> dict[str, Tensor]:
     return make_turn(name, PICTURES if name in VISION else [40], seed)
 
 
-@pytest.mark.parametrize("name", CHECKPOINTS)
+# The first checkpoint of each family; the others are its variants.
+FAMILIES = {spec.model_type: name for name, spec in reversed(CHECKPOINTS.items())}.values()
+
+
+@pytest.mark.parametrize("name", slow_but(FAMILIES, CHECKPOINTS, "a variant of a family"))
 def test_one_turn(name: str) -> None:
     """Several pictures of different sizes where the family sees."""
     check_turns(name, [prompt(name)])
 
 
+@pytest.mark.slow(reason="more of the parity matrix; test_one_turn has each family")
 @pytest.mark.parametrize("chunk", CHUNKS[:2])
 @pytest.mark.parametrize(
     "name", ["qwen3_vl", "llava_next_mistral", "mistral", "phi3_long", "qwen2_sliding"]
@@ -103,6 +109,7 @@ def test_prompt_in_chunks(name: str, chunk: int) -> None:
     check_turns(name, [prompt(name)], chunk)
 
 
+@pytest.mark.slow(reason="more of the parity matrix; test_one_turn has each family")
 @pytest.mark.parametrize("name", VISION)
 def test_picture_in_a_later_turn(name: str) -> None:
     """Pictures of the second and third turn get the positions of the whole conversation."""
@@ -119,7 +126,10 @@ def test_text_in_turns(name: str) -> None:
     check_turns(name, [make_turn(name, [size], seed=size) for size in (9, 1, 30)])
 
 
-@pytest.mark.parametrize("name", ["qwen3_vl", "qwen3_vl_dim128", "llava_onevision"])
+@pytest.mark.parametrize(
+    "name",
+    slow_but(FAMILIES, ["qwen3_vl", "qwen3_vl_dim128", "llava_onevision"], "a variant of a family"),
+)
 def test_video(name: str) -> None:
     """A video between pictures; for Qwen3-VL its frames stand behind timestamps."""
     pieces: list[Piece] = [
@@ -143,12 +153,14 @@ def test_video_in_a_later_turn() -> None:
     check_turns(name, turns)
 
 
+@pytest.mark.slow(reason="more of the parity matrix; test_one_turn has each family")
 def test_a_lone_picture_is_tiled() -> None:
     """LLaVA-OneVision cuts a single picture into tiles, more than its limit allows."""
     for size in ((32, 32), (16, 48), (40, 20), (31, 9)):
         check_turns("llava_onevision", [make_turn("llava_onevision", [3, ("image", *size), 4])])
 
 
+@pytest.mark.slow(reason="more of the parity matrix; test_one_turn has each family")
 @pytest.mark.parametrize("name", ["qwen3_vl", "llava", "llava_next", "llama", "mistral", "phi3"])
 def test_left_padded_batch(name: str) -> None:
     """Sessions of different lengths and rope offsets, decoded in one batch."""
@@ -208,6 +220,7 @@ def test_shapes_cover_what_is_claimed() -> None:
     assert {True, False} == {spec.tied for spec in shapes}
 
 
+@pytest.mark.slow(reason="more of the parity matrix; test_one_turn has each family")
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_references_generate_varied_tokens(name: str) -> None:
     """A reference that repeats one token, or never looks back, would prove nothing."""

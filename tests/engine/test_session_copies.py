@@ -17,7 +17,9 @@ from engine.policies import GlobalAllocation, HeadAllocation, Policy
 from engine.policies.scoring import Retention
 from engine.runtime import Runtime
 from engine.sequence import CachedSequence
+from tests.support.policies import ALL
 from tests.support.sessions import LATER, PICTURES, assert_same_rows, load, run, text_ids, turn
+from tests.support.tiers import slow_but
 
 
 def later_life(session: CachedSequence) -> list[Tensor]:
@@ -27,7 +29,7 @@ def later_life(session: CachedSequence) -> list[Tensor]:
     return [*out, run(session, text_ids(6, 12)), session.prefill(turn(5, seed=4))]
 
 
-@pytest.mark.parametrize("policy", ["dbtrimkv", "snapkv", "streamingllm", "full"])
+@pytest.mark.parametrize("policy", slow_but(("dbtrimkv",), ALL, "the other policies"))
 @pytest.mark.parametrize("how", ["save", "fork"])
 def test_a_copy_continues_bit_identically(
     how: str, policy: str, folders: dict[str, Path], tmp_path: Path
@@ -82,6 +84,7 @@ def test_an_empty_session_can_be_saved_and_forked(engine: Runtime, tmp_path: Pat
     assert all(torch.equal(copy.prefill(PICTURES), expected) for copy in copies)
 
 
+@pytest.mark.slow(reason="makes several checkpoints")
 def test_a_session_of_another_model_is_refused(
     engine: Runtime, folders: dict[str, Path], tmp_path: Path
 ) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from engine.errors import BudgetError, ContextError, InputError
 from engine.runtime import Runtime
+from tests.support.policies import EVICTING_KINDS, STATIC
 from tests.support.sessions import PICTURES, assert_same_rows, load, run, state, text_ids, turn
 
 
@@ -60,7 +61,8 @@ def test_a_pool_limit_refuses_before_anything_changes(folders: dict[str, Path]) 
     engine.cache.check()
 
 
-@pytest.mark.parametrize("policy", ["dbtrimkv", "snapkv"])
+@pytest.mark.slow(reason="interrupts each of five ways to run, layer by layer")
+@pytest.mark.parametrize("policy", EVICTING_KINDS)
 @pytest.mark.parametrize("where", ["prefill", "decode", "native", "batch", "native batch"])
 def test_an_interrupted_pass_is_undone(
     where: str, policy: str, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
@@ -111,7 +113,7 @@ def test_an_interrupted_pass_is_undone(
             engine.decode([session, other], [5, 6])
     monkeypatch.undo()
     engine.cache.check()
-    if where.startswith("native") and policy == "dbtrimkv":
+    if where.startswith("native") and policy in STATIC:
         reference.decode(5)
         before, kept = state(reference), reference.retained()
     assert state(session) == before

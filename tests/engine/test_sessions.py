@@ -12,6 +12,7 @@ import torch
 from engine.errors import BudgetError, InputError, SessionError
 from engine.policies import Budget
 from engine.runtime import Runtime
+from tests.support.policies import ALL, EVICTING, EVICTING_KINDS
 from tests.support.sessions import (
     LATER,
     PICTURES,
@@ -22,9 +23,10 @@ from tests.support.sessions import (
     text_ids,
     turn,
 )
+from tests.support.tiers import slow_but
 
 
-@pytest.mark.parametrize("policy", ["dbtrimkv", "snapkv", "full"])
+@pytest.mark.parametrize("policy", slow_but(("dbtrimkv",), ALL, "the other policies"))
 def test_interleaved_sessions_are_bit_equal(policy: str, folders: dict[str, Path]) -> None:
     """Two dialogues taking turns on one engine give the very bits each gives alone.
 
@@ -49,7 +51,7 @@ def test_interleaved_sessions_are_bit_equal(policy: str, folders: dict[str, Path
     assert engine.cache.pool.free_pages == engine.cache.pool.num_pages
 
 
-@pytest.mark.parametrize("policy", ["dbtrimkv", "trimkv", "snapkv", "streamingllm"])
+@pytest.mark.parametrize("policy", slow_but(("dbtrimkv",), EVICTING, "the other policies"))
 def test_a_batch_equals_its_sessions_alone(policy: str, folders: dict[str, Path]) -> None:
     """Different budgets, lengths and M-RoPE offsets in one step; sessions join and leave.
 
@@ -135,6 +137,7 @@ def test_evict_every_bounds_the_peak(folders: dict[str, Path]) -> None:
     assert seen == [*cycle, *cycle, *cycle, *cycle[:2]]
 
 
+@pytest.mark.slow(reason="long dialogues at several budgets")
 @pytest.mark.parametrize("share", [0.1, 0.5, 1.0])
 def test_fraction_budget(engine: Runtime, share: float) -> None:
     session, rows = engine.session(Budget.fraction(share)), engine.spec.rows
@@ -223,7 +226,8 @@ def test_closing_returns_every_page(engine: Runtime) -> None:
             action()
 
 
-@pytest.mark.parametrize("policy", ["dbtrimkv", "snapkv"])
+@pytest.mark.slow(reason="long dialogues at several budgets")
+@pytest.mark.parametrize("policy", EVICTING_KINDS)
 def test_a_long_prompt_leaves_no_reference_cycles(policy: str, folders: dict[str, Path]) -> None:
     """Tensors caught in a reference cycle would pile up with the length of the prompt."""
     engine = load(folders["vl"], policy=policy, budget=20, prefill_chunk=16)

@@ -139,6 +139,7 @@ def test_placed_needles_keep_order_length_and_depth() -> None:
         place_needles([("a", 30)], iter([]), 20, [0.5])
 
 
+@pytest.mark.slow(reason="runs whole dialogues with the bundled model")
 def test_several_budgets_at_once_equal_each_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Against sessions fed one after the other with nothing shared, the prompt cut in two."""
     engine = Runtime.from_pretrained(MODEL, policy="snapkv", dtype="float32")
@@ -188,6 +189,7 @@ OPTIONS = [
 ]
 
 
+@pytest.mark.slow(reason="the same run twice, once cut short")
 def test_a_killed_run_gives_the_same_files(tmp_path: Path, capfd: Any) -> None:
     """Stopped in the middle of the first length, in the middle of a line."""
     main([*OPTIONS, str(tmp_path / "whole"), "--limit", "3"])

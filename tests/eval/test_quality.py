@@ -47,6 +47,7 @@ def test_spans_are_runs_of_labels() -> None:
     assert spans([-100]) == [] and spans([7]) == [(0, 1)]
 
 
+@pytest.mark.slow(reason="runs whole dialogues with the bundled model")
 def test_a_right_answer_is_what_greedy_decoding_generates(dialogues) -> None:
     """Every answer of a dialogue, decoded freely from the same teacher-forced history."""
     engine = Runtime.from_pretrained(MODEL, policy="streamingllm", budget=40, dtype="float32")
@@ -74,6 +75,7 @@ def test_a_right_answer_is_what_greedy_decoding_generates(dialogues) -> None:
     assert outcomes == {True, False}
 
 
+@pytest.mark.slow(reason="runs whole dialogues with the bundled model")
 def test_without_eviction_runs_equal_the_full_cache(dialogues) -> None:
     engine = Runtime.from_pretrained(MODEL, policy="full", dtype="float32")
     for example in dialogues[:2]:
@@ -91,6 +93,7 @@ def test_without_eviction_runs_equal_the_full_cache(dialogues) -> None:
         assert found.evicted == 0 and found.tokens_seen == spans(labels.tolist())[-1][1]
 
 
+@pytest.mark.slow(reason="runs whole dialogues with the bundled model")
 def test_logits_of_the_full_cache_are_computed_in_blocks(dialogues, monkeypatch: Any) -> None:
     """Answers longer than a block are read as whole ones are, and no more is held at once."""
     engine = Runtime.from_pretrained(MODEL, policy="streamingllm", budget=40, dtype="float32")
@@ -120,6 +123,7 @@ def test_logits_of_the_full_cache_are_computed_in_blocks(dialogues, monkeypatch:
     assert dataclasses.replace(parts, answers=[]) == dataclasses.replace(whole, answers=[])
 
 
+@pytest.mark.slow(reason="runs whole dialogues with the bundled model")
 def test_the_full_cache_runs_once_for_all_methods(monkeypatch: Any) -> None:
     methods = tuple(map(Method.parse, ("streamingllm", "snapkv", "dbtrimkv:random")))
     reader, passes = Reader(Comparison(MODEL, "float32", methods, ("1/4", "1/8"))), []
@@ -163,6 +167,7 @@ def test_a_method_option_is_parsed() -> None:
         Method.parse("dbtrimkv@two:a")
 
 
+@pytest.mark.slow(reason="runs whole dialogues with the bundled model")
 def test_gates_of_another_checkpoint_are_named_before_any_run(tmp_path: Path, capsys: Any) -> None:
     gates = tmp_path / "gates"
     shutil.copytree(bundled_model() / "gates", gates)
@@ -178,6 +183,7 @@ def test_gates_of_another_checkpoint_are_named_before_any_run(tmp_path: Path, ca
     assert printed.count("another config.json") == 1 and str(gates) in printed
 
 
+@pytest.mark.slow(reason="runs whole dialogues with the bundled model")
 def test_a_small_run_writes_table_plot_and_json(tmp_path: Path) -> None:
     main(
         [
@@ -212,6 +218,7 @@ def test_a_small_run_writes_table_plot_and_json(tmp_path: Path) -> None:
     assert (tmp_path / "q.png").stat().st_size > 5000
 
 
+@pytest.mark.slow(reason="runs whole dialogues with the bundled model")
 def test_whole_texts_are_reported_by_perplexity(tmp_path: Path) -> None:
     """That of the full cache as transformers has it."""
     text = "what was at row 1, column 2 of picture 3? a red square. " * 4
@@ -252,6 +259,7 @@ def test_plots_label_their_budgets(tmp_path: Path, monkeypatch: Any) -> None:
         assert drawn[-1].get_suptitle() == title
 
 
+@pytest.mark.slow(reason="the same run twice, once cut short")
 def test_a_killed_run_continues_with_the_same_result(tmp_path: Path, capfd: Any) -> None:
     """Two workers, stopped after two of four dialogues in the middle of a line."""
     options = [
@@ -274,6 +282,7 @@ def test_a_killed_run_continues_with_the_same_result(tmp_path: Path, capfd: Any)
     assert whole == parts
 
 
+@pytest.mark.slow(reason="runs whole dialogues with the bundled model")
 def test_a_larger_comparison_runs_only_what_is_new(tmp_path: Path, monkeypatch: Any) -> None:
     small = Comparison(MODEL, "float32", (Method.parse("streamingllm"),), ("1/4",))
     gates = str(bundled_model() / "gates")
@@ -302,6 +311,7 @@ def test_a_larger_comparison_runs_only_what_is_new(tmp_path: Path, monkeypatch: 
     assert len(keys) == 7
 
 
+@pytest.mark.slow(reason="runs whole dialogues with the bundled model")
 def test_skip_leaves_out_the_first_dialogues(tmp_path: Path) -> None:
     """``--skip 2``: the third dialogue, as a run over all three reads it."""
     compared = Comparison(MODEL, "float32", (Method.parse("streamingllm"),), ("1/4",))
@@ -321,6 +331,7 @@ def test_skip_leaves_out_the_first_dialogues(tmp_path: Path) -> None:
         assert ended.value.code == 2
 
 
+@pytest.mark.slow(reason="runs whole dialogues with the bundled model")
 def test_the_model_is_loaded_once_and_only_if_runs_are_left(
     tmp_path: Path, monkeypatch: Any
 ) -> None:

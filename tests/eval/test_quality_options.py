@@ -58,6 +58,7 @@ def test_programs_refuse_in_one_line(program: Any, tmp_path: Path) -> None:
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.slow(reason="runs whole dialogues with the bundled model")
 def test_fresh_drops_runs_and_streams_and_writes_its_own_files(tmp_path: Path) -> None:
     """Sessions that a stopped stream of the same name left behind give no file its name."""
     options = [*SCENES, "--output", str(tmp_path), "--method"]
@@ -74,6 +75,7 @@ def test_fresh_drops_runs_and_streams_and_writes_its_own_files(tmp_path: Path) -
     assert len(rows) == 2
 
 
+@pytest.mark.slow(reason="runs whole dialogues with the bundled model")
 def test_the_journal_of_a_cpu_keeps_its_keys(tmp_path: Path, monkeypatch: Any) -> None:
     """As written before ``--device``; every other device is named."""
     quality.main([*SCENES, "--method", "snapkv", "--output", str(tmp_path)])
@@ -125,6 +127,7 @@ def test_the_model_is_loaded_on_the_device_asked_for(tmp_path: Path, monkeypatch
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.slow(reason="runs whole dialogues with the bundled model")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_a_gpu_that_is_not_there_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="'cuda' is not there; use") as caught:

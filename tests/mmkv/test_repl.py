@@ -208,6 +208,7 @@ def interrupt_after_output(process: subprocess.Popen[str]) -> str:
     return begun
 
 
+@pytest.mark.slow(reason="a process that loads torch and a model")
 def test_ctrl_c_stops_the_reply_and_the_conversation_goes_on(patient_model: str) -> None:
     long = ("--max-new-tokens", str(ENDLESS))
     process = start("chat", patient_model, "-i", *long, "--policy", "streamingllm")
@@ -221,6 +222,7 @@ def test_ctrl_c_stops_the_reply_and_the_conversation_goes_on(patient_model: str)
     assert int(re.search(r"tokens seen\s+([\d,]+)", err)[1].replace(",", "")) < ENDLESS  # type: ignore[index]
 
 
+@pytest.mark.slow(reason="a process that loads torch and a model")
 def test_ctrl_c_ends_a_single_answer_with_code_130(patient_model: str) -> None:
     process = start("chat", patient_model, "-p", "hello", "--max-new-tokens", str(ENDLESS))
     interrupt_after_output(process)
@@ -228,6 +230,7 @@ def test_ctrl_c_ends_a_single_answer_with_code_130(patient_model: str) -> None:
     assert process.returncode == 130 and "Traceback" not in err
 
 
+@pytest.mark.slow(reason="a process that loads torch and a model")
 def test_a_closed_pipe_gives_no_traceback(patient_model: str) -> None:
     process = start("chat", patient_model, "-p", "hello", "--max-new-tokens", str(ENDLESS))
     assert process.stdout is not None and process.stderr is not None

@@ -91,6 +91,7 @@ def test_a_minute_of_distillation_beats_random_gates_and_recency(tmp_path: Path)
     assert described["base_sha256"] in card and "scenes:sparse" in card
 
 
+@pytest.mark.slow(reason="trains the gates for several steps")
 def test_the_capacity_term_meets_its_budget(tmp_path: Path) -> None:
     """With only that term, soft entries per head fall to M and stay near it."""
     train(settings(tmp_path, steps=30, loss="kl", lambda_cap=1000.0, lr=2e-2, warmup=0.0))
@@ -99,6 +100,7 @@ def test_the_capacity_term_meets_its_budget(tmp_path: Path) -> None:
     assert kept[0] > 48 and 8 < kept[-1] < 30, kept
 
 
+@pytest.mark.slow(reason="trains the gates for several steps")
 def test_a_resumed_run_ends_where_an_uninterrupted_one_does(tmp_path: Path) -> None:
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     train(settings(whole, steps=6, save_every=3))
@@ -117,6 +119,7 @@ def test_a_resumed_run_ends_where_an_uninterrupted_one_does(tmp_path: Path) -> N
     assert [line["step"] for line in history(cut) if "loss" in line] == [1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.slow(reason="trains the gates for several steps")
 def test_resuming_a_finished_run_keeps_its_figures(tmp_path: Path) -> None:
     _, first = train(settings(tmp_path, steps=2, save_every=1, held_out_budget=16.0), held=1)
     _, again = train(
@@ -126,6 +129,7 @@ def test_resuming_a_finished_run_keeps_its_figures(tmp_path: Path) -> None:
     assert "No held-out data" not in (tmp_path / "README.md").read_text()
 
 
+@pytest.mark.slow(reason="trains the gates for several steps")
 def test_a_checkpoint_that_was_cut_off_is_passed_over(tmp_path: Path) -> None:
     train(settings(tmp_path, steps=4, save_every=2))
     (tmp_path / "checkpoint-4" / "trainer_state.json").unlink()
@@ -133,6 +137,7 @@ def test_a_checkpoint_that_was_cut_off_is_passed_over(tmp_path: Path) -> None:
     assert [line["step"] for line in history(tmp_path) if "loss" in line] == [1, 2, 3, 4]
 
 
+@pytest.mark.slow(reason="trains the gates for several steps")
 def test_runs_do_not_mix(tmp_path: Path) -> None:
     train(settings(tmp_path, steps=2, save_every=1))
     written = (tmp_path / "gates.json").read_bytes()

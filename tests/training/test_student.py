@@ -64,6 +64,7 @@ def gated_by_transformers(name: str, inputs: dict[str, Tensor], gates: Gates) ->
         return model(input_ids=inputs["input_ids"]).logits[0]
 
 
+@pytest.mark.slow(reason="compares all families with transformers")
 @pytest.mark.parametrize("name", ["qwen3", "qwen2", "llama_biased"])
 def test_gates_on_keys_and_values_read_what_transformers_projects(name: str) -> None:
     """Trunk and readout on [k; v] of the transformers modules, against the folded gates on x."""
@@ -97,6 +98,7 @@ def test_gates_on_keys_and_values_read_what_transformers_projects(name: str) -> 
     assert made.layers[0].linear1.weight.grad.abs().sum() > 0
 
 
+@pytest.mark.slow(reason="compares all families with transformers")
 @pytest.mark.parametrize("name", ["qwen3", "llama_biased", "qwen2"])
 def test_student_is_transformers_with_a_bias(name: str) -> None:
     engine = load(name)
@@ -109,6 +111,7 @@ def test_student_is_transformers_with_a_bias(name: str) -> None:
     assert float(log_beta.min()) < 3 * float(log_beta.max()), "the gates all say the same"
 
 
+@pytest.mark.slow(reason="compares all families with transformers")
 @pytest.mark.parametrize("name", ["qwen3_vl", "llava_next", "llama"])
 def test_teacher_is_the_engine_without_eviction(name: str) -> None:
     engine = load(name)
@@ -119,6 +122,7 @@ def test_teacher_is_the_engine_without_eviction(name: str) -> None:
     torch.testing.assert_close(engine.decoder.logits(states[-1:])[0], expected)
 
 
+@pytest.mark.slow(reason="compares all families with transformers")
 @pytest.mark.parametrize("gating", ["log-bias", "logit-scale"])
 def test_gates_with_full_retention_change_nothing(gating: str) -> None:
     engine = load("qwen3_vl")

@@ -24,6 +24,7 @@ from engine.sequence import CachedSequence
 from mmkv.resources import bundled_model
 from tests.engine.backends.test_native import POLICIES, content, engine_for
 from tests.support.kernels import HAS_TRITON, INTERPRETED
+from tests.support.policies import STATIC
 from tests.support.sessions import state, text_ids
 
 MODELS = ["qwen3_vl", "llama_biased", "odd"]
@@ -233,6 +234,7 @@ def test_a_gpu_without_triton_has_no_graph(monkeypatch: pytest.MonkeyPatch) -> N
     assert ours.decode_path == "torch: Triton is not installed"
 
 
+@pytest.mark.slow(reason="512 tokens on three paths")
 def test_the_bundled_model_says_the_same_for_512_tokens() -> None:
     """Three paths: static step, eager torch, and the native one that the CPU takes by itself."""
     picture = {"type": "image", "image": str(bundled_model().parent / "scene.png")}
@@ -264,7 +266,7 @@ def test_the_bundled_model_says_the_same_for_512_tokens() -> None:
 @pytest.mark.skipif(
     not (HAS_TRITON and INTERPRETED), reason="needs Triton and TRITON_INTERPRET=1 (the interpreter)"
 )
-@pytest.mark.parametrize("policy", ["dbtrimkv", "trimkv", "streamingllm", "full"])
+@pytest.mark.parametrize("policy", STATIC)
 @pytest.mark.parametrize("model", MODELS)
 def test_the_kernels_together_are_the_eager_step(
     model: str, policy: str, monkeypatch: pytest.MonkeyPatch

@@ -28,6 +28,7 @@ from engine.sequence import CachedSequence
 from mmkv.environment import describe
 from mmkv.resources import bundled_model
 from tests.support.factories import Checkpoint, checkpoint, make_turn
+from tests.support.policies import EVICTING_STATIC
 from tests.support.sessions import load, save_checkpoint, state, text_ids
 
 needs_native = pytest.mark.skipif(not available(), reason=f"native decode step: {reason()}")
@@ -239,7 +240,7 @@ def test_a_batch_that_does_not_fit_changes_nothing() -> None:
 
 
 @needs_native
-@pytest.mark.parametrize("policy", ["dbtrimkv", "trimkv", "streamingllm"])
+@pytest.mark.parametrize("policy", EVICTING_STATIC)
 def test_budgets_beyond_what_c_counts_with(policy: str) -> None:
     """``sys.maxsize`` for no limit, as a budget and as steps between evictions."""
     for options in ({"budget": sys.maxsize}, {"budget": 1e40}, {"evict_every": sys.maxsize}):

@@ -13,6 +13,7 @@ from eval.mmdu import small as mmdu_small
 from mmkv.resources import bundled_dialogues, bundled_model
 
 
+@pytest.mark.slow(reason="runs whole dialogues with the bundled model")
 def test_rows_are_counted_as_a_session_answers(tmp_path: Path, monkeypatch: Any) -> None:
     folder = bundled_dialogues()
     [dialogue, *_] = json.loads((folder / "benchmark.json").read_text())

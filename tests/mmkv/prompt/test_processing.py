@@ -136,6 +136,7 @@ def test_llava_answers_as_with_transformers(tmp_path: Path, save: Callable[[Path
         assert theirs[: len(reply.token_ids)] == reply.token_ids
 
 
+@pytest.mark.slow(reason="a process that loads torch and a model")
 def test_a_broken_torchvision_is_hidden(qwen: Path, tmp_path: Path) -> None:
     fake = tmp_path / "torchvision"
     fake.mkdir()

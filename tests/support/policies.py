@@ -1,0 +1,33 @@
+"""The presets by what they do, from the registry: one that is added there is in every matrix."""
+
+from __future__ import annotations
+
+from engine.policies import PRESETS, Policy, make_policy
+
+_MADE = {name: make_policy(name) for name in PRESETS}
+
+
+def _kind(policy: Policy) -> tuple[object, ...]:
+    """What tells two policies apart to the engine: what is read, and whether it evicts."""
+    return (
+        policy.allocation is None,
+        policy.scoring.needs.gates,
+        policy.scoring.needs.queries > 0,
+        policy.scoring.needs.keys,
+    )
+
+
+ALL = tuple(_MADE)
+EVICTING = tuple(name for name, policy in _MADE.items() if policy.allocation is not None)
+# Those with retention gates.
+GATED = tuple(name for name, policy in _MADE.items() if policy.scoring.needs.gates)
+# Those whose decode step needs no recent queries: the steps in C and on a GPU evict for them.
+STATIC = tuple(name for name, policy in _MADE.items() if not policy.scoring.needs.queries)
+# The first preset of each kind.
+KINDS = tuple(
+    name
+    for at, name in enumerate(ALL)
+    if _kind(_MADE[name]) not in {_kind(_MADE[other]) for other in ALL[:at]}
+)
+EVICTING_KINDS = tuple(name for name in KINDS if name in EVICTING)
+EVICTING_STATIC = tuple(name for name in STATIC if name in EVICTING)
