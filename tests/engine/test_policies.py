@@ -57,11 +57,16 @@ def lowest(scores: Tensor, view: CacheView, count: int, among: Tensor | None = N
     """The ``count`` first entries in the order (score, position, layer, head), NaN before all."""
     chosen = range(scores.numel()) if among is None else among.tolist()
     key = [
-        (not math.isnan(scores[i]), float(scores[i].nan_to_num(0, math.inf, -math.inf)),
-         int(view.position[i]), int(view.row[i]) // view.kv_heads,
-         int(view.row[i]) % view.kv_heads, i)
+        (
+            not math.isnan(scores[i]),
+            float(scores[i].nan_to_num(0, math.inf, -math.inf)),
+            int(view.position[i]),
+            int(view.row[i]) // view.kv_heads,
+            int(view.row[i]) % view.kv_heads,
+            i,
+        )
         for i in chosen
-    ]  # fmt: skip
+    ]
     return {item[-1] for item in sorted(key)[: max(count, 0)]}
 
 

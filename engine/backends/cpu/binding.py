@@ -87,7 +87,12 @@ class Eviction(Structure):
         *(
             (name, c_int64)
             for name in (
-                "scorer", "allocation", "seen", "budget", "protect_first", "protect_recent",
+                "scorer",
+                "allocation",
+                "seen",
+                "budget",
+                "protect_first",
+                "protect_recent",
             )
         ),
         ("lookahead", c_double),
@@ -99,7 +104,7 @@ class Eviction(Structure):
         ("found", c_int64),
         ("nan", c_int64),
         ("scratch", c_void_p),
-    ]  # fmt: skip
+    ]
 
 
 class Step(Structure):

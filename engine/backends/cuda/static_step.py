@@ -187,9 +187,15 @@ class StaticStep:
             growing = (self.share * self.seen * rows).floor().long().clamp(min=rows)
             allowed = growing.where(self.share > 0, self.allowed)
             dropped = evict(
-                self._eviction, engine.policy, self.rows, engine.cache.pool, self.seqs,
-                self.seen, allowed, (engine.evict_every - 1) * rows,
-            )  # fmt: skip
+                self._eviction,
+                engine.policy,
+                self.rows,
+                engine.cache.pool,
+                self.seqs,
+                self.seen,
+                allowed,
+                (engine.evict_every - 1) * rows,
+            )
             torch.minimum(self.least_dropped, dropped, out=self.least_dropped)
         stopped = (self.token[:, None] == self.stop).any(-1)
         self.seqs.copy_(self.seqs.where(~stopped, -1))

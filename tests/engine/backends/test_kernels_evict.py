@@ -42,9 +42,13 @@ LEVELS = {
     "all different": None,
 }
 METHODS = [
-    ("dbtrimkv", 1), ("dbtrimkv", 2), ("dbtrimkv", 5), ("dbtrimkv", math.inf), ("trimkv", 1),
+    ("dbtrimkv", 1),
+    ("dbtrimkv", 2),
+    ("dbtrimkv", 5),
+    ("dbtrimkv", math.inf),
+    ("trimkv", 1),
     ("streamingllm", 1),
-]  # fmt: skip
+]
 
 
 def on_device(values: list[int]) -> Tensor:
@@ -71,10 +75,16 @@ def eager_counts(
     """The session's own way: how many went, and how many of them had a score that is NaN."""
     entries, pool = cache.entries(seq), cache.pool
     view = CacheView(
-        seen, cache.layers, cache.kv_heads, entries.row, cache.length[seq].flatten(),
-        pool.position.view(-1)[entries.slot].long(), pool.log_beta.view(-1)[entries.slot],
-        pool.modality.view(-1)[entries.slot], lambda view: view.row,
-    )  # fmt: skip
+        seen,
+        cache.layers,
+        cache.kv_heads,
+        entries.row,
+        cache.length[seq].flatten(),
+        pool.position.view(-1)[entries.slot].long(),
+        pool.log_beta.view(-1)[entries.slot],
+        pool.modality.view(-1)[entries.slot],
+        lambda view: view.row,
+    )
     victims = policy.victims(view, budget)
     cache.drop(seq, victims, entries)
     return victims.numel(), int(policy.scores(view)[victims].isnan().sum())
@@ -126,9 +136,15 @@ class Machine:
         """On both sides; the whole state must agree afterwards."""
         seen = [self.seen[seq] for seq in seqs]  # of an idle batch slot: any number
         dropped = form(
-            self.work, self.policy, self.rows, self.columns, on_device(seqs), on_device(seen),
-            on_device(budgets), slack,
-        )  # fmt: skip
+            self.work,
+            self.policy,
+            self.rows,
+            self.columns,
+            on_device(seqs),
+            on_device(seen),
+            on_device(budgets),
+            slack,
+        )
         expected = []
         for slot, (seq, budget) in enumerate(zip(seqs, budgets, strict=True)):
             gone = nan = 0
@@ -240,9 +256,15 @@ def test_rows_longer_than_a_block(form: Any, name: str, budget: int) -> None:
         cache.drop(0, torch.arange(600))  # else 615 victims are paired 4 at a time, interpreted
         rows, columns = to_device(cache)
     dropped = form(
-        work, policy, rows, columns, on_device([0, 1]), on_device([1500, 3]),
-        on_device([budget, 5]), 0,
-    )  # fmt: skip
+        work,
+        policy,
+        rows,
+        columns,
+        on_device([0, 1]),
+        on_device([1500, 3]),
+        on_device([budget, 5]),
+        0,
+    )
     assert dropped.tolist() == [eager_evict(cache, policy, 0, 1500, budget), 0]
     assert_same(cache, rows, columns)
 
@@ -259,9 +281,15 @@ def test_a_sequence_too_large_for_the_buffers_is_left_and_named(form: Any, why: 
     else:
         seen[2] = MOST_TIES // ROWS + 1
     dropped = form(
-        machine.work, machine.policy, machine.rows, machine.columns, on_device([2, 0, 1]),
-        on_device([seen[2], seen[0], seen[1]]), on_device([20, 20, 5]), 0,
-    )  # fmt: skip
+        machine.work,
+        machine.policy,
+        machine.rows,
+        machine.columns,
+        on_device([2, 0, 1]),
+        on_device([seen[2], seen[0], seen[1]]),
+        on_device([20, 20, 5]),
+        0,
+    )
     assert dropped.tolist() == [-1, held[0] - 20, held[1] - 5]
     for seq, budget in ((0, 20), (1, 5)):
         eager_evict(machine.cache, machine.policy, seq, seen[seq], budget)
@@ -304,9 +332,15 @@ def test_scores_are_the_formula_correctly_rounded(form: Any, ahead: float) -> No
         rows, columns = to_device(cache)
         work = empty_eviction(1, rows)
         form(
-            work, make_policy("dbtrimkv", ahead), rows, columns, on_device([0]), on_device([now]),
-            on_device([count - 1]), 0,
-        )  # fmt: skip
+            work,
+            make_policy("dbtrimkv", ahead),
+            rows,
+            columns,
+            on_device([0]),
+            on_device([now]),
+            on_device([count - 1]),
+            0,
+        )
         key = work.keys[0, :count].cpu().numpy().view(np.uint32)
         got = np.where(key >> 31, key ^ np.uint32(1 << 31), ~key).view(np.float32)
         assert work.ties[0, :count].tolist() == position.tolist()
@@ -357,19 +391,52 @@ def test_append_and_evict_in_one_cuda_graph(name: str) -> None:
 
 
 LONG, INT = "*i64", "*i32"
-LONGS = ["seqs", "seen", "allowed", "length", "table", "top", "top_before", "stack", "plan",
-         "dropped", "nan", "state", "threshold"]  # fmt: skip
+LONGS = [
+    "seqs",
+    "seen",
+    "allowed",
+    "length",
+    "table",
+    "top",
+    "top_before",
+    "stack",
+    "plan",
+    "dropped",
+    "nan",
+    "state",
+    "threshold",
+]
 INTS = ["starts", "keys", "ties", "counts", "freed", "position", "pool_position"]
-SCALARS = ["rows", "width", "capacity", "batch_slots", "chunks", "slack", "most_entries",
-           "most_seen",
-           "protect_first", "protect_recent"]  # fmt: skip
+SCALARS = [
+    "rows",
+    "width",
+    "capacity",
+    "batch_slots",
+    "chunks",
+    "slack",
+    "most_entries",
+    "most_seen",
+    "protect_first",
+    "protect_recent",
+]
 TYPES = (
-    dict.fromkeys(LONGS, LONG) | dict.fromkeys(INTS, INT) | dict.fromkeys(SCALARS, "i32")
-    | dict.fromkeys(["log_beta", "pool_log_beta"], "*fp32") | {"pool_modality": "*u8"}
-    | dict.fromkeys(["pool_keys", "pool_values"], "*bf16") | {"lookahead": "fp32"}
-)  # fmt: skip
-SIZES = {"PAGE": 16, "DIM": 128, "DIM_BLOCK": 128, "MOVES": 4, "ROWS": 512,
-         "TURNS": TURNS, "BINS": 256}  # fmt: skip
+    dict.fromkeys(LONGS, LONG)
+    | dict.fromkeys(INTS, INT)
+    | dict.fromkeys(SCALARS, "i32")
+    | dict.fromkeys(["log_beta", "pool_log_beta"], "*fp32")
+    | {"pool_modality": "*u8"}
+    | dict.fromkeys(["pool_keys", "pool_values"], "*bf16")
+    | {"lookahead": "fp32"}
+)
+SIZES = {
+    "PAGE": 16,
+    "DIM": 128,
+    "DIM_BLOCK": 128,
+    "MOVES": 4,
+    "ROWS": 512,
+    "TURNS": TURNS,
+    "BINS": 256,
+}
 # Module, kernel, what varies, warps; then the most registers and bytes of shared memory.
 BUDGETS = [
     ("evict", "plan_kernel", {"BLOCK": 512, "PER_ROW": False}, 4, 40, 64),
@@ -393,9 +460,14 @@ BUDGETS = [
     ("module", "kernel", "sizes", "warps", "registers", "shared"), BUDGETS, ids=str
 )
 def test_kernels_fit_a_hopper_sm(
-    module: str, kernel: str, sizes: dict[str, Any], warps: int, registers: int, shared: int,
+    module: str,
+    kernel: str,
+    sizes: dict[str, Any],
+    warps: int,
+    registers: int,
+    shared: int,
     tmp_path: Path,
-) -> None:  # fmt: skip
+) -> None:
     """36 layers of 8 heads of 128 in bfloat16."""
     report = compile_for_hopper(
         f"engine.backends.cuda.kernels.{module}_triton",

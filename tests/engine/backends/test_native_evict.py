@@ -155,12 +155,17 @@ def test_scores_that_lie_a_rounding_apart(
 
 
 @needs_native
-@pytest.mark.parametrize(("policy", "entries", "budget", "done"), [
-    ("dbtrimkv", 1400, 1400 - 1024, True), ("dbtrimkv", 1400, 1400 - 1025, False),
-    # Shares of two rows: 2 * 512 victims, then 2 * 513 though only 652 entries are too many.
-    ("trimkv", 1400, 188 * 4, True), ("trimkv", 1400, 187 * 4, False),
-    ("dbtrimkv", 1399, 1380, False),  # counted wrongly
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("policy", "entries", "budget", "done"),
+    [
+        ("dbtrimkv", 1400, 1400 - 1024, True),
+        ("dbtrimkv", 1400, 1400 - 1025, False),
+        # Shares of two rows: 2 * 512 victims, then 2 * 513 though only 652 entries are too many.
+        ("trimkv", 1400, 188 * 4, True),
+        ("trimkv", 1400, 187 * 4, False),
+        ("dbtrimkv", 1399, 1380, False),  # counted wrongly
+    ],
+)
 def test_eviction_is_whole_or_none(policy: str, entries: int, budget: int, done: bool) -> None:
     ours, reference = (cache_of([700, 700, 0, 0], [-0.1, -0.2], 3, seen=700) for _ in range(2))
     evictor, held = NativeEvictor(make_policy(policy)), Held(700, entries, budget)

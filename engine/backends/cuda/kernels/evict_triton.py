@@ -49,47 +49,132 @@ def evict(
     block = triton.next_power_of_2(count)
     per_row = type(policy.allocation) is HeadAllocation
     plan_kernel[(batch_slots,)](
-        seqs, seen, allowed, rows.length, rows.top, work.plan, work.starts, work.counts,
-        work.dropped, work.top_before, count, slack, work.most_entries, MOST_TIES // count,
+        seqs,
+        seen,
+        allowed,
+        rows.length,
+        rows.top,
+        work.plan,
+        work.starts,
+        work.counts,
+        work.dropped,
+        work.top_before,
+        count,
+        slack,
+        work.most_entries,
+        MOST_TIES // count,
         batch_slots,
-        PER_ROW=per_row, BLOCK=block, TURNS=TURNS, BINS=BINS, num_warps=PLAN_WARPS,
-    )  # fmt: skip
+        PER_ROW=per_row,
+        BLOCK=block,
+        TURNS=TURNS,
+        BINS=BINS,
+        num_warps=PLAN_WARPS,
+    )
     kind, ahead = score_triton.horizon(policy)
     score_triton.score_kernel[(batch_slots, count)](
-        seqs, seen, rows.length, rows.table, pool.log_beta, pool.position, work.plan, work.starts,
-        work.keys, work.ties, count, width, capacity, ahead,
-        policy.protect_first, policy.protect_recent,
-        PER_ROW=per_row, HORIZON=kind, PAGE=page,
-        BLOCK=score_triton.BLOCK, num_warps=score_triton.WARPS,
-    )  # fmt: skip
+        seqs,
+        seen,
+        rows.length,
+        rows.table,
+        pool.log_beta,
+        pool.position,
+        work.plan,
+        work.starts,
+        work.keys,
+        work.ties,
+        count,
+        width,
+        capacity,
+        ahead,
+        policy.protect_first,
+        policy.protect_recent,
+        PER_ROW=per_row,
+        HORIZON=kind,
+        PAGE=page,
+        BLOCK=score_triton.BLOCK,
+        num_warps=score_triton.WARPS,
+    )
     if not per_row:
         for turn in range(TURNS + 1):
             select_triton.count_kernel[(batch_slots, work.chunks if turn < TURNS else 1)](
-                work.keys, work.ties, work.plan, work.state, work.counts, capacity, batch_slots,
-                work.chunks, TURN=turn, BLOCK=BLOCK, num_warps=select_triton.WARPS,
-            )  # fmt: skip
+                work.keys,
+                work.ties,
+                work.plan,
+                work.state,
+                work.counts,
+                capacity,
+                batch_slots,
+                work.chunks,
+                TURN=turn,
+                BLOCK=BLOCK,
+                num_warps=select_triton.WARPS,
+            )
     fill_kernel[(batch_slots, count)](
-        seqs, rows.length, rows.table,
+        seqs,
+        rows.length,
+        rows.table,
         *pool.columns(),
-        work.plan, work.starts, work.keys, work.ties, work.state[TURNS], work.freed,
-        count, width, capacity,
-        PER_ROW=per_row, PAGE=page, DIM=dim, DIM_BLOCK=triton.next_power_of_2(dim),
-        BLOCK=FILL_BLOCK, MOVES=MOVES, num_warps=FILL_WARPS,
-    )  # fmt: skip
+        work.plan,
+        work.starts,
+        work.keys,
+        work.ties,
+        work.state[TURNS],
+        work.freed,
+        count,
+        width,
+        capacity,
+        PER_ROW=per_row,
+        PAGE=page,
+        DIM=dim,
+        DIM_BLOCK=triton.next_power_of_2(dim),
+        BLOCK=FILL_BLOCK,
+        MOVES=MOVES,
+        num_warps=FILL_WARPS,
+    )
     pages_kernel[(batch_slots,)](
-        seqs, rows.length, rows.table, rows.stack, rows.top, work.top_before, work.plan,
-        work.freed, work.dropped, work.nan, count, width, batch_slots,
-        PAGE=page, BLOCK=PAGES_BLOCK, ROWS=block, num_warps=PAGES_WARPS,
-    )  # fmt: skip
+        seqs,
+        rows.length,
+        rows.table,
+        rows.stack,
+        rows.top,
+        work.top_before,
+        work.plan,
+        work.freed,
+        work.dropped,
+        work.nan,
+        count,
+        width,
+        batch_slots,
+        PAGE=page,
+        BLOCK=PAGES_BLOCK,
+        ROWS=block,
+        num_warps=PAGES_WARPS,
+    )
     return work.dropped
 
 
 @triton.jit
 def plan_kernel(
-    seqs, seen, allowed, length, top, plan, starts, counts, dropped, top_before,
-    rows, slack, most_entries, most_seen, batch_slots,
-    PER_ROW: tl.constexpr, BLOCK: tl.constexpr, TURNS: tl.constexpr, BINS: tl.constexpr,
-):  # fmt: skip
+    seqs,
+    seen,
+    allowed,
+    length,
+    top,
+    plan,
+    starts,
+    counts,
+    dropped,
+    top_before,
+    rows,
+    slack,
+    most_entries,
+    most_seen,
+    batch_slots,
+    PER_ROW: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TURNS: tl.constexpr,
+    BINS: tl.constexpr,
+):
     """What one sequence has to give up; grid (B)."""
     batch_slot = tl.program_id(0)
     seq = tl.load(seqs + batch_slot)
@@ -122,11 +207,30 @@ def plan_kernel(
 
 @triton.jit
 def fill_kernel(
-    seqs, length, table, pool_keys, pool_values, pool_log_beta, pool_position, pool_modality,
-    plan, starts, keys, ties, threshold, freed, rows, width, capacity,
-    PER_ROW: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr,
-    BLOCK: tl.constexpr, MOVES: tl.constexpr,
-):  # fmt: skip
+    seqs,
+    length,
+    table,
+    pool_keys,
+    pool_values,
+    pool_log_beta,
+    pool_position,
+    pool_modality,
+    plan,
+    starts,
+    keys,
+    ties,
+    threshold,
+    freed,
+    rows,
+    width,
+    capacity,
+    PER_ROW: tl.constexpr,
+    PAGE: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    MOVES: tl.constexpr,
+):
     """Drop the victims of one row; grid (B, R).
 
     Victims inside the new length, in ascending order, are replaced by the survivors beyond it, in
@@ -201,10 +305,23 @@ def fill_kernel(
 
 @triton.jit
 def pages_kernel(
-    seqs, length, table, stack, top, top_before, plan, freed, dropped, nan, rows, width,
+    seqs,
+    length,
+    table,
+    stack,
+    top,
+    top_before,
+    plan,
+    freed,
+    dropped,
+    nan,
+    rows,
+    width,
     batch_slots,
-    PAGE: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
+    PAGE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+):
     """Give back the pages that one sequence no longer needs; grid (B)."""
     batch_slot = tl.program_id(0)
     given = tl.zeros([], tl.int32)  # by the batch slots before

@@ -40,10 +40,27 @@ def horizon(policy: Policy) -> tuple[int, float]:
 
 @triton.jit
 def score_kernel(
-    seqs, seen, length, table, log_beta, position, plan, starts, keys, ties,
-    rows, width, capacity, lookahead, protect_first, protect_recent,
-    PER_ROW: tl.constexpr, HORIZON: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    seqs,
+    seen,
+    length,
+    table,
+    log_beta,
+    position,
+    plan,
+    starts,
+    keys,
+    ties,
+    rows,
+    width,
+    capacity,
+    lookahead,
+    protect_first,
+    protect_recent,
+    PER_ROW: tl.constexpr,
+    HORIZON: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Keys and ties of one row, see ``kernels.evict.Eviction``; grid (B, R).
 
     Counts in the plan how many entries with a NaN score may have to go.
