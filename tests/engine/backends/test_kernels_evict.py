@@ -186,7 +186,7 @@ def test_rounds_of_append_and_evict(form: Any, name: str, ahead: float, levels: 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", ["dbtrimkv", "streamingllm"])
 @pytest.mark.parametrize("ends", [(4, 0), (0, 10), (4, 10), (1000, 0), (0, 1000)], ids=str)
-def test_protected_ends(form: Any, name: str, ends: tuple[int, int]) -> None:
+def test_protected_first_and_recent_tokens(form: Any, name: str, ends: tuple[int, int]) -> None:
     """Also where everything is protected: the budget holds, and the smallest positions go."""
     policy = replace(make_policy(name), protect_first=ends[0], protect_recent=ends[1])
     machine = Machine(policy, "ties", seed=1)
@@ -271,7 +271,7 @@ def test_rows_longer_than_a_block(form: Any, name: str, budget: int) -> None:
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("why", ["entries", "positions"])
-def test_a_sequence_too_large_for_the_buffers_is_left_and_named(form: Any, why: str) -> None:
+def test_a_sequence_too_large_for_the_buffers_is_skipped_and_reported(form: Any, why: str) -> None:
     """The batch slot after it evicts all the same, and its pages lie where they should."""
     machine = Machine(make_policy("dbtrimkv"), "all different", seed=7)
     held = machine.cache.length.sum((1, 2)).tolist()

@@ -132,7 +132,7 @@ def test_victims_and_pages_are_those_of_torch(
     st.sampled_from([(0, 0), (4, 0), (0, 4)]),
     st.integers(0, 2**31),
 )
-def test_scores_that_lie_a_rounding_apart(
+def test_scores_that_differ_by_one_rounding(
     level: str, exponent: float, apart: int, lookahead: float, ends: tuple[int, int], seed: int
 ) -> None:
     """Steps of a decode loop, whose search is in single precision where nothing hangs on it."""
