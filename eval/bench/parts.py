@@ -41,18 +41,19 @@ class Undo:
         self.length, self.top = length.clone(), length.new_zeros(1)
 
     def make_room(self, room: Any, rows: Any, seqs: Tensor) -> Tensor:
-        """Return the wrapped function; it first copies the state that it changes."""
+        """Copy the state that ``make_room`` changes, then call it."""
         self.length.copy_(rows.length)
         self.top.copy_(rows.top)
         return self._make_room(room, rows, seqs)
 
-    def evict(self, work: Any, policy: Any, rows: Any, *_: Any) -> None:
-        """Restore lengths and free pages."""
+    def evict(self, work: Any, policy: Any, rows: Any, *_: Any) -> Tensor:
+        """Restore lengths and free pages; return what the last real eviction dropped."""
         rows.length.copy_(self.length)
         rows.top.copy_(self.top)
+        return work.dropped
 
     def seconds(self, engine: Runtime) -> float:
-        """Return the bytes of the copies."""
+        """Return the seconds that the copies of a step take."""
         length, top = self.length.clone(), self.top.clone()
 
         def copies() -> None:
@@ -66,6 +67,10 @@ class Undo:
 
 def _leave(*_: Any, **__: Any) -> None:
     """Stand in for a call whose result lies in a buffer."""
+
+
+def _no_eviction(work: Any, *_: Any) -> Tensor:
+    return work.dropped
 
 
 def _no_gate(step: StaticStep, index: int, normed: Tensor) -> None:
@@ -89,7 +94,7 @@ def _replaced(engine: Runtime, part: str, undo: Undo) -> dict[str, Any]:
         "attention": {"decode_attention": _leave},
         "eviction": {"make_room": undo.make_room, "evict": undo.evict},
         # With eviction, which has nothing to do then.
-        "append": {"make_room": _no_room, "store_layer": no_store, "evict": _leave},
+        "append": {"make_room": _no_room, "store_layer": no_store, "evict": _no_eviction},
     }
     return found[part]
 

@@ -205,8 +205,9 @@ def test_a_small_run_writes_table_plot_and_json(tmp_path: Path) -> None:
         held = np.array(rows[method, "1/8"]["entries_by_row"])
         assert held.shape == (6, 3)
         assert held.sum() == pytest.approx(18 * page["context_tokens"]["mean"] / 8, rel=0.02)
-    # Recency keeps the same number everywhere, one budget over all rows does not.
-    assert np.ptp(rows["streamingllm", "1/8"]["entries_by_row"]) < 0.5
+    # Recency keeps the same number everywhere, but for the one entry more of the first rows; one
+    # budget over all rows does not.
+    assert np.ptp(rows["streamingllm", "1/8"]["entries_by_row"]) <= 1
     assert np.ptp(rows["dbtrimkv", "1/8"]["entries_by_row"]) > 2
     kept(["--fraction", "1/8", str(tmp_path / "q.json")])
     assert (tmp_path / "q-kept.png").stat().st_size > 5000
