@@ -97,12 +97,17 @@ class Decoder:
         rope: tuple[Tensor, Tensor],
         step: StepAttention,
         deepstack: tuple[tuple[Tensor, Tensor], ...] = (),
+        on_keys: Callable[[Tensor, Tensor], None] | None = None,
     ) -> Tensor:
         """Compute the states ``[T, d]`` after one layer from those before it and :meth:`gate_input`
         ``x``.
+
+        Args:
+            on_keys: called with the keys ``[T, H, D]`` before and after RoPE, before attention:
+                what write gates read.
         """
         layer = self.weights.layers[index]
-        query, key, value = self._project(x, layer, rope)
+        query, key, value = self._project(x, layer, rope, on_keys)
         mixed = step.attend(index, query, key, value)
         hidden = hidden + F.linear(mixed, layer.out, layer.out_bias)
         x = self._norm(hidden, layer.post_norm)
@@ -118,15 +123,22 @@ class Decoder:
         return F.linear(self._norm(hidden, self.weights.norm), self.weights.head).float()
 
     def _project(
-        self, x: Tensor, layer: LayerWeights, rope: tuple[Tensor, Tensor]
+        self,
+        x: Tensor,
+        layer: LayerWeights,
+        rope: tuple[Tensor, Tensor],
+        on_keys: Callable[[Tensor, Tensor], None] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         spec = self.spec
         fused = F.linear(x, layer.qkv, layer.qkv_bias).view(x.shape[0], -1, spec.head_dim)
         turned, value = fused[:, : self._rotated], fused[:, self._rotated :]
         if layer.qk_norm is not None:
             turned = F.rms_norm(turned, (spec.head_dim,), eps=spec.rms_eps) * layer.qk_norm
-        turned = rotate(turned, *rope)
-        return turned[:, : spec.num_heads], turned[:, spec.num_heads :], value
+        plain, turned = turned[:, spec.num_heads :], rotate(turned, *rope)
+        query, key = turned[:, : spec.num_heads], turned[:, spec.num_heads :]
+        if on_keys is not None:
+            on_keys(plain, key)
+        return query, key, value
 
     def _norm(self, x: Tensor, gain: Tensor) -> Tensor:
         return F.rms_norm(x, gain.shape, gain, self.spec.rms_eps)

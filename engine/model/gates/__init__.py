@@ -1,15 +1,26 @@
-"""Retention gates: how the score of an entry is read off the hidden state, and gate files."""
+"""Retention gates, read off the hidden state, write gates, read off the keys, and gate files."""
 
-from engine.model.gates.files import as_stored, foreign_note, load_gates, save_gates
+from engine.model.gates.files import (
+    as_stored,
+    foreign_note,
+    load_gates,
+    load_write_gates,
+    save_gates,
+)
 from engine.model.gates.module import Gates, LayerGate, make_random_gates, tied_gates
+from engine.model.gates.write import WriteGates, make_random_write_gates, write_gates
 
 __all__ = [
     "Gates",
     "LayerGate",
+    "WriteGates",
     "as_stored",
     "foreign_note",
     "load_gates",
+    "load_write_gates",
     "make_random_gates",
+    "make_random_write_gates",
     "save_gates",
     "tied_gates",
+    "write_gates",
 ]

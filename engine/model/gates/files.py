@@ -18,30 +18,69 @@ from engine import hub
 from engine.errors import GateError
 from engine.model.gates.module import Gates, make_random_gates, tied_gates, tying_of
 from engine.model.gates.published import published_gates
+from engine.model.gates.write import WriteGates, make_random_write_gates, write_gates
 from engine.model.spec import DecoderSpec
 
 FORMAT = "mmkv-gates-1"
-# What a gate file may hold in half precision: all but the readout and its bias.
+# What a gate file may hold in half precision: all but the readout, its bias and gains of norms.
 _TRUNK = re.compile(r"layers\.|.*\.retention_gate\.linear1\.")
+_SIZES = ("hidden_size", "num_layers", "num_kv_heads")
 _TENSORS, _INFO, _PUBLISHED = "gates.safetensors", "gates.json", "trimkv_weights.pth"
 
 
 def load_gates(source: str | Path, spec: DecoderSpec) -> Gates:
-    """Read gates for a model of the shape ``spec``.
+    """Read retention gates for a model of the shape ``spec``.
 
     Args:
         source: a folder (ours or a published one), a gate file, a hub id, or ``"random"``.
 
     Raises:
-        GateError: not found, unreadable, or made for a model of another shape (both named).
+        GateError: not found, unreadable, write gates, or made for a model of another shape (both
+            named).
     """
     if str(source) == "random":
         return make_random_gates(spec)
+    path, tensors, info = _read(source)
+    if info is None:
+        return published_gates(tensors, spec)
+    if info.get("kind") == "write":
+        raise GateError(
+            f"{path} holds write gates, and the policy reads retention gates; name a folder with "
+            "those, or choose a policy for write gates"
+        )
+    _check_shape(info, spec, _SIZES)
+    make = published_gates if info.get("layout") == "rg" else tied_gates
+    return make(tensors, spec, info)
+
+
+def load_write_gates(source: str | Path, spec: DecoderSpec) -> WriteGates:
+    """Read write gates for a model of the shape ``spec``.
+
+    Args:
+        source: a folder, a gate file, a hub id, or ``"random"``.
+
+    Raises:
+        GateError: not found, unreadable, retention gates, or made for a model of another shape
+            (both named).
+    """
+    if str(source) == "random":
+        return make_random_write_gates(spec)
+    path, tensors, info = _read(source)
+    if info is None or info.get("kind") != "write":
+        raise GateError(
+            f"{path} holds retention gates, and the policy reads write gates; train those with "
+            "`python -m training.distill --method wgkv`, or choose a policy for retention gates"
+        )
+    _check_shape(info, spec, (*_SIZES, "head_dim"))
+    return write_gates(tensors, spec, info)
+
+
+def _read(source: str | Path) -> tuple[Path, dict[str, Tensor], dict[str, object] | None]:
+    """Return a gate file's path, its tensors and its ``gates.json``; None for a published file."""
     path = _locate(source)
     try:
         if path.name.endswith(".pth"):
-            tensors = torch.load(path, map_location="cpu", weights_only=True)
-            return published_gates(tensors, spec)
+            return path, torch.load(path, map_location="cpu", weights_only=True), None
         info = json.loads((path.parent / _INFO).read_text())
         tensors = load_file(path)
     except FileNotFoundError as error:
@@ -58,12 +97,10 @@ def load_gates(source: str | Path, spec: DecoderSpec) -> Gates:
         raise GateError(f"cannot read gates from {path}: {reason}; fetch the file again") from error
     if not isinstance(info, dict) or info.get("format") != FORMAT:
         raise GateError(f"{path} is not in the format {FORMAT}; save it with this mmkv version")
-    _check_shape(info, spec)
-    make = published_gates if info.get("layout") == "rg" else tied_gates
-    return make(tensors, spec, info)
+    return path, tensors, info
 
 
-def foreign_note(gates: Gates, model: str) -> str | None:
+def foreign_note(gates: Gates | WriteGates, model: str) -> str | None:
     """Return one line if the gates name a ``config.json`` that is not this checkpoint's, else None.
 
     Models of one shape (an Instruct and a Thinking one) load each other's gates, and the scores
@@ -91,7 +128,7 @@ def as_stored(tensors: dict[str, Tensor], trunk_dtype: torch.dtype | None) -> di
 
 
 def save_gates(
-    gates: Gates,
+    gates: Gates | WriteGates,
     folder: str | Path,
     spec: DecoderSpec,
     trunk_dtype: torch.dtype | None = None,
@@ -101,19 +138,23 @@ def save_gates(
 
     Args:
         trunk_dtype: what the trunks are stored in, half as large in float16; None: as they are.
-            The readout, whose bias decides over the last 1e-8 of beta, stays float32.
+            The readout, whose bias decides over the last 1e-8 of beta, stays float32, and so do the
+            gains of a write gate.
 
     Raises:
         GateError: for the published layout ``rg10``, which stays in its own file.
     """
-    if gates.kind == "tied":
+    sizes: dict[str, object]
+    if isinstance(gates, WriteGates):
+        sizes = {"kind": gates.kind, "head_dim": spec.head_dim, "d_gate": gates.width}
+    elif gates.kind == "tied":
         readout = gates.tensors["readout.weight"]
         sizes = {"tying": tying_of(readout), "d_gate": readout.shape[-1] * spec.num_kv_heads}
     elif gates.kind == "rg":
         sizes = {"layout": "rg", "d_gate": gates.layers[0].readout.shape[1]}
     else:
         raise GateError(
-            f"gates of kind {gates.kind!r} keep their own file; 'tied' and 'rg' are saved"
+            f"gates of kind {gates.kind!r} keep their own file; 'tied', 'rg' and 'write' are saved"
         )
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -157,8 +198,7 @@ def _locate(source: str | Path) -> Path:
     raise GateError(f"{path} holds neither {_TENSORS} nor {_PUBLISHED}; name another folder")
 
 
-def _check_shape(info: dict[str, object], spec: DecoderSpec) -> None:
-    names = ("hidden_size", "num_layers", "num_kv_heads")
+def _check_shape(info: dict[str, object], spec: DecoderSpec, names: tuple[str, ...]) -> None:
     theirs = {name: info.get(name) for name in names}
     ours = {name: getattr(spec, name) for name in names}
     if theirs != ours:
