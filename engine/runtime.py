@@ -39,6 +39,10 @@ class Runtime:
         policy: a :class:`Policy`; budget: the default of new sessions.
         options: evict_every, prefill_chunk, page_size and kv_limit of
             :class:`engine.config.EngineConfig`.
+
+    Raises:
+        InputError: for an option that only loading a checkpoint reads.
+        PolicyError, BudgetError: for a value that cannot be.
     """
 
     def __init__(
@@ -51,6 +55,14 @@ class Runtime:
         budget: Budget | float | str = EngineConfig.budget,
         **options: Any,
     ) -> None:
+        loading = options.keys() & {"model", "lookahead", "device", "dtype"}
+        if isinstance(gates, (str, Path)):
+            loading = loading | {"gates"}
+        if loading:
+            raise InputError(
+                f"Runtime(...) loads nothing and cannot read {', '.join(sorted(loading))}; "
+                "Runtime.from_pretrained(PATH, ...) does"
+            )
         config = EngineConfig(policy=policy, budget=budget, **options)
         check_policy(policy)
         self.family, self.spec, self.policy = family, spec, policy

@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 
 import mmkv
-from mmkv.resources import asset, bundled_model
+from mmkv.resources import asset
 
 
 def ask(session: mmkv.Session, question: str, images: tuple[str, ...] = ()) -> None:
@@ -25,7 +25,7 @@ def ask(session: mmkv.Session, question: str, images: tuple[str, ...] = ()) -> N
 
 def main() -> None:
     """Talk about one picture."""
-    model = sys.argv[1] if len(sys.argv) > 1 else bundled_model()
+    model = sys.argv[1] if len(sys.argv) > 1 else mmkv.bundled_model()
     picture = sys.argv[2] if len(sys.argv) > 2 else str(asset("scene.png"))
     # At most 24 entries for each layer and KV head, whatever the conversation's length.
     engine = mmkv.Engine.from_pretrained(model, budget=24)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import mmkv
-from mmkv.resources import asset, bundled_model
+from mmkv.resources import asset
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ mmkv.register_policy("keydiff", POLICY)  # for policy="keydiff"; an entry point 
 
 if __name__ == "__main__":
     for policy in ("keydiff", "streamingllm"):
-        engine = mmkv.Engine.from_pretrained(bundled_model(), policy=policy, budget=12)
+        engine = mmkv.Engine.from_pretrained(mmkv.bundled_model(), policy=policy, budget=12)
         with engine.session() as session:
             question = "what is at row 2, column 3?"
             answer = "".join(session.send(question, images=[asset("scene.png")]))

@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 
 import mmkv
-from mmkv.resources import asset, bundled_model
+from mmkv.resources import asset
 from training.distill import main as distill
 from training.folder import history
 
@@ -22,13 +22,13 @@ def main() -> None:
             "--data scenes:sparse --budget 24 --d-gate 32 --bias 8 --lr 4e-3 --log-every 1 "
             f"--device cpu --steps {steps}"
         )
-        model, output = ["--model", str(bundled_model())], ["--output", folder]
+        model, output = ["--model", str(mmkv.bundled_model())], ["--output", folder]
         code = distill([*model, *output, *options.split()])
         if code:
             sys.exit(code)
         losses = [row["loss"] for row in history(Path(folder)) if "loss" in row]
         print(f"loss {losses[0]:.3f} at the first of {steps} steps, {losses[-1]:.3f} at the last")
-        engine = mmkv.Engine.from_pretrained(bundled_model(), gates=folder, budget=24)
+        engine = mmkv.Engine.from_pretrained(mmkv.bundled_model(), gates=folder, budget=24)
         with engine.session() as session:
             question = "what is at row 2, column 3?"
             answer = "".join(session.send(question, images=[asset("scene.png")]))

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     )
     from mmkv.api import Engine, Session
     from mmkv.reply import Reply
+    from mmkv.resources import bundled_model
     from mmkv.sampling import Sampling
 
 _HOMES = {
@@ -44,6 +45,7 @@ _HOMES = {
     "Sampling": "mmkv.sampling",
     "Session": "mmkv.api",
     "Shares": "engine.policies",
+    "bundled_model": "mmkv.resources",
     "register_family": "engine.model.families",
     "register_policy": "engine.policies",
 }
@@ -64,6 +66,7 @@ __all__ = [
     "Session",
     "Shares",
     "__version__",
+    "bundled_model",
     "register_family",
     "register_policy",
 ]

@@ -1,4 +1,4 @@
-"""README and docs/ hold: their tables, figures, links, paths and commands are those of the code."""
+"""The documents hold: their tables, figures, links, paths and commands are those of the code."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from typer.main import get_command
 from eval.document_tables import documents, fill, main
 from eval.figures import FIGURES, accuracy_values, digest
 from mmkv.measure.record import RESULTS, ROOT
+from mmkv.resources import asset
 
-DOCUMENTS = documents()
+DOCUMENTS = [*documents(), ROOT / "CONTRIBUTING.md"]
 PACKAGES = ("engine", "mmkv", "eval", "training", "tests", "docs", "assets", "tools", "examples")
 # What a command of the documents writes, or a user has.
 WRITTEN = re.compile(r"eval/results/(gpu-.*|NAME|histories/)")
@@ -130,10 +131,10 @@ def test_commands_of_mmkv_have_the_options_named() -> None:
             assert not missing, f"{path.name}: {' '.join(words[:2])} has no {missing}"
 
 
-def test_the_python_of_the_readme_runs(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_the_python_of_the_readme_runs_anywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(ROOT)
+    monkeypatch.chdir(tmp_path)  # no checkout
     text = (ROOT / "README.md").read_text()
     chat, policy = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     exec(chat, {})
@@ -141,7 +142,7 @@ def test_the_python_of_the_readme_runs(
     names: dict[str, Any] = {"__name__": __name__}
     exec(policy, names)
     session = names["engine"].session()
-    assert "".join(session.send("what is at row 2, column 3?", images=["assets/scene.png"]))
+    assert "".join(session.send("what is at row 2, column 3?", images=[asset("scene.png")]))
     assert session.memory().evicted > 0
 
 

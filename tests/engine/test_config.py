@@ -14,7 +14,7 @@ from typer.main import get_command
 
 from engine.budget import Budget
 from engine.config import EngineConfig, options
-from engine.errors import BudgetError, MmkvError, ModelError, PolicyError
+from engine.errors import BudgetError, InputError, MmkvError, ModelError, PolicyError
 from engine.policies import make_policy
 from engine.runtime import Runtime
 from eval.lmms.settings import Settings
@@ -49,6 +49,30 @@ def test_wrong_values_are_named(wrong: dict[str, Any], error: type[MmkvError], s
 def test_an_unknown_option_is_named() -> None:
     with pytest.raises(TypeError, match="budgets"):
         Runtime.from_pretrained("anywhere", budgets=3)
+
+
+@pytest.mark.parametrize(
+    "loading",
+    [
+        {"gates": "random"},
+        {"gates": Path("gates")},
+        {"device": "cuda"},
+        {"dtype": "bfloat16"},
+        {"lookahead": 5},
+        {"model": "somewhere"},
+        {"device": "cpu", "gates": "random", "lookahead": 5},
+    ],
+    ids="+".join,
+)
+def test_a_runtime_refuses_what_only_loading_reads(
+    loading: dict[str, Any], folders: dict[str, Path]
+) -> None:
+    made = load(folders["vl"])
+    parts: dict[str, Any] = {"gates": None, "policy": made.policy} | loading
+    with pytest.raises(InputError, match=r"Runtime\.from_pretrained") as caught:
+        Runtime(made.family, made.spec, made.decoder.weights, **parts)
+    line = str(caught.value)
+    assert "\n" not in line and f"cannot read {', '.join(sorted(loading))};" in line
 
 
 def test_a_config_names_a_model() -> None:
