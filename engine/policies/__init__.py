@@ -3,7 +3,15 @@
 from engine.budget import Budget
 from engine.policies.allocation import GlobalAllocation, HeadAllocation
 from engine.policies.base import Allocation, CacheView, Needs, Policy, Scorer
-from engine.policies.registry import PRESETS, describe_added, make_policy, names, register_policy
+from engine.policies.preset import Parameter, Preset
+from engine.policies.presets import PRESETS
+from engine.policies.registry import (
+    describe_added,
+    find_preset,
+    make_policy,
+    names,
+    register_policy,
+)
 from engine.policies.selection import Shares
 
 __all__ = [
@@ -14,10 +22,13 @@ __all__ = [
     "GlobalAllocation",
     "HeadAllocation",
     "Needs",
+    "Parameter",
     "Policy",
+    "Preset",
     "Scorer",
     "Shares",
     "describe_added",
+    "find_preset",
     "make_policy",
     "names",
     "register_policy",

@@ -1,4 +1,4 @@
-"""Policies by name: one row per published method, and those that others register.
+"""Policies by name: the presets, and those that others register.
 
 Programs call :func:`register_policy`; packages use the entry-point group ``mmkv.policies``.
 """
@@ -10,49 +10,32 @@ from dataclasses import is_dataclass, replace
 
 from engine.config import EngineConfig, check_lookahead
 from engine.errors import PolicyError
-from engine.policies.allocation import GlobalAllocation, HeadAllocation
 from engine.policies.base import Needs, Policy
-from engine.policies.scoring import Recency, Retention, WindowAttention
+from engine.policies.preset import RECENT, PolicyText, Preset, full_name
+from engine.policies.presets import PRESETS
+from engine.policies.scoring import Retention
 from engine.registry import Registry
 
 Make = Callable[[float], Policy]
 
-PRESETS: dict[str, Callable[[float], Policy]] = {
-    "full": lambda n: Policy("full", Recency(), None, source="baseline"),
-    "dbtrimkv": lambda n: Policy(
-        "dbtrimkv", Retention(n), GlobalAllocation(), source="arXiv 2605.09649"
-    ),
-    "trimkv": lambda n: Policy("trimkv", Retention(1), HeadAllocation(), source="arXiv 2512.03324"),
-    "streamingllm": lambda n: Policy(
-        "streamingllm",
-        Recency(),
-        HeadAllocation(),
-        protect_first=4,
-        source="arXiv 2309.17453",
-    ),
-    "snapkv": lambda n: Policy(
-        "snapkv",
-        WindowAttention(window=16, kernel=5),
-        HeadAllocation(),
-        protect_recent=16,
-        source="arXiv 2404.14469",
-    ),
-}
-_REGISTRY: Registry[Policy | Make] = Registry("policy", "mmkv.policies", PRESETS, PolicyError)
+_REGISTRY: Registry[Policy | Preset | Make] = Registry(
+    "policy", "mmkv.policies", PRESETS, PolicyError
+)
 
 
-def register_policy(name: str, policy: Policy | Make) -> None:
+def register_policy(name: str, policy: Policy | Preset | Make) -> None:
     """Give a policy a name for this process: ``policy=NAME`` and ``--policy NAME`` find it.
 
     Args:
-        policy: a :class:`Policy`, or what makes one from a lookahead. It takes the name over.
+        policy: a :class:`Policy`, a :class:`Preset`, or what makes a policy from a lookahead. It
+            takes the name over.
 
     Raises:
         PolicyError: a preset's name, one that a command line cannot carry, or not a policy.
     """
     if isinstance(policy, Policy):
         check_policy(policy)
-    elif not callable(policy):
+    elif not isinstance(policy, Preset) and not callable(policy):
         raise PolicyError(_not_a_policy(name, policy))
     _REGISTRY.register(name, policy)
 
@@ -67,37 +50,46 @@ def describe_added() -> list[str]:
     return _REGISTRY.describe_added()
 
 
-def make_policy(name: str, lookahead: float = EngineConfig.lookahead) -> Policy:
-    """Make the policy ``name``, a preset or one that was registered.
+def find_preset(name: str) -> Preset | None:
+    """Return the preset ``name``, one of mmkv's or of others; None if it is not a preset."""
+    found = _REGISTRY.find(name)
+    return found if isinstance(found, Preset) else None
 
-    ``dbtrimkv+N`` and ``trimkv+N`` also keep the newest N tokens of every row, whatever their
-    scores: what TRIM-KV and DBTrimKV leave to the gates, for streams longer than gates were trained
-        for.
+
+def make_policy(text: str, lookahead: float = EngineConfig.lookahead) -> Policy:
+    """Make a policy from its name and parameters: a preset or one that was registered.
+
+    ``snapkv:window=32,kernel=7`` and ``snapkv[window=32,kernel=7]`` set parameters; ``;`` may
+    stand for a comma. ``dbtrimkv+N`` and ``trimkv+N`` (``recent=N``) also keep the newest N tokens
+    of every row, whatever their scores: what TRIM-KV and DBTrimKV leave to the gates, for streams
+    longer than gates were trained for. The policy's name holds what differs from the defaults.
 
     Args:
-        lookahead: n = T - t (DBTrimKV, arXiv 2605.09649, equation 9); of the presets only
-            dbtrimkv reads it.
+        lookahead: n = T - t (DBTrimKV, arXiv 2605.09649, equation 9) where the text gives none; of
+            the presets only dbtrimkv reads it.
 
     Raises:
-        PolicyError: for an unknown name, a lookahead below 1, or an N that cannot be.
+        PolicyError: for an unknown name or parameter, or a value that cannot be.
     """
-    name, plus, recent = name.partition("+")
+    asked = PolicyText.parse(text)
+    name = asked.name
     found = _REGISTRY.find(name)
     if found is None:
         raise PolicyError(f"unknown policy {name!r}; choose one of {', '.join(names())}")
     check_lookahead(lookahead)
-    if name in PRESETS:
-        policy = PRESETS[name](lookahead)
-    else:
-        policy = replace(_made(name, found, lookahead), name=name)
-    if not plus:
+    if isinstance(found, Preset):
+        if asked.plus and (RECENT not in found.parameters or not asked.given[RECENT].isdecimal()):
+            raise PolicyError(_no_plus(text))
+        return _of_preset(name, found, asked, lookahead)
+    policy = replace(_made(name, found, lookahead), name=name)
+    if not asked.given:
         return policy
+    recent = asked.given.get(RECENT, "")
+    if not asked.plus or len(asked.given) > 1:
+        raise PolicyError(f"policy {name!r} takes no parameters; register a Preset to give it some")
     if not recent.isdecimal() or not isinstance(policy.scoring, Retention):
-        raise PolicyError(
-            f"policy {name + plus + recent!r}: only dbtrimkv and trimkv take +N, the number of "
-            "newest tokens to keep; write dbtrimkv+32"
-        )
-    return replace(policy, name=f"{name}+{int(recent)}", protect_recent=int(recent))
+        raise PolicyError(_no_plus(text))
+    return replace(policy, name=full_name(name, {RECENT: int(recent)}), protect_recent=int(recent))
 
 
 def check_policy(policy: Policy) -> None:
@@ -127,6 +119,30 @@ def check_policy(policy: Policy) -> None:
         )
 
 
+def _of_preset(name: str, preset: Preset, asked: PolicyText, lookahead: float) -> Policy:
+    """Return the preset's policy for the parameters asked for, checked."""
+    try:
+        made: object = preset.policy(name, asked.given, {"lookahead": lookahead})
+    except PolicyError:
+        raise
+    except Exception as error:
+        raise PolicyError(
+            f"policy {name!r} cannot be made: {type(error).__name__}: {error}; its preset's make "
+            "must take the preset's parameters by keyword and return a Policy"
+        ) from error
+    if not isinstance(made, Policy):
+        raise PolicyError(_not_a_policy(name, made))
+    check_policy(made)
+    return made
+
+
+def _no_plus(text: str) -> str:
+    return (
+        f"policy {text!r}: only dbtrimkv and trimkv take +N, the number of newest tokens to keep; "
+        "write dbtrimkv+32"
+    )
+
+
 def _made(name: str, found: Policy | Make, lookahead: float) -> Policy:
     """Return the policy of ``found``, checked."""
     made: object = found
@@ -146,6 +162,6 @@ def _made(name: str, found: Policy | Make, lookahead: float) -> Policy:
 
 def _not_a_policy(name: str, value: object) -> str:
     return (
-        f"policy {name!r} is a {type(value).__name__}; it must be a Policy, or a function of the "
-        "lookahead that returns one"
+        f"policy {name!r} is a {type(value).__name__}; it must be a Policy, a Preset, or a "
+        "function of the lookahead that returns a Policy"
     )

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch.nn.functional as F
 from torch import Tensor
 
 from engine.config import EngineConfig
+from engine.errors import PolicyError
 from engine.policies.base import CacheView, Needs
 from engine.policies.score import lookahead_log_score
 
@@ -46,6 +47,14 @@ class WindowAttention:
 
     window: int = 16
     kernel: int = 5
+    pool: Literal["avg", "max"] = "avg"
+
+    def __post_init__(self) -> None:
+        if self.window < 1 or self.kernel < 1 or self.kernel % 2 == 0:
+            raise PolicyError(
+                f"a window of {self.window} queries pooled over {self.kernel} positions cannot be; "
+                "give a window of at least 1 and an odd kernel"
+            )
 
     @property
     def needs(self) -> Needs:
@@ -53,12 +62,13 @@ class WindowAttention:
         return Needs(queries=self.window)
 
     def score(self, view: CacheView) -> Tensor:
-        """Window attention of the prefix, average-pooled over each row in order of position."""
+        """Window attention of the prefix, pooled over each row in order of position."""
         observing = view.position >= view.seen - self.window
         prefix = view.attention(view).masked_fill(observing, 0.0)
         attention = view.to_rows(prefix, 0.0)
         order = view.to_rows(view.position.float(), float("inf")).argsort(-1)
-        pooled = F.avg_pool1d(
+        smooth = F.avg_pool1d if self.pool == "avg" else F.max_pool1d
+        pooled = smooth(
             attention.gather(-1, order)[:, None], self.kernel, stride=1, padding=self.kernel // 2
         )[:, 0]
         scores = pooled.scatter(-1, order, pooled)[view.live()]

@@ -11,6 +11,7 @@ import functools
 import hashlib
 import itertools
 import multiprocessing
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -33,6 +34,7 @@ from mmkv.measure.journal import Journal
 from mmkv.measure.teacher_forced import DialogueRun, FullCache, read_at
 
 Record = dict[str, Any]
+_BRACKETS = re.compile(r"\[[^\[\]]*\]")
 
 
 @dataclass(frozen=True)
@@ -51,23 +53,31 @@ class Method:
 
     @classmethod
     def parse(cls, text: str) -> Method:
-        """Parse ``[NAME=]POLICY[@LOOKAHEAD][:GATES[,GATES]]``; ``dbtrimkv+N`` is a policy, too.
+        """Parse ``[NAME=]POLICY[@LOOKAHEAD][:GATES[,GATES]]``.
+
+        Parameters of the policy stand in square brackets, since gates follow the colon:
+        ``snapkv[window=32,kernel=7]``. ``dbtrimkv+N`` is a policy, too.
 
         Raises:
-            InputError: for a lookahead that is no number.
+            InputError: for a lookahead that is no number, or brackets that do not close.
         """
-        name, _, rest = text.rpartition("=")
-        policy, _, gates = rest.partition(":")
-        policy, _, lookahead = policy.partition("@")
+        outside, inside = _BRACKETS.sub("[]", text), "".join(_BRACKETS.findall(text))
+        name, _, rest = outside.rpartition("=")
+        label, _, gates = rest.partition(":")
+        policy, _, lookahead = label.partition("@")
+        if not outside.count("[") == outside.count("]") == policy.endswith("[]"):
+            raise InputError(
+                f"--method {text!r}: brackets hold the policy's parameters and stand behind its "
+                "name; write NAME=POLICY[key=value,key=value]@N:GATES"
+            )
+        policy, label = (part.replace("[]", inside) for part in (policy, label))
         try:
             number = float(lookahead) if lookahead else None
         except ValueError:
             raise InputError(
                 f"--method {text!r}: lookahead {lookahead!r} is not a number; write POLICY@5:GATES"
             ) from None
-        return cls(
-            name or rest.partition(":")[0], policy, number, tuple(filter(None, gates.split(",")))
-        )
+        return cls(name or label, policy, number, tuple(filter(None, gates.split(","))))
 
 
 @dataclass(frozen=True)

@@ -207,8 +207,10 @@ def _model_args(named: dict[str, str | None], more: str | None) -> str:
     from eval.lmms.settings import Settings
 
     given = {name: value for name, value in named.items() if value is not None}
+    if "policy" in given:  # whose parameters may be split by ; as well
+        given["policy"] = given["policy"].replace(",", ";")
     for name, value in given.items():
-        if "," in value or "=" in value:
+        if name != "policy" and ("," in value or "=" in value):
             raise InputError(f"{name} {value!r} holds a comma or =, which lmms-eval splits")
     pairs = [pair.partition("=") for pair in (more or "").split(",") if pair]
     if not all(equals for _, equals, _ in pairs):

@@ -167,6 +167,19 @@ def test_a_method_option_is_parsed() -> None:
         Method.parse("dbtrimkv@two:a")
 
 
+def test_a_method_holds_its_parameters_in_brackets() -> None:
+    """So that the colon before gates and the = behind a name keep their meaning."""
+    pool = "snapkv[window=32,kernel=7]"
+    assert Method.parse(pool) == Method(pool, pool, None, ())
+    assert Method.parse(f"wide={pool}") == Method("wide", pool, None, ())
+    found = Method.parse("kept=dbtrimkv+4[age=paper;recent=3]@5:a,b")
+    assert found == Method("kept", "dbtrimkv+4[age=paper;recent=3]", 5.0, ("a", "b"))
+    assert Method.parse("dbtrimkv[lookahead=4]@5:a").name == "dbtrimkv[lookahead=4]@5"
+    for wrong in ("snapkv[window=32", "snapkv[a=1][b=2]", "[a=1]snapkv", "dbtrimkv@5[a=1]:g"):
+        with pytest.raises(InputError, match="brackets hold the policy's parameters"):
+            Method.parse(wrong)
+
+
 @pytest.mark.slow(reason="runs whole dialogues with the bundled model")
 def test_gates_of_another_checkpoint_are_named_before_any_run(tmp_path: Path, capsys: Any) -> None:
     gates = tmp_path / "gates"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import runpy
 import subprocess
@@ -55,7 +56,7 @@ def guide(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
 @pytest.fixture(autouse=True)
 def nothing_left() -> Iterator[None]:
     yield
-    for name in ("mmkv_keynorm", "mmkv_nano", "scratch_other"):
+    for name in ("mmkv_keynorm", "mmkv_keynorm_preset", "mmkv_nano", "scratch_other"):
         sys.modules.pop(name, None)
 
 
@@ -68,6 +69,19 @@ def test_the_policy_of_the_guide_runs(guide: Path, capsys: pytest.CaptureFixture
     printed = capsys.readouterr().out
     assert "Memory(tokens_seen=" in printed and made["engine"].policy.name == "keynorm"
     assert made["session"].closed
+
+
+@pytest.mark.parametrize("guide", ["add-a-policy.md"], indirect=True)
+def test_the_preset_of_the_guide_has_its_parameter(
+    guide: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = "mmkv_keynorm_preset"
+    (guide / f"{module}.py").write_text(blocks("add-a-policy.md")[f"{module}.py"])
+    monkeypatch.syspath_prepend(guide)
+    preset = importlib.import_module(module).PRESET
+    plain, wider = preset.policy("keynorm", {}), preset.policy("keynorm", {"recent": "8"})
+    assert (plain.name, plain.protect_recent) == ("keynorm", 4)
+    assert (wider.name, wider.protect_recent) == ("keynorm+8", 8)
 
 
 @pytest.mark.parametrize("guide", ["add-a-policy.md"], indirect=True)

@@ -12,9 +12,11 @@ import yaml
 from PIL import Image
 
 from engine.errors import InputError
+from engine.policies import make_policy
 from eval.lmms import answers, media, mmdu, tasks
 from eval.lmms.cause import VARIABLE, reported_to_parent
 from eval.lmms.media import FOLDER
+from eval.lmms.settings import Settings
 from mmkv.cli import evaluate as eval_command
 from mmkv.cli.app import run as mmkv_command
 from mmkv.cli.evaluate import EvaluationError, Job, problems
@@ -357,6 +359,20 @@ def test_wrong_options_end_before_anything_starts(
     assert mmkv_command(["eval", *arguments]) == 1
     err = capsys.readouterr().err
     assert message in err and err.count("\n") == 1
+
+
+def test_a_policy_keeps_its_parameters_on_the_way_through_lmms_eval() -> None:
+    """lmms-eval splits its arguments at commas, and so does --model-args here."""
+    parse = pytest.importorskip("lmms_eval.utils").simple_parse_args_string
+    wanted = make_policy("snapkv:window=32,kernel=7")
+    for policy, more in (
+        ("snapkv:window=32,kernel=7", None),
+        ("snapkv[window=32,kernel=7]", "fps=2"),
+        (None, "policy=snapkv:window=32;kernel=7,fps=2"),
+        (None, "policy=snapkv[window=32;kernel=7]"),
+    ):
+        arguments = parse(eval_command._model_args({"pretrained": "m", "policy": policy}, more))
+        assert make_policy(Settings.of(arguments).engine.policy) == wanted
 
 
 def test_without_lmms_eval_it_says_what_to_install(

@@ -1,0 +1,77 @@
+"""The presets: one row for each published method, with its parameters and their places."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from engine.config import EngineConfig, check_lookahead
+from engine.policies.allocation import GlobalAllocation, HeadAllocation
+from engine.policies.base import Policy
+from engine.policies.preset import Parameter, Preset
+from engine.policies.scoring import Recency, Retention, WindowAttention
+
+_RECENT = Parameter(0, "newest tokens of every row that stay, whatever their scores", least=0)
+
+
+def _full() -> Policy:
+    return Policy("full", Recency(), None)
+
+
+def _dbtrimkv(lookahead: float, recent: int) -> Policy:
+    check_lookahead(lookahead)
+    steps = int(lookahead) if lookahead % 1 == 0 else lookahead
+    return Policy("dbtrimkv", Retention(steps), GlobalAllocation(), protect_recent=recent)
+
+
+def _trimkv(recent: int) -> Policy:
+    return Policy("trimkv", Retention(1), HeadAllocation(), protect_recent=recent)
+
+
+def _streamingllm(sinks: int) -> Policy:
+    return Policy("streamingllm", Recency(), HeadAllocation(), protect_first=sinks)
+
+
+def _snapkv(window: int, kernel: int, pool: Literal["avg", "max"]) -> Policy:
+    scoring = WindowAttention(window, kernel, pool)
+    return Policy("snapkv", scoring, HeadAllocation(), protect_recent=window)
+
+
+PRESETS: dict[str, Preset] = {
+    "full": Preset(_full, "baseline", "every entry stays"),
+    "dbtrimkv": Preset(
+        _dbtrimkv,
+        "arXiv 2605.09649",
+        "Make Each Token Count: Towards Improving Long-Context Performance with KV Cache Eviction",
+        {
+            "lookahead": Parameter(
+                float(EngineConfig.lookahead),
+                "steps n = T - t over which retention is summed, or inf",
+                "equation 9",
+                least=1,
+            ),
+            "recent": _RECENT,
+        },
+    ),
+    "trimkv": Preset(
+        _trimkv,
+        "arXiv 2512.03324",
+        "Cache What Lasts: Token Retention for Memory-Bounded KV Cache in LLMs",
+        {"recent": _RECENT},
+    ),
+    "streamingllm": Preset(
+        _streamingllm,
+        "arXiv 2309.17453",
+        "Efficient Streaming Language Models with Attention Sinks",
+        {"sinks": Parameter(4, "first tokens, which always stay", "table 2", least=0)},
+    ),
+    "snapkv": Preset(
+        _snapkv,
+        "arXiv 2404.14469",
+        "SnapKV: LLM Knows What You are Looking for Before Generation",
+        {
+            "window": Parameter(16, "newest queries, which observe and always stay", least=1),
+            "kernel": Parameter(5, "positions that are pooled together, an odd number", least=1),
+            "pool": Parameter("avg", "pooling over neighbouring positions", choices=("avg", "max")),
+        },
+    ),
+}
