@@ -14,13 +14,13 @@ _BODY = """---
 {front}
 ---
 
-# Retention gates for {model}
+# {title} for {model}
 
 Trained with `{command}` (mmkv {version}, commit {commit}) on the frozen model: its `config.json`
 has SHA-256 `{config}`, its decoder weights in memory, as {dtype}, `{digest}` before and after.
 
 ```sh
-mmkv chat {model} --gates THIS_FOLDER --policy {policy} --budget {budget:g}
+mmkv chat {model} --gates THIS_FOLDER {policy}
 ```
 
 ## Data
@@ -29,7 +29,7 @@ mmkv chat {model} --gates THIS_FOLDER --policy {policy} --budget {budget:g}
 
 {options}
 
-## Held out, with real eviction at M = {held_budget:g}
+## Held out, {held_how}
 
 {held_out}{results}
 
@@ -42,15 +42,17 @@ mmkv chat {model} --gates THIS_FOLDER --policy {policy} --budget {budget:g}
 def write_card(folder: Path, described: Mapping[str, Any]) -> None:
     """Write ``README.md`` from what ``gates.json`` says."""
     settings = described["settings"]
+    kind, policy, held_how = _method(settings)
     options = dict(described["data_options"])
     held_out = _list(options.pop("eval_data", ()))
     front = ModelCardData(
         library_name="mmkv",
         base_model=_hub_id(described["base_model"]),
-        tags=["mmkv", "retention-gates", "kv-cache"],
+        tags=["mmkv", f"{kind}-gates", "kv-cache"],
     )
     text = _BODY.format(
         front=front.to_yaml(),
+        title=f"{kind.capitalize()} gates",
         model=described["base_model"],
         command=described["command"],
         version=described["versions"].get("mmkv"),
@@ -58,9 +60,8 @@ def write_card(folder: Path, described: Mapping[str, Any]) -> None:
         config=described["base_config_sha256"],
         dtype=described["base_dtype"],
         digest=described["base_sha256"],
-        policy="dbtrimkv" if settings["scope"] == "global" else "trimkv",
-        budget=settings["budget"],
-        held_budget=settings["held_out_budget"] or settings["budget"],
+        policy=policy,
+        held_how=held_how,
         data=_list(described["data"]) or "- not stated",
         options=_table(options),
         held_out=f"{held_out}\n\n" if held_out else "",
@@ -68,6 +69,18 @@ def write_card(folder: Path, described: Mapping[str, Any]) -> None:
         settings=_table(settings),
     )
     ModelCard(text).save(folder / "README.md")
+
+
+def _method(settings: Mapping[str, Any]) -> tuple[str, str, str]:
+    """Return the kind of the gates, the options of their policy, and how they were measured."""
+    if settings["method"] == "wgkv":
+        window, threshold = settings["window"], settings["threshold"]
+        return "write", "--policy wgkv", f"with W_local = {window} and tau = {threshold:g}"
+    policy = "dbtrimkv" if settings["scope"] == "global" else "trimkv"
+    budget = settings["budget"]
+    held = settings["held_out_budget"] or budget
+    options = f"--policy {policy} --budget {budget:g}"
+    return "retention", options, f"with real eviction at M = {held:g}"
 
 
 def _hub_id(model: str) -> str | None:

@@ -1,4 +1,4 @@
-"""``python -m training.distill``: train retention gates for a frozen checkpoint.
+"""``python -m training.distill``: train retention gates or write gates for a frozen checkpoint.
 
 Needs the ``train`` extra. Several processes: ``torchrun --nproc-per-node N --no-python mmkv
 distill`` or ``accelerate launch --no_python mmkv distill``, options as for one.
@@ -54,11 +54,15 @@ def distill(
     recipe: Annotated[
         str,
         _option(
-            "mmkv (the defaults shown here), dbtrimkv or trimkv (the papers' numbers); options "
-            "that are given override it.",
+            "mmkv (the defaults shown here), or the papers' numbers: dbtrimkv, trimkv, wgkv (the "
+            "default with --method wgkv); options that are given override it.",
             _RUN,
         ),
     ] = "mmkv",
+    method: Annotated[
+        str,
+        _option("retention gates, or wgkv: write gates, with recipe wgkv (WG-KV).", _RUN),
+    ] = "retention",
     gating: Annotated[
         str, _option("log-bias (DBTrimKV) or logit-scale (TRIM-KV).", _GATES)
     ] = "log-bias",
@@ -92,6 +96,13 @@ def distill(
     capacity_rates: Annotated[
         int, _option("0: exact count; K: approximate it with K decay rates.", _LOSS)
     ] = 0,
+    window: Annotated[
+        int, _option("wgkv: tokens that every entry stays for (W_local).", _GATES)
+    ] = 256,
+    lambda_sparse: Annotated[float, _option("wgkv: weight of the sparsity term.", _LOSS)] = 0.04,
+    threshold: Annotated[
+        float, _option("wgkv: gate from which an entry is admitted, in what is measured.", _GATES)
+    ] = 0.1,
     steps: Annotated[int, _option("Optimiser steps.", _RUN)] = 1000,
     batch: Annotated[int, _option("Documents per process and forward pass.", _RUN)] = 1,
     accumulate: Annotated[int, _option("Forward passes per step.", _RUN)] = 1,
@@ -101,7 +112,7 @@ def distill(
     ] = "cosine",
     warmup: Annotated[float, _option("Share of steps for warm-up.", _RUN)] = 0.03,
     weight_decay: Annotated[float, _option("AdamW's.", _RUN)] = 1e-6,
-    clip: Annotated[float, _option("Largest gradient norm.", _RUN)] = 1.0,
+    clip: Annotated[float, _option("Largest gradient norm; 0: any.", _RUN)] = 1.0,
     checkpointing: Annotated[
         bool, _option("Recompute layers instead of keeping activations.", _RUN)
     ] = False,
@@ -120,7 +131,7 @@ def distill(
         bool, _option("Continue from the last checkpoint in --output.", _RUN)
     ] = False,
 ) -> None:
-    """Train retention gates for a frozen checkpoint by distillation."""
+    """Train retention gates or write gates for a frozen checkpoint by distillation."""
     values = dict(locals())
     if not all(map(importlib.util.find_spec, ("accelerate", "matplotlib"))):
         raise InputError("training needs the train extra: pip install 'mmkv[train]'")
@@ -140,9 +151,10 @@ def distill(
         torch.set_num_threads(threads)
     given = {}
     for name in Settings.__dataclass_fields__.keys() - {"recipe"}:
-        source = context.get_parameter_source(name)
-        if source is not None and source.name != "DEFAULT":
+        if not _is_default(context, name):
             given[name] = values[name]
+    if method == "wgkv" and _is_default(context, "recipe"):
+        recipe = "wgkv"
     settings = Settings.of(recipe, **given)
     engine = load_backbone(settings)
     console = Console(stderr=True, markup=False)  # file names may hold brackets
@@ -168,6 +180,11 @@ def distill(
     if first_process():
         outcome = described["results"] or "no held-out data given"
         console.print(f"saved gates in {output}: {outcome}")
+
+
+def _is_default(context: typer.Context, name: str) -> bool:
+    source = context.get_parameter_source(name)
+    return source is None or source.name == "DEFAULT"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

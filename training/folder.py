@@ -16,7 +16,7 @@ _STATE = "trainer_state.json"  # what the Trainer writes last of a checkpoint
 # in settings, and those are compared.)
 _FREE = frozenset(
     "output recipe resume device checkpointing log_every save_every eval_every held_out_budget "
-    "store eval_data eval_samples".split()
+    "store threshold eval_data eval_samples".split()
 )
 
 

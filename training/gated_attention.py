@@ -1,11 +1,13 @@
-"""Causal attention in which every key fades with its age, for training retention gates.
+"""Causal attention in which gates weigh the keys, for training retention gates and write gates.
 
 With ``s[t, i] = scale * q_t . k_i`` and ages ``t - i`` counted in tokens, the logits are
 
 - ``log-bias``: ``s[t, i] + (t - i) * log_beta_i``. ``beta^(t-i)`` multiplies the attention *weight*
   (DBTrimKV, arXiv 2605.09649, section 2.2);
 - ``logit-scale``: ``s[t, i] * exp((t - i) * log_beta_i)``. ``beta^(t-i)`` multiplies the *logit*
-  (TRIM-KV, arXiv 2512.03324, eq. 3).
+  (TRIM-KV, arXiv 2512.03324, eq. 3);
+- ``write``: ``s[t, i]`` while ``t - i < window``, then ``s[t, i] + log g_i``. ``g_i`` multiplies
+  the weight of a key that has left the window (WG-KV, arXiv 2512.17452, section 3.2).
 
 Packed documents do not see each other. Three forms compute the same: blocks of queries with
 recomputation in the backward pass (``sdpa``, for CPUs), FlexAttention (``flex``, for GPUs), and a
@@ -24,7 +26,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-GATINGS = ("log-bias", "logit-scale")
+GATINGS = ("log-bias", "logit-scale", "write")
 BLOCK = 96  # queries that a block of the CPU form takes at once; 64 .. 128 measure alike
 FLEX_BLOCK = 128  # FlexAttention's own default
 
@@ -38,19 +40,22 @@ def gated_attention(
     scale: float,
     document_start: Tensor | None = None,
     gating: str = "log-bias",
+    window: int = 1,
     backend: str = "auto",
 ) -> Tensor:
-    """Return attention outputs under one of the two gatings of the module docstring.
+    """Return attention outputs under one of the gatings of the module docstring.
 
     Query head h reads KV head ``h // (Hq / H)``. Gradients flow to all four tensors.
 
     Args:
         query: ``[B, Hq, T, D]``; key, value: ``[B, H, T, D]``, H a divisor of Hq.
-        log_beta: ``[B, H, T]`` float32, finite and <= 0.
+        log_beta: ``[B, H, T]`` float32, finite and <= 0; for ``write`` log g, which may be -inf
+            where no gradient is asked for.
         scale: factor of ``q . k``.
         document_start: ``[B, T]`` int64, index of the first token of each token's document,
             non-decreasing. None: one document per sequence.
-        gating: ``log-bias`` or ``logit-scale``.
+        gating: ``log-bias``, ``logit-scale`` or ``write``; window: of ``write``, tokens that a
+            key is seen in full for, its own included.
         backend: ``sdpa``: blocks of queries, O(block * T) memory per head in both passes;
             ``flex``: FlexAttention, compiled on CUDA (elsewhere eager and without gradients);
             ``reference``: dense, float64; ``auto``: flex on CUDA, else sdpa.
@@ -65,12 +70,19 @@ def gated_attention(
     if backend == "auto":
         backend = "flex" if query.is_cuda else "sdpa"
     if backend == "sdpa":
-        out = _Blocked.apply(query, key, value, log_beta, scale, document_start, gating)
+        out = _Blocked.apply(query, key, value, log_beta, scale, document_start, gating, window)
     elif backend == "flex":
-        out = _flex(query, key, value, log_beta, scale, document_start, gating)
+        out = _flex(query, key, value, log_beta, scale, document_start, gating, window)
     elif backend == "reference":
         out = gated_attention_reference(
-            query, key, value, log_beta, scale=scale, document_start=document_start, gating=gating
+            query,
+            key,
+            value,
+            log_beta,
+            scale=scale,
+            document_start=document_start,
+            gating=gating,
+            window=window,
         )
     else:
         raise ValueError(f"backend is {backend!r}; use 'auto', 'sdpa', 'flex' or 'reference'")
@@ -86,6 +98,7 @@ def gated_attention_reference(
     scale: float,
     document_start: Tensor | None = None,
     gating: str = "log-bias",
+    window: int = 1,
 ) -> Tensor:
     """Return the definition, dense and in float64; arguments as for ``gated_attention``."""
     group = query.shape[1] // key.shape[1]
@@ -97,8 +110,11 @@ def gated_attention_reference(
     if document_start is not None:
         seen = seen & (step >= document_start[:, None, :, None])
     logits = scale * (query.double() @ key.mT)
-    faded = rate[:, :, None] * age.clamp(min=0)
-    logits = logits + faded if gating == "log-bias" else logits * faded.exp()
+    if gating == "write":
+        logits = logits + torch.where(age >= window, rate[:, :, None], 0.0)
+    else:
+        faded = rate[:, :, None] * age.clamp(min=0)
+        logits = logits + faded if gating == "log-bias" else logits * faded.exp()
     return logits.masked_fill(~seen, -torch.inf).softmax(-1) @ value
 
 
@@ -115,10 +131,11 @@ class _Blocked(torch.autograd.Function):
         scale: float,
         document_start: Tensor | None,
         gating: str,
+        window: int,
     ) -> Tensor:
         ctx.save_for_backward(query, key, value, log_beta, document_start)
-        ctx.scale, ctx.gating = scale, gating
-        blocks = _Blocks(query, key, log_beta, scale, document_start, gating)
+        ctx.settings = scale, gating, window
+        blocks = _Blocks(query, key, log_beta, document_start, *ctx.settings)
         value = value.to(blocks.dtype)
         out = torch.empty_like(blocks.query)
         for b, queries, keys in blocks.ranges():
@@ -130,7 +147,7 @@ class _Blocked(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, log_beta, document_start = inputs = ctx.saved_tensors
-        blocks = _Blocks(query, key, log_beta, ctx.scale, document_start, ctx.gating)
+        blocks = _Blocks(query, key, log_beta, document_start, *ctx.settings)
         value, grad = value.to(blocks.dtype), grad.to(blocks.dtype)
         grad = grad.unflatten(1, (key.shape[1], -1))
         d_query, d_key = torch.empty_like(blocks.query), torch.zeros_like(blocks.key)
@@ -147,14 +164,14 @@ class _Blocked(torch.autograd.Function):
             if fade is not None and score is not None:
                 d_score.unflatten(1, (blocks.group, -1)).mul_(fade[:, None])
                 by_age = score.mul_(d_score)
-            d_rate[b, :, keys] += blocks.age_sum(by_age, queries, keys)
+            d_rate[b, :, keys] += blocks.rate_sum(by_age, queries, keys)
             if ctx.needs_input_grad[0]:
-                d_rows = (d_score @ blocks.key[b, :, keys]).mul_(ctx.scale)
+                d_rows = (d_score @ blocks.key[b, :, keys]).mul_(blocks.scale)
                 d_query[b, :, :, queries] = d_rows.unflatten(1, (blocks.group, -1))
             if ctx.needs_input_grad[1]:
                 d_key[b, :, keys] += d_score.mT @ rows
         grads = (d_query.flatten(1, 2), d_key, d_value, d_rate)
-        return *(g.to(x.dtype) for g, x in zip(grads, inputs, strict=False)), None, None, None
+        return *(g.to(x.dtype) for g, x in zip(grads, inputs, strict=False)), None, None, None, None
 
 
 class _Blocks:
@@ -173,15 +190,16 @@ class _Blocks:
         query: Tensor,
         key: Tensor,
         log_beta: Tensor,
-        scale: float,
         document_start: Tensor | None,
+        scale: float,
         gating: str,
+        window: int,
     ) -> None:
         self.dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
         self.query = query.to(self.dtype).unflatten(1, (key.shape[1], -1))
         self.key, self.rate = key.to(self.dtype), log_beta.to(self.dtype)
-        self.scale, self.gating, self.group = scale, gating, self.query.shape[2]
-        self.steps = query.shape[2]
+        self.scale, self.gating, self.window = scale, gating, window
+        self.group, self.steps = self.query.shape[2], query.shape[2]
         self.step = torch.arange(self.steps, device=query.device)
         self.time = self.step.to(self.dtype)
         self.document_start = document_start
@@ -215,6 +233,9 @@ class _Blocks:
         fade, logits = None, score
         if self.gating == "log-bias":
             logits.unflatten(1, (self.group, -1)).addcmul_(age, rate[:, None])
+        elif self.gating == "write":
+            bias = torch.where(age >= self.window, rate, 0.0)
+            logits.unflatten(1, (self.group, -1)).add_(bias[:, None])
         else:
             fade = (age.clamp_(min=0) * rate).exp_()
             logits = self.work(2, shape)
@@ -228,12 +249,16 @@ class _Blocks:
         """Return one of the workspaces, as a contiguous tensor of this shape."""
         return self._work[index, : math.prod(shape)].view(shape)
 
-    def age_sum(self, x: Tensor, queries: slice, keys: slice) -> Tensor:
-        """Return ``[H, R, n]`` -> ``[H, n]``: the sum over rows of ``(t - i) x``, by matrix
-        products.
+    def rate_sum(self, x: Tensor, queries: slice, keys: slice) -> Tensor:
+        """Return ``[H, R, n]`` -> ``[H, n]``: the sum over rows of x times what the rate is
+        multiplied by, ``t - i``, or for ``write`` 1 outside the window and 0 within.
 
-        It is the sum of ``(t - t0) x`` plus ``(t0 - i)`` times the sum of x.
+        By matrix products, the first is the sum of ``(t - t0) x`` plus ``(t0 - i)`` times the sum
+        of x.
         """
+        if self.gating == "write":
+            far = self.step[queries, None] - self.step[keys] >= self.window
+            return (x.unflatten(1, (self.group, -1)).sum(1) * far).sum(1)
         lag = self.time[: queries.stop - queries.start]
         factors = torch.stack((lag, torch.ones_like(lag))).repeat(1, self.group)
         lagged, plain = (factors.expand(len(x), -1, -1) @ x).unbind(1)
@@ -265,6 +290,7 @@ def _flex(
     scale: float,
     document_start: Tensor | None,
     gating: str,
+    window: int,
 ) -> Tensor:
     group, steps = query.shape[1] // key.shape[1], query.shape[2]
 
@@ -278,12 +304,15 @@ def _flex(
     def stretch(score: Tensor, b: Tensor, h: Tensor, t: Tensor, i: Tensor) -> Tensor:
         return score * torch.exp(fade(b, h, t, i))
 
+    def admit(score: Tensor, b: Tensor, h: Tensor, t: Tensor, i: Tensor) -> Tensor:
+        return torch.where(t - i >= window, score + log_beta[b, h // group, i], score)
+
     attend: Any = _compiled_flex() if query.is_cuda else flex_attention
     return attend(
         query,
         key,
         value,
-        score_mod=bias if gating == "log-bias" else stretch,
+        score_mod={"log-bias": bias, "logit-scale": stretch, "write": admit}[gating],
         block_mask=_block_mask(document_start, steps, query.device),
         scale=scale,
         enable_gqa=group > 1,

@@ -1,16 +1,20 @@
-"""Evaluate gates on held-out data with real eviction in the engine."""
+"""Evaluate gates on held-out data: with real eviction in the engine, or with real admission."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from engine.model.gates import Gates
+from engine.model.gates import Gates, WriteGates
 from engine.policies import make_policy
+from engine.policies.write_gate import admitted
 from engine.runtime import Runtime
-from mmkv.measure.teacher_forced import DialogueRun, read
+from mmkv.measure.full_attention import full_attention_states, lay_out
+from mmkv.measure.teacher_forced import Answer, DialogueRun, compare_states, read
+from training.student import binary, write_gated_states
 
 
 def engine_with(engine: Runtime, gates: Gates | None, policy: str, budget: float) -> Runtime:
@@ -33,18 +37,23 @@ def summary(runs: Sequence[DialogueRun]) -> dict[str, float]:
         ``kl``, ``nll`` and ``agreement`` per token, ``exact`` share of answers, ``evicted``
         entries, ``visual_share`` of the entries held at the end.
     """
-    answers = [answer for run in runs for answer in run.answers]
-    tokens = sum(answer.tokens for answer in answers)
     held = sum(run.entries for run in runs)
     visual = sum(n for r in runs for name, n in r.by_modality.items() if name != "text")
+    return {
+        **_means([answer for run in runs for answer in run.answers]),
+        "evicted": sum(r.evicted for r in runs),
+        "visual_share": visual / max(held, 1),
+    }
+
+
+def _means(answers: Sequence[Answer]) -> dict[str, float]:
+    tokens = sum(answer.tokens for answer in answers)
     return {
         "kl": sum(a.kl for a in answers) / tokens,
         "nll": sum(a.nll for a in answers) / tokens,
         "agreement": sum(a.agree for a in answers) / tokens,
         "exact": sum(a.right for a in answers) / len(answers),
         "answers": len(answers),
-        "evicted": sum(r.evicted for r in runs),
-        "visual_share": visual / max(held, 1),
     }
 
 
@@ -70,3 +79,38 @@ class HeldOutData:
         """Feed every dialogue under ``policy`` and M = ``budget``."""
         engine = engine_with(self.engine, gates, policy, budget)
         return [read(engine, inputs, labels) for inputs, labels in self.rows]
+
+    @torch.inference_mode()
+    def admit(self, gates: WriteGates, window: int, threshold: float) -> dict[str, float]:
+        """Read every dialogue as it is decoded when write gates decide what stays.
+
+        An entry that leaves the window of the newest tokens is gone unless ``g >= threshold``. A
+        masked pass over the whole dialogue computes the same as decoding it with a cache: an entry
+        is out of the window of every token that comes after its removal.
+
+        Returns:
+            What :func:`summary` returns, ``evicted`` left out, with ``admitted``, the share of all
+            entries with ``g >= threshold``, and ``kept``, the share of all entries held at the
+            dialogues' ends (admitted or in the window).
+        """
+        engine, answers = self.engine, list[Answer]()
+        total, chosen, held, visual = 0, 0, 0, 0
+        gates = gates.to(engine.device, engine.dtype)
+        for inputs, labels in self.rows:
+            documents = lay_out(engine, [inputs])
+            full = full_attention_states(engine, documents)
+            states, log_g = write_gated_states(
+                engine, documents, gates, window, lambda log_g: binary(log_g, threshold)
+            )
+            answers += compare_states(engine.decoder, states, full, labels.to(engine.device))
+            stays = admitted(log_g, threshold)
+            chosen += int(stays.sum())
+            stays[-window:] = True
+            total, held = total + stays.numel(), held + int(stays.sum())
+            visual += int(stays[documents.modality > 0].sum())
+        return {
+            **_means(answers),
+            "admitted": chosen / total,
+            "kept": held / total,
+            "visual_share": visual / max(held, 1),
+        }

@@ -63,6 +63,8 @@ class DistillModel(nn.Module):
         checkpointing: recompute layers in the backward pass.
     """
 
+    parts = PARTS
+
     def __init__(
         self,
         engine: Runtime,
@@ -87,7 +89,7 @@ class DistillModel(nn.Module):
             fewest and the most, and ``visual_share`` the share of visual entries.
         """
         engine, goal = self.engine, self.objective
-        documents = lay_out(engine, [_inputs(example) for example in examples])
+        documents = lay_out(engine, [inputs_of(example) for example in examples])
         labels = torch.cat([_labels(example) for example in examples]).to(engine.device)
         gates = self.gates.gates().to(engine.device, engine.dtype)
         teacher = full_attention_states(engine, documents)
@@ -155,7 +157,8 @@ def backbone_digest(engine: Runtime) -> str:
     return digest.hexdigest()
 
 
-def _inputs(example: Mapping[str, Any]) -> dict[str, Any]:
+def inputs_of(example: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the processor returned: an example without its labels."""
     return {name: value for name, value in example.items() if name != "labels"}
 
 

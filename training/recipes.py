@@ -14,9 +14,16 @@ a step, sequences of up to 32,768 tokens on 4 GPUs, the rest as the Trainer has 
 writes the capacity loss as a plain sum over t, and TRIM-KV's without its factor, too; ``relative``
 is what the authors' released training code divides by.
 
+``wgkv``: write gates, WG-KV (arXiv 2512.17452). Section 3.3 (L2 of the last hidden states, and
+lambda times the mean of g + g (1 - g)); appendix C (AdamW, weight decay 0.01, cosine schedule with
+a warm-up over 10 % of the steps, peak 0.001, one sequence a step, 7,500 steps of 4k to 32k tokens);
+section 5.2 (threshold 0.1); W_local = 256 and lambda 0.04 are the defaults of the authors' released
+code, and so are a width of 4 x head_dim for Llama (512; 1.5 x for Qwen3) and gradients that are not
+clipped.
+
 Not in the recipes: the number of steps (with the default 1,000 a recipe is not a reproduction:
-TRIM-KV names 10,000 for its long-context gates), the data and its ``--max-length``. Neither paper
-says how the gates' weights start; here they start as ``torch.nn.Linear`` does.
+TRIM-KV names 10,000 for its long-context gates), the data and its ``--max-length``. No paper says
+how the gates' weights start; here they start as ``torch.nn.Linear`` does.
 """
 
 from __future__ import annotations
@@ -67,6 +74,20 @@ RECIPES: Mapping[str, Mapping[str, object]] = {
         "schedule": "linear",
         "weight_decay": 0.01,
         **_TRAINER,
+    },
+    "wgkv": {
+        "method": "wgkv",
+        "window": 256,
+        "lambda_sparse": 0.04,
+        "threshold": 0.1,
+        "d_gate": 512,
+        "batch": 1,
+        "accumulate": 1,
+        "lr": 1e-3,
+        "schedule": "cosine",
+        "warmup": 0.1,
+        "weight_decay": 0.01,
+        "clip": 0.0,
     },
 }
 

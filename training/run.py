@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,9 @@ from training.folder import begin, history, processes, resume
 from training.held_out import HeldOutData, summary
 from training.model import DistillModel, backbone_digest
 from training.settings import Settings
-from training.trainable import TrainableGates
+from training.trainable import TrainableGates, TrainableWriteGates
 from training.trainer import DistillTrainer, HeldOut, History
+from training.write_model import WriteGateModel
 
 _DAY = 24 * 3600  # seconds
 
@@ -93,26 +94,8 @@ def distill(
     else:
         begin(folder, asked)
     before = backbone_digest(engine)
-    gates = TrainableGates(
-        engine.spec,
-        settings.d_gate,
-        settings.tying,
-        settings.bias,
-        settings.seed,
-        engine.decoder.weights.layers if settings.gate_input == "kv" else None,
-        settings.gate,
-    )
-    model = DistillModel(engine, gates, settings.objective(), settings.checkpointing)
-    watched = HeldOutData(engine, held_out)
-    budget = settings.held_out_budget or settings.budget
-
-    stored = getattr(torch, settings.store)
-
-    def evaluate() -> dict[str, float]:
-        # Measure the gates as the file will hold them.
-        made = gates.built(as_stored(gates.file_tensors(), stored))
-        return summary(watched.read(made, settings.policy, budget))
-
+    make = _write_gates if settings.method == "wgkv" else _retention_gates
+    model, evaluate = make(settings, engine, HeldOutData(engine, held_out))
     measure = HeldOut(evaluate, settings.eval_every, folder)
     trainer = DistillTrainer(
         model=model,
@@ -131,17 +114,59 @@ def distill(
         "base_dtype": str(engine.dtype).removeprefix("torch."),
         "base_config_sha256": hub.config_digest(settings.model),
         "trained": True,
-        "settings": dataclasses.asdict(settings),
+        "settings": settings.described(),
         "data": list(data),
         "data_options": dict(options or {}),
         "results": measure.latest(),
     }
     if trainer.is_world_process_zero():
-        made = gates.built(gates.file_tensors())
-        save_gates(made, folder, engine.spec, stored, **described)
-        draw_curve(history(folder), folder / "curve.png", settings.budget)
+        made = model.gates.built(model.gates.file_tensors())
+        save_gates(made, folder, engine.spec, getattr(torch, settings.store), **described)
+        budget = settings.budget if settings.method == "retention" else None
+        draw_curve(history(folder), folder / "curve.png", budget)
         write_card(folder, described)
     return described
+
+
+_Evaluate = Callable[[], dict[str, float]]
+
+
+def _retention_gates(
+    settings: Settings, engine: Runtime, watched: HeldOutData
+) -> tuple[DistillModel, _Evaluate]:
+    """Return what trains retention gates, and the figures of a run with real eviction."""
+    gates = TrainableGates(
+        engine.spec,
+        settings.d_gate,
+        settings.tying,
+        settings.bias,
+        settings.seed,
+        engine.decoder.weights.layers if settings.gate_input == "kv" else None,
+        settings.gate,
+    )
+    budget = settings.held_out_budget or settings.budget
+
+    def evaluate() -> dict[str, float]:
+        # Measure the gates as the file will hold them.
+        made = gates.built(as_stored(gates.file_tensors(), getattr(torch, settings.store)))
+        return summary(watched.read(made, settings.policy, budget))
+
+    return DistillModel(engine, gates, settings.objective(), settings.checkpointing), evaluate
+
+
+def _write_gates(
+    settings: Settings, engine: Runtime, watched: HeldOutData
+) -> tuple[WriteGateModel, _Evaluate]:
+    """Return what trains write gates, and the figures of a run with real admission."""
+    gates = TrainableWriteGates(engine.spec, settings.d_gate, settings.seed)
+
+    def evaluate() -> dict[str, float]:
+        # Measure the gates as the file will hold them.
+        made = gates.built(as_stored(gates.file_tensors(), getattr(torch, settings.store)))
+        return watched.admit(made, settings.window, settings.threshold)
+
+    goal = settings.write_objective()
+    return WriteGateModel(engine, gates, goal, settings.checkpointing), evaluate
 
 
 def _arguments(settings: Settings, folder: Path) -> TrainingArguments:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from engine.errors import InputError
@@ -10,6 +10,7 @@ from training.capacity import LEAST_RATES
 from training.model import Objective
 from training.recipes import DEFAULT, recipe_options
 from training.trainable import GATES
+from training.write_model import WriteObjective
 
 _LOSSES = {
     "kl+ntp": (1.0, 1.0, False),
@@ -19,6 +20,7 @@ _LOSSES = {
     "reverse-kl+ntp": (1.0, 1.0, True),
 }
 _CHOICES = {
+    "method": ("retention", "wgkv"),
     "gating": ("log-bias", "logit-scale"),
     "scope": ("global", "head"),
     "gate": GATES,
@@ -36,18 +38,29 @@ _ABOVE_ZERO = (
     "accumulate",
     "d_gate",
     "lr",
-    "clip",
+    "window",
     "log_every",
     "save_every",
 )
 _NOT_BELOW_ZERO = (
     "lambda_cap",
+    "lambda_sparse",
+    "threshold",
+    "clip",
     "weight_decay",
     "capacity_rates",
     "eval_every",
     "held_out_budget",
     "seed",
 )
+# Options of one method only.
+_OF_METHOD = {
+    "retention": frozenset(
+        "gating gate tying gate_input bias loss scope budget lambda_cap normaliser capacity_rates "
+        "held_out_budget".split()
+    ),
+    "wgkv": frozenset("window lambda_sparse threshold".split()),
+}
 
 
 @dataclass(frozen=True)
@@ -61,13 +74,21 @@ class Settings:
     Attributes:
         recipe: where the run started from, one of :data:`training.recipes.RECIPES`; what it
             asked may have been overridden since.
+        method: ``retention`` trains retention gates, ``wgkv`` write gates (WG-KV, arXiv
+            2512.17452), which read only what says so here, ``d_gate``, and what is said of the
+            run: steps, data, optimiser, files.
         gate: ``tied`` or ``rg``, see :class:`training.trainable.TrainableGates`.
         budget: M, mean entries per (layer, KV head), that the capacity term aims at.
         lambda_cap: weight of the capacity term.
         gate_input: ``x`` or ``kv``, see :class:`training.trainable.TrainableGates`.
+        window: write gates: W_local, tokens that every entry stays for, its own included.
+        lambda_sparse: write gates: weight of the sparsity term.
+        threshold: write gates: tau, the gate from which an entry is admitted, in log lines and
+            held-out runs; training does not depend on it.
         batch, accumulate: documents per process and forward pass; passes per step.
         schedule: of the learning rate, from its peak to 0: ``cosine`` or ``linear``.
         warmup: share of the steps.
+        clip: largest gradient norm; 0 for none.
         capacity_rates: 0 counts exactly; K groups log_beta into K decay rates.
         store: dtype of the trunks in the gate file; training itself is in float32.
         held_out_budget: M of the held-out runs, ``budget`` when 0.
@@ -76,6 +97,7 @@ class Settings:
     model: str
     output: str
     recipe: str = DEFAULT
+    method: str = "retention"
     gating: str = "log-bias"
     scope: str = "global"
     budget: float = 256.0
@@ -88,6 +110,9 @@ class Settings:
     gate_input: str = "x"
     bias: float = 18.0
     capacity_rates: int = 0
+    window: int = 256
+    lambda_sparse: float = 0.04
+    threshold: float = 0.1
     steps: int = 1000
     batch: int = 1
     accumulate: int = 1
@@ -112,9 +137,18 @@ class Settings:
         """Return the settings of a recipe, with the ``given`` ones in place of its own.
 
         Raises:
-            InputError: for an unknown recipe, and for settings that do not hold.
+            InputError: for an unknown recipe, for settings that do not hold, and for given ones
+                that the method does not have.
         """
-        return cls(**{**recipe_options(name), **given, "recipe": name})
+        made = cls(**{**recipe_options(name), **given, "recipe": name})
+        for method, options in _OF_METHOD.items():
+            if method != made.method and (odd := sorted(options & given.keys())):
+                option = odd[0].replace("_", "-")
+                raise InputError(
+                    f"--{option} is an option of --method {method}, and this run's method is "
+                    f"{made.method}; leave it out"
+                )
+        return made
 
     def __post_init__(self) -> None:
         recipe_options(self.recipe)
@@ -127,6 +161,7 @@ class Settings:
         for name in _NOT_BELOW_ZERO:
             self._require(name, getattr(self, name) >= 0, "0 or more")
         self._require("warmup", 0 <= self.warmup <= 1, "a share of the steps, 0 to 1")
+        self._require("threshold", self.threshold <= 1, "0 to 1: gates lie between")
         few = 0 < self.capacity_rates < LEAST_RATES
         self._require("capacity_rates", not few, f"0 for the exact count, or {LEAST_RATES} or more")
         if self.gate == "rg" and self.tying != "none":
@@ -160,7 +195,19 @@ class Settings:
             self.capacity_rates,
         )
 
+    def described(self) -> dict[str, Any]:
+        """Return the settings without those of other methods."""
+        others = [names for method, names in _OF_METHOD.items() if method != self.method]
+        left_out = frozenset().union(*others)
+        return {name: v for name, v in asdict(self).items() if name not in left_out}
+
+    def write_objective(self) -> WriteObjective:
+        """Return the loss these settings describe for write gates."""
+        return WriteObjective(self.lambda_sparse, self.window, self.threshold)
+
     @property
     def policy(self) -> str:
         """Return the preset whose rule these gates are trained for."""
+        if self.method == "wgkv":
+            return "wgkv"
         return "dbtrimkv" if self.scope == "global" else "trimkv"

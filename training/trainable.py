@@ -1,4 +1,4 @@
-"""Retention gates as torch modules, and their gate files."""
+"""Retention gates and write gates as torch modules, and their gate files."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from engine.model.gates import Gates
+from engine.model.gates import Gates, WriteGates, write_gates
 from engine.model.gates.module import tied_gates
 from engine.model.gates.published import layer_name, published_gates
 from engine.model.spec import DecoderSpec
@@ -111,6 +111,52 @@ class TrainableGates(nn.Module):
         if self.gate == "rg":
             return {layer_name(name): tensor for name, tensor in tensors.items()}
         return tensors
+
+
+class TrainableWriteGates(nn.Module):
+    """The parameters of write gates (:mod:`engine.model.gates.write`; WG-KV, arXiv 2512.17452).
+
+    Gains of the norms start at 1, all else as ``torch.nn.Linear`` starts, as in the authors'
+    released code: g begins near 0.5.
+
+    Args:
+        d_gate: width of the hidden layer of each head.
+    """
+
+    def __init__(self, spec: DecoderSpec, d_gate: int = 512, seed: int = 0) -> None:
+        super().__init__()
+        self.spec = spec
+        count, heads, size = spec.num_layers, spec.num_kv_heads, spec.head_dim
+        generator = torch.Generator().manual_seed(seed)
+
+        def linear(inputs: int, weight: tuple[int, ...], bias: tuple[int, ...]) -> nn.Module:
+            made, limit = nn.Module(), inputs**-0.5
+            for name, shape in (("weight", weight), ("bias", bias)):
+                noise = torch.rand(*shape, generator=generator)
+                setattr(made, name, nn.Parameter((2 * noise - 1) * limit))
+            return made
+
+        self.norm = nn.Module()
+        self.norm.before = nn.Parameter(torch.ones(count, size))
+        self.norm.after = nn.Parameter(torch.ones(count, size))
+        self.layers = nn.ModuleList()
+        for _ in range(count):
+            stage = nn.Module()
+            stage.linear1 = linear(2 * size, (heads, d_gate, 2 * size), (heads, d_gate))
+            self.layers.append(stage)
+        self.readout = linear(d_gate, (count, heads, d_gate), (count, heads))
+
+    def gates(self) -> WriteGates:
+        """Return the engine's gates over the live parameters: gradients reach them."""
+        return self.built(dict(self.named_parameters()))
+
+    def built(self, tensors: dict[str, Tensor]) -> WriteGates:
+        """Return the engine's gates over the tensors of a gate file."""
+        return write_gates(tensors, self.spec)
+
+    def file_tensors(self) -> dict[str, Tensor]:
+        """Return what a gate file holds."""
+        return {name: tensor.detach().clone() for name, tensor in self.named_parameters()}
 
 
 def _key_value(layer: LayerWeights, spec: DecoderSpec) -> tuple[Tensor, Tensor | None]:

@@ -1,4 +1,7 @@
-"""DistillTrainer: Hugging Face's Trainer over :class:`training.model.DistillModel`."""
+"""DistillTrainer: Hugging Face's Trainer over the models of gates.
+
+:class:`training.model.DistillModel` and :class:`training.write_model.WriteGateModel`.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,6 @@ from torch.utils.data import Dataset, SequentialSampler
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from training.folder import HISTORY, history
-from training.model import PARTS
 
 
 def only_list(examples: list[Any]) -> dict[str, list[Any]]:
@@ -23,10 +25,15 @@ def only_list(examples: list[Any]) -> dict[str, list[Any]]:
 
 
 class DistillTrainer(Trainer):
-    """Logs the parts of the loss, reads the data in its own order, saves only gates."""
+    """Logs the parts of the loss, reads the data in its own order, saves only gates.
 
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(data_collator=only_list, **kwargs)
+    Args:
+        model: names the parts of its loss in ``parts``.
+    """
+
+    def __init__(self, model: Any, **kwargs: Any) -> None:
+        super().__init__(model=model, data_collator=only_list, **kwargs)
+        self._parts: tuple[str, ...] = model.parts
         self._sums: dict[str, Any] = {}
         self._batches, self._tokens = 0, 0
         self._since = time.perf_counter()
@@ -40,7 +47,7 @@ class DistillTrainer(Trainer):
     ) -> Any:
         """Return the loss of one batch; its parts are summed up for the next log line."""
         parts = model(**inputs)
-        for name in PARTS:
+        for name in self._parts:
             # A tensor until the log line: reading it here would make the host wait every batch.
             self._sums[name] = self._sums.get(name, 0.0) + parts[name].detach()
         self._batches += 1
@@ -52,11 +59,11 @@ class DistillTrainer(Trainer):
         if "loss" in logs and self._batches:
             now = time.perf_counter()
             speed = self._tokens / (now - self._since)
-            means = [self._sums[name].double() / self._batches for name in PARTS]
+            means = [self._sums[name].double() / self._batches for name in self._parts]
             found = torch.stack([*means, means[0].new_tensor(speed)])
             *sums, speed = self.accelerator.reduce(found, "sum").tolist()
             several = self.accelerator.num_processes
-            logs |= {name: round(x / several, 5) for name, x in zip(PARTS, sums, strict=True)}
+            logs |= {name: round(x / several, 5) for name, x in zip(self._parts, sums, strict=True)}
             logs["tokens_per_second"] = round(speed, 1)
             self._sums, self._batches, self._tokens, self._since = {}, 0, 0, now
         super().log(logs, start_time)

@@ -179,6 +179,25 @@ def read_at(
         return [_dialogue_run(*pair) for pair in zip(sessions, answers, strict=True)]
 
 
+@torch.inference_mode()
+def compare_states(decoder: Decoder, states: Tensor, full: Tensor, labels: Tensor) -> list[Answer]:
+    """Return the answers of a dialogue that two passes have read whole, without a cache.
+
+    Args:
+        decoder: makes logits of states; states: ``[T, d]`` before the final norm; full: those of
+            full attention.
+        labels: int64 ``[T]``, -100 where no answer stands and at the first token.
+    """
+    found = []
+    for start, stop in spans(labels.tolist()):
+        blocks = []
+        for block in torch.arange(start, stop).split(BLOCK):
+            ours, theirs = (F.log_softmax(decoder.logits(x[block - 1]), -1) for x in (states, full))
+            blocks.append(_answer(ours, theirs, labels[block]))
+        found.append(_joined(blocks))
+    return found
+
+
 def _begin(
     engine: Runtime, turn: Turn, budgets: Sequence[Budget], stop: int, stack: ExitStack
 ) -> tuple[list[CachedSequence], Tensor]:

@@ -82,6 +82,55 @@ def test_blocked_form_matches_the_reference(
         assert (got_grad - want_grad).abs().max() <= GRADIENT * (want_grad.abs().max() + 1e-6)
 
 
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("window", [1, 5, 13, 96, 400])
+def test_write_gates_spare_the_window(
+    packed: bool, window: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The blocked form against m_ij written out pair by pair (WG-KV, section 3.2)."""
+    monkeypatch.setattr(module, "BLOCK", 32)
+    steps, group = 110, 2
+    tensors = inputs(1, 2, group, steps)
+    start = documents(1, steps, 3) if packed else torch.zeros(1, steps, dtype=torch.int64)
+    query, key, value, log_g = references = doubled(tensors)
+    g = log_g.exp()
+    rows = []
+    for head in range(2 * group):
+        at = head // group
+        for i in range(steps):
+            seen = range(int(start[0, i]), i + 1)
+            m = torch.stack(
+                [torch.ones_like(g[0, 0, 0]) if i - j < window else g[0, at, j] for j in seen]
+            )
+            weight = torch.exp(0.3 * key[0, at, seen] @ query[0, head, i]) * m
+            rows.append(weight @ value[0, at, seen] / weight.sum())
+    want = torch.stack(rows).view(1, 2 * group, steps, -1)
+    got = gated_attention(
+        *tensors, scale=0.3, document_start=start, gating="write", window=window, backend="sdpa"
+    )
+    assert (got - want).abs().max() <= OUT
+    weight = torch.randn(got.shape, generator=torch.Generator().manual_seed(0))
+    grads = torch.autograd.grad(got, tensors, weight)
+    wanted = torch.autograd.grad(want, references, weight.double(), materialize_grads=True)
+    for got_grad, want_grad in zip(grads, wanted, strict=True):
+        assert (got_grad - want_grad).abs().max() <= GRADIENT * (want_grad.abs().max() + 1e-6)
+
+
+def test_write_gates_that_admit_nothing_leave_the_window() -> None:
+    """log g = -inf, as evaluation has it: attention to the newest 7 keys alone."""
+    query, key, value, log_g = (x.detach() for x in inputs(1, 2, 2, 120))
+    log_g.fill_(-torch.inf)
+    age = torch.arange(120)[:, None] - torch.arange(120)
+    want = torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, attn_mask=(age >= 0) & (age < 7), scale=0.3, enable_gqa=True
+    )
+    for backend in ("sdpa", "reference"):
+        got = gated_attention(
+            query, key, value, log_g, scale=0.3, gating="write", window=7, backend=backend
+        )
+        torch.testing.assert_close(got, want, rtol=0, atol=OUT)
+
+
 @pytest.mark.parametrize("gating", GATINGS)
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("group", [1, 3])
@@ -169,7 +218,7 @@ def test_gates_that_drop_everything_stay_finite(gating: str, rate: float) -> Non
     log_beta = torch.full_like(log_beta, rate).requires_grad_()
     tensors = [query, key, value, log_beta]
     out = gated_attention(*tensors, scale=0.35, gating=gating, backend="sdpa")
-    if gating == "log-bias":  # only the newest key is left
+    if gating != "logit-scale":  # only the newest key is left
         torch.testing.assert_close(out, value.repeat_interleave(2, 1))
     for grad in torch.autograd.grad(out.square().sum(), tensors):
         assert grad.isfinite().all()
