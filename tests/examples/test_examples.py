@@ -80,25 +80,6 @@ def test_training_gates(capsys: pytest.CaptureFixture[str]) -> None:
     )
 
 
-class Dense(Oracle):
-    """The oracle with KeyDiff's score: cosine to the mean key, in float64, row after row."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.method.first = self.method.recent = 0
-
-    def _scores(self) -> Tensor:
-        score = torch.zeros(self.keep.shape, dtype=torch.float64)
-        for layer in range(self.layers):
-            for head in range(self.heads):
-                kept = self.keep[layer, head].nonzero().flatten()
-                keys = self.key[layer][head].double()
-                mean = sum(keys[t] / keys[t].norm() for t in kept) / len(kept)
-                for t in kept:
-                    score[layer, head, t] = -torch.cosine_similarity(keys[t], mean, dim=0)
-        return score
-
-
 @pytest.mark.parametrize("native", ["1", "0"])
 def test_the_custom_policy_keeps_what_a_dense_computation_keeps(
     native: str, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
@@ -111,7 +92,7 @@ def test_the_custom_policy_keeps_what_a_dense_computation_keeps(
     assert isinstance(policy, mmkv.Policy)
     engine: Runtime = load(folders["vl"], policy=policy, budget=9)
     model = AutoModelForImageTextToText.from_pretrained(folders["vl"], dtype=torch.float32).eval()
-    oracle = Dense(model, None, "trimkv", budget=9, prefill_chunk=12)
+    oracle = Oracle(model, None, "keydiff", budget=9, prefill_chunk=12)
     with engine.session() as session:
         for part in (PICTURES, text_ids(6, 1), LATER, text_ids(5, 2)):
             if isinstance(part, Tensor):

@@ -1,0 +1,10 @@
+"""The engine's semantics and every policy, written the slow, obvious way.
+
+``docs/policies.md`` has the definitions. Nothing is shared with ``engine/``: see
+:mod:`tests.support.oracle.simulation`. Scores are float64, and eviction is one full sort.
+"""
+
+from tests.support.oracle.eviction import Eviction, Oracle, Retained
+from tests.support.oracle.methods import METHODS, log_score
+
+__all__ = ["METHODS", "Eviction", "Oracle", "Retained", "log_score"]

@@ -1,0 +1,184 @@
+"""One conversation under a simulated cache budget, and the comparison with what an engine kept."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tests.support.oracle.methods import make_method
+from tests.support.oracle.shares import Group, Row
+from tests.support.oracle.simulation import GateFunction, Simulation
+
+Retained = list[list[Tensor]]
+RELATIVE_TIE = 1e-6
+
+
+@dataclass
+class Eviction:
+    """What the last eviction saw: ``score [L, H, T]`` (NaN for absent entries) and what stayed."""
+
+    score: Tensor
+    keep: Tensor
+    groups: list[Group]
+
+
+class Oracle(Simulation):
+    """One conversation with a transformers model under a simulated cache budget.
+
+    Attributes:
+        evictions: how often entries went; evicted_nan: how many of them had no score.
+        swaps: see :meth:`follow`; last: the last eviction.
+    """
+
+    def __init__(
+        self,
+        hf: nn.Module,
+        gate: GateFunction | None,
+        policy: str,
+        budget: float = 1e9,
+        *,
+        fraction: float | None = None,
+        lookahead: float = 2,
+        evict_every: int = 1,
+        prefill_chunk: int = 2048,
+        **parameters: Any,
+    ) -> None:
+        """Begin a conversation.
+
+        Args:
+            hf: the model as transformers loads it.
+            gate: (layer, ``[T, d]``) -> log_beta ``[T, H]``.
+            budget: M, mean entries per (layer, KV head).
+            fraction: instead of M, a share of the tokens seen.
+            parameters: those of the method, by the names of docs/policies.md.
+        """
+        super().__init__(hf, gate)
+        self.budget, self.fraction = budget, fraction
+        self.evict_every, self.prefill_chunk = evict_every, prefill_chunk
+        self.method = make_method(policy, lookahead, parameters)
+        self.last: Eviction | None = None
+        self.evictions = self.evicted_nan = self.swaps = 0
+
+    @property
+    def total(self) -> int:
+        """B: entries that may stay at the present length."""
+        if self.fraction is not None:
+            return max(self.rows, math.floor(self.fraction * self.seen * self.rows))
+        return math.floor(self.budget * self.rows)
+
+    def prefill(
+        self, inputs: Mapping[str, Tensor], retained: Sequence[Retained] | None = None
+    ) -> Tensor:
+        """Append one turn; logits ``[vocab]`` of its last token.
+
+        ``retained``: what the engine kept after each chunk, to :meth:`follow` at once: a swap
+        in one chunk would otherwise look like an error in the next.
+        """
+        positions = self._positions(inputs)
+        hidden, deepstack = self._embed(inputs)
+        count, out = hidden.shape[0], hidden
+        for start in range(0, count, self.prefill_chunk):
+            part = slice(start, min(start + self.prefill_chunk, count))
+            levels = [level[part] for level in deepstack]
+            out = self._forward(hidden[part], positions[:, part], levels, prompt=True)
+            self.method.passed(self)
+            self._evict(slack=0)
+            if retained is not None:
+                self.follow(retained[start // self.prefill_chunk])
+        return self._logits(out)
+
+    def decode(self, token: int) -> Tensor:
+        """Append one text token; logits ``[vocab]``."""
+        inputs = {"input_ids": torch.tensor([[token]])}
+        positions = self._positions(inputs)
+        out = self._forward(self._embed(inputs)[0], positions, [], prompt=False)
+        self.method.passed(self)
+        self._evict(slack=self.evict_every - 1)
+        return self._logits(out)
+
+    def set_budget(self, budget: float) -> None:
+        self.budget = budget
+        self._evict(slack=0)
+
+    def retained(self) -> Retained:
+        return [[row.nonzero().flatten() for row in layer] for layer in self.keep]
+
+    def _evict(self, slack: int) -> None:
+        """Cut every group to its share as soon as one stands above its share and slack.
+
+        ``slack`` counts entries of one row.
+        """
+        groups = self.method.groups(self, self.total)
+        held = [sum(int(self.keep[row].sum()) for row in group.rows) for group in groups]
+        if all(
+            n <= group.share + slack * len(group.rows)
+            for n, group in zip(held, groups, strict=True)
+        ):
+            return
+        score = self.method.score(self)
+        score = score.masked_fill(self.method.protected(self, self.total), torch.inf)
+        self.evictions += 1
+        self.last = Eviction(score.masked_fill(~self.keep, torch.nan), self.keep, groups)
+        self.keep = self.keep.clone()
+        for group, count in zip(groups, held, strict=True):
+            for row, t in self._order(group, score)[: max(count - group.share, 0)]:
+                self.keep[*row, t] = False
+                self.evicted_nan += math.isnan(score[row][t])
+        self.last.keep = self.keep.clone()
+
+    def _order(self, group: Group, score: Tensor) -> list[tuple[Row, int]]:
+        """The entries (row, position) of a group in the order in which they go."""
+        entries = sorted(
+            (not math.isnan(score[row][t]), score[row][t].nan_to_num(0.0).item(), t, *row)
+            for row in group.rows
+            for t in self.keep[row].nonzero().flatten().tolist()
+        )
+        free, guarded, left = [], [], {row: group.floor for row in group.rows}
+        for _, _, t, *row in reversed(entries):
+            entry = (tuple(row), t)
+            (guarded if left[tuple(row)] > 0 else free).append(entry)
+            left[tuple(row)] -= 1
+        return free[::-1] + guarded[::-1]
+
+    def follow(self, retained: Retained) -> None:
+        """Check the engine's retained sets against ours; counts swaps in ``swaps``.
+
+        A swap is an entry kept in place of another whose float64 score, at the last eviction,
+        differs by less than 1e-6 relative: to the score, or to the terms that it is the difference
+        of (``Method.scale``). The oracle then goes on with the engine's choice, so that one
+        rounding difference is counted once.
+
+        Raises:
+            AssertionError: the sets differ by more than such swaps.
+        """
+        theirs = torch.zeros_like(self.keep)
+        for layer, heads in enumerate(retained):
+            for head, row in enumerate(heads):
+                assert row.dtype == torch.int64 and bool((row.diff() > 0).all()), "not ascending"
+                theirs[layer, head, row] = True
+        if torch.equal(theirs, self.keep):
+            return
+        differing = theirs != self.keep
+        assert self.last is not None, "the engine dropped entries, the oracle never has"
+        shown = differing.nonzero()[:8].tolist()
+        counts = f"engine keeps {int(theirs.sum())}, oracle {int(self.keep.sum())} entries"
+        assert int(theirs.sum()) == int(self.keep.sum()), f"{counts}; first {shown}"
+        assert differing.shape[-1] <= self.last.score.shape[-1], f"{counts}; first {shown}"
+        for group in self.last.groups:
+            layer, head = zip(*group.rows, strict=True)
+            wrong = differing[layer, head, : self.last.score.shape[-1]]
+            if not wrong.any():
+                continue
+            scores = self.last.score[layer, head][wrong]
+            gap = float(scores.max() - scores.min())
+            size = max(float(scores.abs().max()), self.method.scale)
+            # A protected entry (inf) is never a near-tie of anything.
+            close = math.isfinite(gap) and gap <= RELATIVE_TIE * size
+            assert close, f"retained sets differ: {counts}; scores {scores.tolist()[:8]}; {shown}"
+        self.keep = theirs
+        self.swaps += int(differing.sum()) // 2

@@ -1,0 +1,48 @@
+"""Every policy in the oracle's own words, by the names and parameters of docs/policies.md."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from tests.support.oracle.methods import attention, frozen, keys, redundancy, retention
+from tests.support.oracle.methods.base import Method
+from tests.support.oracle.methods.retention import log_score
+
+METHODS: dict[str, Callable[..., Method]] = {
+    "full": retention.Full,
+    "dbtrimkv": retention.GlobalRetention,
+    "trimkv": retention.Retention,
+    "streamingllm": retention.Streaming,
+    "snapkv": attention.SnapKV,
+    "h2o": attention.H2O,
+    "tova": attention.Tova,
+    "pyramidkv": attention.PyramidKV,
+    "adakv": attention.AdaKV,
+    "ada-pyramidkv": attention.AdaPyramidKV,
+    "morphkv": attention.MorphKV,
+    "rkv": redundancy.RKV,
+    "gkv": redundancy.GKV,
+    "keydiff": keys.KeyDiff,
+    "knorm": keys.KNorm,
+    "lagkv": keys.LagKV,
+    "epikv": frozen.EpiKV,
+    "hs-variance": frozen.HiddenVariance,
+    "band-adaptive": frozen.BandAdaptive,
+    "kv-key": frozen.StateVariance,
+    "kv-val": frozen.ValueVariance,
+    "lag-kv": frozen.CausalLag,
+    "attention-hs": frozen.AttentionHidden,
+    "segments-hs": frozen.SegmentHidden,
+}
+
+
+def make_method(name: str, lookahead: float, parameters: Mapping[str, Any]) -> Method:
+    """The method ``name``; ``lookahead`` is dbtrimkv's."""
+    named = {key + "_" * (key == "lambda"): value for key, value in parameters.items()}
+    if name == "dbtrimkv":
+        named.setdefault("lookahead", lookahead)
+    return METHODS[name](**named)
+
+
+__all__ = ["METHODS", "Method", "log_score", "make_method"]

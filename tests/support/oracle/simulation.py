@@ -1,0 +1,189 @@
+"""A conversation with a model of transformers, whose cache holds only some of its entries.
+
+Nothing here is shared with ``engine/``. Hidden states run through transformers' own modules; keys,
+values, queries and residual streams of every token ever seen stay in dense tensors; a boolean mask
+``keep [L, H, T]`` says what the cache would still hold.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+GateFunction = Callable[[int, Tensor], Tensor]
+
+
+class Simulation:
+    """The model's side of a conversation, and all that a method may look at.
+
+    Attributes:
+        layers, heads, group, dim: layers, KV heads, query heads per KV head, head_dim.
+        seen: tokens so far. keep: bool ``[L, H, T]``, the entries that the cache still holds.
+        log_beta: ``[L, H, T]``, of retention gates. prompt: bool ``[T]``, tokens of a prefill.
+        key, value: per layer ``[H, T, D]``, after RoPE; query: per layer ``[Hq, T, D]``.
+        residual: per layer ``[T, d]``, what the next layer reads.
+        new: tokens of the last pass. weights: per layer ``[Hq, new, T]``, the probabilities of
+            the last pass, at the time of the pass.
+    """
+
+    def __init__(self, hf: nn.Module, gate: GateFunction | None) -> None:
+        self.hf, self.gate = hf, gate
+        inner = hf.model
+        self.text = getattr(inner, "language_model", inner)
+        self.rotate = importlib.import_module(type(self.text).__module__).apply_rotary_pos_emb
+        config = self.text.config
+        self.layers, self.heads = config.num_hidden_layers, config.num_key_value_heads
+        self.group = config.num_attention_heads // self.heads
+        self.dim = self.text.layers[0].self_attn.head_dim
+        self.config_window = getattr(config, "sliding_window", None)
+        self.past: dict[str, list[Tensor]] = {}
+        self.seen = self.new = 0
+        self.keep = torch.zeros(self.layers, self.heads, 0, dtype=torch.bool)
+        self.prompt = torch.zeros(0, dtype=torch.bool)
+        self.log_beta = torch.zeros(self.layers, self.heads, 0)
+        empty = torch.zeros(self.heads, 0, self.dim)
+        self.key = [empty] * self.layers
+        self.value = [empty] * self.layers
+        self.query = [empty.repeat_interleave(self.group, 0)] * self.layers
+        self.residual = [torch.zeros(0, config.hidden_size)] * self.layers
+        self.weights = [torch.zeros(0)] * self.layers
+
+    @property
+    def rows(self) -> int:
+        return self.layers * self.heads
+
+    def kept(self, layer: int, head: int) -> Tensor:
+        """Positions ``[N]`` of the entries of a row, ascending."""
+        return self.keep[layer, head].nonzero().flatten()
+
+    @torch.no_grad()
+    def window_logits(self, layer: int, window: int) -> tuple[Tensor, Tensor]:
+        """Attention logits of the newest queries, as the cache stands now.
+
+        Returns:
+            float64 ``[H, G, w, T]``, and bool ``[H, 1, w, T]``: what a query sees, which is what
+            is kept and no newer than itself.
+        """
+        window = min(window, self.seen)
+        query = self.query[layer][:, -window:].double().view(self.heads, self.group, window, -1)
+        logits = query @ self.key[layer].double()[:, None].transpose(-1, -2) * self.dim**-0.5
+        at = torch.arange(self.seen)
+        visible = self.keep[layer][:, None, None] & (at <= at[-window:, None])
+        return logits, visible
+
+    def window_attention(self, layer: int, window: int) -> Tensor:
+        """Probabilities ``[H, G, w, T]`` of :meth:`window_logits`; zeros where nothing is seen."""
+        logits, visible = self.window_logits(layer, window)
+        return logits.masked_fill(~visible, -torch.inf).softmax(-1).nan_to_num(0.0)
+
+    # --- the model -----------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _embed(self, inputs: Mapping[str, Tensor]) -> tuple[Tensor, list[Tensor]]:
+        """Token states ``[T, d]`` and, per deepstack level, what is added to them ``[T, d]``.
+
+        transformers' own forward pass is run up to the point where its text model starts.
+        """
+        if not any(name.startswith("pixel_values") for name in inputs):
+            return self.text.embed_tokens(inputs["input_ids"][0]), []
+        caught: dict[str, Any] = {}
+
+        def catch(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+            caught.update(kwargs)
+            raise StopIteration
+
+        with (
+            self.text.register_forward_pre_hook(catch, with_kwargs=True),
+            contextlib.suppress(StopIteration),
+        ):
+            self.hf.model(**inputs)
+        hidden = caught["inputs_embeds"][0]
+        levels = []
+        for features in caught.get("deepstack_visual_embeds") or ():
+            level = torch.zeros_like(hidden)
+            level[caught["visual_pos_masks"][0]] = features
+            levels.append(level)
+        return hidden, levels
+
+    def _positions(self, inputs: Mapping[str, Tensor]) -> Tensor:
+        """Rope positions ``[A, T]`` of the new tokens, from the whole conversation so far."""
+        for name, value in inputs.items():
+            self.past.setdefault(name, []).append(value)
+        ids = torch.cat(self.past["input_ids"], 1)
+        new = inputs["input_ids"].shape[1]
+        if not hasattr(self.hf.model, "get_rope_index"):
+            return torch.arange(ids.shape[1])[None, -new:]
+        config = self.hf.config
+        kinds = (ids == config.image_token_id) + 2 * (ids == config.video_token_id)
+        names = ("image_grid_thw", "video_grid_thw")
+        grids = {name: torch.cat(self.past[name]) for name in names if name in self.past}
+        whole, _ = self.hf.model.get_rope_index(ids, mm_token_type_ids=kinds.int(), **grids)
+        return whole[:, 0, -new:]
+
+    @torch.no_grad()
+    def _forward(
+        self, hidden: Tensor, positions: Tensor, deepstack: list[Tensor], prompt: bool
+    ) -> Tensor:
+        """Run new tokens ``[T, d]`` through all layers; states before the final norm."""
+        new, before = hidden.shape[0], self.seen
+        self.seen += new
+        self.new = new
+        self.prompt = torch.cat([self.prompt, torch.full((new,), prompt)])
+        grown = torch.ones(self.layers, self.heads, new, dtype=torch.bool)
+        self.keep = torch.cat([self.keep, grown], -1)
+        log_betas = []
+        shaped = positions[:, None] if positions.shape[0] == 3 else positions
+        cos, sin = self.text.rotary_emb(hidden[None], shaped)
+        for index, layer in enumerate(self.text.layers):
+            attention = layer.self_attn
+            x = layer.input_layernorm(hidden)
+            if self.gate is not None:
+                log_betas.append(self.gate(index, x).T)
+            if hasattr(attention, "qkv_proj"):
+                width = self.heads * self.dim
+                parts = attention.qkv_proj(x).split([self.group * width, width, width], -1)
+            else:
+                parts = (attention.q_proj(x), attention.k_proj(x), attention.v_proj(x))
+            query, key, value = (part.view(new, -1, self.dim) for part in parts)
+            if hasattr(attention, "q_norm"):
+                query, key = attention.q_norm(query), attention.k_norm(key)
+            value = value.transpose(0, 1)
+            query, key = query.transpose(0, 1), key.transpose(0, 1)
+            query, key = (t[0] for t in self.rotate(query[None], key[None], cos, sin))
+            self.query[index] = torch.cat([self.query[index], query], 1)
+            self.key[index] = torch.cat([self.key[index], key], 1)
+            self.value[index] = torch.cat([self.value[index], value], 1)
+            # Where a layer has no window of its own, it is the whole model's.
+            window = getattr(attention, "sliding_window", self.config_window)
+            weights = self._attention(index, query, torch.arange(before, self.seen), window)
+            self.weights[index] = weights
+            mixed = weights @ self.value[index].repeat_interleave(self.group, 0)
+            hidden = hidden + attention.o_proj(mixed.transpose(0, 1).reshape(new, -1))
+            hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+            if index < len(deepstack):
+                hidden = hidden + deepstack[index]
+            self.residual[index] = torch.cat([self.residual[index], hidden])
+        if log_betas:
+            self.log_beta = torch.cat([self.log_beta, torch.stack(log_betas)], -1)
+        return hidden
+
+    def _attention(
+        self, layer: int, query: Tensor, at: Tensor, window: int | None = None
+    ) -> Tensor:
+        """Probabilities ``[Hq, T, seen]`` of queries at token indices ``at`` over what is kept."""
+        key = self.key[layer].repeat_interleave(self.group, 0)
+        allowed = self.keep[layer].repeat_interleave(self.group, 0)[:, None]
+        back = at[:, None] - torch.arange(self.seen)
+        allowed = allowed & (back >= 0) & (back < (window or math.inf))
+        scores = (query @ key.transpose(1, 2) * self.dim**-0.5).masked_fill(~allowed, -torch.inf)
+        return scores.softmax(-1).nan_to_num(0.0)  # a query may have outlived all it could see
+
+    @torch.no_grad()
+    def _logits(self, hidden: Tensor) -> Tensor:
+        return self.hf.lm_head(self.text.norm(hidden[-1])).float()
