@@ -26,7 +26,8 @@ from engine.model.gates import Gates, foreign_note, load_gates
 from engine.model.rope import Rope
 from engine.model.spec import DecoderSpec
 from engine.model.weights import DecoderWeights
-from engine.policies import Budget, Policy, make_policy
+from engine.new_entries import has_born, sequence_memory, tap_layers
+from engine.policies import Budget, Needs, Policy, make_policy
 from engine.policies.registry import check_policy
 from engine.sequence import CachedSequence
 from engine.sequence_file import load_session
@@ -71,12 +72,24 @@ class Runtime:
         self.evict_every, self.prefill_chunk = config.evict_every, config.prefill_chunk
         self._gates = gates
         reads_gates = policy.scoring.needs.gates and policy.evicts
-        self.decoder = Decoder(spec, weights, self._placed_gates if reads_gates else None)
+        self.decoder = Decoder(
+            spec,
+            weights,
+            self._placed_gates if reads_gates else None,
+            tap_layers(policy, spec.num_layers),
+        )
+        # What steps have to leave behind for the scorer.
+        self.needs = policy.scoring.needs if policy.evicts else Needs()
+        self.has_born = policy.evicts and has_born(policy.scoring)
         self.rope = Rope(spec.rope, self.device, self.dtype)
-        pool = PagePool(config.page_size, spec.head_dim, 0, self.dtype, self.device)
+        state = self.needs.state
+        pool = PagePool(
+            config.page_size, spec.head_dim, 0, self.dtype, self.device, state_size=state
+        )
         if config.kv_limit is not None:
             pool.limit = config.kv_limit // pool.page_bytes
-        self.cache = RaggedCache(pool, spec.num_layers, spec.num_kv_heads)
+        memory = sequence_memory(policy, spec, self.dtype)
+        self.cache = RaggedCache(pool, spec.num_layers, spec.num_kv_heads, memory)
         self.policy_note: str | None = None
         reference = TorchBackend(self)
         self.backends = Backends(reference, CpuBackend(self), CudaBackend(self, reference))

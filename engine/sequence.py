@@ -13,17 +13,26 @@ from torch import Tensor
 
 from engine.backends.torch.step import PrefillChunk
 from engine.cache import Entries
-from engine.errors import ContextError, InputError, PolicyError, SessionError
+from engine.entry_source import CacheEntries
+from engine.errors import ContextError, InputError, SessionError
 from engine.eviction import cut_to_budgets
+from engine.new_entries import write_state
 from engine.policies import Budget, CacheView
-from engine.query_window import QueryWindow
 
 if TYPE_CHECKING:
     from engine.model.families.base import Turn
     from engine.runtime import Runtime
 
 MODALITIES = ("text", "image", "video")
-_STATE = ("seen", "next_position", "evicted", "evicted_nan", "entries", "long_rope")
+_STATE = (
+    "seen",
+    "next_position",
+    "evicted",
+    "evicted_nan",
+    "entries",
+    "long_rope",
+    "prompt_tokens",
+)
 
 
 @dataclass(frozen=True)
@@ -35,8 +44,8 @@ class Memory:
         entries: live (layer, head, token) entries; evicted: entries dropped so far.
         evicted_nan: how many of those had a score that is not a number.
         pages: pages held; kv_bytes: bytes of their keys and values.
-        metadata_bytes: log_beta, position and modality of those pages, block tables, and the
-            query window where a scorer keeps one.
+        metadata_bytes: log_beta, position, modality and state of those pages, block tables, and
+            what a scorer keeps of the sequence, such as recent queries.
         by_modality: live entries per modality.
     """
 
@@ -56,21 +65,17 @@ class CachedSequence:
     Attributes:
         seen: tokens so far; next_position: rope position of the next text token. Their
             difference is this sequence's M-RoPE delta: it belongs to the session, never to
-            the model.
+            the model. prompt_tokens: those of them that came in prompts.
     """
 
     def __init__(self, engine: Runtime, budget: Budget) -> None:
         self.engine = engine
         self._set_budget(budget)
         self.seen, self.next_position, self.entries = 0, 0, 0
-        self.evicted, self.evicted_nan = 0, 0
+        self.evicted, self.evicted_nan, self.prompt_tokens = 0, 0, 0
         self.long_rope: bool | None = None
         self.seq = engine.cache.open()
         self.closed = False
-        self.window: QueryWindow | None = None
-        if engine.policy.scoring.needs.queries and engine.policy.evicts:
-            size = engine.policy.scoring.needs.queries
-            self.window = QueryWindow(engine.spec, size, engine.dtype, engine.device)
 
     def _set_budget(self, budget: Budget) -> None:
         """Raises :class:`BudgetError`, and changes nothing, for less than one entry per row."""
@@ -86,11 +91,12 @@ class CachedSequence:
         return self.allowed_at(self.seen)
 
     def allowed_at(self, seen: int) -> int:
-        """M_global once ``seen`` tokens have been read."""
+        """M_global once ``seen`` tokens have been read, and all of a prompt that is to be kept."""
+        kept = self.prompt_tokens * self.engine.spec.rows if self.engine.policy.keeps_prompt else 0
         if self._fixed_entries is not None:
-            return self._fixed_entries
-        pool = self.engine.cache.pool
-        return self.budget.entries(self.engine.spec.rows, seen, pool.page_size, pool.page_bytes)
+            return self._fixed_entries + kept
+        pool, rows = self.engine.cache.pool, self.engine.spec.rows
+        return self.budget.entries(rows, seen, pool.page_size, pool.page_bytes) + kept
 
     @torch.inference_mode()
     def prefill(
@@ -168,14 +174,13 @@ class CachedSequence:
         modality = cache.pool.modality.view(-1)[entries.slot].long()
         counts = torch.bincount(modality, minlength=len(MODALITIES)).tolist()
         tables = cache.rows * (cache.table.shape[-1] + 1) * cache.table.element_size()
-        window = 0 if self.window is None else self.window.nbytes
         return Memory(
             tokens_seen=self.seen,
             entries=entries.slot.numel(),
             evicted=self.evicted,
             pages=pages,
             kv_bytes=pages * cache.pool.kv_page_bytes,
-            metadata_bytes=pages * cache.pool.metadata_page_bytes + tables + window,
+            metadata_bytes=pages * cache.pool.metadata_page_bytes + tables + cache.memory_bytes(),
             by_modality=dict(zip(MODALITIES, counts, strict=True)),
             evicted_nan=self.evicted_nan,
         )
@@ -202,7 +207,6 @@ class CachedSequence:
         self._require_open()
         other = self._sibling()
         other.adopt(self.engine.cache.fork(self.seq), self.state())
-        other.window = None if self.window is None else self.window.copy()
         return other
 
     def save(self, path: str | Path, extra: dict[str, str] | None = None) -> None:
@@ -240,16 +244,22 @@ class CachedSequence:
                 self.seq,
                 position,
                 turn.modality[part],
-                self.window,
+                engine.needs,
                 self.seen + stop - start,
                 self.entries > 0,
             )
             hidden, log_beta = engine.decoder.forward(hidden, rope, step, deepstack)
+            if engine.has_born:
+                seqs, taps = torch.tensor([self.seq], device=engine.device), step.tapped
+                slots, scorer, new = step.slots[None], engine.policy.scoring, position[None]
+                write_state(
+                    engine.cache, scorer, seqs, slots, new, True, [tap[None] for tap in taps]
+                )
         except BaseException:
             self.roll_back()
             raise
-        if log_beta is not None:
-            step.store_gates(log_beta)
+        step.finish(log_beta)
+        self.prompt_tokens += stop - start
         self.count_appended(stop - start, next_position)
         return hidden
 
@@ -291,7 +301,7 @@ class CachedSequence:
     def restore(self, state: Mapping[str, Any]) -> None:
         """Take over what :meth:`state` gave; it has to fit the entries in the cache."""
         for name in _STATE:
-            setattr(self, name, state[name])
+            setattr(self, name, state.get(name, 0))  # older files have no prompt_tokens
 
     def is_due(self, slack: int) -> bool:
         """Whether a group of rows stands above its share by more than its part of ``slack``."""
@@ -321,26 +331,9 @@ class CachedSequence:
             position=pool.position.view(-1)[live.slot].long(),
             log_beta=pool.log_beta.view(-1)[live.slot],
             modality=pool.modality.view(-1)[live.slot],
-            # Takes the view as an argument: a view that held itself would keep its tensors
-            # until the next garbage collection.
-            attention=lambda view: self._window_attention(live, view),
-            **self._keys_of(live),
+            source=CacheEntries(engine.cache, self.seq, live, engine.policy.scoring.needs),
+            prompt_tokens=self.prompt_tokens,
         )
-
-    def _keys_of(self, entries: Entries) -> dict[str, Callable[[], Tensor]]:
-        """How a view reads keys, for a scorer that says it does."""
-        if not self.engine.policy.scoring.needs.keys:
-            return {}
-        keys = self.engine.cache.pool.keys.flatten(0, 1)
-        return {"gather_keys": lambda: keys[entries.slot]}
-
-    def _window_attention(self, entries: Entries, view: CacheView) -> Tensor:
-        if self.window is None:
-            raise PolicyError(
-                "the scorer reads attention and does not say so; give it needs = Needs(queries=16) "
-                "or another number of recent queries"
-            )
-        return self.window.attention(self.engine.cache, self.seq, entries, view)
 
     def roll_back(self) -> None:
         """Drop what an unfinished pass appended: every entry not yet counted as seen."""
@@ -348,15 +341,14 @@ class CachedSequence:
         entries = cache.entries(self.seq)
         position = cache.pool.position.view(-1)[entries.slot]
         cache.drop(self.seq, (position >= self.seen).nonzero().flatten(), entries)
-        if self.window is not None:
-            self.window.roll_back(self.seen)
 
     def _reserve(self, total: int) -> None:
         engine = self.engine
         rows, pool = engine.spec.rows, engine.cache.pool
         most = self.entries + total * rows
         if engine.policy.evicts:
-            budget = self.budget.entries(rows, self.seen + total, pool.page_size, pool.page_bytes)
+            budget = self.allowed_at(self.seen + total)
+            budget += total * rows if engine.policy.keeps_prompt else 0
             kept = max(budget + (engine.evict_every - 1) * rows, self.entries)
             most = min(most, kept + engine.prefill_chunk * rows)
         pages = math.ceil((most + rows * (pool.page_size - 1)) / pool.page_size)

@@ -35,9 +35,6 @@ def save_session(session: CachedSequence, path: Path, extra: dict[str, str]) -> 
     """
     engine = session.engine
     tensors = engine.cache.export(session.seq)
-    if session.window is not None:
-        tensors["window.query"] = session.window.query.cpu().contiguous()
-        tensors["window.position"] = session.window.position.cpu()
     state = session.state() | {"budget": [session.budget.kind, session.budget.value]}
     metadata = {
         "format": FORMAT,
@@ -95,12 +92,15 @@ def load_session(engine: Runtime, path: Path) -> tuple[CachedSequence, dict[str,
                 f"{path} was saved with {name} {identity.get(name)}, this engine has {ours}; load "
                 "it with the model and settings it was made with"
             )
+    for name in engine.cache.memory:
+        if f"memory.{name}" not in tensors:
+            raise SessionError(
+                f"{path} was saved by an older mmkv, without the {name} that policy "
+                f"{engine.policy.name!r} needs; begin a new session"
+            )
     kind, value = state["budget"]
     session = engine.session(Budget(kind, value))
     session.adopt(engine.cache.import_(tensors), state)
-    if session.window is not None:
-        query = tensors["window.query"].to(engine.device, engine.dtype)
-        session.window.restore(query, tensors["window.position"].to(engine.device))
     return session, extra
 
 

@@ -21,19 +21,24 @@ class Column:
 
     Attributes:
         dtype: of its tensor; None for the model's own.
-        per_feature: whether an entry holds ``head_dim`` numbers (keys, values) or one (metadata).
+        per_feature: whether an entry holds ``head_dim`` numbers (keys, values).
+        per_state: whether an entry holds the K numbers that the policy asks for; else one.
     """
 
     dtype: torch.dtype | None
     per_feature: bool = False
+    per_state: bool = False
 
-    def shape(self, page_size: int, head_dim: int) -> tuple[int, ...]:
-        """Return the shape of one page."""
-        return (page_size, head_dim) if self.per_feature else (page_size,)
+    def shape(self, page_size: int, head_dim: int, state: int = 0) -> tuple[int, ...]:
+        """Give the shape of one page; ``state``: K."""
+        if self.per_feature:
+            return (page_size, head_dim)
+        return (page_size, state) if self.per_state else (page_size,)
 
-    def page_bytes(self, page_size: int, head_dim: int, dtype: torch.dtype) -> int:
-        """Return the bytes of one page, for a model of this ``dtype``."""
-        return math.prod(self.shape(page_size, head_dim)) * (self.dtype or dtype).itemsize
+    def page_bytes(self, page_size: int, head_dim: int, dtype: torch.dtype, state: int = 0) -> int:
+        """Count the bytes of one page, for a model of this ``dtype``."""
+        numbers = math.prod(self.shape(page_size, head_dim, state))
+        return numbers * (self.dtype or dtype).itemsize
 
 
 class Columns:
@@ -45,6 +50,8 @@ class Columns:
             reads no gates.
         position: 0-based token index (not the rope position).
         modality: 0 text, 1 image, 2 video.
+        state: ``[pages, P, K]``, what the policy's scorer keeps with each entry
+            (:attr:`engine.policies.Needs.state`); K is 0 for most.
     """
 
     keys: Annotated[Tensor, Column(None, per_feature=True)]
@@ -52,6 +59,7 @@ class Columns:
     log_beta: Annotated[Tensor, Column(torch.float32)]
     position: Annotated[Tensor, Column(torch.int32)]
     modality: Annotated[Tensor, Column(torch.uint8)]
+    state: Annotated[Tensor, Column(torch.float32, per_state=True)]
 
     def columns(self) -> list[Tensor]:
         """Return the tensors in the order of :data:`COLUMNS`."""

@@ -14,6 +14,7 @@ class PagePool(Columns):
 
     Attributes:
         limit: most pages the pool may grow to, or None.
+        state_size: K, the numbers of the policy's state in each entry.
     """
 
     def __init__(
@@ -24,11 +25,13 @@ class PagePool(Columns):
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         limit: int | None = None,
+        state_size: int = 0,
     ) -> None:
         self.page_size, self.head_dim, self.limit = page_size, head_dim, limit
+        self.state_size = state_size
         self.device = torch.device(device)
         for name, column in COLUMNS.items():
-            shape = (num_pages, *column.shape(page_size, head_dim))
+            shape = (num_pages, *column.shape(page_size, head_dim, state_size))
             setattr(self, name, torch.zeros(shape, dtype=column.dtype or dtype, device=device))
         # A stack of free page ids: the last `_free` of them, lowest id on top.
         self._stack = torch.arange(num_pages - 1, -1, -1, device=device)
@@ -36,8 +39,8 @@ class PagePool(Columns):
 
     @property
     def num_pages(self) -> int:
-        """Return the number of pages, free ones included."""
-        return self.keys.shape[0]
+        """Count the pages, free ones included."""
+        return self._stack.numel()
 
     @property
     def free_pages(self) -> int:
@@ -89,20 +92,26 @@ class PagePool(Columns):
             self.grow(min(self.num_pages + short, self._cap(short)))
 
     def grow(self, num_pages: int) -> None:
-        """Enlarge the pool to ``num_pages``; one tensor is copied at a time."""
-        old = self.num_pages
+        """Enlarge the pool to ``num_pages``; one tensor is copied at a time.
+
+        Columns grow before the free list names their new pages: a pool that is interrupted in
+        between has pages that nobody uses, and the next call takes them up.
+        """
+        old = self._stack.numel()
         if num_pages <= old:
             return
         for name in COLUMNS:
             tensor: Tensor = getattr(self, name)
+            if tensor.shape[0] >= num_pages:
+                continue
             larger = tensor.new_zeros(num_pages, *tensor.shape[1:])
-            larger[:old] = tensor
+            larger[:old] = tensor[:old]
             setattr(self, name, larger)
             del tensor, larger
         fresh = torch.arange(num_pages - 1, old - 1, -1, device=self.device)
         free = self._stack[: self._free]
-        self._stack = torch.cat([fresh, free, self._stack.new_zeros(old - self._free)])
-        self._free += num_pages - old
+        stack = torch.cat([fresh, free, self._stack.new_zeros(old - self._free)])
+        self._stack, self._free = stack, self._free + num_pages - old
 
     def keep_only(self, pages: Tensor) -> None:
         """Shrink to the pages ``[n]`` given; page ``pages[i]`` becomes page i, and none is free.
@@ -120,7 +129,7 @@ class PagePool(Columns):
 
     def _page_bytes(self, per_feature: bool) -> int:
         return sum(
-            column.page_bytes(self.page_size, self.head_dim, self.keys.dtype)
+            column.page_bytes(self.page_size, self.head_dim, self.keys.dtype, self.state_size)
             for column in COLUMNS.values()
             if column.per_feature == per_feature
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -32,16 +33,28 @@ class RaggedCache:
     Attributes:
         length: ``[S, L, H]`` int64, entries of each row.
         table: ``[S, L, H, W]`` int64 page ids; columns past ``ceil(length / P)`` mean nothing.
+        memory: by name ``[S, ...]``, what a policy keeps of each sequence beside its entries; zero
+            where nothing has been written.
 
     The order of entries inside a row is free (keys carry their rotation, every slot its
     position), which is what lets :meth:`drop` fill a hole with the row's last entry.
     """
 
-    def __init__(self, pool: PagePool, layers: int, kv_heads: int) -> None:
+    def __init__(
+        self,
+        pool: PagePool,
+        layers: int,
+        kv_heads: int,
+        memory: Mapping[str, tuple[tuple[int, ...], torch.dtype]] | None = None,
+    ) -> None:
         self.pool, self.layers, self.kv_heads = pool, layers, kv_heads
         self.rows = layers * kv_heads
         self.length = torch.zeros(0, layers, kv_heads, dtype=torch.int64, device=pool.device)
         self.table = torch.zeros(0, layers, kv_heads, 1, dtype=torch.int64, device=pool.device)
+        self.memory = {
+            name: torch.zeros((0, *shape), dtype=dtype, device=pool.device)
+            for name, (shape, dtype) in (memory or {}).items()
+        }
         self._open: list[bool] = []
 
     def open(self) -> int:
@@ -53,12 +66,16 @@ class RaggedCache:
         self._open.append(True)
         self.length = torch.cat([self.length, self.length.new_zeros(1, *self.length.shape[1:])])
         self.table = torch.cat([self.table, self.table.new_zeros(1, *self.table.shape[1:])])
+        for name, tensor in self.memory.items():
+            self.memory[name] = torch.cat([tensor, tensor.new_zeros(1, *tensor.shape[1:])])
         return len(self._open) - 1
 
     def close(self, seq: int) -> None:
         """Free a sequence and return every page it held."""
         self.pool.give(self._pages(seq))
         self.length[seq] = 0
+        for tensor in self.memory.values():
+            tensor[seq] = 0
         self._open[seq] = False
 
     def fork(self, seq: int) -> int:
@@ -70,6 +87,8 @@ class RaggedCache:
         other = self.open()
         self.length[other] = self.length[seq]
         self.table[other][self._page_mask(other)] = copies
+        for tensor in self.memory.values():
+            tensor[other] = tensor[seq]
         return other
 
     def append(self, seqs: Tensor, count: int) -> Tensor:
@@ -96,6 +115,8 @@ class RaggedCache:
         index = before[:, None] + torch.arange(count, device=row.device)
         page = table[row[:, None] * width + index.div(size, rounding_mode="floor")]
         slot = page * size + index % size
+        if self.pool.state_size:
+            self.pool.state.flatten(0, 1)[slot.flatten()] = 0
         return slot.view(seqs.numel(), self.layers, self.kv_heads, count)
 
     def entries(self, seq: int) -> Entries:
@@ -134,6 +155,10 @@ class RaggedCache:
         self.pool.give(table[freed])
         self.length[seq] = after.view(self.layers, self.kv_heads)
 
+    def memory_bytes(self) -> int:
+        """Count the bytes of the policy's memory of one sequence."""
+        return sum(kept[0].nbytes for kept in self.memory.values() if kept.shape[0])
+
     def held_pages(self, seq: int) -> int:
         """Return the pages that the rows of one sequence hold."""
         return int(_ceil(self.length[seq], self.pool.page_size).sum())
@@ -142,15 +167,16 @@ class RaggedCache:
         """Return the content of one sequence as compact CPU tensors, in storage order.
 
         Returns:
-            ``length [L, H]`` and every column of :data:`COLUMNS` for the N live entries,
-            row-major: ``[N, D]`` or ``[N]``.
+            ``length [L, H]``, every column of :data:`COLUMNS` for the N live entries, row-major:
+            ``[N, D]``, ``[N]`` or ``[N, K]``, and ``memory.NAME`` for the policy's memory.
         """
         slot = self.entries(seq).slot
         columns = {
             name: column.flatten(0, 1)[slot].cpu().contiguous()
             for name, column in zip(COLUMNS, self.pool.columns(), strict=True)
         }
-        return {"length": self.length[seq].cpu().clone(), **columns}
+        memory = {f"memory.{name}": kept[seq].cpu().clone() for name, kept in self.memory.items()}
+        return {"length": self.length[seq].cpu().clone(), **columns, **memory}
 
     def import_(self, tensors: dict[str, Tensor]) -> int:
         """Open a sequence with the content that :meth:`export` gave; returns its slot."""
@@ -163,8 +189,10 @@ class RaggedCache:
         self.table[seq][self._page_mask(seq)] = pages
         slot = self.entries(seq).slot
         for name, column in zip(COLUMNS, self.pool.columns(), strict=True):
-            values = tensors[name].to(device=column.device, dtype=column.dtype)
-            column.flatten(0, 1)[slot] = values
+            values = tensors.get(name, column.new_zeros(()))  # older files have no state
+            column.flatten(0, 1)[slot] = values.to(device=column.device, dtype=column.dtype)
+        for name, kept in self.memory.items():
+            kept[seq] = tensors[f"memory.{name}"].to(device=kept.device, dtype=kept.dtype)
         return seq
 
     def trim(self) -> int:

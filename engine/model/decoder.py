@@ -23,6 +23,10 @@ class StepAttention(Protocol):
         """Store ``key, value [T, H, D]`` and attend with ``query [T, Hq, D]``: ``[T, Hq D]``."""
         ...
 
+    def tap(self, layer: int, hidden: Tensor) -> None:
+        """Take the residual stream ``[T, d]`` after a layer of :attr:`Decoder.taps`."""
+        ...
+
 
 class Decoder:
     """Runs token states ``[T, d]`` through all layers; T tokens of one chunk, or of B sequences.
@@ -30,10 +34,17 @@ class Decoder:
     Attributes:
         on_gate_input: called with (layer, ``[T, d]`` output of input_layernorm) when set: the
             tensor that retention gates read. For tools, tests and training data.
+        taps: layers after which the step is shown the residual stream.
     """
 
-    def __init__(self, spec: DecoderSpec, weights: DecoderWeights, gates: Gates | None) -> None:
-        self.spec, self.weights, self.gates = spec, weights, gates
+    def __init__(
+        self,
+        spec: DecoderSpec,
+        weights: DecoderWeights,
+        gates: Gates | None,
+        taps: tuple[int, ...] = (),
+    ) -> None:
+        self.spec, self.weights, self.gates, self.taps = spec, weights, gates, taps
         self.on_gate_input: Callable[[int, Tensor], None] | None = None
         self._rotated = spec.num_heads + spec.num_kv_heads
 
@@ -80,6 +91,8 @@ class Decoder:
             if self.gates is not None:
                 gate_logits.append(self.gates.logits(index, x))
             hidden = self.layer(index, hidden, x, rope, step, deepstack)
+            for _ in range(self.taps.count(index)):
+                step.tap(index, hidden)
         log_beta = F.logsigmoid(torch.stack(gate_logits, 1)) if gate_logits else None
         return hidden, log_beta
 

@@ -2,7 +2,7 @@
 
 from engine.budget import Budget
 from engine.policies.allocation import GlobalAllocation, HeadAllocation
-from engine.policies.base import Allocation, CacheView, Needs, Policy, Scorer
+from engine.policies.base import Allocation, CacheView, Needs, NewTokens, Policy, Scorer, Scores
 from engine.policies.preset import Parameter, Preset
 from engine.policies.presets import PRESETS
 from engine.policies.registry import (
@@ -22,10 +22,12 @@ __all__ = [
     "GlobalAllocation",
     "HeadAllocation",
     "Needs",
+    "NewTokens",
     "Parameter",
     "Policy",
     "Preset",
     "Scorer",
+    "Scores",
     "Shares",
     "describe_added",
     "find_preset",

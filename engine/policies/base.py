@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, get_args
 
 import torch
 from torch import Tensor
 
 from engine.errors import PolicyError
 from engine.policies.selection import MOST_ENTRIES, Shares, lowest
+
+Group = Literal["mean", "max", "sum"]
+GROUPS = get_args(Group)
 
 
 @dataclass(frozen=True)
@@ -19,24 +22,57 @@ class Needs:
 
     Attributes:
         gates: ``"retention"``: retention gates, whose ``log_beta`` is stored with each entry.
-        queries: recent queries to keep per layer, for :attr:`CacheView.attention`.
-        keys: whether :meth:`CacheView.keys` is read.
+        queries: recent queries to keep per layer, for :meth:`CacheView.attention`.
+        keys, values: whether :meth:`CacheView.keys` and :meth:`CacheView.values` are read.
+        state: float32 numbers kept with each entry, 0 at first: :meth:`CacheView.state`. What
+            ``born`` returns is written there, and what a score hands back (:class:`Scores`).
+        mass: how a KV group's query heads are joined (``mean``, ``max`` or ``sum``) where state 0
+            shall add up the attention that every query pays to the entry, its own included.
+        taps: depths in [0, 1], as shares of the layers, after which ``born`` reads the residual
+            stream.
     """
 
     gates: Literal["", "retention"] = ""
     queries: int = 0
     keys: bool = False
+    values: bool = False
+    state: int = 0
+    mass: Literal["", "mean", "max", "sum"] = ""
+    taps: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.gates not in ("", "retention") or self.queries < 0:
+        if (
+            self.gates not in ("", "retention")
+            or self.queries < 0
+            or self.state < 0
+            or self.mass not in ("", *GROUPS)
+            or (self.mass and not self.state)
+            or not all(0 <= tap <= 1 for tap in self.taps)
+        ):
             raise PolicyError(
-                f"{self} cannot be: gates is '' or 'retention', queries a number from 0, keys a "
-                "bool"
+                f"{self} cannot be: gates is '' or 'retention', queries and state are numbers from "
+                f"0, mass is '' or one of {', '.join(GROUPS)} and takes state 0, taps lie in [0, 1]"
             )
 
 
-def _no_keys() -> Tensor:
-    raise PolicyError("the scorer reads keys and does not say so; give it needs = Needs(keys=True)")
+class EntrySource(Protocol):
+    """Where a view reads what it does not hold; N entries in the view's order."""
+
+    def keys(self) -> Tensor:
+        """``[N, D]`` after RoPE."""
+        ...
+
+    def values(self) -> Tensor:
+        """``[N, D]``."""
+        ...
+
+    def state(self) -> Tensor:
+        """``[N, K]`` float32."""
+        ...
+
+    def attention(self, view: CacheView, group: Group) -> Tensor:
+        """``[N]`` float32, see :meth:`CacheView.attention`."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -48,10 +84,8 @@ class CacheView:
         row: ``[N]`` int64, ``layer * kv_heads + head``; ascending.
         length: ``[layers * kv_heads]`` int64, entries per row.
         position: ``[N]`` int64 token index; log_beta: ``[N]`` float32; modality: ``[N]`` uint8.
-        attention: given this view, computes ``[N]`` float32 window-attention probabilities,
-            averaged over the window's queries and the KV group; only for scorers with
-            ``needs.queries``.
-        gather_keys: reads the keys where they lie; see :meth:`keys`.
+        source: reads keys, values, state and window attention when asked for.
+        prompt_tokens: tokens that came in prompts, for policies that keep them all.
     """
 
     seen: int
@@ -62,8 +96,8 @@ class CacheView:
     position: Tensor
     log_beta: Tensor
     modality: Tensor
-    attention: Callable[[CacheView], Tensor]
-    gather_keys: Callable[[], Tensor] = _no_keys
+    source: EntrySource | None = None
+    prompt_tokens: int = 0
 
     def keys(self) -> Tensor:
         """Gather the keys after RoPE, ``[N, D]`` in the cache's dtype; a copy at each call.
@@ -71,7 +105,37 @@ class CacheView:
         Raises:
             PolicyError: the scorer does not declare ``needs.keys``.
         """
-        return self.gather_keys()
+        return self._source().keys()
+
+    def values(self) -> Tensor:
+        """Gather the values, ``[N, D]`` in the cache's dtype; a copy at each call.
+
+        Raises:
+            PolicyError: the scorer does not declare ``needs.values``.
+        """
+        return self._source().values()
+
+    def state(self) -> Tensor:
+        """Gather the scorer's own numbers, float32 ``[N, K]``; a copy at each call."""
+        return self._source().state()
+
+    def attention(self, group: Group = "mean") -> Tensor:
+        """Compute the attention that the last ``needs.queries`` queries pay to each entry.
+
+        Softmax of each query over its row's entries (causal: an entry after the query counts
+        nothing), then ``group`` joins the query heads of the KV group, then the mean over the
+        window's queries is taken.
+
+        Args:
+            group: mean, max or sum over the group's heads.
+
+        Returns:
+            float32 ``[N]``.
+
+        Raises:
+            PolicyError: the scorer does not declare ``needs.queries``.
+        """
+        return self._source().attention(self, group)
 
     @property
     def rows(self) -> int:
@@ -89,17 +153,63 @@ class CacheView:
         column = torch.arange(int(self.length.max()), device=self.length.device)
         return column < self.length[:, None]
 
+    def _source(self) -> EntrySource:
+        if self.source is None:
+            raise PolicyError("this view has positions, gates and modality only")
+        return self.source
+
+
+@dataclass(frozen=True)
+class Scores:
+    """A score per entry, and what the scorer wants to be kept with the entries.
+
+    Attributes:
+        value: float32 ``[N]``.
+        state: float32 ``[N, K]``: replaces the state of every entry, before any is dropped.
+    """
+
+    value: Tensor
+    state: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class NewTokens:
+    """What one pass appends: T tokens of each of B sequences; read by a scorer's ``born``.
+
+    Attributes:
+        position: ``[B, T]`` int64 token indices.
+        prompt: whether the tokens belong to a prompt, or have been generated.
+        taps: float32 ``[n, B, T, d]``, the residual stream after the layers of ``needs.taps``.
+        memory: by name float32 ``[B, ...]``: what ``memory`` of the scorer asked for, as the last
+            pass left it and zero at first. ``born`` puts what is to be kept in its place.
+        keys, values: float32 ``[B, L, H, T, D]``, gathered when called.
+    """
+
+    position: Tensor
+    prompt: bool
+    taps: Tensor
+    memory: dict[str, Tensor]
+    keys: Callable[[], Tensor]
+    values: Callable[[], Tensor]
+
 
 class Scorer(Protocol):
-    """A score per entry at the present step; the lowest are evicted."""
+    """A score per entry at the present step; the lowest are evicted.
+
+    A scorer may have two methods more. ``born(new: NewTokens) -> Tensor`` is called after each
+    pass and returns the state of the new entries, float32 ``[B, T, L or 1, H or 1, K]``;
+    ``memory(layers, kv_heads, head_dim, hidden_size)`` returns the shapes, by name, of what it
+    keeps of each sequence. And it may have an attribute ``kernel``: ``"state"`` where the score is
+    state 0, so that C and Triton can evict by themselves.
+    """
 
     @property
     def needs(self) -> Needs:
         """What it reads; often a class variable."""
         ...
 
-    def score(self, view: CacheView) -> Tensor:
-        """Float32 ``[N]``."""
+    def score(self, view: CacheView) -> Tensor | Scores:
+        """Float32 ``[N]``, or that with a new state."""
         ...
 
 
@@ -122,6 +232,10 @@ class Policy:
     Attributes:
         allocation: None for methods that never evict.
         protect_first, protect_recent: tokens at either end that outrank every score.
+        recent_share: the newest tokens protected are at most this share of the budget per row
+            (all of the share where ``protect_recent`` is 0). None: no such bound.
+        keeps_prompt: whether tokens of prompts come on top of the budget; the scorer has to give
+            them a score of infinity.
         source: the paper the combination comes from.
     """
 
@@ -131,6 +245,8 @@ class Policy:
     protect_first: int = 0
     protect_recent: int = 0
     source: str = ""
+    recent_share: float | None = None
+    keeps_prompt: bool = False
 
     @property
     def evicts(self) -> bool:
@@ -139,10 +255,19 @@ class Policy:
 
     def identity(self) -> str:
         """Name every part and setting that decides what is evicted; ``source`` does not."""
+        more = "" if self.recent_share is None else f", at most {self.recent_share} of the budget"
+        more += ", prompts kept" if self.keeps_prompt else ""
         return (
             f"{self.name}: {self.scoring!r}, {self.allocation!r}, "
-            f"first {self.protect_first} and recent {self.protect_recent} protected"
+            f"first {self.protect_first} and recent {self.protect_recent} protected{more}"
         )
+
+    def recent(self, per_row: int) -> int:
+        """How many of the newest tokens are protected, for a budget of ``per_row`` entries."""
+        if self.recent_share is None:
+            return self.protect_recent
+        share = int(self.recent_share * per_row)
+        return min(self.protect_recent, share) if self.protect_recent else share
 
     def victims(self, view: CacheView, budget: int) -> Tensor:
         """Indices ``[K]`` of the entries to drop, lowest protected score first.
@@ -152,24 +277,25 @@ class Policy:
         Raises:
             PolicyError: the scorer does not return one number an entry.
         """
-        return self.lowest(self.scores(view), view, budget)
+        return self.lowest(self.scores(view, budget).value, view, budget)
 
-    def scores(self, view: CacheView) -> Tensor:
-        """Float32 ``[N]``: the scorer's, infinite where protected."""
-        scores = self.scoring.score(view)
-        if scores.shape != view.position.shape:
+    def scores(self, view: CacheView, budget: int) -> Scores:
+        """The scorer's float32 ``[N]``, infinite where protected, and the state it hands back."""
+        made = self.scoring.score(view)
+        value, state = (made.value, made.state) if isinstance(made, Scores) else (made, None)
+        if value.shape != view.position.shape:
             raise PolicyError(
                 f"the scorer {type(self.scoring).__name__} of policy {self.name!r} returned shape "
-                f"{list(scores.shape)} for {view.position.numel()} entries; return one number an "
+                f"{list(value.shape)} for {view.position.numel()} entries; return one number an "
                 "entry, in the view's order"
             )
-        scores = scores.float()
+        value = value.float()
         if self.protect_first:
-            scores = scores.masked_fill(view.position < self.protect_first, torch.inf)
-        if self.protect_recent:
-            recent = view.position >= view.seen - self.protect_recent
-            scores = scores.masked_fill(recent, torch.inf)
-        return scores
+            value = value.masked_fill(view.position < self.protect_first, torch.inf)
+        recent = self.recent(budget // view.rows - view.prompt_tokens * self.keeps_prompt)
+        if recent:
+            value = value.masked_fill(view.position >= view.seen - recent, torch.inf)
+        return Scores(value, state)
 
     def lowest(self, scores: Tensor, view: CacheView, budget: int) -> Tensor:
         """:meth:`victims`, from ``scores [N]`` already computed."""

@@ -64,7 +64,7 @@ class WindowAttention:
     def score(self, view: CacheView) -> Tensor:
         """Window attention of the prefix, pooled over each row in order of position."""
         observing = view.position >= view.seen - self.window
-        prefix = view.attention(view).masked_fill(observing, 0.0)
+        prefix = view.attention().masked_fill(observing, 0.0)
         attention = view.to_rows(prefix, 0.0)
         order = view.to_rows(view.position.float(), float("inf")).argsort(-1)
         smooth = F.avg_pool1d if self.pool == "avg" else F.max_pool1d

@@ -68,9 +68,10 @@ def test_the_c_structure_has_the_columns_first_and_binding_mirrors_it() -> None:
 def test_c_moves_every_column() -> None:
     lines = body(code("pages.c"), "static void move(")
     for name, column in COLUMNS.items():
+        size = "dim" if column.per_feature else "state"
         copied = (
-            rf"memcpy\(cache->{name} \+ to \* dim, cache->{name} \+ from \* dim, "
-            if column.per_feature
+            rf"memcpy\(cache->{name} \+ to \* {size}, cache->{name} \+ from \* {size}, "
+            if column.per_feature or column.per_state
             else rf"cache->{name}\[to\] = cache->{name}\[from\];"
         )
         assert len(re.findall(copied, lines)) == 1, name
@@ -108,12 +109,12 @@ def test_the_drop_kernel_moves_every_column() -> None:
 
 def test_bytes_and_shapes_are_those_of_the_tensors() -> None:
     for dtype in (torch.float32, torch.bfloat16):
-        pool = PagePool(8, 6, 5, dtype)
+        pool = PagePool(8, 6, 5, dtype, state_size=3)
         assert pool.page_bytes == sum(column[0].nbytes for column in pool.columns())
         assert pool.kv_page_bytes == pool.keys[0].nbytes + pool.values[0].nbytes
         for column, tensor in zip(COLUMNS.values(), pool.columns(), strict=True):
             assert tensor.dtype == (column.dtype or dtype) and tensor.is_contiguous()
-            assert tensor.shape == (5, *column.shape(8, 6))
+            assert tensor.shape == (5, *column.shape(8, 6, 3))
         pool.grow(9)
         assert {tensor.shape[0] for tensor in pool.columns()} == {9}
 

@@ -25,15 +25,21 @@ from mmkv.resources import bundled_model
 from tests.support.oracle import log_score
 
 
-def no_attention(view: CacheView) -> Tensor:
-    raise AssertionError("this scorer must not ask for attention")
+@dataclass(frozen=True)
+class Given:
+    """A view's source that has nothing but the attention it was given."""
+
+    values: Callable[[CacheView], Tensor]
+
+    def attention(self, view: CacheView, group: str) -> Tensor:
+        return self.values(view)
 
 
 def make_view(
     lengths: list[list[int]],
     seen: int = 50,
     seed: int = 0,
-    attention: Callable[[CacheView], Tensor] = no_attention,
+    attention: Callable[[CacheView], Tensor] | None = None,
 ) -> CacheView:
     """Rows of the given lengths with random distinct positions, in random storage order."""
     generator = torch.Generator().manual_seed(seed)
@@ -49,7 +55,7 @@ def make_view(
         position=position,
         log_beta=-torch.rand(position.numel(), generator=generator) * 3,
         modality=torch.zeros(position.numel(), dtype=torch.uint8),
-        attention=attention,
+        source=None if attention is None else Given(attention),  # type: ignore[arg-type]
     )
 
 
@@ -177,9 +183,7 @@ def test_ties_fall_on_position_then_layer_then_head() -> None:
     row = torch.tensor([0, 0, 1, 1, 2, 2, 3, 3])
     position = torch.tensor([5, 2, 2, 5, 5, 2, 2, 5])
     view = make_view([[2, 2], [2, 2]])
-    view = CacheView(
-        10, 2, 2, row, view.length, position, view.log_beta, view.modality, no_attention
-    )
+    view = CacheView(10, 2, 2, row, view.length, position, view.log_beta, view.modality)
     order = []
     for budget in range(7, -1, -1):
         victims = set(cut(GlobalAllocation(), torch.zeros(8), view, budget).tolist())

@@ -250,7 +250,7 @@ class Undeclared:
     needs: ClassVar[Needs] = Needs()
 
     def score(self, view: CacheView) -> Tensor:
-        return view.keys()[:, 0] if self.what == "keys" else view.attention(view)
+        return view.keys()[:, 0] if self.what == "keys" else view.attention()
 
 
 @dataclass(frozen=True)

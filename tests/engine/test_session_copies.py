@@ -178,7 +178,7 @@ def test_a_file_without_a_needed_tensor_is_refused(
     session = engine.session()
     session.prefill(PICTURES)
     real = session_file.save_file
-    for name in ("keys", "length", "window.query"):
+    for name in ("keys", "length", "memory.queries"):
 
         def without(tensors: dict[str, Tensor], *args: Any, missing: str = name, **kw: Any) -> None:
             real({k: v for k, v in tensors.items() if k != missing}, *args, **kw)

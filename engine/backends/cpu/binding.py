@@ -67,7 +67,10 @@ class Cache(Structure):
 
     _fields_ = [
         *((name, c_void_p) for name in (*COLUMNS, "length", "table", "stack")),
-        *((name, c_int64) for name in ("free", "rows", "width", "page_size", "head_dim")),
+        *(
+            (name, c_int64)
+            for name in ("free", "rows", "width", "page_size", "head_dim", "state_size")
+        ),
     ]
 
 

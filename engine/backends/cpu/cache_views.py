@@ -58,6 +58,7 @@ class CacheViews:
             width=cache.table.shape[-1],
             page_size=pool.page_size,
             head_dim=pool.head_dim,
+            state_size=pool.state_size,
         )
 
 

@@ -41,9 +41,10 @@ struct cache {
     float *keys, *values, *log_beta; /* [pages, P, D], [pages, P, D], [pages, P] */
     int32_t *position;               /* [pages, P] */
     uint8_t *modality;               /* [pages, P] */
+    float *state;                    /* [pages, P, state_size] */
     int64_t *length, *table;         /* [rows], [rows, width] */
     int64_t *stack;                  /* free page ids; the last `free` pushed are on top */
-    int64_t free, rows, width, page_size, head_dim;
+    int64_t free, rows, width, page_size, head_dim, state_size;
 };
 
 /* One sequence's part of a step. */

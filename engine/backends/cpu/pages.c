@@ -29,17 +29,19 @@ void append_entry(struct cache *cache, int64_t position)
         int64_t slot = slot_of(cache, row, length);
         cache->position[slot] = (int32_t)position;
         cache->modality[slot] = 0;
+        memset(cache->state + slot * cache->state_size, 0, sizeof(float) * cache->state_size);
     }
 }
 
 static void move(struct cache *cache, int64_t to, int64_t from)
 {
-    int64_t dim = cache->head_dim;
+    int64_t dim = cache->head_dim, state = cache->state_size;
     memcpy(cache->keys + to * dim, cache->keys + from * dim, sizeof(float) * dim);
     memcpy(cache->values + to * dim, cache->values + from * dim, sizeof(float) * dim);
     cache->log_beta[to] = cache->log_beta[from];
     cache->position[to] = cache->position[from];
     cache->modality[to] = cache->modality[from];
+    memcpy(cache->state + to * state, cache->state + from * state, sizeof(float) * state);
 }
 
 /* Drop victims from one row, given as ascending storage indices: holes are filled from the tail,

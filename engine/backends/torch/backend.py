@@ -10,6 +10,9 @@ from torch import Tensor
 
 from engine.backends.base import Decoded
 from engine.backends.torch.step import DecodeStep
+from engine.cache import Entries
+from engine.new_entries import write_state
+from engine.policies import CacheView
 
 if TYPE_CHECKING:
     from engine.runtime import Runtime
@@ -40,11 +43,13 @@ class TorchBackend:
         rope = self._rope(sessions)
         ids = torch.tensor([int(token) for token in token_ids], device=device)
         seen = max(session.seen for session in sessions) + 1
-        windows = [session.window for session in sessions]
-        step = self.make_step(engine.cache, engine.spec, seqs, position, seen, windows)
+        step = self.make_step(engine.cache, engine.spec, seqs, position, seen, engine.needs)
         hidden, log_beta = decoder.forward(decoder.embed(ids), rope, step)
-        if log_beta is not None:
-            step.store_gates(log_beta)
+        step.finish(log_beta)
+        if engine.has_born:
+            taps = [tap[:, None] for tap in step.tapped]
+            slots, scorer = step.slots[..., None], engine.policy.scoring
+            write_state(engine.cache, scorer, seqs, slots, position[:, None], False, taps)
         logits = decoder.logits(hidden)
         for session in sessions:
             session.count_appended(1)
@@ -52,15 +57,28 @@ class TorchBackend:
 
     def evict(self, sessions: Sequence[CachedSequence]) -> Sequence[CachedSequence]:
         """See :class:`engine.backends.base.Backend`."""
-        policy, cache = self.engine.policy, self.engine.cache
         for session in sessions:
-            entries = cache.entries(session.seq)
+            entries = self.engine.cache.entries(session.seq)
             view = session.view(entries)
-            scores = policy.scores(view)
-            victims = policy.lowest(scores, view, session.allowed_entries)
-            cache.drop(session.seq, victims, entries)
-            session.count_evicted(victims.numel(), int(scores[victims].isnan().sum()))
+            self.drop_lowest(session, entries, view, self.scores(session, entries, view))
         return []
+
+    def scores(self, session: CachedSequence, entries: Entries, view: CacheView) -> Tensor:
+        """Score the entries ``[N]`` of one sequence; keep the state that the scorer hands back."""
+        engine = self.engine
+        scores = engine.policy.scores(view, session.allowed_entries)
+        if scores.state is not None:
+            engine.cache.pool.state.flatten(0, 1)[entries.slot] = scores.state
+        return scores.value
+
+    def drop_lowest(
+        self, session: CachedSequence, entries: Entries, view: CacheView, scores: Tensor
+    ) -> None:
+        """Cut one sequence to its budget by ``scores [N]``."""
+        engine = self.engine
+        victims = engine.policy.lowest(scores, view, session.allowed_entries)
+        engine.cache.drop(session.seq, victims, entries)
+        session.count_evicted(victims.numel(), int(scores[victims].isnan().sum()))
 
     def _rope(self, sessions: Sequence[CachedSequence]) -> tuple[Tensor, Tensor]:
         rope, device = self.engine.rope, self.engine.device

@@ -7,13 +7,15 @@ from torch import Tensor
 
 from engine.backends.cuda.kernels.available import on_triton
 from engine.backends.cuda.kernels.prefill_attention import prefill_attention
+from engine.backends.torch.attention_mass import Rows, attention_mass
 from engine.backends.torch.chunk_attention import chunk_attention
 from engine.backends.torch.ragged_attention import merge, ragged_attention
 from engine.backends.torch.windowed_attention import windowed_attention
 from engine.backends.torch.worklist import LayerWork, build_worklist
 from engine.cache import RaggedCache
 from engine.model.spec import DecoderSpec
-from engine.query_window import QueryWindow
+from engine.policies.base import Needs
+from engine.query_window import QUERIES, store_queries
 
 
 class PrefillChunk:
@@ -21,7 +23,7 @@ class PrefillChunk:
 
     Args:
         position: ``[C]`` token indices; modality: ``[C]`` uint8.
-        window: where recent queries are kept for attention scorers, or None.
+        needs: what the scorer reads: recent queries, attention added up; None: neither.
         seen: tokens seen, this chunk included; retained: whether the sequence holds entries. The
             host knows both: reading them from tensors would make it wait for the device.
     """
@@ -33,11 +35,11 @@ class PrefillChunk:
         seq: int,
         position: Tensor,
         modality: Tensor,
-        window: QueryWindow | None,
+        needs: Needs | None,
         seen: int,
         retained: bool,
     ) -> None:
-        self.cache, self.spec, self.window = cache, spec, window
+        self.cache, self.spec, self.seq, self.needs = cache, spec, seq, needs or Needs()
         self.position, self.seen, self.retained = position, seen, retained
         page_size = cache.pool.page_size
         ids = torch.tensor([seq], device=position.device)
@@ -58,8 +60,10 @@ class PrefillChunk:
             self.now = build_worklist(
                 cache.length[ids], cache.table[ids], page_size, cache.pool.keys.dtype
             )
-        if self.window is not None:
-            self.window.advance(position)
+        # Until the pass is over, so that a chunk that fails has changed nothing.
+        self.tapped: list[Tensor] = []
+        self._queries: list[Tensor] = []
+        self._mass: list[tuple[Tensor, Tensor]] = []
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """See :class:`engine.model.decoder.StepAttention`."""
@@ -69,8 +73,10 @@ class PrefillChunk:
         slot = self.slots[layer]
         pool.keys.flatten(0, 1)[slot] = key
         pool.values.flatten(0, 1)[slot] = value
-        if self.window is not None:
-            self.window.push(layer, query)
+        if self.needs.queries:
+            self._queries.append(query[:, -self.needs.queries :].clone())
+        if self.needs.mass:
+            self._add_mass(layer, query)
         grouped = query.reshape(spec.num_kv_heads, spec.group * count, spec.head_dim)
         limit = spec.sliding_window[layer]
         if limit and limit < self.seen:
@@ -111,9 +117,41 @@ class PrefillChunk:
         out, lse = ragged_attention(grouped, pool.keys, pool.values, self.past[layer], scale)
         return out.view(query.shape), lse.view(query.shape[:2])
 
-    def store_gates(self, log_beta: Tensor) -> None:
-        """Write log_beta ``[C, L, H]`` into the slots of this chunk."""
-        self.cache.pool.log_beta.view(-1)[self.slots] = log_beta.permute(1, 2, 0)
+    def tap(self, layer: int, hidden: Tensor) -> None:
+        """See :class:`engine.model.decoder.StepAttention`."""
+        self.tapped.append(hidden)
+
+    def finish(self, log_beta: Tensor | None) -> None:
+        """Store what the pass has found beside keys and values.
+
+        Args:
+            log_beta: ``[C, L, H]`` of this chunk's entries, or None.
+        """
+        pool, ring = self.cache.pool, self.cache.memory.get(QUERIES)
+        if log_beta is not None:
+            pool.log_beta.view(-1)[self.slots] = log_beta.permute(1, 2, 0)
+        if self._queries and ring is not None:
+            seqs = torch.tensor([self.seq], device=ring.device)
+            recent = self.position[None, -self.needs.queries :]
+            store_queries(ring, seqs, recent, torch.stack(self._queries)[None])
+        for slot, mass in self._mass:
+            pool.state.flatten(0, 1)[slot, 0] += mass
+
+    def _add_mass(self, layer: int, query: Tensor) -> None:
+        spec, cache = self.spec, self.cache
+        rows = Rows.of(cache.length[self.seq, layer], self.table[layer], cache.pool.page_size)
+        assert self.needs.mass
+        mass = attention_mass(
+            query.unflatten(0, (spec.num_kv_heads, spec.group)),
+            self.position.expand(spec.num_kv_heads, -1),
+            cache.pool.keys.flatten(0, 1),
+            cache.pool.position.view(-1),
+            rows,
+            spec.head_dim**-0.5,
+            self.needs.mass,
+            spec.sliding_window[layer] or 0,
+        )
+        self._mass.append((rows.slot[rows.live], mass[rows.live]))
 
 
 class DecodeStep:
@@ -122,7 +160,7 @@ class DecodeStep:
     Args:
         seqs: ``[B]`` sequence slots; position: ``[B]`` token indices.
         seen: the largest token count among the sequences, this token included.
-        windows: per sequence, where recent queries are kept, or None.
+        needs: what the scorer reads: recent queries, attention added up; None: neither.
     """
 
     def __init__(
@@ -132,10 +170,10 @@ class DecodeStep:
         seqs: Tensor,
         position: Tensor,
         seen: int,
-        windows: list[QueryWindow | None],
+        needs: Needs | None = None,
     ) -> None:
         self.cache, self.spec, self.seen = cache, spec, seen
-        self.windows = windows if any(w is not None for w in windows) else None
+        self.seqs, self.needs = seqs, needs or Needs()
         self.slots = cache.append(seqs, 1)[..., 0]
         self.position = position
         pool = cache.pool
@@ -146,9 +184,9 @@ class DecodeStep:
         )
         self._layer_slots = self.slots.transpose(0, 1).flatten(1).unbind(0)
         self._keys, self._values = pool.keys.flatten(0, 1), pool.values.flatten(0, 1)
-        for index, window in enumerate(windows):
-            if window is not None:
-                window.advance(position[index : index + 1])
+        self.tapped: list[Tensor] = []
+        self._queries: list[Tensor] = []
+        self._mass: list[tuple[Tensor, Tensor]] = []
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """See :class:`engine.model.decoder.StepAttention`."""
@@ -156,10 +194,10 @@ class DecodeStep:
         slot = self._layer_slots[layer]
         self._keys.index_copy_(0, slot, key.flatten(0, 1))
         self._values.index_copy_(0, slot, value.flatten(0, 1))
-        if self.windows is not None:
-            for index, window in enumerate(self.windows):
-                if window is not None:
-                    window.push(layer, query[index][:, None])
+        if self.needs.queries:
+            self._queries.append(query)
+        if self.needs.mass:
+            self._add_mass(layer, query)
         grouped = query.reshape(-1, spec.group, spec.head_dim)
         scale, limit = spec.head_dim**-0.5, spec.sliding_window[layer]
         if limit and limit < self.seen:
@@ -178,6 +216,38 @@ class DecodeStep:
             out, _ = ragged_attention(grouped, pool.keys, pool.values, self.work[layer], scale)
         return out.view(query.shape[0], -1)
 
-    def store_gates(self, log_beta: Tensor) -> None:
-        """Write log_beta ``[B, L, H]`` into the slots of this step."""
-        self.cache.pool.log_beta.view(-1)[self.slots] = log_beta
+    def tap(self, layer: int, hidden: Tensor) -> None:
+        """See :class:`engine.model.decoder.StepAttention`."""
+        self.tapped.append(hidden)
+
+    def finish(self, log_beta: Tensor | None) -> None:
+        """Store what the step has found beside keys and values.
+
+        Args:
+            log_beta: ``[B, L, H]`` of this step's entries, or None.
+        """
+        pool, ring = self.cache.pool, self.cache.memory.get(QUERIES)
+        if log_beta is not None:
+            pool.log_beta.view(-1)[self.slots] = log_beta
+        if self._queries and ring is not None:
+            new = torch.stack(self._queries, 1)[..., None, :]
+            store_queries(ring, self.seqs, self.position[:, None], new)
+        for slot, mass in self._mass:
+            pool.state.flatten(0, 1)[slot, 0] += mass
+
+    def _add_mass(self, layer: int, query: Tensor) -> None:
+        spec, cache = self.spec, self.cache
+        length, table = cache.length[self.seqs, layer], cache.table[self.seqs, layer]
+        rows = Rows.of(length.flatten(), table.flatten(0, 1), cache.pool.page_size)
+        assert self.needs.mass
+        mass = attention_mass(
+            query.reshape(-1, spec.group, 1, spec.head_dim),
+            self.position.repeat_interleave(spec.num_kv_heads)[:, None],
+            self._keys,
+            cache.pool.position.view(-1),
+            rows,
+            spec.head_dim**-0.5,
+            self.needs.mass,
+            spec.sliding_window[layer] or 0,
+        )
+        self._mass.append((rows.slot[rows.live], mass[rows.live]))

@@ -83,11 +83,10 @@ def eager_counts(
         pool.position.view(-1)[entries.slot].long(),
         pool.log_beta.view(-1)[entries.slot],
         pool.modality.view(-1)[entries.slot],
-        lambda view: view.row,
     )
     victims = policy.victims(view, budget)
     cache.drop(seq, victims, entries)
-    return victims.numel(), int(policy.scores(view)[victims].isnan().sum())
+    return victims.numel(), int(policy.scores(view, budget).value[victims].isnan().sum())
 
 
 class Machine:

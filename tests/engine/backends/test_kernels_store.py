@@ -133,10 +133,10 @@ class Case:
         """Return queries and pool after the engine's own step."""
         cache, spec = copy.deepcopy(self.cache), self.decoder.spec
         seen = int(self.position.max()) + 1
-        step = DecodeStep(cache, spec, self.seqs, self.position, seen, [None] * 3)
+        step = DecodeStep(cache, spec, self.seqs, self.position, seen)
         query, key, value = self.decoder._project(self.hidden, self.layer, self.rope)
         step.attend(0, query, key, value)
-        step.store_gates(F.logsigmoid(self.gate.logits(self.hidden))[:, None])
+        step.finish(F.logsigmoid(self.gate.logits(self.hidden))[:, None])
         return query, cache.pool
 
     def ours(self, form: Callable[..., Tensor], **extra: Any) -> tuple[Tensor, PagePool, Tensor]:

@@ -1,4 +1,4 @@
-"""Window attention over ragged rows, against the eager QueryWindow and against float64."""
+"""Window attention over ragged rows, against the eager view and against float64."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from engine.backends.cuda.kernels.window_scores import window_scores
 from engine.cache import PagePool, RaggedCache
 from engine.model.spec import DecoderSpec
 from engine.policies.base import CacheView
-from engine.query_window import QueryWindow
+from engine.query_window import QUERIES, window_attention
 from tests.conftest import make_spec
 from tests.support.kernels import DEVICE, compile_for_hopper, forms, needs_compiler
 
@@ -104,10 +104,13 @@ class Case:
         return out.view(*self.cache.length.shape[1:], size)
 
     def eager(self, seq: int) -> Tensor:
-        """Return what the sequence's QueryWindow computes."""
+        """Compute what a view of the sequence does, from the queries in its ring."""
         cache, window = self.cache, self.query.shape[3]
-        eager = QueryWindow(self.spec, window, self.query.dtype, DEVICE)
-        eager.restore(self.query[seq], self.query_position[seq])
+        at = self.query_position[seq]
+        known = at >= 0
+        ring = torch.zeros_like(self.query)
+        ring[seq][:, :, at[known] % window] = self.query[seq][:, :, known]
+        cache.memory[QUERIES] = ring
         live, pool = cache.entries(seq), cache.pool
         view = CacheView(
             self.seen,
@@ -118,9 +121,8 @@ class Case:
             pool.position.view(-1)[live.slot].long(),
             pool.log_beta.view(-1)[live.slot],
             pool.modality.view(-1)[live.slot],
-            lambda view: view.log_beta,
         )
-        return self.spread(seq, eager.attention(cache, seq, live, view))
+        return self.spread(seq, window_attention(cache, seq, live, view, "mean"))
 
     def exact(self, seq: int) -> Tensor:
         """Compute the definition, entry by entry, in float64."""

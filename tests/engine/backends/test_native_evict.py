@@ -53,10 +53,10 @@ def evict_in_torch(
     """The reference: how many went, and how many of them had a score that is NaN."""
     entries, pool = cache.entries(1), cache.pool
     columns = (getattr(pool, name).view(-1)[entries.slot] for name in ALL[:3])
-    view = CacheView(seen, 2, 2, entries.row, cache.length[1].flatten(), *columns, lambda v: v.row)
+    view = CacheView(seen, 2, 2, entries.row, cache.length[1].flatten(), *columns)
     victims = policy.victims(view, budget)
     cache.drop(1, victims, entries)
-    return victims.numel(), int(policy.scores(view)[victims].isnan().sum())
+    return victims.numel(), int(policy.scores(view, budget).value[victims].isnan().sum())
 
 
 def is_due(cache: RaggedCache, policy: Policy, budget: int, slack: int = 0) -> bool:

@@ -161,10 +161,8 @@ def evict_reference(
         columns = (c.view(-1)[slot] for c in (pool.position, pool.log_beta, pool.modality))
         position, log_beta, modality = columns
         layers, heads = rows.length.shape[1:]
-        view = CacheView(
-            now, layers, heads, row, length, position.long(), log_beta, modality, _no_attention
-        )
-        scores = policy.scores(view)
+        view = CacheView(now, layers, heads, row, length, position.long(), log_beta, modality)
+        scores = policy.scores(view, budget).value
         victims = policy.lowest(scores, view, budget)
         work.nan[batch_slot] += scores[victims].isnan().sum()
         _drop(rows, pool, seq, row, offset, slot, victims)
@@ -199,7 +197,3 @@ def _drop(
     rows.stack[top : top + pages.numel()] = pages
     rows.top.add_(pages.numel())
     rows.length[seq] = after.view_as(rows.length[seq])
-
-
-def _no_attention(view: CacheView) -> Tensor:
-    raise AssertionError("a scorer that the kernel supports reads no attention")

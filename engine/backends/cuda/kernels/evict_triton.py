@@ -127,6 +127,8 @@ def evict(
         PAGE=page,
         DIM=dim,
         DIM_BLOCK=triton.next_power_of_2(dim),
+        STATE=pool.state.shape[-1],
+        STATE_BLOCK=triton.next_power_of_2(max(pool.state.shape[-1], 1)),
         BLOCK=FILL_BLOCK,
         MOVES=MOVES,
         num_warps=FILL_WARPS,
@@ -215,6 +217,7 @@ def fill_kernel(
     pool_log_beta,
     pool_position,
     pool_modality,
+    pool_state,
     plan,
     starts,
     keys,
@@ -228,6 +231,8 @@ def fill_kernel(
     PAGE: tl.constexpr,
     DIM: tl.constexpr,
     DIM_BLOCK: tl.constexpr,
+    STATE: tl.constexpr,
+    STATE_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
     MOVES: tl.constexpr,
 ):
@@ -301,6 +306,11 @@ def fill_kernel(
         tl.store(pool_log_beta + to, log_beta, mask=moving)
         tl.store(pool_position + to, position, mask=moving)
         tl.store(pool_modality + to, modality, mask=moving)
+        if STATE > 0:
+            number = tl.arange(0, STATE_BLOCK)[None, :]
+            kept = moving[:, None] & (number < STATE)
+            state = tl.load(pool_state + at[:, None] * STATE + number, mask=kept)
+            tl.store(pool_state + to[:, None] * STATE + number, state, mask=kept)
 
 
 @triton.jit

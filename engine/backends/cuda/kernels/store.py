@@ -53,7 +53,7 @@ def store_layer(
         rope: cos and signed sin ``[B, rot]`` in the model's dtype (``Rope``);
             features past ``rot`` pass through.
         qk_norm: ``[Hq + H, D]`` gains of the per-head RMSNorm of q and k, or None; eps: of it.
-        pool: written at ``slots``, with modality 0 (text).
+        pool: written at ``slots``, with modality 0 (text) and state 0.
         slots: ``[B, H]`` int64 flat slots ``page * P + offset``, all different; or -1. May be
             ``[:, layer]`` of those of all layers.
         position: ``[B]`` int64 token indices.
@@ -97,6 +97,7 @@ def store_layer_reference(
     pool.values.flatten(0, 1)[where] = value[live]
     pool.position.view(-1)[where] = position.int()[:, None].expand_as(slots)[live]
     pool.modality.view(-1)[where] = 0
+    pool.state.flatten(0, 1)[where] = 0
     if readout is not None:
         z = F.linear(F.silu(readout.trunk).float(), readout.weight, readout.bias)
         pool.log_beta.view(-1)[where] = F.logsigmoid(z)[live]

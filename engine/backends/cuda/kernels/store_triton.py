@@ -67,6 +67,7 @@ def store_layer(
         ROT=cos.shape[1],
         NORM=qk_norm is not None,
         TRUNK=trunk.shape[1] if readout else 0,
+        STATE=pool.state.shape[-1],
         **shape,
     )
     return query
@@ -96,6 +97,7 @@ def store_kernel(
     pool_log_beta,
     pool_position,
     pool_modality,
+    pool_state,
     query,
     trunk,
     weight,
@@ -110,6 +112,7 @@ def store_kernel(
     ROT: tl.constexpr,
     NORM: tl.constexpr,
     TRUNK: tl.constexpr,
+    STATE: tl.constexpr,
     ROWS: tl.constexpr,
     DIM_BLOCK: tl.constexpr,
     TRUNK_BLOCK: tl.constexpr,
@@ -173,6 +176,8 @@ def store_kernel(
     tl.store(pool_values + here, plain.to(dtype), inside & (row == GROUP + 1)[:, None])
     tl.store(pool_position + slot, at.to(tl.int32))
     tl.store(pool_modality + slot, 0)
+    for number in tl.static_range(STATE):
+        tl.store(pool_state + slot * STATE + number, 0.0)
     if TRUNK > 0:
         tl.store(pool_log_beta + slot, _logsigmoid(z))
 

@@ -1,0 +1,47 @@
+"""What a policy's view reads from the cache: keys, values, state and window attention."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from engine.cache import Entries, RaggedCache
+from engine.errors import PolicyError
+from engine.policies.base import CacheView, Group, Needs
+from engine.query_window import QUERIES, window_attention
+
+
+class CacheEntries:
+    """Reads the entries of one sequence where they lie; :class:`engine.policies.base.EntrySource`.
+
+    Only what the scorer says it needs: a policy that reads more would run on one backend and not on
+    another.
+    """
+
+    def __init__(self, cache: RaggedCache, seq: int, entries: Entries, needs: Needs) -> None:
+        self._cache, self._seq, self._entries, self._needs = cache, seq, entries, needs
+
+    def keys(self) -> Tensor:
+        """``[N, D]`` after RoPE."""
+        if not self._needs.keys:
+            raise PolicyError(_undeclared("keys", "keys=True"))
+        return self._cache.pool.keys.flatten(0, 1)[self._entries.slot]
+
+    def values(self) -> Tensor:
+        """``[N, D]``."""
+        if not self._needs.values:
+            raise PolicyError(_undeclared("values", "values=True"))
+        return self._cache.pool.values.flatten(0, 1)[self._entries.slot]
+
+    def state(self) -> Tensor:
+        """``[N, K]``."""
+        return self._cache.pool.state.flatten(0, 1)[self._entries.slot]
+
+    def attention(self, view: CacheView, group: Group) -> Tensor:
+        """``[N]``; see :meth:`engine.policies.base.CacheView.attention`."""
+        if QUERIES not in self._cache.memory:
+            raise PolicyError(_undeclared("attention", "queries=16") + " or another number")
+        return window_attention(self._cache, self._seq, self._entries, view, group)
+
+
+def _undeclared(what: str, needs: str) -> str:
+    return f"the scorer reads {what} and does not say so; give it needs = Needs({needs})"

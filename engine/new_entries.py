@@ -1,0 +1,81 @@
+"""The state of entries that a pass has just appended, by the policy's scorer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from engine.policies.base import NewTokens, Policy, Scorer
+from engine.query_window import QUERIES
+
+if TYPE_CHECKING:
+    from engine.cache import RaggedCache
+    from engine.model.spec import DecoderSpec
+
+
+def sequence_memory(
+    policy: Policy, spec: DecoderSpec, dtype: torch.dtype
+) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Shapes and types of what the cache keeps of each sequence for ``policy``."""
+    kept: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+    if not policy.evicts:
+        return kept
+    if policy.scoring.needs.queries:
+        shape = (spec.num_layers, spec.num_heads, policy.scoring.needs.queries, spec.head_dim)
+        kept[QUERIES] = (shape, dtype)
+    asked = getattr(policy.scoring, "memory", None)
+    if asked is not None:
+        shapes = asked(spec.num_layers, spec.num_kv_heads, spec.head_dim, spec.hidden_size)
+        kept |= {name: (shape, torch.float32) for name, shape in shapes.items()}
+    return kept
+
+
+def tap_layers(policy: Policy, layers: int) -> tuple[int, ...]:
+    """Indices of the layers after which the policy's scorer reads the residual stream."""
+    if not policy.evicts:
+        return ()
+    return tuple(min(int(share * layers), layers - 1) for share in policy.scoring.needs.taps)
+
+
+def has_born(scorer: Scorer) -> bool:
+    """Whether the scorer gives new entries their state."""
+    return callable(getattr(scorer, "born", None))
+
+
+def write_state(
+    cache: RaggedCache,
+    scorer: Scorer,
+    seqs: Tensor,
+    slots: Tensor,
+    position: Tensor,
+    prompt: bool,
+    taps: Sequence[Tensor],
+) -> None:
+    """Ask the scorer for the state of new entries and store it; its memory changes last.
+
+    Args:
+        seqs: ``[B]`` sequence slots; slots: ``[B, L, H, T]`` flat slots of the new entries.
+        position: ``[B, T]`` token indices; taps: ``[B, T, d]`` each.
+    """
+    batch, layers, heads, count = slots.shape
+    pool = cache.pool
+
+    def gather(column: Tensor) -> Tensor:
+        return column.flatten(0, 1)[slots].float()
+
+    new = NewTokens(
+        position=position,
+        prompt=prompt,
+        taps=torch.stack([tap.float() for tap in taps]) if taps else torch.empty(0),
+        memory={name: kept[seqs] for name, kept in cache.memory.items() if name != QUERIES},
+        keys=lambda: gather(pool.keys),
+        values=lambda: gather(pool.values),
+    )
+    state: Tensor = scorer.born(new)  # type: ignore[attr-defined]
+    spread = state.expand(batch, count, layers, heads, -1).permute(0, 2, 3, 1, 4)
+    pool.state.flatten(0, 1)[slots] = spread.float()
+    for name, kept in new.memory.items():
+        cache.memory[name][seqs] = kept
