@@ -248,12 +248,13 @@ class CachedSequence:
                 self.seen + stop - start,
                 self.entries > 0,
             )
-            hidden, log_beta = engine.decoder.forward(hidden, rope, step, deepstack)
+            tapped: list[Tensor] = []
+            hidden, log_beta = engine.decoder.forward(hidden, rope, step, deepstack, tapped)
             if engine.has_born:
-                seqs, taps = torch.tensor([self.seq], device=engine.device), step.tapped
+                seqs = torch.tensor([self.seq], device=engine.device)
                 slots, scorer, new = step.slots[None], engine.policy.scoring, position[None]
                 write_state(
-                    engine.cache, scorer, seqs, slots, new, True, [tap[None] for tap in taps]
+                    engine.cache, scorer, seqs, slots, new, True, [tap[None] for tap in tapped]
                 )
         except BaseException:
             self.roll_back()

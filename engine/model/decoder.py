@@ -23,10 +23,6 @@ class StepAttention(Protocol):
         """Store ``key, value [T, H, D]`` and attend with ``query [T, Hq, D]``: ``[T, Hq D]``."""
         ...
 
-    def tap(self, layer: int, hidden: Tensor) -> None:
-        """Take the residual stream ``[T, d]`` after a layer of :attr:`Decoder.taps`."""
-        ...
-
 
 class Decoder:
     """Runs token states ``[T, d]`` through all layers; T tokens of one chunk, or of B sequences.
@@ -34,7 +30,7 @@ class Decoder:
     Attributes:
         on_gate_input: called with (layer, ``[T, d]`` output of input_layernorm) when set: the
             tensor that retention gates read. For tools, tests and training data.
-        taps: layers after which the step is shown the residual stream.
+        taps: layers after which :meth:`forward` gives out the residual stream.
     """
 
     def __init__(
@@ -69,6 +65,7 @@ class Decoder:
         rope: tuple[Tensor, Tensor],
         step: StepAttention,
         deepstack: tuple[tuple[Tensor, Tensor], ...] = (),
+        tapped: list[Tensor] | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Run every layer.
 
@@ -78,6 +75,7 @@ class Decoder:
             step: the cache side of the pass.
             deepstack: per layer from the first: (token indices ``[V]``, features ``[V, d]``)
                 added to the states after that layer (Qwen3-VL).
+            tapped: takes the states ``[T, d]`` after each layer of :attr:`taps`.
 
         Returns:
             states ``[T, d]`` before the final norm, and log_beta ``[T, L, H]`` float32 (None
@@ -91,8 +89,8 @@ class Decoder:
             if self.gates is not None:
                 gate_logits.append(self.gates.logits(index, x))
             hidden = self.layer(index, hidden, x, rope, step, deepstack)
-            for _ in range(self.taps.count(index)):
-                step.tap(index, hidden)
+            if tapped is not None:
+                tapped += [hidden] * self.taps.count(index)
         log_beta = F.logsigmoid(torch.stack(gate_logits, 1)) if gate_logits else None
         return hidden, log_beta
 

@@ -151,12 +151,12 @@ def test_a_value_has_the_type_of_its_default(
 
 def test_max_pooling_takes_the_best_of_the_neighbours() -> None:
     """Beside an independent pooling in order of position, over rows stored in any order."""
-    from tests.engine.test_policies import make_view
+    from tests.engine.test_policies import Given, make_view
 
     torch.manual_seed(0)
     view = make_view([[30, 12]], seen=30)
     attention = torch.rand(42)
-    view = replace(view, attention=lambda _: attention)
+    view = replace(view, source=Given(lambda _: attention))  # type: ignore[arg-type]
     found = WindowAttention(4, 3, "max").score(view)
     for row in (0, 1):
         mine = (view.row == row).nonzero().flatten()

@@ -44,10 +44,11 @@ class TorchBackend:
         ids = torch.tensor([int(token) for token in token_ids], device=device)
         seen = max(session.seen for session in sessions) + 1
         step = self.make_step(engine.cache, engine.spec, seqs, position, seen, engine.needs)
-        hidden, log_beta = decoder.forward(decoder.embed(ids), rope, step)
+        tapped: list[Tensor] = []
+        hidden, log_beta = decoder.forward(decoder.embed(ids), rope, step, tapped=tapped)
         step.finish(log_beta)
         if engine.has_born:
-            taps = [tap[:, None] for tap in step.tapped]
+            taps = [tap[:, None] for tap in tapped]
             slots, scorer = step.slots[..., None], engine.policy.scoring
             write_state(engine.cache, scorer, seqs, slots, position[:, None], False, taps)
         logits = decoder.logits(hidden)

@@ -61,7 +61,6 @@ class PrefillChunk:
                 cache.length[ids], cache.table[ids], page_size, cache.pool.keys.dtype
             )
         # Until the pass is over, so that a chunk that fails has changed nothing.
-        self.tapped: list[Tensor] = []
         self._queries: list[Tensor] = []
         self._mass: list[tuple[Tensor, Tensor]] = []
 
@@ -116,10 +115,6 @@ class PrefillChunk:
         assert self.past is not None
         out, lse = ragged_attention(grouped, pool.keys, pool.values, self.past[layer], scale)
         return out.view(query.shape), lse.view(query.shape[:2])
-
-    def tap(self, layer: int, hidden: Tensor) -> None:
-        """See :class:`engine.model.decoder.StepAttention`."""
-        self.tapped.append(hidden)
 
     def finish(self, log_beta: Tensor | None) -> None:
         """Store what the pass has found beside keys and values.
@@ -184,7 +179,6 @@ class DecodeStep:
         )
         self._layer_slots = self.slots.transpose(0, 1).flatten(1).unbind(0)
         self._keys, self._values = pool.keys.flatten(0, 1), pool.values.flatten(0, 1)
-        self.tapped: list[Tensor] = []
         self._queries: list[Tensor] = []
         self._mass: list[tuple[Tensor, Tensor]] = []
 
@@ -215,10 +209,6 @@ class DecodeStep:
         else:
             out, _ = ragged_attention(grouped, pool.keys, pool.values, self.work[layer], scale)
         return out.view(query.shape[0], -1)
-
-    def tap(self, layer: int, hidden: Tensor) -> None:
-        """See :class:`engine.model.decoder.StepAttention`."""
-        self.tapped.append(hidden)
 
     def finish(self, log_beta: Tensor | None) -> None:
         """Store what the step has found beside keys and values.

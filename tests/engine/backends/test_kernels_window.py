@@ -206,7 +206,6 @@ def test_queries_without_any_entry_to_see_count_as_zeros(form: Callable[..., Ten
     case.query_position[0] = torch.tensor([49, 50, 52, 200])
     got = case.run(form, [0])
     assert_close(got[0], case.exact(0))
-    assert_close(got[0], case.eager(0))
     torch.testing.assert_close(got.sum(-1).flatten().cpu(), torch.tensor([0.75, 0.75]))
 
 
