@@ -1,11 +1,16 @@
-"""Settings and fixtures shared by all tests."""
+"""Settings and fixtures shared by all tests.
+
+What is heavy is imported where it is used: the process that only hands tests to workers needs none.
+"""
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 # Before transformers is imported: no test may reach for the network.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -14,30 +19,41 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import pytest
-import torch
-from torch import Tensor
-from transformers.utils import logging as transformers_logging
 
-from engine.model.spec import DecoderSpec, RopeSpec
-from engine.runtime import Runtime
-from tests.support.sessions import SMALL_CONTEXT, load, qwen3_vl, save_checkpoint
+if TYPE_CHECKING:
+    import torch
+
+    from engine.model.spec import DecoderSpec
+    from engine.runtime import Runtime
 
 # A shell starts background jobs with Ctrl-C ignored, which children inherit; tests press it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-torch.set_num_threads(1)
-transformers_logging.set_verbosity_error()
-transformers_logging.disable_progress_bar()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quiet_on_one_thread() -> None:
+    """Compute on one thread, and show no warning or progress bar of transformers."""
+    import torch
+    from transformers.utils import logging
+
+    torch.set_num_threads(1)
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
 
 
 @pytest.fixture
 def generator() -> torch.Generator:
     """Return a seeded source of randomness, fresh for each test."""
+    import torch
+
     return torch.Generator().manual_seed(1234)
 
 
 @pytest.fixture(scope="session")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Return the checkpoints of the session tests, by what they are."""
+    from tests.support.sessions import SMALL_CONTEXT, qwen3_vl, save_checkpoint
+
     root = tmp_path_factory.mktemp("sessions")
     made = {
         "vl": qwen3_vl(),
@@ -51,6 +67,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.fixture
 def engine(folders: dict[str, Path]) -> Iterator[Runtime]:
     """Yield a Qwen3-VL engine; every test must leave its pool consistent."""
+    from tests.support.sessions import load
+
     made = load(folders["vl"])
     yield made
     made.cache.check()
@@ -60,7 +78,11 @@ def make_spec(
     layers: int = 2, kv_heads: int = 2, hidden: int = 24, group: int = 2, head_dim: int = 8
 ) -> DecoderSpec:
     """Return the sizes of a small decoder, for tests that need no weights."""
-    inv_freq: Tensor = 1.0 / 10000 ** (torch.arange(0, head_dim, 2).float() / head_dim)
+    import torch
+
+    from engine.model.spec import DecoderSpec, RopeSpec
+
+    inv_freq = 1.0 / 10000 ** (torch.arange(0, head_dim, 2).float() / head_dim)
     return DecoderSpec(
         vocab_size=100,
         hidden_size=hidden,
@@ -83,6 +105,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for mark in item.iter_markers("slow"):
             if not mark.kwargs.get("reason"):
                 raise pytest.UsageError(f"{item.nodeid}: a slow test gives a reason")
+
+
+def pytest_collection_finish() -> None:
+    """Keep the collector off what is imported by now: each load of a model collects garbage.
+
+    A quarter of a second a load, which is most of what a load of a small model takes.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
