@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from engine.eviction import cut_to_budgets
 from engine.model.decoder import Decoder
 from engine.model.families.base import Family
 from engine.model.families.loading import load, resolve_device
-from engine.model.gates import Gates, foreign_note, load_gates
+from engine.model.gates import Gates, foreign_note, load_gates, trained_age
 from engine.model.rope import Rope
 from engine.model.spec import DecoderSpec
 from engine.model.weights import DecoderWeights
@@ -137,6 +137,8 @@ class Runtime:
         if gates is None and (Path(name) / "gates" / "gates.safetensors").is_file():
             gates = Path(name) / "gates"
         loaded = None if gates is None else load_gates(gates, spec)
+        if gates is not None:
+            chosen = _chosen_policy(config, trained_age(gates))
         note = None if loaded is None else foreign_note(loaded, name)
         if loaded is None and chosen.scoring.needs.gates and chosen.evicts:
             if config.policy is not None:
@@ -369,11 +371,11 @@ class Runtime:
                 raise InputError(f"token id {token} is outside the vocabulary")
 
 
-def _chosen_policy(config: EngineConfig) -> Policy:
-    """The policy that ``config`` names or holds. Raises PolicyError."""
+def _chosen_policy(config: EngineConfig, age: Literal["paper", "released"] = "paper") -> Policy:
+    """The policy that ``config`` names or holds; ``age``: its gates'. Raises PolicyError."""
     policy = config.policy
     if policy is None or isinstance(policy, str):
-        return make_policy(policy or "dbtrimkv", config.lookahead)
+        return make_policy(policy or "dbtrimkv", config.lookahead, age)
     if not isinstance(policy, Policy):
         raise PolicyError(
             f"policy is a {type(policy).__name__}; give a name such as 'dbtrimkv' or a mmkv.Policy"

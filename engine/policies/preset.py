@@ -82,7 +82,7 @@ class Preset:
             of what it returns are set here.
         source: the paper's arXiv id, such as ``arXiv 2404.14469``; title: the paper's title.
         parameters: by name. One called ``lookahead`` is ``--lookahead`` where it is not given;
-            one called ``recent`` has the short form ``NAME+32``.
+            one called ``age`` then follows the gates; ``recent`` has the short form ``NAME+32``.
     """
 
     make: Callable[..., Policy]

@@ -10,21 +10,34 @@ from engine.policies.base import Policy
 from engine.policies.preset import Parameter, Preset
 from engine.policies.scoring import Recency, Retention, WindowAttention
 
+Age = Literal["paper", "released"]
+
 _RECENT = Parameter(0, "newest tokens of every row that stay, whatever their scores", least=0)
+# Which age the newest entry has: the paper's, or that of the authors' released code.
+_AGE_HELP = "how ages are counted; released is the default with gates of the authors' own layout"
+_AGES = ("paper", "released")
 
 
 def _full() -> Policy:
     return Policy("full", Recency(), None)
 
 
-def _dbtrimkv(lookahead: float, recent: int) -> Policy:
+def _dbtrimkv(lookahead: float, recent: int, age: Age) -> Policy:
     check_lookahead(lookahead)
     steps = int(lookahead) if lookahead % 1 == 0 else lookahead
-    return Policy("dbtrimkv", Retention(steps), GlobalAllocation(), protect_recent=recent)
+    newest = 1 if age == "paper" else _released_age(lookahead)
+    scoring = Retention(steps, newest)
+    return Policy("dbtrimkv", scoring, GlobalAllocation(), protect_recent=recent)
 
 
-def _trimkv(recent: int) -> Policy:
-    return Policy("trimkv", Retention(1), HeadAllocation(), protect_recent=recent)
+def _trimkv(recent: int, age: Age) -> Policy:
+    newest = 0 if age == "paper" else _released_age(1)
+    return Policy("trimkv", Retention(1, newest), HeadAllocation(), protect_recent=recent)
+
+
+def _released_age(lookahead: float) -> int:
+    """Age of the newest entry in trimkv 0.1.5, the code that both papers' authors published."""
+    return 2 if lookahead == 1 else 3
 
 
 def _streamingllm(sinks: int) -> Policy:
@@ -50,13 +63,19 @@ PRESETS: dict[str, Preset] = {
                 least=1,
             ),
             "recent": _RECENT,
+            "age": Parameter("paper", _AGE_HELP, "equation 9: the newest has age 1", choices=_AGES),
         },
     ),
     "trimkv": Preset(
         _trimkv,
         "arXiv 2512.03324",
         "Cache What Lasts: Token Retention for Memory-Bounded KV Cache in LLMs",
-        {"recent": _RECENT},
+        {
+            "recent": _RECENT,
+            "age": Parameter(
+                "paper", _AGE_HELP, "algorithm 1: the newest has age 0", choices=_AGES
+            ),
+        },
     ),
     "streamingllm": Preset(
         _streamingllm,

@@ -5,14 +5,14 @@ Programs call :func:`register_policy`; packages use the entry-point group ``mmkv
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import is_dataclass, replace
 
 from engine.config import EngineConfig, check_lookahead
 from engine.errors import PolicyError
 from engine.policies.base import Needs, Policy
-from engine.policies.preset import RECENT, PolicyText, Preset, full_name
-from engine.policies.presets import PRESETS
+from engine.policies.preset import RECENT, PolicyText, Preset, Value, full_name
+from engine.policies.presets import PRESETS, Age
 from engine.policies.scoring import Retention
 from engine.registry import Registry
 
@@ -56,7 +56,7 @@ def find_preset(name: str) -> Preset | None:
     return found if isinstance(found, Preset) else None
 
 
-def make_policy(text: str, lookahead: float = EngineConfig.lookahead) -> Policy:
+def make_policy(text: str, lookahead: float = EngineConfig.lookahead, age: Age = "paper") -> Policy:
     """Make a policy from its name and parameters: a preset or one that was registered.
 
     ``snapkv:window=32,kernel=7`` and ``snapkv[window=32,kernel=7]`` set parameters; ``;`` may
@@ -67,6 +67,8 @@ def make_policy(text: str, lookahead: float = EngineConfig.lookahead) -> Policy:
     Args:
         lookahead: n = T - t (DBTrimKV, arXiv 2605.09649, equation 9) where the text gives none; of
             the presets only dbtrimkv reads it.
+        age: how entries age where the text does not say: as the gates' makers count
+            (:func:`engine.model.gates.trained_age`).
 
     Raises:
         PolicyError: for an unknown name or parameter, or a value that cannot be.
@@ -80,7 +82,7 @@ def make_policy(text: str, lookahead: float = EngineConfig.lookahead) -> Policy:
     if isinstance(found, Preset):
         if asked.plus and (RECENT not in found.parameters or not asked.given[RECENT].isdecimal()):
             raise PolicyError(_no_plus(text))
-        return _of_preset(name, found, asked, lookahead)
+        return _of_preset(name, found, asked, {"lookahead": lookahead, "age": age})
     policy = replace(_made(name, found, lookahead), name=name)
     if not asked.given:
         return policy
@@ -119,10 +121,12 @@ def check_policy(policy: Policy) -> None:
         )
 
 
-def _of_preset(name: str, preset: Preset, asked: PolicyText, lookahead: float) -> Policy:
+def _of_preset(
+    name: str, preset: Preset, asked: PolicyText, fallback: Mapping[str, Value]
+) -> Policy:
     """Return the preset's policy for the parameters asked for, checked."""
     try:
-        made: object = preset.policy(name, asked.given, {"lookahead": lookahead})
+        made: object = preset.policy(name, asked.given, fallback)
     except PolicyError:
         raise
     except Exception as error:

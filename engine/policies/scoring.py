@@ -14,16 +14,39 @@ from engine.policies.base import CacheView, Needs
 from engine.policies.score import lookahead_log_score
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Retention:
-    """Learned retention summed over ``lookahead`` steps (DBTrimKV, eq. 9; n = 1: TRIM-KV)."""
+    """Learned retention summed over ``lookahead`` steps (DBTrimKV, eq. 9; n = 1: TRIM-KV).
+
+    Attributes:
+        newest_age: age of the newest entry: 1 in DBTrimKV's equation 9, 0 in TRIM-KV's algorithm
+            1; the authors' released code counts more (``engine.policies.presets``).
+    """
 
     lookahead: float = EngineConfig.lookahead
+    newest_age: int = 1
     needs: ClassVar[Needs] = Needs(gates="retention")
 
+    def __post_init__(self) -> None:
+        if self.newest_age < 0 or self.newest_age % 1:
+            raise PolicyError(
+                f"the newest entry's age is {self.newest_age}; give a whole number of at least 0"
+            )
+
+    def __repr__(self) -> str:
+        # Session files hold it: equation 9's age goes without saying.
+        age = "" if self.newest_age == 1 else f", newest_age={self.newest_age}"
+        return f"Retention(lookahead={self.lookahead}{age})"
+
+    @property
+    def age_shift(self) -> int:
+        """What is added to ``seen - position`` to get an entry's age."""
+        return self.newest_age - 1
+
     def score(self, view: CacheView) -> Tensor:
-        """``log G`` of each entry at age ``seen - position``."""
-        return lookahead_log_score(view.log_beta, view.seen - view.position, self.lookahead)
+        """``log G`` of each entry at age ``seen - position + age_shift``."""
+        age = view.seen - view.position + self.age_shift
+        return lookahead_log_score(view.log_beta, age, self.lookahead, self.newest_age)
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,9 @@ from tqdm import tqdm
 
 from engine.config import EngineConfig
 from engine.errors import InputError
-from engine.model.gates import foreign_note, load_gates
-from engine.policies import Budget, make_policy
+from engine.model.gates import foreign_note, load_gates, trained_age
+from engine.policies import Budget, Policy, make_policy
+from engine.policies.scoring import Retention
 from engine.runtime import Runtime
 from eval.budgets import is_share
 from eval.domains import held_out
@@ -97,7 +98,17 @@ class Cell:
     def key(self) -> str:
         """Return all that decides a run, the gates by their bytes."""
         gates = "none" if self.gates is None else digest(self.gates)
-        return f"{self.policy}@{self.lookahead}:{gates} at {self.budget}"
+        scoring = self.made().scoring
+        # Runs from before there were other ages than equation 9's do not name theirs.
+        newest = scoring.newest_age if isinstance(scoring, Retention) else 1
+        age = "" if newest == 1 else f" age {newest}"
+        return f"{self.policy}@{self.lookahead}:{gates}{age} at {self.budget}"
+
+    def made(self) -> Policy:
+        """Return the policy. Raises PolicyError, GateError."""
+        lookahead = EngineConfig.lookahead if self.lookahead is None else self.lookahead
+        age = "paper" if self.gates is None else trained_age(self.gates)
+        return make_policy(self.policy, lookahead, age)
 
     def budget_for(self, tokens: int) -> Budget:
         """Return the budget for a dialogue of ``tokens``; no method knows it in advance."""
@@ -113,9 +124,7 @@ class Cell:
         Raises:
             InputError: a policy that scores with gates, and none given.
         """
-        policy = make_policy(
-            self.policy, EngineConfig.lookahead if self.lookahead is None else self.lookahead
-        )
+        policy = self.made()
         if policy.scoring.needs.gates and policy.evicts and self.gates is None:
             raise InputError(f"policy {self.policy!r} needs gates: write {self.policy}:GATES")
         gates = None if self.gates is None else load_gates(self.gates, base.spec)

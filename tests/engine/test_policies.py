@@ -316,7 +316,7 @@ def test_registry() -> None:
         assert policy.name == name and policy.source
         assert policy.evicts == (name != "full")
     assert make_policy("dbtrimkv", 5).scoring == Retention(5)
-    assert make_policy("trimkv", 5).scoring == Retention(1)
+    assert make_policy("trimkv", 5).scoring == Retention(1, newest_age=0)
     with pytest.raises(PolicyError) as error:
         make_policy("nonsense")
     assert all(name in str(error.value) for name in ("nonsense", *PRESETS))

@@ -106,6 +106,26 @@ def test_limits() -> None:
     torch.testing.assert_close(lookahead_log_score(x, 3 * one, 5).double().sum(), terms)
 
 
+@pytest.mark.parametrize("n", LOOKAHEADS)
+def test_an_entry_of_age_0_is_whole(n: float) -> None:
+    """``beta^0 = 1``, of beta = 0 and of no number as well; the steps ahead count as ever."""
+    x = torch.tensor([*LOG_BETAS, -math.inf])
+    age = torch.zeros(x.numel(), dtype=torch.int64)
+    got = lookahead_log_score(x, age, n, least_age=0)
+    for value, xi in zip(got.tolist(), x.tolist(), strict=True):
+        if math.isinf(xi):
+            assert value == 0  # only the first of the summed steps is not 0
+        elif xi == 0 and math.isinf(n):
+            assert value == math.inf
+        else:
+            summed = exact(xi, 0, n)[1]
+            assert abs(value - summed) <= 4 * UNIT * (abs(summed) + 1)
+    one = torch.tensor([math.nan])
+    assert lookahead_log_score(one, age[:1], 1, least_age=0).item() == 0
+    assert log_score(one, age[:1], 1).item() == 0
+    torch.testing.assert_close(log_score(x, age, n).float(), got)
+
+
 def test_score_uses_the_age_not_only_the_gate() -> None:
     """Two lines in t cross: the order of two entries changes with time."""
     x = torch.tensor([-1e-3, -0.5])

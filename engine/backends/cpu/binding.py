@@ -96,6 +96,7 @@ class Eviction(Structure):
                 "budget",
                 "protect_first",
                 "protect_recent",
+                "age_shift",
             )
         ),
         ("lookahead", c_double),

@@ -56,7 +56,8 @@ static float score_of(const struct eviction *what, float log_beta, int32_t posit
     if (what->scorer != SCORE_RETENTION)
         return (float)position;
     /* Rounded before the sum, as in torch: volatile keeps compilers from fusing the two. */
-    volatile float decayed = (float)((int32_t)what->seen - position) * log_beta;
+    int32_t age = now_of(what) - position;
+    volatile float decayed = age ? (float)age * log_beta : 0.0f; /* not 0 * -inf */
     return decayed + ahead_of(log_beta, what->lookahead);
 }
 
@@ -110,7 +111,7 @@ static void search_block(const struct cache *cache, const struct eviction *what,
                          int64_t count, int64_t index, struct search *search)
 {
     const float *log_beta = cache->log_beta + slot;
-    const int32_t *position = cache->position + slot, now = (int32_t)what->seen;
+    const int32_t *position = cache->position + slot, now = now_of(what);
     const float slope = search->slope, offset = search->offset, more = 1 + MARGIN;
     const float best = search->size == search->wanted ? search->heap[0].score : INFINITY;
     const float limit = best < search->limit ? best : search->limit;

@@ -22,6 +22,12 @@ static inline int is_protected(const struct eviction *what, int32_t position)
            (what->protect_recent && position >= what->seen - what->protect_recent);
 }
 
+/* What an entry's position is taken from to get its age. */
+static inline int32_t now_of(const struct eviction *what)
+{
+    return (int32_t)(what->seen + what->age_shift);
+}
+
 /* Where the victims of an order are listed, by ascending index. */
 static inline int64_t *victims_of(const struct eviction *what)
 {

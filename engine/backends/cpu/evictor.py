@@ -46,6 +46,7 @@ class NativeEvictor:
             allocation=_ALLOCATIONS[type(policy.allocation)],
             protect_first=policy.protect_first,
             protect_recent=policy.protect_recent,
+            age_shift=scoring.age_shift if isinstance(scoring, Retention) else 0,
             lookahead=scoring.lookahead if isinstance(scoring, Retention) else 1,
             guess=math.inf,
             margin=0.01,

@@ -36,7 +36,7 @@ static void note(const struct cache *cache, const struct eviction *what, int64_t
 {
     const float limit = found->limit;
     const float *log_beta = cache->log_beta + slot;
-    const int32_t *position = cache->position + slot, now = (int32_t)what->seen;
+    const int32_t *position = cache->position + slot, now = now_of(what);
     float score[BLOCK];
     int any = 0;
 #pragma omp simd reduction(| : any)

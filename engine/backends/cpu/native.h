@@ -72,7 +72,8 @@ enum { COMPETE_GLOBAL, COMPETE_HEAD };
 
 struct eviction {
     int64_t scorer, allocation, seen, budget, protect_first, protect_recent;
-    double lookahead; /* >= 1, or infinity */
+    int64_t age_shift; /* an entry's age is seen - position + age_shift */
+    double lookahead;  /* >= 1, or infinity */
     double guess;  /* which score no victim will pass, left for the next call; infinity: none */
     double margin; /* of the guess; grows where it was too low, shrinks where it held */
     int64_t slack; /* entries above the budget that are let be, the same part of it in each row */

@@ -6,6 +6,7 @@ from engine.model.gates.files import (
     load_gates,
     load_write_gates,
     save_gates,
+    trained_age,
 )
 from engine.model.gates.module import Gates, LayerGate, make_random_gates, tied_gates
 from engine.model.gates.write import WriteGates, make_random_write_gates, write_gates
@@ -22,5 +23,6 @@ __all__ = [
     "make_random_write_gates",
     "save_gates",
     "tied_gates",
+    "trained_age",
     "write_gates",
 ]

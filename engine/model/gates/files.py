@@ -7,6 +7,7 @@ import os
 import pickle
 import re
 from pathlib import Path
+from typing import Literal
 
 import torch
 from huggingface_hub import snapshot_download
@@ -98,6 +99,19 @@ def _read(source: str | Path) -> tuple[Path, dict[str, Tensor], dict[str, object
     if not isinstance(info, dict) or info.get("format") != FORMAT:
         raise GateError(f"{path} is not in the format {FORMAT}; save it with this mmkv version")
     return path, tensors, info
+
+
+def trained_age(source: str | Path) -> Literal["paper", "released"]:
+    """Return how the code that trained these gates counts the age of an entry.
+
+    The authors of TRIM-KV and DBTrimKV trained and evaluated the gates that they publish with the
+    ages of their released code, which are not the papers'.
+
+    Raises:
+        GateError: not found.
+    """
+    published = str(source) != "random" and _locate(source).suffix == ".pth"
+    return "released" if published else "paper"
 
 
 def foreign_note(gates: Gates | WriteGates, model: str) -> str | None:

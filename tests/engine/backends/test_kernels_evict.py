@@ -47,6 +47,8 @@ METHODS = [
     ("dbtrimkv", 5),
     ("dbtrimkv", math.inf),
     ("trimkv", 1),
+    ("trimkv:age=released", 1),
+    ("dbtrimkv:age=released", 2),
     ("streamingllm", 1),
 ]
 
@@ -348,6 +350,29 @@ def test_scores_are_the_formula_correctly_rounded(form: Any, ahead: float) -> No
     assert np.array_equal(got, want), np.flatnonzero(got != want)
 
 
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("ahead", [1, 2, 5, math.inf])
+def test_an_entry_of_age_0_has_the_score_of_torch(form: Any, ahead: float) -> None:
+    """Six rows of two entries; log_beta of the newest is -inf, 0, no number, and others."""
+    lengths, now = torch.tensor([[[2, 2], [2, 2], [2, 2]]]), 2
+    cache = eager_cache(lengths, 8, pages=12, width=2, seed=4)
+    pool, entries = cache.pool, cache.entries(0)
+    newest = torch.tensor([-math.inf, 0.0, math.nan, -0.5, -50.0, -1e-9])
+    older = torch.tensor([-0.1, -math.inf, -0.5, 0.0, -1e-9, -2.0])
+    pool.log_beta.view(-1)[entries.slot] = torch.stack([newest, older], 1).flatten()
+    pool.position.view(-1)[entries.slot] = torch.tensor([1, 0] * 6).int()
+    policy = make_policy("dbtrimkv", ahead)
+    policy = replace(policy, scoring=replace(policy.scoring, newest_age=0))
+    rows, columns = to_device(cache)
+    work, nans = empty_eviction(1, rows), 0
+    for budget in range(11, 0, -1):  # one at a time: the order of all
+        gone, nan = eager_counts(cache, policy, 0, now, budget)
+        form(work, policy, rows, columns, on_device([0]), on_device([now]), on_device([budget]), 0)
+        nans += nan
+        assert (work.dropped.tolist(), work.nan.tolist()) == ([gone], [nans])
+        assert_same(cache, rows, columns)
+
+
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU")
 @pytest.mark.parametrize("name", ["dbtrimkv", "trimkv"])
 def test_append_and_evict_in_one_cuda_graph(name: str) -> None:
@@ -435,6 +460,7 @@ SIZES = {
     "ROWS": 512,
     "TURNS": TURNS,
     "BINS": 256,
+    "SHIFT": 0,
 }
 # Module, kernel, what varies, warps; then the most registers and bytes of shared memory.
 BUDGETS = [

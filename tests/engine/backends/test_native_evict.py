@@ -18,6 +18,7 @@ from engine.backends.cpu import NativeEvictor, levels
 from engine.cache import PagePool, RaggedCache
 from engine.policies import CacheView, Policy, make_policy
 from engine.policies.allocation import GlobalAllocation
+from engine.policies.scoring import Retention
 from tests.engine.backends.test_native import POLICIES, content, needs_native
 
 # Rows of 2 layers and 2 heads. Few values, and the same positions in most rows: many ties.
@@ -28,6 +29,7 @@ BETAS = st.sampled_from(
     [0.0, -0.0, -1e-9, -1.5e-8, -1e-3, -0.6931472, -2.0, -50.0, -1e30, -math.inf, math.nan]
 )
 LEVELS = st.lists(BETAS, min_size=1, max_size=4)
+AGES = st.sampled_from([0, 1, 2, 3])
 ENDS = st.sampled_from([(0, 0), (4, 0), (0, 10), (4, 10), (SEEN, 0), (0, SEEN)])
 
 
@@ -57,6 +59,13 @@ def evict_in_torch(
     victims = policy.victims(view, budget)
     cache.drop(1, victims, entries)
     return victims.numel(), int(policy.scores(view, budget).value[victims].isnan().sum())
+
+
+def aged(policy: Policy, newest: int) -> Policy:
+    """The policy with another age of the newest entry, if it has ages."""
+    if not isinstance(policy.scoring, Retention):
+        return policy
+    return replace(policy, scoring=replace(policy.scoring, newest_age=newest))
 
 
 def is_due(cache: RaggedCache, policy: Policy, budget: int, slack: int = 0) -> bool:
@@ -96,16 +105,18 @@ def evictor_at(level: str, policy: Policy) -> NativeEvictor:
 @needs_native
 @pytest.mark.parametrize("level", levels())
 @settings(max_examples=250, deadline=None)
-@given(LENGTHS, LEVELS, st.sampled_from(POLICIES[1:]), ENDS, st.integers(0, 130))
+@given(LENGTHS, LEVELS, st.sampled_from(POLICIES[1:]), AGES, ENDS, st.integers(0, 130))
 def test_victims_and_pages_are_those_of_torch(
     level: str,
     lengths: list[int],
     betas: list[float],
     named: Any,
+    newest: int,
     ends: tuple[int, int],
     budget: int,
 ) -> None:
-    policy = replace(make_policy(*named), protect_first=ends[0], protect_recent=ends[1])
+    policy = aged(make_policy(*named), newest)
+    policy = replace(policy, protect_first=ends[0], protect_recent=ends[1])
     ours, reference = (cache_of(lengths, betas, seed=budget) for _ in range(2))
     evictor, held = evictor_at(level, policy), Held(SEEN, sum(lengths), budget)
     gone = nan = 0
@@ -129,19 +140,25 @@ def test_victims_and_pages_are_those_of_torch(
     st.floats(-7.5, 0.5),
     st.integers(1, 40),
     st.sampled_from([2, 2, 2, 1, 5, math.inf]),
+    AGES,
     st.sampled_from([(0, 0), (4, 0), (0, 4)]),
     st.integers(0, 2**31),
 )
 def test_scores_that_differ_by_one_rounding(
-    level: str, exponent: float, apart: int, lookahead: float, ends: tuple[int, int], seed: int
+    level: str,
+    exponent: float,
+    apart: int,
+    lookahead: float,
+    newest: int,
+    ends: tuple[int, int],
+    seed: int,
 ) -> None:
     """Steps of a decode loop, whose search is in single precision where nothing hangs on it."""
     betas = [-(10**exponent)]
     for _ in range(12 * apart):
         betas.append(float(np.nextafter(np.float32(betas[-1]), np.float32(-9))))
-    policy = replace(
-        make_policy("dbtrimkv", lookahead), protect_first=ends[0], protect_recent=ends[1]
-    )
+    policy = aged(make_policy("dbtrimkv", lookahead), newest)
+    policy = replace(policy, protect_first=ends[0], protect_recent=ends[1])
     lengths = [40] * 4
     ours, reference = (cache_of(lengths, betas[::apart], seed) for _ in range(2))
     evictor, held = evictor_at(level, policy), Held(SEEN, 160, 150)

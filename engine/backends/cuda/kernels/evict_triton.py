@@ -70,7 +70,7 @@ def evict(
         BINS=BINS,
         num_warps=PLAN_WARPS,
     )
-    kind, ahead = score_triton.horizon(policy)
+    kind, ahead, shift = score_triton.horizon(policy)
     score_triton.score_kernel[(batch_slots, count)](
         seqs,
         seen,
@@ -90,6 +90,7 @@ def evict(
         policy.protect_recent,
         PER_ROW=per_row,
         HORIZON=kind,
+        SHIFT=shift,
         PAGE=page,
         BLOCK=score_triton.BLOCK,
         num_warps=score_triton.WARPS,

@@ -28,14 +28,14 @@ FINITE = tl.constexpr(3)
 INFINITE = tl.constexpr(4)
 
 
-def horizon(policy: Policy) -> tuple[int, float]:
-    """The kernel's HORIZON for a policy, and its lookahead."""
+def horizon(policy: Policy) -> tuple[int, float, int]:
+    """The kernel's HORIZON for a policy, its lookahead, and its SHIFT of ages."""
     if not isinstance(policy.scoring, Retention):
-        return POSITION.value, 1.0
-    ahead = policy.scoring.lookahead
+        return POSITION.value, 1.0, 0
+    ahead, shift = policy.scoring.lookahead, policy.scoring.age_shift
     if math.isinf(ahead):
-        return INFINITE.value, 1.0
-    return (int(ahead) if ahead in (1, 2) else FINITE.value), float(ahead)
+        return INFINITE.value, 1.0, shift
+    return (int(ahead) if ahead in (1, 2) else FINITE.value), float(ahead), shift
 
 
 @triton.jit
@@ -58,6 +58,7 @@ def score_kernel(
     protect_recent,
     PER_ROW: tl.constexpr,
     HORIZON: tl.constexpr,
+    SHIFT: tl.constexpr,
     PAGE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -84,7 +85,7 @@ def score_kernel(
             score = place.to(tl.float32)
         else:
             rate = tl.load(log_beta + slot, mask=live, other=-1.0)
-            score = _retention(rate, now - place, lookahead, HORIZON)
+            score = _retention(rate, now - place + SHIFT, lookahead, HORIZON, SHIFT)
         if protect_first > 0:
             score = tl.where(place < protect_first, float("inf"), score)
         if protect_recent > 0:
@@ -108,10 +109,12 @@ def share_of(budget, rows, row):
 
 
 @triton.jit
-def _retention(rate, age, lookahead, HORIZON: tl.constexpr):
+def _retention(rate, age, lookahead, HORIZON: tl.constexpr, SHIFT: tl.constexpr):
     """``engine.policies.score.lookahead_log_score``: float32, to the last bit where it can be."""
     x = rate.to(tl.float64)
     score = (x * age.to(tl.float32).to(tl.float64)).to(tl.float32)
+    if SHIFT < 0:
+        score = tl.where(age == 0, 0.0, score)  # not 0 * -inf
     if HORIZON == 2:
         score += _log1p(tl.exp(x)).to(tl.float32)
     if HORIZON == INFINITE:

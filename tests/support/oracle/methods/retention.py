@@ -16,7 +16,7 @@ from tests.support.oracle.simulation import Simulation
 def log_score(log_beta: Tensor, age: Tensor, lookahead: float) -> Tensor:
     """``log(beta^a + ... + beta^(a+n-1))`` in float64."""
     x = log_beta.double()
-    decayed = age.double() * x
+    decayed = torch.where(age == 0, 0.0, age * x)  # beta^0 = 1, of beta = 0 as well
     if lookahead == 1:
         return decayed
     if math.isinf(lookahead):
@@ -35,12 +35,17 @@ class Full(Method):
 
 @dataclass
 class Retention(Method):
-    """TRIM-KV (arXiv 2512.03324): rows alone, lookahead 1."""
+    """TRIM-KV (arXiv 2512.03324): rows alone, lookahead 1; the newest has age 0 (algorithm 1).
+
+    ``age="released"``: ages are ``seen + 1 - position``, as in the authors' released code.
+    """
 
     recent: int = 0
+    age: str = "paper"
 
     def score(self, sim: Simulation) -> Tensor:
-        return log_score(sim.log_beta, sim.seen - torch.arange(sim.seen), 1)
+        more = 1 if self.age == "released" else -1
+        return log_score(sim.log_beta, sim.seen + more - torch.arange(sim.seen), 1)
 
     def protected(self, sim: Simulation, total: int) -> Tensor:
         return newest(sim, self.recent)
@@ -48,12 +53,18 @@ class Retention(Method):
 
 @dataclass
 class GlobalRetention(Retention):
-    """DBTrimKV (arXiv 2605.09649), equation 9: one group of all rows."""
+    """DBTrimKV (arXiv 2605.09649), equation 9: one group of all rows; the newest has age 1.
+
+    ``age="released"``: ages are ``seen + 1 - position``, and with a lookahead one more.
+    """
 
     lookahead: float = 2
 
     def score(self, sim: Simulation) -> Tensor:
-        return log_score(sim.log_beta, sim.seen - torch.arange(sim.seen), self.lookahead)
+        more = 0
+        if self.age == "released":
+            more = 1 if self.lookahead == 1 else 2
+        return log_score(sim.log_beta, sim.seen + more - torch.arange(sim.seen), self.lookahead)
 
     def groups(self, sim: Simulation, total: int) -> list[Group]:
         return [Group(rows_of(sim.layers, sim.heads), total)]
