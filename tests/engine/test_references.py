@@ -297,7 +297,7 @@ def test_lagkv_by_hand() -> None:
     deviation = torch.tensor([0.5**0.5, 0.0]).double()
     own, following = torch.tensor(given[1:3]), torch.tensor(given[3:5])
     torch.testing.assert_close(method._spread(own, following), deviation.softmax(0))
-    close(method.score(sim)[0, 0, 1:], 0.5, 0.0, math.inf, math.inf, math.inf)
+    close(method.score(sim)[0, 0, 1:], 0.5, 0.0, 1.0, 1.0, 1.0)
     assert method.protected(sim, 9).tolist() == [True] + [False] * 5
     sim.keep[0, 0, 4:] = False  # one whole chunk: the newest stay
     close(method.score(sim)[0, 0, 1:4], 1.0, 2.0, 3.0)

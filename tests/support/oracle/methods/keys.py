@@ -50,15 +50,15 @@ class LagKV(Method):
     """LagKV (arXiv 2504.04704), section 3, as in kvpress: spread against the next chunk's range.
 
     Chunks are made of the entries that the row holds now, after the sinks; the last whole chunk and
-    what follows it have no next one and stay. Choices: with fewer than two whole chunks the newest
-    stay; ranges are at least 1e-6; equal values: the older ranks lower.
+    what follows it have no next one, and score 1, above all ranks. Choices: with fewer than two
+    whole chunks the newest stay; ranges are at least 1e-6; equal values: the older ranks lower.
     """
 
     sinks: int = 4
     lag: int = 128
 
     def score(self, sim: Simulation) -> Tensor:
-        score = torch.full(sim.keep.shape, torch.inf, dtype=torch.float64)
+        score = torch.ones(sim.keep.shape, dtype=torch.float64)
         for layer in range(sim.layers):
             for head in range(sim.heads):
                 kept = sim.kept(layer, head)
