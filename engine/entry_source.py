@@ -6,7 +6,7 @@ from torch import Tensor
 
 from engine.cache import Entries, RaggedCache
 from engine.errors import PolicyError
-from engine.policies.base import CacheView, Group, Needs
+from engine.policies.base import CacheView, Needs, WindowReading
 from engine.query_window import QUERIES, window_attention
 
 
@@ -36,11 +36,11 @@ class CacheEntries:
         """``[N, K]``."""
         return self._cache.pool.state.flatten(0, 1)[self._entries.slot]
 
-    def attention(self, view: CacheView, group: Group) -> Tensor:
+    def attention(self, view: CacheView, reading: WindowReading) -> Tensor:
         """``[N]``; see :meth:`engine.policies.base.CacheView.attention`."""
         if QUERIES not in self._cache.memory:
             raise PolicyError(_undeclared("attention", "queries=16") + " or another number")
-        return window_attention(self._cache, self._seq, self._entries, view, group)
+        return window_attention(self._cache, self._seq, self._entries, view, reading)
 
 
 def _undeclared(what: str, needs: str) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from engine.policies.base import NewTokens, Policy, Scorer
+from engine.policies.base import NewTokens, Policy, Scorer, band
 from engine.query_window import QUERIES
 
 if TYPE_CHECKING:
@@ -37,7 +37,8 @@ def tap_layers(policy: Policy, layers: int) -> tuple[int, ...]:
     """Indices of the layers after which the policy's scorer reads the residual stream."""
     if not policy.evicts:
         return ()
-    return tuple(min(int(share * layers), layers - 1) for share in policy.scoring.needs.taps)
+    bands = [[min(int(s * layers), layers - 1) for s in band(t)] for t in policy.scoring.needs.taps]
+    return tuple(layer for first, last in bands for layer in range(first, last + 1))
 
 
 def has_born(scorer: Scorer) -> bool:
@@ -55,6 +56,8 @@ def write_state(
     taps: Sequence[Tensor],
 ) -> None:
     """Ask the scorer for the state of new entries and store it; its memory changes last.
+
+    State 0 is left alone where it adds up attention: the pass itself writes it, before or after.
 
     Args:
         seqs: ``[B]`` sequence slots; slots: ``[B, L, H, T]`` flat slots of the new entries.
@@ -76,6 +79,6 @@ def write_state(
     )
     state: Tensor = scorer.born(new)  # type: ignore[attr-defined]
     spread = state.expand(batch, count, layers, heads, -1).permute(0, 2, 3, 1, 4)
-    pool.state.flatten(0, 1)[slots] = spread.float()
+    pool.state.flatten(0, 1)[slots, int(bool(scorer.needs.mass)) :] = spread.float()
     for name, kept in new.memory.items():
         cache.memory[name][seqs] = kept

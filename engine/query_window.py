@@ -12,9 +12,11 @@ from torch import Tensor
 from engine.backends.cuda.kernels.available import on_triton
 from engine.backends.cuda.kernels.window_scores import window_scores
 from engine.cache import Entries, RaggedCache
-from engine.policies.base import CacheView, Group
+from engine.policies.base import CacheView, Group, WindowReading
 
 QUERIES = "queries"
+# The readings that the kernel computes.
+_ON_PAGES = (WindowReading("mean"), WindowReading("sum"))
 
 
 def window_positions(seen: int, size: int, device: torch.device) -> Tensor:
@@ -41,22 +43,23 @@ def store_queries(queries: Tensor, seqs: Tensor, position: Tensor, new: Tensor) 
 
 
 def window_attention(
-    cache: RaggedCache, seq: int, entries: Entries, view: CacheView, group: Group
+    cache: RaggedCache, seq: int, entries: Entries, view: CacheView, reading: WindowReading
 ) -> Tensor:
     """Compute attention probabilities of the window over the retained entries.
 
     For each layer and KV head: softmax over the row's entries (causal: an entry after the
-    query counts nothing), joined over the group's heads, averaged over the window's queries.
+    query counts nothing), joined over the group's heads and then over the window's queries.
 
     Args:
-        group: how the query heads of a KV group are joined: mean, max or sum.
+        reading: how both are joined.
 
     Returns:
         float32 ``[N]``, row-major as the view.
     """
     queries = cache.memory[QUERIES]
     at = window_positions(view.seen, queries.shape[3], queries.device)
-    if on_triton(cache.pool.keys) and group != "max":
+    group = reading.group
+    if on_triton(cache.pool.keys) and reading in _ON_PAGES:
         mean = _attention_on_pages(cache, seq, at)[entries.row, entries.offset]
         return mean if group == "mean" else mean * (queries.shape[2] // view.kv_heads)
     live, heads, dim = view.live(), view.kv_heads, queries.shape[-1]
@@ -70,12 +73,14 @@ def window_attention(
         rows = slice(layer * heads, (layer + 1) * heads)
         grouped = queries[seq, layer][:, known].float().reshape(heads, -1, dim) * dim**-0.5
         scores = grouped @ keys[slot[rows]].float().transpose(1, 2)
-        members = scores.shape[1] // max(query_at.numel(), 1)
-        allowed = position[rows][:, None] <= query_at.repeat(members)[:, None]
-        probability = scores.masked_fill(~allowed, -torch.inf).softmax(-1)
+        scores = scores.unflatten(1, (-1, query_at.numel()))
+        allowed = position[rows][:, None] <= query_at[:, None]
+        if reading.of == "logits":
+            scores = join(scores, group, 1)[:, None]
+        probability = scores.masked_fill(~allowed[:, None], -torch.inf).softmax(-1)
         # A query whose own entry and all before it are gone attends to nothing.
-        probability = probability.nan_to_num(0.0).unflatten(1, (members, -1))
-        shares.append(join(probability, group, 1).mean(1))
+        paid = join(probability.nan_to_num(0.0), group, 1)
+        shares.append(paid.amax(1) if reading.queries == "max" else paid.mean(1))
     return torch.cat(shares)[live]
 
 

@@ -235,6 +235,7 @@ class Runtime:
         except BaseException:
             for session in sessions:
                 session.roll_back()
+            cut_to_budgets(self, sessions, self.slack)  # where the step stands
             raise
         if uncut:
             cut_to_budgets(self, uncut, self.slack, backend if refused else None)

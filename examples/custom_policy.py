@@ -25,12 +25,12 @@ class KeyDiff:
         return -(keys @ mean[..., None])[..., 0][view.live()]
 
 
-POLICY = mmkv.Policy("keydiff", KeyDiff(), mmkv.HeadAllocation())
-mmkv.register_policy("keydiff", POLICY)  # for policy="keydiff"; an entry point for mmkv chat
+POLICY = mmkv.Policy("mean-key", KeyDiff(), mmkv.HeadAllocation())
+mmkv.register_policy("mean-key", POLICY)  # for policy="mean-key"; an entry point for mmkv chat
 
 
 if __name__ == "__main__":
-    for policy in ("keydiff", "streamingllm"):
+    for policy in ("mean-key", "streamingllm"):
         engine = mmkv.Engine.from_pretrained(mmkv.bundled_model(), policy=policy, budget=12)
         with engine.session() as session:
             question = "what is at row 2, column 3?"

@@ -82,6 +82,7 @@ class Decoder:
             without gates).
         """
         gate_logits: list[Tensor] = []
+        kept: dict[int, Tensor] = {}
         for index in range(len(self.weights.layers)):
             x = self.gate_input(index, hidden)
             if self.on_gate_input is not None:
@@ -89,8 +90,10 @@ class Decoder:
             if self.gates is not None:
                 gate_logits.append(self.gates.logits(index, x))
             hidden = self.layer(index, hidden, x, rope, step, deepstack)
-            if tapped is not None:
-                tapped += [hidden] * self.taps.count(index)
+            if index in self.taps:
+                kept[index] = hidden
+        if tapped is not None:
+            tapped += [kept[index] for index in self.taps]
         log_beta = F.logsigmoid(torch.stack(gate_logits, 1)) if gate_logits else None
         return hidden, log_beta
 

@@ -30,3 +30,18 @@ class HeadAllocation:
         """One group per row."""
         row = torch.arange(layers * kv_heads)
         return Shares(row, budget // row.numel() + (row < budget % row.numel()))
+
+
+@dataclass(frozen=True)
+class EvenLayerAllocation:
+    """Each row keeps an equal share, and rows of one layer keep the same (TOVA, arXiv 2401.06104).
+
+    What the division leaves over goes to the rows of the first layers, one entry each, where all
+    rows of a layer can have one; fewer than ``kv_heads`` entries stay unused.
+    """
+
+    def shares(self, budget: int, layers: int, kv_heads: int) -> Shares:
+        """One group per row."""
+        row = torch.arange(layers * kv_heads)
+        share, left = divmod(budget, row.numel())
+        return Shares(row, share + (row // kv_heads < left // kv_heads).long())

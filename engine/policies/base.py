@@ -14,6 +14,8 @@ from engine.policies.selection import MOST_ENTRIES, Shares, lowest
 
 Group = Literal["mean", "max", "sum"]
 GROUPS = get_args(Group)
+# A depth as a share of the layers, or a band of them.
+Tap = float | tuple[float, float]
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,7 @@ class Needs:
         mass: how a KV group's query heads are joined (``mean``, ``max`` or ``sum``) where state 0
             shall add up the attention that every query pays to the entry, its own included.
         taps: depths in [0, 1], as shares of the layers, after which ``born`` reads the residual
-            stream.
+            stream; two numbers stand for all layers from the one's to the other's.
     """
 
     gates: Literal["", "retention"] = ""
@@ -38,7 +40,7 @@ class Needs:
     values: bool = False
     state: int = 0
     mass: Literal["", "mean", "max", "sum"] = ""
-    taps: tuple[float, ...] = ()
+    taps: tuple[Tap, ...] = ()
 
     def __post_init__(self) -> None:
         if (
@@ -47,12 +49,32 @@ class Needs:
             or self.state < 0
             or self.mass not in ("", *GROUPS)
             or (self.mass and not self.state)
-            or not all(0 <= tap <= 1 for tap in self.taps)
+            or not all(0 <= low <= high <= 1 for low, high in map(band, self.taps))
         ):
             raise PolicyError(
                 f"{self} cannot be: gates is '' or 'retention', queries and state are numbers from "
                 f"0, mass is '' or one of {', '.join(GROUPS)} and takes state 0, taps lie in [0, 1]"
             )
+
+
+def band(tap: Tap) -> tuple[float, float]:
+    """Return the first and the last depth of ``tap``."""
+    return tap if isinstance(tap, tuple) else (tap, tap)
+
+
+@dataclass(frozen=True)
+class WindowReading:
+    """How the attention of recent queries becomes one number an entry.
+
+    Attributes:
+        group: how the query heads of a KV group are joined: mean, max or sum.
+        of: what is joined: the heads' shares of attention, or their logits before the softmax.
+        queries: how the window's queries are joined: mean or max.
+    """
+
+    group: Group = "mean"
+    of: Literal["shares", "logits"] = "shares"
+    queries: Literal["mean", "max"] = "mean"
 
 
 class EntrySource(Protocol):
@@ -70,7 +92,7 @@ class EntrySource(Protocol):
         """``[N, K]`` float32."""
         ...
 
-    def attention(self, view: CacheView, group: Group) -> Tensor:
+    def attention(self, view: CacheView, reading: WindowReading) -> Tensor:
         """``[N]`` float32, see :meth:`CacheView.attention`."""
         ...
 
@@ -119,7 +141,12 @@ class CacheView:
         """Gather the scorer's own numbers, float32 ``[N, K]``; a copy at each call."""
         return self._source().state()
 
-    def attention(self, group: Group = "mean") -> Tensor:
+    def attention(
+        self,
+        group: Group = "mean",
+        of: Literal["shares", "logits"] = "shares",
+        queries: Literal["mean", "max"] = "mean",
+    ) -> Tensor:
         """Compute the attention that the last ``needs.queries`` queries pay to each entry.
 
         Softmax of each query over its row's entries (causal: an entry after the query counts
@@ -128,6 +155,8 @@ class CacheView:
 
         Args:
             group: mean, max or sum over the group's heads.
+            of: ``logits`` joins the heads before the softmax.
+            queries: ``max`` takes the greatest over the window's queries.
 
         Returns:
             float32 ``[N]``.
@@ -135,7 +164,7 @@ class CacheView:
         Raises:
             PolicyError: the scorer does not declare ``needs.queries``.
         """
-        return self._source().attention(self, group)
+        return self._source().attention(self, WindowReading(group, of, queries))
 
     @property
     def rows(self) -> int:
@@ -197,7 +226,8 @@ class Scorer(Protocol):
     """A score per entry at the present step; the lowest are evicted.
 
     A scorer may have two methods more. ``born(new: NewTokens) -> Tensor`` is called after each
-    pass and returns the state of the new entries, float32 ``[B, T, L or 1, H or 1, K]``;
+    pass and returns the state of the new entries, float32 ``[B, T, L or 1, H or 1, K]`` (without
+    state 0 where that adds up attention: K - 1);
     ``memory(layers, kv_heads, head_dim, hidden_size)`` returns the shapes, by name, of what it
     keeps of each sequence. And it may have an attribute ``kernel``: ``"state"`` where the score is
     state 0, so that C and Triton can evict by themselves.

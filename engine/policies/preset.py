@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from keyword import iskeyword
 
 from engine.errors import PolicyError
 from engine.policies.base import Policy
@@ -78,11 +79,12 @@ class Preset:
     """A published method and its parameters.
 
     Attributes:
-        make: returns the policy; called with every parameter by keyword. The name and the source
-            of what it returns are set here.
+        make: returns the policy; called with every parameter by keyword (``lambda_`` for the
+            parameter ``lambda``). The name and the source of what it returns are set here.
         source: the paper's arXiv id, such as ``arXiv 2404.14469``; title: the paper's title.
         parameters: by name. One called ``lookahead`` is ``--lookahead`` where it is not given;
-            one called ``age`` then follows the gates; ``recent`` has the short form ``NAME+32``.
+            one called ``age`` then follows the gates; ``recent``, a whole number, has the short
+            form ``NAME+32``.
     """
 
     make: Callable[..., Policy]
@@ -113,11 +115,16 @@ class Preset:
                 values[key] = self.parameters[key].parse(text)
             except PolicyError as error:
                 raise PolicyError(f"policy {name!r}: {key} is {text!r}; {error}") from None
-        made = self.make(**values)
+        made = self.make(**{key + "_" * iskeyword(key): value for key, value in values.items()})
         if not isinstance(made, Policy):
             return made  # the registry says what is wrong
         changed = {key: value for key, value in values.items() if value != default[key]}
         return replace(made, name=full_name(name, changed), source=self.source or made.source)
+
+    @property
+    def takes_plus(self) -> bool:
+        """Whether ``NAME+32`` sets how many of the newest tokens stay."""
+        return RECENT in self.parameters and isinstance(self.parameters[RECENT].default, int)
 
     def describe(self) -> str:
         """Return the parameters and their defaults in one line."""
@@ -168,7 +175,7 @@ class PolicyText:
 def full_name(name: str, changed: Mapping[str, Value]) -> str:
     """Return ``name`` with the parameters that differ from their defaults, in one order."""
     rest = dict(changed)
-    if RECENT in rest:
+    if isinstance(rest.get(RECENT), int):
         name += f"+{rest.pop(RECENT)}"
     pairs = ",".join(f"{key}={show(rest[key])}" for key in sorted(rest))
     return f"{name}:{pairs}" if pairs else name

@@ -6,13 +6,15 @@ from typing import Literal
 
 from engine.config import EngineConfig, check_lookahead
 from engine.policies.allocation import GlobalAllocation, HeadAllocation
+from engine.policies.attention_presets import ATTENTION_PRESETS
 from engine.policies.base import Policy
+from engine.policies.key_presets import KEY_PRESETS
 from engine.policies.preset import Parameter, Preset
-from engine.policies.scoring import Recency, Retention, WindowAttention
+from engine.policies.preset_parameters import RECENT
+from engine.policies.scoring import Recency, Retention
 
 Age = Literal["paper", "released"]
 
-_RECENT = Parameter(0, "newest tokens of every row that stay, whatever their scores", least=0)
 # Which age the newest entry has: the paper's, or that of the authors' released code.
 _AGE_HELP = "how ages are counted; released is the default with gates of the authors' own layout"
 _AGES = ("paper", "released")
@@ -44,11 +46,6 @@ def _streamingllm(sinks: int) -> Policy:
     return Policy("streamingllm", Recency(), HeadAllocation(), protect_first=sinks)
 
 
-def _snapkv(window: int, kernel: int, pool: Literal["avg", "max"]) -> Policy:
-    scoring = WindowAttention(window, kernel, pool)
-    return Policy("snapkv", scoring, HeadAllocation(), protect_recent=window)
-
-
 PRESETS: dict[str, Preset] = {
     "full": Preset(_full, "baseline", "every entry stays"),
     "dbtrimkv": Preset(
@@ -62,7 +59,7 @@ PRESETS: dict[str, Preset] = {
                 "equation 9",
                 least=1,
             ),
-            "recent": _RECENT,
+            "recent": RECENT,
             "age": Parameter("paper", _AGE_HELP, "equation 9: the newest has age 1", choices=_AGES),
         },
     ),
@@ -71,7 +68,7 @@ PRESETS: dict[str, Preset] = {
         "arXiv 2512.03324",
         "Cache What Lasts: Token Retention for Memory-Bounded KV Cache in LLMs",
         {
-            "recent": _RECENT,
+            "recent": RECENT,
             "age": Parameter(
                 "paper", _AGE_HELP, "algorithm 1: the newest has age 0", choices=_AGES
             ),
@@ -83,14 +80,6 @@ PRESETS: dict[str, Preset] = {
         "Efficient Streaming Language Models with Attention Sinks",
         {"sinks": Parameter(4, "first tokens, which always stay", "table 2", least=0)},
     ),
-    "snapkv": Preset(
-        _snapkv,
-        "arXiv 2404.14469",
-        "SnapKV: LLM Knows What You are Looking for Before Generation",
-        {
-            "window": Parameter(16, "newest queries, which observe and always stay", least=1),
-            "kernel": Parameter(5, "positions that are pooled together, an odd number", least=1),
-            "pool": Parameter("avg", "pooling over neighbouring positions", choices=("avg", "max")),
-        },
-    ),
+    **ATTENTION_PRESETS,
+    **KEY_PRESETS,
 }

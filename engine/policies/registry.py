@@ -80,7 +80,7 @@ def make_policy(text: str, lookahead: float = EngineConfig.lookahead, age: Age =
         raise PolicyError(f"unknown policy {name!r}; choose one of {', '.join(names())}")
     check_lookahead(lookahead)
     if isinstance(found, Preset):
-        if asked.plus and (RECENT not in found.parameters or not asked.given[RECENT].isdecimal()):
+        if asked.plus and not (found.takes_plus and asked.given[RECENT].isdecimal()):
             raise PolicyError(_no_plus(text))
         return _of_preset(name, found, asked, {"lookahead": lookahead, "age": age})
     policy = replace(_made(name, found, lookahead), name=name)
@@ -141,8 +141,9 @@ def _of_preset(
 
 
 def _no_plus(text: str) -> str:
+    taking = [name for name, preset in PRESETS.items() if preset.takes_plus]
     return (
-        f"policy {text!r}: only dbtrimkv and trimkv take +N, the number of newest tokens to keep; "
+        f"policy {text!r}: only {', '.join(taking)} take +N, the number of newest tokens to keep; "
         "write dbtrimkv+32"
     )
 

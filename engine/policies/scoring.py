@@ -10,7 +10,7 @@ from torch import Tensor
 
 from engine.config import EngineConfig
 from engine.errors import PolicyError
-from engine.policies.base import CacheView, Needs
+from engine.policies.base import CacheView, Group, Needs
 from engine.policies.score import lookahead_log_score
 
 
@@ -71,6 +71,7 @@ class WindowAttention:
     window: int = 16
     kernel: int = 5
     pool: Literal["avg", "max"] = "avg"
+    group: Group = "mean"
 
     def __post_init__(self) -> None:
         if self.window < 1 or self.kernel < 1 or self.kernel % 2 == 0:
@@ -87,12 +88,23 @@ class WindowAttention:
     def score(self, view: CacheView) -> Tensor:
         """Window attention of the prefix, pooled over each row in order of position."""
         observing = view.position >= view.seen - self.window
-        prefix = view.attention().masked_fill(observing, 0.0)
-        attention = view.to_rows(prefix, 0.0)
-        order = view.to_rows(view.position.float(), float("inf")).argsort(-1)
-        smooth = F.avg_pool1d if self.pool == "avg" else F.max_pool1d
-        pooled = smooth(
-            attention.gather(-1, order)[:, None], self.kernel, stride=1, padding=self.kernel // 2
-        )[:, 0]
-        scores = pooled.scatter(-1, order, pooled)[view.live()]
-        return scores.masked_fill(observing, float("inf"))
+        prefix = view.attention(self.group).masked_fill(observing, 0.0)
+        return pooled(prefix, view, self.kernel, self.pool).masked_fill(observing, float("inf"))
+
+
+def pooled(values: Tensor, view: CacheView, kernel: int, pool: Literal["avg", "max"]) -> Tensor:
+    """Pool ``values [N]`` over neighbouring entries of each row, in order of position.
+
+    Args:
+        values: not below 0.
+        kernel: entries that are pooled together, odd; beyond a row's ends they count as 0.
+    """
+    order = view.to_rows(view.position.float(), float("inf")).argsort(-1)
+    smooth = F.avg_pool1d if pool == "avg" else F.max_pool1d
+    found = smooth(
+        view.to_rows(values, 0.0).gather(-1, order)[:, None],
+        kernel,
+        stride=1,
+        padding=kernel // 2,
+    )[:, 0]
+    return found.scatter(-1, order, found)[view.live()]

@@ -69,6 +69,8 @@ def test_no_parameters_and_all_defaults_are_one_policy(preset: str) -> None:
         ("dbtrimkv:lookahead=5.0", "dbtrimkv:lookahead=5", {"scoring": Retention(5)}),
         ("trimkv:recent=9", "trimkv+9", {"protect_recent": 9}),
         ("trimkv+9", "trimkv+9", {"protect_recent": 9}),
+        ("keydiff+9", "keydiff+9", {"protect_recent": 9}),
+        ("h2o:recent=0.25", "h2o:recent=0.25", {"recent_share": 0.25}),
         (
             "dbtrimkv+9:lookahead=4",
             "dbtrimkv+9:lookahead=4",
@@ -103,7 +105,7 @@ def test_a_lookahead_in_the_text_outranks_the_option() -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("snapkv:windw=3", r"no parameter 'windw'; it takes window=16, kernel=5, pool=avg"),
+        ("snapkv:windw=3", r"no parameter 'windw'; it takes window=16, kernel=5, pool=avg, "),
         ("full:sinks=3", r"no parameter 'sinks'; it takes none"),
         ("snapkv:window=0", r"window is '0'; give a whole number of at least 1"),
         ("snapkv:window=2.5", r"window is '2.5'; give a whole number"),
@@ -118,6 +120,7 @@ def test_a_lookahead_in_the_text_outranks_the_option() -> None:
         ("snapkv:=3", r"not understood"),
         ("snapkv:window=3,window=4", r"sets window twice"),
         ("trimkv+3:recent=4", r"sets recent twice"),
+        ("h2o+1", r"only dbtrimkv, trimkv, .* take \+N"),
         ("snapkv[window=3", r"unknown policy"),
         ("nonsense:window=3", r"unknown policy 'nonsense'; choose one of"),
     ],
@@ -180,7 +183,7 @@ def test_a_registered_preset_has_parameters() -> None:
     assert (made.name, made.protect_first) == ("oldest:first=5,note=y", 5)
     with pytest.raises(PolicyError, match="it takes first=2, note=x"):
         make_policy("oldest:last=1")
-    with pytest.raises(PolicyError, match="only dbtrimkv and trimkv take"):
+    with pytest.raises(PolicyError, match=r"only dbtrimkv, trimkv, .* take \+N"):
         make_policy("oldest+3")
 
 

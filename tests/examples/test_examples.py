@@ -61,7 +61,7 @@ def test_chat(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_custom_policy(capsys: pytest.CaptureFixture[str]) -> None:
     run("custom_policy.py")
     ours, theirs = capsys.readouterr().out.splitlines()
-    assert ours.startswith("keydiff: frog (") and theirs.startswith("streamingllm: ")
+    assert ours.startswith("mean-key: frog (") and theirs.startswith("streamingllm: ")
     assert len((EXAMPLES / "custom_policy.py").read_text().splitlines()) <= 40
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from engine.backends.cuda.kernels.evict import unsupported_reason
+from engine.new_entries import has_born
 from engine.policies import PRESETS, Policy, make_policy
 
 _MADE = {name: make_policy(name) for name in PRESETS}
@@ -14,6 +16,9 @@ def _kind(policy: Policy) -> tuple[object, ...]:
         policy.scoring.needs.gates,
         policy.scoring.needs.queries > 0,
         policy.scoring.needs.keys,
+        policy.scoring.needs.mass,
+        bool(policy.scoring.needs.taps),
+        has_born(policy.scoring),
     )
 
 
@@ -21,8 +26,12 @@ ALL = tuple(_MADE)
 EVICTING = tuple(name for name, policy in _MADE.items() if policy.allocation is not None)
 # Those with retention gates.
 GATED = tuple(name for name, policy in _MADE.items() if policy.scoring.needs.gates)
-# Those whose decode step needs no recent queries: the steps in C and on a GPU evict for them.
-STATIC = tuple(name for name, policy in _MADE.items() if not policy.scoring.needs.queries)
+# Those that the steps in C and on a GPU evict for.
+STATIC = tuple(
+    name
+    for name, policy in _MADE.items()
+    if policy.allocation is None or not unsupported_reason(policy)
+)
 # The first preset of each kind.
 KINDS = tuple(
     name

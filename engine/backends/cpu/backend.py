@@ -46,6 +46,8 @@ class CpuBackend:
             return "on_gate_input is set"
         if engine.policy.scoring.needs.queries and engine.policy.evicts:
             return f"policy {engine.policy.name!r} keeps recent queries"
+        if engine.needs.mass or engine.has_born:
+            return f"policy {engine.policy.name!r} writes state in every step"
         for session in sessions:
             if any(window and window <= session.seen for window in engine.spec.sliding_window):
                 return "a sliding window is in effect"

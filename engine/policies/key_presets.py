@@ -1,0 +1,33 @@
+"""Presets whose scores come from keys and values."""
+
+from __future__ import annotations
+
+from engine.policies.allocation import HeadAllocation
+from engine.policies.base import Policy
+from engine.policies.keys import KeyDifference, KeyNorm
+from engine.policies.preset import Preset
+from engine.policies.preset_parameters import RECENT
+
+
+def _keydiff(recent: int) -> Policy:
+    return Policy("keydiff", KeyDifference(), HeadAllocation(), protect_recent=recent)
+
+
+def _knorm(recent: int) -> Policy:
+    return Policy("knorm", KeyNorm(), HeadAllocation(), protect_recent=recent)
+
+
+KEY_PRESETS: dict[str, Preset] = {
+    "keydiff": Preset(
+        _keydiff,
+        "arXiv 2504.15364",
+        "KeyDiff: Key Similarity-Based KV Cache Eviction for Long-Context LLM Inference",
+        {"recent": RECENT},
+    ),
+    "knorm": Preset(
+        _knorm,
+        "arXiv 2406.11430",
+        "A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression",
+        {"recent": RECENT},
+    ),
+}
