@@ -19,15 +19,13 @@ from engine.model.families import IMAGE, VIDEO, Family, family_for
 from engine.model.families.loading import load, resolve_device, resolve_dtype
 from tests.support.factories import (
     CHECKPOINTS,
-    IMAGE_ID,
-    VIDEO_ID,
-    VOCAB,
     checkpoint,
     join_turns,
     make_model,
     make_turn,
     pad_left,
 )
+from tests.support.model_configs import IMAGE_ID, VIDEO_ID, VOCAB
 
 CPU = torch.device("cpu")
 

@@ -23,7 +23,8 @@ from engine.model.gates import make_random_gates, save_gates
 from engine.policies import Budget, make_policy
 from engine.runtime import Runtime
 from engine.sequence import CachedSequence
-from tests.support.factories import CHECKPOINTS, IMAGE_ID, Checkpoint, Piece, make_turn
+from tests.support.factories import CHECKPOINTS, Piece, make_turn
+from tests.support.model_configs import IMAGE_ID, Checkpoint
 from tests.support.oracle import Oracle, Retained
 from tests.support.policies import ALL, GATED
 from tests.support.sessions import save_checkpoint, text_ids

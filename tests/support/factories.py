@@ -10,7 +10,6 @@ import functools
 import math
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,37 +18,21 @@ import transformers
 from torch import Tensor
 from transformers.image_processing_utils import select_best_resolution
 
-VOCAB = 160
-IMAGE_ID, VIDEO_ID, VISION_START, VISION_END = 150, 151, 152, 153
-# Random text draws from ids below this: never a placeholder or a special token.
-TEXT_IDS = 148
-NO_SPECIALS: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-TILE, PATCH = 16, 4
-SIDE = TILE // PATCH
-PINPOINTS = [[16, 32], [32, 16], [32, 32], [16, 48], [48, 16]]
+from tests.support.model_configs import (
+    IMAGE_ID,
+    PATCH,
+    PINPOINTS,
+    SIDE,
+    TEXT_IDS,
+    TILE,
+    VIDEO_ID,
+    VISION_END,
+    VISION_START,
+    Checkpoint,
+    config_of,
+)
 
 _home = tempfile.TemporaryDirectory(prefix="mmkv-checkpoints-")
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """One random checkpoint: its family's ``model_type`` and the shape that makes it special."""
-
-    model_type: str
-    heads: int
-    kv_heads: int
-    head_dim: int
-    layers: int = 2
-    tied: bool = False
-    seed: int = 0
-    text_type: str = ""
-    text: dict[str, Any] = field(default_factory=dict)
-    extra: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def group(self) -> int:
-        """Return query heads per KV head."""
-        return self.heads // self.kv_heads
 
 
 def _long_rope(rot: int, original: int) -> dict[str, Any]:
@@ -137,16 +120,10 @@ def checkpoint(name: str) -> Path:
 
 def make_model(spec: Checkpoint) -> Any:
     """Return the transformers model of a checkpoint, float32, with lively random weights."""
-    build = {
-        "qwen3_vl": _qwen3_vl,
-        "llava": _llava,
-        "llava_next": _llava_next,
-        "llava_onevision": _llava_onevision,
-    }.get(spec.model_type)
-    if build is None:
-        model = transformers.AutoModelForCausalLM.from_config(_text_config(spec, spec.model_type))
-    else:
-        model = transformers.AutoModelForImageTextToText.from_config(build(spec))
+    config = config_of(spec)
+    sees = hasattr(config, "vision_config")
+    kind = transformers.AutoModelForImageTextToText if sees else transformers.AutoModelForCausalLM
+    model = kind.from_config(config)
     enliven(model, spec.seed)
     model.generation_config = transformers.GenerationConfig()
     return model.float().eval()
@@ -169,114 +146,6 @@ def enliven(model: Any, seed: int) -> None:
         else:
             sharp = any(part in name for part in ("q_proj", "k_proj", "qkv_proj"))
             weight.copy_((1.5 if sharp else 1.0) * noise / math.sqrt(weight[0].numel()))
-
-
-def _text_config(spec: Checkpoint, text_type: str) -> Any:
-    hidden = spec.heads * spec.head_dim
-    values: dict[str, Any] = {
-        "vocab_size": VOCAB,
-        "hidden_size": hidden,
-        "intermediate_size": 2 * hidden,
-        "num_hidden_layers": spec.layers,
-        "num_attention_heads": spec.heads,
-        "num_key_value_heads": spec.kv_heads,
-        "head_dim": spec.head_dim,
-        "max_position_embeddings": 512,
-        "tie_word_embeddings": spec.tied,
-        **NO_SPECIALS,
-        **spec.text,
-    }
-    return transformers.CONFIG_MAPPING[text_type](**values)
-
-
-def _clip(spec: Checkpoint) -> Any:
-    return transformers.CLIPVisionConfig(
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        image_size=TILE,
-        patch_size=PATCH,
-        projection_dim=16,
-    )
-
-
-def _llava(spec: Checkpoint) -> Any:
-    values = {"vision_feature_layer": -2, "vision_feature_select_strategy": "default", **spec.extra}
-    return transformers.LlavaConfig(
-        vision_config=_clip(spec),
-        text_config=_text_config(spec, spec.text_type),
-        image_token_index=IMAGE_ID,
-        tie_word_embeddings=spec.tied,
-        **values,
-    )
-
-
-def _llava_next(spec: Checkpoint) -> Any:
-    return transformers.LlavaNextConfig(
-        vision_config=_clip(spec),
-        text_config=_text_config(spec, spec.text_type),
-        image_token_index=IMAGE_ID,
-        image_grid_pinpoints=PINPOINTS,
-        tie_word_embeddings=spec.tied,
-        **spec.extra,
-    )
-
-
-def _llava_onevision(spec: Checkpoint) -> Any:
-    vision = transformers.SiglipVisionConfig(
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        image_size=TILE,
-        patch_size=PATCH,
-        vision_use_head=False,
-    )
-    return transformers.LlavaOnevisionConfig(
-        vision_config=vision,
-        text_config=_text_config(spec, spec.text_type),
-        image_token_index=IMAGE_ID,
-        video_token_index=VIDEO_ID,
-        image_grid_pinpoints=PINPOINTS,
-        # Fewer tiles than the largest grid has, so that the shrinking path runs too.
-        vision_aspect_ratio="anyres_max_2",
-        tie_word_embeddings=spec.tied,
-        **spec.extra,
-    )
-
-
-def _qwen3_vl(spec: Checkpoint) -> Any:
-    half = spec.head_dim // 2
-    side = half // 3
-    text = _text_config(spec, "qwen3_vl_text")
-    text.rope_parameters = {
-        "rope_type": "default",
-        "rope_theta": 10000.0,
-        "mrope_section": [half - 2 * side, side, side],
-        "mrope_interleaved": True,
-    }
-    vision = {
-        "depth": 3,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_heads": 2,
-        "patch_size": PATCH,
-        "spatial_merge_size": 2,
-        "temporal_patch_size": 2,
-        "out_hidden_size": spec.heads * spec.head_dim,
-        "num_position_embeddings": 64,
-        "deepstack_visual_indexes": [0, 1],
-    }
-    return transformers.Qwen3VLConfig(
-        text_config=text.to_dict(),
-        vision_config=vision,
-        image_token_id=IMAGE_ID,
-        video_token_id=VIDEO_ID,
-        vision_start_token_id=VISION_START,
-        vision_end_token_id=VISION_END,
-        tie_word_embeddings=spec.tied,
-    )
 
 
 # A turn is written as pieces: 12 (so many text tokens), ("image", height, width) in pixels,

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from engine.runtime import Runtime
 from engine.sequence import CachedSequence
-from tests.support.factories import TEXT_IDS, Checkpoint, Piece, make_model, make_turn
+from tests.support.factories import Piece, make_model, make_turn
+from tests.support.model_configs import TEXT_IDS, Checkpoint
 
 
 def qwen3_vl(layers: int = 2, seed: int = 0) -> Checkpoint:

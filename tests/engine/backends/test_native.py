@@ -27,7 +27,8 @@ from engine.runtime import Runtime
 from engine.sequence import CachedSequence
 from mmkv.environment import describe
 from mmkv.resources import bundled_model
-from tests.support.factories import Checkpoint, checkpoint, make_turn
+from tests.support.factories import checkpoint, make_turn
+from tests.support.model_configs import Checkpoint
 from tests.support.policies import EVICTING_STATIC
 from tests.support.sessions import load, save_checkpoint, state, text_ids
 

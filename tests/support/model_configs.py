@@ -1,0 +1,157 @@
+"""Configurations of small random checkpoints, one function a family."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import transformers
+
+VOCAB = 160
+IMAGE_ID, VIDEO_ID, VISION_START, VISION_END = 150, 151, 152, 153
+# Random text draws from ids below this: never a placeholder or a special token.
+TEXT_IDS = 148
+NO_SPECIALS: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+TILE, PATCH = 16, 4
+SIDE = TILE // PATCH
+PINPOINTS = [[16, 32], [32, 16], [32, 32], [16, 48], [48, 16]]
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One random checkpoint: its family's ``model_type`` and the shape that makes it special."""
+
+    model_type: str
+    heads: int
+    kv_heads: int
+    head_dim: int
+    layers: int = 2
+    tied: bool = False
+    seed: int = 0
+    text_type: str = ""
+    text: dict[str, Any] = field(default_factory=dict)
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def group(self) -> int:
+        """Return query heads per KV head."""
+        return self.heads // self.kv_heads
+
+
+def config_of(spec: Checkpoint) -> Any:
+    """Return the transformers configuration of a checkpoint."""
+    build = {
+        "qwen3_vl": _qwen3_vl,
+        "llava": _llava,
+        "llava_next": _llava_next,
+        "llava_onevision": _llava_onevision,
+    }.get(spec.model_type)
+    return _text_config(spec, spec.model_type) if build is None else build(spec)
+
+
+def _text_config(spec: Checkpoint, text_type: str) -> Any:
+    hidden = spec.heads * spec.head_dim
+    values: dict[str, Any] = {
+        "vocab_size": VOCAB,
+        "hidden_size": hidden,
+        "intermediate_size": 2 * hidden,
+        "num_hidden_layers": spec.layers,
+        "num_attention_heads": spec.heads,
+        "num_key_value_heads": spec.kv_heads,
+        "head_dim": spec.head_dim,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": spec.tied,
+        **NO_SPECIALS,
+        **spec.text,
+    }
+    return transformers.CONFIG_MAPPING[text_type](**values)
+
+
+def _clip(spec: Checkpoint) -> Any:
+    return transformers.CLIPVisionConfig(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        image_size=TILE,
+        patch_size=PATCH,
+        projection_dim=16,
+    )
+
+
+def _llava(spec: Checkpoint) -> Any:
+    values = {"vision_feature_layer": -2, "vision_feature_select_strategy": "default", **spec.extra}
+    return transformers.LlavaConfig(
+        vision_config=_clip(spec),
+        text_config=_text_config(spec, spec.text_type),
+        image_token_index=IMAGE_ID,
+        tie_word_embeddings=spec.tied,
+        **values,
+    )
+
+
+def _llava_next(spec: Checkpoint) -> Any:
+    return transformers.LlavaNextConfig(
+        vision_config=_clip(spec),
+        text_config=_text_config(spec, spec.text_type),
+        image_token_index=IMAGE_ID,
+        image_grid_pinpoints=PINPOINTS,
+        tie_word_embeddings=spec.tied,
+        **spec.extra,
+    )
+
+
+def _llava_onevision(spec: Checkpoint) -> Any:
+    vision = transformers.SiglipVisionConfig(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        image_size=TILE,
+        patch_size=PATCH,
+        vision_use_head=False,
+    )
+    return transformers.LlavaOnevisionConfig(
+        vision_config=vision,
+        text_config=_text_config(spec, spec.text_type),
+        image_token_index=IMAGE_ID,
+        video_token_index=VIDEO_ID,
+        image_grid_pinpoints=PINPOINTS,
+        # Fewer tiles than the largest grid has, so that the shrinking path runs too.
+        vision_aspect_ratio="anyres_max_2",
+        tie_word_embeddings=spec.tied,
+        **spec.extra,
+    )
+
+
+def _qwen3_vl(spec: Checkpoint) -> Any:
+    half = spec.head_dim // 2
+    side = half // 3
+    text = _text_config(spec, "qwen3_vl_text")
+    text.rope_parameters = {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "mrope_section": [half - 2 * side, side, side],
+        "mrope_interleaved": True,
+    }
+    vision = {
+        "depth": 3,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_heads": 2,
+        "patch_size": PATCH,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+        "out_hidden_size": spec.heads * spec.head_dim,
+        "num_position_embeddings": 64,
+        "deepstack_visual_indexes": [0, 1],
+    }
+    return transformers.Qwen3VLConfig(
+        text_config=text.to_dict(),
+        vision_config=vision,
+        image_token_id=IMAGE_ID,
+        video_token_id=VIDEO_ID,
+        vision_start_token_id=VISION_START,
+        vision_end_token_id=VISION_END,
+        tie_word_embeddings=spec.tied,
+    )
