@@ -19,7 +19,7 @@ import gc
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ import torch
 from engine.backends.cuda import GraphRunner
 from engine.errors import MmkvError
 from engine.runtime import Runtime
+from eval.bench.decode_cases import SETS, Case
 from eval.bench.decode_report import figure, show, show_targets
 from eval.bench.memory_estimate import own_bytes, peer_bytes
 from eval.bench.methods import EAGER_STEPS, Own, concerns_one_method
@@ -39,51 +40,6 @@ from eval.bench.process import PeerProcess
 from eval.bench.shapes import SHAPES, build_engine
 from eval.bench.targets import checks
 from mmkv.measure.timing import copy_bandwidth, spread, take_turns
-
-
-@dataclass(frozen=True)
-class Case:
-    """``batch`` sequences that have seen ``context`` tokens and may keep ``budget`` per row."""
-
-    batch: int
-    context: int
-    budget: int
-    kind: str = "given"
-
-    @classmethod
-    def parse(cls, text: str) -> Case:
-        """Parse ``B:CONTEXT:M``. Raises BenchError."""
-        try:
-            batch, context, budget = (int(part) for part in text.split(":"))
-        except ValueError:
-            raise BenchError(
-                f"case {text!r} is not B:CONTEXT:M, such as 16:16384:256, nor a set: "
-                f"{', '.join(SETS)}"
-            ) from None
-        if min(batch, context, budget) < 1:
-            raise BenchError(f"case {text!r} has a number below 1; give B:CONTEXT:M from 1 on")
-        return cls(batch, context, budget)
-
-
-SETS: dict[str, list[Case]] = {
-    "targets": [
-        Case(batch, context, budget, "targets")
-        for batch, context, budget in (
-            (1, 16384, 256),
-            (4, 32768, 1024),
-            (8, 16384, 1024),
-            (16, 16384, 256),
-            (64, 4096, 256),
-        )
-    ],
-    "grid": [
-        Case(batch, context, budget, "grid")
-        for batch in (1, 4, 8, 16, 64)
-        for context, budget in ((4096, 64), (16384, 128), (32768, 512), (131072, 1024))
-    ],
-    "largest": [Case(0, 16384, 256, "largest")],
-    "tiny": [Case(1, 40, 12, "tiny"), Case(3, 60, 12, "tiny")],
-}
 
 
 class Bench:
