@@ -27,9 +27,11 @@ from torch import Tensor
 from engine.cache import PagePool, RaggedCache
 from engine.errors import BudgetError
 from engine.policies import Budget
+from tests.support.tiers import slow_but
 
 Rows = list[list[int]]  # [layers * heads] -> serial numbers
 EXAMPLES = int(os.environ.get("MMKV_CACHE_EXAMPLES", "100"))
+FEW = 15
 STEPS = 60
 
 
@@ -214,12 +216,15 @@ class CacheMachine(RuleBasedStateMachine):
         return rows
 
 
-def test_cache_state_machine() -> None:
-    """About EXAMPLES x STEPS operations on random shapes, all invariants after each."""
+@pytest.mark.parametrize(
+    "examples", slow_but([FEW], [FEW, EXAMPLES], "thousands of operations, each with all checks")
+)
+def test_cache_state_machine(examples: int) -> None:
+    """About examples x STEPS operations on random shapes, all invariants after each."""
     run_state_machine_as_test(
         CacheMachine,
         settings=settings(
-            max_examples=EXAMPLES,
+            max_examples=examples,
             stateful_step_count=STEPS,
             deadline=None,
             suppress_health_check=list(HealthCheck),

@@ -9,6 +9,14 @@ import pytest
 
 
 def slow_but(quick: Container[Any], values: Iterable[Any], reason: str) -> list[Any]:
-    """Parameters for ``values``, of which all but ``quick`` are marked slow."""
+    """Parameters for ``values``, of which all but ``quick`` are marked slow.
+
+    A value that is a tuple sets several arguments.
+    """
     mark = pytest.mark.slow(reason=reason)
-    return [value if value in quick else pytest.param(value, marks=mark) for value in values]
+    return [
+        value
+        if value in quick
+        else pytest.param(*(value if isinstance(value, tuple) else [value]), marks=mark)
+        for value in values
+    ]

@@ -14,6 +14,7 @@ from engine.errors import ContextError
 from mmkv import Engine, Sampling
 from mmkv.resources import bundled_model
 from mmkv.session import Session
+from tests.support.tiers import slow_but
 
 SCENE = {"type": "image", "image": str(bundled_model().parent / "scene.png")}
 QUESTIONS = ["What color is the shape in the first row?", "How many shapes are there?", "Describe."]
@@ -38,8 +39,12 @@ def talk(engine: Engine, sampling: Sampling) -> tuple[Session, list[Any]]:
     return session, [replies, session.history, session.seen]
 
 
-@pytest.mark.parametrize("limit", [1, 5, 64])
-@pytest.mark.parametrize("stop", [(), ("e",)])
+LIMITS = [(limit, stop) for stop in ((), ("e",)) for limit in (1, 5, 64)]
+
+
+@pytest.mark.parametrize(
+    ("limit", "stop"), slow_but([(5, ()), (64, ("e",))], LIMITS, "each talks three turns twice")
+)
 def test_bursts_generate_and_retain_the_same_as_single_tokens(
     limit: int, stop: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:

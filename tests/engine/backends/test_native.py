@@ -31,6 +31,7 @@ from tests.support.factories import checkpoint, make_turn
 from tests.support.model_configs import Checkpoint
 from tests.support.policies import EVICTING_STATIC
 from tests.support.sessions import load, save_checkpoint, state, text_ids
+from tests.support.tiers import slow_but
 
 needs_native = pytest.mark.skipif(not available(), reason=f"native decode step: {reason()}")
 # KV groups 1, 3, 4 and 8, head sizes 32, 64 and 128, normed q and k, biases, tied heads, pictures
@@ -121,10 +122,18 @@ def compare(model: str, *policy: Any, **options: Any) -> Runtime:
     return native.engine
 
 
+MATRIX = [(m, *p, every) for m in MODELS for p in POLICIES for every in (1, 8)]
+# Every model, and with one of them every policy.
+QUICK = [
+    (m, *p, every) for m, *p, every in MATRIX if m == "odd" or (*p, every) == ("dbtrimkv", 2, 1)
+]
+
+
 @needs_native
-@pytest.mark.parametrize("evict_every", [1, 8])
-@pytest.mark.parametrize(("policy", "lookahead"), POLICIES)
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    ("model", "policy", "lookahead", "evict_every"),
+    slow_but(QUICK, MATRIX, "the rest of the matrix"),
+)
 def test_both_paths_agree(model: str, policy: str, lookahead: float, evict_every: int) -> None:
     compare(model, policy, lookahead, evict_every=evict_every)
 
@@ -139,6 +148,7 @@ def test_gates_of_other_depths(stages: int, policy: str) -> None:
 
 
 @needs_native
+@pytest.mark.slow(reason="512 tokens on two paths")
 def test_the_bundled_model_says_the_same_for_512_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     picture = {"type": "image", "image": str(bundled_model().parent / "scene.png")}
     message = {"role": "user", "content": [picture, {"type": "text", "text": "Describe."}]}

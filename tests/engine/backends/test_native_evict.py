@@ -20,6 +20,7 @@ from engine.policies import CacheView, Policy, make_policy
 from engine.policies.allocation import GlobalAllocation
 from engine.policies.scoring import Retention
 from tests.engine.backends.test_native import POLICIES, content, needs_native
+from tests.support.tiers import slow_but
 
 # Rows of 2 layers and 2 heads. Few values, and the same positions in most rows: many ties.
 SEEN = 40
@@ -30,6 +31,8 @@ BETAS = st.sampled_from(
 )
 LEVELS = st.lists(BETAS, min_size=1, max_size=4)
 AGES = st.sampled_from([0, 1, 2, 3])
+# Of the instruction set; test_native_levels has each of them in the fast tier.
+EACH_LEVEL = slow_but(levels()[:1], levels(), "hundreds of examples at each level")
 ENDS = st.sampled_from([(0, 0), (4, 0), (0, 10), (4, 10), (SEEN, 0), (0, SEEN)])
 
 
@@ -103,7 +106,7 @@ def evictor_at(level: str, policy: Policy) -> NativeEvictor:
 
 
 @needs_native
-@pytest.mark.parametrize("level", levels())
+@pytest.mark.parametrize("level", EACH_LEVEL)
 @settings(max_examples=250, deadline=None)
 @given(LENGTHS, LEVELS, st.sampled_from(POLICIES[1:]), AGES, ENDS, st.integers(0, 130))
 def test_victims_and_pages_are_those_of_torch(
@@ -134,7 +137,7 @@ def test_victims_and_pages_are_those_of_torch(
 
 
 @needs_native
-@pytest.mark.parametrize("level", levels())
+@pytest.mark.parametrize("level", EACH_LEVEL)
 @settings(max_examples=100, deadline=None)
 @given(
     st.floats(-7.5, 0.5),

@@ -13,11 +13,14 @@ from engine.backends.cpu import binding, level, levels, reason
 from engine.backends.cpu.binding import LEVELS
 from mmkv.environment import describe
 from tests.engine.backends.test_native import MODELS, POLICIES, compare, needs_native
+from tests.support.tiers import slow_but
 
 
 @needs_native
 @pytest.mark.parametrize("level", levels())
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    "model", slow_but({"qwen3_vl", "odd"}, MODELS, "the other models, at each level")
+)
 def test_every_level_agrees_with_torch(
     model: str, level: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
