@@ -30,8 +30,8 @@ class EngineConfig:
 
     Attributes:
         model: a transformers checkpoint folder, or the id of one on the hub.
-        policy: the name of a policy (``mmkv env`` lists them) or a :class:`Policy`. None takes
-            ``dbtrimkv`` when there are gates and ``streamingllm`` otherwise.
+        policy: the name of a policy with parameters (``mmkv policies`` lists them), or a
+            :class:`Policy`. None takes ``dbtrimkv`` when there are gates, else ``streamingllm``.
         budget: M, the mean entries kept per (layer, KV head); a :class:`Budget`; or text such as
             ``"25%"`` and ``"64MiB"``. Sessions may have budgets of their own.
         lookahead: steps n = T - t over which dbtrimkv sums retention (DBTrimKV, arXiv 2605.09649,
@@ -57,8 +57,8 @@ class EngineConfig:
         default=None,
         metadata=_about(
             str,
-            "What to keep; mmkv env lists the policies. Default: dbtrimkv with gates, else "
-            "streamingllm. dbtrimkv+N also keeps the newest N tokens.",
+            "What to keep, NAME or NAME:key=value,...; mmkv policies lists all. Default: dbtrimkv "
+            "with gates, else streamingllm.",
         ),
     )
     budget: Budget | float | str = field(

@@ -42,7 +42,7 @@ def _added() -> list[str]:
     from engine import policies
     from engine.model import families
 
-    own = f"policies: {', '.join(policies.PRESETS)}"
+    own = f"policies: {', '.join(policies.PRESETS)} (mmkv policies says more)"
     return [own, *policies.describe_added(), *families.describe_added()]
 
 

@@ -1,4 +1,5 @@
-"""The ``mmkv`` command: ``chat``, ``distill``, ``eval``, ``mmdu``, ``bench``, ``env``.
+"""The ``mmkv`` command: ``chat``, ``distill``, ``eval``, ``mmdu``, ``bench``, ``policies`` and
+``env``.
 
 Exit codes: 0 done, 1 failed (one line on stderr says why and what to do), 2 wrong usage,
 130 stopped with Ctrl-C. Nothing here imports torch: help and usage errors come at once.
@@ -92,6 +93,24 @@ def env() -> None:
     from mmkv.environment import describe
 
     print(describe())
+
+
+@app.command()
+def policies(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """List the policies: papers, needs, parameters, and where each runs."""
+    import json as text
+
+    from mmkv import policies as listing
+
+    rows = listing.listed()
+    if as_json:
+        print(text.dumps(listing.as_json(rows), indent=2))
+        return
+    from rich.console import Console
+
+    Console().print(listing.table(rows))
 
 
 @app.command(

@@ -12,6 +12,7 @@ from engine.backends.cuda.kernels.available import triton_installed
 from engine.backends.cuda.kernels.sample import Draw
 
 if TYPE_CHECKING:
+    from engine.policies import Policy
     from engine.runtime import Runtime
     from engine.sequence import CachedSequence
 
@@ -40,8 +41,8 @@ class CudaBackend:
             return "Triton is not installed"
         if any(engine.spec.sliding_window):
             return "sliding-window layers"
-        if policy.evicts and evict.unsupported_reason(policy):
-            return evict.unsupported_reason(policy)
+        if self.policy_reason(policy):
+            return self.policy_reason(policy)
         if gates is not None and any(not gate.trunk for gate in gates.layers):
             return "gates without a trunk"
         if engine.decoder.on_gate_input is not None:
@@ -49,6 +50,11 @@ class CudaBackend:
         if engine.spec.rope.switch_at is not None:
             return "longrope"
         return ""
+
+    @staticmethod
+    def policy_reason(policy: Policy) -> str:
+        """Say why bursts cannot evict for a policy; empty where they can, or never have to."""
+        return evict.unsupported_reason(policy) if policy.evicts else ""
 
     def decode(self, sessions: Sequence[CachedSequence], token_ids: Sequence[int]) -> Decoded:
         """See :class:`engine.backends.base.Backend`."""
