@@ -8,26 +8,21 @@ and the count is shown in the test summary (see ``conftest.py``).
 from __future__ import annotations
 
 import math
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 from engine.model.gates import make_random_gates, save_gates
 from engine.policies import Budget, make_policy
 from engine.runtime import Runtime
-from engine.sequence import CachedSequence
-from tests.support.factories import CHECKPOINTS, Piece, make_turn
-from tests.support.model_configs import IMAGE_ID, Checkpoint
-from tests.support.oracle import Oracle, Retained
+from tests.support.dialogues import folder_of, prefill_both, prompt, reference_model
+from tests.support.model_configs import IMAGE_ID
+from tests.support.oracle import Oracle
 from tests.support.policies import ALL, GATED
-from tests.support.sessions import save_checkpoint, text_ids
+from tests.support.sessions import text_ids
 from tests.support.tiers import slow_but
 
 TOLERANCE = 1e-4
@@ -85,23 +80,6 @@ class Case:
         )
 
 
-def vl(group: int, kv_heads: int, head_dim: int) -> Checkpoint:
-    return Checkpoint("qwen3_vl", group * kv_heads, kv_heads, head_dim, layers=2)
-
-
-def text(group: int, kv_heads: int, head_dim: int) -> Checkpoint:
-    return Checkpoint("llama", group * kv_heads, kv_heads, head_dim, layers=3)
-
-
-# Named by query heads per KV head; the others are those of test_parity.
-MODELS = CHECKPOINTS | {
-    "vl1": vl(1, 3, 32),
-    "vl3": vl(3, 2, 32),
-    "vl4": vl(4, 1, 64),
-    "text1": text(1, 3, 32),
-    "text3": text(3, 2, 32),
-    "text4": text(4, 1, 64),
-}
 SCRIPTS = {"late": LATE, "video": VIDEO, "long": LONG, "shift": SHIFT}
 
 # A covering subset: every policy meets both families, both evict_every, chunks below and above
@@ -167,25 +145,6 @@ CASES += [
 ]
 
 
-@cache
-def folder_of(model: str) -> Path:
-    """A checkpoint folder, made once; the model in it gets a copy for each side."""
-    home = tempfile.TemporaryDirectory(prefix="mmkv-oracle-")
-    _homes.append(home)
-    return save_checkpoint(MODELS[model], Path(home.name))
-
-
-_homes: list[tempfile.TemporaryDirectory[str]] = []
-
-
-@cache
-def reference_model(folder: Path) -> PreTrainedModel:
-    """The oracle's own copy of the model, loaded by transformers."""
-    seeing = "vision_config" in (folder / "config.json").read_text()
-    kind = AutoModelForImageTextToText if seeing else AutoModelForCausalLM
-    return kind.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
-
-
 def load(folder: Path, case: Case, gates: Path | str = "random") -> Runtime:
     """The engine for one case."""
     return Runtime.from_pretrained(
@@ -202,14 +161,6 @@ def load(folder: Path, case: Case, gates: Path | str = "random") -> Runtime:
     )
 
 
-def prompt(model: str, *pieces: Piece, seed: int = 0) -> dict[str, Tensor]:
-    """One turn; models that do not see get its text only."""
-    family = MODELS[model].model_type
-    named = model if model in CHECKPOINTS else family
-    seeing = "vl" in family or "llava" in family
-    return make_turn(named, [p for p in pieces if seeing or isinstance(p, int)], seed)
-
-
 def oracle_for(folder: Path, engine: Runtime, case: Case) -> Oracle:
     """The oracle for one case; gates are the engine's public function."""
     name, _, age = case.policy.partition(":age=")
@@ -223,16 +174,6 @@ def oracle_for(folder: Path, engine: Runtime, case: Case) -> Oracle:
         prefill_chunk=case.chunk,
         **({"age": age} if age else {}),
     )
-
-
-def prefill_both(
-    session: CachedSequence, oracle: Oracle, inputs: dict[str, Tensor]
-) -> tuple[Tensor, Tensor]:
-    """Logits of engine and oracle, whose retained sets agree after every chunk."""
-    kept: list[Retained] = []
-    ours = session.prefill(inputs, lambda done, total: kept.append(session.retained()))
-    assert len(kept) == math.ceil(inputs["input_ids"].shape[1] / oracle.prefill_chunk)
-    return ours, oracle.prefill(inputs, kept)
 
 
 def test_every_preset_meets_the_oracle() -> None:

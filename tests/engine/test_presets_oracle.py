@@ -1,0 +1,236 @@
+"""Every preset against its reference, under drawn settings: the same entries after every call.
+
+Three conversations share an engine and decode in one batch; each has an oracle of its own. Turns
+with pictures come late, budgets change on the way, sessions are saved and loaded or forked.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from engine.policies import PRESETS
+from engine.runtime import Runtime
+from engine.sequence import CachedSequence
+from tests.support.dialogues import folder_of, prefill_both, prompt, reference_model
+from tests.support.oracle import METHODS, Oracle
+from tests.support.sessions import text_ids
+
+TOLERANCE = 1e-4
+NAMES = [name for name in PRESETS if name in METHODS and name != "full"]
+BATCH = 3
+
+# What is drawn for a parameter of any method, by its name.
+VALUES: dict[str, st.SearchStrategy[Any]] = {
+    "window": st.integers(1, 6),
+    "kernel": st.sampled_from([1, 3, 5]),
+    "pool": st.sampled_from(["avg", "max"]),
+    "group": st.sampled_from(["mean", "max", "sum"]),
+    "fusion": st.sampled_from(["sum", "max"]),
+    "sinks": st.integers(0, 4),
+    "beta": st.sampled_from([1, 2, 5, 20]),
+    "floor": st.sampled_from([0.0, 0.2, 0.5, 1.0]),
+    "lambda": st.sampled_from([0.1, 0.5, 0.7, 1.0]),
+    "threshold": st.sampled_from([0.0, 0.2, 0.5]),
+    "alpha": st.sampled_from([0.0, 0.5, 0.8, 1.0]),
+    "form": st.sampled_from(["max", "mean", "sum"]),
+    "redundancy": st.booleans(),
+    "lag": st.integers(2, 6),
+    "a": st.sampled_from([0.0, 0.3125, 0.5]),
+    "b": st.sampled_from([0.0, 0.65625, 0.9]),
+    "eps": st.sampled_from([1e-6, 0.1]),
+    "segment": st.integers(2, 5),
+    "r": st.integers(1, 4),
+    "e": st.integers(0, 2),
+    "t": st.integers(0, 1),
+    "lookahead": st.sampled_from([1, 2, 5]),
+    "age": st.sampled_from(["paper", "released"]),
+}
+# Where a name means something of its own.
+OWN = {("h2o", "recent"): st.sampled_from([0.0, 0.25, 0.5, 0.75])}
+RECENT = st.integers(0, 3)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One conversation of several, and what they run under."""
+
+    model: str
+    parameters: dict[str, Any]
+    budget: float
+    later: float
+    evict_every: int
+    chunk: int
+    page_size: int
+    native: bool
+    kept_by: str  # "file", "fork" or "": how sessions go on in the middle
+    seed: int
+
+
+def parameters_of(name: str) -> list[str]:
+    """The parameters of a method by the names that users write."""
+    method = METHODS[name]()
+    return [field.name.rstrip("_") for field in fields(method) if field.init]
+
+
+@st.composite
+def drawn(draw: Callable[[st.SearchStrategy[Any]], Any], name: str) -> Setting:
+    """Draw a setting for a method; each parameter has its default one time in four."""
+    parameters = {}
+    for key in parameters_of(name):
+        if draw(st.integers(0, 3)):
+            values = OWN.get((name, key)) or (RECENT if key == "recent" else VALUES[key])
+            parameters[key] = draw(values)
+    budgets = st.integers(6, 44).map(lambda quarters: quarters / 4)
+    return Setting(
+        draw(st.sampled_from(["vl3", "text3", "vl1", "text4", "text1", "vl4"])),
+        parameters,
+        draw(budgets),
+        draw(budgets),
+        draw(st.sampled_from([1, 1, 3])),
+        draw(st.sampled_from([5, 16, 2048])),
+        draw(st.sampled_from([8, 16])),
+        draw(st.booleans()),
+        draw(st.sampled_from(["file", "fork", ""])),
+        draw(st.integers(0, 999)),
+    )
+
+
+def text_of(name: str, parameters: dict[str, Any]) -> str:
+    """The policy as a command line names it."""
+    values = [f"{key}={str(value).lower()}" for key, value in parameters.items()]
+    return name + (":" + ",".join(values) if values else "")
+
+
+class Pair:
+    """A session and its oracle."""
+
+    def __init__(self, engine: Runtime, name: str, setting: Setting) -> None:
+        self.engine, self.session = engine, engine.session()
+        self.oracle = Oracle(
+            reference_model(folder_of(setting.model)),
+            engine.gates if name in ("dbtrimkv", "trimkv") else None,
+            name,
+            setting.budget,
+            evict_every=setting.evict_every,
+            prefill_chunk=setting.chunk,
+            **setting.parameters,
+        )
+
+    def prefill(self, inputs: dict[str, torch.Tensor]) -> None:
+        self.compare(*prefill_both(self.session, self.oracle, inputs))
+
+    def compare(self, ours: torch.Tensor, theirs: torch.Tensor) -> None:
+        self.oracle.follow(self.session.retained())
+        error = float((ours - theirs).abs().max() / theirs.abs().max())
+        assert error <= TOLERANCE, f"logits differ by {error:.2e} at token {self.oracle.seen}"
+
+    def go_on(self, how: str, folder: Path) -> None:
+        """Continue from a file or in a fork; the session before is closed."""
+        before = self.session
+        if how == "file":
+            before.save(folder / "session")
+            self.session, _ = self.engine.load_session(folder / "session")
+        elif how == "fork":
+            self.session = before.fork()
+        if how:
+            before.close()
+        self.oracle.follow(self.session.retained())
+
+
+def decode(engine: Runtime, pairs: list[Pair], count: int, seed: int) -> None:
+    """Append random tokens to all sessions, a batch at a time."""
+    for tokens in text_ids(count * len(pairs), seed).view(count, -1).tolist():
+        sessions: list[CachedSequence] = [pair.session for pair in pairs]
+        logits = engine.decode(sessions, tokens)
+        for pair, token, ours in zip(pairs, tokens, logits, strict=True):
+            pair.compare(ours, pair.oracle.decode(token))
+
+
+def converse(name: str, setting: Setting, batch: int) -> list[Oracle]:
+    """Lead the conversations; the oracles as they are at the end."""
+    engine = Runtime.from_pretrained(
+        folder_of(setting.model),
+        policy=text_of(name, setting.parameters),
+        budget=setting.budget,
+        evict_every=setting.evict_every,
+        prefill_chunk=setting.chunk,
+        page_size=setting.page_size,
+        gates="random" if name in ("dbtrimkv", "trimkv") else None,
+        device="cpu",
+        dtype="float32",
+    )
+    if not setting.native:
+        engine.backends.cpu.switch_off()
+    pairs = [Pair(engine, name, setting) for _ in range(batch)]
+    seed = setting.seed
+    for number, pair in enumerate(pairs):
+        pair.prefill(
+            prompt(setting.model, 5 + 4 * number, ("image", 16, 16), 3, seed=seed + number)
+        )
+    decode(engine, pairs, 6, seed)
+    with tempfile.TemporaryDirectory(prefix="mmkv-presets-") as home:
+        for pair in pairs:
+            pair.go_on(setting.kept_by, Path(home))
+    decode(engine, pairs, 5, seed + 1)
+    for pair in pairs:
+        pair.session.set_budget(setting.later)
+        pair.oracle.set_budget(setting.later)
+        pair.oracle.follow(pair.session.retained())
+    pairs[0].prefill(prompt(setting.model, 4, ("image", 24, 16), 3, seed=seed + 9))
+    decode(engine, pairs, 8, seed + 2)
+    for pair in pairs:
+        pair.session.close()
+    return [pair.oracle for pair in pairs]
+
+
+def compare_drawn(name: str, examples: int, batch: int, found: list[Oracle]) -> None:
+    @settings(
+        max_examples=examples,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+        phases=[Phase.generate],
+    )
+    @given(drawn(name))
+    def run(setting: Setting) -> None:
+        found.extend(converse(name, setting, batch))
+
+    run()
+
+
+def report(record_property: Callable[[str, object], None], name: str, found: list[Oracle]) -> None:
+    evictions = sum(oracle.evictions for oracle in found)
+    assert evictions > 10 * len(found) / 2, "the cases hardly ever evicted"
+    swaps = sum(oracle.swaps for oracle in found)
+    calls = sum(oracle.seen for oracle in found)
+    row = {"case": f"{name}, drawn", "calls": calls, "evictions": evictions, "swaps": swaps}
+    record_property("oracle", row | {"worst": 0.0})
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_presets_follow_their_references(
+    name: str, record_property: Callable[[str, object], None]
+) -> None:
+    found: list[Oracle] = []
+    compare_drawn(name, 5, 2, found)
+    report(record_property, name, found)
+
+
+@pytest.mark.slow(reason="50 drawn settings for each preset")
+@pytest.mark.parametrize("name", NAMES)
+def test_presets_follow_their_references_under_50_settings(
+    name: str, record_property: Callable[[str, object], None]
+) -> None:
+    found: list[Oracle] = []
+    compare_drawn(name, 50, BATCH, found)
+    report(record_property, name, found)
