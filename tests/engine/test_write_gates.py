@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from engine.errors import GateError
 from engine.model.decoder import Decoder
 from engine.model.gates import (
+    foreign_note,
     load_gates,
     load_write_gates,
     make_random_gates,
@@ -29,6 +30,7 @@ from engine.model.spec import DecoderSpec
 from engine.policies.write_gate import admitted, visible
 from engine.runtime import Runtime
 from mmkv.measure.full_attention import FullAttention, lay_out
+from mmkv.resources import bundled_model
 from tests.conftest import make_spec
 from tests.support.factories import checkpoint, make_turn
 from tests.support.tiers import slow_but
@@ -281,3 +283,21 @@ def test_later_tokens_never_need_what_was_not_admitted() -> None:
         gone = (now - torch.arange(30) >= 6) & ~admitted(log_g, 0.1)
         later = mask[:, now:] & gone[:, None]
         assert not later.any()
+
+
+def test_the_stored_gates_are_the_bundled_models() -> None:
+    folder = bundled_model().parent / "gates" / "tiny-vlm-wgkv-0"
+    engine = Runtime.from_pretrained(str(bundled_model()))
+    gates = load_write_gates(folder, engine.spec)
+    assert foreign_note(gates, str(bundled_model())) is None
+    ours = json.loads((bundled_model() / "gates" / "gates.json").read_text())
+    assert gates.info["base_sha256"] == ours["base_sha256"] and gates.info["data"] == ours["data"]
+    settings = gates.info["settings"]
+    assert isinstance(settings, dict) and settings["window"] == 32 and settings["method"] == "wgkv"
+    held = load_file(folder / "gates.safetensors")
+    assert {n for n, t in held.items() if t.dtype == torch.float16} == {
+        name for name in held if ".linear1." in name
+    }
+    # The gates decide: some keys of a picture's tokens stay, most do not.
+    results = gates.info["results"]
+    assert isinstance(results, dict) and 0.05 < results["held_out_admitted"] < 0.5
