@@ -47,7 +47,7 @@ class TextBuilder:
     cuts: list[int] = field(default_factory=list)
 
     def tokens(self, text: str) -> list[int]:
-        """Return the ids of ``text`` alone."""
+        """Tokenize ``text`` alone."""
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def add(self, text: str) -> None:
@@ -77,7 +77,7 @@ class TextBuilder:
 
 
 def scene_document(turns: list[Turn], tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
-    """Return a scene dialogue for :class:`Document`."""
+    """Make a scene dialogue for :class:`Document`."""
     made: dict[str, Any] = dict(scene_example(turns, tokenizer))
     made["cuts"] = _scene_cuts(made, turns, tokenizer)
     return made

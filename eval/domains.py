@@ -48,7 +48,7 @@ def maker(model: str, name: str) -> Callable[[int], Document] | None:
 
 
 def held_out(model: str, name: str, max_length: int) -> GeneratedDocuments | Examples:
-    """Return dialogues as processor outputs with ``labels [1, T]``, some with ``cuts``.
+    """Make dialogues as processor outputs with ``labels [1, T]``, some with ``cuts``.
 
     Raises:
         InputError: as :func:`maker`, or an unknown source.

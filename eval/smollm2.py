@@ -78,7 +78,7 @@ def _pip(*arguments: str) -> None:
 
 
 def compare(folder: Path, steps: int) -> list[dict[str, Any]]:
-    """Return greedy tokens and logits of mmkv beside transformers', float32, one row per prompt."""
+    """Compute greedy tokens and logits of mmkv and of transformers, float32, a row per prompt."""
     from engine.runtime import Runtime
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
@@ -122,7 +122,7 @@ def compare(folder: Path, steps: int) -> list[dict[str, Any]]:
 
 
 def _along(engine: Any, inputs: Any, tokens: list[int]) -> Tensor:
-    """Return logits ``[steps, vocab]`` of mmkv along the reference's tokens.
+    """Compute logits ``[steps, vocab]`` of mmkv along the reference's tokens.
 
     Fed those, every step is compared, also the ones after a first difference.
     """

@@ -23,7 +23,7 @@ def versions() -> dict[str, str | None]:
 
 
 def describe() -> str:
-    """Return a report of one fact per line."""
+    """Write a report of one fact per line."""
     lines = [f"mmkv: {__version__}", f"python: {platform.python_version()} ({platform.platform()})"]
     lines += [f"{name}: {_version(name) or 'missing'}" for name in _CORE]
     lines += _devices()

@@ -16,7 +16,7 @@ BUNDLED_MODEL = "tiny-vlm"
 
 
 def asset(name: str) -> Path:
-    """Return a file or folder of ``assets/``: the one in the folder MMKV_ASSETS, or else mmkv's
+    """Find a file or folder of ``assets/``: the one in the folder MMKV_ASSETS, or else mmkv's
     own.
 
     Raises ModelError when it is not there.
@@ -32,7 +32,7 @@ def asset(name: str) -> Path:
 
 
 def bundled_model() -> Path:
-    """Return the directory of the bundled model. Raises ModelError when it is not there."""
+    """Find the directory of the bundled model. Raises ModelError when it is not there."""
     try:
         return asset(f"{BUNDLED_MODEL}/config.json").parent
     except ModelError as error:
@@ -50,7 +50,7 @@ def bundled_model_name() -> str:
 
 
 def bundled_dialogues() -> Path:
-    """Return the folder of the bundled dialogues in MMDU's format.
+    """Find the folder of the bundled dialogues in MMDU's format.
 
     It holds ``benchmark.json`` and ``pictures/``. The pictures are kept as one archive, which the
     first call unpacks to the user's cache folder.

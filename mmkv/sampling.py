@@ -63,7 +63,7 @@ class Sampler:
         self._generator: torch.Generator | None = None
 
     def draw(self, logits: torch.Tensor) -> int:
-        """Return a token id for ``logits`` [vocab] (any float dtype, any device)."""
+        """Draw a token id for ``logits`` [vocab] (any float dtype, any device)."""
         import torch
 
         if self.sampling.temperature == 0:
@@ -88,7 +88,7 @@ class Sampler:
 
 
 def distribution(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """Return float32 probabilities [vocab] after temperature, then top-k, then top-p.
+    """Compute float32 probabilities [vocab] after temperature, then top-k, then top-p.
 
     top-p keeps the smallest set of likeliest tokens whose mass reaches ``top_p``; the likeliest
     token always stays.

@@ -102,11 +102,11 @@ class Session(CachedSequence):
 
     @property
     def snapshot_bytes(self) -> int:
-        """Return the bytes of pages held so that turns can be taken back."""
+        """Count the bytes of pages held so that turns can be taken back."""
         return sum(snapshot.memory().kv_bytes for snapshot in self._snapshots)
 
     def fork(self) -> Session:
-        """Return an independent copy of cache and conversation (turns in it cannot be undone)."""
+        """Copy cache and conversation (turns in it cannot be undone)."""
         other = cast(Session, super().fork())
         other.history, other.last = deepcopy(self.history), self.last
         other._unfed, other.undo_depth = list(self._unfed), self.undo_depth
@@ -152,7 +152,7 @@ class Session(CachedSequence):
         fps: float | None,
         num_frames: int | None,
     ) -> _Turn:
-        """Return everything about a turn that can be wrong, before the session is touched."""
+        """Compose all of a turn that can be wrong, before the session is touched."""
         self._require_open()
         started = time.perf_counter()
         if system is not None and self.history:

@@ -99,7 +99,7 @@ def mmkv_answerer(folder: str, policy: str | None, budget: float, gates: str | N
 
 
 def wilson(right: int, total: int) -> tuple[float, float]:
-    """Return 95 % Wilson interval of a share (Wilson 1927)."""
+    """Compute the 95 % Wilson interval of a share (Wilson 1927)."""
     if not total:
         return (0.0, 1.0)
     z, share = 1.96, right / total
@@ -110,7 +110,7 @@ def wilson(right: int, total: int) -> tuple[float, float]:
 
 
 def single_picture(seed: int, count: int) -> list[Turn]:
-    """Return ``count`` held-out questions, each about a picture of its own, kinds in turn."""
+    """Make ``count`` held-out questions, each about a picture of its own, kinds in turn."""
     import random
 
     rng = random.Random(f"accuracy-{seed}")

@@ -59,14 +59,14 @@ class Bench:
         self.memory = args.memory * 1e9 if args.memory else total
 
     def engine(self, case: Case, full: bool) -> Runtime:
-        """Return an engine for one method, on the shared weights."""
+        """Build an engine for one method, on the shared weights."""
         policy = "full" if full else "dbtrimkv"
         engine = build_engine(self.shape, policy, case.budget, **self.settings)
         engine.backends.cpu.switch_off()  # on a CPU the methods run in torch
         return engine
 
     def need(self, case: Case, full: bool) -> int:
-        """Return the bytes of one of our methods, weights included."""
+        """Estimate the bytes of one of our methods, weights included."""
         budget = None if full else case.budget
         return own_bytes(
             self.shape,
@@ -79,7 +79,7 @@ class Bench:
         )
 
     def _peer_need(self, case: Case) -> int:
-        """Return the bytes of a peer that keeps everything."""
+        """Estimate the bytes of a peer that keeps everything."""
         tokens = case.context + self.args.peer_tokens
         return peer_bytes(self.shape, case.batch, tokens, self.dtype)
 
@@ -266,7 +266,7 @@ class Bench:
             return {"failed": failure(error).removeprefix("BenchError: ")}
 
     def _most(self, memory: float, need: Callable[[int], int]) -> int:
-        """Return the largest batch up to ``--most-batch`` whose ``need`` is within ``memory``."""
+        """Find the largest batch up to ``--most-batch`` whose ``need`` is within ``memory``."""
         low, high = 0, self.args.most_batch
         while low < high:
             middle = (low + high + 1) // 2

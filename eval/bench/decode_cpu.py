@@ -39,7 +39,7 @@ Run = tuple[float, list[list[int]]]
 
 
 def random_prompts(model: Any, batch: int, length: int) -> Tensor:
-    """Return seeded token ids ``[batch, length]`` without placeholders of pictures."""
+    """Draw seeded token ids ``[batch, length]`` without placeholders of pictures."""
     config = model.config
     names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
     special = [getattr(config, name, None) for name in names]
@@ -99,7 +99,7 @@ class Mmkv:
         return seconds, [list(row) for row in zip(*chosen, strict=True)]
 
     def eviction_share(self, tokens: int) -> float:
-        """Return the part of the decode time that goes into eviction: inside C by its clock, and
+        """Measure the part of the decode time that goes into eviction: inside C by its clock, and
         around it.
         """
         spent, engine = 0.0, self.engine

@@ -51,7 +51,7 @@ def show(shape: str, case: dict[str, Any]) -> None:
 
 
 def figure(args: argparse.Namespace, cases: Sequence[dict[str, Any]]) -> Path | None:
-    """Return the tokens per second against the batch, for the cases of the grid."""
+    """Plot the tokens per second against the batch, for the cases of the grid."""
     lines: dict[str, tuple[list[Any], list[Any]]] = {}
     for case in cases:
         for method, name in ((OWN, f"M = {case['budget']}"), (FULL, f"full, {case['context']}")):

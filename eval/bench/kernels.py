@@ -76,11 +76,11 @@ class State:
         self.entries = int(self.cache.length.sum())
 
     def normal(self, *size: int) -> Tensor:
-        """Return random numbers in the model's dtype."""
+        """Draw random numbers in the model's dtype."""
         return torch.empty(*size, device=self.device).normal_().to(self.dtype)
 
     def row_facts(self) -> dict[str, float]:
-        """Return how uneven the rows are, and what their pages cost."""
+        """Describe how uneven the rows are, and what their pages cost."""
         length, page = self.cache.length, self.cache.pool.page_size
         held = int((length + page - 1).div(page, rounding_mode="floor").sum())
         return {
@@ -225,9 +225,7 @@ def append(state: State) -> Work:
 
 
 def eviction(state: State, device: torch.device, rounds: int) -> list[float]:
-    """Return the seconds of one step's eviction: of append and eviction, less those of append and
-    undoing.
-    """
+    """Time one step's eviction: append and eviction, less append and undoing."""
     undone = Step(state, None)
     floor = statistics.median(time_calls(undone.once, device, rounds))
     step = Step(state, empty_eviction(state.case.batch, state.rows))
@@ -240,7 +238,7 @@ def eviction(state: State, device: torch.device, rounds: int) -> list[float]:
 
 
 def prefill(state: State) -> Work:
-    """Return a chunk's attention to the entries retained before it, layer by layer."""
+    """Attend from a chunk to the entries retained before it, layer by layer."""
     shape, count = state.shape, state.case.chunk
     query = state.normal(count, shape.heads, shape.head_dim).transpose(0, 1)
     cache, scale = state.cache, state.shape.head_dim**-0.5

@@ -27,7 +27,7 @@ def own_bytes(
     page: int = EngineConfig.page_size,
     skew: float = 1.0,
 ) -> int:
-    """Return the bytes that one of our methods needs, weights included: an estimate from above.
+    """Estimate the bytes that one of our methods needs, weights included: an estimate from above.
 
     Pages at their worst case, block tables and eviction scratch for the longest row (twice, as
     tables may double), logits in two precisions, and 2 GB for all else.
@@ -47,7 +47,7 @@ def own_bytes(
 
 
 def peer_bytes(shape: Shape, batch: int, tokens: int, dtype: torch.dtype) -> int:
-    """Return the bytes of a peer with all ``tokens``: weights, cache, one layer's copy, 3 GB."""
+    """Estimate the bytes of a peer with all ``tokens``: weights, cache, one layer's copy, 3 GB."""
     held = batch * tokens * shape.kv_token_bytes(dtype.itemsize)
     rest = _rest(shape, _PEER_REST)
     return shape.weight_bytes(dtype.itemsize) + held + 2 * held // shape.layers + rest
@@ -79,7 +79,7 @@ def plan(
     page: int = 16,
     workspace: int = WORKSPACE,
 ) -> Plan:
-    """Return how many sequences of ``context`` tokens fit ``memory`` bytes with the weights."""
+    """Compute how many sequences of ``context`` tokens fit ``memory`` bytes with the weights."""
     rows = shape.rows
     kept = context if budget is None else min(budget, context)
     entries = (kept + (budget is not None)) * rows  # a step appends before it evicts
@@ -96,9 +96,7 @@ def plan(
 def dense_count(
     shape: Shape, context: int, memory: float, dtype: torch.dtype, workspace: int
 ) -> int:
-    """Return the sequences that a dense cache of exactly their tokens would allow, nothing else
-    counted.
-    """
+    """Count the sequences that a dense cache of exactly their tokens would allow."""
     left = int(memory) - shape.weight_bytes(dtype.itemsize) - workspace
     return max(0, left // (context * shape.kv_token_bytes(dtype.itemsize)))
 
@@ -108,5 +106,5 @@ def _page_bytes(shape: Shape, dtype: torch.dtype, page: int) -> int:
 
 
 def _rest(shape: Shape, nbytes: int) -> int:
-    """Return next to nothing for shapes that only show that a program runs."""
+    """Allow next to nothing for shapes that only show that a program runs."""
     return nbytes if shape.vocab > 10_000 else 10**6

@@ -47,12 +47,12 @@ class Own:
         return seconds
 
     def graph(self, runner: GraphRunner, steps: int | None = None) -> float:
-        """Return the seconds of ``steps`` steps of the static path (a CUDA graph where CUDA is)."""
+        """Time ``steps`` steps of the static path (a CUDA graph where CUDA is)."""
         count = steps or self.steps
         return self.timed(lambda: runner.decode(self.sessions, self.tokens, count))
 
     def graph_step(self, runner: GraphRunner) -> tuple[float, float]:
-        """Return the seconds per step: without what a call of ``decode`` costs once, and with it.
+        """Time a step, in seconds: without what a call of ``decode`` costs once, and with it.
 
         The first is the slope between a short call and one of all steps.
         """
@@ -61,7 +61,7 @@ class Own:
         return max(long - short, 1e-9) / max(self.steps - few, 1), long / self.steps
 
     def eager(self) -> float:
-        """Return the seconds of ``EAGER_STEPS`` steps of :meth:`Runtime.decode`, in torch."""
+        """Time ``EAGER_STEPS`` steps of :meth:`Runtime.decode`, in torch."""
 
         def decode() -> None:
             token = self.tokens
@@ -71,7 +71,7 @@ class Own:
         return self.timed(decode)
 
     def step_bytes(self) -> StepBytes:
-        """Return the bytes that a step in the middle of a run reads."""
+        """Count the bytes that a step in the middle of a run reads."""
         found = step_bytes(self.engine, self.sessions)
         if self.engine.policy.evicts:
             return found
@@ -79,7 +79,7 @@ class Own:
         return StepBytes(found.weights, found.kv + grown * entry_bytes(self.engine), found.gates)
 
     def memory(self) -> dict[str, Any]:
-        """Return physical bytes of the entries, and the bytes of the entries alone."""
+        """Count physical bytes of the entries, and the bytes of the entries alone."""
         pool = self.engine.cache.pool
         pages = sum(self.engine.cache.held_pages(session.seq) for session in self.sessions)
         entries = sum(session.entries for session in self.sessions)

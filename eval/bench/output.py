@@ -20,7 +20,7 @@ class BenchError(MmkvError):
 
 
 def parser(name: str, about: str | None) -> argparse.ArgumentParser:
-    """Return a parser with the arguments of all speed programs."""
+    """Make a parser with the arguments of all speed programs."""
     made = argparse.ArgumentParser(
         prog=f"python -m eval.{name}",
         description=about,

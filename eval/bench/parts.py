@@ -53,7 +53,7 @@ class Undo:
         return work.dropped
 
     def seconds(self, engine: Runtime) -> float:
-        """Return the seconds that the copies of a step take."""
+        """Time the copies of a step."""
         length, top = self.length.clone(), self.top.clone()
 
         def copies() -> None:
@@ -82,7 +82,7 @@ def _no_room(room: Any, rows: Any, seqs: Tensor) -> Tensor:
 
 
 def _replaced(engine: Runtime, part: str, undo: Undo) -> dict[str, Any]:
-    """Return replacements for the functions that the step calls."""
+    """Make replacements for the functions that the step calls."""
     heads, dim = engine.spec.num_heads, engine.spec.head_dim
 
     def no_store(qkv: Tensor, *_: Any) -> Tensor:
@@ -111,7 +111,7 @@ def without(engine: Runtime, part: str, undo: Undo) -> Iterator[None]:
 
 
 def split(method: Own, bandwidth: float, rounds: int, steps: int) -> dict[str, Any]:
-    """Return the milliseconds per step of each part, measured in turns.
+    """Time each part of a step in turns, in milliseconds.
 
     Returns:
         ``ms``: weights floor, KV floor, matrices (all matrix products alone), attention, gates
@@ -153,7 +153,7 @@ def split(method: Own, bandwidth: float, rounds: int, steps: int) -> dict[str, A
 
 
 def _matrices(engine: Runtime, batch: int) -> Any:
-    """Return all matrix products of a step on random inputs, gates left out."""
+    """Prepare all matrix products of a step on random inputs, gates left out."""
     weights = engine.decoder.weights
     first = weights.layers[0]
     inputs = {

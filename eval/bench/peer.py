@@ -94,7 +94,7 @@ class Generate:
         return transformers.DynamicCache(config=self.model.config)
 
     def fill(self) -> Any:
-        """Return a cache of ``held`` random entries in every layer."""
+        """Make a cache of ``held`` random entries in every layer."""
         cache, shape = self.empty(), self.job.sizes
         size = (self.job.batch, shape.kv_heads, self.held, shape.head_dim)
         at = {"cache_position": torch.arange(self.held, device=self.device)}
@@ -112,13 +112,13 @@ class Generate:
             self.cache.crop(-extra)
 
     def prompt(self) -> Tensor:
-        """Return token ids; those before the last one only give the context's length."""
+        """Draw token ids; those before the last one only give the context's length."""
         ids = torch.ones(self.job.batch, self.held + 1, dtype=torch.int64)
         return ids.to(self.device)
 
     @torch.inference_mode()
     def run(self, tokens: int) -> float:
-        """Return the seconds of ``tokens`` decode steps."""
+        """Time ``tokens`` decode steps."""
         clock, prompt = Clock(self.device), self.prompt()
         self.model.generate(
             input_ids=prompt,
@@ -193,7 +193,7 @@ class Trimkv(Generate):
         super().__init__(job)
 
     def build(self) -> Any:
-        """Return their Qwen3 with untrained gates."""
+        """Build their Qwen3 with untrained gates."""
         if self.job.sizes.kind != "qwen3":
             raise RuntimeError("trimkv has other shapes as well; only Qwen3 is set up here")
         config = self.models.TrimKVQwen3Config(

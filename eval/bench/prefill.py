@@ -50,7 +50,7 @@ class Method(ABC):
         """Release what :meth:`prepare` made."""
 
     def run(self, prompt: torch.Tensor) -> float:
-        """Return seconds to the first token."""
+        """Time a prefill, in seconds to the first token."""
         gc.collect()
         cuda = self.device.type == "cuda"
         if cuda:
@@ -77,7 +77,7 @@ class Own(Method):
         self.engine: Runtime | None = None
 
     def prepare(self) -> None:
-        """An engine."""
+        """Build an engine."""
         self.engine = self.make()
 
     def release(self) -> None:

@@ -48,12 +48,12 @@ class Shape:
 
     @property
     def rows(self) -> int:
-        """Return cache rows of one sequence."""
+        """Count the cache rows of one sequence."""
         return self.layers * self.kv_heads
 
     @property
     def parameters(self) -> int:
-        """Return the weights of the decoder; a tied head counts once."""
+        """Count the weights of the decoder; a tied head counts once."""
         wide, narrow = self.heads * self.head_dim, self.kv_heads * self.head_dim
         layer = self.hidden * (2 * wide + 2 * narrow + 3 * self.inner) + 2 * self.hidden
         if self.kind == "qwen3":
@@ -62,11 +62,11 @@ class Shape:
         return self.layers * layer + ends
 
     def weight_bytes(self, itemsize: int = 2) -> int:
-        """Return the bytes of the weights."""
+        """Count the bytes of the weights."""
         return self.parameters * itemsize
 
     def kv_token_bytes(self, itemsize: int = 2) -> int:
-        """Return the bytes of the keys and values of one token in all layers."""
+        """Count the bytes of the keys and values of one token in all layers."""
         return 2 * self.rows * self.head_dim * itemsize
 
 
@@ -111,7 +111,7 @@ def config_arguments(shape: Shape) -> dict[str, Any]:
 
 @torch.no_grad()
 def build_model(shape: Shape, device: torch.device | str, dtype: torch.dtype, seed: int = 0) -> Any:
-    """Return a transformers model of this shape, made where it stays; equal for equal seeds."""
+    """Build a transformers model of this shape, made where it stays; equal for equal seeds."""
     names = {"qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}
     config = config_of(shape)
     with torch.device("meta"):
@@ -148,7 +148,7 @@ def build_engine(
     weights_of: Runtime | None = None,
     **settings: Any,
 ) -> Runtime:
-    """Return an engine of this shape with random weights, and random gates if the policy reads
+    """Build an engine of this shape with random weights, and random gates if the policy reads
     them.
 
     Args:

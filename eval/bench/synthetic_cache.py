@@ -18,7 +18,7 @@ from engine.sequence import CachedSequence
 
 
 def row_lengths(rows: int, total: int, longest: int, skew: float = 1.0, seed: int = 0) -> Tensor:
-    """Return the entries per row, ``[rows]`` int64 in random order, ``total`` in all and
+    """Draw the entries per row, ``[rows]`` int64 in random order, ``total`` in all and
     ``longest`` at most.
 
     Args:
@@ -43,7 +43,7 @@ def row_lengths(rows: int, total: int, longest: int, skew: float = 1.0, seed: in
 
 
 def _steepness(skew: float) -> float:
-    """Return of ``exp(-a u)``, u in 0 .. 1, whose largest value is ``skew`` times its mean."""
+    """Find a of ``exp(-a u)``, u in 0 .. 1, whose largest value is ``skew`` times its mean."""
     if skew <= 1.0001:
         return 0.0
     low, high = 1e-6, 10 * skew + 10
@@ -96,7 +96,7 @@ def scatter_pages(cache: RaggedCache, seed: int = 0) -> None:
 
 
 def pages_for(entries: int, rows: int, page_size: int) -> int:
-    """Return the most pages that ``entries`` in ``rows`` rows can take."""
+    """Bound the pages that ``entries`` in ``rows`` rows can take."""
     return min(entries, (entries + rows * (page_size - 1)) // page_size)
 
 
@@ -104,7 +104,7 @@ def pages_for(entries: int, rows: int, page_size: int) -> int:
 def synthetic_sessions(
     engine: Runtime, count: int, seen: int, skew: float = 1.0, steps: int = 256, seed: int = 0
 ) -> list[CachedSequence]:
-    """Return sessions at their budget (all ``seen`` tokens, if the policy never evicts).
+    """Open sessions at their budget (all ``seen`` tokens, if the policy never evicts).
 
     Args:
         seen: tokens each has seen; skew: see :func:`row_lengths`; steps: decode steps to come, for

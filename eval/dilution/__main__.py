@@ -95,7 +95,7 @@ def probe(
 def measure(
     probes: list[list[Tensor]], full: list[list[Tensor]], notes: Sequence[Needle]
 ) -> Record:
-    """Return means over the steps of one document, of all heads and by head ``[L][H G]``.
+    """Average over the steps of one document, of all heads and by head ``[L][H G]``.
 
     Args:
         probes: logits under a budget; full: of the same steps with the full cache.
@@ -150,7 +150,7 @@ def _step(logits: Tensor, whole: Tensor, note: Needle) -> dict[str, Tensor]:
 
 
 def dilution_bound(logits: Tensor, useful: Tensor) -> Tensor:
-    """Return the largest lower bound of Proposition 3.1 over all Delta >= 0.
+    """Compute the largest lower bound of Proposition 3.1 over all Delta >= 0.
 
     Args:
         logits: ``[..., T]``, -inf where nothing is cached; useful: bool ``[T]``, the set U.

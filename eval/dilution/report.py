@@ -48,7 +48,7 @@ _LOOKING = 10  # per cent of the heads that count as looking at the needle
 def summarise(
     domain: str, read: Sequence[tuple[int, Raw]], methods: Sequence[str], budgets: Sequence[str]
 ) -> dict[str, Any]:
-    """Return everything the result file holds.
+    """Compute everything the result file holds.
 
     Args:
         read: per length what :meth:`eval.quality.run.ComparisonRuns.of` returned.
@@ -101,8 +101,9 @@ def _looking(read: Sequence[tuple[int, Raw]]) -> dict[int, list[np.ndarray]]:
 
 
 def _correlation(one: np.ndarray, two: np.ndarray) -> float | None:
-    """Return the Pearson correlation, None where one of them does not vary (nothing useful was kept
-    anywhere).
+    """Compute the Pearson correlation.
+
+    None where one of them does not vary (nothing useful was kept anywhere).
     """
     if not one.std() or not two.std():
         return None
@@ -146,7 +147,7 @@ def _cell(
 
 
 def markdown(page: Mapping[str, Any]) -> str:
-    """Return the shares of attention by length and cell, and what theory says beside them."""
+    """Tabulate the shares of attention by length and cell, and what theory says beside them."""
     lines = [
         f"### Attention dilution in {page['domain']}: {page['documents']} documents each length\n",
         "Mean share of attention of the steps that predict an answer, over all layers and heads. "

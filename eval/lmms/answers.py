@@ -51,7 +51,7 @@ def _read(samples: Path) -> list[dict[str, Any]]:
 def _matched(
     row: Any, dialogues: Sequence[Dialogue], samples: Path, data: Path
 ) -> tuple[Dialogue, list[str]]:
-    """Return the dialogue that a sample answers, and the answers."""
+    """Find the dialogue that a sample answers, and the answers."""
     number = row.get("doc_id") if isinstance(row, dict) else None
     if isinstance(number, int) and 0 <= number < len(dialogues):
         dialogue, answers = dialogues[number], row.get("filtered_resps")

@@ -56,7 +56,7 @@ def sampling_of(
 
 
 def stop_strings(until: Any) -> tuple[str, ...]:
-    """Return the stop strings that count: all but blank lines.
+    """Pick the stop strings that count: all but blank lines.
 
     Raises InputError for other types.
     """

@@ -32,7 +32,7 @@ class Scorer:
         self._key: list[Key] | None = None
 
     def score(self, messages: list[Message], continuation: str) -> GenerationResult:
-        """Return (mean loss, greedy) of ``continuation`` as the reply to ``messages``. Raises
+        """Compute (mean loss, greedy) of ``continuation`` as the reply to ``messages``. Raises
         InputError.
 
         Wrapped in a GenerationResult, because lmms-eval 0.7.3 turns a bare pair into text before

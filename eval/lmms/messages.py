@@ -45,7 +45,7 @@ class Frames:
 
 
 def conversation(messages: Any, opening: str) -> list[Message]:
-    """Return the messages of a task in mmkv's form, media not yet read, ``opening`` as system
+    """Convert the messages of a task to mmkv's form, media not yet read, ``opening`` as system
     message.
 
     A system message of the task's own takes the place of ``opening``. Raises InputError.
@@ -165,7 +165,7 @@ def _digest(source: Any) -> str:
 
 
 def _pack(frames: Any, size_rule: Any) -> Clip:
-    """Return a clip from a list or array of frames, which carries no times of its own."""
+    """Make a clip of a list or array of frames, which carries no times of its own."""
     pictures = [
         np.asarray(
             (f if isinstance(f, Image.Image) else Image.fromarray(np.asarray(f))).convert("RGB")

@@ -52,7 +52,7 @@ def references(doc: dict[str, Any]) -> list[str]:
 
 
 def score(doc: dict[str, Any], results: Sequence[Any]) -> dict[str, Any]:
-    """Return the number of answered questions, and of right answers where exact ones are known."""
+    """Count the answered questions, and the right answers where exact ones are known."""
     dialogue, answers = _dialogue(doc), results[0]
     pairs = list(zip(answers, dialogue.references, strict=True))
     found = {"answered": _count([bool(answer.strip()) for answer, _ in pairs])}
@@ -62,12 +62,12 @@ def score(doc: dict[str, Any], results: Sequence[Any]) -> dict[str, Any]:
 
 
 def share(results: Sequence[dict[str, Any]]) -> float:
-    """Return the share of the questions of all dialogues together."""
+    """Compute the share of the questions of all dialogues together."""
     return sum(r["right"] for r in results) / sum(r["of"] for r in results)
 
 
 def check(files: Sequence[str], folder: Path) -> Path:
-    """Return the folder of the pictures: ``folder`` or one directly below, where all of them are
+    """Find the folder of the pictures: ``folder`` or one directly below, where all of them are
     found.
 
     Raises InputError for a row or picture that would end the evaluation half-way.

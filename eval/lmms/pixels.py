@@ -38,7 +38,7 @@ class FrameRules(VideoRules):
     together: int = _CLIP
 
     def size(self, frames: int, height: int, width: int) -> tuple[int, int]:
-        """Return height and width to scale to: multiples of a merged patch, within the bounds."""
+        """Compute height and width to scale to: multiples of a merged patch, within the bounds."""
         most = min(self.largest, 2 * self.together / frames)
         # The lower bound has precedence.
         most = max(most, int(1.05 * self.smallest))

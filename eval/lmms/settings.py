@@ -52,7 +52,7 @@ class Settings:
 
     @classmethod
     def of(cls, given: dict[str, Any]) -> Self:
-        """Return the settings from lmms-eval's arguments. Raises InputError for a name or value."""
+        """Read the settings from lmms-eval's arguments. Raises InputError for a name or value."""
         kinds = _kinds()
         unknown = sorted(set(given) - set(kinds))
         if unknown:
@@ -77,7 +77,7 @@ class Settings:
         return self.engine.checkpoint()
 
     def load(self, images: tuple[int, int]) -> Engine:
-        """Return the engine. ``images``: bounds on a picture's pixels where none are given.
+        """Load the engine. ``images``: bounds on a picture's pixels where none are given.
 
         Raises:
             ModelError, GateError, PolicyError, BudgetError, InputError.
@@ -117,7 +117,7 @@ class Settings:
 
 
 def model_type(pretrained: str) -> str:
-    """Return the architecture that a checkpoint names. Raises ModelError when there is none."""
+    """Read the architecture that a checkpoint names. Raises ModelError when there is none."""
     from engine.errors import ModelError
     from mmkv import api as _  # noqa: F401 (hides a broken torchvision before transformers)
 
@@ -149,7 +149,7 @@ def _kinds() -> dict[str, tuple[type, bool]]:
 
 
 def _typed(name: str, value: Any, kind: tuple[type, bool]) -> Any:
-    """Return ``value`` as the field's type: lmms-eval guesses types (256.0, True) from the text."""
+    """Convert ``value`` to the field's type: lmms-eval guesses types (256.0, True) from text."""
     wanted, may_be_none = kind
     if value is None or (may_be_none and str(value).lower() == "none"):
         return None

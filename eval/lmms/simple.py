@@ -25,7 +25,7 @@ class MmkvSimple(Adapter):
 
     @reported_to_parent()
     def loglikelihood(self, requests: list[Instance]) -> list[Any]:
-        """Return mean loss of each continuation, and whether it is the greedy one.
+        """Compute the mean loss of each continuation, and whether it is the greedy one.
 
         lmms-eval's own models return losses, and its tasks take the smallest, whatever the
         method's name says.

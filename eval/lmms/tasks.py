@@ -62,12 +62,12 @@ _Dumper.add_representer(
 
 
 def local_names() -> list[str]:
-    """Return the tasks that can read local files."""
+    """List the tasks that can read local files."""
     return sorted(Path(file.name).stem for file in HERE.iterdir() if file.name.endswith(".yaml"))
 
 
 def shipped_folder() -> Path:
-    """Return the task folder of the installed lmms-eval. Raises InputError without one."""
+    """Find the task folder of the installed lmms-eval. Raises InputError without one."""
     spec = find_spec("lmms_eval")
     if spec is None or not spec.submodule_search_locations:
         raise InputError(INSTALL)
@@ -152,7 +152,7 @@ def _prompts(name: str, shipped: Path) -> dict[str, Any] | None:
 
 
 def find(name: str, shipped: Path) -> Path | None:
-    """Return the file below ``shipped`` that defines the task, or None."""
+    """Find the file below ``shipped`` that defines the task, or None."""
     line = re.compile(rf"^task:\s*[\"']?{re.escape(name)}[\"']?\s*(#.*)?$", re.MULTILINE)
     # Search folders that the task's name begins with first: the whole tree has 2,000 files.
     paths = sorted(shipped.rglob("*.yaml"), key=lambda path: not name.startswith(path.parent.name))
@@ -160,12 +160,12 @@ def find(name: str, shipped: Path) -> Path | None:
 
 
 def read(path: Path | Traversable) -> dict[str, Any]:
-    """Return one YAML file, functions left as names."""
+    """Read one YAML file, functions left as names."""
     return yaml.load(path.read_text("utf-8"), Loader=_Loader)
 
 
 def merged(path: Path) -> dict[str, Any]:
-    """Return a task file with everything it includes, as lmms-eval merges them."""
+    """Read a task file with everything it includes, as lmms-eval merges them."""
     own = read(path)
     included = own.pop("include", [])
     made: dict[str, Any] = {}

@@ -95,7 +95,7 @@ class JudgeClient:
         self._stopped.set()
 
     def ask(self, text: str, images: Sequence[str]) -> Reply:
-        """Return the judge's reply to ``text`` with ``images`` (data: URIs).
+        """Ask the judge about ``text`` with ``images`` (data: URIs).
 
         Rate limits, server faults and timeouts are tried again after growing waits with jitter,
         or after what Retry-After asks for; then all threads wait.
@@ -177,7 +177,7 @@ class JudgeClient:
 
 
 def _read_reply(body: Any) -> Reply | None:
-    """Return the reply in a chat completion.
+    """Read the reply in a chat completion.
 
     Return None when the text holds no completion (a proxy's page).
     """

@@ -14,7 +14,7 @@ from mmkv.measure.tables import Table
 
 
 def compare(folders: Sequence[Path], without_failures: bool = False) -> Table:
-    """Return a row per run, failures as 0 unless ``without_failures``.
+    """Make a row per run, failures as 0 unless ``without_failures``.
 
     ``vs first``: Overall as a share of the first run's. ``p``: paired permutation test of Overall
     over the dialogues both have, failures as 0 (mmkv.measure.stats.paired). Raises
@@ -45,7 +45,7 @@ def compare(folders: Sequence[Path], without_failures: bool = False) -> Table:
 
 
 def _runs(folder: Path) -> list[tuple[Path, dict[str, Any]]]:
-    """Return the scores in the folder itself or in the judges' folders of a folder of answers."""
+    """Find the scores in the folder itself or in the judges' folders of a folder of answers."""
     places = [folder, *sorted(folder.glob("judge-*"))]
     found = [(place, read_json(place / SCORES_FILE)) for place in places]
     pages = [(place, page) for place, page in found if page is not None]

@@ -52,7 +52,7 @@ def estimate(calls: Iterable[tuple[str, Sequence[Path]]]) -> Estimate:
 
 @cache
 def _picture(path: Path) -> tuple[int, int]:
-    """Return tokens and base64 bytes of a picture; its header alone is read."""
+    """Count the tokens and base64 bytes of a picture; its header alone is read."""
     from PIL import Image, UnidentifiedImageError
 
     try:
@@ -65,7 +65,7 @@ def _picture(path: Path) -> tuple[int, int]:
 
 
 def picture_tokens(width: int, height: int) -> int:
-    """Return the tokens of a picture under the rule published for GPT-4o: 85, and 170 a tile of 512
+    """Count the tokens of a picture under the rule published for GPT-4o: 85, and 170 a tile of 512
     pixels.
 
     The picture is fitted into 2048 x 2048 and then scaled down to a short side of 768. Other
@@ -79,7 +79,7 @@ def picture_tokens(width: int, height: int) -> int:
 
 @lru_cache(maxsize=96)  # a few dialogues' pictures
 def data_uri(path: Path) -> str:
-    """Return the picture as a data: URI, unchanged if its format is one of the
+    """Encode the picture as a data: URI, unchanged if its format is one of the
     web's.
 
     Raises:

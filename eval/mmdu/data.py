@@ -38,7 +38,7 @@ class Dialogue:
 
     @property
     def shown(self) -> int:
-        """Return how many pictures the questions place."""
+        """Count the pictures that the questions place."""
         return sum(question.count(PLACEHOLDER) for question in self.questions)
 
 
@@ -109,7 +109,7 @@ def _rows(path: Path) -> list[tuple[str | None, Any]]:
 
 
 def read_row(row: Any, key: str | None = None, unused_images: bool = False) -> Dialogue:
-    """Return one row as a dialogue; ``key`` stands in for a missing id. Raises InputError."""
+    """Read one row as a dialogue; ``key`` stands in for a missing id. Raises InputError."""
     if not isinstance(row, dict):
         raise InputError("the row is not an object with id, image and conversations; correct it")
     name = row.get("id", key)
@@ -151,7 +151,7 @@ def _turns(conversations: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def _images(images: Any) -> tuple[str, ...]:
-    """Return the names of pictures from a list, a single name, or an object such as {"image1":
+    """Read the names of pictures from a list, a single name, or an object such as {"image1":
     name}.
     """
     if isinstance(images, str):
@@ -189,7 +189,7 @@ def require_folder(folder: Path) -> None:
 
 
 def find_pictures(dialogue: Dialogue, folder: Path) -> list[Path]:
-    """Return the dialogue's pictures under ``folder``, in order. Raises InputError for a missing
+    """Find the dialogue's pictures under ``folder``, in order. Raises InputError for a missing
     one.
 
     The benchmark names its pictures with the folders of its authors, so the longest ending of
@@ -210,7 +210,7 @@ def _find(name: str, folder: Path) -> Path:
 
 
 def interleave(question: str, pictures: Iterator[Path]) -> list[dict[str, Any]]:
-    """Return a question as chat parts, each placeholder replaced by the next picture."""
+    """Split a question into chat parts, each placeholder replaced by the next picture."""
     texts = question.split(PLACEHOLDER)
     parts: list[dict[str, Any]] = []
     for index, text in enumerate(texts):

@@ -33,7 +33,7 @@ def is_right(answer: str, reference: str) -> bool:
 
 
 def shares(dialogues: Sequence[Dialogue], answers: Mapping[str, Sequence[str]]) -> list[Share]:
-    """Return right answers per kind, ``all`` last; ``answers`` by dialogue id, missing ones left
+    """Count the right answers per kind, ``all`` last; ``answers`` by dialogue id, missing ones left
     out.
 
     Questions of one dialogue share a memory, so intervals resample dialogues

@@ -31,7 +31,7 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """Return the content of a JSON file, None when there is none.
+    """Read the content of a JSON file, None when there is none.
 
     Raises InputError when it is damaged.
     """
@@ -90,7 +90,7 @@ class AnswerFolder:
         write_json(self._file(dialogue), row)
 
     def load(self, dialogue: Dialogue) -> dict[str, Any] | None:
-        """Return the row with answers, None when the dialogue is not finished.
+        """Read the row with answers, None when the dialogue is not finished.
 
         Raises InputError when the file is damaged or asks something else than ``dialogue``.
         """

@@ -51,7 +51,7 @@ class JudgeOptions:
         return self.answers / f"judge-{name}" if self.output is None else self.output
 
     def rubric_text(self) -> str:
-        """Return our rubric, or that of --rubric. Raises InputError."""
+        """Read our rubric, or that of --rubric. Raises InputError."""
         if self.rubric is None:
             return RUBRIC
         try:

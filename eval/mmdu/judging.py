@@ -41,7 +41,7 @@ class Task:
 
 
 def judge(client: JudgeClient, task: Task, asks: int) -> Verdict:
-    """Return the verdict on one answer; an unreadable reply is asked for again, ``asks`` times in
+    """Ask for the verdict on one answer; an unreadable reply is asked for again, ``asks`` times in
     all.
 
     Raises:

@@ -32,7 +32,7 @@ COLOURS = 128
 
 
 def page(seed: int, pictures: int, turns: int) -> list[Turn]:
-    """Return a dialogue whose second picture is a written page, asked for again at the very end.
+    """Make a dialogue whose second picture is a written page, asked for again at the very end.
 
     One page a dialogue: the bundled model reads a page well and mixes up several.
     """
@@ -87,7 +87,7 @@ def _repeats(turns: list[Turn]) -> bool:
 
 
 def row(name: str, turns: list[Turn]) -> tuple[dict[str, Any], dict[str, Image.Image]]:
-    """Return one row of ``benchmark.json`` and its pictures by path."""
+    """Make one row of ``benchmark.json`` and its pictures by path."""
     pictures: dict[str, Image.Image] = {}
     conversations: list[dict[str, str]] = []
     for turn in turns:

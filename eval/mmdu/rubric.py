@@ -103,7 +103,7 @@ class UnreadableScoresError(ValueError):
 
 
 def judge_prompt(question: str, reference: str, answer: str, rubric: str = RUBRIC) -> str:
-    """Return the text of one judgement; the pictures are sent separately."""
+    """Write the text of one judgement; the pictures are sent separately."""
     return (
         f"{rubric.strip()}\n\n"
         f"=== QUESTION ===\n{question}\n=== END OF QUESTION ===\n\n"
@@ -113,7 +113,7 @@ def judge_prompt(question: str, reference: str, answer: str, rubric: str = RUBRI
 
 
 def read_scores(reply: str) -> dict[str, int]:
-    """Return the seven scores of a reply, from the last ``{...}`` in it; nothing of it is executed.
+    """Read the seven scores of a reply, from the last ``{...}`` in it; nothing of it is executed.
 
     Raises:
         UnreadableScoresError: no dictionary, one that is no Python or JSON literal, a heading

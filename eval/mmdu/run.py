@@ -34,7 +34,7 @@ class DataOptions:
     allow_unused_images: bool = False
 
     def source(self) -> tuple[Path, Path]:
-        """Return the benchmark file and the folder of its pictures. Raises MmkvError."""
+        """Find the benchmark file and the folder of its pictures. Raises MmkvError."""
         if self.data is None:
             from mmkv.resources import bundled_dialogues
 
@@ -42,7 +42,7 @@ class DataOptions:
         return self.data, self.data.parent if self.images is None else self.images
 
     def read(self) -> tuple[list[Dialogue], list[Problem], Path]:
-        """Return usable dialogues, problems with the others, and the folder. Raises MmkvError."""
+        """Read usable dialogues, problems with the others, and the folder. Raises MmkvError."""
         data, folder = self.source()
         dialogues, problems = read_benchmark(data, self.limit, self.allow_unused_images)
         if any(dialogue.images for dialogue in dialogues):
@@ -105,7 +105,7 @@ def _engine(options: ChatOptions, display: Display, pictures: bool) -> Engine:
 
 
 def _settings(engine: Engine, options: ChatOptions) -> dict[str, Any]:
-    """Return all that an answer depends on, so that a folder never mixes two runs.
+    """Collect all that an answer depends on, so that a folder never mixes two runs.
 
     The set itself is not among it: every file is compared with its own dialogue, and a corrected
     row must not make the finished ones worthless.
@@ -132,7 +132,7 @@ def _answer_all(
     jobs: Sequence[Job],
     problems: list[Problem],
 ) -> dict[str, dict[str, Any]]:
-    """Return finished rows by dialogue id; what fails is reported and added to ``problems``."""
+    """Answer what is left and return finished rows by dialogue id; failures join ``problems``."""
     from eval.mmdu.loop import answer
 
     finished: dict[str, dict[str, Any]] = {}

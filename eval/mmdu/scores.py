@@ -20,8 +20,7 @@ _NAMES = (*DIMENSIONS, AVERAGE, OVERALL)
 def aggregate(
     dialogues: Sequence[Dialogue], unanswered: set[str], verdicts: Mapping[Key, Verdict]
 ) -> dict[str, Any]:
-    """Return the scores of a run over every question of ``dialogues``; it follows from the verdicts
-    alone.
+    """Average a run's scores over every question of ``dialogues``; verdicts alone decide it.
 
     Args:
         unanswered: ids of dialogues without answers. verdicts: the valid ones, by question.
@@ -58,7 +57,7 @@ def aggregate(
 
 
 def overall_sums(table: Mapping[str, Sequence[list[int] | str]]) -> list[int]:
-    """Return per dialogue the sum of overall scores, failures as 0."""
+    """Sum the overall scores of each dialogue, failures as 0."""
     place = SCORES.index(OVERALL)
     return [sum(c[place] for c in row if not isinstance(c, str)) for row in table.values()]
 
@@ -72,7 +71,7 @@ def _cell(verdict: Verdict | None) -> list[int] | str:
 
 
 def _means(judged: Sequence[list[int]], count: int) -> dict[str, float] | None:
-    """Return ten times the mean over ``count`` questions, those not in ``judged`` being 0."""
+    """Compute ten times the mean over ``count`` questions, those not in ``judged`` being 0."""
     if not count:
         return None
     means = {
@@ -83,7 +82,7 @@ def _means(judged: Sequence[list[int]], count: int) -> dict[str, float] | None:
 
 
 def score_table(result: Mapping[str, Any], title: str) -> Table:
-    """Return both aggregations in the layout of MMDU's paper: ten times the mean per dimension."""
+    """Tabulate both aggregations as MMDU's paper does: ten times the mean per dimension."""
     table = Table(title, ("aggregation", *COLUMNS, "95 % of Overall", "questions", "failures"))
     low, high = result["overall_ci"] or (0.0, 0.0)
     questions, judged = result["questions"], result["judged"]

@@ -14,7 +14,7 @@ from mmkv.measure.tables import Table
 def summarize(
     dialogues: Sequence[Dialogue], rows: Mapping[str, dict[str, Any]], failed: int
 ) -> dict[str, Any]:
-    """Return the numbers of a run; ``rows``: the finished files by dialogue id.
+    """Compute the numbers of a run; ``rows``: the finished files by dialogue id.
 
     Per-dialogue means are taken at the dialogue's end, where a cache that is never cut would be
     largest.
@@ -46,7 +46,7 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def memory_table(summary: dict[str, Any], title: str) -> Table:
-    """Return tokens, entries and bytes of a run."""
+    """Tabulate tokens, entries and bytes of a run."""
     table = Table(title, ("per dialogue, at its end", "mean", "largest"))
     kept, evicted = summary["entries_kept_mean"], summary["entries_evicted_mean"]
     largest = f"{summary['tokens_seen_max']:,}"
@@ -59,7 +59,7 @@ def memory_table(summary: dict[str, Any], title: str) -> Table:
 
 
 def exact_table(rows: Sequence[dict[str, Any]], title: str) -> Table:
-    """Return right answers per kind of question."""
+    """Tabulate right answers per kind of question."""
     table = Table(title, ("kind", "right", "of", "share", "95 % interval"))
     for row in rows:
         low, high = row["ci"]

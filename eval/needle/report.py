@@ -21,7 +21,7 @@ Read = tuple[Haystack, Raw, list[list[Needle]]]
 
 
 def found(record: Record, notes: Sequence[Needle]) -> list[list[bool]]:
-    """Return for each answer and value whether every token of the value was the most likely one."""
+    """Tell for each answer and value whether every token of the value was the most likely one."""
     answers = []
     for wrong, note in zip(record["wrong"], notes, strict=True):
         missed = {index for index, _ in wrong}
@@ -30,7 +30,7 @@ def found(record: Record, notes: Sequence[Needle]) -> list[list[bool]]:
 
 
 def _by_value(raw: Raw, notes: Sequence[Sequence[Needle]]) -> dict[str, list[list[Record]]]:
-    """Return the same runs with ``right`` counted by value, as the tables show them."""
+    """Copy the runs with ``right`` counted by value, as the tables show them."""
 
     def counted(record: Record, about: Sequence[Needle]) -> Record:
         values = found(record, about)
@@ -45,7 +45,7 @@ def _by_value(raw: Raw, notes: Sequence[Sequence[Needle]]) -> dict[str, list[lis
 def summarise(
     read: Sequence[Read], methods: Sequence[str], budgets: Sequence[str]
 ) -> dict[str, Any]:
-    """Return everything the result file holds.
+    """Compute everything the result file holds.
 
     Args:
         read: per length the kind of document, what :meth:`eval.quality.run.ComparisonRuns.of`
@@ -91,7 +91,7 @@ def summarise(
 def _by_depth(
     kind: Haystack, runs: Sequence[Sequence[Record]], notes: Sequence[Sequence[Needle]]
 ) -> list[tuple[float | None, int]]:
-    """Return by depth the share of values found (None without any), and values per run."""
+    """Compute by depth the share of values found (None without any), and values per run."""
     hits, total = np.zeros(kind.parts), np.zeros(kind.parts)
     for run in runs:
         for record, about in zip(run, notes, strict=True):
@@ -110,9 +110,7 @@ def _by_depth(
 def _queries(
     read: Sequence[tuple[Sequence[Sequence[Record]], Sequence[Sequence[Needle]]]],
 ) -> dict[str, float]:
-    """Return whole answers: what greedy decoding would have generated from the first value to the
-    last.
-    """
+    """Average whole answers: right in greedy decoding from the first value to the last."""
     sums, counts = [], []
     for runs, notes in read:
         for index in range(len(notes)):
@@ -122,7 +120,7 @@ def _queries(
 
 
 def markdown(page: Mapping[str, Any]) -> str:
-    """Return accuracy by length, budget and method; whole answers; paired tests."""
+    """Tabulate accuracy by length, budget and method; whole answers; paired tests."""
     whole = page["all"]
     lines = [
         f"### Needles in {page['domain']}: {page['keys']} keys, {page['values']} values, "

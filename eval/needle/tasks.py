@@ -192,7 +192,7 @@ def _dialogue(
     asked: list[tuple[Question, float, tuple[int, int]]],
     tokenizer: Any,
 ) -> Document:
-    """Return everything shown at once, then the questions turn by turn."""
+    """Make a dialogue: everything shown at once, then the questions turn by turn."""
     captions, pictures = zip(*shown, strict=True)
     turns = [Turn(pictures, asked[0][0], captions)]
     turns += [Turn((), question) for question, _, _ in asked[1:]]
@@ -265,7 +265,7 @@ def _depths(kind: Haystack, index: int, rng: random.Random) -> list[float]:
 
 
 def _asked(kind: Haystack, index: int) -> list[int]:
-    """Return the keys asked about: over keys / queries documents in a row, each once."""
+    """Choose the keys asked about: over keys / queries documents in a row, each once."""
     turns = max(1, kind.keys // kind.queries)
     order = list(range(kind.keys))
     random.Random(f"{kind.name}-{index // turns}-order").shuffle(order)
@@ -274,7 +274,7 @@ def _asked(kind: Haystack, index: int) -> list[int]:
 
 
 def _grid_of(rng: random.Random, cells: int) -> Scene:
-    """Return a held-out grid with at least ``cells`` things in it."""
+    """Draw a held-out grid with at least ``cells`` things in it."""
     if cells > 16:
         raise InputError(f"{cells} values, but a picture has at most 16 cells")
     return grid(rng, "heldout", least=cells)
@@ -289,7 +289,7 @@ S = TypeVar("S", Scene, Clip)
 
 
 def _captioned(words: str, shown: S, tokenizer: Any) -> tuple[tuple[str, S], int]:
-    """Return a picture under its caption, and the tokens of both."""
+    """Put a picture under its caption, and count the tokens of both."""
     frames = shown.frames if isinstance(shown, Clip) else (shown,)
     size = sum(frame.rows * frame.columns + 2 for frame in frames)
     texts = [words]

@@ -29,13 +29,13 @@ def rows_at(page: Mapping[str, Any], budget: str, methods: Sequence[str]) -> lis
 
 
 def shares(row: Mapping[str, Any]) -> np.ndarray:
-    """Return entries ``[layers, KV heads]`` as shares of the mean budget."""
+    """Express entries ``[layers, KV heads]`` as shares of the mean budget."""
     held = np.array(row["entries_by_row"], float)
     return held / held.mean()
 
 
 def spread(row: Mapping[str, Any]) -> dict[str, float]:
-    """Return how unequal the shares of layers and heads are.
+    """Measure how unequal the shares of layers and heads are.
 
     Returns:
         ``least`` and ``most`` share of the mean budget that a (layer, KV head) holds, and
@@ -102,7 +102,7 @@ def draw(
 
 
 def table(pages: Mapping[str, Mapping[str, Any]], budget: str, methods: Sequence[str]) -> str:
-    """Return Markdown: spread over heads and visual share of every method."""
+    """Tabulate the spread over heads and the visual share of every method."""
     columns = (
         "data",
         "method",

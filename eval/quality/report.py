@@ -22,7 +22,7 @@ Runs = Sequence[Sequence[Mapping[str, Any]]]
 def summarise(
     raw: Mapping[str, Runs], methods: Sequence[str], budgets: Sequence[str]
 ) -> dict[str, Any]:
-    """Return means with intervals for every method and budget, and the paired tests between
+    """Compute means with intervals for every method and budget, and the paired tests between
     methods.
 
     Args:
@@ -93,7 +93,7 @@ def comparisons(
 
 
 def _average(runs: Runs, name: str) -> list[float]:
-    """Return per dialogue the sum over its answers, averaged over gate seeds."""
+    """Sum a value over the answers of each dialogue, averaged over gate seeds."""
     return [sum(sum(row[name]) for row in rows) / len(rows) for rows in zip(*runs, strict=True)]
 
 
@@ -126,7 +126,7 @@ def _row(
 
 
 def markdown(pages: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return one table per data source: accuracy or perplexity, and KL per token, by method and
+    """Make one table per data source: accuracy or perplexity, and KL per token, by method and
     budget.
     """
     text = []
@@ -170,7 +170,7 @@ def _measure(row: Mapping[str, Any], shown: str) -> Mapping[str, float]:
 
 
 def paired_lines(tests: Sequence[Mapping[str, Any]], where: str = "") -> list[str]:
-    """Return the table of the paired tests; ``where`` is named in its heading."""
+    """Write the table of the paired tests; ``where`` is named in its heading."""
     text = [f"Paired differences{where} (sign-flip tests over dialogues):\n"]
     names = {"accuracy": "accuracy", "kl_per_token": "KL per token"}
     if tests and "nll_per_token" in tests[0]:
@@ -187,7 +187,7 @@ def paired_lines(tests: Sequence[Mapping[str, Any]], where: str = "") -> list[st
 
 
 def interval(value: Mapping[str, float], sign: bool = False) -> str:
-    """Return a value and its interval, as tables show them."""
+    """Format a value and its interval, as tables show them."""
     form = "+.3f" if sign else ".3f"
     return f"{value['value']:{form}} [{value['low']:{form}}, {value['high']:{form}}]"
 

@@ -105,19 +105,19 @@ class Cell:
         return f"{self.policy}@{self.lookahead}:{gates}{age} at {self.budget}"
 
     def made(self) -> Policy:
-        """Return the policy. Raises PolicyError, GateError."""
+        """Make the policy. Raises PolicyError, GateError."""
         lookahead = EngineConfig.lookahead if self.lookahead is None else self.lookahead
         age = "paper" if self.gates is None else trained_age(self.gates)
         return make_policy(self.policy, lookahead, age)
 
     def budget_for(self, tokens: int) -> Budget:
-        """Return the budget for a dialogue of ``tokens``; no method knows it in advance."""
+        """Compute the budget for a dialogue of ``tokens``; no method knows it in advance."""
         written = self.budget or "1"
         amount = float(Fraction(written))
         return Budget.of(max(1.0, amount * tokens) if is_share(written) else amount)
 
     def engine(self, base: Runtime, model: str) -> Runtime:
-        """Return an engine over the weights of ``base``, which were read from ``model``.
+        """Build an engine over the weights of ``base``, which were read from ``model``.
 
         Gates that were trained for another checkpoint are named on stderr.
 
@@ -141,7 +141,7 @@ def _say_once(line: str) -> None:
 
 @functools.cache
 def digest(source: str) -> str:
-    """Return of the weights in a folder, or of one file of them; a hub id stands for itself."""
+    """Hash the weights in a folder, or one file of them; a hub id stands for itself."""
     folder = Path(source)
     files = [path for kind in ("*.safetensors", "*.pth") for path in sorted(folder.glob(kind))]
     held = hashlib.sha256()
@@ -320,7 +320,7 @@ class ComparisonRuns:
             self._pool.shutdown()
 
     def of(self, source: str, count: int, first: int = 0) -> dict[str, list[list[Record]]]:
-        """Return ``count`` dialogues of a source, from the one with index ``first``, through every
+        """Run ``count`` dialogues of a source, from the one with index ``first``, through every
         cell.
 
         Returns:

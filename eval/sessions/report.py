@@ -26,7 +26,7 @@ def summarise(
     methods: Sequence[str],
     budgets: Sequence[str],
 ) -> dict[str, Any]:
-    """Return everything the result file holds.
+    """Compute everything the result file holds.
 
     Args:
         raw: what :meth:`eval.quality.run.ComparisonRuns.of` returned; notes: about each answer.
@@ -80,7 +80,7 @@ def _stale(runs: Runs, notes: Notes) -> dict[str, float] | None:
 
 
 def _share(runs: Runs, notes: Notes, name: str, count: Any) -> dict[str, float] | None:
-    """Return mean over the questions of a kind, averaged over gate seeds; None without any."""
+    """Average over the questions of a kind and over gate seeds; None without any."""
     sums, counts = [], []
     for index, about in enumerate(notes):
         asked = sum(a.kind == name for a in about)
@@ -91,7 +91,7 @@ def _share(runs: Runs, notes: Notes, name: str, count: Any) -> dict[str, float] 
 
 
 def markdown(found: Mapping[str, Any]) -> str:
-    """Return accuracy by budget and method, by kind of question, stale answers, paired tests."""
+    """Tabulate accuracy by budget and method, by kind of question, stale answers, paired tests."""
     page, methods = found["page"], found["methods"]
     head = [
         f"### Sessions in {found['domain']}: {found['sessions']} sessions, "

@@ -38,12 +38,12 @@ _SAVE = 32  # clips between two checkpoints
 
 
 def first_picture() -> Scene:
-    """Return the first picture of the stream."""
+    """Draw the first picture of the stream."""
     return grid(random.Random("stream-first"), "heldout", least=8)
 
 
 def clip_turn(index: int) -> Turn:
-    """Return clip ``index`` of the stream and its question, a function of the index alone."""
+    """Make clip ``index`` of the stream and its question, a function of the index alone."""
     clip, question = clip_of_stream(random.Random(f"stream-{index}"), "heldout")
     if index == 0:
         return Turn((first_picture(), clip), question, (caption(1), ""))
@@ -51,7 +51,7 @@ def clip_turn(index: int) -> Turn:
 
 
 def beginning_turn(index: int) -> Turn:
-    """Return a question about the first picture."""
+    """Make a question about the first picture."""
     item = random.Random(f"beginning-{index}").choice(first_picture().items)
     return Turn((), cell_question(1, item.cell, item.name))
 
@@ -144,7 +144,7 @@ class _StreamRun:
         return [found[index] for index in range(clips)]
 
     def _session(self) -> CachedSequence:
-        """Return the session as it was saved last, or a new one."""
+        """Open the session as it was saved last, or a new one."""
         self.done = 0
         if self.file.is_file():
             try:

@@ -20,7 +20,7 @@ BLOCK = 16  # clips that intervals take as one draw
 def summarise(
     rows: Mapping[str, Sequence[Sequence[Row]]], methods: Sequence[str], budgets: Sequence[str]
 ) -> dict[str, Any]:
-    """Return shares right, memory, and paired tests over blocks of clips.
+    """Compute shares right, memory, and paired tests over blocks of clips.
 
     Args:
         rows: what :func:`eval.sessions.stream.run` returned.
@@ -65,7 +65,7 @@ def summarise(
 
 
 def _blocks(rows: Sequence[Row], name: str) -> tuple[list[float], list[float]]:
-    """Return per block of clips: questions answered right, and questions."""
+    """Count per block of clips: questions answered right, and questions."""
     cut = [rows[i : i + BLOCK] for i in range(0, len(rows), BLOCK)]
     pairs = [([row[name] for row in part if name in row]) for part in cut]
     kept = [part for part in pairs if part]
@@ -79,7 +79,7 @@ def _share(runs: Sequence[Sequence[Row]], name: str) -> dict[str, float] | None:
 
 
 def markdown(found: Mapping[str, Any]) -> str:
-    """Return shares of right answers, held entries and paired tests."""
+    """Tabulate shares of right answers, held entries and paired tests."""
     lines = [
         "### A video that never ends\n",
         f"Share answered right, with 95 % interval over blocks of {found['block']} clips.\n",

@@ -106,7 +106,7 @@ class _Fact:
     asked: set[Any] = field(default_factory=set)
 
     def unasked(self) -> list[Item]:
-        """Return the things of a picture that may still be asked about."""
+        """List the things of a picture that may still be asked about."""
         return [item for item in self.value.items if item not in self.asked]
 
     def kind(self, session: int) -> Kind:
@@ -163,7 +163,7 @@ def _text(kind: Sessions, index: int, tokenizer: Any) -> Document:
 
 
 def _stated(rng: random.Random, names: list[str], known: list[str], count: int) -> list[str]:
-    """Return the people a session speaks about, new ones and known ones."""
+    """Draw the people a session speaks about, new ones and known ones."""
     chosen: list[str] = []
     for _ in range(count):
         old = [name for name in known if name not in chosen]
@@ -175,7 +175,7 @@ def _stated(rng: random.Random, names: list[str], known: list[str], count: int) 
 
 
 def _number(rng: random.Random, other: str | None) -> str:
-    """Return four digits whose first differs from that of the other number."""
+    """Draw four digits whose first differs from that of the other number."""
     while True:
         made = str(rng.randint(1000, 9999))
         if other is None or made[0] != other[0]:
@@ -223,7 +223,7 @@ def _scenes(kind: Sessions, index: int, tokenizer: Any) -> Document:
 
 
 def _other_grid(rng: random.Random, other: Scene | None) -> Scene:
-    """Return a held-out grid, of the size of ``other`` and with other things in it if given."""
+    """Draw a held-out grid, of the size of ``other`` and with other things in it if given."""
     while True:
         made = grid(rng, "heldout")
         if other is None:

@@ -102,12 +102,12 @@ def size(count: float) -> str:
 
 
 def total_entries(engine: Engine, memory: Memory) -> int:
-    """Return the entries that a full cache would hold for the tokens seen."""
+    """Count the entries that a full cache would hold for the tokens seen."""
     return memory.tokens_seen * engine.spec.num_layers * engine.spec.num_kv_heads
 
 
 def memory_line(engine: Engine, session: Session) -> str:
-    """Return one line: what was kept, what it takes, and who decided."""
+    """Write one line: what was kept, what it takes, and who decided."""
     memory = session.memory()
     total = total_entries(engine, memory)
     share = 100 * memory.entries / total if total else 100
@@ -125,7 +125,7 @@ def memory_line(engine: Engine, session: Session) -> str:
 
 
 def statistics(engine: Engine, session: Session) -> RenderableType:
-    """Return the table and chart of /stats."""
+    """Draw the table and chart of /stats."""
     memory = session.memory()
     total = total_entries(engine, memory)
     facts = Table.grid(padding=(0, 2))
@@ -149,7 +149,7 @@ def statistics(engine: Engine, session: Session) -> RenderableType:
 
 
 def layer_chart(entries: list[int], heads: int) -> Table:
-    """Return the bars of entries per layer; the number is the mean per KV head."""
+    """Draw the bars of entries per layer; the number is the mean per KV head."""
     chart = Table.grid(padding=(0, 1))
     longest = max([*entries, 1])
     for layer, count in enumerate(entries):

@@ -24,7 +24,7 @@ class LineReader:
         self._editing = self._terminal and sys.stdout.isatty() and self._load_history()
 
     def read(self) -> str:
-        """Return the next message. Raises EOFError at the end, KeyboardInterrupt on Ctrl-C."""
+        """Read the next message. Raises EOFError at the end, KeyboardInterrupt on Ctrl-C."""
         lines = [self._line(">>> ")]
         if lines[0].strip().startswith(_BLOCK):
             return self._block(lines[0].strip()[len(_BLOCK) :])

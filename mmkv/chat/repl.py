@@ -117,7 +117,7 @@ class Repl:
         self.videos.append(load_video(source, self.fps, self.num_frames, rule))
 
     def new_session(self) -> Session:
-        """Return an empty conversation under the present budget."""
+        """Open an empty conversation under the present budget."""
         current = getattr(self, "session", None)
         session = self.engine.session(None if current is None else current.budget)
         session.undo_depth = UNDO_DEPTH

@@ -166,7 +166,7 @@ class Job:
 
 
 def problems(results: Path, names: Sequence[str]) -> list[str]:
-    """Return the problems of a results file: tasks that are missing, empty or without a score.
+    """Find the problems of a results file: tasks that are missing, empty or without a score.
 
     ``names``: tasks that must be there; all others in the file are looked at too.
     """

@@ -62,7 +62,7 @@ Row = Conversation | Document
 
 
 def read_row(value: Any, kind: str, root: Path, file: str, row: int) -> Row:
-    """Return one row as a conversation or document, its media looked for but not opened.
+    """Read one row as a conversation or document, its media looked for but not opened.
 
     Args:
         value: the row as JSON gives it, or the text itself.
@@ -79,7 +79,7 @@ def read_row(value: Any, kind: str, root: Path, file: str, row: int) -> Row:
 
 
 def kind_of(value: Any) -> str | None:
-    """Return the kind a row looks like, None when like none."""
+    """Recognise the kind a row looks like, None when like none."""
     if isinstance(value, str):
         return "text"
     if isinstance(value, list):
@@ -103,7 +103,7 @@ def _text(value: Any) -> str:
 
 
 def _from_messages(value: Any) -> list[Message]:
-    """Return the messages of a chat row.
+    """Read the messages of a chat row.
 
     Parts without a source take the row's ``images`` and ``videos``.
     """
@@ -134,7 +134,7 @@ def _with_source(part: Any, waiting: dict[str, Iterator[Any]]) -> Any:
 
 
 def _from_turns(value: Any, kind: str) -> list[Message]:
-    """Return the messages of a LLaVA or MMDU row, whose media fill placeholders in the order of the
+    """Read the messages of a LLaVA or MMDU row, whose media fill placeholders in the order of the
     text.
     """
     turns = value.get("conversations") if isinstance(value, dict) else None
@@ -173,7 +173,7 @@ def _parts(text: str, kind: str, waiting: dict[str, Iterator[Any]]) -> Iterator[
 
 
 def _listed(value: dict[str, Any], kind: str) -> list[Any]:
-    """Return a row's media of one kind: under ``image`` or ``images``.
+    """List a row's media of one kind: under ``image`` or ``images``.
 
     The value may be one, a list, or a dict of them.
     """
@@ -196,7 +196,7 @@ def _require_used(waiting: dict[str, Iterator[Any]]) -> None:
 
 
 def _checked(messages: list[Message], root: Path) -> list[Message]:
-    """Return the messages with media found, or the reason why they cannot be trained on."""
+    """Find the media of the messages, or the reason why they cannot be trained on."""
     try:
         plain, images, videos = take_media(messages)
         waiting = {"image": iter(images), "video": iter(videos)}

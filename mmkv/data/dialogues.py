@@ -32,7 +32,7 @@ SEARCH = ("locate", "count", "exists")
 
 
 def grid(rng: random.Random, split: Split, largest: int = 4, least: int = 1) -> Scene:
-    """Return a grid scene of the split with at least ``least`` objects."""
+    """Draw a grid scene of the split with at least ``least`` objects."""
     while True:
         scene = make_scene(rng, split, largest)
         if scene.kind == "grid" and len(scene.items) >= least:
@@ -45,23 +45,23 @@ def picture_name(number: int) -> str:
 
 
 def caption(number: int) -> str:
-    """Return the caption of such a picture."""
+    """Write the caption of such a picture."""
     return f"{picture_name(number)}:"
 
 
 def cell_question(number: int, cell: tuple[int, int], answer: str, kind: str = "cell") -> Question:
-    """Return the question what was in a cell of picture ``number``."""
+    """Ask what was in a cell of picture ``number``."""
     return _earlier(kind, f"what was at {place(*cell)} of {picture_name(number)}?", answer)
 
 
 def clip_question(video: Clip, cell: tuple[int, int], when: str) -> Question:
-    """Return the question what was in a cell at the ``start`` or the ``end`` of a clip."""
+    """Ask what was in a cell at the ``start`` or the ``end`` of a clip."""
     scene = video.frames[0 if when == "start" else -1]
     return Question(when, f"what was at {place(*cell)} at the {when}?", scene.at(*cell))
 
 
 def changing_clip(first: Scene, last: Scene, rng: random.Random, frames: int = 3) -> Clip:
-    """Return a clip of one scene, from some frame on of the other."""
+    """Make a clip of one scene, from some frame on of the other."""
     change = rng.randint(1, frames - 1)
     return Clip(tuple(first if index < change else last for index in range(frames)))
 
@@ -87,7 +87,7 @@ def dense(
     earlier: float = 0.6,
     search: bool = True,
 ) -> list[Turn]:
-    """Return a dialogue in which any cell of any of its pictures may be asked later.
+    """Make a dialogue in which any cell of any of its pictures may be asked later.
 
     Args:
         earlier: share of the questions that are about an earlier picture, once there is one.
@@ -136,7 +136,7 @@ def sparse(
     loads: int = 3,
     search: bool = True,
 ) -> list[Turn]:
-    """Return a dialogue whose pictures are mostly under ``ignore:``; only the kept ones are asked
+    """Make a dialogue whose pictures are mostly under ``ignore:``; only the kept ones are asked
     about.
 
     The pictures come with the first ``loads`` turns, the first of which holds a kept one.
@@ -165,7 +165,7 @@ def sparse(
 
 
 def latest(scene: Scene, rng: random.Random) -> list[Question]:
-    """Return questions on the latest picture: the usual ones, and what lies beside a cell."""
+    """Ask about the latest picture: the usual questions, and what lies beside a cell."""
     made = questions(scene, rng)
     if scene.kind == "grid":
         made.append(beside(scene, rng))
@@ -174,7 +174,7 @@ def latest(scene: Scene, rng: random.Random) -> list[Question]:
 
 
 def beside(scene: Scene, rng: random.Random) -> Question:
-    """Return a neighbour of a cell, for which the answer works out the place first."""
+    """Ask for a neighbour of a cell, for which the answer works out the place first."""
     row, column = rng.randint(1, scene.rows), rng.randint(1, scene.columns)
     steps = {"below": (1, 0), "above": (-1, 0), "right of": (0, 1), "left of": (0, -1)}
     word, (down, right) = rng.choice(list(steps.items()))
@@ -186,7 +186,7 @@ def beside(scene: Scene, rng: random.Random) -> Question:
 
 
 def about(shown: list[Scene], rng: random.Random, number: int, search: bool = True) -> Question:
-    """Return a question on picture ``number`` (1-based) of those shown, mostly about one cell."""
+    """Ask about picture ``number`` (1-based) of those shown, mostly about one cell."""
     scene = shown[number - 1]
     where = picture_name(number)
     if scene.kind == "text":
@@ -215,7 +215,7 @@ def about(shown: list[Scene], rng: random.Random, number: int, search: bool = Tr
 
 
 def _same(scene: Scene, where: str, shown: list[Scene], other: int, rng: random.Random) -> Question:
-    """Return a question that compares a cell of two pictures.
+    """Make a question that compares a cell of two pictures.
 
     The answer names both, then yes or no.
     """
@@ -229,7 +229,7 @@ def _same(scene: Scene, where: str, shown: list[Scene], other: int, rng: random.
 
 
 def clip(seed: int, split: Split, turns: int = 4) -> list[Turn]:
-    """Return a dialogue about a video in which one cell changes."""
+    """Make a dialogue about a video in which one cell changes."""
     rng = random.Random(f"clip-{split}-{seed}")
     first = grid(rng, split)
     row, column = _cell(first, rng)
@@ -255,7 +255,7 @@ def clip(seed: int, split: Split, turns: int = 4) -> list[Turn]:
 
 
 def clip_of_stream(rng: random.Random, split: Split) -> tuple[Clip, Question]:
-    """Return a clip in which one thing is exchanged, and a question about its start or its end."""
+    """Make a clip in which one thing is exchanged, and a question about its start or its end."""
     first = grid(rng, split)
     last, changed = exchanged(first, rng, split)
     video = changing_clip(first, last, rng)
@@ -265,7 +265,7 @@ def clip_of_stream(rng: random.Random, split: Split) -> tuple[Clip, Question]:
 
 
 def stream(seed: int, split: Split, clips: int, remember: int = 8) -> list[Turn]:
-    """Return a numbered picture, then clip after clip, each asked about once; now and then the
+    """Make a numbered picture, then clip after clip, each asked about once; now and then the
     picture.
 
     Args:

@@ -48,13 +48,13 @@ class TurnFinder:
         self._blank: dict[int, bool] = {}
 
     def tokenize(self, text: str) -> list[int]:
-        """Return the ids of a text with nothing added around it."""
+        """Tokenize a text with nothing added around it."""
         return self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
     def find(
         self, messages: Sequence[Message], render: Render
     ) -> tuple[list[int], list[AssistantTurn]]:
-        """Return the ids of the whole chat, and its replies in order.
+        """Find the ids of the whole chat, and its replies in order.
 
         Args:
             messages: at least one of them the assistant's.
@@ -106,7 +106,7 @@ class TurnFinder:
         return made["input_ids"], [end for _, end in made["offset_mapping"]]
 
     def _stop(self, ids: list[int], start: int, close: int) -> int:
-        """Return the index after the first special token that ends the turn.
+        """Find the index after the first special token that ends the turn.
 
         Return ``close`` if there is none.
         """
@@ -128,7 +128,7 @@ class TurnFinder:
 
 
 def _shared(first: Sequence[int], second: Sequence[int]) -> int:
-    """Return the length of the longest common prefix."""
+    """Measure the length of the longest common prefix."""
     for at, (a, b) in enumerate(zip(first, second, strict=False)):
         if a != b:
             return at
@@ -144,7 +144,7 @@ def _does_not_nest(index: int, reason: str) -> DataError:
 
 
 def predicted(labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Return where the states stand that predict a label ``[N]``, and those labels ``[N]``.
+    """Find where the states stand that predict a label ``[N]``, and those labels ``[N]``.
 
     The label of a document's first token must be -100: nothing before it predicts it.
     """

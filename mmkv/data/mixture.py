@@ -48,7 +48,7 @@ class Mixture(Generic[Item]):
         self._orders: dict[int, tuple[int, np.ndarray]] = {}
 
     def locate(self, n: int) -> tuple[int, int, int]:
-        """Return source, epoch of that source, and row in it, of element ``n``.
+        """Find source, epoch of that source, and row in it, of element ``n``.
 
         Raises:
             IndexError: below 0.
@@ -103,7 +103,7 @@ class Mixture(Generic[Item]):
 
 
 def _uniform(seed: int, count: int, *stream: int) -> np.ndarray:
-    """Return float64 ``[count]`` in [0, 1), a function of the arguments alone.
+    """Draw float64 ``[count]`` in [0, 1), a function of the arguments alone.
 
     Uses raw Philox words, which numpy keeps stable over versions, unlike its distributions.
     """

@@ -128,7 +128,7 @@ class RowFile(Sequence[Row]):
         )
 
     def _recognise(self) -> str:
-        """Return the kind of the first row that is of any."""
+        """Recognise the kind of the first row that is of any."""
         for index in range(len(self._raw)):
             try:
                 kind = kind_of(self._raw[index])

@@ -68,7 +68,7 @@ KINDS: dict[str, Callable[[int, Split], list[Turn]]] = {
 
 
 def scene_turns(kind: str, seed: int, split: Split) -> list[Turn]:
-    """Return the dialogue ``seed`` of a kind.
+    """Make the dialogue ``seed`` of a kind.
 
     Raises:
         ValueError: for an unknown kind, naming those there are.

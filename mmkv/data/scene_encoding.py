@@ -16,7 +16,7 @@ PATCH, MERGE, FPS = 16, 2, 2.0
 
 
 def patches(picture: Image.Image) -> tuple[np.ndarray, tuple[int, int, int]]:
-    """Return the patches that the checkpoint's image processor makes of a picture.
+    """Cut the patches that the checkpoint's image processor makes of a picture.
 
     Returns:
         float32 ``[patches, 3 * 2 * 16 * 16]`` in merge order, and the grid (t, h, w) in patches.
@@ -89,7 +89,7 @@ def timestamp(patch: int) -> str:
 
 
 def collate(rows: list[Encoded], tokenizer: PreTrainedTokenizerFast) -> dict[str, Tensor]:
-    """Return right-padded model inputs of several dialogues."""
+    """Pad to the right and stack several dialogues."""
     longest = max(len(row.ids) for row in rows)
     pad = tokenizer.pad_token_id
     ids = torch.full((len(rows), longest), pad)

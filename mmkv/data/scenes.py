@@ -44,7 +44,7 @@ class Item:
 
     @property
     def cell(self) -> tuple[int, int]:
-        """Return row and column of a thing in a grid, from 1."""
+        """Find row and column of a thing in a grid, from 1."""
         return self.y // CELL + 1, self.x // CELL + 1
 
 
@@ -238,7 +238,7 @@ def _free(rng: random.Random) -> Scene:
 
 
 def questions(scene: Scene, rng: random.Random) -> list[Question]:
-    """Return every kind of question that this scene allows, one of each, in random order."""
+    """Ask every kind of question that this scene allows, one of each, in random order."""
     made: list[Question] = []
     if scene.kind == "text":
         kind = "number" if scene.text.isdigit() else "word"
@@ -279,7 +279,7 @@ def questions(scene: Scene, rng: random.Random) -> list[Question]:
 
 
 def compare(shown: list[Scene], rng: random.Random) -> Question:
-    """Return a question about two pictures, which must be grids.
+    """Make a question about two pictures, which must be grids.
 
     With two pictures it may ask which of them holds an object, otherwise what the first one
     showed in some cell.
@@ -298,7 +298,7 @@ def compare(shown: list[Scene], rng: random.Random) -> Question:
 def dialogue(
     seed: int, split: Split = "train", pictures: int = 1, turns: int = 4, largest: int = 4
 ) -> list[Turn]:
-    """Return a dialogue of ``turns`` questions over ``pictures`` pictures, exactly answerable.
+    """Make a dialogue of ``turns`` questions over ``pictures`` pictures, exactly answerable.
 
     The pictures come spread over the turns, the first with the first turn. Once two grids have
     been shown, some questions compare them.

@@ -65,13 +65,13 @@ class Piece:
 
 
 def recall(rng: random.Random, facts: int, questions: int) -> list[Piece]:
-    """Return ``facts`` numbers, one per name, then ``questions`` of them."""
+    """State ``facts`` numbers, one per name, then ``questions`` of them."""
     known = _numbers(rng, facts)
     return _facts_and_questions(rng, questions, known, lambda name: f"{opening(name)} ", ".\n")
 
 
 def records(rng: random.Random, facts: int, questions: int) -> list[Piece]:
-    """Return ``facts`` lines of JSON, hexadecimal keys and values, then ``questions`` of them."""
+    """State ``facts`` lines of JSON, hexadecimal keys and values, then ``questions`` of them."""
     known: dict[str, str] = {}
     while len(known) < facts:
         known[f"{rng.randrange(16**4):04x}"] = f"{rng.randrange(16**4):04x}"
@@ -79,7 +79,7 @@ def records(rng: random.Random, facts: int, questions: int) -> list[Piece]:
 
 
 def assigned(rng: random.Random, facts: int, questions: int) -> list[Piece]:
-    """Return ``facts`` names of a program and their numbers, then ``questions`` of them."""
+    """State ``facts`` names of a program and their numbers, then ``questions`` of them."""
     names = [f"{place}_{thing}" for place in _PLACES for thing in _OBJECTS]
     known = {name: _number(rng) for name in rng.sample(names, facts)}
     return _facts_and_questions(rng, questions, known, lambda name: f"{name} = ", "\n")
@@ -88,7 +88,7 @@ def assigned(rng: random.Random, facts: int, questions: int) -> list[Piece]:
 def needles(
     rng: random.Random, filler: int, keys: int, queries: int, values: int = 1
 ) -> list[Piece]:
-    """Return ``keys`` facts at random depths among ``filler`` sentences, then ``queries`` of them.
+    """Hide ``keys`` facts at random depths among ``filler`` sentences, then ``queries`` of them.
 
     Args:
         values: numbers to each key, all of which are asked at once.
@@ -104,7 +104,7 @@ def needles(
 
 
 def memory(rng: random.Random, sessions: int, people: int, talk: int) -> list[Piece]:
-    """Return ``sessions`` with ``talk`` sentences and two facts each, and a question after each.
+    """Make ``sessions`` with ``talk`` sentences and two facts each, and a question after each.
 
     The names come from ``people``, so facts are replaced; what is asked is the latest.
     """
@@ -139,7 +139,7 @@ KINDS: dict[str, Callable[[random.Random], list[Piece]]] = {
 
 
 def text_task(kind: str, seed: int, split: Split) -> list[Piece]:
-    """Return the task ``seed`` of a kind, a function of the arguments alone.
+    """Make the task ``seed`` of a kind, a function of the arguments alone.
 
     Raises:
         ValueError: for an unknown kind, naming those there are.
@@ -199,7 +199,7 @@ def _number(rng: random.Random) -> str:
 
 
 def small_talk(rng: random.Random) -> str:
-    """Return a sentence that nothing is ever asked about."""
+    """Draw a sentence that nothing is ever asked about."""
     subject, verb = rng.choice(_SUBJECTS), rng.choice(_VERBS)
     thing, place = rng.choice(_OBJECTS), rng.choice(_PLACES)
     return f"{rng.choice(_TIMES)} the {subject} {verb} a {thing} near the {place}.\n"

@@ -52,7 +52,7 @@ CHAT_TEMPLATE = """{%- for message in messages -%}
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """Return a byte-level tokenizer: every word of the scenes is one token, anything else its
+    """Build a byte-level tokenizer: every word of the scenes is one token, anything else its
     bytes.
     """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())

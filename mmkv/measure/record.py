@@ -41,7 +41,7 @@ def write_results(path: str | Path, settings: Mapping[str, Any], results: Any) -
 
 
 def provenance() -> dict[str, Any]:
-    """Return date, command, commit, versions and machine of this process."""
+    """Collect date, command, commit, versions and machine of this process."""
     return {
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "command": command(),

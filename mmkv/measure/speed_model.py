@@ -24,12 +24,12 @@ class StepBytes:
     gates: int
 
     def floor(self, bandwidth: float) -> float:
-        """Return the seconds for weights and entries at ``bandwidth`` bytes per second."""
+        """Compute the seconds for weights and entries at ``bandwidth`` bytes per second."""
         return (self.weights + self.kv) / bandwidth
 
 
 def weight_bytes(engine: Runtime) -> int:
-    """Return the bytes of the weights that a step reads.
+    """Count the bytes of the weights that a step reads.
 
     A step reads single rows of an embedding that is not also the head.
     """
@@ -41,7 +41,7 @@ def weight_bytes(engine: Runtime) -> int:
 
 
 def gate_bytes(engine: Runtime) -> int:
-    """Return the weights of the gates a step reads, 0 without gates."""
+    """Count the bytes of the gates a step reads, 0 without gates."""
     if engine.decoder.gates is None:
         return 0
     tensors = [
@@ -53,12 +53,12 @@ def gate_bytes(engine: Runtime) -> int:
 
 
 def entry_bytes(engine: Runtime) -> int:
-    """Return the bytes of the key and value of one entry."""
+    """Count the bytes of the key and value of one entry."""
     pool = engine.cache.pool
     return pool.kv_page_bytes // pool.page_size
 
 
 def step_bytes(engine: Runtime, sessions: Sequence[CachedSequence]) -> StepBytes:
-    """Return the bytes that the next step of these sessions reads."""
+    """Count the bytes that the next step of these sessions reads."""
     entries = sum(session.entries + engine.spec.rows for session in sessions)
     return StepBytes(weight_bytes(engine), entries * entry_bytes(engine), gate_bytes(engine))

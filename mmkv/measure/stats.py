@@ -32,7 +32,7 @@ class Difference:
 
 
 def mean(sums: Sequence[float], counts: Sequence[float], draws: int = 4000, seed: int = 0) -> Mean:
-    """Return the mean per item with a bootstrap over dialogues.
+    """Estimate the mean per item with a bootstrap over dialogues.
 
     Args:
         sums, counts: per dialogue the sum over its items and their number.
@@ -51,7 +51,7 @@ def paired(
     draws: int = 10000,
     seed: int = 0,
 ) -> Difference:
-    """Return ``first - second`` per item, over the same dialogues.
+    """Estimate ``first - second`` per item, over the same dialogues.
 
     The p-value is that of a sign-flip permutation test on the dialogues' differences, with the
     observed arrangement counted among the draws (so it is never 0).

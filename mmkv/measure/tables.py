@@ -14,7 +14,7 @@ from rich.text import Text
 def pipe_table(
     columns: Sequence[str], rows: Iterable[Sequence[object]], numbers: bool = False
 ) -> str:
-    """Return a Markdown table without a line end; ``numbers`` aligns all but the first column."""
+    """Make a Markdown table without a line end; ``numbers`` aligns all but the first column."""
     rule = ["---", *["---:" if numbers else "---"] * (len(columns) - 1)]
     head, *body = (f"| {' | '.join(map(str, line))} |" for line in (columns, *rows))
     return "\n".join([head, f"|{'|'.join(rule)}|", *body])

@@ -181,7 +181,7 @@ def read_at(
 
 @torch.inference_mode()
 def compare_states(decoder: Decoder, states: Tensor, full: Tensor, labels: Tensor) -> list[Answer]:
-    """Return the answers of a dialogue that two passes have read whole, without a cache.
+    """Compare the answers of a dialogue that two passes have read whole, without a cache.
 
     Args:
         decoder: makes logits of states; states: ``[T, d]`` before the final norm; full: those of
@@ -201,7 +201,7 @@ def compare_states(decoder: Decoder, states: Tensor, full: Tensor, labels: Tenso
 def _begin(
     engine: Runtime, turn: Turn, budgets: Sequence[Budget], stop: int, stack: ExitStack
 ) -> tuple[list[CachedSequence], Tensor]:
-    """Return the sessions that have read the first ``stop`` tokens, and their logits ``[B,
+    """Open the sessions that have read the first ``stop`` tokens, and their logits ``[B,
     vocab]``.
     """
     # Nothing is evicted inside a chunk, so budgets make no difference in the first one.
@@ -218,7 +218,7 @@ def _begin(
 
 
 def _answer(ours: Tensor, theirs: Tensor, target: Tensor) -> Answer:
-    """Return the record of one answer ``[T]`` from its log-probabilities ``[T, vocab]``."""
+    """Record one answer ``[T]`` from its log-probabilities ``[T, vocab]``."""
     best, target = ours.argmax(-1), target.to(ours.device)
     miss = (best != target).nonzero().flatten().tolist()
     return Answer(

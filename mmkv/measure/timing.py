@@ -11,7 +11,7 @@ import torch
 
 
 def spread(values: list[float]) -> dict[str, Any]:
-    """Return median, quartiles and all rounds of a measurement."""
+    """Compute median, quartiles and all rounds of a measurement."""
     if len(values) == 1:
         return {"median": values[0], "quartiles": [values[0], values[0]], "rounds": values}
     low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
@@ -25,7 +25,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def wall(call: Callable[[], Any], device: torch.device) -> float:
-    """Return the seconds of one call, from an idle device to an idle device."""
+    """Time one call in seconds, from an idle device to an idle device."""
     synchronize(device)
     start = time.perf_counter()
     call()
@@ -60,7 +60,7 @@ def copy_bandwidth(device: torch.device, nbytes: int | None = None, rounds: int 
 
 
 def matmul_rate(device: torch.device, dtype: torch.dtype, size: int = 8192) -> float:
-    """Return floating-point operations per second of a square matrix product on random numbers."""
+    """Measure floating-point operations per second of a square product of random matrices."""
     left, right = (torch.empty(size, size, device=device).normal_().to(dtype) for _ in range(2))
     out = torch.empty_like(left)
     times = time_calls(lambda: torch.matmul(left, right, out=out), device, 5, least=0.02)
@@ -70,7 +70,7 @@ def matmul_rate(device: torch.device, dtype: torch.dtype, size: int = 8192) -> f
 def time_calls(
     call: Callable[[], Any], device: torch.device, rounds: int = 7, least: float = 0.02
 ) -> list[float]:
-    """Return the seconds per call, one figure a round.
+    """Time calls: seconds per call, one figure a round.
 
     On a GPU the call is captured as a CUDA graph and its replays are timed with events: gaps
     between launches, which a graph of the whole step does not have either, stay out. The call

@@ -35,7 +35,7 @@ MAX_PIXELS = 120_000_000
 
 
 def load_image(source: ImageSource) -> Image:
-    """Return the picture as RGB, upright.
+    """Load a picture as RGB, upright.
 
     ``source``: a path, an http(s) URL, a ``data:`` URI or a PIL image. Raises InputError, one
     line, for anything that is missing, empty, too large, or not a picture.
@@ -49,7 +49,7 @@ def load_image(source: ImageSource) -> Image:
 
 
 def describe(source: object) -> str:
-    """Return a short name of a source for messages (a data: URI can be megabytes long)."""
+    """Name a source for messages (a data: URI can be megabytes long)."""
     text = str(source)
     return text.split(",", 1)[0][:40] + ",..." if text.startswith("data:") else text
 

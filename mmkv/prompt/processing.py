@@ -48,7 +48,7 @@ class Processor:
         clips: Sequence[Clip] = (),
         continuing: bool = False,
     ) -> dict[str, torch.Tensor]:
-        """Return model inputs of one row for ``text``, in which each picture and video has a
+        """Make model inputs of one row for ``text``, in which each picture and video has a
         placeholder.
 
         ``continuing``: the text follows tokens that a session holds, so nothing that marks a
@@ -243,7 +243,7 @@ def _load_qwen(
 
 
 def _load_image_processor(name: str | Path) -> Any | None:
-    """Return the image processor in its PIL form (the same pixels with and without torchvision)."""
+    """Load the image processor in its PIL form (the same pixels with and without torchvision)."""
     # transformers 5.17 hides the name at its top level when torchvision is absent; the class itself
     # does not need torchvision in either version.
     from transformers.models.auto.image_processing_auto import AutoImageProcessor
@@ -297,14 +297,14 @@ def _without_video(name: str | Path, tokenizer: Any, cause: Exception) -> Any:
 
 
 def _template(name: str | Path, tokenizer: Any) -> str | None:
-    """Return the chat template: the tokenizer's, or that of the older separate file."""
+    """Read the chat template: the tokenizer's, or that of the older separate file."""
     if tokenizer.chat_template:
         return tokenizer.chat_template
     return _read_json(name, "chat_template.json").get("chat_template")
 
 
 def _read_json(name: str | Path, file: str) -> dict[str, Any]:
-    """Return the content of a JSON file of the checkpoint, {} when it has none."""
+    """Read the content of a JSON file of the checkpoint, {} when it has none."""
     from transformers.utils import cached_file
 
     try:

@@ -49,7 +49,7 @@ class VideoRules:
         return cls(**named)
 
     def size(self, frames: int, height: int, width: int) -> tuple[int, int]:
-        """Return height and width to scale to: multiples of a merged patch, within the pixel
+        """Compute the height and width to scale to: multiples of a merged patch, within the pixel
         bounds.
         """
         factor = self.patch_size * self.merge_size
@@ -87,7 +87,7 @@ class VideoRules:
         return scale
 
     def patches(self, clip: Clip) -> tuple[np.ndarray, tuple[int, int, int]]:
-        """Return patches float32 [n, 3 * temporal * patch * patch] in merge order, and the grid t,
+        """Cut patches float32 [n, 3 * temporal * patch * patch] in merge order, and the grid t,
         h, w.
 
         The last frame is repeated when the number of frames does not fill the temporal patch.
@@ -121,14 +121,14 @@ class VideoRules:
         return np.ascontiguousarray(ordered).reshape(math.prod(grid), -1), grid
 
     def timestamps(self, clip: Clip) -> list[float]:
-        """Return the seconds per temporal patch: the mean of its first and last frame's time."""
+        """Compute the seconds per temporal patch: the mean of its first and last frame's time."""
         step = self.temporal_patch_size
         times = clip.timestamps
         times += times[-1:] * (-len(times) % step)
         return [(times[i] + times[i + step - 1]) / 2 for i in range(0, len(times), step)]
 
     def expand(self, clip: Clip, grid: tuple[int, int, int]) -> str:
-        """Return the text for one video placeholder: each temporal patch's time and tokens."""
+        """Write the text for one video placeholder: each temporal patch's time and tokens."""
         tokens = VIDEO * (grid[1] * grid[2] // self.merge_size**2)
         return "".join(
             f"<{seconds:.1f} seconds>{FRAME_START}{tokens}{FRAME_END}"

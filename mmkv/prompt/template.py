@@ -72,7 +72,7 @@ class ChatTemplate:
         return Addition(after, True, None if stable else REWRITES)
 
     def render(self, messages: list[Message], opening: bool) -> str:
-        """Return the template's text; ``opening`` adds the beginning of the assistant's reply."""
+        """Render the template; ``opening`` adds the beginning of the assistant's reply."""
         if self.source is None:
             return "".join(self._plain(message) for message in messages)
         from jinja2 import TemplateError

@@ -52,7 +52,7 @@ class Reader(Protocol):
     fps: float
 
     def read(self, indices: Sequence[int], keep: FrameMap) -> list[np.ndarray]:
-        """Return frames [height, width, 3] uint8 at ascending ``indices``, each passed through
+        """Read frames [height, width, 3] uint8 at ascending ``indices``, each passed through
         keep.
         """
         ...
@@ -92,7 +92,7 @@ def check_sampling(fps: float | None, num_frames: int | None) -> None:
 def sample_indices(
     total: int, source_fps: float, fps: float | None = None, num_frames: int | None = None
 ) -> list[int]:
-    """Return evenly spread frame numbers, first and last included (Qwen3-VL's rule)."""
+    """Choose evenly spread frame numbers, first and last included (Qwen3-VL's rule)."""
     if num_frames is None:
         wanted = int(total / source_fps * (DEFAULT_FPS if fps is None else fps))
         num_frames = min(max(wanted, MIN_FRAMES), MAX_FRAMES)
