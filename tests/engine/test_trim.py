@@ -11,9 +11,12 @@ import torch
 
 from engine.backends.cuda import GraphRunner
 from tests.support.sessions import PICTURES, assert_same_rows, load, run, text_ids, turn
+from tests.support.tiers import slow_but
 
 
-@pytest.mark.parametrize("policy", ["dbtrimkv", "snapkv", "full"])
+@pytest.mark.parametrize(
+    "policy", slow_but({"dbtrimkv"}, ["dbtrimkv", "snapkv", "full"], "the other policies")
+)
 @pytest.mark.parametrize("path", ["native", "torch", "static"])
 def test_a_trimmed_pool_changes_no_bit(path: str, policy: str, folders: dict[str, Path]) -> None:
     """Between steps of two sessions and after a third was closed; the pool ends up smaller."""

@@ -11,6 +11,7 @@ from mmkv.data.scenes import Turn
 from mmkv.data.tokenizer import build_tokenizer
 from mmkv.measure.teacher_forced import DialogueRun, read
 from mmkv.resources import bundled_model
+from tests.support.tiers import slow_but
 
 
 def run(turns: list[Turn], policy: str, budget: float | None) -> DialogueRun:
@@ -29,7 +30,12 @@ def latest(turns: list[Turn], found: DialogueRun) -> float:
 
 
 # Answers come from the synthetic scenes, whose rules are tested against pixels (test_dialogues).
-@pytest.mark.parametrize(("policy", "budget"), [("full", None), ("dbtrimkv+48", 64.0)])
+@pytest.mark.parametrize(
+    ("policy", "budget"),
+    slow_but(
+        [("dbtrimkv+48", 64.0)], [("full", None), ("dbtrimkv+48", 64.0)], "reads 2,000 tokens"
+    ),
+)
 def test_a_stream_of_2000_tokens_is_followed(policy: str, budget: float | None) -> None:
     turns = stream(3, "heldout", 32)
     found = run(turns, policy, budget)
@@ -39,6 +45,7 @@ def test_a_stream_of_2000_tokens_is_followed(policy: str, budget: float | None) 
         assert found.entries <= budget * len(found.per_row) * len(found.per_row[0])
 
 
+@pytest.mark.slow(reason="reads 2,000 tokens")
 def test_one_of_2000_tokens_of_distractors_is_remembered() -> None:
     turns = sparse(5, "heldout", 160, 2, 8, search=False)
     found = run(turns, "full", None)

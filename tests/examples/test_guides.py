@@ -94,6 +94,7 @@ def test_the_policy_of_the_guide_chats(guide: Path, mmkv: Callable[..., Ran]) ->
     assert "\npolicy keynorm: of the package mmkv-keynorm\n" in mmkv("env").out
 
 
+@pytest.mark.slow(reason="a process that loads torch and a model")
 @pytest.mark.parametrize("guide", ["add-a-family.md"], indirect=True)
 def test_the_family_of_the_guide_chats(guide: Path) -> None:
     """In a process of its own: transformers does not know its type until it is imported."""

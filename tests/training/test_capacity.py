@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.support.kernels import DEVICE, compile_for_hopper, needs_compiler, triton_form
+from tests.support.tiers import slow_but
 from training import capacity
 from training.capacity import (
     capacity_loss,
@@ -81,7 +82,8 @@ def test_counts_match_the_reference(form: Callable[..., Tensor], packed: bool, s
 
 @pytest.mark.parametrize("tile", [1, 1 << 14, 1 << 18])
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("steps", [700, 2100])  # chunks of 32 and of 64
+# Chunks of 32 and of 64.
+@pytest.mark.parametrize("steps", slow_but({700}, [700, 2100], "a reference of 2,100 x 2,100"))
 def test_counts_do_not_depend_on_the_blocks(
     monkeypatch: pytest.MonkeyPatch, tile: int, packed: bool, steps: int
 ) -> None:

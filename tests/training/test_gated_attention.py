@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 
+from tests.support.tiers import slow_but
 from training import gated_attention as module
 from training.gated_attention import GATINGS, gated_attention, gated_attention_reference
 
@@ -83,7 +84,9 @@ def test_blocked_form_matches_the_reference(
 
 
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("window", [1, 5, 13, 96, 400])
+@pytest.mark.parametrize(
+    "window", slow_but({13}, [1, 5, 13, 96, 400], "a reference that is written out pair by pair")
+)
 def test_write_gates_spare_the_window(
     packed: bool, window: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -133,7 +136,7 @@ def test_write_gates_that_admit_nothing_leave_the_window() -> None:
 
 @pytest.mark.parametrize("gating", GATINGS)
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("group", [1, 3])
+@pytest.mark.parametrize("group", slow_but({3}, [1, 3], "the other group size"))
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_flex_form_matches_the_reference(gating: str, packed: bool, group: int) -> None:
     """Values only, and eager: FlexAttention has no backward pass on CPUs."""

@@ -16,6 +16,7 @@ from eval.bench import capacity as bench_capacity
 from eval.bench import decode as bench_decode
 from eval.bench import kernels as bench_kernels
 from eval.bench import prefill as bench_prefill
+from eval.bench.kernel_cases import TINY as TINY_CASES
 from eval.bench.memory_estimate import dense_count, plan
 from eval.bench.names import DYNAMIC, EAGER, FULL, OWN, STATIC, TRIMKV
 from eval.bench.output import BenchError
@@ -71,9 +72,12 @@ def test_a_kernel_that_fails_is_named_and_the_others_go_on(
         raise RuntimeError("no such thing\nsecond line")
 
     monkeypatch.setitem(bench_kernels.PREPARE, "prefill", broken)
+    kernels = ("prefill", "window scores")
+    monkeypatch.setattr(bench_kernels, "TINY", [c for c in TINY_CASES if c.kernel in kernels])
     code = bench_kernels.main([*WHERE, "--cases", "tiny", "--output", str(tmp_path)])
-    failed = [c for c in results(tmp_path, "gpu-kernels")["cases"] if "failed" in c]
-    assert code == 1 and len(failed) == 2
+    cases = results(tmp_path, "gpu-kernels")["cases"]
+    failed = [c for c in cases if "failed" in c]
+    assert code == 1 and len(failed) == 2 and len(cases) == 4
     assert failed[0]["failed"] == "RuntimeError: no such thing"
     assert "no such thing" in capsys.readouterr().out
 
@@ -129,6 +133,7 @@ def test_peers_decode_and_restore_their_caches(peer: str) -> None:
         assert torch.equal(made.cache.layers[1].keys[:, :, :19], keys)
 
 
+@pytest.mark.slow(reason="a process that loads torch")
 def test_a_peer_without_its_package_says_so(tmp_path: Path) -> None:
     job = Job("kvpress", "tiny", 1, 20, 8, 4, "cpu", "float32")
     log = tmp_path / "log"

@@ -276,6 +276,7 @@ def test_texts_that_lmms_evals_response_cache_looks_into() -> None:
 
 
 @needs_lmms_eval
+@pytest.mark.slow(reason="a process that loads lmms-eval")
 def test_the_entry_point_imports_nothing_heavy_and_fits() -> None:
     import subprocess
     import sys

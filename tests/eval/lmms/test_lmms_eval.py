@@ -39,7 +39,7 @@ VIDEOS = {
     "video_mmmu_adaptation": (1024, "video_mmmu/Adaptation", "video_mmmu/data/Art/{id}.mp4"),
     "video_mmmu_comprehension": (1024, "video_mmmu/Comprehension", "video_mmmu/data/Art/{id}.mp4"),
 }
-COUNT = 8
+COUNT = 4
 
 
 @pytest.fixture(scope="module")
