@@ -448,7 +448,7 @@ TYPES = (
     | dict.fromkeys(INTS, INT)
     | dict.fromkeys(SCALARS, "i32")
     | dict.fromkeys(["log_beta", "pool_log_beta"], "*fp32")
-    | {"pool_modality": "*u8"}
+    | {"pool_modality": "*u8", "pool_state": "*fp32"}
     | dict.fromkeys(["pool_keys", "pool_values"], "*bf16")
     | {"lookahead": "fp32"}
 )
@@ -456,6 +456,8 @@ SIZES = {
     "PAGE": 16,
     "DIM": 128,
     "DIM_BLOCK": 128,
+    "STATE": 0,
+    "STATE_BLOCK": 1,
     "MOVES": 4,
     "ROWS": 512,
     "TURNS": TURNS,

@@ -370,13 +370,13 @@ def test_store_fits_a_hopper_sm(group: int, tmp_path: Path) -> None:
     half = ("qkv", "cos", "sin", "gain", "pool_keys", "pool_values", "query", "trunk")
     types = dict.fromkeys(half, "*bf16")
     types |= dict.fromkeys(("slots", "position"), "*i64")
-    types |= dict.fromkeys(("pool_log_beta", "weight", "bias"), "*fp32")
+    types |= dict.fromkeys(("pool_log_beta", "pool_state", "weight", "bias"), "*fp32")
     types |= {"pool_position": "*i32", "pool_modality": "*u8", "eps": "fp32"}
     types |= dict.fromkeys(("qkv_row", "slots_row", "trunk_row"), "i32")
     constants = store_triton.sizes(group, 128, 512)
     warps = constants.pop("num_warps")
     constants |= {"HEADS": 32 // group, "GROUP": group, "DIM": 128, "ROT": 128, "NORM": True}
-    constants |= {"TRUNK": 512}
+    constants |= {"TRUNK": 512, "STATE": 0}
     report = compile_for_hopper(
         store_triton.__name__, "store_kernel", types, constants, warps, tmp_path
     )
