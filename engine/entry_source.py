@@ -17,8 +17,11 @@ class CacheEntries:
     another.
     """
 
-    def __init__(self, cache: RaggedCache, seq: int, entries: Entries, needs: Needs) -> None:
+    def __init__(
+        self, cache: RaggedCache, seq: int, entries: Entries, needs: Needs, native: bool = False
+    ) -> None:
         self._cache, self._seq, self._entries, self._needs = cache, seq, entries, needs
+        self._native = native
 
     def keys(self) -> Tensor:
         """``[N, D]`` after RoPE."""
@@ -40,7 +43,9 @@ class CacheEntries:
         """``[N]``; see :meth:`engine.policies.base.CacheView.attention`."""
         if QUERIES not in self._cache.memory:
             raise PolicyError(_undeclared("attention", "queries=16") + " or another number")
-        return window_attention(self._cache, self._seq, self._entries, view, reading)
+        return window_attention(
+            self._cache, self._seq, self._entries, view, reading, self._native
+        )
 
 
 def _undeclared(what: str, needs: str) -> str:

@@ -43,7 +43,12 @@ def store_queries(queries: Tensor, seqs: Tensor, position: Tensor, new: Tensor) 
 
 
 def window_attention(
-    cache: RaggedCache, seq: int, entries: Entries, view: CacheView, reading: WindowReading
+    cache: RaggedCache,
+    seq: int,
+    entries: Entries,
+    view: CacheView,
+    reading: WindowReading,
+    native: bool = False,
 ) -> Tensor:
     """Compute attention probabilities of the window over the retained entries.
 
@@ -52,11 +57,16 @@ def window_attention(
 
     Args:
         reading: how both are joined.
+        native: whether C computes it; for float32 on a CPU.
 
     Returns:
         float32 ``[N]``, row-major as the view.
     """
     queries = cache.memory[QUERIES]
+    if native:
+        from engine.backends.cpu.window import native_window_attention
+
+        return native_window_attention(cache, seq, queries[seq], view.seen, reading)
     at = window_positions(view.seen, queries.shape[3], queries.device)
     group = reading.group
     if on_triton(cache.pool.keys) and reading in _ON_PAGES:

@@ -323,15 +323,18 @@ class Runtime:
     def evict_path(self) -> str:
         """What scores and evicts while decoding: as :attr:`decode_path`, or ``never``.
 
-        A step may run in C or on Triton kernels with its eviction in torch: the kernels know the
-        presets' scorers, others are computed by their own torch code.
+        A step may run in C or on Triton kernels with its scores in torch: the kernels know some
+        scorers, others are computed by their own torch code.
         """
         if not self.policy.evicts:
             return "never"
         if self.device.type == "cuda":
             return self.decode_path
         why = self.backends.cpu.no_eviction_reason()
-        return f"torch: {why}" if why else "native"
+        if why:
+            return f"torch: {why}"
+        given = self.backends.cpu.scores_in_torch
+        return f"native, scores in torch: policy {self.policy.name!r}" if given else "native"
 
     def path_of(self, sessions: Sequence[CachedSequence]) -> str:
         """Name what these sessions are decoded on, as :attr:`decode_path` does."""

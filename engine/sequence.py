@@ -93,10 +93,14 @@ class CachedSequence:
     def allowed_at(self, seen: int) -> int:
         """M_global once ``seen`` tokens have been read, and all of a prompt that is to be kept."""
         kept = self.prompt_tokens * self.engine.spec.rows if self.engine.policy.keeps_prompt else 0
+        return self.budget_at(seen) + kept
+
+    def budget_at(self, seen: int) -> int:
+        """Entries that the budget alone allows once ``seen`` tokens have been read."""
         if self._fixed_entries is not None:
-            return self._fixed_entries + kept
+            return self._fixed_entries
         pool, rows = self.engine.cache.pool, self.engine.spec.rows
-        return self.budget.entries(rows, seen, pool.page_size, pool.page_bytes) + kept
+        return self.budget.entries(rows, seen, pool.page_size, pool.page_bytes)
 
     @torch.inference_mode()
     def prefill(
@@ -332,7 +336,13 @@ class CachedSequence:
             position=pool.position.view(-1)[live.slot].long(),
             log_beta=pool.log_beta.view(-1)[live.slot],
             modality=pool.modality.view(-1)[live.slot],
-            source=CacheEntries(engine.cache, self.seq, live, engine.policy.scoring.needs),
+            source=CacheEntries(
+                engine.cache,
+                self.seq,
+                live,
+                engine.policy.scoring.needs,
+                engine.backends.cpu.decoder is not None,
+            ),
             prompt_tokens=self.prompt_tokens,
         )
 

@@ -243,6 +243,16 @@ class Scorer(Protocol):
         ...
 
 
+def kernel_of(scorer: Scorer) -> str:
+    """What C and Triton compute the score from: retention, recency or state; or torch.
+
+    The class itself has to say so: a subclass may score in another way.
+    """
+    kernel = vars(type(scorer)).get("kernel", "torch")
+    known = {"retention", "recency"} if type(scorer).__module__.startswith("engine.") else set()
+    return kernel if kernel in known | {"state"} else "torch"
+
+
 class Allocation(Protocol):
     """Which entries compete with which for the budget."""
 
@@ -346,4 +356,11 @@ class Policy:
                 f"policy {self.name!r}: its allocation shares out {given:,} entries of a budget of "
                 f"{budget:,}; shares must add up to the budget"
             )
+        if shares.floor is not None:
+            guarded = torch.zeros_like(shares.share).index_add_(0, shares.group, shares.floor)
+            if bool((guarded > shares.share).any()):
+                raise PolicyError(
+                    f"policy {self.name!r}: the floors of a group's rows add up to more than the "
+                    "group's share; lower them"
+                )
         return shares

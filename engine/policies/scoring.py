@@ -26,6 +26,7 @@ class Retention:
     lookahead: float = EngineConfig.lookahead
     newest_age: int = 1
     needs: ClassVar[Needs] = Needs(gates="retention")
+    kernel: ClassVar[str] = "retention"
 
     def __post_init__(self) -> None:
         if self.newest_age < 0 or self.newest_age % 1:
@@ -54,6 +55,7 @@ class Recency:
     """The newer the better (StreamingLLM, arXiv 2309.17453, together with protected sinks)."""
 
     needs: ClassVar[Needs] = Needs()
+    kernel: ClassVar[str] = "recency"
 
     def score(self, view: CacheView) -> Tensor:
         """The position itself."""

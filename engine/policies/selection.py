@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 # What int64 can count with; no cache holds as many.
 MOST_ENTRIES = 2**61
 _HIGHEST = 2**31 - 1
+_GUARDED = 2**32  # above every key
 _LAST = 2**63 - 1
 
 
@@ -24,10 +25,13 @@ class Shares:
     Attributes:
         group: ``[rows]`` int64 on the CPU, each row's group: 0, 1, ... in ascending order.
         share: ``[groups]`` int64 on the CPU; they add up to the budget.
+        floor: ``[rows]`` int64 on the CPU: each row's best entries, so many of them, go last in
+            their group. None: no row is guarded.
     """
 
     group: Tensor
     share: Tensor
+    floor: Tensor | None = None
 
     def exceeded(self, length: Tensor, slack: int) -> bool:
         """Whether a group holds more than its share and ``slack`` entries per row beside it.
@@ -48,6 +52,8 @@ def lowest(scores: Tensor, view: CacheView, shares: Shares) -> Tensor:
     position, then layer, then head.
     """
     key = sort_key(scores)
+    if shares.floor is not None:
+        key = key.long() + _GUARDED * _guarded(key, view, shares.floor.to(key.device))
     if shares.share.numel() == 1:
         return _lowest(key, view, int(shares.share))
     group, share = shares.group.to(key.device), shares.share.to(key.device)
@@ -62,7 +68,9 @@ def lowest(scores: Tensor, view: CacheView, shares: Shares) -> Tensor:
 
     # Two stable sorts give the order (score, position, row); padding sorts last.
     by_tie = spread(_tie(view), _LAST).argsort(dim=-1, stable=True)
-    by_score = spread(key, _HIGHEST).gather(-1, by_tie).argsort(dim=-1, stable=True)
+    by_score = (
+        spread(key, torch.iinfo(key.dtype).max).gather(-1, by_tie).argsort(dim=-1, stable=True)
+    )
     order = by_tie.gather(-1, by_score)
     start = held.cumsum(0) - held
     return (order + start[:, None])[column < (held - share)[:, None]]
@@ -73,6 +81,16 @@ def sort_key(scores: Tensor) -> Tensor:
     bits = (scores.float() + 0.0).view(torch.int32)  # -0 and 0 are one score
     key = torch.where(bits < 0, bits ^ _HIGHEST, bits)
     return key.masked_fill(scores.isnan(), -(2**31))
+
+
+def _guarded(key: Tensor, view: CacheView, floor: Tensor) -> Tensor:
+    """Bool ``[N]``: whether an entry is among the best ``floor`` of its row."""
+    by_tie = view.to_rows(view.position, -1).argsort(dim=-1, descending=True, stable=True)
+    keys = view.to_rows(key.long(), -_GUARDED).gather(-1, by_tie)
+    order = by_tie.gather(-1, keys.argsort(dim=-1, descending=True, stable=True))
+    place = torch.arange(order.shape[-1], device=order.device).expand_as(order)
+    rank = torch.empty_like(order).scatter_(-1, order, place)
+    return (rank < floor[:, None])[view.live()]
 
 
 def _lowest(key: Tensor, view: CacheView, share: int) -> Tensor:

@@ -340,9 +340,9 @@ def test_paths_say_why_a_scorer_runs_in_torch(
         if engine.backends.cpu.decoder is None:
             pytest.skip(f"no C library: {engine.decode_path}")
         paths[engine.policy.name] = engine.decode_path, engine.evict_path
-    assert paths["key-size"] == ("native", "torch: policy 'key-size'")
+    assert paths["key-size"] == ("native", "native, scores in torch: policy 'key-size'")
     assert paths["dbtrimkv"] == ("native", "native") and paths["full"] == ("native", "never")
-    assert paths["snapkv"][1] == "torch: policy 'snapkv'"
+    assert paths["snapkv"] == ("native", "native, scores in torch: policy 'snapkv'")
     # A burst as a GPU would run it.
     engine = load(folders["vl"], policy=KEY_SIZE)
     monkeypatch.setattr(engine, "device", torch.device("cuda"))

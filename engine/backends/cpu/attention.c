@@ -48,10 +48,26 @@ static float soften(float *scores, int64_t count, float scale)
     return sum;
 }
 
+/* Add what each entry is paid to its state 0; scores [group, length] are probabilities by now. */
+static void add_mass(const struct cache *cache, int64_t row, int64_t group, int64_t join,
+                     const float *scores)
+{
+    int64_t length = cache->length[row];
+    for (int64_t i = 0; i < length; i++) {
+        float all = scores[i];
+        for (int64_t g = 1; g < group; g++) {
+            float other = scores[g * length + i];
+            all = join != JOIN_MAX ? all + other : other > all ? other : all;
+        }
+        cache->state[slot_of(cache, row, i) * cache->state_size] +=
+            join == JOIN_MEAN ? all / (float)group : all;
+    }
+}
+
 /* query, out: [group, D], the heads that share this row; scores: room for group * length. A page
  * is read from memory once for the whole group. The row holds at least the entry of this step. */
 void attend_row(const struct cache *cache, int64_t row, const float *query, int64_t group,
-                float *scores, float *out)
+                int64_t mass, float *scores, float *out)
 {
     const int64_t *page = cache->table + row * cache->width;
     int64_t length = cache->length[row], size = cache->page_size, dim = cache->head_dim;
@@ -69,6 +85,8 @@ void attend_row(const struct cache *cache, int64_t row, const float *query, int6
         for (int64_t i = 0; i < dim; i++)
             out[g * dim + i] = 0;
     }
+    if (mass)
+        add_mass(cache, row, group, mass - 1, scores);
     for (int64_t at = 0; at < length; at += size) {
         int64_t count = length - at < size ? length - at : size;
         const float *value = cache->values + page[at / size] * size * dim;

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import torch
+
 from engine.backends.base import Decoded
 from engine.backends.cpu.decoder import NativeDecoder
 from engine.backends.cpu.evictor import NativeEvictor
+from engine.new_entries import write_state
 
 if TYPE_CHECKING:
     from engine.runtime import Runtime
@@ -19,7 +22,7 @@ class CpuBackend:
 
     Attributes:
         decoder: the model laid out for C, or None where it cannot run there or is switched off.
-        evictor: None where C does not know the policy.
+        evictor: None where nothing is evicted.
     """
 
     def __init__(self, engine: Runtime) -> None:
@@ -29,9 +32,11 @@ class CpuBackend:
         self.decoder: NativeDecoder | None = None
         self.evictor: NativeEvictor | None = None
         if not self._reason:
-            self.decoder = NativeDecoder(engine.spec, weights, gates)
-            if not NativeEvictor.unsupported_reason(policy):
-                self.evictor = NativeEvictor(policy)
+            spec = engine.spec
+            mass, taps = engine.needs.mass, engine.decoder.taps
+            self.decoder = NativeDecoder(spec, weights, gates, mass, taps)
+            if policy.evicts:
+                self.evictor = NativeEvictor(policy, spec.num_layers, spec.num_kv_heads)
 
     def switch_off(self) -> None:
         """Leave every step and eviction to torch from now on."""
@@ -44,40 +49,35 @@ class CpuBackend:
             return self._reason or "switched off"
         if engine.decoder.on_gate_input is not None:
             return "on_gate_input is set"
-        if engine.policy.scoring.needs.queries and engine.policy.evicts:
-            return f"policy {engine.policy.name!r} keeps recent queries"
-        if engine.needs.mass or engine.has_born:
-            return f"policy {engine.policy.name!r} writes state in every step"
         for session in sessions:
             if any(window and window <= session.seen for window in engine.spec.sliding_window):
                 return "a sliding window is in effect"
         return ""
 
     def no_eviction_reason(self) -> str:
-        """Say why torch evicts; empty when C does."""
-        if self.evictor is not None:
-            return ""
-        if self.decoder is None:
-            return self.unsupported_reason()
-        return NativeEvictor.unsupported_reason(self.engine.policy)
+        """Say why torch evicts; empty when C does, by itself or by scores computed in torch."""
+        return self.unsupported_reason() if self.decoder is None else ""
 
     def decode(self, sessions: Sequence[CachedSequence], token_ids: Sequence[int]) -> Decoded:
         """See :class:`engine.backends.base.Backend`.
 
         The eviction is part of the same call. Both are counted even if Ctrl-C comes when C returns.
         """
-        engine, decoder, evictor = self.engine, self.decoder, self.evictor
+        engine, decoder = self.engine, self.decoder
         assert decoder is not None, "ask unsupported_reason first"
+        # In the same call, where all that the scores are computed from is in the cache by then.
+        evictor = None if self.scores_in_torch or engine.has_born else self.evictor
         requests = None
         if evictor is not None:
             requests = evictor.request(sessions, 1, engine.spec.rows, engine.slack)
         decoder.reset()
+        positions = [session.seen for session in sessions]
         try:
             logits = decoder.step(
                 engine.cache,
                 [session.seq for session in sessions],
                 [int(token) for token in token_ids],
-                [session.seen for session in sessions],
+                positions,
                 [session.next_position for session in sessions],
                 [bool(session.long_rope) for session in sessions],
                 requests,
@@ -87,10 +87,44 @@ class CpuBackend:
                 for session in sessions:
                     session.count_appended(1)
                 uncut = sessions if evictor is None else evictor.commit(sessions)
-        return Decoded(logits, uncut, refused=True)
+                if engine.has_born:
+                    self._write_state(decoder, sessions, positions)
+        return Decoded(logits, uncut, refused=evictor is not None)
+
+    @property
+    def scores_in_torch(self) -> bool:
+        """Whether C selects and drops by scores that torch has computed."""
+        return self.evictor is not None and self.evictor.given
 
     def evict(self, sessions: Sequence[CachedSequence]) -> Sequence[CachedSequence]:
         """See :class:`engine.backends.base.Backend`."""
-        if self.evictor is None:
+        evictor, engine = self.evictor, self.engine
+        if evictor is None:
             return sessions
-        return self.evictor.evict(self.engine.cache, sessions)
+        if not evictor.given:
+            return evictor.evict(engine.cache, sessions)
+        left = []
+        for session in sessions:
+            if not evictor.takes(session):
+                left.append(session)
+                continue
+            entries = engine.cache.entries(session.seq)
+            view = session.view(entries)
+            # Once: a scorer may hand back a state that counts how often it was asked.
+            scores = engine.backends.torch.scores(session, entries, view)
+            if evictor.evict(engine.cache, [session], [scores.contiguous()]):
+                engine.backends.torch.drop_lowest(session, entries, view, scores)
+        return left
+
+    def _write_state(
+        self, decoder: NativeDecoder, sessions: Sequence[CachedSequence], positions: list[int]
+    ) -> None:
+        """Give the entries of the step that C has just made their state."""
+        cache = self.engine.cache
+        seqs = torch.tensor([session.seq for session in sessions])
+        last, size = cache.length[seqs] - 1, cache.pool.page_size
+        page = cache.table[seqs].gather(-1, (last // size)[..., None])[..., 0]
+        slots = (page * size + last % size)[..., None]
+        taps = [tap[:, None] for tap in decoder.tapped]
+        position = torch.tensor(positions)[:, None]
+        write_state(cache, self.engine.policy.scoring, seqs, slots, position, False, taps)

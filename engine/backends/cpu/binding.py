@@ -15,6 +15,7 @@ from importlib.util import find_spec
 from engine.cache import COLUMNS
 
 MAX_TRUNK = 2
+JOINS = ("mean", "max", "sum")  # JOIN_MEAN, JOIN_MAX, JOIN_SUM
 LEVELS = ("v4", "v3", "sve", "baseline")  # best first; v3 and v4: of x86-64
 
 
@@ -80,6 +81,7 @@ class BatchSlot(Structure):
     _fields_ = [
         *((name, c_int64) for name in ("token", "position", "rope_position")),
         ("inv_freq", c_void_p),
+        ("queries", c_void_p),
     ]
 
 
@@ -107,7 +109,19 @@ class Eviction(Structure):
         ("most", c_int64),
         ("found", c_int64),
         ("nan", c_int64),
-        ("scratch", c_void_p),
+        ("given", c_void_p),
+        ("groups", c_int64),
+        *((name, c_void_p) for name in ("first_row", "share", "floor", "scratch")),
+    ]
+
+
+class Window(Structure):
+    """``struct window``."""
+
+    _fields_ = [
+        ("queries", c_void_p),
+        *((name, c_int64) for name in ("group", "size", "seen", "join", "logits", "greatest")),
+        *((name, c_void_p) for name in ("scratch", "out")),
     ]
 
 
@@ -121,14 +135,18 @@ class Step(Structure):
         ("logits", c_void_p),
         ("batch_slot", POINTER(BatchSlot)),
         ("requests", POINTER(Eviction)),
-        *((n, c_int64) for n in ("room", "pages", "width", "longest", "done", "evicting")),
+        *((n, c_int64) for n in ("window", "mass")),
+        *((n, c_void_p) for n in ("tap_layer", "tapped")),
+        *((n, c_int64) for n in ("taps", "room", "pages", "width", "longest", "done", "evicting")),
     ]
 
 
 _FUNCTIONS = {
     "mmkv_scratch": (c_int64, [POINTER(Model), c_int64, c_int64, c_int64]),
     "mmkv_step": (None, [POINTER(Model), POINTER(Cache), POINTER(Step)]),
-    "mmkv_evict_scratch": (c_int64, [c_int64]),
+    "mmkv_evict_scratch": (c_int64, [c_int64, c_int64]),
+    "mmkv_window": (None, [POINTER(Cache), POINTER(Window), c_int64]),
+    "mmkv_window_scratch": (c_int64, [POINTER(Window), c_int64, c_int64, c_int64]),
     "mmkv_evict": (None, [POINTER(Cache), POINTER(Eviction), c_int64, c_int64]),
     "mmkv_layout": (c_int64, [POINTER(c_int64)]),
     "mmkv_runs": (c_int64, [c_char_p]),
@@ -190,7 +208,8 @@ def _load(level: str) -> Library | str:
     except (OSError, AttributeError) as error:
         return f"{name} does not load ({error}); install mmkv again"
     ours = [
-        ctypes.sizeof(kind) for kind in (Linear, Layer, Model, Cache, BatchSlot, Step, Eviction)
+        ctypes.sizeof(kind)
+        for kind in (Linear, Layer, Model, Cache, BatchSlot, Step, Eviction, Window)
     ]
     theirs = (c_int64 * 16)()
     if ours != theirs[: loaded.mmkv_layout(theirs)]:
@@ -200,6 +219,7 @@ def _load(level: str) -> Library | str:
 
 
 __all__ = [
+    "JOINS",
     "MAX_TRUNK",
     "BatchSlot",
     "Cache",
@@ -208,6 +228,7 @@ __all__ = [
     "Linear",
     "Model",
     "Step",
+    "Window",
     "byref",
     "levels",
     "library",

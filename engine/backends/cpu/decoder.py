@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from engine.backends.cpu.binding import (
+    JOINS,
     MAX_TRUNK,
     BatchSlot,
     Eviction,
@@ -24,6 +26,8 @@ from engine.cache import RaggedCache
 from engine.model.gates import Gates, LayerGate
 from engine.model.spec import DecoderSpec
 from engine.model.weights import DecoderWeights, LayerWeights
+from engine.policies.base import Group
+from engine.query_window import QUERIES
 
 # With fewer weight bytes per thread and step, a second thread saves less (0.28 against 0.35 ms on
 # two idle cores) than it risks: on a busy machine it may keep the step waiting for milliseconds.
@@ -40,7 +44,14 @@ class NativeDecoder:
     (most checkpoints are published in it) are copied in that form, which changes no result.
     """
 
-    def __init__(self, spec: DecoderSpec, weights: DecoderWeights, gates: Gates | None) -> None:
+    def __init__(
+        self,
+        spec: DecoderSpec,
+        weights: DecoderWeights,
+        gates: Gates | None,
+        mass: Literal["", Group] = "",
+        taps: tuple[int, ...] = (),
+    ) -> None:
         refused = self.unsupported_reason(weights, gates)
         loaded = library()
         if refused or isinstance(loaded, str):
@@ -72,7 +83,12 @@ class NativeDecoder:
         self._vocab = weights.head.shape[0]
         self._most_threads = max(1, weights.nbytes() // _BYTES_PER_THREAD)
         self._scratch, self._scratch_for = torch.empty(0), (0, 0, 0)
+        self._tap_layers = torch.tensor(taps, dtype=torch.int64)
+        # The residual stream ``[n, B, hidden]`` after the layers of `taps`, of the last step.
+        self.tapped = torch.empty(0)
         self._step, self._batch_slots = Step(rope_scale=spec.rope.scale), (BatchSlot * 0)()
+        self._step.mass = 1 + JOINS.index(mass) if mass else 0
+        self._step.taps, self._step.tap_layer = len(taps), self._tap_layers.data_ptr()
         self._batch_slot: list[BatchSlot] = []  # to take one out of the array anew is slow
         self._model_ref, self._step_ref = byref(self._model), byref(self._step)
 
@@ -153,6 +169,7 @@ class NativeDecoder:
                 rope_position,
             )
             batch_slot.inv_freq = self._frequencies[far]
+        self._show_memory(cache, seqs)
         threads = min(torch.get_num_threads(), self._most_threads * batch_slots)
         logits = torch.empty(batch_slots, self._vocab)
         step.batch_slots, step.threads, step.logits = batch_slots, threads, logits.data_ptr()
@@ -162,6 +179,18 @@ class NativeDecoder:
             self._make_room(cache)
             self._make_scratch(step.longest, threads, batch_slots)
         return logits
+
+    def _show_memory(self, cache: RaggedCache, seqs: Sequence[int]) -> None:
+        """Say where C leaves what the policy keeps beside the entries."""
+        step, ring = self._step, cache.memory.get(QUERIES)
+        if ring is not None:
+            step.window = ring.shape[3]
+            start, each = ring.data_ptr(), ring[0].nbytes
+            for batch_slot, seq in zip(self._batch_slot, seqs, strict=False):
+                batch_slot.queries = start + each * seq
+        if step.taps:
+            self.tapped = torch.empty(step.taps, len(seqs), self._model.hidden)
+            step.tapped = self.tapped.data_ptr()
 
     def _run(self, cache: RaggedCache, seqs: Sequence[int]) -> bool:
         with self._views.of(cache, seqs) as views:

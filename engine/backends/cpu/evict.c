@@ -17,7 +17,7 @@
  * (age + slope) * log_beta + offset, and no victim's score above limit. */
 struct search {
     struct victim *heap;
-    int64_t wanted, size;
+    int64_t wanted, size, row;
     float slope, offset, limit;
     int scoring; /* by scores, or by bounds */
 };
@@ -49,12 +49,10 @@ static float ahead_of(double log_beta, double lookahead)
     return (float)log(sum);
 }
 
-static float score_of(const struct eviction *what, float log_beta, int32_t position)
+static float retention_of(const struct eviction *what, float log_beta, int32_t position)
 {
     if (is_protected(what, position))
         return INFINITY;
-    if (what->scorer != SCORE_RETENTION)
-        return (float)position;
     /* Rounded before the sum, as in torch: volatile keeps compilers from fusing the two. */
     int32_t age = now_of(what) - position;
     volatile float decayed = age ? (float)age * log_beta : 0.0f; /* not 0 * -inf */
@@ -65,7 +63,7 @@ static float score_of(const struct eviction *what, float log_beta, int32_t posit
 
 static struct search search_for(const struct eviction *what, struct victim *heap, int64_t wanted)
 {
-    struct search search = {heap, wanted, 0, 0.0f, 0.0f, INFINITY, 0};
+    struct search search = {heap, wanted, 0, 0, 0.0f, 0.0f, INFINITY, 0};
     if (what->scorer == SCORE_RETENTION && !isinf(what->lookahead)) {
         double most = log(what->lookahead);
         search.slope = (float)((what->lookahead - 1) / 2);
@@ -106,6 +104,16 @@ static void offer(struct search *search, struct victim item)
     search->heap[at] = item;
 }
 
+/* Scores that need no computing. */
+static void copy_scores(const struct cache *cache, const struct eviction *what, int64_t slot,
+                        int64_t count, int64_t index, float *score)
+{
+    for (int64_t i = 0; i < count; i++)
+        score[i] = what->scorer == SCORE_RECENCY ? (float)cache->position[slot + i]
+                   : what->scorer == SCORE_GIVEN ? what->given[index + i]
+                                                 : cache->state[(slot + i) * cache->state_size];
+}
+
 /* Offer `count` entries that lie together from `slot` on, the first of which has number `index`. */
 static void search_block(const struct cache *cache, const struct eviction *what, int64_t slot,
                          int64_t count, int64_t index, struct search *search)
@@ -123,20 +131,22 @@ static void search_block(const struct cache *cache, const struct eviction *what,
             bound[i] = ((float)(now - position[i]) + slope) * (log_beta[i] * more) + offset;
             any |= !(bound[i] > limit);
         }
-    else
-#pragma omp simd reduction(| : any)
-        for (int64_t i = 0; i < count; i++) {
-            bound[i] = (float)position[i];
+    else {
+        copy_scores(cache, what, slot, count, index, bound);
+        for (int64_t i = 0; i < count; i++)
             any |= !(bound[i] > limit);
-        }
+    }
     for (int64_t i = 0; any && i < count; i++) {
         if (bound[i] > limit)
             continue;
         float score = bound[i];
-        if (search->scoring || is_protected(what, position[i]))
-            score = score_of(what, log_beta[i], position[i]);
+        if (is_protected(what, position[i]))
+            score = INFINITY;
+        else if (search->scoring && what->scorer == SCORE_RETENTION)
+            score = retention_of(what, log_beta[i], position[i]);
         uint64_t rank = (uint64_t)ordered(score) << 32 | (uint32_t)position[i];
-        offer(search, (struct victim){rank, index + i, score, log_beta[i], position[i]});
+        offer(search, (struct victim){rank, index + i, score, log_beta[i], position[i],
+                                      (int32_t)search->row});
     }
 }
 
@@ -145,6 +155,7 @@ static void search_row(const struct cache *cache, const struct eviction *what, i
                        int64_t index, struct search *search)
 {
     const int64_t *page = cache->table + row * cache->width, size = cache->page_size;
+    search->row = row;
     for (int64_t left = cache->length[row]; left > 0; left -= size, index += size) {
         int64_t slot = *page++ * size, live = left < size ? left : size;
         for (int64_t at = 0; at < live; at += BLOCK)
@@ -158,7 +169,10 @@ static void begin_scoring(const struct eviction *what, struct search *search)
 {
     search->limit = search->size < search->wanted ? INFINITY : -INFINITY;
     for (int64_t i = 0; i < search->size; i++) {
-        float score = score_of(what, search->heap[i].log_beta, search->heap[i].position);
+        const struct victim *one = search->heap + i;
+        float score = what->scorer == SCORE_RETENTION
+                          ? retention_of(what, one->log_beta, one->position)
+                          : one->score;
         search->limit = score > search->limit ? score : search->limit; /* NaN is below any limit */
     }
     search->size = 0;
@@ -184,6 +198,16 @@ static int64_t excess(const struct cache *cache, const struct eviction *what)
         return what->entries > what->budget + what->slack ? what->entries - what->budget : 0;
     int64_t slack = what->slack / cache->rows, count = 0;
     int due = 0;
+    if (what->allocation == COMPETE_GROUPS) {
+        for (int64_t group = 0; group < what->groups; group++) {
+            int64_t above = -what->share[group], from = what->first_row[group];
+            for (int64_t row = from; row < what->first_row[group + 1]; row++)
+                above += cache->length[row];
+            count += above > 0 ? above : 0;
+            due |= above > slack * (what->first_row[group + 1] - from);
+        }
+        return due ? count : 0;
+    }
     for (int64_t row = 0; row < cache->rows; row++) {
         int64_t above = cache->length[row] - share_of(cache, what, row);
         count += above > 0 ? above : 0;
@@ -192,10 +216,10 @@ static int64_t excess(const struct cache *cache, const struct eviction *what)
     return due ? count : 0;
 }
 
-/* Bytes of scratch that mmkv_evict needs for so many victims. */
-EXPORT int64_t mmkv_evict_scratch(int64_t victims)
+/* Bytes of scratch that mmkv_evict needs for so many victims and rows. */
+EXPORT int64_t mmkv_evict_scratch(int64_t victims, int64_t rows)
 {
-    return victims * (int64_t)(sizeof(struct victim) + sizeof(int64_t));
+    return victims * (int64_t)(sizeof(struct victim) + sizeof(int64_t)) + rows * (int64_t)sizeof(int64_t);
 }
 
 static void search_rows(const struct cache *cache, const struct eviction *what,
@@ -223,6 +247,81 @@ static void search_all(const struct cache *cache, struct eviction *what, struct 
     guess_after(what, search->heap[0].score);
 }
 
+/* The `wanted` lowest entries of rows from .. to-1, none of them of a row that is marked. `index`: of
+ * the first entry of the first row. */
+static void search_unmarked(const struct cache *cache, const struct eviction *what, int64_t from,
+                            int64_t to, int64_t index, const int64_t *marked,
+                            struct search *search)
+{
+    for (int pass = 0; pass < 2; pass++) {
+        int64_t at = index;
+        for (int64_t row = from; row < to; at += cache->length[row++])
+            if (!marked || marked[row] >= 0)
+                search_row(cache, what, row, at, search);
+        if (what->scorer != SCORE_RETENTION)
+            return; /* these were scores, not bounds */
+        if (!pass)
+            begin_scoring(what, search);
+    }
+}
+
+static int64_t free_of(const struct cache *cache, const struct eviction *what, int64_t row)
+{
+    int64_t above = cache->length[row] - (what->floor ? what->floor[row] : 0);
+    return above > 0 ? above : 0;
+}
+
+/* The `wanted` lowest entries of a group whose rows keep their floors; returns the heap's end.
+ *
+ * A row that would lose more than it may loses just that: with its best entries guarded, more of
+ * the other rows have to go, and its own unguarded ones lie below all of these. So rows are marked
+ * (-1) until no more of them would lose too many. */
+static struct victim *search_group(const struct cache *cache, const struct eviction *what,
+                                   int64_t from, int64_t to, int64_t index, int64_t wanted,
+                                   struct victim *heap)
+{
+    int64_t *taken = taken_of(what);
+    for (int64_t row = from; row < to; row++)
+        taken[row] = 0;
+    for (int again = 1; again && wanted;) {
+        struct search search = search_for(what, heap, wanted);
+        search_unmarked(cache, what, from, to, index, taken, &search);
+        again = 0;
+        for (int64_t i = 0; what->floor && i < search.size; i++)
+            taken[heap[i].row]++;
+        for (int64_t row = from; row < to; row++) {
+            int64_t most = free_of(cache, what, row);
+            if (what->floor && taken[row] > most) {
+                again = 1;
+                wanted -= most;
+                taken[row] = -1;
+            } else if (taken[row] > 0)
+                taken[row] = 0;
+        }
+    }
+    heap += wanted;
+    for (int64_t row = from, at = index; row < to; at += cache->length[row++])
+        if (taken[row] < 0 && free_of(cache, what, row)) {
+            struct search search = search_for(what, heap, free_of(cache, what, row));
+            search_unmarked(cache, what, row, row + 1, at, 0, &search);
+            heap += search.wanted;
+        }
+    return heap;
+}
+
+static void search_groups(const struct cache *cache, const struct eviction *what,
+                          struct victim *heap)
+{
+    for (int64_t group = 0, index = 0; group < what->groups; group++) {
+        int64_t from = what->first_row[group], to = what->first_row[group + 1], held = 0;
+        for (int64_t row = from; row < to; row++)
+            held += cache->length[row];
+        if (held > what->share[group])
+            heap = search_group(cache, what, from, to, index, held - what->share[group], heap);
+        index += held;
+    }
+}
+
 /* List who has to go. Refuses when there is no room for so many, or the rows do not hold
  * `entries`. */
 static void find_victims(const struct cache *cache, struct eviction *what)
@@ -240,6 +339,8 @@ static void find_victims(const struct cache *cache, struct eviction *what)
     struct search search = search_for(what, heap, wanted);
     if (what->allocation == COMPETE_GLOBAL)
         search_all(cache, what, &search);
+    else if (what->allocation == COMPETE_GROUPS)
+        search_groups(cache, what, heap);
     else
         for (int64_t row = 0, index = 0, found = 0; row < cache->rows; row++) {
             int64_t length = cache->length[row], share = share_of(cache, what, row);

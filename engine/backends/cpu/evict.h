@@ -13,7 +13,7 @@ struct victim {
     uint64_t rank;
     int64_t index;
     float score, log_beta;
-    int32_t position;
+    int32_t position, row;
 };
 
 static inline int is_protected(const struct eviction *what, int32_t position)
@@ -32,6 +32,12 @@ static inline int32_t now_of(const struct eviction *what)
 static inline int64_t *victims_of(const struct eviction *what)
 {
     return (int64_t *)((struct victim *)what->scratch + what->most);
+}
+
+/* A number per row, behind that. */
+static inline int64_t *taken_of(const struct eviction *what)
+{
+    return victims_of(what) + what->most;
 }
 
 /* From one step to the next the last victim's score moves little. */

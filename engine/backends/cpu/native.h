@@ -51,6 +51,7 @@ struct cache {
 struct batch_slot {
     int64_t token, position, rope_position;
     const float *inv_freq; /* [rotary / 2] */
+    float *queries;        /* the sequence's ring, as in struct window; NULL: none */
 };
 
 struct eviction;
@@ -61,14 +62,30 @@ struct step {
     float *scratch, *logits; /* logits [batch slots, vocab] */
     const struct batch_slot *batch_slot;
     struct eviction *requests; /* [batch slots], each for after the append; NULL: nothing is evicted */
+    int64_t window;            /* slots of a ring of queries */
+    int64_t mass;              /* 1 + how heads are joined, where state 0 adds up attention; or 0 */
+    const int64_t *tap_layer;  /* [taps] ascending; after these, hidden goes to tapped */
+    float *tapped;             /* [taps, batch slots, hidden] */
+    int64_t taps;
     int64_t room;            /* the longest row that the scratch is made for */
     int64_t pages, width, longest; /* left behind: free pages, table columns and scratch it takes */
     int64_t done;     /* left behind: 1, or 0 if one of them was not there */
     int64_t evicting; /* nanoseconds of eviction, of all steps so far */
 };
 
-enum { SCORE_RETENTION, SCORE_RECENCY };
-enum { COMPETE_GLOBAL, COMPETE_HEAD };
+enum { JOIN_MEAN, JOIN_MAX, JOIN_SUM }; /* how the query heads of a KV group become one */
+
+/* The last queries of one sequence. */
+struct window {
+    const float *queries; /* [rows, group, size, D]: the query of token p in slot p % size */
+    int64_t group, size, seen, join;
+    int64_t logits;   /* whether heads are joined before the softmax, not after it */
+    int64_t greatest; /* whether the greatest over the queries is taken, not the mean */
+    float *scratch, *out; /* out [entries] */
+};
+
+enum { SCORE_RETENTION, SCORE_RECENCY, SCORE_STATE, SCORE_GIVEN };
+enum { COMPETE_GLOBAL, COMPETE_HEAD, COMPETE_GROUPS };
 
 struct eviction {
     int64_t scorer, allocation, seen, budget, protect_first, protect_recent;
@@ -80,6 +97,11 @@ struct eviction {
     int64_t entries, most; /* held before; victims there is room for */
     int64_t found;         /* victims of this call, -1: refused */
     int64_t nan;           /* how many of them have a score that is not a number */
+    const float *given;   /* SCORE_GIVEN: [entries] in the order of rows */
+    /* COMPETE_GROUPS: rows first_row[g] .. first_row[g + 1] - 1 keep share[g] together, and each of
+     * them floor[row] at least. */
+    int64_t groups;
+    const int64_t *first_row, *share, *floor;
     void *scratch;
 };
 
@@ -111,7 +133,7 @@ void rms_norm(const float *x, const float *gain, int64_t size, float eps, float 
 
 /* attention.c */
 void attend_row(const struct cache *cache, int64_t row, const float *query, int64_t group,
-                float *scores, float *out);
+                int64_t mass, float *scores, float *out);
 
 /* pages.c */
 void plan_append(const struct cache *cache, struct step *step);

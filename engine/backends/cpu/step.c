@@ -26,6 +26,7 @@ struct phase {
 /* Shared by all threads: rotation and activations, one vector per batch slot; then what belongs to one
  * thread. */
 struct worker {
+    const struct step *step;
     int64_t batch_slots;
     struct vectors cos, sin, hidden, qkv, mixed, act, trunk[MAX_TRUNK];
     struct phase *phase; /* the current one */
@@ -163,10 +164,14 @@ static void attend_head(const struct model *model, const struct layer *layer, st
         rotate(x, of_batch_slot(me->cos, batch_slot), of_batch_slot(me->sin, batch_slot),
                model->rotary / 2);
     }
+    const struct batch_slot *mine = me->step->batch_slot + batch_slot;
+    for (int64_t i = 0, size = me->step->window; mine->queries && i < group; i++)
+        memcpy(mine->queries + ((row * group + i) * size + mine->position % size) * dim,
+               query + i * dim, sizeof(float) * dim);
     int64_t slot = slot_of(cache, row, cache->length[row] - 1);
     memcpy(cache->keys + slot * dim, key, sizeof(float) * dim);
     memcpy(cache->values + slot * dim, value, sizeof(float) * dim);
-    attend_row(cache, row, query, group, me->scores,
+    attend_row(cache, row, query, group, me->step->mass, me->scores,
                of_batch_slot(me->mixed, batch_slot) + head * group * dim);
 }
 
@@ -228,13 +233,30 @@ static struct vectors normed(const struct model *model, const float *gain, struc
     return me->normed;
 }
 
-static void project(const struct model *model, const struct layer *layer, struct worker *me)
+/* Copy out the states after layer `after`, where they are asked for. They stay as they are until all
+ * chunks of the phase are done. */
+static void copy_taps(int64_t after, int64_t hidden, struct worker *me)
 {
+    const struct step *step = me->step;
+    for (int64_t i = 0; i < step->taps; i++)
+        for (int64_t slot = 0; step->tap_layer[i] == after && slot < me->batch_slots; slot++)
+            memcpy(step->tapped + (i * me->batch_slots + slot) * hidden,
+                   of_batch_slot(me->hidden, slot), sizeof(float) * hidden);
+}
+
+static void project(const struct model *model, int64_t index, struct worker *me)
+{
+    const struct layer *layer = model->layer + index;
     const struct linear *trunk = &layer->trunk[0];
     int64_t qkv = chunks_of(layer->qkv.out, layer->qkv.in);
+    int64_t both = qkv + (model->trunk > 0 ? chunks_of(trunk->out, trunk->in) : 0);
     int taken = 0;
-    begin(me, qkv + (model->trunk > 0 ? chunks_of(trunk->out, trunk->in) : 0));
+    begin(me, both + (me->step->taps > 0));
     for (int64_t chunk; (chunk = claim(me)) >= 0; finish(me)) {
+        if (chunk == both) {
+            copy_taps(index - 1, model->hidden, me);
+            continue;
+        }
         struct vectors x = normed(model, layer->input_norm, me, &taken);
         struct span rows = rows_of(layer->qkv.out, layer->qkv.in, chunk);
         if (chunk < qkv)
@@ -293,9 +315,14 @@ static void widen(const struct model *model, const struct layer *layer, struct w
 static void read_out(const struct model *model, struct vectors logits, struct worker *me)
 {
     const struct linear *head = &model->head;
+    int64_t chunks = chunks_of(head->out, head->in);
     int taken = 0;
-    begin(me, chunks_of(head->out, head->in));
+    begin(me, chunks + (me->step->taps > 0));
     for (int64_t chunk; (chunk = claim(me)) >= 0; finish(me)) {
+        if (chunk == chunks) {
+            copy_taps(model->layers - 1, model->hidden, me);
+            continue;
+        }
         struct span rows = rows_of(head->out, head->in, chunk);
         linear_rows(head, normed(model, model->norm, me, &taken), logits, me->batch_slots, rows.from,
                     rows.to);
@@ -309,7 +336,7 @@ static void run_thread(const struct model *model, struct cache *caches, struct v
     me->chunks_before = 0;
     for (int64_t index = 0; index < model->layers; index++) {
         const struct layer *layer = model->layer + index;
-        project(model, layer, me);
+        project(model, index, me);
         attend(model, caches, index, me);
         add(model, &layer->out, me->mixed, model->trunk > 0 ? caches : 0, index, me);
         widen(model, layer, me);
@@ -375,6 +402,7 @@ EXPORT void mmkv_step(const struct model *model, struct cache *caches, struct st
 #pragma omp parallel for num_threads((int)step->threads) schedule(static, 1) if (step->threads > 1)
     for (int64_t thread = 0; thread < step->threads; thread++) {
         struct worker me;
+        me.step = step;
         carve(model, step->room, step->threads, thread, step->batch_slots, step->scratch, &me);
         run_thread(model, caches, logits, &me);
     }
@@ -390,7 +418,7 @@ EXPORT int64_t mmkv_layout(int64_t *sizes)
 {
     int64_t of[] = {sizeof(struct linear), sizeof(struct layer), sizeof(struct model),
                     sizeof(struct cache),  sizeof(struct batch_slot),  sizeof(struct step),
-                    sizeof(struct eviction)};
+                    sizeof(struct eviction), sizeof(struct window)};
     memcpy(sizes, of, sizeof of);
     return (int64_t)(sizeof of / sizeof *of);
 }

@@ -102,7 +102,7 @@ class Held:
 def evictor_at(level: str, policy: Policy) -> NativeEvictor:
     """An evictor of one level's library."""
     with mock.patch.dict(os.environ, MMKV_NATIVE=level):
-        return NativeEvictor(policy)
+        return NativeEvictor(policy, 2, 2)
 
 
 @needs_native
@@ -188,7 +188,7 @@ def test_scores_that_differ_by_one_rounding(
 )
 def test_eviction_is_whole_or_none(policy: str, entries: int, budget: int, done: bool) -> None:
     ours, reference = (cache_of([700, 700, 0, 0], [-0.1, -0.2], 3, seen=700) for _ in range(2))
-    evictor, held = NativeEvictor(make_policy(policy)), Held(700, entries, budget)
+    evictor, held = NativeEvictor(make_policy(policy), 2, 2), Held(700, entries, budget)
     assert evictor.evict(ours, [held]) == ([] if done else [held])
     dropped = evict_in_torch(reference, make_policy(policy), budget, 700)[0] if done else 0
     assert held.evicted == dropped == (1024 if done else 0)

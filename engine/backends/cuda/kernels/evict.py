@@ -97,6 +97,7 @@ def unsupported_reason(policy: Policy) -> str:
     """Name the policy if the kernel does not know its scoring or allocation; empty if it does."""
     known = type(policy.scoring) in (Retention, Recency)
     known &= type(policy.allocation) in (GlobalAllocation, HeadAllocation)
+    known &= policy.recent_share is None and not policy.keeps_prompt
     return "" if known else f"policy {policy.name!r}"
 
 
