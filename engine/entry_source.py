@@ -43,9 +43,7 @@ class CacheEntries:
         """``[N]``; see :meth:`engine.policies.base.CacheView.attention`."""
         if QUERIES not in self._cache.memory:
             raise PolicyError(_undeclared("attention", "queries=16") + " or another number")
-        return window_attention(
-            self._cache, self._seq, self._entries, view, reading, self._native
-        )
+        return window_attention(self._cache, self._seq, self._entries, view, reading, self._native)
 
 
 def _undeclared(what: str, needs: str) -> str:

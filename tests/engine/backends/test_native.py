@@ -375,10 +375,10 @@ def test_what_runs_on_torch_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = engine_for("odd")
     assert engine.decode_path == engine.session().decode_path == "native"
     assert f"decode step on the CPU: native (level {levels()[0]})" in describe().splitlines()
-    assert engine_for("odd", "snapkv").backends.cpu.evictor is None
+    assert engine_for("odd", "full").backends.cpu.evictor is None
     engine.decoder.on_gate_input = lambda layer, hidden: None
     assert engine.decode_path == "torch: on_gate_input is set"
-    assert engine_for("odd", "snapkv").decode_path == "torch: policy 'snapkv' keeps recent queries"
+    assert engine_for("odd", "snapkv").decode_path == "native"
     half = Runtime.from_pretrained(checkpoint("qwen2"), device="cpu", dtype="bfloat16")
     assert half.decode_path == "torch: bfloat16 weights" and half.backends.cpu.evictor is None
     native, plain = open_both("mistral")
