@@ -133,7 +133,8 @@ def _on_cpu(policy: Policy, base: Runtime) -> str:
     step = engine.decode_path.replace("native", "C step").replace("torch: ", "torch step: ")
     if not policy.evicts:
         return step
-    cut = engine.evict_path.replace("native", "C eviction").replace("torch: ", "torch eviction: ")
+    cut = engine.evict_path.partition(": policy")[0]  # the row names the policy
+    cut = cut.replace("native", "C eviction").replace("torch: ", "torch eviction: ")
     return f"{step}, {cut}"
 
 

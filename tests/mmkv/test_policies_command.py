@@ -35,7 +35,7 @@ def test_every_preset_is_listed_with_its_parameters(mmkv: Callable[..., Ran]) ->
         assert bool(row["needs"]) == (scorer.needs != type(scorer.needs)())
     for name in ("dbtrimkv", "snapkv"):  # as an engine that is loaded with them says
         engine = Runtime.from_pretrained(bundled_model(), policy=name, dtype="float32")
-        assert ("C eviction" in rows[name]["cpu"]) == (engine.evict_path == "native")
+        assert ("C eviction" in rows[name]["cpu"]) == engine.evict_path.startswith("native")
         assert ("C step" in rows[name]["cpu"]) == (engine.decode_path == "native")
 
 
