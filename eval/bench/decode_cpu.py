@@ -118,8 +118,8 @@ class Mmkv:
         native = cpu.decoder if engine.decode_path == "native" else None
         inside = 0.0 if native is None else native.eviction_seconds
         places: list[tuple[Any, str]] = [(runtime, "cut_to_budgets")]
-        if native is not None:
-            places = [(cpu.evictor, "request"), (cpu.evictor, "commit")]
+        if native is not None and cpu.evictor is not None:
+            places += [(cpu.evictor, "request"), (cpu.evictor, "commit")]
         with contextlib.ExitStack() as stack:
             for owner, name in places:
                 function = timed(getattr(owner, name))

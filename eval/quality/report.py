@@ -37,12 +37,12 @@ def summarise(
     questions = [len(row["right"]) for row in full]
     tokens = [sum(row["tokens"]) for row in full]
     texts = all(count == row["seen"] - 1 for count, row in zip(tokens, full, strict=True))
-    rows = [_row("full", "1", raw["full"], questions, tokens)]
+    rows = [row_of("full", "1", raw["full"], questions, tokens)]
     tests = []
     for budget in budgets:
         for method in methods:
             runs = raw[f"{method} at {budget}"]
-            rows.append(_row(method, budget, runs, questions, tokens))
+            rows.append(row_of(method, budget, runs, questions, tokens))
             rows[-1]["of_full"] = rows[-1]["accuracy"]["value"] / max(
                 rows[0]["accuracy"]["value"], 1e-9
             )
@@ -51,12 +51,12 @@ def summarise(
                 {
                     "budget": budget,
                     "of": of,
-                    "accuracy": _difference(one, two, "right", questions),
-                    "kl_per_token": _difference(one, two, "kl", tokens),
+                    "accuracy": difference(one, two, "right", questions),
+                    "kl_per_token": difference(one, two, "kl", tokens),
                 }
             )
             if texts:
-                tests[-1]["nll_per_token"] = _difference(one, two, "nll", tokens)
+                tests[-1]["nll_per_token"] = difference(one, two, "nll", tokens)
     return {
         **({"whole_texts": True} if texts else {}),
         "dialogues": len(full),
@@ -97,13 +97,15 @@ def _average(runs: Runs, name: str) -> list[float]:
     return [sum(sum(row[name]) for row in rows) / len(rows) for rows in zip(*runs, strict=True)]
 
 
-def _difference(one: Runs, two: Runs, name: str, counts: Sequence[int]) -> dict[str, float]:
+def difference(one: Runs, two: Runs, name: str, counts: Sequence[int]) -> dict[str, float]:
+    """Return the paired difference of two cells per item; ``name``: of what each answer has."""
     return asdict(paired(_average(one, name), _average(two, name), counts))
 
 
-def _row(
+def row_of(
     method: str, budget: str, runs: Runs, questions: Sequence[int], tokens: Sequence[int]
 ) -> dict[str, Any]:
+    """Return means with intervals of one cell: a method at a budget, over its gate seeds."""
     seen = sum(row["seen"] for row in runs[0])
     layouts = [row["per_row"] for run in runs for row in run]
     entries = sum(row["entries"] for run in runs for row in run)

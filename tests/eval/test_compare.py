@@ -1,0 +1,120 @@
+"""The leaderboard: which policies run, its rows, and that it goes on after a stop."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.errors import InputError
+from engine.policies import PRESETS, make_policy
+from eval.compare import report
+from eval.compare.__main__ import chosen, gates_of, main
+from eval.compare.speed import Speeds
+from eval.quality.run import Cell
+from mmkv.resources import bundled_model
+
+MODEL = str(bundled_model())
+
+
+def test_gates_are_the_models_own_for_dbtrimkv_and_named_for_others() -> None:
+    own = str(Path(MODEL) / "gates")
+    assert gates_of([], MODEL) == {"dbtrimkv": (own,)}
+    found = gates_of(["trimkv=a,b", "dbtrimkv=c"], MODEL)
+    assert found == {"dbtrimkv": ("c",), "trimkv": ("a", "b")}
+    for wrong in ("trimkv", "=a", "trimkv="):
+        with pytest.raises(InputError, match="write POLICY=FOLDER"):
+            gates_of([wrong], MODEL)
+
+
+def test_all_policies_but_those_without_gates(capsys: Any) -> None:
+    methods = {method.name: method for method in chosen("all", gates_of([], MODEL))}
+    gated = {name for name in PRESETS if make_policy(name).scoring.needs.gates}
+    evicting = {name for name in PRESETS if make_policy(name).evicts}
+    assert set(methods) == evicting - (gated - {"dbtrimkv"})
+    assert next(iter(methods)) == "dbtrimkv" and methods["dbtrimkv"].gates
+    assert not methods["snapkv"].gates
+    err = capsys.readouterr().err
+    assert "left out, policy 'trimkv' needs gates: give --gates trimkv=FOLDER" in err
+    with pytest.raises(InputError, match="give --gates trimkv=FOLDER"):
+        list(chosen("trimkv+4", {}))
+
+
+def test_policies_with_parameters_are_split_outside_of_brackets() -> None:
+    gates = {"dbtrimkv": ("g",), "dbtrimkv+4": ("h",)}
+    text = "snapkv[window=32,kernel=7],dbtrimkv+4,dbtrimkv[lookahead=4],full,streamingllm"
+    found = {method.name: method.gates for method in chosen(text, gates)}
+    assert found == {
+        "snapkv:kernel=7,window=32": (),
+        "dbtrimkv+4": ("h",),
+        "dbtrimkv:lookahead=4": ("g",),
+        "streamingllm": (),
+    }
+
+
+def run(right: list[bool], size: int) -> dict[str, Any]:
+    count = len(right)
+    return {
+        "right": right,
+        "tokens": [1] * count,
+        "kl": [0.5] * count,
+        "nll": [0.5] * count,
+        "agree": [1] * count,
+        "seen": 50,
+        "entries": 40,
+        "evicted": 1,
+        "visual": 0,
+        "per_row": [[20, 20]],
+        "bytes": size,
+    }
+
+
+def test_rows_of_the_leaderboard(tmp_path: Path) -> None:
+    """Means over dialogues and seeds, differences from the first method, sorted by accuracy."""
+    raw = {
+        "full": [[run([True, True], 9000), run([True, True], 7000)]],
+        "a at 1/4": [[run([True, False], 3000), run([False, False], 1000)]],
+        "b at 1/4": [  # two seeds
+            [run([True, True], 2000), run([True, False], 2000)],
+            [run([True, True], 2000), run([True, True], 2000)],
+        ],
+    }
+    cells = {name: [Cell(name, None, None, None)] for name in raw}
+    speed = {"tokens_per_second": 123.4, "eviction_share": 0.25}
+    page = report.summarise(raw, cells, lambda cell: {**speed, "path": cell.policy})
+    full, a, b = page["rows"]
+    assert (full["bytes"], a["bytes"], b["bytes"]) == (8000, 2000, 2000)
+    assert [row["accuracy"]["value"] for row in page["rows"]] == [1, 0.25, 0.875]
+    assert a["from_first"]["value"] == 0 and b["from_first"]["of"] == "a"
+    assert b["from_first"]["value"] == 0.625 and b["from_full"]["value"] == -0.125
+    assert a["speed"]["path"] == "a at 1/4" and page["questions"] == 4
+    lines = report.markdown({"s": page}).splitlines()
+    order = [line.split("|")[1].strip() for line in lines if line.startswith("|")]
+    assert order == ["policy at 1/4", "---", "full", "b", "a"]
+    assert "| 123 | 25.0% |" in lines[-2]
+    report.draw({"s": page}, tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").stat().st_size > 1000
+
+
+@pytest.mark.slow(reason="runs dialogues and times the bundled model")
+def test_it_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = [
+        MODEL,
+        *"--data scenes:sparse --budgets 1/8 --context 64 --name c --output".split(),
+        str(tmp_path),
+    ]
+    main([*options, "--policies", "streamingllm", "--dialogues", "1"])
+    first = json.loads((tmp_path / "c.json").read_text())["results"]["scenes:sparse"]
+    full, row = first["rows"]
+    assert row["method"] == "streamingllm" and 0 < row["bytes"] < full["bytes"]
+    assert 0 < row["speed"]["eviction_share"] < 1 and row["speed"]["tokens_per_second"] > 0
+    timed = []
+    measure = Speeds._measure
+    monkeypatch.setattr(
+        Speeds, "_measure", lambda self, cell: timed.append(cell.policy) or measure(self, cell)
+    )
+    main([*options, "--policies", "streamingllm,snapkv", "--dialogues", "1"])
+    again = json.loads((tmp_path / "c.json").read_text())["results"]["scenes:sparse"]
+    assert again["rows"][:2] == first["rows"] and timed == ["snapkv"]
