@@ -133,11 +133,13 @@ class Oracle(Simulation):
 
     def _order(self, group: Group, score: Tensor) -> list[tuple[Row, int]]:
         """The entries (row, position) of a group in the order in which they go."""
-        entries = sorted(
-            (not math.isnan(score[row][t]), score[row][t].nan_to_num(0.0).item(), t, *row)
-            for row in group.rows
-            for t in self.keep[row].nonzero().flatten().tolist()
-        )
+        entries = []
+        for row in group.rows:
+            kept = self.kept(*row)
+            for t, value in zip(kept.tolist(), score[row][kept].tolist(), strict=True):
+                known = not math.isnan(value)
+                entries.append((known, value if known else 0.0, t, *row))
+        entries.sort()
         free, guarded, left = [], [], {row: group.floor for row in group.rows}
         for _, _, t, *row in reversed(entries):
             entry = (tuple(row), t)
