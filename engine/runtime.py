@@ -28,6 +28,7 @@ from engine.model.spec import DecoderSpec
 from engine.model.weights import DecoderWeights
 from engine.new_entries import has_born, sequence_memory, tap_layers
 from engine.policies import Budget, Needs, Policy, make_policy
+from engine.policies.pruning import check_pruner
 from engine.policies.registry import check_policy
 from engine.sequence import CachedSequence
 from engine.sequence_file import load_session
@@ -66,6 +67,8 @@ class Runtime:
             )
         config = EngineConfig(policy=policy, budget=budget, **options)
         check_policy(policy)
+        if policy.pruner is not None:
+            check_pruner(policy.pruner, spec.num_layers, tuple(spec.sliding_window))
         self.family, self.spec, self.policy = family, spec, policy
         self.device, self.dtype = weights.embed.device, weights.embed.dtype
         self.budget = Budget.of(budget)

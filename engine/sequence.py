@@ -41,7 +41,8 @@ class Memory:
 
     Attributes:
         tokens_seen: tokens of the sequence so far, evicted ones included.
-        entries: live (layer, head, token) entries; evicted: entries dropped so far.
+        entries: live (layer, head, token) entries; evicted: entries dropped so far, those of
+            pruned tokens included.
         evicted_nan: how many of those had a score that is not a number.
         pages: pages held; kv_bytes: bytes of their keys and values.
         metadata_bytes: log_beta, position, modality and state of those pages, block tables, and
@@ -251,9 +252,12 @@ class CachedSequence:
                 engine.needs,
                 self.seen + stop - start,
                 self.entries > 0,
+                engine.policy.pruner,
             )
             tapped: list[Tensor] = []
-            hidden, log_beta = engine.decoder.forward(hidden, rope, step, deepstack, tapped)
+            hidden, log_beta = engine.decoder.forward(
+                hidden, rope, step, deepstack, tapped, step.prune
+            )
             if engine.has_born:
                 seqs = torch.tensor([self.seq], device=engine.device)
                 slots, scorer, new = step.slots[None], engine.policy.scoring, position[None]
@@ -263,9 +267,10 @@ class CachedSequence:
         except BaseException:
             self.roll_back()
             raise
-        step.finish(log_beta)
+        pruned = step.finish(log_beta)
         self.prompt_tokens += stop - start
         self.count_appended(stop - start, next_position)
+        self.count_evicted(pruned, 0)
         return hidden
 
     def count_appended(self, tokens: int, next_position: int | None = None) -> None:

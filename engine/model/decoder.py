@@ -66,6 +66,7 @@ class Decoder:
         step: StepAttention,
         deepstack: tuple[tuple[Tensor, Tensor], ...] = (),
         tapped: list[Tensor] | None = None,
+        prune: Callable[[int, Tensor], Tensor | None] | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Run every layer.
 
@@ -76,14 +77,20 @@ class Decoder:
             deepstack: per layer from the first: (token indices ``[V]``, features ``[V, d]``)
                 added to the states after that layer (Qwen3-VL).
             tapped: takes the states ``[T, d]`` after each layer of :attr:`taps`.
+            prune: called before each layer with its index and the states; gives the indices
+                ``[T']`` of the tokens that go on, or None for all. Not with gates or taps.
 
         Returns:
-            states ``[T, d]`` before the final norm, and log_beta ``[T, L, H]`` float32 (None
-            without gates).
+            states ``[T, d]`` before the final norm, of the tokens that went on, and log_beta
+            ``[T, L, H]`` float32 (None without gates).
         """
         gate_logits: list[Tensor] = []
         kept: dict[int, Tensor] = {}
         for index in range(len(self.weights.layers)):
+            going = None if prune is None else prune(index, hidden)
+            if going is not None:
+                deepstack = _among(going, hidden.shape[0], deepstack)
+                hidden, rope = hidden[going], (rope[0][going], rope[1][going])
             x = self.gate_input(index, hidden)
             if self.on_gate_input is not None:
                 self.on_gate_input(index, x)
@@ -156,3 +163,16 @@ class Decoder:
 
     def _norm(self, x: Tensor, gain: Tensor) -> Tensor:
         return F.rms_norm(x, gain.shape, gain, self.spec.rms_eps)
+
+
+def _among(
+    kept: Tensor, tokens: int, deepstack: tuple[tuple[Tensor, Tensor], ...]
+) -> tuple[tuple[Tensor, Tensor], ...]:
+    """The deepstack of the tokens ``kept [T']`` alone, by their new indices."""
+    place = torch.full((tokens,), -1, device=kept.device)
+    place[kept] = torch.arange(kept.numel(), device=kept.device)
+    left = []
+    for where, features in deepstack:
+        stays = place[where] >= 0
+        left.append((place[where][stays], features[stays]))
+    return tuple(left)

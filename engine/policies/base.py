@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.errors import PolicyError
+from engine.policies.pruning import Pruner
 from engine.policies.selection import MOST_ENTRIES, Shares, lowest
 
 Group = Literal["mean", "max", "sum"]
@@ -277,6 +278,7 @@ class Policy:
         keeps_prompt: whether tokens of prompts come on top of the budget; the scorer has to give
             them a score of infinity.
         source: the paper the combination comes from.
+        pruner: drops visual tokens of prompts before any entry of them exists.
     """
 
     name: str
@@ -287,6 +289,7 @@ class Policy:
     source: str = ""
     recent_share: float | None = None
     keeps_prompt: bool = False
+    pruner: Pruner | None = None
 
     @property
     def evicts(self) -> bool:
@@ -297,6 +300,7 @@ class Policy:
         """Name every part and setting that decides what is evicted; ``source`` does not."""
         more = "" if self.recent_share is None else f", at most {self.recent_share} of the budget"
         more += ", prompts kept" if self.keeps_prompt else ""
+        more += "" if self.pruner is None else f", {self.pruner!r}"
         return (
             f"{self.name}: {self.scoring!r}, {self.allocation!r}, "
             f"first {self.protect_first} and recent {self.protect_recent} protected{more}"

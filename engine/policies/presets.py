@@ -11,6 +11,7 @@ from engine.policies.base import Policy
 from engine.policies.key_presets import KEY_PRESETS
 from engine.policies.preset import Parameter, Preset
 from engine.policies.preset_parameters import RECENT
+from engine.policies.pruning_presets import PRUNING_PRESETS
 from engine.policies.scoring import Recency, Retention
 
 Age = Literal["paper", "released"]
@@ -82,4 +83,5 @@ PRESETS: dict[str, Preset] = {
     ),
     **ATTENTION_PRESETS,
     **KEY_PRESETS,
+    **PRUNING_PRESETS,
 }

@@ -114,6 +114,14 @@ def check_policy(policy: Policy) -> None:
             f"the scorer {kind} of policy {policy.name!r} lacks needs = Needs(...) or score(view); "
             "see docs/add-a-policy.md"
         )
+    needs = scorer.needs
+    if policy.pruner is not None and (
+        needs.gates or needs.queries or needs.state or needs.taps or policy.keeps_prompt
+    ):
+        raise PolicyError(
+            f"policy {policy.name!r} prunes visual tokens, which have no entries in some layers; "
+            "its scorer may read keys, values and positions only"
+        )
     if not is_dataclass(scorer):
         raise PolicyError(
             f"the scorer {kind} of policy {policy.name!r} is not a dataclass; decorate it with "

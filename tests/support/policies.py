@@ -6,7 +6,12 @@ from engine.backends.cuda.kernels.evict import unsupported_reason
 from engine.new_entries import has_born
 from engine.policies import PRESETS, Policy, make_policy
 
-_MADE = {name: make_policy(name) for name in PRESETS}
+# Pruners need pictures and layers enough: tests/engine/test_pruning.py.
+_MADE = {
+    name: policy
+    for name, policy in ((name, make_policy(name)) for name in PRESETS)
+    if policy.pruner is None
+}
 
 
 def _kind(policy: Policy) -> tuple[object, ...]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
@@ -14,7 +16,8 @@ from engine.backends.torch.windowed_attention import windowed_attention
 from engine.backends.torch.worklist import LayerWork, build_worklist
 from engine.cache import RaggedCache
 from engine.model.spec import DecoderSpec
-from engine.policies.base import Needs
+from engine.policies.base import Group, Needs
+from engine.policies.pruning import Pruner
 from engine.query_window import QUERIES, store_queries
 
 
@@ -26,6 +29,7 @@ class PrefillChunk:
         needs: what the scorer reads: recent queries, attention added up; None: neither.
         seen: tokens seen, this chunk included; retained: whether the sequence holds entries. The
             host knows both: reading them from tensors would make it wait for the device.
+        pruner: drops visual tokens of the chunk on the way, or None.
     """
 
     def __init__(
@@ -38,6 +42,7 @@ class PrefillChunk:
         needs: Needs | None,
         seen: int,
         retained: bool,
+        pruner: Pruner | None = None,
     ) -> None:
         self.cache, self.spec, self.seq, self.needs = cache, spec, seq, needs or Needs()
         self.position, self.seen, self.retained = position, seen, retained
@@ -63,6 +68,9 @@ class PrefillChunk:
         # Until the pass is over, so that a chunk that fails has changed nothing.
         self._queries: list[Tensor] = []
         self._mass: list[tuple[Tensor, Tensor]] = []
+        self._visual, self._pruner = modality > 0, pruner
+        self._received: Tensor | None = None
+        self._dropped: Tensor | None = None  # bool [C], of the chunk's tokens
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """See :class:`engine.model.decoder.StepAttention`."""
@@ -70,12 +78,17 @@ class PrefillChunk:
         count, scale = query.shape[0], spec.head_dim**-0.5
         query, key, value = (x.transpose(0, 1) for x in (query, key, value))
         slot = self.slots[layer]
+        if self._dropped is not None:
+            slot = slot[:, ~self._dropped]
         pool.keys.flatten(0, 1)[slot] = key
         pool.values.flatten(0, 1)[slot] = value
         if self.needs.queries:
             self._queries.append(query[:, -self.needs.queries :].clone())
         if self.needs.mass:
-            self._add_mass(layer, query)
+            rows, mass = self._mass_of(layer, query, self.position, self.needs.mass)
+            self._mass.append((rows.slot[rows.live], mass[rows.live]))
+        if self._pruner is not None and self._pruner.attention and layer == self._pruner.layer - 1:
+            self._received = self._paid_to_chunk(layer, query, self._pruner.attention)
         grouped = query.reshape(spec.num_kv_heads, spec.group * count, spec.head_dim)
         limit = spec.sliding_window[layer]
         if limit and limit < self.seen:
@@ -116,11 +129,26 @@ class PrefillChunk:
         out, lse = ragged_attention(grouped, pool.keys, pool.values, self.past[layer], scale)
         return out.view(query.shape), lse.view(query.shape[:2])
 
-    def finish(self, log_beta: Tensor | None) -> None:
+    def prune(self, layer: int, hidden: Tensor) -> Tensor | None:
+        """Ask the policy's pruner which tokens go on into ``layer``; see ``Decoder.forward``."""
+        visual = self._visual.nonzero().flatten()
+        if self._pruner is None or layer != self._pruner.layer or not visual.numel():
+            return None
+        received = None if self._received is None else self._received[visual]
+        kept = self._pruner.keep(hidden[visual], received)
+        self._dropped = torch.zeros_like(self._visual)
+        self._dropped[visual[~kept]] = True
+        self._dropped[-1] = False  # the chunk's last state is its result
+        return (~self._dropped).nonzero().flatten()
+
+    def finish(self, log_beta: Tensor | None) -> int:
         """Store what the pass has found beside keys and values.
 
         Args:
             log_beta: ``[C, L, H]`` of this chunk's entries, or None.
+
+        Returns:
+            entries of pruned tokens, which are gone again.
         """
         pool, ring = self.cache.pool, self.cache.memory.get(QUERIES)
         if log_beta is not None:
@@ -131,22 +159,44 @@ class PrefillChunk:
             store_queries(ring, seqs, recent, torch.stack(self._queries)[None])
         for slot, mass in self._mass:
             pool.state.flatten(0, 1)[slot, 0] += mass
+        return self._drop_unfilled()
 
-    def _add_mass(self, layer: int, query: Tensor) -> None:
+    def _drop_unfilled(self) -> int:
+        """Give back the room of pruned tokens in the layers that did not see them."""
+        if self._dropped is None or self._pruner is None:
+            return 0
+        entries = self.cache.entries(self.seq)
+        at = self.cache.pool.position.view(-1)[entries.slot] - self.position[0]
+        gone = (at >= 0) & self._dropped[at.long().clamp(min=0)]
+        gone &= entries.row >= self._pruner.layer * self.spec.num_kv_heads
+        victims = gone.nonzero().flatten()
+        self.cache.drop(self.seq, victims, entries)
+        return victims.numel()
+
+    def _paid_to_chunk(self, layer: int, query: Tensor, by: Literal["all", "last"]) -> Tensor:
+        """Attention that the chunk's tokens get from all of them or the last, ``[C]``."""
+        first = 0 if by == "all" else -1
+        rows, mass = self._mass_of(layer, query[:, first:], self.position[first:], "mean")
+        count = self.position.numel()
+        column = (rows.live.sum(-1) - count)[:, None] + torch.arange(count, device=mass.device)
+        return mass.gather(-1, column).mean(0)
+
+    def _mass_of(
+        self, layer: int, query: Tensor, position: Tensor, group: Group
+    ) -> tuple[Rows, Tensor]:
         spec, cache = self.spec, self.cache
         rows = Rows.of(cache.length[self.seq, layer], self.table[layer], cache.pool.page_size)
-        assert self.needs.mass
         mass = attention_mass(
             query.unflatten(0, (spec.num_kv_heads, spec.group)),
-            self.position.expand(spec.num_kv_heads, -1),
+            position.expand(spec.num_kv_heads, -1),
             cache.pool.keys.flatten(0, 1),
             cache.pool.position.view(-1),
             rows,
             spec.head_dim**-0.5,
-            self.needs.mass,
+            group,
             spec.sliding_window[layer] or 0,
         )
-        self._mass.append((rows.slot[rows.live], mass[rows.live]))
+        return rows, mass
 
 
 class DecodeStep:
