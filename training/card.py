@@ -19,9 +19,7 @@ _BODY = """---
 Trained with `{command}` (mmkv {version}, commit {commit}) on the frozen model: its `config.json`
 has SHA-256 `{config}`, its decoder weights in memory, as {dtype}, `{digest}` before and after.
 
-```sh
-mmkv chat {model} --gates THIS_FOLDER {policy}
-```
+{usage}
 
 ## Data
 
@@ -42,7 +40,7 @@ mmkv chat {model} --gates THIS_FOLDER {policy}
 def write_card(folder: Path, described: Mapping[str, Any]) -> None:
     """Write ``README.md`` from what ``gates.json`` says."""
     settings = described["settings"]
-    kind, policy, held_how = _method(settings)
+    kind, usage, held_how = _method(settings, described["base_model"])
     options = dict(described["data_options"])
     held_out = _list(options.pop("eval_data", ()))
     front = ModelCardData(
@@ -60,7 +58,7 @@ def write_card(folder: Path, described: Mapping[str, Any]) -> None:
         config=described["base_config_sha256"],
         dtype=described["base_dtype"],
         digest=described["base_sha256"],
-        policy=policy,
+        usage=usage,
         held_how=held_how,
         data=_list(described["data"]) or "- not stated",
         options=_table(options),
@@ -71,16 +69,21 @@ def write_card(folder: Path, described: Mapping[str, Any]) -> None:
     ModelCard(text).save(folder / "README.md")
 
 
-def _method(settings: Mapping[str, Any]) -> tuple[str, str, str]:
-    """Return the kind of the gates, the options of their policy, and how they were measured."""
+def _method(settings: Mapping[str, Any], model: str) -> tuple[str, str, str]:
+    """Return the kind of the gates, how to use them, and how they were measured."""
     if settings["method"] == "wgkv":
         window, threshold = settings["window"], settings["threshold"]
-        return "write", "--policy wgkv", f"with W_local = {window} and tau = {threshold:g}"
+        usage = (
+            f"For a window of {window} tokens (W_local); `engine.model.gates.load_write_gates` "
+            "reads them."
+        )
+        return "write", usage, f"with W_local = {window} and tau = {threshold:g}"
     policy = "dbtrimkv" if settings["scope"] == "global" else "trimkv"
     budget = settings["budget"]
     held = settings["held_out_budget"] or budget
-    options = f"--policy {policy} --budget {budget:g}"
-    return "retention", options, f"with real eviction at M = {held:g}"
+    command = f"mmkv chat {model} --gates THIS_FOLDER --policy {policy} --budget {budget:g}"
+    usage = f"```sh\n{command}\n```"
+    return "retention", usage, f"with real eviction at M = {held:g}"
 
 
 def _hub_id(model: str) -> str | None:

@@ -207,7 +207,5 @@ class Settings:
 
     @property
     def policy(self) -> str:
-        """Return the preset whose rule these gates are trained for."""
-        if self.method == "wgkv":
-            return "wgkv"
+        """Return the preset whose rule these retention gates are trained for."""
         return "dbtrimkv" if self.scope == "global" else "trimkv"

@@ -313,7 +313,6 @@ def test_the_recipe_is_the_papers_numbers() -> None:
     assert {name: found[name] for name in wanted} == wanted
     ours = asdict(Settings.of("mmkv", model="m", output="o"))
     assert {name for name in ours if found[name] != ours[name]} <= wanted.keys()
-    assert Settings.of("wgkv", model="m", output="o").policy == "wgkv"
 
 
 def test_options_of_another_method_are_refused(
@@ -362,7 +361,7 @@ def test_the_command_trains_write_gates(tmp_path: Path, capsys: pytest.CaptureFi
     assert (folder / "curve.png").stat().st_size > 5000
     card = ModelCard.load(folder / "README.md")
     assert "write-gates" in card.data.tags and "# Write gates for" in card.text
-    assert "with W_local = 32 and tau = 0.1" in card.text and "--policy wgkv" in card.text
+    assert "with W_local = 32 and tau = 0.1" in card.text and "window of 32 tokens" in card.text
     assert "| lambda_sparse | 0.04 |" in card.text and "lambda_cap" not in card.text
     # It resumes, as any run of the program does.
     assert main([*arguments, "--resume"]) == 0

@@ -47,7 +47,7 @@ def load_gates(source: str | Path, spec: DecoderSpec) -> Gates:
     if info.get("kind") == "write":
         raise GateError(
             f"{path} holds write gates, and the policy reads retention gates; name a folder with "
-            "those, or choose a policy for write gates"
+            "those"
         )
     _check_shape(info, spec, _SIZES)
     make = published_gates if info.get("layout") == "rg" else tied_gates
