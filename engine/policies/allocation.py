@@ -19,6 +19,26 @@ class GlobalAllocation:
 
 
 @dataclass(frozen=True)
+class FlooredAllocation:
+    """One budget for all rows, of which each row's best entries are sure.
+
+    Where all compete, some rows can be left with nearly nothing (on long documents at mild budgets
+    the first layers take most); a floor bounds that.
+
+    Attributes:
+        floor: the share of an equal share that is sure to each row, in [0, 1].
+    """
+
+    floor: float
+
+    def shares(self, budget: int, layers: int, kv_heads: int) -> Shares:
+        """One group of all rows; each keeps at least ``floor`` of the budget per row."""
+        rows = layers * kv_heads
+        least = torch.full((rows,), int(self.floor * (budget // rows)))
+        return Shares(torch.zeros(rows, dtype=torch.int64), torch.tensor([budget]), least)
+
+
+@dataclass(frozen=True)
 class HeadAllocation:
     """Each (layer, KV head) row keeps an equal share of the budget.
 

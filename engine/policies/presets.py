@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from engine.config import EngineConfig, check_lookahead
-from engine.policies.allocation import GlobalAllocation, HeadAllocation
+from engine.policies.allocation import FlooredAllocation, GlobalAllocation, HeadAllocation
 from engine.policies.attention_presets import ATTENTION_PRESETS
 from engine.policies.base import Policy
 from engine.policies.key_presets import KEY_PRESETS
@@ -26,11 +26,19 @@ def _full() -> Policy:
 
 
 def _dbtrimkv(lookahead: float, recent: int, age: Age) -> Policy:
+    scoring = _retention(lookahead, age)
+    return Policy("dbtrimkv", scoring, GlobalAllocation(), protect_recent=recent)
+
+
+def _balanced(floor: float, lookahead: float, recent: int, age: Age) -> Policy:
+    scoring, allocation = _retention(lookahead, age), FlooredAllocation(floor)
+    return Policy("balanced", scoring, allocation, protect_recent=recent)
+
+
+def _retention(lookahead: float, age: Age) -> Retention:
     check_lookahead(lookahead)
     steps = int(lookahead) if lookahead % 1 == 0 else lookahead
-    newest = 1 if age == "paper" else _released_age(lookahead)
-    scoring = Retention(steps, newest)
-    return Policy("dbtrimkv", scoring, GlobalAllocation(), protect_recent=recent)
+    return Retention(steps, 1 if age == "paper" else _released_age(lookahead))
 
 
 def _trimkv(recent: int, age: Age) -> Policy:
@@ -47,21 +55,34 @@ def _streamingllm(sinks: int) -> Policy:
     return Policy("streamingllm", Recency(), HeadAllocation(), protect_first=sinks)
 
 
+_RETENTION = {
+    "lookahead": Parameter(
+        float(EngineConfig.lookahead),
+        "steps n = T - t over which retention is summed, or inf",
+        "equation 9",
+        least=1,
+    ),
+    "recent": RECENT,
+    "age": Parameter("paper", _AGE_HELP, "equation 9: the newest has age 1", choices=_AGES),
+}
+
 PRESETS: dict[str, Preset] = {
     "full": Preset(_full, "baseline", "every entry stays"),
     "dbtrimkv": Preset(
         _dbtrimkv,
         "arXiv 2605.09649",
         "Make Each Token Count: Towards Improving Long-Context Performance with KV Cache Eviction",
+        _RETENTION,
+    ),
+    "balanced": Preset(
+        _balanced,
+        "this project",
+        "DBTrimKV's score and one budget, of which a part is sure to each head",
         {
-            "lookahead": Parameter(
-                float(EngineConfig.lookahead),
-                "steps n = T - t over which retention is summed, or inf",
-                "equation 9",
-                least=1,
+            "floor": Parameter(
+                0.5, "share of an equal share that is sure to each head", least=0.0, most=1.0
             ),
-            "recent": RECENT,
-            "age": Parameter("paper", _AGE_HELP, "equation 9: the newest has age 1", choices=_AGES),
+            **_RETENTION,
         },
     ),
     "trimkv": Preset(

@@ -322,6 +322,22 @@ static void search_groups(const struct cache *cache, const struct eviction *what
     }
 }
 
+/* Whether the victims listed leave each row its floor. */
+static int keeps_floors(const struct cache *cache, const struct eviction *what)
+{
+    const int64_t *victim = victims_of(what), *end = victim + what->found;
+    int64_t start = 0, rows = what->allocation == COMPETE_GROUPS && what->floor ? cache->rows : 0;
+    for (int64_t row = 0; row < rows; row++) {
+        const int64_t *first = victim;
+        start += cache->length[row];
+        while (victim < end && *victim < start)
+            victim++;
+        if (victim - first > free_of(cache, what, row))
+            return 0;
+    }
+    return 1;
+}
+
 /* List who has to go. Refuses when there is no room for so many, or the rows do not hold
  * `entries`. */
 static void find_victims(const struct cache *cache, struct eviction *what)
@@ -333,7 +349,9 @@ static void find_victims(const struct cache *cache, struct eviction *what)
     what->found = wanted > what->most || held != what->entries ? -1 : wanted > 0 ? wanted : 0;
     if (what->found <= 0)
         return;
-    if (what->allocation == COMPETE_GLOBAL && fast_select(cache, what))
+    int one_group = what->allocation == COMPETE_GROUPS && what->groups == 1;
+    if ((what->allocation == COMPETE_GLOBAL || one_group) && fast_select(cache, what) &&
+        keeps_floors(cache, what))
         return;
     struct victim *heap = what->scratch;
     struct search search = search_for(what, heap, wanted);
