@@ -74,17 +74,6 @@ PRESETS: dict[str, Preset] = {
         "Make Each Token Count: Towards Improving Long-Context Performance with KV Cache Eviction",
         _RETENTION,
     ),
-    "balanced": Preset(
-        _balanced,
-        "this project",
-        "DBTrimKV's score and one budget, of which a part is sure to each head",
-        {
-            "floor": Parameter(
-                0.5, "share of an equal share that is sure to each head", least=0.0, most=1.0
-            ),
-            **_RETENTION,
-        },
-    ),
     "trimkv": Preset(
         _trimkv,
         "arXiv 2512.03324",
@@ -94,6 +83,17 @@ PRESETS: dict[str, Preset] = {
             "age": Parameter(
                 "paper", _AGE_HELP, "algorithm 1: the newest has age 0", choices=_AGES
             ),
+        },
+    ),
+    "balanced": Preset(
+        _balanced,
+        "this project",
+        "DBTrimKV's score and one budget, of which a part is sure to each head",
+        {
+            "floor": Parameter(
+                0.5, "share of an equal share that is sure to each head", least=0.0, most=1.0
+            ),
+            **_RETENTION,
         },
     ),
     "streamingllm": Preset(

@@ -13,6 +13,7 @@ METHODS: dict[str, Callable[..., Method]] = {
     "full": retention.Full,
     "dbtrimkv": retention.GlobalRetention,
     "trimkv": retention.Retention,
+    "balanced": retention.FlooredRetention,
     "streamingllm": retention.Streaming,
     "snapkv": attention.SnapKV,
     "h2o": attention.H2O,
@@ -38,9 +39,9 @@ METHODS: dict[str, Callable[..., Method]] = {
 
 
 def make_method(name: str, lookahead: float, parameters: Mapping[str, Any]) -> Method:
-    """The method ``name``; ``lookahead`` is dbtrimkv's."""
+    """The method ``name``; ``lookahead`` is that of dbtrimkv and balanced."""
     named = {key + "_" * (key == "lambda"): value for key, value in parameters.items()}
-    if name == "dbtrimkv":
+    if name in ("dbtrimkv", "balanced"):
         named.setdefault("lookahead", lookahead)
     return METHODS[name](**named)
 

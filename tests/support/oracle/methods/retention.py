@@ -71,6 +71,16 @@ class GlobalRetention(Retention):
 
 
 @dataclass
+class FlooredRetention(GlobalRetention):
+    """As DBTrimKV, but each row is sure of a part of an equal share."""
+
+    floor: float = 0.5
+
+    def groups(self, sim: Simulation, total: int) -> list[Group]:
+        return [Group(rows_of(sim.layers, sim.heads), total, int(self.floor * (total // sim.rows)))]
+
+
+@dataclass
 class Streaming(Method):
     """StreamingLLM (arXiv 2309.17453): the first tokens and the newest."""
 
