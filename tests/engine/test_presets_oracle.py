@@ -22,6 +22,7 @@ from engine.runtime import Runtime
 from engine.sequence import CachedSequence
 from tests.support.dialogues import folder_of, prefill_both, prompt, reference_model
 from tests.support.oracle import METHODS, Oracle
+from tests.support.policies import GATED
 from tests.support.sessions import text_ids
 
 TOLERANCE = 1e-4
@@ -83,10 +84,10 @@ def parameters_of(name: str) -> list[str]:
 
 @st.composite
 def drawn(draw: Callable[[st.SearchStrategy[Any]], Any], name: str) -> Setting:
-    """Draw a setting for a method; each parameter has its default one time in four."""
+    """Draw a setting for a method; each parameter has its default one time in eight."""
     parameters = {}
     for key in parameters_of(name):
-        if draw(st.integers(0, 3)):
+        if draw(st.integers(0, 7)):
             values = OWN.get((name, key)) or (RECENT if key == "recent" else VALUES[key])
             parameters[key] = draw(values)
     budgets = st.integers(6, 44).map(lambda quarters: quarters / 4)
@@ -117,7 +118,7 @@ class Pair:
         self.engine, self.session = engine, engine.session()
         self.oracle = Oracle(
             reference_model(folder_of(setting.model)),
-            engine.gates if name in ("dbtrimkv", "trimkv") else None,
+            engine.gates if name in GATED else None,
             name,
             setting.budget,
             evict_every=setting.evict_every,
@@ -164,7 +165,7 @@ def converse(name: str, setting: Setting, batch: int) -> list[Oracle]:
         evict_every=setting.evict_every,
         prefill_chunk=setting.chunk,
         page_size=setting.page_size,
-        gates="random" if name in ("dbtrimkv", "trimkv") else None,
+        gates="random" if name in GATED else None,
         device="cpu",
         dtype="float32",
     )
