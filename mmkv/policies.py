@@ -15,6 +15,15 @@ from mmkv.resources import bundled_model
 if TYPE_CHECKING:
     from rich.table import Table
 
+# Words for needs that have a value: for 1, and for others.
+_NEEDS = {
+    "gates": ("", "{} gates"),
+    "queries": ("1 query", "{} queries"),
+    "state": ("1 number an entry", "{} numbers an entry"),
+    "mass": ("", "attention mass ({} of a group)"),
+    "taps": ("", "hidden states"),
+}
+
 
 @dataclass(frozen=True)
 class ListedParameter:
@@ -32,7 +41,7 @@ class ListedPolicy:
     """One row.
 
     Attributes:
-        needs: what its scorer reads beside positions, in a few words each.
+        needs: what it reads beside positions, in a few words each.
         cpu: where it runs in a decode step on this machine's CPU: ``C step, C eviction``, or torch
             and why. gpu: the same of a GPU with Triton.
         problem: why it cannot be made, empty where it can.
@@ -111,21 +120,18 @@ def _row(name: str, base: Runtime) -> ListedPolicy:
 
 
 def needs_of(policy: Policy) -> list[str]:
-    """Return what the scorer declares, a few words for each need."""
-    words = []
+    """Return what the scorer declares, a few words for each need, and what a pruner prunes."""
+    found = [] if policy.pruner is None else ["pictures of prompts"]
     for need in fields(policy.scoring.needs):
         value = getattr(policy.scoring.needs, need.name)
         if not value:
             continue
-        if need.name == "gates":
-            words.append(f"{value} gates")
-        elif value is True:
-            words.append(need.name)
-        elif isinstance(value, (int, str)):
-            words.append(f"{value} {need.name}" if value != 1 else f"1 {need.name}".rstrip("s"))
+        if need.name in _NEEDS:
+            one, many = _NEEDS[need.name]
+            found.append(one if value == 1 else many.format(value))
         else:
-            words.append(need.name)
-    return words
+            found.append(need.name)
+    return found
 
 
 def _on_cpu(policy: Policy, base: Runtime) -> str:

@@ -4,11 +4,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import pytest
+from torch import Tensor
 
-from engine.policies import PRESETS, make_policy, register_policy, registry
+from engine.policies import (
+    PRESETS,
+    CacheView,
+    Needs,
+    Policy,
+    make_policy,
+    register_policy,
+    registry,
+)
 from engine.policies.preset import show
 from engine.runtime import Runtime
 from mmkv import policies
@@ -26,13 +36,14 @@ def test_every_preset_is_listed_with_its_parameters(mmkv: Callable[..., Ran]) ->
     rows = {row["name"]: row for row in json.loads(ran.out)}
     assert list(rows)[: len(PRESETS)] == list(PRESETS)
     for name, preset in PRESETS.items():
-        row, scorer = rows[name], make_policy(name).scoring
+        row, policy = rows[name], make_policy(name)
         assert {one["name"]: one["default"] for one in row["parameters"]} == {
             key: show(one.default) for key, one in preset.parameters.items()
         }
         assert all(one["help"] and one["takes"] for one in row["parameters"])
         assert row["title"] and row["source"] == preset.source and not row["problem"]
-        assert bool(row["needs"]) == (scorer.needs != type(scorer.needs)())
+        reads = policy.scoring.needs != Needs() or policy.pruner is not None
+        assert bool(row["needs"]) == reads
     for name in ("dbtrimkv", "snapkv"):  # as an engine that is loaded with them says
         engine = Runtime.from_pretrained(bundled_model(), policy=name, dtype="float32")
         assert ("C eviction" in rows[name]["cpu"]) == engine.evict_path.startswith("native")
@@ -54,3 +65,24 @@ def test_policies_of_others_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rows["mine"].source == "arXiv 2309.17453" and not rows["mine"].parameters
     assert "must be a Policy" in rows["broken"].problem
     assert policies.table(list(rows.values())).row_count == len(rows)
+
+
+def test_needs_are_said_in_words() -> None:
+    def words(**needs: Any) -> list[str]:
+        return policies.needs_of(Policy("x", Reads(Needs(**needs)), None))
+
+    assert words() == []
+    assert words(gates="retention", queries=1) == ["retention gates", "1 query"]
+    assert words(queries=16, keys=True, values=True) == ["16 queries", "keys", "values"]
+    assert words(state=1, mass="mean") == ["1 number an entry", "attention mass (mean of a group)"]
+    assert words(state=2, taps=(0.3, 0.7)) == ["2 numbers an entry", "hidden states"]
+
+
+@dataclass(frozen=True)
+class Reads:
+    """A scorer that is only asked for its needs."""
+
+    needs: Needs
+
+    def score(self, view: CacheView) -> Tensor:
+        return view.position.float()
