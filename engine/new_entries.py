@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from engine.policies.base import NewTokens, Policy, Scorer, band
+from engine.policies.base import NewTokens, Policy, Scorer, tapped_layers
 from engine.query_window import QUERIES
 
 if TYPE_CHECKING:
@@ -37,8 +37,8 @@ def tap_layers(policy: Policy, layers: int) -> tuple[int, ...]:
     """Indices of the layers after which the policy's scorer reads the residual stream."""
     if not policy.evicts:
         return ()
-    bands = [[min(int(s * layers), layers - 1) for s in band(t)] for t in policy.scoring.needs.taps]
-    return tuple(layer for first, last in bands for layer in range(first, last + 1))
+    taps = policy.scoring.needs.taps
+    return tuple(layer for tap in taps for layer in tapped_layers(tap, layers))
 
 
 def has_born(scorer: Scorer) -> bool:

@@ -65,3 +65,54 @@ class EvenLayerAllocation:
         row = torch.arange(layers * kv_heads)
         share, left = divmod(budget, row.numel())
         return Shares(row, share + (row // kv_heads < left // kv_heads).long())
+
+
+@dataclass(frozen=True)
+class PyramidAllocation:
+    """Shares of rows fall evenly from the bottom layer to the top one (PyramidKV, 2406.02069).
+
+    Section 4.2.1, equation 1: every row keeps the ``window`` newest tokens, and of the rest ``P`` a
+    row of the bottom layer ``(2 - 1 / beta) P / R``, one of the top layer ``P / (beta R)``. What
+    rounding leaves over goes to the first rows, one entry each.
+    """
+
+    window: int = 16
+    beta: int = 20
+
+    def shares(self, budget: int, layers: int, kv_heads: int) -> Shares:
+        """One group per row."""
+        rows, beta = layers * kv_heads, self.beta
+        window = min(self.window, budget // rows)
+        rest, steps = budget - rows * window, layers - 1
+        of_layer = [budget // rows]
+        if steps:
+            parts = [(2 * beta - 1) * steps - 2 * (beta - 1) * layer for layer in range(layers)]
+            of_layer = [window + rest * part // (rows * beta * steps) for part in parts]
+        row = torch.arange(rows)
+        share = torch.tensor(of_layer).repeat_interleave(kv_heads)
+        return Shares(row, share + (row < budget - int(share.sum())))
+
+
+@dataclass(frozen=True)
+class LayerAllocation:
+    """Heads of a layer compete for its share, and each is sure of a part (Ada-KV, 2407.11550).
+
+    Attributes:
+        floor: that part, of an equal share in the layer.
+        rows: what each layer keeps: the sum of its rows' shares here. None: layers share equally,
+            and what the division leaves over goes to the first, one entry each.
+    """
+
+    floor: float = 0.2
+    rows: PyramidAllocation | None = None
+
+    def shares(self, budget: int, layers: int, kv_heads: int) -> Shares:
+        """One group per layer, with a floor for each row."""
+        layer = torch.arange(layers)
+        if self.rows is None:
+            share = budget // layers + (layer < budget % layers)
+        else:
+            share = self.rows.shares(budget, layers, kv_heads).share.view(layers, kv_heads).sum(-1)
+        floor = (self.floor * (share // kv_heads).double()).long()
+        group = layer.repeat_interleave(kv_heads)
+        return Shares(group, share, floor.repeat_interleave(kv_heads))

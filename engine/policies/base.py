@@ -63,6 +63,12 @@ def band(tap: Tap) -> tuple[float, float]:
     return tap if isinstance(tap, tuple) else (tap, tap)
 
 
+def tapped_layers(tap: Tap, layers: int) -> range:
+    """Return the indices of the layers that ``tap`` stands for, in a model of ``layers``."""
+    first, last = (min(int(share * layers), layers - 1) for share in band(tap))
+    return range(first, last + 1)
+
+
 @dataclass(frozen=True)
 class WindowReading:
     """How the attention of recent queries becomes one number an entry.

@@ -5,7 +5,8 @@ from __future__ import annotations
 from engine.policies.allocation import HeadAllocation
 from engine.policies.base import Policy
 from engine.policies.keys import KeyDifference, KeyNorm
-from engine.policies.preset import Preset
+from engine.policies.lag import NextChunk
+from engine.policies.preset import Parameter, Preset
 from engine.policies.preset_parameters import RECENT
 
 
@@ -15,6 +16,10 @@ def _keydiff(recent: int) -> Policy:
 
 def _knorm(recent: int) -> Policy:
     return Policy("knorm", KeyNorm(), HeadAllocation(), protect_recent=recent)
+
+
+def _lagkv(sinks: int, lag: int) -> Policy:
+    return Policy("lagkv", NextChunk(sinks, lag), HeadAllocation(), protect_first=sinks)
 
 
 KEY_PRESETS: dict[str, Preset] = {
@@ -29,5 +34,14 @@ KEY_PRESETS: dict[str, Preset] = {
         "arXiv 2406.11430",
         "A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression",
         {"recent": RECENT},
+    ),
+    "lagkv": Preset(
+        _lagkv,
+        "arXiv 2504.04704",
+        "LagKV: Lag-Relative Information of the KV Cache Tells Which Tokens Are Important",
+        {
+            "sinks": Parameter(4, "first tokens, which always stay", "kvpress", least=0),
+            "lag": Parameter(128, "tokens of a chunk", "kvpress", least=1),
+        },
     ),
 }

@@ -8,6 +8,7 @@ from engine.config import EngineConfig, check_lookahead
 from engine.policies.allocation import FlooredAllocation, GlobalAllocation, HeadAllocation
 from engine.policies.attention_presets import ATTENTION_PRESETS
 from engine.policies.base import Policy
+from engine.policies.frozen_presets import FROZEN_PRESETS
 from engine.policies.key_presets import KEY_PRESETS
 from engine.policies.preset import Parameter, Preset
 from engine.policies.preset_parameters import RECENT
@@ -104,5 +105,6 @@ PRESETS: dict[str, Preset] = {
     ),
     **ATTENTION_PRESETS,
     **KEY_PRESETS,
+    **FROZEN_PRESETS,
     **PRUNING_PRESETS,
 }

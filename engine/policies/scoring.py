@@ -76,11 +76,7 @@ class WindowAttention:
     group: Group = "mean"
 
     def __post_init__(self) -> None:
-        if self.window < 1 or self.kernel < 1 or self.kernel % 2 == 0:
-            raise PolicyError(
-                f"a window of {self.window} queries pooled over {self.kernel} positions cannot be; "
-                "give a window of at least 1 and an odd kernel"
-            )
+        check_pooling(self.window, self.kernel)
 
     @property
     def needs(self) -> Needs:
@@ -92,6 +88,15 @@ class WindowAttention:
         observing = view.position >= view.seen - self.window
         prefix = view.attention(self.group).masked_fill(observing, 0.0)
         return pooled(prefix, view, self.kernel, self.pool).masked_fill(observing, float("inf"))
+
+
+def check_pooling(window: int, kernel: int) -> None:
+    """Check what :func:`pooled` relies on. Raises PolicyError."""
+    if window < 1 or kernel < 1 or kernel % 2 == 0:
+        raise PolicyError(
+            f"a window of {window} queries pooled over {kernel} positions cannot be; give a window "
+            "of at least 1 and an odd kernel"
+        )
 
 
 def pooled(values: Tensor, view: CacheView, kernel: int, pool: Literal["avg", "max"]) -> Tensor:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import Any
 
 import pytest
 import torch
@@ -13,10 +17,17 @@ from torch import Tensor
 
 from engine.cache import PagePool, RaggedCache
 from engine.policies import CacheView, make_policy
-from engine.policies.allocation import EvenLayerAllocation
+from engine.policies.allocation import (
+    EvenLayerAllocation,
+    HeadAllocation,
+    LayerAllocation,
+    PyramidAllocation,
+)
 from engine.policies.attention import AttentionMass, FusedAttention, NewestAttention
 from engine.policies.base import WindowReading
 from engine.policies.keys import KeyDifference, KeyNorm
+from engine.policies.lag import NextChunk
+from engine.policies.redundancy import AttentionAndRedundancy, GlobalAttention, redundancy
 from engine.query_window import QUERIES, window_attention
 from tests.engine.test_policies import make_view
 
@@ -115,6 +126,183 @@ def test_rows_of_a_layer_share_evenly(budget: int, layers: int, heads: int) -> N
     expected = [budget // rows + (row // heads < more) for row in range(rows)]
     assert shares.share.tolist() == expected and shares.group.tolist() == list(range(rows))
     assert budget - heads < int(shares.share.sum()) <= budget
+
+
+@given(
+    st.integers(1, 400), st.integers(1, 5), st.integers(1, 3), st.integers(1, 9), st.integers(1, 30)
+)
+def test_a_pyramid_of_shares(budget: int, layers: int, heads: int, window: int, beta: int) -> None:
+    """Beside the paper's line between its two ends, in fractions."""
+    rows = layers * heads
+    shares = PyramidAllocation(window, beta).shares(budget, layers, heads)
+    held = min(window, budget // rows)
+    rest = budget - rows * held
+    bottom = Fraction(2 * rest, rows) - Fraction(rest, beta * rows)
+    top = Fraction(rest, beta * rows)
+    expected = []
+    for layer in range(layers):
+        exact = bottom - (bottom - top) * Fraction(layer, layers - 1) if layers > 1 else None
+        share = held + math.floor(exact) if exact is not None else budget // rows
+        expected += [share] * heads
+    for row in range(budget - sum(expected)):
+        expected[row] += 1
+    assert shares.share.tolist() == expected and sum(expected) == budget
+    assert shares.group.tolist() == list(range(rows)) and shares.floor is None
+    level = PyramidAllocation(window, 1).shares(budget, layers, heads)
+    assert torch.equal(level.share, HeadAllocation().shares(budget, layers, heads).share)
+
+
+@given(
+    st.integers(1, 400), st.integers(1, 5), st.integers(1, 3), st.sampled_from([0.0, 0.2, 0.5, 1])
+)
+def test_heads_of_a_layer_compete(budget: int, layers: int, heads: int, floor: float) -> None:
+    level = LayerAllocation(floor).shares(budget, layers, heads)
+    whole = [budget // layers + (layer < budget % layers) for layer in range(layers)]
+    assert level.share.tolist() == whole
+    pyramid = PyramidAllocation(3, 4)
+    steep = LayerAllocation(floor, pyramid).shares(budget, layers, heads)
+    rows = pyramid.shares(budget, layers, heads).share.tolist()
+    assert steep.share.tolist() == [sum(rows[i : i + heads]) for i in range(0, len(rows), heads)]
+    for shares in (level, steep):
+        assert shares.group.tolist() == [layer for layer in range(layers) for _ in range(heads)]
+        assert shares.floor is not None
+        for row, sure in enumerate(shares.floor.tolist()):
+            assert sure == int(floor * (int(shares.share[row // heads]) // heads))
+
+
+def brute_redundancy(
+    view: CacheView, key: Tensor, threshold: float, only_similar: bool
+) -> list[float]:
+    """One pair of keys at a time, in float64."""
+    found = [0.0] * view.row.numel()
+    for row in rows_of(view):
+        total = dict.fromkeys(row, 0.0)
+        for i in row:
+            cosine = {}
+            for j in row:
+                a, b = key[i].double(), key[j].double()
+                cosine[j] = float(a @ b / (a.norm() + 1e-8) / (b.norm() + 1e-8)) if i != j else 0.0
+            similar = [j for j in row if cosine[j] > threshold]  # the newest is the last
+            for j in row:
+                spared = bool(similar) and j == similar[-1]
+                if not spared and (j in similar or not only_similar):
+                    total[j] += cosine[j]
+        weights = {j: math.exp(total[j] / len(row)) for j in row}
+        for j in row:
+            found[j] = weights[j] / sum(weights.values())
+    return found
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    LENGTHS, SEEDS, st.sampled_from([0.0, 0.3, 0.9]), st.booleans(), st.sampled_from([1, 30, 9**9])
+)
+def test_redundancy(
+    lengths: list[list[int]], seed: int, threshold: float, only_similar: bool, block: int
+) -> None:
+    """In blocks of any size."""
+    view, source = make(lengths, seed)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("engine.policies.redundancy._BLOCK_ELEMENTS", block)
+        found = redundancy(view, threshold, only_similar)
+    expected = brute_redundancy(view, source.key, threshold, only_similar)
+    torch.testing.assert_close(found, torch.tensor(expected), rtol=1e-4, atol=1e-6)
+
+
+@settings(max_examples=20, deadline=None)
+@given(LENGTHS, SEEDS, st.sampled_from([0.0, 0.1, 1.0]))
+def test_attention_and_redundancy(lengths: list[list[int]], seed: int, weight: float) -> None:
+    view, source = make(lengths, seed)
+    found = AttentionAndRedundancy(5, weight, 3).score(view)
+    assert source.reading == WindowReading("max", "logits")
+    alike = brute_redundancy(view, source.key, 0.5, False)
+    for row in rows_of(view):
+        prefix = [i for i in row if int(view.position[i]) < 45]
+        for at, i in enumerate(prefix):
+            near = prefix[max(at - 1, 0) : at + 2]
+            paid = max(float(source.paid[j]) for j in near)
+            expected = weight * paid - (1 - weight) * alike[i]
+            assert float(found[i]) == pytest.approx(expected, rel=1e-4, abs=1e-6)
+
+
+FORMS: dict[Any, Callable[[float, float], float]] = {
+    "max": lambda old, new: max(0.75 * old, new),
+    "mean": lambda old, new: 0.75 * old + 0.25 * new,
+    "sum": lambda old, new: 0.75 * old + new,
+}
+
+
+@settings(max_examples=25, deadline=None)
+@given(LENGTHS, SEEDS, st.sampled_from(list(FORMS)), st.booleans())
+def test_global_attention(lengths: list[list[int]], seed: int, form: Any, spare: bool) -> None:
+    """F over entries of which some have one already; kept as it is before redundancy counts."""
+    view, source = make(lengths, seed)
+    old = source.kept[:, 0]
+    old[view.position % 3 == 0] = -1.0
+    before = old.tolist()
+    scorer = GlobalAttention(6, 0.75, form, spare, 0.6, 0.2, "sum")
+    found = scorer.score(view)
+    assert source.reading == WindowReading("sum") and scorer.needs.keys == spare
+    assert found.state is not None
+    alike = brute_redundancy(view, source.key, 0.2, True)
+    for row in rows_of(view):
+        prefix = [i for i in row if int(view.position[i]) < 44]
+        for i in row:
+            if i not in prefix:
+                assert float(found.state[i, 0]) == before[i]
+                continue
+            now = float(source.paid[i]) / max(float(source.paid[j]) for j in prefix)
+            score = now if before[i] < 0 else FORMS[form](before[i], now)
+            assert float(found.state[i, 0]) == pytest.approx(score, rel=1e-5)
+            if spare:
+                score = 0.6 * score - 0.4 * alike[i] / max(alike[j] for j in prefix)
+            assert float(found.value[i]) == pytest.approx(score, rel=1e-4, abs=1e-6)
+
+
+def test_attention_of_nothing_is_no_nan() -> None:
+    view, source = make([[9, 9]], 0)
+    source.paid.zero_()
+    found = GlobalAttention(2).score(view)
+    assert found.state is not None
+    assert not found.value.isnan().any() and not found.state.isnan().any()
+
+
+def brute_spread(x: Tensor, chunk: list[int], after: list[int]) -> Tensor:
+    """Softmax over the chunk of the standard deviation over channels."""
+    least = torch.stack([x[i] for i in after]).amin(0).double()
+    most = torch.stack([x[i] for i in after]).amax(0).double()
+    scaled = [(x[i].double() - least) / (most - least).clamp(min=1e-6) for i in chunk]
+    return torch.stack([y.std() for y in scaled]).softmax(0)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.lists(st.integers(0, 30), min_size=2, max_size=2), min_size=1, max_size=2),
+    SEEDS,
+    st.integers(0, 4),
+    st.integers(1, 7),
+)
+def test_spread_against_the_next_chunk(
+    lengths: list[list[int]], seed: int, sinks: int, lag: int
+) -> None:
+    if not sum(map(sum, lengths)):
+        lengths = [[1, 0]]
+    view, source = make(lengths, seed)
+    found = NextChunk(sinks, lag).score(view)
+    for row in rows_of(view):
+        later = [i for i in row if int(view.position[i]) >= sinks]
+        chunks = [later[at : at + lag] for at in range(0, len(later) - lag + 1, lag)]
+        if len(chunks) < 2:
+            assert all(found[i] == view.position[i] for i in row)
+            continue
+        ranked = {}
+        for chunk, after in itertools.pairwise(chunks):
+            spread = brute_spread(source.key, chunk, after)
+            spread = spread + brute_spread(source.value, chunk, after)
+            order = sorted(range(lag), key=lambda at: float(spread[at]))
+            ranked |= {chunk[at]: rank / lag for rank, at in enumerate(order)}
+        for i in row:
+            assert float(found[i]) == pytest.approx(ranked.get(i, 1.0))
 
 
 @pytest.mark.parametrize("group", ["mean", "max", "sum"])

@@ -15,13 +15,12 @@ _MADE = {
 
 
 def _kind(policy: Policy) -> tuple[object, ...]:
-    """What tells two policies apart to the engine: what is read, and whether it evicts."""
+    """What tells two policies apart to a pass: what it leaves behind, and whether it evicts."""
     return (
         policy.allocation is None,
         policy.scoring.needs.gates,
         policy.scoring.needs.queries > 0,
-        policy.scoring.needs.keys,
-        policy.scoring.needs.mass,
+        bool(policy.scoring.needs.mass),
         bool(policy.scoring.needs.taps),
         has_born(policy.scoring),
     )
