@@ -301,3 +301,15 @@ def test_the_stored_gates_are_the_bundled_models() -> None:
     # The gates decide: some keys of a picture's tokens stay, most do not.
     results = gates.info["results"]
     assert isinstance(results, dict) and 0.05 < results["held_out_admitted"] < 0.5
+
+
+def test_the_gates_of_smollm2_fit_it() -> None:
+    """30 layers, 3 KV heads of 64, 576 features: what SmolLM2-135M's config says."""
+    assets = bundled_model().parent / "gates"
+    spec = make_spec(layers=30, kv_heads=3, hidden=576, head_dim=64)
+    gates = load_write_gates(assets / "smollm2-135m-wgkv-0", spec)
+    others = json.loads((assets / "smollm2-135m-trimkv-0" / "gates.json").read_text())
+    assert gates.info["base_sha256"] == others["base_sha256"] and gates.width == 64
+    settings, results = gates.info["settings"], gates.info["results"]
+    assert isinstance(settings, dict) and settings["window"] == 64
+    assert isinstance(results, dict) and 0.05 < results["held_out_admitted"] < 0.3
