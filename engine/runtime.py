@@ -15,6 +15,7 @@ from engine.backends.cpu import CpuBackend
 from engine.backends.cuda import CudaBackend
 from engine.backends.cuda.kernels.sample import Draw, columns_of, sample, uniform
 from engine.backends.torch.backend import TorchBackend
+from engine.backends.torch.write_step import WriteStep, admitting
 from engine.cache import PagePool, RaggedCache
 from engine.config import EngineConfig
 from engine.errors import GateError, InputError, PolicyError, SessionError
@@ -22,7 +23,14 @@ from engine.eviction import cut_to_budgets
 from engine.model.decoder import Decoder
 from engine.model.families.base import Family
 from engine.model.families.loading import load, resolve_device
-from engine.model.gates import Gates, foreign_note, load_gates, trained_age
+from engine.model.gates import (
+    Gates,
+    WriteGates,
+    foreign_note,
+    load_gates,
+    load_write_gates,
+    trained_age,
+)
 from engine.model.rope import Rope
 from engine.model.spec import DecoderSpec
 from engine.model.weights import DecoderWeights
@@ -52,7 +60,7 @@ class Runtime:
         family: Family,
         spec: DecoderSpec,
         weights: DecoderWeights,
-        gates: Gates | None,
+        gates: Gates | WriteGates | None,
         policy: Policy,
         budget: Budget | float | str = EngineConfig.budget,
         **options: Any,
@@ -73,7 +81,12 @@ class Runtime:
         self.device, self.dtype = weights.embed.device, weights.embed.dtype
         self.budget = Budget.of(budget)
         self.evict_every, self.prefill_chunk = config.evict_every, config.prefill_chunk
-        self._gates = gates
+        self.write_gates: WriteGates | None = None
+        if policy.admission is not None:
+            policy, write_gates = admitting(policy, gates, spec)
+            self.write_gates = write_gates.to(weights.embed.device, weights.embed.dtype)
+            self.policy = policy
+        self._gates = gates if isinstance(gates, Gates) else None
         reads_gates = policy.scoring.needs.gates and policy.evicts
         self.decoder = Decoder(
             spec,
@@ -85,7 +98,7 @@ class Runtime:
         self.needs = policy.scoring.needs if policy.evicts else Needs()
         self.has_born = policy.evicts and has_born(policy.scoring)
         self.rope = Rope(spec.rope, self.device, self.dtype)
-        state = self.needs.state
+        state = self.needs.state if policy.admission is None else 1  # log g
         pool = PagePool(
             config.page_size, spec.head_dim, 0, self.dtype, self.device, state_size=state
         )
@@ -135,14 +148,23 @@ class Runtime:
         """
         name = config.checkpoint()
         chosen = _chosen_policy(config)
+        if chosen.admission is not None and config.gates is None:
+            raise GateError(
+                f"policy {chosen.name!r} needs write gates; name them with gates=PATH (--gates "
+                "PATH), or train them with `python -m training.distill --method wgkv`"
+            )
         family, spec, weights = load(name, config.dtype, resolve_device(config.device), progress)
         gates = config.gates
         if gates is None and (Path(name) / "gates" / "gates.safetensors").is_file():
             gates = Path(name) / "gates"
-        loaded = None if gates is None else load_gates(gates, spec)
-        if gates is not None:
+        loaded: Gates | WriteGates | None = None
+        note = None
+        if gates is not None and chosen.admission is not None:
+            loaded = load_write_gates(gates, spec)
+        elif gates is not None:
+            loaded = load_gates(gates, spec)
             chosen = _chosen_policy(config, trained_age(gates))
-        note = None if loaded is None else foreign_note(loaded, name)
+            note = foreign_note(loaded, name)
         if loaded is None and chosen.scoring.needs.gates and chosen.evicts:
             if config.policy is not None:
                 raise GateError(
@@ -166,6 +188,12 @@ class Runtime:
         )
         engine.policy_note = note
         return engine
+
+    def write_step(self, rope: tuple[Tensor, Tensor]) -> WriteStep | None:
+        """The write gates of a pass whose tokens have these rope angles; None without."""
+        if self.write_gates is None or self.policy.admission is None:
+            return None
+        return WriteStep(self.write_gates, self.policy.admission, rope, self.spec.rope.scale)
 
     def gates(self, layer: int, hidden: Tensor) -> Tensor:
         """log_beta float32 ``[tokens, kv_heads]`` of ``hidden [tokens, d]`` (input_layernorm's).
@@ -200,7 +228,7 @@ class Runtime:
 
     def identity(self) -> dict[str, Any]:
         """What a session file must agree with to continue on this engine."""
-        gates = self.decoder.gates
+        gates = self.decoder.gates or self.write_gates
         return {
             "model": self.decoder.weights.fingerprint(),
             "dtype": str(self.dtype),
@@ -329,7 +357,7 @@ class Runtime:
         A step may run in C or on Triton kernels with its scores in torch: the kernels know some
         scorers, others are computed by their own torch code.
         """
-        if not self.policy.evicts:
+        if not self.policy.evicts and self.policy.admission is None:
             return "never"
         if self.device.type == "cuda":
             return self.decode_path

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from engine.backends.cuda.backend import CudaBackend
 from engine.errors import PolicyError
+from engine.model.gates import Gates, WriteGates, make_random_write_gates
 from engine.policies import Policy, find_preset, make_policy, names
 from engine.policies.preset import show
 from engine.runtime import Runtime
@@ -122,6 +123,7 @@ def _row(name: str, base: Runtime) -> ListedPolicy:
 def needs_of(policy: Policy) -> list[str]:
     """Return what the scorer declares, a few words for each need, and what a pruner prunes."""
     found = [] if policy.pruner is None else ["pictures of prompts"]
+    found += [] if policy.admission is None else ["write gates"]
     for need in fields(policy.scoring.needs):
         value = getattr(policy.scoring.needs, need.name)
         if not value:
@@ -135,9 +137,12 @@ def needs_of(policy: Policy) -> list[str]:
 
 
 def _on_cpu(policy: Policy, base: Runtime) -> str:
-    engine = Runtime(base.family, base.spec, base.decoder.weights, base.decoder.gates, policy)
+    gates: Gates | WriteGates | None = base.decoder.gates
+    if policy.admission is not None:
+        gates = make_random_write_gates(base.spec)
+    engine = Runtime(base.family, base.spec, base.decoder.weights, gates, policy)
     step = engine.decode_path.replace("native", "C step").replace("torch: ", "torch step: ")
-    if not policy.evicts:
+    if not policy.evicts and policy.admission is None:
         return step
     cut = engine.evict_path.partition(": policy")[0]  # the row names the policy
     cut = cut.replace("native", "C eviction").replace("torch: ", "torch eviction: ")

@@ -73,10 +73,7 @@ def _method(settings: Mapping[str, Any], model: str) -> tuple[str, str, str]:
     """Return the kind of the gates, how to use them, and how they were measured."""
     if settings["method"] == "wgkv":
         window, threshold = settings["window"], settings["threshold"]
-        usage = (
-            f"For a window of {window} tokens (W_local); `engine.model.gates.load_write_gates` "
-            "reads them."
-        )
+        usage = f"```sh\nmmkv chat {model} --gates THIS_FOLDER --policy wgkv\n```"
         return "write", usage, f"with W_local = {window} and tau = {threshold:g}"
     policy = "dbtrimkv" if settings["scope"] == "global" else "trimkv"
     budget = settings["budget"]

@@ -12,6 +12,7 @@ from torch import Tensor
 from engine.errors import PolicyError
 from engine.policies.pruning import Pruner
 from engine.policies.selection import MOST_ENTRIES, Shares, lowest
+from engine.policies.write_gate import Admission
 
 Group = Literal["mean", "max", "sum"]
 GROUPS = get_args(Group)
@@ -285,6 +286,8 @@ class Policy:
             them a score of infinity.
         source: the paper the combination comes from.
         pruner: drops visual tokens of prompts before any entry of them exists.
+        admission: which entries stay once they have left the window of the newest tokens, by write
+            gates and whatever the budget.
     """
 
     name: str
@@ -296,6 +299,7 @@ class Policy:
     recent_share: float | None = None
     keeps_prompt: bool = False
     pruner: Pruner | None = None
+    admission: Admission | None = None
 
     @property
     def evicts(self) -> bool:
@@ -307,6 +311,7 @@ class Policy:
         more = "" if self.recent_share is None else f", at most {self.recent_share} of the budget"
         more += ", prompts kept" if self.keeps_prompt else ""
         more += "" if self.pruner is None else f", {self.pruner!r}"
+        more += "" if self.admission is None else f", {self.admission!r}"
         return (
             f"{self.name}: {self.scoring!r}, {self.allocation!r}, "
             f"first {self.protect_first} and recent {self.protect_recent} protected{more}"

@@ -14,6 +14,7 @@ from engine.policies.preset import Parameter, Preset
 from engine.policies.preset_parameters import RECENT
 from engine.policies.pruning_presets import PRUNING_PRESETS
 from engine.policies.scoring import Recency, Retention
+from engine.policies.write_presets import WRITE_PRESETS
 
 Age = Literal["paper", "released"]
 
@@ -107,4 +108,5 @@ PRESETS: dict[str, Preset] = {
     **KEY_PRESETS,
     **FROZEN_PRESETS,
     **PRUNING_PRESETS,
+    **WRITE_PRESETS,
 }

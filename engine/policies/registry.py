@@ -122,6 +122,11 @@ def check_policy(policy: Policy) -> None:
             f"policy {policy.name!r} prunes visual tokens, which have no entries in some layers; "
             "its scorer may read keys, values and positions only"
         )
+    if policy.admission is not None and (policy.evicts or policy.pruner is not None):
+        raise PolicyError(
+            f"policy {policy.name!r} has write gates beside an allocation or a pruner; that is not "
+            "made yet, give it one of them"
+        )
     if not is_dataclass(scorer):
         raise PolicyError(
             f"the scorer {kind} of policy {policy.name!r} is not a dataclass; decorate it with "

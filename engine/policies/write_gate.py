@@ -6,8 +6,27 @@ Source: WG-KV, arXiv 2512.17452, sections 3.2 and 4.2.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Admission:
+    """What a policy admits to memory by write gates; log g of an entry is state 0.
+
+    Attributes:
+        window: W_local, the newest tokens, of which every entry is kept and seen; 0 for the number
+            that the gates were trained with (``gates.json``), 256 where they do not say.
+        threshold: tau: an entry that leaves the window stays if g >= tau.
+    """
+
+    window: int = 0
+    threshold: float = 0.1
+
+    def refused(self, position: Tensor, log_g: Tensor, seen: int) -> Tensor:
+        """Bool ``[N]``: which entries the next token, of index ``seen``, may not see."""
+        return (position <= seen - self.window) & ~admitted(log_g, self.threshold)
 
 
 def admitted(log_g: Tensor, threshold: float) -> Tensor:

@@ -16,6 +16,7 @@ from rich.text import Text
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from engine.policies import Policy
     from engine.sequence import Memory
     from mmkv.api import Engine, Session
     from mmkv.chat.options import ChatOptions
@@ -117,11 +118,18 @@ def memory_line(engine: Engine, session: Session) -> str:
         f"{memory.pages:,} pages; policy {engine.policy.name}"
     )
     if not engine.policy.evicts:
-        return f"{line} never evicts"
+        return f"{line} {_without_budget(engine.policy)}"
     line += f", budget {session.budget.describe()}"
     if memory.evicted_nan:
         return f"{line}; {memory.evicted_nan:,} evicted entries had a score that is no number"
     return line if memory.evicted else f"{line}: nothing had to be evicted"
+
+
+def _without_budget(policy: Policy) -> str:
+    """Say what bounds the memory of a policy that no budget binds."""
+    if policy.admission is not None:
+        return "keeps what its write gates admit; no budget binds it"
+    return "never evicts" if policy.pruner is None else "prunes pictures; no budget binds it"
 
 
 def statistics(engine: Engine, session: Session) -> RenderableType:

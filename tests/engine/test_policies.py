@@ -314,7 +314,7 @@ def test_registry() -> None:
     for name in PRESETS:
         policy = make_policy(name)
         assert policy.name == name and policy.source
-        assert policy.evicts == (name not in ("full", "fastv", "divprune"))
+        assert policy.evicts == (name not in ("full", "fastv", "divprune", "wgkv"))
     assert make_policy("dbtrimkv", 5).scoring == Retention(5)
     assert make_policy("trimkv", 5).scoring == Retention(1, newest_age=0)
     with pytest.raises(PolicyError) as error:

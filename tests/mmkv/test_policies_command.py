@@ -43,6 +43,7 @@ def test_every_preset_is_listed_with_its_parameters(mmkv: Callable[..., Ran]) ->
         assert all(one["help"] and one["takes"] for one in row["parameters"])
         assert row["title"] and row["source"] == preset.source and not row["problem"]
         reads = policy.scoring.needs != Needs() or policy.pruner is not None
+        reads |= policy.admission is not None
         assert bool(row["needs"]) == reads
     for name in ("dbtrimkv", "snapkv"):  # as an engine that is loaded with them says
         engine = Runtime.from_pretrained(bundled_model(), policy=name, dtype="float32")

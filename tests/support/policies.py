@@ -6,11 +6,12 @@ from engine.backends.cuda.kernels.evict import unsupported_reason
 from engine.new_entries import has_born
 from engine.policies import PRESETS, Policy, make_policy
 
-# Pruners need pictures and layers enough: tests/engine/test_pruning.py.
+# Pruners need pictures and layers enough, and write gates are other gates: test_pruning.py and
+# test_admission.py have them.
 _MADE = {
     name: policy
     for name, policy in ((name, make_policy(name)) for name in PRESETS)
-    if policy.pruner is None
+    if policy.pruner is None and policy.admission is None
 }
 
 

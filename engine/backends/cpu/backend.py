@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from engine.backends.base import Decoded
 from engine.backends.cpu.decoder import NativeDecoder
@@ -35,7 +36,7 @@ class CpuBackend:
             spec = engine.spec
             mass, taps = engine.needs.mass, engine.decoder.taps
             self.decoder = NativeDecoder(spec, weights, gates, mass, taps)
-            if policy.evicts:
+            if policy.evicts and policy.admission is None:
                 self.evictor = NativeEvictor(policy, spec.num_layers, spec.num_kv_heads)
 
     def switch_off(self) -> None:
@@ -56,7 +57,9 @@ class CpuBackend:
 
     def no_eviction_reason(self) -> str:
         """Say why torch evicts; empty when C does, by itself or by scores computed in torch."""
-        return self.unsupported_reason() if self.decoder is None else ""
+        if self.decoder is None:
+            return self.unsupported_reason()
+        return "write gates" if self.engine.policy.admission is not None else ""
 
     def decode(self, sessions: Sequence[CachedSequence], token_ids: Sequence[int]) -> Decoded:
         """See :class:`engine.backends.base.Backend`.
@@ -72,6 +75,8 @@ class CpuBackend:
             requests = evictor.request(sessions, 1, engine.spec.rows, engine.slack)
         decoder.reset()
         positions = [session.seen for session in sessions]
+        gated = engine.policy.admission is not None
+        writes = engine.write_step(engine.backends.torch.rope(sessions)) if gated else None
         try:
             logits = decoder.step(
                 engine.cache,
@@ -89,6 +94,8 @@ class CpuBackend:
                 uncut = sessions if evictor is None else evictor.commit(sessions)
                 if engine.has_born:
                     self._write_state(decoder, sessions, positions)
+                if writes is not None:
+                    writes.store(engine.cache.pool, self._newest_slots(sessions))
         return Decoded(logits, uncut, refused=evictor is not None)
 
     @property
@@ -122,9 +129,15 @@ class CpuBackend:
         """Give the entries of the step that C has just made their state."""
         cache = self.engine.cache
         seqs = torch.tensor([session.seq for session in sessions])
-        last, size = cache.length[seqs] - 1, cache.pool.page_size
-        page = cache.table[seqs].gather(-1, (last // size)[..., None])[..., 0]
-        slots = (page * size + last % size)[..., None]
+        slots = self._newest_slots(sessions)[..., None]
         taps = [tap[:, None] for tap in decoder.tapped]
         position = torch.tensor(positions)[:, None]
         write_state(cache, self.engine.policy.scoring, seqs, slots, position, False, taps)
+
+    def _newest_slots(self, sessions: Sequence[CachedSequence]) -> Tensor:
+        """Flat slots ``[B, L, H]`` of the last entry of every row."""
+        cache = self.engine.cache
+        seqs = torch.tensor([session.seq for session in sessions])
+        last, size = cache.length[seqs] - 1, cache.pool.page_size
+        page = cache.table[seqs].gather(-1, (last // size)[..., None])[..., 0]
+        return page * size + last % size

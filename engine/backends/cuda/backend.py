@@ -54,6 +54,8 @@ class CudaBackend:
     @staticmethod
     def policy_reason(policy: Policy) -> str:
         """Say why bursts cannot evict for a policy; empty where they can, or never have to."""
+        if policy.admission is not None:
+            return f"policy {policy.name!r} has write gates"
         return evict.unsupported_reason(policy) if policy.evicts else ""
 
     def decode(self, sessions: Sequence[CachedSequence], token_ids: Sequence[int]) -> Decoded:

@@ -40,13 +40,16 @@ class TorchBackend:
         device, decoder = engine.device, engine.decoder
         seqs = torch.tensor([session.seq for session in sessions], device=device)
         position = torch.tensor([session.seen for session in sessions], device=device)
-        rope = self._rope(sessions)
+        rope = self.rope(sessions)
         ids = torch.tensor([int(token) for token in token_ids], device=device)
         seen = max(session.seen for session in sessions) + 1
         step = self.make_step(engine.cache, engine.spec, seqs, position, seen, engine.needs)
         tapped: list[Tensor] = []
         hidden, log_beta = decoder.forward(decoder.embed(ids), rope, step, tapped=tapped)
         step.finish(log_beta)
+        writes = engine.write_step(rope)
+        if writes is not None:
+            writes.store(engine.cache.pool, step.slots)
         if engine.has_born:
             taps = [tap[:, None] for tap in tapped]
             slots, scorer = step.slots[..., None], engine.policy.scoring
@@ -58,9 +61,16 @@ class TorchBackend:
 
     def evict(self, sessions: Sequence[CachedSequence]) -> Sequence[CachedSequence]:
         """See :class:`engine.backends.base.Backend`."""
+        admission = self.engine.policy.admission
         for session in sessions:
             entries = self.engine.cache.entries(session.seq)
             view = session.view(entries)
+            if admission is not None:
+                log_g = view.state()[:, 0]
+                refused = admission.refused(view.position, log_g, view.seen).nonzero().flatten()
+                self.engine.cache.drop(session.seq, refused, entries)
+                session.count_evicted(refused.numel(), int(log_g[refused].isnan().sum()))
+                continue
             self.drop_lowest(session, entries, view, self.scores(session, entries, view))
         return []
 
@@ -81,7 +91,7 @@ class TorchBackend:
         engine.cache.drop(session.seq, victims, entries)
         session.count_evicted(victims.numel(), int(scores[victims].isnan().sum()))
 
-    def _rope(self, sessions: Sequence[CachedSequence]) -> tuple[Tensor, Tensor]:
+    def rope(self, sessions: Sequence[CachedSequence]) -> tuple[Tensor, Tensor]:
         rope, device = self.engine.rope, self.engine.device
         where = torch.tensor([session.next_position for session in sessions], device=device)
         long = [bool(session.long_rope) for session in sessions]

@@ -14,6 +14,7 @@ from engine.backends.torch.chunk_attention import chunk_attention
 from engine.backends.torch.ragged_attention import merge, ragged_attention
 from engine.backends.torch.windowed_attention import windowed_attention
 from engine.backends.torch.worklist import LayerWork, build_worklist
+from engine.backends.torch.write_step import WriteStep
 from engine.cache import RaggedCache
 from engine.model.spec import DecoderSpec
 from engine.policies.base import Group, Needs
@@ -30,6 +31,7 @@ class PrefillChunk:
         seen: tokens seen, this chunk included; retained: whether the sequence holds entries. The
             host knows both: reading them from tensors would make it wait for the device.
         pruner: drops visual tokens of the chunk on the way, or None.
+        writes: says what the chunk's tokens see under a write gate, or None.
     """
 
     def __init__(
@@ -43,6 +45,7 @@ class PrefillChunk:
         seen: int,
         retained: bool,
         pruner: Pruner | None = None,
+        writes: WriteStep | None = None,
     ) -> None:
         self.cache, self.spec, self.seq, self.needs = cache, spec, seq, needs or Needs()
         self.position, self.seen, self.retained = position, seen, retained
@@ -69,6 +72,7 @@ class PrefillChunk:
         self._queries: list[Tensor] = []
         self._mass: list[tuple[Tensor, Tensor]] = []
         self._visual, self._pruner = modality > 0, pruner
+        self._writes = writes
         self._received: Tensor | None = None
         self._dropped: Tensor | None = None  # bool [C], of the chunk's tokens
 
@@ -91,7 +95,18 @@ class PrefillChunk:
             self._received = self._paid_to_chunk(layer, query, self._pruner.attention)
         grouped = query.reshape(spec.num_kv_heads, spec.group * count, spec.head_dim)
         limit = spec.sliding_window[layer]
-        if limit and limit < self.seen:
+        if self._writes is not None:
+            out = self._writes.attend(
+                pool,
+                layer,
+                slot,
+                key,
+                grouped.unflatten(1, (spec.group, -1)),
+                self.position,
+                self.cache.length[self.seq, layer],
+                self.table[layer],
+            )
+        elif limit and limit < self.seen:
             assert self.now is not None
             where = self.position.repeat(spec.num_kv_heads, spec.group)
             out = windowed_attention(

@@ -1,0 +1,115 @@
+"""What write gates add to a pass: log g of new entries, and what a chunk sees (WG-KV)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from engine.backends.torch.admitted_attention import SortedRows, admitted_attention
+from engine.backends.torch.attention_mass import Rows
+from engine.cache import PagePool
+from engine.errors import GateError, PolicyError
+from engine.model.gates import WriteGates
+from engine.model.rope import rotate
+from engine.model.spec import DecoderSpec
+from engine.policies.base import Policy
+from engine.policies.write_gate import Admission
+
+PAPER_WINDOW = 256  # W_local of WG-KV, appendix E
+
+
+class WriteStep:
+    """The gates of one pass, whose tokens have the rope angles ``rope``.
+
+    Keys lie in the cache after RoPE; what they were before is the same rotation back.
+
+    Args:
+        rope: cos and signed sin ``[T, rot]``; scale: factor that both carry (long rope).
+    """
+
+    def __init__(
+        self,
+        gates: WriteGates,
+        admission: Admission,
+        rope: tuple[Tensor, Tensor],
+        scale: float,
+    ) -> None:
+        self.gates, self.admission = gates, admission
+        self._back = rope[0], -rope[1]
+        self._scale = scale
+
+    def log_g(self, layer: int, key: Tensor) -> Tensor:
+        """Log g of keys ``[T, H, D]`` after RoPE, float32 ``[T, H]``."""
+        before = rotate(key, *self._back)
+        if self._scale != 1:
+            before = before / self._scale**2
+        return self.gates.log_g(layer, before, key)
+
+    def attend(
+        self,
+        pool: PagePool,
+        layer: int,
+        slot: Tensor,
+        key: Tensor,
+        query: Tensor,
+        position: Tensor,
+        length: Tensor,
+        table: Tensor,
+    ) -> Tensor:
+        """Store log g of a chunk's entries of one layer and attend to what each token may see.
+
+        Args:
+            slot: ``[H, C]`` flat slots of the chunk's entries, already filled; key: ``[H, C, D]``.
+            query: ``[H, G, C, D]``; position: ``[C]`` token indices.
+            length: ``[H]``, table: ``[H, W]`` of the layer's rows, the chunk included.
+
+        Returns:
+            ``[H, G, C, D]``.
+        """
+        state = pool.state.flatten(0, 1)
+        state[slot, 0] = self.log_g(layer, key.transpose(0, 1)).T
+        rows = Rows.of(length, table, pool.page_size)
+        last = torch.iinfo(torch.int64).max
+        at = pool.position.view(-1)[rows.slot].long().masked_fill(~rows.live, last)
+        order = at.argsort(-1)
+        slots = rows.slot.gather(-1, order)
+        entries = SortedRows(
+            pool.keys.flatten(0, 1)[slots],
+            pool.values.flatten(0, 1)[slots],
+            at.gather(-1, order),
+            state[slots, 0],
+        )
+        window, threshold = self.admission.window, self.admission.threshold
+        scale = key.shape[-1] ** -0.5
+        return admitted_attention(query, position, entries, window, threshold, scale)
+
+    def store(self, pool: PagePool, slots: Tensor) -> None:
+        """Store log g of one new entry a row of B sequences: ``slots [B, L, H]``."""
+        keys, state = pool.keys.flatten(0, 1), pool.state.flatten(0, 1)
+        for layer in range(slots.shape[1]):
+            where = slots[:, layer]
+            state[where, 0] = self.log_g(layer, keys[where])
+
+
+def admitting(policy: Policy, gates: object, spec: DecoderSpec) -> tuple[Policy, WriteGates]:
+    """Give a policy with write gates its window, and the gates; checks that a model can run so.
+
+    Raises:
+        GateError: no write gates; PolicyError: sliding-window layers.
+    """
+    if not isinstance(gates, WriteGates):
+        raise GateError(f"policy {policy.name!r} needs write gates; load them with gates=PATH")
+    if any(spec.sliding_window):
+        raise PolicyError(
+            f"policy {policy.name!r}: write gates are not made for sliding-window layers; choose "
+            "another policy"
+        )
+    admission = policy.admission
+    assert admission is not None
+    if not admission.window:
+        trained = gates.info.get("window")
+        window = trained if isinstance(trained, int) and trained > 0 else PAPER_WINDOW
+        policy = replace(policy, admission=replace(admission, window=window))
+    return policy, gates
