@@ -20,9 +20,13 @@ RELATIVE_TIE = 1e-6
 
 @dataclass
 class Eviction:
-    """What the last eviction saw: ``score [L, H, T]`` (NaN for absent entries) and what stayed."""
+    """What the last eviction saw, NaN for absent entries, and what stayed.
+
+    score: ``[L, H, T]``; nearness: what near-ties are told by.
+    """
 
     score: Tensor
+    nearness: Tensor
     keep: Tensor
     groups: list[Group]
 
@@ -121,9 +125,11 @@ class Oracle(Simulation):
         ):
             return
         score = self.method.score(self)
-        score = score.masked_fill(self.method.protected(self, self.total), torch.inf)
+        near, protected = self.method.nearness(score), self.method.protected(self, self.total)
+        score, near = (x.masked_fill(protected, torch.inf) for x in (score, near))
         self.evictions += 1
-        self.last = Eviction(score.masked_fill(~self.keep, torch.nan), self.keep, groups)
+        seen = (x.masked_fill(~self.keep, torch.nan) for x in (score, near))
+        self.last = Eviction(*seen, self.keep, groups)
         self.keep = self.keep.clone()
         for group, count in zip(groups, held, strict=True):
             for row, t in self._order(group, score)[: max(count - group.share, 0)]:
@@ -176,7 +182,7 @@ class Oracle(Simulation):
             wrong = differing[layer, head, : self.last.score.shape[-1]]
             if not wrong.any():
                 continue
-            scores = self.last.score[layer, head][wrong]
+            scores = self.last.nearness[layer, head][wrong]
             gap = float(scores.max() - scores.min())
             size = max(float(scores.abs().max()), self.method.scale)
             # A protected entry (inf) is never a near-tie of anything.

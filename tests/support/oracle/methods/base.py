@@ -30,6 +30,10 @@ class Method:
         """Float64 ``[L, H, T]`` at an eviction; numbers of absent entries mean nothing."""
         raise NotImplementedError
 
+    def nearness(self, score: Tensor) -> Tensor:
+        """Numbers ``[L, H, T]`` that tell near-ties: the scores, unless these are ranks."""
+        return score
+
     def protected(self, sim: Simulation, total: int) -> Tensor:
         """Bool, to be broadcast to ``[L, H, T]``."""
         return torch.zeros(sim.seen, dtype=torch.bool)

@@ -57,8 +57,13 @@ class LagKV(Method):
     sinks: int = 4
     lag: int = 128
 
+    def nearness(self, score: Tensor) -> Tensor:
+        """Where entries have ranks, what they are ranked by, apart from other chunks'."""
+        return self.ranked_by.where(self.ranked_by >= 0, 1e9 * (1 + score))
+
     def score(self, sim: Simulation) -> Tensor:
         score = torch.ones(sim.keep.shape, dtype=torch.float64)
+        self.ranked_by = torch.full_like(score, -1.0)
         for layer in range(sim.layers):
             for head in range(sim.heads):
                 kept = sim.kept(layer, head)
@@ -73,6 +78,7 @@ class LagKV(Method):
                     spread = torch.zeros(self.lag, dtype=torch.float64)
                     for states in (sim.key[layer][head], sim.value[layer][head]):
                         spread += self._spread(states[own], states[next_]) / 2
+                    self.ranked_by[layer, head, own] = 2 * chunk + spread
                     order = sorted(range(self.lag), key=lambda i: (float(spread[i]), i))
                     for rank, i in enumerate(order):
                         score[layer, head, own[i]] = rank / self.lag
