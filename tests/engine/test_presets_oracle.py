@@ -56,7 +56,14 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "age": st.sampled_from(["paper", "released"]),
 }
 # Where a name means something of its own.
-OWN = {("h2o", "recent"): st.sampled_from([0.0, 0.25, 0.5, 0.75])}
+OWN: dict[tuple[str, str], st.SearchStrategy[Any]] = {
+    ("h2o", "recent"): st.sampled_from([0.0, 0.25, 0.5, 0.75]),
+    # The z-score of one value among two is 1 or -1: rounding alone would tell tokens apart.
+    **{
+        (name, "window"): st.integers(3, 8)
+        for name in ("epikv", "band-adaptive", "attention-hs", "segments-hs")
+    },
+}
 RECENT = st.integers(0, 3)
 
 
