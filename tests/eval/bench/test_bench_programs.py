@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from engine.errors import BudgetError
+from eval.bench import admission as bench_admission
 from eval.bench import capacity as bench_capacity
 from eval.bench import decode as bench_decode
 from eval.bench import kernels as bench_kernels
@@ -255,3 +256,11 @@ def test_mmkv_bench(mmkv: Callable[..., Ran], model: str, monkeypatch: pytest.Mo
     shown = mmkv("bench", model, *options, *where).out
     assert f"{1e3 * report['floor']:.3f} ms a step" in shown and "tokens/s" in shown
     assert "--context of at most" in mmkv("bench", model, "--context", "999999999").error_line()
+
+
+def test_admission(tmp_path: Path) -> None:
+    arguments = ["--length", "96", "--window", "16", "--chunk", "32", "--rates", "1", "0.2"]
+    assert bench_admission.main([*arguments, "--rounds", "1", "--output", str(tmp_path)]) == 0
+    methods = results(tmp_path, "admission-cpu")["methods"]
+    assert list(methods) == [bench_admission.FULL, "1 admitted", "0.2 admitted"]
+    assert methods["1 admitted"]["held"] == 1 > methods["0.2 admitted"]["held"] > 16 / 96
