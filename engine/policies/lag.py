@@ -50,15 +50,16 @@ class NextChunk:
 
     def _ranks(self, view: CacheView, source: Tensor) -> Tensor:
         """Rank of each entry ``source [R, chunks, lag]`` in its chunk, divided by ``lag``."""
-        total = torch.zeros(source.shape, device=source.device)
+        # In float64: shares of a wide spread round to 0 and 1 in float32, and their sums tie.
+        total = torch.zeros(source.shape, dtype=torch.float64, device=source.device)
         for entries in (view.keys(), view.values()):
             x = view.to_rows(entries.float(), 0.0)
             chunk = x.gather(1, source.flatten(1)[..., None].expand(-1, -1, x.shape[-1]))
             chunk = chunk.unflatten(1, source.shape[1:])
             least, most = (m.roll(-1, 1) for m in (chunk.amin(2), chunk.amax(2)))
             spread = scaled(chunk, least[:, :, None], most[:, :, None]).std(-1)
-            total += spread.softmax(-1)
-        return total.argsort(dim=-1, stable=True).argsort(-1) / self.lag
+            total += spread.double().softmax(-1)
+        return total.argsort(dim=-1, stable=True).argsort(-1).float() / self.lag
 
 
 @dataclass(frozen=True)
