@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.mmkv-installed
 
-.PHONY: demo test test-fast test-triton wheel-test lint format clean
+.PHONY: demo test test-fast test-triton test-drawn wheel-test lint format clean
 
 demo: $(READY)
 	$(BIN)/mmkv chat --image assets/scene.png --budget 256 -p "what is at row 2, column 3?"
@@ -14,11 +14,15 @@ PYTEST = HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 --dis
 
 # Everything but the Triton kernels.
 test: $(READY)
-	$(PYTEST) -m "not triton"
+	$(PYTEST) -m "not triton and not drawn"
 
 # The inner loop: also without the tests marked slow, whose marks give the reasons.
 test-fast: $(READY)
-	$(PYTEST) -m "not triton and not slow"
+	$(PYTEST) -m "not triton and not slow and not drawn"
+
+# Every preset beside its reference under 50 drawn settings: half an hour of two cores, before a release.
+test-drawn: $(READY)
+	$(PYTEST) -m drawn
 
 # The Triton kernels in Triton's interpreter, on the CPU, and compiled for Hopper (no GPU needed).
 test-triton: $(READY)

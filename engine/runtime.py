@@ -165,7 +165,7 @@ class Runtime:
             loaded = load_gates(gates, spec)
             chosen = _chosen_policy(config, trained_age(gates))
             note = foreign_note(loaded, name)
-        if loaded is None and chosen.scoring.needs.gates and chosen.evicts:
+        if loaded is None and chosen.gates:
             if config.policy is not None:
                 raise GateError(
                     f"policy {chosen.name!r} needs retention gates and {name} has none; name "

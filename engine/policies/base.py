@@ -306,6 +306,13 @@ class Policy:
         """Whether a budget binds this policy."""
         return self.allocation is not None
 
+    @property
+    def gates(self) -> Literal["", "retention", "write"]:
+        """Which gates it has to be loaded with."""
+        if self.admission is not None:
+            return "write"
+        return self.scoring.needs.gates if self.evicts else ""
+
     def identity(self) -> str:
         """Name every part and setting that decides what is evicted; ``source`` does not."""
         more = "" if self.recent_share is None else f", at most {self.recent_share} of the budget"

@@ -94,10 +94,10 @@ def chosen(policies: str, gates: Mapping[str, tuple[str, ...]]) -> Iterator[Meth
     texts = names() if everything else re.split(r",(?![^\[]*\])", policies)
     for text in texts:
         policy = make_policy(text)
-        if not policy.evicts and policy.pruner is None:
+        if not policy.evicts and policy.pruner is None and policy.admission is None:
             continue  # the full cache is always read
         folders: tuple[str, ...] = ()
-        if policy.scoring.needs.gates:
+        if policy.gates:
             name = re.split(r"[\[:+]", text)[0]
             folders = gates.get(text) or gates.get(name, ())
             if not folders:

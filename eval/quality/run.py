@@ -25,7 +25,7 @@ from tqdm import tqdm
 
 from engine.config import EngineConfig
 from engine.errors import InputError
-from engine.model.gates import foreign_note, load_gates, trained_age
+from engine.model.gates import foreign_note, load_gates, load_write_gates, trained_age
 from engine.policies import Budget, Policy, make_policy
 from engine.policies.scoring import Retention
 from engine.runtime import Runtime
@@ -122,12 +122,13 @@ class Cell:
         Gates that were trained for another checkpoint are named on stderr.
 
         Raises:
-            InputError: a policy that scores with gates, and none given.
+            InputError: a policy that needs gates, and none given.
         """
         policy = self.made()
-        if policy.scoring.needs.gates and policy.evicts and self.gates is None:
+        if policy.gates and self.gates is None:
             raise InputError(f"policy {self.policy!r} needs gates: write {self.policy}:GATES")
-        gates = None if self.gates is None else load_gates(self.gates, base.spec)
+        load = load_write_gates if policy.gates == "write" else load_gates
+        gates = None if self.gates is None else load(self.gates, base.spec)
         note = None if gates is None else foreign_note(gates, model)
         if note is not None:
             _say_once(f"{self.gates}: {note}")

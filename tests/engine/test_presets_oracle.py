@@ -22,8 +22,9 @@ from engine.runtime import Runtime
 from engine.sequence import CachedSequence
 from tests.support.dialogues import folder_of, prefill_both, prompt, reference_model
 from tests.support.oracle import METHODS, Oracle
-from tests.support.policies import GATED
+from tests.support.policies import GATED, KINDS
 from tests.support.sessions import text_ids
+from tests.support.tiers import slow_but
 
 TOLERANCE = 1e-4
 NAMES = [name for name in PRESETS if name in METHODS and name != "full"]
@@ -225,7 +226,7 @@ def report(record_property: Callable[[str, object], None], name: str, found: lis
     record_property("oracle", row | {"worst": 0.0})
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", slow_but(KINDS, NAMES, "the other presets"))
 def test_presets_follow_their_references(
     name: str, record_property: Callable[[str, object], None]
 ) -> None:
@@ -234,7 +235,7 @@ def test_presets_follow_their_references(
     report(record_property, name, found)
 
 
-@pytest.mark.slow(reason="50 drawn settings for each preset")
+@pytest.mark.drawn(reason="50 settings for each preset take half an hour")
 @pytest.mark.parametrize("name", NAMES)
 def test_presets_follow_their_references_under_50_settings(
     name: str, record_property: Callable[[str, object], None]

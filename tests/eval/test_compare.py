@@ -31,7 +31,7 @@ def test_gates_are_the_models_own_for_dbtrimkv_and_named_for_others() -> None:
 
 def test_all_policies_but_those_without_gates(capsys: Any) -> None:
     methods = {method.name: method for method in chosen("all", gates_of([], MODEL))}
-    gated = {name for name in PRESETS if make_policy(name).scoring.needs.gates}
+    gated = {name for name in PRESETS if make_policy(name).gates}
     assert set(methods) == set(PRESETS) - {"full"} - (gated - {"dbtrimkv"})
     assert next(iter(methods)) == "dbtrimkv" and methods["dbtrimkv"].gates
     assert not methods["snapkv"].gates

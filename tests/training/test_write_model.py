@@ -361,7 +361,7 @@ def test_the_command_trains_write_gates(tmp_path: Path, capsys: pytest.CaptureFi
     assert (folder / "curve.png").stat().st_size > 5000
     card = ModelCard.load(folder / "README.md")
     assert "write-gates" in card.data.tags and "# Write gates for" in card.text
-    assert "with W_local = 32 and tau = 0.1" in card.text and "window of 32 tokens" in card.text
+    assert "with W_local = 32 and tau = 0.1" in card.text and "--policy wgkv" in card.text
     assert "| lambda_sparse | 0.04 |" in card.text and "lambda_cap" not in card.text
     # It resumes, as any run of the program does.
     assert main([*arguments, "--resume"]) == 0
