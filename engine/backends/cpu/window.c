@@ -135,6 +135,13 @@ static float joined(const struct window *what, float *share, const float *weight
 {
     int64_t count = what->group * what->size;
     float sum = 0, best = 0;
+    if (what->join != JOIN_MAX && !what->greatest) { /* all sums: no matter in which order */
+#pragma omp simd reduction(+ : sum)
+        for (int64_t q = 0; q < count; q++)
+            sum += share[q] * weight[q];
+        sum /= (float)(known > 0 ? known : 1);
+        return what->join == JOIN_MEAN ? sum / (float)what->group : sum;
+    }
 #pragma omp simd
     for (int64_t q = 0; q < count; q++)
         share[q] *= weight[q];
