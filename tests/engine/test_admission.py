@@ -172,6 +172,9 @@ def test_what_cannot_be_is_refused(models: dict[str, Path]) -> None:
         Runtime.from_pretrained(bundled_model(), policy="wgkv", gates=bundled_model() / "gates")
     engine = Runtime.from_pretrained(models["text"], policy="wgkv", gates="random", device="cpu")
     assert engine.policy.admission == Admission(256, 0.1)
+    trained = "assets/gates/tiny-vlm-wgkv-0"
+    engine = Runtime.from_pretrained(bundled_model(), policy="wgkv", gates=trained, device="cpu")
+    assert engine.policy.admission == Admission(32, 0.1)
     both = Policy("mine", Recency(), HeadAllocation(), admission=Admission())
     with pytest.raises(PolicyError, match="beside an allocation"):
         load(models["text"], policy=both)

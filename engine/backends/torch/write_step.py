@@ -109,7 +109,14 @@ def admitting(policy: Policy, gates: object, spec: DecoderSpec) -> tuple[Policy,
     admission = policy.admission
     assert admission is not None
     if not admission.window:
-        trained = gates.info.get("window")
-        window = trained if isinstance(trained, int) and trained > 0 else PAPER_WINDOW
+        trained = _trained_window(gates)
+        window = PAPER_WINDOW if trained is None else trained
         policy = replace(policy, admission=replace(admission, window=window))
     return policy, gates
+
+
+def _trained_window(gates: WriteGates) -> int | None:
+    """W_local of the gates' training, as ``gates.json`` has it."""
+    settings = gates.info.get("settings")
+    window = settings.get("window") if isinstance(settings, dict) else None
+    return window if isinstance(window, int) and window > 0 else None
