@@ -259,6 +259,34 @@ def _speed(results: Path) -> Rows:
         ]
 
 
+def _leaderboard(name: str) -> Callable[[Path], Rows]:
+    """Return all policies of a comparison, the most accurate at the first budget first."""
+
+    def rows(results: Path) -> Rows:
+        page = _page(results, name)
+        budgets = _budgets(page)
+        head = [f"{of} at {budget}" for budget in budgets for of in ("accuracy", "kB")]
+        yield ["policy", *head, f"KL at {budgets[0]}", "tokens/s", "in eviction"]
+        full = next(row for row in page["rows"] if row["method"] == "full")
+        names = {row["method"] for row in page["rows"]} - {"full"}
+        ranked = sorted(
+            ([_row(page, method, budget) for budget in budgets] for method in names),
+            key=lambda found: (-found[0]["accuracy"]["value"], found[0]["method"]),
+        )
+        for found in [[full] * len(budgets), *ranked]:
+            cells = [cell for row in found for cell in (_long(row), f"{row['bytes'] / 1e3:,.0f}")]
+            speed = found[0]["speed"]
+            yield [
+                f"`{found[0]['method']}`",
+                *cells,
+                f"{found[0]['kl_per_token']['value']:.3f}",
+                f"{speed['tokens_per_second']:,.0f}",
+                f"{speed['eviction_share']:.0%}",
+            ]
+
+    return rows
+
+
 TABLES: dict[str, Callable[[Path], Rows]] = {
     "readme": _readme,
     "pictures": _accuracy("dialogues", _PICTURES),
@@ -273,6 +301,8 @@ TABLES: dict[str, Callable[[Path], Rows]] = {
     "mmdu": _mmdu,
     "memory": _memory,
     "speed": _speed,
+    "compare-dense": _leaderboard("compare-tiny-vlm-dense"),
+    "compare-sparse": _leaderboard("compare-tiny-vlm-sparse"),
 }
 
 
