@@ -6,7 +6,7 @@ from torch import Tensor
 
 from engine.cache import Entries, RaggedCache
 from engine.errors import PolicyError
-from engine.policies.base import CacheView, Needs, WindowReading
+from engine.policies.base import CacheView, Needs, WindowReduction
 from engine.query_window import QUERIES, window_attention
 
 
@@ -39,11 +39,13 @@ class CacheEntries:
         """``[N, K]``."""
         return self._cache.pool.state.flatten(0, 1)[self._entries.slot]
 
-    def attention(self, view: CacheView, reading: WindowReading) -> Tensor:
+    def attention(self, view: CacheView, reduction: WindowReduction) -> Tensor:
         """``[N]``; see :meth:`engine.policies.base.CacheView.attention`."""
         if QUERIES not in self._cache.memory:
             raise PolicyError(_undeclared("attention", "queries=16") + " or another number")
-        return window_attention(self._cache, self._seq, self._entries, view, reading, self._native)
+        return window_attention(
+            self._cache, self._seq, self._entries, view, reduction, self._native
+        )
 
 
 def _undeclared(what: str, needs: str) -> str:

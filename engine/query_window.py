@@ -12,11 +12,11 @@ from torch import Tensor
 from engine.backends.cuda.kernels.available import on_triton
 from engine.backends.cuda.kernels.window_scores import window_scores
 from engine.cache import Entries, RaggedCache
-from engine.policies.base import CacheView, Group, WindowReading
+from engine.policies.base import CacheView, Group, WindowReduction
 
 QUERIES = "queries"
-# The readings that the kernel computes.
-_ON_PAGES = (WindowReading("mean"), WindowReading("sum"))
+# The reductions that the kernel computes.
+_ON_PAGES = (WindowReduction("mean"), WindowReduction("sum"))
 
 
 def window_positions(seen: int, size: int, device: torch.device) -> Tensor:
@@ -47,7 +47,7 @@ def window_attention(
     seq: int,
     entries: Entries,
     view: CacheView,
-    reading: WindowReading,
+    reduction: WindowReduction,
     native: bool = False,
 ) -> Tensor:
     """Compute attention probabilities of the window over the retained entries.
@@ -56,7 +56,7 @@ def window_attention(
     query counts nothing), joined over the group's heads and then over the window's queries.
 
     Args:
-        reading: how both are joined.
+        reduction: how both are joined.
         native: whether C computes it; for float32 on a CPU.
 
     Returns:
@@ -66,10 +66,10 @@ def window_attention(
     if native:
         from engine.backends.cpu.window import native_window_attention
 
-        return native_window_attention(cache, seq, queries[seq], view.seen, reading)
+        return native_window_attention(cache, seq, queries[seq], view.seen, reduction)
     at = window_positions(view.seen, queries.shape[3], queries.device)
-    group = reading.group
-    if on_triton(cache.pool.keys) and reading in _ON_PAGES:
+    group = reduction.group
+    if on_triton(cache.pool.keys) and reduction in _ON_PAGES:
         mean = _attention_on_pages(cache, seq, at)[entries.row, entries.offset]
         return mean if group == "mean" else mean * (queries.shape[2] // view.kv_heads)
     live, heads, dim = view.live(), view.kv_heads, queries.shape[-1]
@@ -85,12 +85,12 @@ def window_attention(
         scores = grouped @ keys[slot[rows]].float().transpose(1, 2)
         scores = scores.unflatten(1, (-1, query_at.numel()))
         allowed = position[rows][:, None] <= query_at[:, None]
-        if reading.of == "logits":
+        if reduction.of == "logits":
             scores = join(scores, group, 1)[:, None]
         probability = scores.masked_fill(~allowed[:, None], -torch.inf).softmax(-1)
         # A query whose own entry and all before it are gone attends to nothing.
         paid = join(probability.nan_to_num(0.0), group, 1)
-        shares.append(paid.amax(1) if reading.queries == "max" else paid.mean(1))
+        shares.append(paid.amax(1) if reduction.queries == "max" else paid.mean(1))
     return torch.cat(shares)[live]
 
 

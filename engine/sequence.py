@@ -265,10 +265,10 @@ class CachedSequence:
                 write_state(
                     engine.cache, scorer, seqs, slots, new, True, [tap[None] for tap in tapped]
                 )
+            pruned = step.finish(log_beta)
         except BaseException:
             self.roll_back()
             raise
-        pruned = step.finish(log_beta)
         self.prompt_tokens += stop - start
         self.count_appended(stop - start, next_position)
         self.count_evicted(pruned, 0)

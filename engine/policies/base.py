@@ -71,7 +71,7 @@ def tapped_layers(tap: Tap, layers: int) -> range:
 
 
 @dataclass(frozen=True)
-class WindowReading:
+class WindowReduction:
     """How the attention of recent queries becomes one number an entry.
 
     Attributes:
@@ -100,7 +100,7 @@ class EntrySource(Protocol):
         """``[N, K]`` float32."""
         ...
 
-    def attention(self, view: CacheView, reading: WindowReading) -> Tensor:
+    def attention(self, view: CacheView, reduction: WindowReduction) -> Tensor:
         """``[N]`` float32, see :meth:`CacheView.attention`."""
         ...
 
@@ -172,7 +172,7 @@ class CacheView:
         Raises:
             PolicyError: the scorer does not declare ``needs.queries``.
         """
-        return self._source().attention(self, WindowReading(group, of, queries))
+        return self._source().attention(self, WindowReduction(group, of, queries))
 
     @property
     def rows(self) -> int:

@@ -104,9 +104,9 @@ class PreviousChunk:
         opened = (new.position[:, :1] % self.lag > 0)[:, :, None, None, None]
         where = number[:, None, None, None, :, None].expand_as(entries)
         found = []
-        for side, (reduce, empty) in enumerate((("amin", torch.inf), ("amax", -torch.inf))):
+        for bound, (reduce, empty) in enumerate((("amin", torch.inf), ("amax", -torch.inf))):
             room = entries.new_full((*entries.shape[:4], chunks, entries.shape[-1]), empty)
-            room[..., 0, :] = torch.where(opened, known[:, 1, side], empty)
+            room[..., 0, :] = torch.where(opened, known[:, 1, bound], empty)
             found.append(room.scatter_reduce(4, where, entries, reduce).movedim(4, 1))
         before = torch.where(opened[..., None], known[:, 0], known[:, 1])[:, None]
         return torch.cat([before, torch.stack(found, 2)], 1)

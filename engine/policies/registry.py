@@ -147,10 +147,7 @@ def _of_preset(
             f"policy {name!r} cannot be made: {type(error).__name__}: {error}; its preset's make "
             "must take the preset's parameters by keyword and return a Policy"
         ) from error
-    if not isinstance(made, Policy):
-        raise PolicyError(_not_a_policy(name, made))
-    check_policy(made)
-    return made
+    return _checked(name, made)
 
 
 def _no_plus(text: str) -> str:
@@ -172,6 +169,10 @@ def _made(name: str, found: Policy | Make, lookahead: float) -> Policy:
                 f"policy {name!r} cannot be made: {type(error).__name__}: {error}; it must be a "
                 "Policy, or a function of the lookahead that returns one"
             ) from error
+    return _checked(name, made)
+
+
+def _checked(name: str, made: object) -> Policy:
     if not isinstance(made, Policy):
         raise PolicyError(_not_a_policy(name, made))
     check_policy(made)

@@ -16,7 +16,7 @@ from torch import Tensor
 from engine.errors import BudgetError, PolicyError, SessionError
 from engine.policies import PRESETS, Budget, CacheView, Needs, make_policy
 from engine.policies.allocation import GlobalAllocation, HeadAllocation
-from engine.policies.base import Allocation, Policy, WindowReading
+from engine.policies.base import Allocation, Policy, WindowReduction
 from engine.policies.scoring import Recency, Retention, WindowAttention
 from engine.policies.selection import Shares
 from engine.policies.selection import lowest as select_lowest
@@ -31,7 +31,7 @@ class Given:
 
     values: Callable[[CacheView], Tensor]
 
-    def attention(self, view: CacheView, reading: WindowReading) -> Tensor:
+    def attention(self, view: CacheView, reduction: WindowReduction) -> Tensor:
         return self.values(view)
 
 

@@ -24,7 +24,7 @@ from engine.policies.allocation import (
     PyramidAllocation,
 )
 from engine.policies.attention import AttentionMass, FusedAttention, NewestAttention
-from engine.policies.base import WindowReading
+from engine.policies.base import WindowReduction
 from engine.policies.keys import KeyDifference, KeyNorm
 from engine.policies.lag import NextChunk
 from engine.policies.redundancy import AttentionAndRedundancy, GlobalAttention, redundancy
@@ -45,7 +45,7 @@ class Source:
     key: Tensor
     value: Tensor
     paid: Tensor
-    reading: WindowReading | None = None
+    reduction: WindowReduction | None = None
 
     def keys(self) -> Tensor:
         return self.key
@@ -56,8 +56,8 @@ class Source:
     def state(self) -> Tensor:
         return self.kept
 
-    def attention(self, view: CacheView, reading: WindowReading) -> Tensor:
-        self.reading = reading
+    def attention(self, view: CacheView, reduction: WindowReduction) -> Tensor:
+        self.reduction = reduction
         return self.paid
 
 
@@ -115,7 +115,7 @@ def test_the_newest_query_is_averaged_over_a_layer(lengths: list[list[int]], see
             if same_layer and view.position[i] == view.position[j]:
                 total += float(source.paid[j])
         assert float(found[i]) == pytest.approx(total / 2, rel=1e-6)
-    assert source.reading == WindowReading()
+    assert source.reduction == WindowReduction()
 
 
 @given(st.integers(1, 200), st.integers(1, 4), st.integers(1, 4))
@@ -214,7 +214,7 @@ def test_redundancy(
 def test_attention_and_redundancy(lengths: list[list[int]], seed: int, weight: float) -> None:
     view, source = make(lengths, seed)
     found = AttentionAndRedundancy(5, weight, 3).score(view)
-    assert source.reading == WindowReading("max", "logits")
+    assert source.reduction == WindowReduction("max", "logits")
     alike = brute_redundancy(view, source.key, 0.5, False)
     for row in rows_of(view):
         prefix = [i for i in row if int(view.position[i]) < 45]
@@ -242,7 +242,7 @@ def test_global_attention(lengths: list[list[int]], seed: int, form: Any, spare:
     before = old.tolist()
     scorer = GlobalAttention(6, 0.75, form, spare, 0.6, 0.2, "sum")
     found = scorer.score(view)
-    assert source.reading == WindowReading("sum") and scorer.needs.keys == spare
+    assert source.reduction == WindowReduction("sum") and scorer.needs.keys == spare
     assert found.state is not None
     alike = brute_redundancy(view, source.key, 0.2, True)
     for row in rows_of(view):
@@ -311,17 +311,17 @@ def test_scores_of_attention_read_what_they_name(group: str) -> None:
     assert torch.equal(AttentionMass(group).score(view), source.kept[:, 0])  # type: ignore[arg-type]
     assert AttentionMass(group).needs.mass == group  # type: ignore[arg-type]
     total = FusedAttention(8, "sum", group).score(view)  # type: ignore[arg-type]
-    assert source.reading == WindowReading(group)  # type: ignore[arg-type]
+    assert source.reduction == WindowReduction(group)  # type: ignore[arg-type]
     torch.testing.assert_close(total, source.paid * 8)
     few = replace(view, seen=5)
     torch.testing.assert_close(FusedAttention(8).score(few), source.paid * 5)
     most = FusedAttention(8, "max", group).score(view)  # type: ignore[arg-type]
-    assert source.reading == WindowReading(group, queries="max")  # type: ignore[arg-type]
+    assert source.reduction == WindowReduction(group, queries="max")  # type: ignore[arg-type]
     assert torch.equal(most, source.paid)
 
 
 def brute_window(
-    queries: Tensor, at: list[int], keys: Tensor, position: list[int], reading: WindowReading
+    queries: Tensor, at: list[int], keys: Tensor, position: list[int], reduction: WindowReduction
 ) -> list[float]:
     """Attention of ``queries [G, w, D]`` at ``at`` over ``keys [N, D]``, one number at a time."""
     heads, scale = queries.shape[0], queries.shape[-1] ** -0.5
@@ -333,28 +333,28 @@ def brute_window(
             {j: float(queries[g, index].double() @ keys[j].double()) * scale for j in seen}
             for g in range(heads)
         ]
-        if reading.of == "logits":
-            logits = [{j: join[reading.group]([row[j] for row in logits]) for j in seen}]
+        if reduction.of == "logits":
+            logits = [{j: join[reduction.group]([row[j] for row in logits]) for j in seen}]
         shares = []
         for row in logits:
             total = sum(map(math.exp, row.values()))
             shares.append([math.exp(row[j]) / total if j in row else 0.0 for j in range(len(keys))])
-        paid.append([join[reading.group](list(column)) for column in zip(*shares, strict=True)])
-    over = join[reading.queries]
+        paid.append([join[reduction.group](list(column)) for column in zip(*shares, strict=True)])
+    over = join[reduction.queries]
     return [over(list(column)) for column in zip(*paid, strict=True)]
 
 
-READINGS = [
-    WindowReading(group, of, queries)
+REDUCTIONS = [
+    WindowReduction(group, of, queries)
     for group in ("mean", "max", "sum")
     for of in ("shares", "logits")
     for queries in ("mean", "max")
 ]
 
 
-@pytest.mark.parametrize("reading", READINGS)
+@pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("seen", [3, 14])
-def test_every_reading_of_the_window(seen: int, reading: WindowReading) -> None:
+def test_every_reading_of_the_window(seen: int, reduction: WindowReduction) -> None:
     """Over rows of unequal length, one of them without any entry that the first query saw."""
     torch.manual_seed(seen)
     heads, group, dim, window = 2, 3, 4, 5
@@ -371,14 +371,14 @@ def test_every_reading_of_the_window(seen: int, reading: WindowReading) -> None:
     view = make_view([cache.length[seq, 0].tolist()], seen)
     position = pool.position.view(-1)[entries.slot].long()
     view = replace(view, row=entries.row, position=position)
-    found = window_attention(cache, seq, entries, view, reading)
+    found = window_attention(cache, seq, entries, view, reduction)
     at = list(range(max(seen - window, 0), seen))
     for head in range(heads):
         mine = (entries.row == head).nonzero().flatten()
         queries = cache.memory[QUERIES][seq, 0, head * group : (head + 1) * group]
         ordered = torch.stack([queries[:, p % window] for p in at], 1)
         keys = pool.keys.flatten(0, 1)[entries.slot[mine]]
-        expected = brute_window(ordered, at, keys, position[mine].tolist(), reading)
+        expected = brute_window(ordered, at, keys, position[mine].tolist(), reduction)
         torch.testing.assert_close(found[mine], torch.tensor(expected), rtol=1e-5, atol=1e-6)
 
 

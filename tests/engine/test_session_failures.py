@@ -140,3 +140,18 @@ def test_an_interrupt_between_chunks_keeps_whole_chunks(engine: Runtime) -> None
     assert session.seen == session.next_position == session.memory().tokens_seen == 24
     rest = {"input_ids": prompt["input_ids"][:, 24:]}
     assert torch.equal(session.prefill(rest), engine.session().prefill(prompt))
+
+
+def test_ctrl_c_while_a_chunk_is_stored_leaves_no_uncounted_entry(
+    engine: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def press(*_: object) -> int:
+        raise KeyboardInterrupt
+
+    session = engine.session()
+    with monkeypatch.context() as patch:
+        patch.setattr("engine.backends.torch.step.PrefillChunk.finish", press)
+        with pytest.raises(KeyboardInterrupt):
+            session.prefill(PICTURES)
+    held = int(engine.cache.length[session.seq].sum())
+    assert (session.seen, session.entries, held) == (0, 0, 0)

@@ -64,7 +64,7 @@ struct step {
     struct eviction *requests; /* [batch slots], each for after the append; NULL: nothing is evicted */
     int64_t window;            /* slots of a ring of queries */
     int64_t mass;              /* 1 + how heads are joined, where state 0 adds up attention; or 0 */
-    const int64_t *tap_layer;  /* [taps] ascending; after these, hidden goes to tapped */
+    const int64_t *tap_layer;  /* [taps]; after these, hidden goes to tapped */
     float *tapped;             /* [taps, batch slots, hidden] */
     int64_t taps;
     int64_t room;            /* the longest row that the scratch is made for */

@@ -8,17 +8,17 @@ from torch import Tensor
 from engine.backends.cpu.binding import JOINS, Window, byref, library
 from engine.backends.cpu.cache_views import CacheViews
 from engine.cache import RaggedCache
-from engine.policies.base import WindowReading
+from engine.policies.base import WindowReduction
 
 
 def native_window_attention(
-    cache: RaggedCache, seq: int, queries: Tensor, seen: int, reading: WindowReading
+    cache: RaggedCache, seq: int, queries: Tensor, seen: int, reduction: WindowReduction
 ) -> Tensor:
     """Compute what the last queries pay to every entry of a sequence, row after row.
 
     Args:
         queries: float32 ``[L, Hq, w, D]``, the query of token p in slot ``p % w``.
-        seen: tokens of the sequence so far; reading: how heads and queries are joined.
+        seen: tokens of the sequence so far; reduction: how heads and queries are joined.
 
     Returns:
         float32 ``[N]``.
@@ -33,9 +33,9 @@ def native_window_attention(
         group=queries.shape[1] // cache.kv_heads,
         size=queries.shape[2],
         seen=seen,
-        join=JOINS.index(reading.group),
-        logits=reading.of == "logits",
-        greatest=reading.queries == "max",
+        join=JOINS.index(reduction.group),
+        logits=reduction.of == "logits",
+        greatest=reduction.queries == "max",
     )
     room = loaded.mmkv_window_scratch(byref(what), dim, int(length.max()), threads)
     scratch, out = torch.empty(room), torch.empty(int(length.sum()))

@@ -59,8 +59,7 @@ def attention_mass(
     """
     key = keys[rows.slot].float().transpose(1, 2)[:, None]
     at = position[rows.slot].long()[:, None]
-    heads, queries = query.shape[1:3]
-    block = max(1, _BLOCK_ELEMENTS // max(rows.slot.numel() * heads, 1))
+    block = max(1, _BLOCK_ELEMENTS // max(rows.slot.numel() * query.shape[1], 1))
     total = torch.zeros(rows.slot.shape, device=query.device)
     for part, where in zip(query.split(block, 2), query_position.split(block, 1), strict=True):
         back = where[..., None] - at
@@ -68,5 +67,4 @@ def attention_mass(
         scores = (part.float() * scale) @ key
         shares = scores.masked_fill(~seen[:, None], -torch.inf).softmax(-1).nan_to_num(0.0)
         total += join(shares, group, 1).sum(1)
-    assert queries == query_position.shape[1]
     return total

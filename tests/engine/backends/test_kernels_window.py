@@ -13,7 +13,7 @@ from torch import Tensor
 from engine.backends.cuda.kernels.window_scores import window_scores
 from engine.cache import PagePool, RaggedCache
 from engine.model.spec import DecoderSpec
-from engine.policies.base import CacheView, WindowReading
+from engine.policies.base import CacheView, WindowReduction
 from engine.query_window import QUERIES, window_attention
 from tests.conftest import make_spec
 from tests.support.kernels import DEVICE, compile_for_hopper, forms, needs_compiler
@@ -122,7 +122,7 @@ class Case:
             pool.log_beta.view(-1)[live.slot],
             pool.modality.view(-1)[live.slot],
         )
-        return self.spread(seq, window_attention(cache, seq, live, view, WindowReading()))
+        return self.spread(seq, window_attention(cache, seq, live, view, WindowReduction()))
 
     def exact(self, seq: int) -> Tensor:
         """Compute the definition, entry by entry, in float64."""

@@ -23,7 +23,7 @@ from engine.policies import (
     Scores,
     Shares,
 )
-from engine.policies.base import GROUPS, WindowReading
+from engine.policies.base import GROUPS, WindowReduction
 from engine.policies.scoring import WindowAttention
 from engine.policies.selection import lowest
 from engine.query_window import QUERIES, window_attention
@@ -154,8 +154,8 @@ def test_c_and_torch_keep_the_same(name: str, evict_every: int, folders: dict[st
         torch.testing.assert_close(value, want_memory[key], rtol=1e-4, atol=1e-4)
 
 
-READINGS = [
-    WindowReading(group, of, queries)
+REDUCTIONS = [
+    WindowReduction(group, of, queries)
     for group in GROUPS
     for of in ("shares", "logits")
     for queries in ("mean", "max")
@@ -175,12 +175,12 @@ def test_window_attention_in_c(tokens: int, threads: int, folders: dict[str, Pat
         session.decode(token)
     entries = engine.cache.entries(session.seq)
     view, ring = session.view(entries), engine.cache.memory[QUERIES]
-    for reading in READINGS:
-        want = window_attention(engine.cache, session.seq, entries, view, reading)
+    for reduction in REDUCTIONS:
+        want = window_attention(engine.cache, session.seq, entries, view, reduction)
         try:
             torch.set_num_threads(threads)
             got = native_window_attention(
-                engine.cache, session.seq, ring[session.seq], session.seen, reading
+                engine.cache, session.seq, ring[session.seq], session.seen, reduction
             )
         finally:
             torch.set_num_threads(before)
