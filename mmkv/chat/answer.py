@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from mmkv.sampling import Sampling
 
 
+class OutputClosed(BrokenPipeError):
+    """Whoever read the answers has gone (``mmkv chat | head``)."""
+
+
 def answer(
     engine: Engine,
     session: Session,
@@ -31,7 +35,8 @@ def answer(
     """Send a turn and print the reply; False when Ctrl-C stopped it.
 
     stdout gets the reply's text (as it comes, or whole) or its JSON (``indent``), and nothing
-    else. Raises MmkvError with the session as it was before.
+    else. Raises OutputClosed, MmkvError, or whatever else fails; the session may hold the
+    turn then.
     """
     whole = options.no_stream or options.json
     finished, line_open = True, False
@@ -44,23 +49,34 @@ def answer(
             for piece in pieces:
                 bar.close()
                 if not whole:
-                    sys.stdout.write(piece)
-                    sys.stdout.flush()
+                    _write(piece)
                     line_open = True
         except KeyboardInterrupt:
             finished = False
+        except Exception:
+            if line_open:
+                _write("\n")
+            raise
         finally:
             pieces.close()
     if len(session.history) == before:  # stopped while the prompt was read: nothing was appended
         return False
     if options.json and session.last is not None:
-        print(json.dumps(record(engine, session, options.model), indent=indent), flush=True)
+        _write(json.dumps(record(engine, session, options.model), indent=indent) + "\n")
     elif whole and session.last is not None:
-        print(session.last.text, flush=True)
+        _write(session.last.text + "\n")
     elif finished or line_open:
-        print(flush=True)
+        _write("\n")
     if session.note:
         display.note(session.note)
     if session.last is not None and session.last.finish_reason == "context":
         display.note("the reply ends here: the model has no positions left; /clear starts anew")
     return finished
+
+
+def _write(text: str) -> None:
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError as error:
+        raise OutputClosed(*error.args) from error

@@ -13,6 +13,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.table import Table
 from rich.text import Text
 
+from mmkv.chat.trouble import one_line
+
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
@@ -41,7 +43,7 @@ class Display:
 
     def error(self, error: Exception) -> None:
         """Print an error that does not end the conversation, in one line."""
-        print(f"mmkv: error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+        print(f"mmkv: error: {one_line(error)}", file=sys.stderr, flush=True)
 
     def show(self, content: RenderableType) -> None:
         """Print a table or chart."""

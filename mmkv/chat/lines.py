@@ -46,7 +46,8 @@ class LineReader:
             return input(prompt)
         if self._terminal:
             print(prompt, end="", file=sys.stderr, flush=True)
-        line = sys.stdin.readline()
+        # Bytes that are no UTF-8 become surrogates: the whole message is read before it is refused.
+        line = sys.stdin.buffer.readline().decode(errors="surrogateescape")
         if not line:
             raise EOFError
         return line.rstrip("\r\n")

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from engine.errors import MmkvError
-from mmkv.chat.answer import answer
+from mmkv.chat.answer import OutputClosed, answer
 from mmkv.chat.commands import COMMANDS, Leave
 from mmkv.chat.lines import LineReader
+from mmkv.chat.trouble import require_utf8
 from mmkv.prompt.video import load_video
 
 if TYPE_CHECKING:
@@ -64,13 +64,16 @@ class Repl:
                 session.close()
 
     def handle(self, text: str) -> None:
-        """Run a command or send a message; an error is shown and changes nothing."""
+        """Run a command or send a message; an error of any kind is shown and changes nothing."""
         try:
+            require_utf8(text)
             if text.startswith("/") and not text.startswith("//"):
                 self.command(text)
             else:
                 self.send(text.removeprefix("/") if text.startswith("//") else text)
-        except MmkvError as error:
+        except (OutputClosed, Leave):
+            raise
+        except Exception as error:
             self.display.error(error)
         except KeyboardInterrupt:
             self.display.say("(stopped)")
@@ -100,7 +103,9 @@ class Repl:
                 system,
                 self.sampling,
             )
-        except MmkvError:
+        except Exception:
+            if len(self.session.history) > before:
+                self.session.undo()
             if queued := len(self.images) + len(self.videos):
                 self.display.note(f"{queued} queued item(s) stay; /image - drops them")
             raise

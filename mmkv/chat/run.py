@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 import warnings
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING
 from engine.errors import InputError
 from mmkv.chat.display import Display
 from mmkv.chat.options import ChatOptions
+from mmkv.chat.trouble import require_utf8
 from mmkv.prompt.media import check_source, load_image
 from mmkv.prompt.video import check_sampling, load_video
 
@@ -63,11 +65,15 @@ def load_engine(options: ChatOptions, display: Display) -> Engine:
 def _prompt(options: ChatOptions) -> str | None:
     """Return the question of a one-shot run, None for a conversation. Raises InputError."""
     prompt = options.prompt
+    if sys.stdin is None:  # the program was started with stdin closed
+        sys.stdin = io.TextIOWrapper(io.BytesIO())
     piped = not sys.stdin.isatty()
     if prompt == "-" or (prompt is None and piped and not options.interactive):
         prompt = sys.stdin.buffer.read().decode("utf-8", errors="replace").rstrip("\n")
     if prompt is not None and not prompt.strip():
         raise InputError("the prompt is empty; write a question after -p or pipe one in")
+    if prompt is not None:
+        require_utf8(prompt)
     return prompt
 
 

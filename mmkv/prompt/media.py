@@ -191,7 +191,10 @@ def _upright_rgb(picture: Image, name: str) -> Image:
 
     if not picture.width or not picture.height:
         raise InputError(f"{name} has no pixels; give another one")
-    upright = ImageOps.exif_transpose(picture)
+    try:
+        upright = ImageOps.exif_transpose(picture)
+    except Exception:  # EXIF that cannot be read says nothing about the orientation
+        upright = picture.copy()
     if upright.mode.startswith("I;16"):
         # 16-bit grey: Pillow's own conversion clips at 255 and would turn nearly all of it white.
         upright = upright.convert("I").point(lambda value: value / 257).convert("L")
@@ -199,4 +202,7 @@ def _upright_rgb(picture: Image, name: str) -> Image:
         layer = upright.convert("RGBA")
         white = pil.new("RGBA", layer.size, "white")
         upright = pil.alpha_composite(white, layer)
-    return upright.convert("RGB")
+    made = upright.convert("RGB")
+    # Nothing reads the metadata from here on, and a second look at broken metadata would raise.
+    made.info.clear()
+    return made
