@@ -1,0 +1,159 @@
+"""``python -m eval.fuzz --seconds N``: odd inputs for every door of mmkv, all made from a seed.
+
+Classes: the command line, picture files with EXIF data, session files (cut, flipped, forged),
+gates, checkpoints, rows of MMDU and of training data, and calls of the Python API. Most fail, and
+each has to fail in mmkv's own words. Counted are tracebacks (any other exception, or a wrong
+answer), hangs, page leaks, and files that were changed. Input N of a class depends on the seed and
+N alone.
+
+Inputs run in one process under a memory limit; a process that dies counts as a traceback, and the
+next goes on with the input after. Every kind of failure leaves a small case, and
+``--replay FILE`` runs it again and shows what it leads to.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import select
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from eval.fuzz.report import Report
+
+_NAMES = (
+    "command line",
+    "pictures",
+    "session files",
+    "gates",
+    "checkpoints",
+    "MMDU rows",
+    "training rows",
+    "Python API",
+)
+# Shares of a run's inputs: checkpoints take a hundred times as long as pictures.
+_SHARES = (16, 24, 18, 14, 2, 8, 8, 10)
+_HANG_SECONDS = 10
+_DEAD_SECONDS = 60  # without a word: the process does not even see its alarm
+_START_SECONDS = 300
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the program; exit code 1 when an input led to a failure."""
+    parser = argparse.ArgumentParser(prog="eval.fuzz", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="time to run at most")
+    parser.add_argument("--inputs", type=int, default=100_000, help="inputs to try at most")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--classes", nargs="+", choices=_NAMES, default=list(_NAMES))
+    parser.add_argument("--memory", type=float, default=6.0, help="limit of the process in GiB")
+    parser.add_argument("--cases", type=Path, default=Path("fuzz-cases"), help="for failing cases")
+    parser.add_argument("--output", type=Path, help="JSON file for the counts")
+    parser.add_argument("--replay", type=Path, help="run the case in this file, and nothing else")
+    options = parser.parse_args(arguments)
+    if options.replay is not None:
+        return _replay(options.replay, options)
+    report = Report(options.seed, options.memory, options.classes)
+    _run(options, report)
+    print(report.table())
+    if options.output is not None:
+        options.output.write_text(json.dumps(report.as_json(), indent=1) + "\n")
+    return 1 if report.failures else 0
+
+
+def _wanted(options: argparse.Namespace) -> dict[str, int]:
+    shares = {name: share for name, share in zip(_NAMES, _SHARES, strict=True)}
+    total = sum(shares[name] for name in options.classes)
+    return {name: max(1, options.inputs * shares[name] // total) for name in options.classes}
+
+
+def _plan(options: argparse.Namespace, folder: str) -> dict[str, Any]:
+    return {
+        "seed": options.seed,
+        "classes": options.classes,
+        "cases": str(options.cases.absolute()),
+        "current": str(Path(folder) / "current.json"),
+        "memory": int(options.memory * 2**30),
+        "hang_seconds": _HANG_SECONDS,
+    }
+
+
+def _run(options: argparse.Namespace, report: Report) -> None:
+    """Run workers, one after the other, until the inputs or the time are used up."""
+    wanted = _wanted(options)
+    end = time.monotonic() + options.seconds
+    with tempfile.TemporaryDirectory(prefix="mmkv-fuzz-") as folder:
+        plan = _plan(options, folder) | {"wanted": wanted}
+        while any(report.inputs[name] < wanted[name] for name in wanted):
+            # The time to import and prepare does not count: a run of few seconds has inputs, too.
+            left = max(0.0, end - time.monotonic())
+            done = {name: report.inputs[name] for name in wanted}
+            died = _work(plan | {"counts": done, "seconds": min(left, 1e9)}, report)
+            if died is not None:
+                report.died(json.loads(Path(plan["current"]).read_text()), died, options.cases)
+            elif time.monotonic() >= end or not any(
+                report.inputs[name] > done[name] for name in wanted
+            ):
+                return
+            if time.monotonic() >= end:
+                return
+
+
+def _start(plan: dict[str, Any]) -> subprocess.Popen[str]:
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "COLUMNS": "100"}
+    worker = subprocess.Popen(
+        [sys.executable, "-m", "eval.fuzz.worker"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment | {"PYTHONWARNINGS": "ignore"},
+    )
+    assert worker.stdin is not None
+    worker.stdin.write(json.dumps(plan) + "\n")
+    worker.stdin.flush()
+    return worker
+
+
+def _work(plan: dict[str, Any], report: Report) -> str | None:
+    """Run one worker; return how it died, None when it came to its end."""
+    with _start(plan) as worker:
+        assert worker.stdout is not None
+        patience: float = _START_SECONDS
+        while True:
+            if not select.select([worker.stdout], [], [], patience)[0]:
+                worker.kill()
+                return "hang"
+            line = worker.stdout.readline()
+            if not line:
+                break
+            patience = _DEAD_SECONDS
+            found = json.loads(line)
+            if "class" in found:
+                report.add(found)
+        code = worker.wait()
+    if code == 0:
+        return None
+    if patience == _START_SECONDS:
+        raise SystemExit(f"eval.fuzz: the worker ended with code {code} before its first input")
+    return f"the process ended with code {code}"
+
+
+def _replay(file: Path, options: argparse.Namespace) -> int:
+    kept = json.loads(file.read_text())
+    options.classes = [kept["class"]]
+    with tempfile.TemporaryDirectory(prefix="mmkv-fuzz-") as folder:
+        plan = _plan(options, folder) | {"case": kept["case"]}
+        with _start(plan) as worker:
+            said, _ = worker.communicate()
+    found = json.loads(said.splitlines()[-1]) if said.count("\n") > 1 else {"kind": "died"}
+    print(json.dumps(found, indent=1))
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,62 @@
+"""Decide whether what an input led to is a refusal or a failure."""
+
+from __future__ import annotations
+
+import linecache
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+
+from engine.errors import MmkvError
+
+_ROOT = Path(__file__).resolve().parents[2]
+_OWN = tuple(str(_ROOT / name) for name in ("engine", "mmkv", "eval", "training"))
+
+
+class Hang(BaseException):
+    """An input took longer than the limit."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What an input led to that it must not.
+
+    Attributes:
+        kind: ``traceback``, ``hang``, ``leak`` or ``harm``.
+        place: the error's type and where it was raised, to count the same failures together.
+    """
+
+    kind: str
+    place: str
+    message: str
+
+
+def failure_of(error: BaseException) -> Failure | None:
+    """Return the failure that an exception is, None for a refusal in mmkv's own words."""
+    text = str(error)
+    if isinstance(error, MmkvError) and text.strip():
+        return None
+    if isinstance(error, (TypeError, ValueError)) and _own_words(error) and "\n" not in text:
+        return None
+    kind = "hang" if isinstance(error, Hang) else "traceback"
+    return Failure(kind, f"{type(error).__name__} at {_place(error)}", text[:300])
+
+
+def _own_words(error: BaseException) -> bool:
+    """Return whether mmkv's own code raised the error, in a statement that says so."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    line = linecache.getline(last.filename, last.lineno or 0).strip()
+    return last.filename.startswith(_OWN[:2]) and line.startswith("raise ")
+
+
+def _place(error: BaseException) -> str:
+    """Return the innermost place of mmkv's own code, and below it that of a library."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [f for f in frames if f.filename.startswith(_OWN) and "/fuzz/" not in f.filename]
+    parts = []
+    if own:
+        name = Path(own[-1].filename).relative_to(_ROOT).as_posix()
+        parts.append(f"{name}:{own[-1].lineno} ({own[-1].name})")
+    if frames and (not own or frames[-1] is not own[-1]):
+        parts.append(f"{Path(frames[-1].filename).name} ({frames[-1].name})")
+    return ", ".join(parts)

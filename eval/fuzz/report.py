@@ -1,0 +1,100 @@
+"""Count what the inputs led to."""
+
+from __future__ import annotations
+
+import json
+import platform
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from mmkv.measure.tables import pipe_table
+
+_KINDS = ("traceback", "hang", "leak", "harm")
+
+
+class Report:
+    """The counts of a run, per class."""
+
+    def __init__(self, seed: int, memory: float, classes: list[str]) -> None:
+        self.seed, self.memory, self.classes = seed, memory, classes
+        self.inputs: Counter[str] = Counter()
+        self.slowest: dict[str, float] = dict.fromkeys(classes, 0.0)
+        self.seconds: Counter[str] = Counter()
+        self.counts: Counter[tuple[str, str]] = Counter()
+        self.failures: dict[tuple[str, str, str], dict[str, Any]] = {}
+        self._started = time.monotonic()
+
+    def add(self, line: dict[str, Any]) -> None:
+        """Count one input as the worker reports it."""
+        name = line["class"]
+        self.inputs[name] += 1
+        self.slowest[name] = max(self.slowest[name], line["seconds"])
+        self.seconds[name] += line["seconds"]
+        if "kind" not in line:
+            return
+        self.counts[name, line["kind"]] += 1
+        key = (name, line["kind"], line["place"])
+        if key not in self.failures:
+            self.failures[key] = {
+                "class": name,
+                "kind": line["kind"],
+                "place": line["place"],
+                "message": line["message"],
+                "first": line["number"],
+                "file": line["file"],
+                "times": 0,
+            }
+        self.failures[key]["times"] += 1
+
+    def died(self, current: dict[str, Any], how: str, cases: Path) -> None:
+        """Count the input during which the process died or stopped answering."""
+        name, number = current["class"], current["number"]
+        cases.mkdir(parents=True, exist_ok=True)
+        file = cases / f"{name.replace(' ', '-')}-{self.seed}-{number}.json"
+        file.write_text(json.dumps({"class": name, "case": current["case"]}, indent=1) + "\n")
+        kind = "hang" if how == "hang" else "traceback"
+        line = {"class": name, "number": number, "seconds": 0.0, "kind": kind}
+        self.add(line | {"place": how, "message": how, "file": str(file)})
+
+    def table(self) -> str:
+        """Return the counts as a table, and below it every kind of failure."""
+        rows = []
+        for name in (*self.classes, "all"):
+            mine = self.classes if name == "all" else [name]
+            counts = [sum(self.counts[each, kind] for each in mine) for kind in _KINDS]
+            inputs = sum(self.inputs[each] for each in mine)
+            slowest = max(self.slowest[each] for each in mine)
+            rows.append((name, f"{inputs:,}", *counts, f"{slowest:.1f} s"))
+        head = ("class", "inputs", "tracebacks", "hangs", "leaks", "files harmed", "slowest")
+        lines = [pipe_table(head, rows)]
+        for found in sorted(self.failures.values(), key=lambda each: -each["times"]):
+            lines.append(
+                f"{found['times']} x {found['class']}: {found['kind']}: {found['place']}: "
+                f"{found['message'].splitlines()[0] if found['message'] else ''} "
+                f"(seed {self.seed}, input {found['first']}, {found['file']})"
+            )
+        return "\n".join(lines)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the counts for a file."""
+        return {
+            "seed": self.seed,
+            "memory_gib": self.memory,
+            "minutes": round((time.monotonic() - self._started) / 60, 1),
+            "python": platform.python_version(),
+            "classes": {
+                name: {
+                    "inputs": self.inputs[name],
+                    **{f"{kind}s": self.counts[name, kind] for kind in _KINDS},
+                    "seconds": round(self.seconds[name], 1),
+                    "slowest_s": self.slowest[name],
+                }
+                for name in self.classes
+            },
+            "failures": [
+                {key: value for key, value in found.items() if key != "file"}
+                for found in self.failures.values()
+            ],
+        }

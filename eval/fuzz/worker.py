@@ -1,0 +1,180 @@
+"""Run inputs in this process, under a memory limit, and report every failure as a line of JSON.
+
+The parent reads the lines. What runs at the moment stands in a file, so that the parent can name it
+when this process dies or no longer answers.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import resource
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from pathlib import Path
+from random import Random
+from types import FrameType
+from typing import Any, TextIO
+
+import torch
+from transformers.utils import logging
+
+from eval.fuzz import mutate
+from eval.fuzz.judge import Failure, Hang, failure_of
+from eval.fuzz.target import Case, Files, Target
+from eval.fuzz.targets import TARGETS
+
+_SHRINKING = 60  # runs to make a failing case smaller
+_KEPT = 2  # cases of the same failure that are written
+
+
+class Worker:
+    """Tries inputs, class after class in turn.
+
+    Args:
+        plan: what :mod:`eval.fuzz.__main__` asks for; counts: per class the number of the first
+            input.
+        answer: gets the lines.
+    """
+
+    def __init__(self, plan: dict[str, Any], answer: TextIO) -> None:
+        self.seed, self.limit = plan["seed"], plan["hang_seconds"]
+        self.kept, self.current = Path(plan["cases"]), Path(plan["current"])
+        self._answer, self._places = answer, Counter[str]()
+        self._root = Path(tempfile.mkdtemp(prefix="mmkv-fuzz-"))
+        self._targets = {name: TARGETS[name]() for name in plan["classes"]}
+        signal.signal(signal.SIGALRM, _too_long)
+
+    def prepare(self) -> None:
+        """Make what the classes' inputs share."""
+        self.files = Files(self._root)
+        for number, target in enumerate(self._targets.values()):
+            folder = self._root / f"class-{number}"
+            folder.mkdir()
+            target.prepare(folder)
+        # Loading a checkpoint collects garbage, which takes longer the more there is.
+        gc.collect()
+        gc.freeze()
+
+    def close(self) -> None:
+        """Remove every file that was made here."""
+        os.chdir("/")
+        shutil.rmtree(self._root, ignore_errors=True)
+
+    def case(self, name: str, number: int) -> Case:
+        """Return input ``number`` of a class; it depends on the seed and the number only."""
+        return self._targets[name].make(Random(f"{self.seed}/{name}/{number}"))
+
+    def go(self, counts: dict[str, int], wanted: dict[str, int], until: float) -> None:
+        """Try inputs until every class has as many as ``wanted``, or the time is over."""
+        counts = dict(counts)
+        while time.monotonic() < until:
+            open_classes = [name for name in counts if counts[name] < wanted[name]]
+            if not open_classes:
+                return
+            # The class that is furthest behind its share.
+            name = min(open_classes, key=lambda each: counts[each] / wanted[each])
+            self.one(name, counts[name])
+            counts[name] += 1
+
+    def one(self, name: str, number: int) -> None:
+        """Try one input and report it."""
+        target, case = self._targets[name], self.case(name, number)
+        self.current.write_text(json.dumps({"class": name, "number": number, "case": case}))
+        started = time.monotonic()
+        failure = self._tried(target, case)
+        seconds = time.monotonic() - started
+        line: dict[str, Any] = {"class": name, "number": number, "seconds": round(seconds, 3)}
+        if failure is not None:
+            line |= vars(failure) | {"file": self._keep(target, case, failure, number)}
+        print(json.dumps(line), file=self._answer, flush=True)
+
+    def _tried(self, target: Target, case: Case) -> Failure | None:
+        failure = None
+        out, err = sys.stdout, sys.stderr
+        sys.stdout = sys.stderr = self._silence
+        signal.setitimer(signal.ITIMER_REAL, self.limit)
+        try:
+            target.run(case)
+        except BaseException as error:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            failure = failure_of(error)
+            traceback.clear_frames(error.__traceback__)
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            sys.stdout, sys.stderr = out, err
+        if failure is None and (held := target.leaked()):
+            failure = Failure("leak", held, held)
+        if harmed := self.files.harmed():
+            failure = failure or Failure("harm", harmed, harmed)
+        if failure is not None and failure.kind == "leak":
+            target.prepare(_emptied(target.folder))
+        return failure
+
+    @property
+    def _silence(self) -> TextIO:
+        return open(os.devnull, "w", encoding="utf-8", errors="replace")
+
+    def _keep(self, target: Target, case: Case, failure: Failure, number: int) -> str | None:
+        """Write a small case that fails in the same way; None when there are enough."""
+        self._places[failure.place] += 1
+        if self._places[failure.place] > _KEPT:
+            return None
+        if failure.kind == "traceback":
+
+            def same(tried: Case) -> bool:
+                found = self._tried(target, tried)
+                return found is not None and found.place == failure.place
+
+            case = mutate.shrink(case, same, _SHRINKING)
+        self.kept.mkdir(parents=True, exist_ok=True)
+        file = self.kept / f"{target.name.replace(' ', '-')}-{self.seed}-{number}.json"
+        file.write_text(json.dumps({"class": target.name, "case": case}, indent=1) + "\n")
+        return str(file)
+
+
+def _emptied(folder: Path) -> Path:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    return folder
+
+
+def _too_long(number: int, frame: FrameType | None) -> None:
+    raise Hang("over the time limit")
+
+
+def limit_memory(size: int) -> None:
+    """Let this process address at most ``size`` bytes."""
+    resource.setrlimit(resource.RLIMIT_AS, (size, resource.RLIM_INFINITY))
+
+
+def main() -> None:
+    """Read the plan from stdin; the lines go to stdout, which inputs do not see."""
+    answer = os.fdopen(os.dup(1), "w")
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    plan = json.loads(sys.stdin.readline())
+    torch.set_num_threads(1)
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    limit_memory(plan["memory"])
+    worker = Worker(plan, answer)
+    try:
+        worker.prepare()
+        print(json.dumps({"ready": True}), file=answer, flush=True)
+        if "case" in plan:
+            failure = worker._tried(worker._targets[plan["classes"][0]], plan["case"])
+            print(json.dumps(None if failure is None else vars(failure)), file=answer, flush=True)
+            return
+        worker.go(plan["counts"], plan["wanted"], time.monotonic() + plan["seconds"])
+    finally:
+        worker.close()
+
+
+if __name__ == "__main__":
+    main()

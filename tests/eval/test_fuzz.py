@@ -1,0 +1,107 @@
+"""The fuzz program finds what it is to find, and no input leads to a failure."""
+
+from __future__ import annotations
+
+import io
+import json
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+from engine.errors import InputError
+from eval.fuzz import mutate, worker
+from eval.fuzz.judge import failure_of
+from eval.fuzz.target import Case, Target
+
+
+class Scripted(Target):
+    """Does what its cases say."""
+
+    name = "scripted"
+    held = None
+
+    def make(self, rng: Random) -> Case:
+        return {"what": self.whats.pop(0), "noise": "x" * 1000, "more": [1, 2, 3]}
+
+    def run(self, case: Case) -> None:
+        what, self.held = case["what"], None
+        if what == "refused":
+            raise InputError("no; give another")
+        if what == "raised":
+            raise KeyError("x" if "xx" in case["noise"] else "y")
+        if what == "slow":
+            time.sleep(60)
+        if what == "leaking":
+            self.held = "3 pages are held"
+        if what == "overwriting":
+            Path("picture.png").write_text("lost")
+
+    def leaked(self) -> str | None:
+        return self.held
+
+
+@pytest.fixture
+def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, io.StringIO]]:
+    """Yield a worker with the scripted class, and what it reports."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setitem(worker.TARGETS, "scripted", Scripted)
+    monkeypatch.setattr(worker.gc, "freeze", lambda: None)
+    before = signal.getsignal(signal.SIGALRM)
+    answer = io.StringIO()
+    plan = {
+        "seed": 1,
+        "hang_seconds": 0.2,
+        "cases": str(tmp_path / "cases"),
+        "current": str(tmp_path / "current.json"),
+        "classes": ["scripted"],
+    }
+    runner = worker.Worker(plan, answer)
+    try:
+        runner.prepare()
+        yield runner, answer
+    finally:
+        runner.close()
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_every_kind_of_failure_is_found(made: tuple[Any, io.StringIO]) -> None:
+    runner, answer = made
+    whats = ["fine", "refused", "raised", "slow", "leaking", "overwriting", "fine"]
+    Scripted.whats = list(whats)
+    runner.go({"scripted": 0}, {"scripted": len(whats)}, time.monotonic() + 60)
+    lines = [json.loads(line) for line in answer.getvalue().splitlines()]
+    kinds = [line.get("kind") for line in lines]
+    assert kinds == [None, None, "traceback", "hang", "leak", "harm", None]
+    assert Path("picture.png").read_text() == "keep me"
+    kept = json.loads(Path(lines[2]["file"]).read_text())["case"]
+    assert kept["what"] == "raised" and len(kept["noise"]) < 10 and kept["more"] == []
+
+
+def test_only_an_own_refusal_is_none() -> None:
+    def raised(make: Any) -> Any:
+        try:
+            make()
+        except BaseException as error:
+            return failure_of(error)
+
+    from mmkv.sampling import Sampling
+
+    assert raised(lambda: Sampling(max_new_tokens=0)) is None
+    assert raised(lambda: int("x")).kind == "traceback"
+    assert raised(lambda: {}["x"]).place.startswith("KeyError")
+    assert raised(lambda: worker._too_long(0, None)).kind == "hang"
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_cases_depend_on_the_seed_alone_and_are_json(seed: int) -> None:
+    tree = {"a": [1, {"b": "text"}], "c": None}
+    made = [mutate.edit(Random(f"{seed}/{n}"), tree) for n in range(200)]
+    again = [mutate.edit(Random(f"{seed}/{n}"), tree) for n in range(200)]
+    assert json.dumps(made) == json.dumps(again) and tree == {"a": [1, {"b": "text"}], "c": None}
+    assert len({json.dumps(each) for each in made}) > 150
