@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,10 +13,12 @@ from torch import Tensor
 from engine.backends.torch.step import PrefillChunk
 from engine.cache import Entries
 from engine.entry_source import CacheEntries
-from engine.errors import ContextError, InputError, SessionError
+from engine.errors import ContextError, SessionError
 from engine.eviction import cut_to_budgets
 from engine.new_entries import write_state
+from engine.page_bound import Extent, page_bound
 from engine.policies import Budget, CacheView
+from engine.prefill import Prefill, run_whole
 
 if TYPE_CHECKING:
     from engine.model.families.base import Turn
@@ -130,25 +131,28 @@ class CachedSequence:
     def extend(self, turn: Turn, progress: Callable[[int, int], None] | None = None) -> Tensor:
         """:meth:`prefill` of a turn already built, whose positions follow this session's."""
         self._require_open()
+        return run_whole(Prefill(self, turn), progress)
+
+    @torch.inference_mode()
+    def begin_prefill(
+        self, inputs: Mapping[str, Tensor], chunk: int | None = None, undoable: bool = True
+    ) -> Prefill:
+        """Begin a :meth:`prefill` whose chunks the caller asks for, one at a time.
+
+        Pictures are encoded here, all of them.
+
+        Args:
+            chunk: tokens in a chunk; None: the engine's.
+            undoable: whether the turn can be taken back whole between chunks. A turn of several
+                chunks then holds a copy of the sequence's pages until it is complete.
+
+        Raises:
+            InputError, ContextError, BudgetError: before anything has changed.
+        """
+        self._require_open()
         engine = self.engine
-        total = turn.token_ids.numel()
-        if not total:
-            raise InputError("the prompt is empty; give at least one token")
-        self._require_context(total, turn.next_position)
-        if self.long_rope is None:
-            self.long_rope = self._needs_long(turn.next_position)
-        self._reserve(total)
-        hidden = torch.empty(0)
-        # One read from the device for all chunks: where an interrupted prefill continues from.
-        highest = turn.positions.amax(0).cummax(0).values.tolist()
-        for start in range(0, total, engine.prefill_chunk):
-            stop = min(start + engine.prefill_chunk, total)
-            next_position = turn.next_position if stop == total else highest[stop - 1] + 1
-            hidden = self._run_chunk(turn, start, stop, next_position)
-            cut_to_budgets(engine, [self])
-            if progress is not None:
-                progress(stop, total)
-        return engine.decoder.logits(hidden[-1:])[0]
+        turn = engine.family.turn(inputs, self.next_position, engine.device)
+        return Prefill(self, turn, chunk, undoable)
 
     @property
     def decode_path(self) -> str:
@@ -361,17 +365,16 @@ class CachedSequence:
         position = cache.pool.position.view(-1)[entries.slot]
         cache.drop(self.seq, (position >= self.seen).nonzero().flatten(), entries)
 
-    def _reserve(self, total: int) -> None:
-        engine = self.engine
-        rows, pool = engine.spec.rows, engine.cache.pool
-        most = self.entries + total * rows
-        if engine.policy.evicts:
-            budget = self.allowed_at(self.seen + total)
-            budget += total * rows if engine.policy.keeps_prompt else 0
-            kept = max(budget + (engine.evict_every - 1) * rows, self.entries)
-            most = min(most, kept + engine.prefill_chunk * rows)
-        pages = math.ceil((most + rows * (pool.page_size - 1)) / pool.page_size)
-        pool.reserve(pages - engine.cache.held_pages(self.seq))
+    @property
+    def extent(self) -> Extent:
+        """What :func:`engine.page_bound.page_bound` wants to know of this sequence."""
+        return Extent(self.seen, self.entries, self.prompt_tokens)
+
+    def reserve(self, total: int, chunk: int | None = None) -> None:
+        """Have pages ready for a prompt of ``total`` tokens. Raises BudgetError."""
+        bound = page_bound(self.engine, self.budget, total, 0, self.extent, chunk)
+        cache = self.engine.cache
+        cache.pool.reserve(bound.steady + bound.chunk - cache.held_pages(self.seq))
 
     def _require_open(self) -> None:
         if self.closed:

@@ -123,7 +123,7 @@ class GraphRunner:
                 budget = session.budget.entries(
                     rows, session.seen + steps, pool.page_size, pool.page_bytes
                 )
-                kept = max(budget, session.entries) + self.engine.evict_every * rows
+                kept = max(budget + self.engine.slack, session.entries) + rows
                 most = min(most, kept)
             largest = max(largest, most)
             pages += (most + rows * (size - 1)) // size - cache.held_pages(session.seq)

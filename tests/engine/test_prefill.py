@@ -1,0 +1,148 @@
+"""A prompt read chunk by chunk: the same bits as at once, taken back whole, within its bound."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.budget import Budget
+from engine.errors import BudgetError, InputError, SessionError
+from engine.page_bound import lasting_bound, page_bound
+from engine.runtime import Runtime
+from tests.support.policies import EVICTING_KINDS, KINDS
+from tests.support.sessions import LATER, PICTURES, assert_same_rows, load, run, text_ids, turn
+from tests.support.tiers import slow_but
+
+POLICIES = slow_but(("dbtrimkv", "snapkv", "full"), KINDS, "the other kinds of policies")
+LONG = turn(9, ("image", 24, 16), 25, seed=7)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_chunks_between_other_sequences_give_the_same_bits(
+    policy: str, folders: dict[str, Path]
+) -> None:
+    engine = load(folders["vl"], policy=policy, budget=18)
+    session, reference, other = engine.session(), engine.session(), engine.session()
+    other.prefill(turn(20, seed=3))
+    for each in (session, reference):
+        each.prefill(PICTURES)
+        run(each, text_ids(5, 4))
+    wanted = reference.prefill(LONG)
+    prefill = session.begin_prefill(LONG)
+    chunks = 0
+    while not prefill.advance():
+        chunks += 1
+        run(other, text_ids(3, chunks))
+        engine.session().prefill(turn(7, seed=chunks))
+    assert chunks > 2 and prefill.done == prefill.tokens and prefill.snapshot_pages == 0
+    assert prefill.logits is not None and torch.equal(prefill.logits, wanted)
+    assert_same_rows(session, reference)
+    assert torch.equal(run(session, text_ids(9, 5)), run(reference, text_ids(9, 5)))
+    engine.cache.check()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("chunks", [0, 1, 2])
+def test_a_prompt_is_taken_back_whole(chunks: int, policy: str, folders: dict[str, Path]) -> None:
+    engine = load(folders["vl"], policy=policy, budget=18)
+    session, reference = engine.session(), engine.session()
+    for each in (session, reference):
+        each.prefill(PICTURES)
+        run(each, text_ids(5, 4))
+    before, held = session.state(), engine.cache.held_pages(session.seq)
+    prefill = session.begin_prefill(LONG)
+    for _ in range(chunks):
+        assert not prefill.advance()
+    if chunks and policy in EVICTING_KINDS and not engine.policy.keeps_prompt:
+        assert session.evicted > before["evicted"]
+    prefill.roll_back()
+    assert session.state() == before and engine.cache.held_pages(session.seq) == held
+    assert engine.cache.pool.num_pages - engine.cache.pool.free_pages == 2 * held
+    assert_same_rows(session, reference)
+    for prompt in (LONG, LATER):
+        assert torch.equal(session.prefill(prompt), reference.prefill(prompt))
+        assert torch.equal(run(session, text_ids(6, 8)), run(reference, text_ids(6, 8)))
+        assert_same_rows(session, reference)
+    engine.cache.check()
+
+
+def test_an_empty_session_is_empty_again(engine: Runtime) -> None:
+    session = engine.session()
+    prefill = session.begin_prefill(LONG)
+    prefill.advance()
+    prefill.roll_back()
+    assert engine.cache.pool.free_pages == engine.cache.pool.num_pages
+    assert torch.equal(session.prefill(LONG), engine.session().prefill(LONG))
+
+
+def test_a_chunk_length_of_its_own(folders: dict[str, Path]) -> None:
+    engine, other = load(folders["vl"]), load(folders["vl"], prefill_chunk=5)
+    session, reference = engine.session(), other.session()
+    prefill = session.begin_prefill(LONG, chunk=5)
+    while not prefill.advance():
+        pass
+    assert prefill.logits is not None and torch.equal(prefill.logits, reference.prefill(LONG))
+    assert_same_rows(session, reference)
+
+
+def test_what_cannot_be_taken_back_says_so(engine: Runtime) -> None:
+    session = engine.session()
+    with pytest.raises(InputError, match="empty"):
+        session.begin_prefill({"input_ids": torch.empty(1, 0, dtype=torch.int64)})
+    prefill = session.begin_prefill(LONG)
+    prefill.advance()
+    session.decode(5)
+    with pytest.raises(SessionError, match="take the prompt back"):
+        prefill.advance()
+    prefill.roll_back()
+    assert session.seen == 0
+    whole = session.begin_prefill(turn(5))
+    assert whole.advance() and whole.advance()
+    with pytest.raises(SessionError, match="cannot be taken back"):
+        whole.roll_back()
+    kept = session.begin_prefill(LONG, undoable=False)
+    kept.advance()
+    with pytest.raises(SessionError, match="cannot be taken back"):
+        kept.roll_back()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    "budget", [Budget.of(14.3), Budget.bytes(60_000), Budget.fraction(0.4)], ids=lambda b: b.kind
+)
+def test_a_pool_of_the_bound_is_enough(
+    budget: Budget, policy: str, folders: dict[str, Path]
+) -> None:
+    """The pool refuses every page above the bound, so none is ever asked for."""
+    engine = load(folders["vl"], policy=policy, evict_every=3, page_size=4)
+    pool = engine.cache.pool
+    lasting = lasting_bound(engine, budget)
+    with engine.session(budget) as session:
+        for at, (prompt, steps) in enumerate(((PICTURES, 9), (LONG, 30), (turn(2), 1))):
+            tokens = prompt["input_ids"].numel()
+            bound = page_bound(engine, budget, tokens, steps, session.extent)
+            if lasting is not None:
+                assert bound.steady <= lasting
+            pool.limit = bound.steady + bound.chunk
+            prefill = session.begin_prefill(prompt, undoable=False)
+            while not prefill.advance():
+                assert engine.cache.held_pages(session.seq) <= bound.steady
+            pool.limit = bound.steady
+            if pool.num_pages > bound.steady:
+                engine.trim()
+            run(session, text_ids(steps, at))
+            assert engine.cache.held_pages(session.seq) <= bound.steady
+            engine.trim()
+
+
+def test_one_page_less_than_the_bound_can_be_too_few(folders: dict[str, Path]) -> None:
+    engine = load(folders["vl"], policy="full", page_size=4)
+    bound = page_bound(engine, engine.budget, 9)  # 4 rows of 3 pages, the last with one entry
+    assert (bound.steady, bound.chunk) == (12, 0)
+    engine.cache.pool.limit = 11
+    with pytest.raises(BudgetError):
+        engine.session().prefill(turn(9))
+    engine.cache.pool.limit = 12
+    assert engine.session().prefill(turn(9)) is not None
