@@ -35,9 +35,34 @@ def write_results(path: str | Path, settings: Mapping[str, Any], results: Any) -
     target.parent.mkdir(parents=True, exist_ok=True)
     page = {**provenance(), "settings": dict(settings), "results": results}
     draft = target.with_name(target.name + ".part")
-    draft.write_text(json.dumps(page, indent=1, default=str) + "\n")
+    draft.write_text(page_text(page))
     os.replace(draft, target)
     return target
+
+
+def page_text(page: Mapping[str, Any]) -> str:
+    """Return ``page`` as JSON: what a run was on lines of its own, each list item on one line.
+
+    Rows stay comparable line by line, in half the bytes of a fully indented file.
+    """
+    return _lines(page, 0) + "\n"
+
+
+def _lines(value: Any, depth: int) -> str:
+    """Return JSON of ``value``: mappings indented, and lists whose items are mappings."""
+    spread = isinstance(value, Mapping) or (
+        isinstance(value, list) and any(isinstance(item, (Mapping, list)) for item in value)
+    )
+    if not (spread and value):
+        return json.dumps(value, default=str)
+    inside, outside = "\n" + " " * (depth + 1), "\n" + " " * depth
+    if isinstance(value, Mapping):
+        parts = [
+            f"{json.dumps(str(name))}: {_lines(item, depth + 1)}" for name, item in value.items()
+        ]
+        return "{" + inside + ("," + inside).join(parts) + outside + "}"
+    parts = [json.dumps(item, default=str) for item in value]
+    return "[" + inside + ("," + inside).join(parts) + outside + "]"
 
 
 def provenance() -> dict[str, Any]:

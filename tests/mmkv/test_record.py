@@ -1,9 +1,11 @@
-"""The commit that results name is mmkv's own or none."""
+"""Result files: their text, and the commit that they name, which is mmkv's own or none."""
 
 from __future__ import annotations
 
+import json
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -52,3 +54,23 @@ def test_a_copy_inside_another_repository_names_none(
     (tmp_path / "copy/pyproject.toml").write_text(OURS)
     monkeypatch.setattr(record, "ROOT", tmp_path / "copy")
     assert record.commit() is None
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        {},
+        {"command": "x", "settings": {}, "results": []},
+        {"machine": {"cpu": "a"}, "results": {"rows": [{"a": [1, 2], "b": {"c": None}}, {}]}},
+        {"results": [[1.5, "é"], [True, [[]]]], "path": Path("/tmp")},
+    ],
+)
+def test_a_page_holds_what_it_was_given(page: dict[str, Any]) -> None:
+    """The text is JSON; Python's own writer is the reference."""
+    assert json.loads(record.page_text(page)) == json.loads(json.dumps(page, default=str))
+
+
+def test_rows_stand_on_lines_of_their_own() -> None:
+    rows = [{"method": name, "accuracy": {"value": 0.5}} for name in ("full", "snapkv")]
+    text = record.page_text({"results": {"rows": rows}})
+    assert [json.loads(line.rstrip(",")) for line in text.splitlines()[3:5]] == rows
