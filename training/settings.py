@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -156,6 +157,9 @@ class Settings:
             if (given := getattr(self, name)) not in allowed:
                 option = name.replace("_", "-")
                 raise InputError(f"--{option} is {given!r}; choose one of {', '.join(allowed)}")
+        for name, value in vars(self).items():
+            if isinstance(value, float):
+                self._require(name, math.isfinite(value), "a finite number")
         for name in _ABOVE_ZERO:
             self._require(name, getattr(self, name) > 0, "more than 0")
         for name in _NOT_BELOW_ZERO:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.errors import ModelError
+from engine.model.finite import find_not_finite
 from engine.model.spec import DecoderSpec
 
 _EXPECTED = {
@@ -75,6 +76,25 @@ class DecoderWeights:
         text_model.layers = nn.ModuleList()
         gc.collect()
         return taken
+
+    def require_finite(self, name: str) -> None:
+        """Check every weight of the checkpoint ``name``, in one pass over their bytes.
+
+        Raises:
+            ModelError: one holds NaN or an infinity, so that every answer would be noise.
+        """
+        named = [("embed_tokens", self.embed), ("norm", self.norm), ("lm_head", self.head)]
+        for index, layer in enumerate(self.layers):
+            named += [
+                (f"layers.{index}.{part}", tensor)
+                for part, tensor in vars(layer).items()
+                if tensor is not None
+            ]
+        if odd := find_not_finite(named):
+            raise ModelError(
+                f"the weights of {name} hold NaN or infinity (in {odd}); get the complete "
+                "checkpoint again, or load it in another dtype"
+            )
 
     def nbytes(self) -> int:
         """Return the bytes of all weights; a tied head counts once."""

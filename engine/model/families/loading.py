@@ -62,6 +62,7 @@ def load(
     family = family_type(hf_model)
     spec = DecoderSpec.from_hf(text_model)
     weights = DecoderWeights.take(text_model, family_type.output_head(hf_model), spec)
+    weights.require_finite(name)
     return family, spec, weights
 
 

@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -17,8 +18,9 @@ from torch import Tensor
 
 from engine import hub
 from engine.errors import GateError
+from engine.model.finite import find_not_finite
 from engine.model.gates.module import Gates, make_random_gates, tied_gates, tying_of
-from engine.model.gates.published import published_gates
+from engine.model.gates.published import GATE_KEY, published_gates
 from engine.model.gates.write import WriteGates, make_random_write_gates, write_gates
 from engine.model.spec import DecoderSpec
 
@@ -26,6 +28,7 @@ FORMAT = "mmkv-gates-1"
 # What a gate file may hold in half precision: all but the readout, its bias and gains of norms.
 _TRUNK = re.compile(r"layers\.|.*\.retention_gate\.linear1\.")
 _SIZES = ("hidden_size", "num_layers", "num_kv_heads")
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _TENSORS, _INFO, _PUBLISHED = "gates.safetensors", "gates.json", "trimkv_weights.pth"
 
 
@@ -79,26 +82,73 @@ def load_write_gates(source: str | Path, spec: DecoderSpec) -> WriteGates:
 def _read(source: str | Path) -> tuple[Path, dict[str, Tensor], dict[str, object] | None]:
     """Return a gate file's path, its tensors and its ``gates.json``; None for a published file."""
     path = _locate(source)
+    info = None
     try:
-        if path.name.endswith(".pth"):
-            return path, torch.load(path, map_location="cpu", weights_only=True), None
-        info = json.loads((path.parent / _INFO).read_text())
-        tensors = load_file(path)
+        if path.suffix == ".pth":
+            tensors = torch.load(path, map_location="cpu", weights_only=True)
+        else:
+            info = json.loads((path.parent / _INFO).read_text(encoding="utf-8"))
+            tensors = load_file(path)
     except FileNotFoundError as error:
         raise GateError(f"{path.parent} has no {_INFO}; copy it beside {path.name}") from error
-    except (
-        SafetensorError,
-        ValueError,
-        pickle.UnpicklingError,
-        RuntimeError,
-        EOFError,
-        OSError,
-    ) as error:
+    except pickle.UnpicklingError as error:
+        raise GateError(_refused_pickle(path, error)) from error
+    except MemoryError as error:
+        raise GateError(f"{path} does not fit into memory; name another gate file") from error
+    # A damaged pickle can raise nearly anything: IndexError, KeyError, UnicodeDecodeError, ...
+    except Exception as error:
         reason = str(error).splitlines()[0][:120] if str(error) else type(error).__name__
         raise GateError(f"cannot read gates from {path}: {reason}; fetch the file again") from error
+    if path.suffix == ".pth":
+        require_numbers(_published_part(tensors, path), str(path))
+        return path, tensors, None
     if not isinstance(info, dict) or info.get("format") != FORMAT:
         raise GateError(f"{path} is not in the format {FORMAT}; save it with this mmkv version")
+    require_numbers(tensors, str(path))
     return path, tensors, info
+
+
+def require_numbers(tensors: Mapping[str, object], where: str) -> None:
+    """Check that gates are dense float tensors of finite numbers.
+
+    Raises:
+        GateError: naming the first one that is not.
+    """
+    remedy = "save the gates again from their training run, or use others"
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):
+            what = f"is a {type(tensor).__name__}"
+        elif tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized:
+            what = "does not hold its numbers (it is sparse, quantised or meta)"
+        elif tensor.dtype not in _DTYPES:
+            what = f"is of {str(tensor.dtype).removeprefix('torch.')}"
+        elif find_not_finite([(name, tensor)]):
+            what = "holds NaN or infinity"
+        else:
+            continue
+        raise GateError(
+            f"gate tensor {name!r} of {where} {what}, not finite floating-point numbers; {remedy}"
+        )
+
+
+def _published_part(tensors: object, path: Path) -> dict[str, object]:
+    """Return what a published file holds of gates; it may hold more."""
+    if not isinstance(tensors, dict):
+        raise GateError(
+            f"{path} holds a {type(tensors).__name__}, not tensors by name; name a gate file"
+        )
+    return {str(name): value for name, value in tensors.items() if GATE_KEY in str(name)}
+
+
+def _refused_pickle(path: Path, error: Exception) -> str:
+    """Say in mmkv's words why torch refused a pickle: its own advice is to run the code in it."""
+    found = re.search(r"GLOBAL (\S+)", str(error))
+    if found is None:
+        return f"{path} is damaged or no file of tensors; use another copy of the gates"
+    return (
+        f"{path} was not read: it is a pickle that names {found[1]}, which could run code; use "
+        "gates in safetensors"
+    )
 
 
 def trained_age(source: str | Path) -> Literal["paper", "released"]:
@@ -156,7 +206,8 @@ def save_gates(
             gains of a write gate.
 
     Raises:
-        GateError: for the published layout ``rg10``, which stays in its own file.
+        GateError: for the published layout ``rg10``, which stays in its own file, for gates that
+            are not all finite numbers, and when the files cannot be written.
     """
     sizes: dict[str, object]
     if isinstance(gates, WriteGates):
@@ -170,10 +221,9 @@ def save_gates(
         raise GateError(
             f"gates of kind {gates.kind!r} keep their own file; 'tied', 'rg' and 'write' are saved"
         )
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
     tensors = {name: tensor.detach().contiguous() for name, tensor in gates.tensors.items()}
-    save_file(as_stored(tensors, trunk_dtype), folder / _TENSORS)
+    stored = as_stored(tensors, trunk_dtype)
+    require_numbers(stored, "the gates to be saved")
     described = {
         "format": FORMAT,
         "hidden_size": spec.hidden_size,
@@ -183,7 +233,16 @@ def save_gates(
         **gates.info,
         **info,
     }
-    (folder / _INFO).write_text(json.dumps(described, indent=2) + "\n")
+    folder = Path(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file(stored, folder / _TENSORS)
+        (folder / _INFO).write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
+        raise GateError(
+            f"cannot write gates to {folder}: {reason}; free space or name another folder"
+        ) from error
 
 
 def _locate(source: str | Path) -> Path:

@@ -112,7 +112,11 @@ def tied_gates(
     block = weight.shape[-1] if weight.dim() else 0
     width = block * heads
     tying = tying_of(weight)
-    if tying is None or weight.shape[:-1] not in ((), (spec.num_layers,), (spec.num_layers, heads)):
+    if (
+        not block
+        or tying is None
+        or weight.shape[:-1] not in ((), (spec.num_layers,), (spec.num_layers, heads))
+    ):
         raise GateError(
             f"gate tensor 'readout.weight' is {list(weight.shape)}, the model has "
             f"{spec.num_layers} layers of {heads} KV heads; use gates trained for this model"

@@ -14,6 +14,7 @@ from engine.errors import GateError
 from engine.model.gates.module import Gates, LayerGate
 from engine.model.spec import DecoderSpec
 
+GATE_KEY = "self_attn.retention_gate."
 _KEY = re.compile(r"layers\.(\d+)\.self_attn\.retention_gate\.(.+)$")
 
 
@@ -56,13 +57,19 @@ def published_gates(
             readout, bias = part[f"{last}.weight"], _bias(part, last)
             trunk = [(part["linear1.weight"], part["linear1.bias"])]
             if kind == "rg10":
-                width = part["linear2.weight"].shape[0]
+                width = part["linear2.weight"].shape[:1]
                 second = part.get("linear2.bias", torch.zeros(width))
                 trunk.append((part["linear2.weight"], second))
         except KeyError as error:
             raise GateError(
                 f"layer {index} of the gates lacks {error.args[0]!r}; layouts rg and rg10 are read"
             ) from error
+        matrices = [weight for weight, _ in trunk] + [readout]
+        if odd := [weight for weight in matrices if weight.dim() != 2 or not weight.numel()]:
+            raise GateError(
+                f"layer {index} of the gates has a weight of the shape {list(odd[0].shape)}, which "
+                "is no matrix; the file is damaged, use another"
+            )
         hidden, heads = trunk[0][0].shape[1], readout.shape[0]
         if (hidden, heads) != (spec.hidden_size, spec.num_kv_heads):
             raise GateError(
@@ -72,7 +79,7 @@ def published_gates(
         for (weight, offset), inner in zip(
             [*trunk, (readout, bias)], [hidden, *(w.shape[0] for w, _ in trunk)], strict=True
         ):
-            if weight.shape != (offset.numel(), inner):
+            if weight.shape != (offset.numel(), inner) or offset.dim() != 1:
                 raise GateError(
                     f"layer {index} of the gates has a weight {list(weight.shape)} between "
                     f"{inner} inputs and {offset.numel()} outputs; the file is damaged"

@@ -125,7 +125,7 @@ def write_gates(
         GateError: when tensors are missing, too many, or do not have these shapes.
     """
     count, heads, size = spec.num_layers, spec.num_kv_heads, spec.head_dim
-    width = tensors["readout.weight"].shape[-1] if "readout.weight" in tensors else 0
+    width = tensors["readout.weight"].shape[-1:].numel() if "readout.weight" in tensors else 1
     shapes: dict[str, tuple[int, ...]] = {
         "norm.before": (count, size),
         "norm.after": (count, size),
@@ -141,7 +141,7 @@ def write_gates(
             f"the write gates {lacks} the tensor {odd[0]!r}; use gates trained for this model"
         )
     for name, shape in shapes.items():
-        if tuple(tensors[name].shape) != shape:
+        if tuple(tensors[name].shape) != shape or not width:
             raise GateError(
                 f"write gate tensor {name!r} is {list(tensors[name].shape)}, the model needs "
                 f"{list(shape)}; use gates trained for this model"
