@@ -100,6 +100,11 @@ class Session(CachedSequence):
         self._become(self._snapshots.pop())
         return True
 
+    def put_back(self, taken: Session) -> None:
+        """Reverse an :meth:`undo`: go back to ``taken``, a fork made before it."""
+        self._remember(self.fork())
+        self._become(taken)
+
     @property
     def snapshot_bytes(self) -> int:
         """Count the bytes of pages held so that turns can be taken back."""

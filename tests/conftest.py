@@ -41,6 +41,13 @@ def quiet_on_one_thread() -> None:
     logging.disable_progress_bar()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def own_home(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Keep the user's defaults out of the tests, and the tests' chats out of the user's."""
+    for name in ("XDG_STATE_HOME", "XDG_CONFIG_HOME"):
+        os.environ[name] = str(tmp_path_factory.mktemp(name.lower()))
+
+
 @pytest.fixture
 def generator() -> torch.Generator:
     """Return a seeded source of randomness, fresh for each test."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
@@ -11,6 +13,9 @@ from rich.table import Table
 from engine.budget import Budget
 from engine.errors import InputError
 from mmkv.chat.display import memory_line, statistics
+from mmkv.chat.saved import is_session
+from mmkv.chat.targets import checked_target
+from mmkv.chat.transcript import export, is_transcript, spoken
 from mmkv.prompt.media import load_image
 from mmkv.prompt.video import check_sampling
 
@@ -117,8 +122,26 @@ def _budget(repl: Repl, value: str) -> None:
 
 
 def _undo(repl: Repl, _: str) -> None:
-    taken = repl.session.undo()
-    repl.display.say("took back the latest turn" if taken else "there is no turn to take back")
+    message = repl.undo()
+    if message is None:
+        repl.display.say("there is no turn to take back")
+        return
+    repl.display.say("took back the latest turn")
+    if message.images or message.videos:
+        _image(repl, "")
+
+
+def _retry(repl: Repl, _: str) -> None:
+    if not repl.retry():
+        repl.display.say("there is no turn to try again")
+
+
+def _history(repl: Repl, _: str) -> None:
+    for message in repl.session.history:
+        mark = {"user": ">>> ", "system": "system: "}.get(message["role"], "")
+        repl.display.say(f"{mark}{spoken(message)}")
+    if not repl.session.history:
+        repl.display.say("nothing has been said yet")
 
 
 def _clear(repl: Repl, _: str) -> None:
@@ -127,16 +150,34 @@ def _clear(repl: Repl, _: str) -> None:
     repl.display.say("started a new conversation")
 
 
-def _save(repl: Repl, path: str) -> None:
-    repl.session.save(_named(path, "/save"))
+def _save(repl: Repl, name: str, force: bool = False) -> None:
+    name = _named(name, "/save", "talk.mmkv")
+    path = checked_target(
+        name,
+        "a session file",
+        is_session,
+        lambda path: repl.agrees(f"{path} exists; overwrite it?"),
+        None if force else f"/save! {name} overwrites it",
+    )
+    repl.session.save(path, repl.extra)
     repl.display.say(f"saved to {path}")
 
 
 def _load(repl: Repl, path: str) -> None:
-    session, _ = repl.engine.load_session(_named(path, "/load"))
-    repl.switch(session)
-    turns = sum(message["role"] == "user" for message in session.history)
-    repl.display.say(f"loaded {path}: {turns} turn(s), {session.seen:,} tokens")
+    repl.load(Path(_named(path, "/load", "talk.mmkv")).expanduser())
+
+
+def _export(repl: Repl, name: str, force: bool = False) -> None:
+    name = _named(name, "/export", "talk.md")
+    path = checked_target(
+        name,
+        "an exported conversation",
+        is_transcript,
+        lambda path: repl.agrees(f"{path} exists; overwrite it?"),
+        None if force else f"/export! {name} overwrites it",
+    )
+    export(repl.session, Path(repl.options.model).name, path)
+    repl.display.say(f"exported to {path}")
 
 
 def _fork(repl: Repl, name: str) -> None:
@@ -161,9 +202,9 @@ def _exit(repl: Repl, _: str) -> None:
     raise Leave
 
 
-def _named(path: str, command: str) -> str:
+def _named(path: str, command: str, example: str) -> str:
     if not path:
-        raise InputError(f"{command} needs a file name; for example {command} talk.mmkv")
+        raise InputError(f"{command} needs a file name; for example {command} {example}")
     return path
 
 
@@ -174,12 +215,20 @@ COMMANDS = {
     "set": Command("[NAME VALUE]", "show or change sampling settings", _set),
     "stats": Command("", "tokens, entries by modality, memory, entries per layer", _stats),
     "budget": Command("[256|25%|64MiB]", "show or change the budget", _budget),
-    "undo": Command("", "take back the latest turn", _undo),
+    "undo": Command("", "take back the latest turn; its pictures are queued again", _undo),
+    "retry": Command("", "take back the latest reply and ask for another", _retry),
+    "history": Command("", "show the conversation", _history),
     "clear": Command("", "start a new conversation", _clear),
-    "save": Command("PATH", "save the conversation with its cache", _save),
+    "save": Command("PATH", "save the conversation with its cache (/save! overwrites)", _save),
     "load": Command("PATH", "continue a saved conversation", _load),
+    "export": Command("PATH.md", "write the conversation as Markdown", _export),
     "fork": Command("[NAME]", "copy the conversation under a name, or go to that one", _fork),
     "help": Command("", "this list", _help),
     "exit": Command("", "leave (also /quit, Ctrl-D)", _exit),
 }
-COMMANDS["quit"] = Command("", "leave", _exit)
+# Known, and not in the list of /help.
+HIDDEN = {
+    "quit": Command("", "leave", _exit),
+    "save!": Command("PATH", "save over any file", partial(_save, force=True)),
+    "export!": Command("PATH.md", "export over any file", partial(_export, force=True)),
+}

@@ -33,6 +33,15 @@ class LineReader:
             lines.append(self._line("... "))
         return "\n".join(lines)
 
+    def agrees(self, question: str) -> bool:
+        """Ask for a yes; False without a terminal, where nobody was asked."""
+        if not self._terminal:
+            return False
+        try:
+            return self._line(f"{question} [y/N] ").strip().lower() in ("y", "yes")
+        except EOFError:
+            return False
+
     def _block(self, line: str) -> str:
         lines = []
         while not line.rstrip().endswith(_BLOCK):

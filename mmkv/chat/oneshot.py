@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mmkv.chat.answer import answer
 from mmkv.chat.display import memory_line
+from mmkv.chat.saved import chat_extra
 
 if TYPE_CHECKING:
-    from mmkv.api import Engine
+    from mmkv.api import Engine, Session
     from mmkv.chat.display import Display
     from mmkv.chat.options import ChatOptions
 
@@ -23,7 +25,7 @@ def answer_once(
     videos: Sequence[Any],
 ) -> int:
     """Answer ``prompt`` and return the exit code (130 after Ctrl-C). Raises MmkvError."""
-    with engine.session() as session:
+    with _opened(engine, options) as session:
         finished = answer(
             engine,
             session,
@@ -32,10 +34,22 @@ def answer_once(
             prompt,
             images,
             videos,
-            options.system,
+            options.system if not session.history else None,
             options.sampling(),
             indent=2,
         )
         if finished:
             display.note(memory_line(engine, session))
+        if options.save is not None and session.history:
+            session.save(options.save, chat_extra(engine, options.engine, options.model))
+            display.note(f"saved to {options.save}")
     return 0 if finished else 130
+
+
+def _opened(engine: Engine, options: ChatOptions) -> Session:
+    if options.load is None:
+        return engine.session()
+    session, _ = engine.load_session(Path(options.load).expanduser())
+    if options.rebudget:
+        session.set_budget(engine.budget)
+    return session

@@ -18,7 +18,11 @@ class UsageError(Exception):
 
 @dataclass
 class ChatOptions:
-    """The options of the command line, a field each; ``engine`` holds those of the engine."""
+    """The options of the command line, a field each; ``engine`` holds those of the engine.
+
+    ``load``, ``save``: session files to begin with and to write at the end; ``rebudget``: the
+    budget was given beside a session file, which has one of its own.
+    """
 
     engine: EngineConfig = field(default_factory=EngineConfig)
     prompt: str | None = None
@@ -36,6 +40,10 @@ class ChatOptions:
     top_k: int = 0
     seed: int | None = None
     stop: list[str] | None = None
+    load: str | None = None
+    save: str | None = None
+    autosave: bool = True
+    rebudget: bool = False
     no_stream: bool = False
     json: bool = False
     quiet: bool = False

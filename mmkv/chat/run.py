@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 from engine.errors import InputError
 from mmkv.chat.display import Display
 from mmkv.chat.options import ChatOptions
+from mmkv.chat.saved import is_session
+from mmkv.chat.targets import checked_target
 from mmkv.chat.trouble import require_utf8
 from mmkv.prompt.media import check_source, load_image
 from mmkv.prompt.video import check_sampling, load_video
@@ -30,6 +32,8 @@ def run_chat(options: ChatOptions) -> int:
     check_sampling(options.fps, options.num_frames)
     for source in options.video:
         check_source(source)
+    if options.save is not None:
+        options.save = str(_save_target(options))
     engine = load_engine(options, display)
     rule = engine.processor.size_rule
     videos = [load_video(v, options.fps, options.num_frames, rule) for v in options.video]
@@ -60,6 +64,19 @@ def load_engine(options: ChatOptions, display: Display) -> Engine:
     if engine.policy_note:
         display.note(engine.policy_note)
     return engine
+
+
+def _save_target(options: ChatOptions) -> Path:
+    """Return the file of --save: new, or the one that the conversation was loaded from."""
+    assert options.save is not None
+    own = None if options.load is None else Path(options.load).expanduser().resolve()
+    return checked_target(
+        options.save,
+        "a session file",
+        is_session,
+        lambda path: path.resolve() == own,
+        "delete it first",
+    )
 
 
 def _prompt(options: ChatOptions) -> str | None:

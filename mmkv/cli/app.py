@@ -26,7 +26,6 @@ from mmkv.cli.mmdu import app as mmdu
 app = typer.Typer(
     name="mmkv",
     help="Vision-language decoding with a bounded KV cache.",
-    no_args_is_help=True,
     pretty_exceptions_show_locals=False,
     rich_markup_mode="rich",
 )
@@ -39,7 +38,12 @@ app.command()(bench)
 # that both derive usage mistakes from is the base of typer's own public one.
 _CLICK_USAGE_ERROR: Any = typer.BadParameter.__mro__[1]
 
-_MEDIA, _SAMPLING, _OUTPUT = arguments.MEDIA, "Sampling", "Output"
+_MEDIA, _SAMPLING, _FILES, _OUTPUT = (
+    arguments.MEDIA,
+    "Sampling",
+    "Conversations",
+    "Output",
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -48,9 +52,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit code."""
+    """Run the command line and return the exit code; without arguments it shows the help."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        code = app(args=arguments, prog_name="mmkv", standalone_mode=False)
+        code = app(args=given or ["--help"], prog_name="mmkv", standalone_mode=False)
     except (UsageError, _CLICK_USAGE_ERROR) as error:
         text = error.format_message() if hasattr(error, "format_message") else str(error)
         return _fail(f"{' '.join(text.split()).rstrip('.')}; see mmkv --help", 2)
@@ -127,6 +132,7 @@ def distill(context: typer.Context) -> int:
 @app.command()
 @arguments.engine_options()
 def chat(
+    context: typer.Context,
     engine: EngineConfig,
     prompt: Annotated[
         str | None,
@@ -184,6 +190,33 @@ def chat(
         list[str] | None,
         typer.Option(help="End the reply before this text. Repeatable.", rich_help_panel=_SAMPLING),
     ] = None,
+    load: Annotated[
+        str | None,
+        typer.Option(
+            help="Go on with a saved conversation.",
+            callback=arguments.take_saved_options,
+            is_eager=True,
+            rich_help_panel=_FILES,
+        ),
+    ] = None,
+    resume: Annotated[
+        bool,
+        typer.Option(
+            "--resume",
+            help="Go on with the latest conversation.",
+            callback=arguments.take_latest_options,
+            is_eager=True,
+            rich_help_panel=_FILES,
+        ),
+    ] = False,
+    save: Annotated[
+        str | None,
+        typer.Option(help="Save the conversation there at the end.", rich_help_panel=_FILES),
+    ] = None,
+    autosave: Annotated[
+        bool,
+        typer.Option(" /--no-autosave", help="Keep nothing for --resume.", rich_help_panel=_FILES),
+    ] = True,
     no_stream: Annotated[
         bool, typer.Option("--no-stream", help="Print replies whole.", rich_help_panel=_OUTPUT)
     ] = False,
@@ -193,7 +226,11 @@ def chat(
     quiet: arguments.Quiet = False,
 ) -> None:
     """Talk with a model about pictures; one answer with -p or piped input."""
-    options = ChatOptions(**{**locals(), "image": image or [], "video": video or []})
+    given = {**locals(), "image": image or [], "video": video or []}
+    del given["context"], given["resume"]
+    if resume:
+        given["load"] = arguments.latest_chat(context)
+    options = ChatOptions(**given, rebudget=arguments.budget_given(context))
     options.check()
     from mmkv.chat.run import run_chat
 

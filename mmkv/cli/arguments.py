@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from functools import wraps
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -44,6 +45,47 @@ _BUDGETS = {
     ],
 }
 _NOT_HERE = ("kv_limit",)
+_LATEST = "mmkv.latest"
+
+
+def take_saved_options(context: typer.Context, path: str | None) -> str | None:
+    """Take model, policy and gates of a session file as defaults of what is not given."""
+    if path is not None:
+        from mmkv.chat.saved import chat_options
+
+        _set_defaults(context, chat_options(Path(path).expanduser()))
+    return path
+
+
+def take_latest_options(context: typer.Context, wanted: bool) -> bool:
+    """Do as :func:`take_saved_options` for the conversation that was written last."""
+    if wanted:
+        from mmkv.chat.autosave import latest
+
+        context.meta[_LATEST] = str(latest())
+        take_saved_options(context, context.meta[_LATEST])
+    return wanted
+
+
+def latest_chat(context: typer.Context) -> str:
+    """Return the file that ``--resume`` found. Raises UsageError beside ``--load``."""
+    if context.params.get("load") is not None:
+        raise UsageError("--load and --resume exclude each other; give one")
+    return str(context.meta[_LATEST])
+
+
+def budget_given(context: typer.Context) -> bool:
+    """Return whether the command line itself names a budget."""
+    return any(_on_command_line(context, name) for name in _BUDGETS)
+
+
+def _on_command_line(context: typer.Context, name: str) -> bool:
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
+
+def _set_defaults(context: typer.Context, values: dict[str, Any]) -> None:
+    context.default_map = {**(context.default_map or {}), **values}
 
 
 def engine_options(model: str = "argument") -> Callable[[Callable[..., Any]], Callable[..., Any]]:

@@ -131,7 +131,7 @@ def test_commands_answer_on_stderr(mmkv: Callable[..., Ran], model: str) -> None
         "no turn to take back",
         "nowhere.mmkv",
         "/save needs a file name",
-        "cannot write",
+        "there is no folder /nowhere/at",
         "unknown command /nonsense",
     ):
         assert says in ran.err, says
