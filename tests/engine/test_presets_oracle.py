@@ -17,17 +17,17 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from engine.policies import PRESETS
+from engine.policies import PRESETS, make_policy
 from engine.runtime import Runtime
 from engine.sequence import CachedSequence
-from tests.support.dialogues import folder_of, prefill_both, prompt, reference_model
+from tests.support.dialogues import engine_of, folder_of, oracle_of, prefill_both, prompt
 from tests.support.oracle import METHODS, Oracle
-from tests.support.policies import GATED, KINDS
+from tests.support.policies import KINDS
 from tests.support.sessions import text_ids
 from tests.support.tiers import slow_but
 
 TOLERANCE = 1e-4
-NAMES = [name for name in PRESETS if name in METHODS and name != "full"]
+NAMES = [name for name in PRESETS if name in METHODS and make_policy(name).evicts]
 BATCH = 3
 
 # What is drawn for a parameter of any method, by its name.
@@ -96,7 +96,8 @@ def drawn(draw: Callable[[st.SearchStrategy[Any]], Any], name: str) -> Setting:
     parameters = {}
     for key in parameters_of(name):
         if draw(st.integers(0, 7)):
-            values = OWN.get((name, key)) or (RECENT if key == "recent" else VALUES[key])
+            values = RECENT if key == "recent" else VALUES.get(key)
+            values = OWN.get((name, key), values)
             parameters[key] = draw(values)
     budgets = st.integers(6, 44).map(lambda quarters: quarters / 4)
     return Setting(
@@ -124,14 +125,13 @@ class Pair:
 
     def __init__(self, engine: Runtime, name: str, setting: Setting) -> None:
         self.engine, self.session = engine, engine.session()
-        self.oracle = Oracle(
-            reference_model(folder_of(setting.model)),
-            engine.gates if name in GATED else None,
-            name,
+        self.oracle = oracle_of(
+            engine,
+            folder_of(setting.model),
+            text_of(name, setting.parameters),
             setting.budget,
             evict_every=setting.evict_every,
             prefill_chunk=setting.chunk,
-            **setting.parameters,
         )
 
     def prefill(self, inputs: dict[str, torch.Tensor]) -> None:
@@ -166,16 +166,13 @@ def decode(engine: Runtime, pairs: list[Pair], count: int, seed: int) -> None:
 
 def converse(name: str, setting: Setting, batch: int) -> list[Oracle]:
     """Lead the conversations; the oracles as they are at the end."""
-    engine = Runtime.from_pretrained(
+    engine = engine_of(
         folder_of(setting.model),
-        policy=text_of(name, setting.parameters),
-        budget=setting.budget,
+        text_of(name, setting.parameters),
+        setting.budget,
         evict_every=setting.evict_every,
         prefill_chunk=setting.chunk,
         page_size=setting.page_size,
-        gates="random" if name in GATED else None,
-        device="cpu",
-        dtype="float32",
     )
     if not setting.native:
         engine.backends.cpu.switch_off()
@@ -198,6 +195,7 @@ def converse(name: str, setting: Setting, batch: int) -> list[Oracle]:
     decode(engine, pairs, 6, seed + 2)
     for pair in pairs:
         pair.session.close()
+        pair.oracle.close()
     return [pair.oracle for pair in pairs]
 
 
@@ -231,7 +229,7 @@ def test_presets_follow_their_references(
     name: str, record_property: Callable[[str, object], None]
 ) -> None:
     found: list[Oracle] = []
-    compare_drawn(name, 5, 2, found)
+    compare_drawn(name, 3, 2, found)
     report(record_property, name, found)
 
 

@@ -15,68 +15,20 @@ from engine.policies import HeadAllocation, Policy, make_policy
 from engine.policies.pruning import LeastAttended, MostDiverse
 from engine.policies.scoring import Recency, Retention
 from engine.runtime import Runtime
-from tests.support.factories import Checkpoint, make_model, make_turn
-from tests.support.oracle import Oracle
+from tests.support.factories import make_model, make_turn
+from tests.support.model_configs import Checkpoint
+from tests.support.oracle import Pruned
 from tests.support.sessions import load, save_checkpoint, text_ids
-
-
-class Pruned(Oracle):
-    """Keeps what a pruner drops out of sight from its layer on.
-
-    All tokens run through all layers; a token that nobody sees changes nothing.
-    """
-
-    def prune(self, policy: str, layer: int, share: float) -> None:
-        self.kind, self.after, self.share = policy, layer, share
-
-    def _forward(
-        self, hidden: Tensor, positions: Tensor, deepstack: list[Tensor], prompt: bool
-    ) -> Tensor:
-        self.embedded = hidden
-        return super()._forward(hidden, positions, deepstack, prompt)
-
-    def _attention(
-        self, layer: int, query: Tensor, at: Tensor, window: int | None = None
-    ) -> Tensor:
-        if layer == self.after and self.prompt[-1]:
-            ids = torch.cat(self.past["input_ids"], 1)[0, : self.seen]
-            visual = (ids[-self.new :] == self.hf.config.image_token_id).nonzero().flatten()
-            for index in self._dropped(visual.tolist()):
-                if index != self.new - 1:
-                    self.keep[layer:, :, self.seen - self.new + index] = False
-        return super()._attention(layer, query, at, window)
-
-    def _dropped(self, visual: list[int]) -> set[int]:
-        count = min(max(round(self.share * len(visual)), 1), len(visual))
-        if self.kind == "divprune":
-            return set(visual) - set(self._diverse(visual, count))
-        weights = self.weights[self.after - 1][..., -self.new :].mean(0)
-        received = weights[-1] if self.kind == "last" else weights.sum(0)
-        order = sorted(visual, key=lambda index: (-float(received[index]), index))
-        return set(order[count:])
-
-    def _diverse(self, visual: list[int], count: int) -> list[int]:
-        def distance(a: int, b: int) -> float:
-            return 1 - float(torch.cosine_similarity(self.embedded[a], self.embedded[b], dim=0))
-
-        chosen: list[int] = []
-        while len(chosen) < count:
-            rest = [index for index in visual if index not in chosen]
-            among = chosen or visual
-            near = [min([distance(a, b) for b in among if b != a] or [0.0]) for a in rest]
-            chosen.append(rest[near.index(max(near))])
-        return chosen
-
 
 FAMILIES = {
     "qwen3_vl": Checkpoint("qwen3_vl", 4, 2, 32, layers=3),
     "llava": Checkpoint("llava", 4, 2, 32, layers=3, text_type="llama"),
 }
-METHODS = {
-    "fastv": ("all", 2, 0.5),
-    "fastv:layer=1,keep=0.3": ("all", 1, 0.3),
-    "fastv:layer=1,attention=last": ("last", 1, 0.5),
-    "divprune:keep=0.4": ("divprune", 0, 0.4),
+# Parameters that test_matrix does not have.
+METHODS: dict[str, dict[str, Any]] = {
+    "fastv": {},
+    "fastv:layer=1,attention=last": {"layer": 1, "attention": "last"},
+    "divprune:keep=0.4": {"keep": 0.4},
 }
 
 
@@ -103,8 +55,8 @@ def test_a_pruned_dialogue_is_that_of_a_masked_model(
     family: str, method: str, chunk: int, models: dict[str, Path]
 ) -> None:
     engine = load(models[family], policy=method, prefill_chunk=chunk)
-    oracle = Pruned(make_model(FAMILIES[family]), None, "full", prefill_chunk=chunk)
-    oracle.prune(*METHODS[method])
+    name = method.partition(":")[0]
+    oracle = Pruned(make_model(FAMILIES[family]), name, prefill_chunk=chunk, **METHODS[method])
     session = engine.session()
     for turn in turns(family):
         torch.testing.assert_close(

@@ -6,15 +6,20 @@ import math
 import tempfile
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
+from engine.model.gates import Gates, WriteGates, load_gates, load_write_gates
+from engine.policies import PRESETS, make_policy
+from engine.policies.preset import PolicyText
+from engine.runtime import Runtime
 from engine.sequence import CachedSequence
 from tests.support.factories import CHECKPOINTS, Piece, make_turn
 from tests.support.model_configs import Checkpoint
-from tests.support.oracle import Oracle, Retained
+from tests.support.oracle import Admitted, Oracle, Pruned, Retained
 from tests.support.sessions import save_checkpoint
 
 
@@ -34,6 +39,7 @@ MODELS = CHECKPOINTS | {
     "text1": _text(1, 3, 32),
     "text3": _text(3, 2, 32),
     "text4": _text(4, 1, 64),
+    "llava3": Checkpoint("llava", 6, 2, 32, layers=2, text_type="llama"),
 }
 _homes: list[tempfile.TemporaryDirectory[str]] = []
 
@@ -52,6 +58,46 @@ def reference_model(folder: Path) -> PreTrainedModel:
     seeing = "vision_config" in (folder / "config.json").read_text()
     kind = AutoModelForImageTextToText if seeing else AutoModelForCausalLM
     return kind.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+
+
+@cache
+def loaded(folder: Path) -> Runtime:
+    """An engine whose weights others take over: to load them takes longer than a short dialogue."""
+    return Runtime.from_pretrained(folder, policy="full", device="cpu", dtype="float32")
+
+
+def engine_of(
+    folder: Path,
+    text: str,
+    budget: float,
+    lookahead: float = 2,
+    gates: Path | str = "random",
+    **options: Any,
+) -> Runtime:
+    """A float32 engine under a policy, as a command line names it, with the gates that it reads."""
+    base, policy = loaded(folder), make_policy(text, lookahead)
+    held: Gates | WriteGates | None = None
+    if policy.gates:
+        load = load_write_gates if policy.gates == "write" else load_gates
+        held = load(gates, base.spec)
+    return Runtime(base.family, base.spec, base.decoder.weights, held, policy, budget, **options)
+
+
+def oracle_of(engine: Runtime, folder: Path, text: str, budget: float, **settings: Any) -> Oracle:
+    """The reference of a preset with its parameters, as a command line names it.
+
+    Gates are the engine's public functions.
+    """
+    asked = PolicyText.parse(text)
+    known = PRESETS[asked.name].parameters
+    settings |= {key: known[key].parse(value) for key, value in asked.given.items()}
+    hf, policy = reference_model(folder), engine.policy
+    if policy.pruner is not None:
+        return Pruned(hf, asked.name, **settings)
+    gate = engine.gates if policy.scoring.needs.gates and policy.evicts else None
+    if engine.write_gates is not None:
+        return Admitted(hf, gate, engine.write_gates.log_g, asked.name, budget, **settings)
+    return Oracle(hf, gate, asked.name, budget, **settings)
 
 
 def prompt(model: str, *pieces: Piece, seed: int = 0) -> dict[str, Tensor]:

@@ -6,11 +6,11 @@ from engine.backends.cuda.kernels.evict import unsupported_reason
 from engine.new_entries import has_born
 from engine.policies import PRESETS, Policy, make_policy
 
-# Pruners need pictures and layers enough, and write gates are other gates: test_pruning.py and
-# test_admission.py have them.
+_ALL = {name: make_policy(name) for name in PRESETS}
+# Pruners need pictures and layers enough, and write gates are other gates: test_matrix.py has them.
 _MADE = {
     name: policy
-    for name, policy in ((name, make_policy(name)) for name in PRESETS)
+    for name, policy in _ALL.items()
     if policy.pruner is None and policy.admission is None
 }
 
@@ -43,5 +43,7 @@ KINDS = tuple(
     for at, name in enumerate(ALL)
     if _kind(_MADE[name]) not in {_kind(_MADE[other]) for other in ALL[:at]}
 )
+# And those that stand apart.
+OTHERS = tuple(name for name in _ALL if name not in _MADE)
 EVICTING_KINDS = tuple(name for name in KINDS if name in EVICTING)
 EVICTING_STATIC = tuple(name for name in STATIC if name in EVICTING)

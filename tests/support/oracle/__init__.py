@@ -4,7 +4,9 @@
 :mod:`tests.support.oracle.simulation`. Scores are float64, and eviction is one full sort.
 """
 
+from tests.support.oracle.admission import Admitted
 from tests.support.oracle.eviction import Eviction, Oracle, Retained
 from tests.support.oracle.methods import METHODS, log_score
+from tests.support.oracle.pruning import Pruned
 
-__all__ = ["METHODS", "Eviction", "Oracle", "Retained", "log_score"]
+__all__ = ["METHODS", "Admitted", "Eviction", "Oracle", "Pruned", "Retained", "log_score"]

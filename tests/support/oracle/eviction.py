@@ -112,6 +112,9 @@ class Oracle(Simulation):
     def retained(self) -> Retained:
         return [[row.nonzero().flatten() for row in layer] for layer in self.keep]
 
+    def close(self) -> None:
+        """Leave the model as it was."""
+
     def _evict(self, slack: int) -> None:
         """Cut every group to its share as soon as one stands above its share and slack.
 
@@ -125,7 +128,7 @@ class Oracle(Simulation):
         ):
             return
         score = self.method.score(self)
-        near, protected = self.method.nearness(score), self.method.protected(self, self.total)
+        near, protected = self.method.nearness(score), self._protected()
         score, near = (x.masked_fill(protected, torch.inf) for x in (score, near))
         self.evictions += 1
         seen = (x.masked_fill(~self.keep, torch.nan) for x in (score, near))
@@ -136,6 +139,10 @@ class Oracle(Simulation):
                 self.keep[*row, t] = False
                 self.evicted_nan += math.isnan(score[row][t])
         self.last.keep = self.keep.clone()
+
+    def _protected(self) -> Tensor:
+        """Bool, to be broadcast to ``[L, H, T]``: what goes only when nothing else is left."""
+        return self.method.protected(self, self.total)
 
     def _order(self, group: Group, score: Tensor) -> list[tuple[Row, int]]:
         """The entries (row, position) of a group in the order in which they go."""

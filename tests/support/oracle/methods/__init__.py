@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from tests.support.oracle.methods import attention, frozen, keys, redundancy, retention
+from tests.support.oracle.methods import (
+    admission,
+    attention,
+    frozen,
+    keys,
+    redundancy,
+    retention,
+)
 from tests.support.oracle.methods.base import Method
 from tests.support.oracle.methods.retention import log_score
 
@@ -35,6 +42,7 @@ METHODS: dict[str, Callable[..., Method]] = {
     "lag-kv": frozen.CausalLag,
     "attention-hs": frozen.AttentionHidden,
     "segments-hs": frozen.SegmentHidden,
+    "wgkv": admission.WriteGated,
 }
 
 
