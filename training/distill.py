@@ -12,11 +12,13 @@ from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
+from safetensors import SafetensorError
 
 from engine.errors import InputError, MmkvError
 
 app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)
 
+_RESUME = "the same command with --resume continues from the last checkpoint in --output"
 _DATA, _GATES, _LOSS, _RUN = "Data", "Gates", "Loss", "Run"
 
 
@@ -190,22 +192,30 @@ def _is_default(context: typer.Context, name: str) -> bool:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
     try:
-        app(args=arguments, prog_name="mmkv distill", standalone_mode=False)
+        code = app(args=arguments, prog_name="mmkv distill", standalone_mode=False)
     except MmkvError as error:
-        print(f"training.distill: error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 1
+        return _fail(str(error), 1)
     except typer.BadParameter.__mro__[1] as error:  # type: ignore[misc]
         text = error.format_message() if hasattr(error, "format_message") else str(error)
-        print(f"training.distill: error: {text}; see --help", file=sys.stderr)
-        return 2
+        return _fail(f"{text}; see --help", 2)
+    except (OSError, SafetensorError) as error:
+        # A disk that is full, most of all; torch and safetensors have errors of their own for it.
+        reason = getattr(error, "strerror", None) or error
+        return _fail(f"cannot read or write a file: {reason}; free space, then {_RESUME}", 1)
+    except RuntimeError as error:
+        if "PytorchStreamWriter" not in str(error) and "inline_container" not in str(error):
+            raise
+        return _fail(f"a checkpoint cannot be written; free space, then {_RESUME}", 1)
     except (KeyboardInterrupt, typer.Abort):
-        print(
-            "training.distill: interrupted; the same command with --resume continues from the last "
-            "checkpoint in --output",
-            file=sys.stderr,
-        )
-        return 130
-    return 0
+        code = 130
+    if code == 130:  # typer makes this of a KeyboardInterrupt
+        print(f"training.distill: interrupted; {_RESUME}", file=sys.stderr)
+    return code if isinstance(code, int) else 0
+
+
+def _fail(message: str, code: int) -> int:
+    print(f"training.distill: error: {' '.join(message.split())}", file=sys.stderr)
+    return code
 
 
 if __name__ == "__main__":

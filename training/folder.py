@@ -23,10 +23,12 @@ _FREE = frozenset(
 def begin(folder: Path, asked: Mapping[str, Any]) -> None:
     """Make the folder of a run that starts anew, and write down what was asked.
 
+    A checkpoint that a kill cut off holds nothing of use; this run writes over it.
+
     Raises:
         InputError: it holds checkpoints of another run, which would mix with those to come.
     """
-    if found := _checkpoints(folder):
+    if found := _whole(folder):
         raise InputError(
             f"{folder} holds {found[-1].name} of an earlier run; continue it with --resume, or "
             "give another --output"
@@ -44,9 +46,9 @@ def resume(folder: Path, asked: Mapping[str, Any]) -> Path:
     Raises:
         InputError: no checkpoint that was written whole, or other settings than the run's own.
     """
-    whole = [made for made in _checkpoints(folder) if (made / _STATE).is_file()]
+    whole = _whole(folder)
     if not whole:
-        raise InputError(f"no checkpoint in {folder} to resume from; leave --resume out")
+        raise InputError(f"no checkpoint in {folder} was written to its end; leave --resume out")
     try:
         before = json.loads((folder / ASKED).read_text())
     except (OSError, ValueError):
@@ -88,10 +90,10 @@ def processes() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def _checkpoints(folder: Path) -> list[Path]:
-    """Return checkpoints by their step."""
-    found = (made for made in folder.glob("checkpoint-*") if made.is_dir())
-    return sorted((made for made in found if made.name[11:].isdigit()), key=_step)
+def _whole(folder: Path) -> list[Path]:
+    """Return checkpoints that were written to their end, by their step."""
+    found = (made for made in folder.glob("checkpoint-*") if (made / _STATE).is_file())
+    return sorted((made for made in found if made.name[11:].isdecimal()), key=_step)
 
 
 def _step(checkpoint: Path) -> int:

@@ -17,13 +17,15 @@ from engine import hub
 from engine.errors import ModelError
 from engine.model.gates import as_stored, save_gates
 from engine.runtime import Runtime
+from mmkv.measure.outputs import require_output
 from mmkv.measure.record import provenance
 from training.card import write_card
 from training.curve import draw_curve
-from training.folder import begin, history, processes, resume
+from training.folder import begin, first_process, history, processes, resume
 from training.held_out import HeldOutData, summary
 from training.model import DistillModel, backbone_digest
 from training.settings import Settings
+from training.stopping import Stopping
 from training.trainable import TrainableGates, TrainableWriteGates
 from training.trainer import DistillTrainer, HeldOut, History
 from training.write_model import WriteGateModel
@@ -78,8 +80,9 @@ def distill(
         What ``gates.json`` says.
 
     Raises:
-        InputError: nothing to resume, other settings than the run's that is resumed, or a new run
-            in the folder of another.
+        InputError: nothing to resume, other settings than the run's that is resumed, a new run in
+            the folder of another, or a folder that cannot be written.
+        KeyboardInterrupt: Ctrl-C was pressed; a checkpoint holds the run so far.
     """
     folder = Path(settings.output)
     asked = {
@@ -89,6 +92,8 @@ def distill(
         **(options or {}),
     }
     last = None
+    if first_process():
+        require_output(folder)
     if settings.resume:
         last = str(resume(folder, asked))
     else:
@@ -96,14 +101,16 @@ def distill(
     before = backbone_digest(engine)
     make = _write_gates if settings.method == "wgkv" else _retention_gates
     model, evaluate = make(settings, engine, HeldOutData(engine, held_out))
-    measure = HeldOut(evaluate, settings.eval_every, folder)
+    stopping = Stopping()
+    measure = HeldOut(evaluate, settings.eval_every, folder, stopping)
     trainer = DistillTrainer(
         model=model,
         args=_arguments(settings, folder),
         train_dataset=train,
-        callbacks=[History(folder), *([measure] if held_out else [])],
+        callbacks=[History(folder), stopping, *([measure] if held_out else [])],
     )
-    trainer.train(resume_from_checkpoint=last)
+    with stopping:
+        trainer.train(resume_from_checkpoint=last)
     after = backbone_digest(engine)
     if after != before:
         raise RuntimeError("the backbone changed during training; this is a bug in mmkv")

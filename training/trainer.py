@@ -17,6 +17,7 @@ from torch.utils.data import Dataset, SequentialSampler
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from training.folder import HISTORY, history
+from training.stopping import Stopping
 
 
 def only_list(examples: list[Any]) -> dict[str, list[Any]]:
@@ -101,10 +102,18 @@ class HeldOut(TrainerCallback):
     Args:
         evaluate: returns the figures of a run over the held-out data.
         every: steps between runs; 0 for only the last.
+        stopping: a run that it ends is not evaluated.
     """
 
-    def __init__(self, evaluate: Callable[[], dict[str, float]], every: int, folder: Path) -> None:
+    def __init__(
+        self,
+        evaluate: Callable[[], dict[str, float]],
+        every: int,
+        folder: Path,
+        stopping: Stopping,
+    ) -> None:
         self.evaluate, self.every, self.folder = evaluate, every, folder
+        self.stopping = stopping
 
     def latest(self) -> dict[str, float]:
         """Return the figures of the last run; empty when there was none."""
@@ -117,7 +126,7 @@ class HeldOut(TrainerCallback):
         """Evaluate on the first process, the others wait at the next gradient exchange."""
         last = state.global_step >= state.max_steps
         due = last or (self.every and state.global_step % self.every == 0)
-        if not due or not state.is_world_process_zero:
+        if not due or not state.is_world_process_zero or (self.stopping.pressed and not last):
             return
         with torch.no_grad():
             found = {f"held_out_{k}": v for k, v in self.evaluate().items()}
