@@ -34,6 +34,7 @@ class ChatOptions:
     num_frames: int | None = None
     min_pixels: int | None = None
     max_pixels: int | None = None
+    pixel_limit: int | None = None
     max_new_tokens: int = 512
     temperature: float = 0.0
     top_p: float = 1.0
@@ -62,6 +63,10 @@ class ChatOptions:
         if self.fps is not None and self.num_frames is not None:
             raise UsageError("--fps and --num-frames exclude each other; give one")
         try:
+            if self.pixel_limit is not None:
+                from mmkv.prompt.media import set_pixel_limit
+
+                set_pixel_limit(self.pixel_limit)
             self.sampling()
         except InputError as error:
             raise UsageError(str(error)) from error

@@ -161,6 +161,7 @@ def chat(
     ] = None,
     min_pixels: arguments.MinPixels = None,
     max_pixels: arguments.MaxPixels = None,
+    pixel_limit: arguments.PixelLimit = None,
     max_new_tokens: Annotated[
         int, typer.Option(help="Longest reply, in tokens.", rich_help_panel=_SAMPLING)
     ] = 512,

@@ -25,6 +25,12 @@ MinPixels = Annotated[
 MaxPixels = Annotated[
     int | None, typer.Option(help="Shrink pictures above this.", rich_help_panel=MEDIA)
 ]
+PixelLimit = Annotated[
+    int | None,
+    typer.Option(
+        help="Refuse picture files of more pixels (default 120 million).", rich_help_panel=MEDIA
+    ),
+]
 
 # The budget has an option for each unit; kv_limit is for programs.
 _BUDGETS = {

@@ -58,6 +58,7 @@ def answer(
     system: arguments.System = None,
     min_pixels: arguments.MinPixels = None,
     max_pixels: arguments.MaxPixels = None,
+    pixel_limit: arguments.PixelLimit = None,
     quiet: arguments.Quiet = False,
 ) -> None:
     """Answer MMDU's dialogues under a budget; judge, score and table rate the answers."""
@@ -69,6 +70,7 @@ def answer(
         system=system,
         min_pixels=min_pixels,
         max_pixels=max_pixels,
+        pixel_limit=pixel_limit,
         max_new_tokens=max_new_tokens,
         no_stream=True,
         quiet=quiet,

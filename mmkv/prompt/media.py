@@ -8,8 +8,12 @@ from __future__ import annotations
 import base64
 import binascii
 import io
+import os
+import queue
+import re
 import stat
 import tempfile
+import threading
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -21,17 +25,41 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engine.errors import InputError
+from engine.paths import user_path
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
     ImageSource = str | Path | Image
 
-TIMEOUT_S = 20.0
+TIMEOUT_S = 20.0  # without a byte
+# For a whole answer, however steadily it drips.
+IMAGE_DEADLINE_S, VIDEO_DEADLINE_S = 120.0, 1200.0
 MAX_IMAGE_BYTES = 64 * 2**20
 MAX_VIDEO_BYTES = 1024 * 2**20
+MAX_FILE_BYTES = 1024 * 2**20  # a picture on the disk may be stored without compression
 # 120 megapixels: above phone cameras, far below what a small crafted file can unpack to.
 MAX_PIXELS = 120_000_000
+_PIECE = 64 * 2**10
+_LONGEST_NAME = 150
+_pixel_limit = MAX_PIXELS
+
+
+def set_pixel_limit(count: int) -> None:
+    """Refuse pictures of more than ``count`` pixels in this process, :data:`MAX_PIXELS` at first.
+
+    A picture takes up to eight bytes a pixel while it is decoded. Raises InputError below 1.
+    """
+    global _pixel_limit
+    from PIL import Image as pil
+
+    if isinstance(count, bool) or not isinstance(count, int):
+        raise TypeError(f"a pixel limit is a whole number, not a {type(count).__name__}")
+    if count < 1:
+        raise InputError(f"a limit of {count} pixels leaves no picture; give 1 or more")
+    _pixel_limit = count
+    # Pillow's own limit, at twice its number, must not be the lower one.
+    pil.MAX_IMAGE_PIXELS = max(pil.MAX_IMAGE_PIXELS or 0, count)
 
 
 def load_image(source: ImageSource) -> Image:
@@ -43,21 +71,25 @@ def load_image(source: ImageSource) -> Image:
     from PIL import Image as pil
 
     if isinstance(source, pil.Image):
-        return _upright_rgb(source, "picture")
+        return _converted(source, "the picture")
+    if not isinstance(source, (str, os.PathLike)):
+        raise TypeError(f"a picture is a path, URL or PIL image, not a {type(source).__name__}")
     name = describe(source)
     return _decode(_read(str(source), name), name)
 
 
 def describe(source: object) -> str:
-    """Name a source for messages (a data: URI can be megabytes long)."""
+    """Name a source for messages (a data: URI can be megabytes long, a URL thousands)."""
     text = str(source)
-    return text.split(",", 1)[0][:40] + ",..." if text.startswith("data:") else text
+    if text.startswith("data:"):
+        return text.split(",", 1)[0][:40] + ",..."
+    return text if len(text) <= _LONGEST_NAME else f"{text[:_LONGEST_NAME]}..."
 
 
 def check_source(source: str) -> None:
     """Raise InputError when ``source`` is a path at which there is no file; fetches nothing."""
     if not source.startswith("data:") and not _is_url(source):
-        _require_file(Path(source).expanduser(), source)
+        _require_file(user_path(source), source)
 
 
 @contextmanager
@@ -65,14 +97,15 @@ def local_file(source: str | Path) -> Iterator[Path]:
     """Give a path for ``source``; an http(s) URL is fetched to a temporary file meanwhile."""
     text = str(source)
     if not _is_url(text):
-        path = Path(text).expanduser()
+        path = user_path(source)
         _require_file(path, text)
         yield path
         return
+    content = _fetch(text, MAX_VIDEO_BYTES, VIDEO_DEADLINE_S)
     with tempfile.TemporaryDirectory(prefix="mmkv-") as folder:
-        suffix = Path(urllib.parse.urlsplit(text).path).suffix[:8]
-        path = Path(folder) / f"download{suffix}"
-        path.write_bytes(_fetch(text, MAX_VIDEO_BYTES))
+        suffix = re.fullmatch(r"\.\w{1,7}", Path(urllib.parse.urlsplit(text).path).suffix)
+        path = Path(folder) / f"download{suffix[0] if suffix else ''}"
+        path.write_bytes(content)
         yield path
 
 
@@ -80,14 +113,17 @@ def _read(source: str, name: str) -> bytes:
     if source.startswith("data:"):
         content = _decode_data_uri(source)
     elif _is_url(source):
-        content = _fetch(source, MAX_IMAGE_BYTES)
+        content = _fetch(source, MAX_IMAGE_BYTES, IMAGE_DEADLINE_S)
     else:
-        path = Path(source).expanduser()
+        path = user_path(source)
         _require_file(path, name)
         try:
-            content = path.read_bytes()
+            with path.open("rb") as file:
+                content = file.read(MAX_FILE_BYTES + 1)
         except OSError as error:
             raise InputError(f"cannot read {name}: {error.strerror or error}") from error
+        if len(content) > MAX_FILE_BYTES:
+            raise InputError(f"{name} is larger than {MAX_FILE_BYTES >> 20} MiB; scale it down")
     if not content:
         raise InputError(f"{name} is empty; give a picture file (PNG, JPEG, WebP, ...)")
     return content
@@ -102,6 +138,8 @@ def _require_file(path: Path, name: str) -> None:
         raise InputError(f"not a usable file name: {name[:80]!r}; check the path") from error
     if stat.S_ISDIR(mode):
         raise InputError(f"{name} is a folder; name one file in it")
+    if not stat.S_ISREG(mode):  # reading a pipe or a device may never end
+        raise InputError(f"{name} is no regular file; copy what it gives to one and name that")
 
 
 def _is_url(source: str) -> bool:
@@ -123,41 +161,77 @@ def _decode_data_uri(source: str) -> bytes:
         raise InputError(f"the data: URI is not valid base64: {error}; encode it again") from error
 
 
-def _fetch(url: str, limit: int) -> bytes:
-    """Download ``url`` (http or https, also after redirects), at most ``limit`` bytes."""
-    request = urllib.request.Request(url, headers={"User-Agent": "mmkv"})
+def _fetch(url: str, limit: int, deadline: float) -> bytes:
+    """Download ``url``, at most ``limit`` bytes within ``deadline`` seconds. Raises InputError.
+
+    A thread of its own downloads: a server that sends a byte now and then, be it of the headers,
+    would pass every timeout of a socket.
+    """
+    answers: queue.SimpleQueue[bytes | Exception] = queue.SimpleQueue()
+    late = threading.Event()
+
+    def download() -> None:
+        try:
+            answers.put(_downloaded(url, limit, late))
+        except Exception as error:
+            answers.put(error)
+
+    threading.Thread(target=download, name="mmkv-download", daemon=True).start()
     try:
+        found = answers.get(timeout=deadline)
+    except queue.Empty:
+        raise InputError(
+            f"{describe(url)} did not answer whole within {deadline:g} s; download it yourself"
+        ) from None
+    finally:
+        late.set()
+    if isinstance(found, Exception):
+        raise found
+    return found
+
+
+def _downloaded(url: str, limit: int, late: threading.Event) -> bytes:
+    """Download ``url`` (http or https, also after redirects) until ``late`` is set."""
+    name = describe(url)
+    content = bytearray()
+    try:
+        request = urllib.request.Request(url, headers={"User-Agent": "mmkv"})
         with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
             if not _is_url(answer.geturl()):
-                raise InputError(f"{url} redirects away from http(s); download the file yourself")
-            content = answer.read(limit + 1)
+                raise InputError(f"{name} redirects away from http(s); download the file yourself")
+            while len(content) <= limit and not late.is_set():
+                piece = answer.read1(_PIECE)
+                if not piece:
+                    break
+                content += piece
+            if (missing := answer.length) and len(content) <= limit:
+                raise InputError(f"{name} broke off {missing:,} bytes early; try again")
     except urllib.error.HTTPError as error:
-        raise InputError(f"{url} answered {error.code} {error.reason}; check the URL") from error
+        raise InputError(f"{name} answered {error.code} {error.reason}; check the URL") from error
     # ValueError: a malformed address; HTTPException: a server that does not speak HTTP.
     except (OSError, ValueError, HTTPException) as error:
         reason = getattr(error, "reason", None) or error
-        raise InputError(f"cannot fetch {url}: {reason}; check the URL and network") from error
+        raise InputError(f"cannot fetch {name}: {reason}; check the URL and network") from error
     if len(content) > limit:
-        raise InputError(f"{url} is larger than {limit >> 20} MiB; download and shrink it")
-    return content
+        raise InputError(f"{name} is larger than {limit >> 20} MiB; download and shrink it")
+    return bytes(content)
 
 
 def _decode(content: bytes, name: str) -> Image:
     from PIL import Image as pil
 
     try:
-        with warnings.catch_warnings(), _no_patience():
+        with warnings.catch_warnings():
             # Pillow warns from 89 megapixels on; the check below is ours and is an error.
             warnings.simplefilter("ignore")
             with pil.open(io.BytesIO(content)) as picture:
                 width, height = picture.size
-                if width * height > MAX_PIXELS:
+                if width * height > _pixel_limit:
                     raise InputError(
                         f"{name} has {width} x {height} pixels, over the limit of "
-                        f"{MAX_PIXELS // 10**6} megapixels; scale it down"
+                        f"{_pixel_limit / 10**6:g} megapixels; scale it down or raise --pixel-limit"
                     )
-                picture.load()
-                return _upright_rgb(picture, name)
+                return _converted(picture, name)
     except InputError:
         raise
     except pil.DecompressionBombError as error:
@@ -166,10 +240,29 @@ def _decode(content: bytes, name: str) -> Image:
         ) from error
     except pil.UnidentifiedImageError as error:
         raise InputError(f"{name} is not a picture that Pillow can read; convert it") from error
+    except Exception as error:
+        raise _damaged(name, error) from error
+
+
+def _converted(picture: Image, name: str) -> Image:
+    """Decode an opened picture, upright and RGB. Raises InputError."""
+    try:
+        with warnings.catch_warnings(), _no_patience():
+            warnings.simplefilter("ignore")  # of garbled EXIF data
+            picture.load()
+            return _upright_rgb(picture, name)
+    except InputError:
+        raise
+    except MemoryError as error:
+        raise InputError(f"{name} does not fit into memory; scale it down") from error
     # Decoders of broken files raise nearly anything: OSError, SyntaxError, struct.error, ...
     except Exception as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise InputError(f"{name} is damaged ({reason}); get another copy") from error
+        raise _damaged(name, error) from error
+
+
+def _damaged(name: str, error: Exception) -> InputError:
+    reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+    return InputError(f"{name} is damaged ({reason}); get another copy")
 
 
 @contextmanager

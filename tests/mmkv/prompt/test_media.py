@@ -5,14 +5,18 @@ from __future__ import annotations
 import base64
 import http.server
 import io
+import socket
 import struct
 import threading
 import zlib
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from PIL import Image, ImageFile
 
 from engine.errors import InputError
@@ -123,10 +127,16 @@ def test_bad_files_give_one_line(
 
 
 def test_a_picture_just_over_the_pixel_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(media, "MAX_PIXELS", 7)
+    monkeypatch.setattr(media, "_pixel_limit", 7)
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 7)
     uri = "data:;base64," + base64.b64encode(encoded(two_colours())).decode()
-    with pytest.raises(InputError, match="4 x 2"):
+    with pytest.raises(InputError, match=r"4 x 2.*--pixel-limit"):
         load_image(uri)
+    media.set_pixel_limit(8)
+    assert load_image(uri).size == (4, 2)
+    for wrong in (0, -5):
+        with pytest.raises(InputError, match="1 or more"):
+            media.set_pixel_limit(wrong)
 
 
 @pytest.mark.parametrize(
@@ -135,7 +145,14 @@ def test_a_picture_just_over_the_pixel_limit_is_refused(monkeypatch: pytest.Monk
         ("data:image/png;base64,@@@@", "base64"),
         ("data:image/png", "comma"),
         ("x" * 5000, "file name"),
-        ("a\0b", "file name"),
+        ("a\0b", "NUL"),
+        ("\ud800.png", "file name"),
+        ("~no-such-user-here/x.png", "no such user"),
+        ("/dev/zero", "no regular file"),
+        ("https://[::1", "cannot fetch"),
+        ("https://[::1/" + "x" * 5000, "cannot fetch"),
+        ("http://127.0.0.1:99999/x", "cannot fetch"),
+        ("http://a b/x", "cannot fetch"),
         (".", "folder"),
         ("http://127.0.0.1:1/x.png", "cannot fetch"),
         ("http://", "cannot fetch"),
@@ -154,3 +171,59 @@ def test_bad_answers_of_a_server(server: str, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(media, "MAX_IMAGE_BYTES", 10)
     with pytest.raises(InputError, match="larger than"):
         load_image(f"{server}/picture.png")
+
+
+@pytest.mark.parametrize("drips", ["headers", "content"])
+def test_a_server_that_drips_is_left(drips: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A byte now and then passes every timeout of a socket; the whole answer has a deadline."""
+    monkeypatch.setattr(media, "IMAGE_DEADLINE_S", 0.3)
+    over = threading.Event()
+
+    def drip(listening: socket.socket) -> None:
+        connection, _ = listening.accept()
+        with connection:
+            connection.recv(1000)
+            begin = b"HTTP/1.1 200 OK\r\n" + (b"X: " if drips == "headers" else b"\r\n")
+            with suppress(OSError):
+                connection.sendall(begin)
+                while not over.wait(0.02):
+                    connection.sendall(b"x")
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        thread = threading.Thread(target=drip, args=(listening,), daemon=True)
+        thread.start()
+        with pytest.raises(InputError, match=r"within 0.3 s"):
+            load_image(f"http://127.0.0.1:{listening.getsockname()[1]}/x.png")
+        over.set()
+        thread.join()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.binary(max_size=60), st.sampled_from(["JPEG", "PNG", "WEBP"]), st.booleans())
+def test_garbled_exif_data_costs_the_orientation_only(
+    noise: bytes, kind: str, wrapped: bool
+) -> None:
+    exif = Image.Exif()
+    exif[0x0112], exif[0x010F] = 6, "maker"
+    garbled = exif.tobytes()[:20] + noise if wrapped else b"Exif\0\0" + noise
+    try:
+        content = encoded(two_colours().resize((16, 8)), kind, exif=garbled)
+    except Exception:  # Pillow does not write every such block
+        return
+    uri = "data:;base64," + base64.b64encode(content).decode()
+    for source in (uri, Image.open(io.BytesIO(content))):
+        assert sorted(load_image(source).size) == [8, 16]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from(["PNG", "JPEG", "GIF", "TIFF", "WEBP"]), st.data())
+def test_damaged_pictures_load_or_are_refused(kind: str, data: st.DataObject) -> None:
+    whole = bytearray(encoded(Image.linear_gradient("L").resize((24, 17)).convert("RGB"), kind))
+    for _ in range(data.draw(st.integers(1, 4))):
+        whole[data.draw(st.integers(0, len(whole) - 1))] = data.draw(st.integers(0, 255))
+    content = bytes(whole[: data.draw(st.integers(len(whole) // 2, len(whole)))])
+    uri = "data:;base64," + base64.b64encode(content).decode()
+    with suppress(InputError):
+        load_image(uri)
+    with suppress(InputError, OSError, SyntaxError):  # the last two: Pillow, when it opens it
+        load_image(Image.open(io.BytesIO(content)))

@@ -1,0 +1,49 @@
+"""Turn a name that a user typed into a path."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from engine.errors import InputError
+
+
+def user_path(name: str | os.PathLike[str]) -> Path:
+    """Return the path that ``name`` stands for, ``~`` expanded. Nothing is looked up on the disk.
+
+    Raises:
+        InputError: for what cannot be a path: a NUL byte, text that is no file name, the home of a
+            user who is not there. TypeError: ``name`` is neither text nor a path.
+    """
+    if not isinstance(name, (str, os.PathLike)):
+        raise TypeError(f"a path is text or a pathlib.Path, not a {type(name).__name__}")
+    text = os.fspath(name)
+    if not isinstance(text, str):
+        raise TypeError("a path is text, not bytes; decode it with os.fsdecode")
+    shown = ascii(text[:80])
+    try:
+        os.fsencode(text)
+    except UnicodeEncodeError as error:
+        raise InputError(f"{shown} cannot be a file name; check the path") from error
+    if "\0" in text:
+        raise InputError(f"{shown} holds a NUL byte, which no path has; check the path")
+    try:
+        return Path(text).expanduser()
+    except RuntimeError as error:
+        raise InputError(f"{shown}: no such user's home folder; write the whole path") from error
+
+
+def is_file(path: Path) -> bool:
+    """Return whether a file is there; False also where the name is too long to be one."""
+    try:
+        return path.is_file()
+    except OSError:
+        return False
+
+
+def is_folder(path: Path) -> bool:
+    """Return whether a folder is there; False also where the name is too long to be one."""
+    try:
+        return path.is_dir()
+    except OSError:
+        return False
