@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import InputError
+from engine.paths import is_file, is_folder
 
 PLACEHOLDER = "<ImageHere>"
 # A dialogue's id names its file; the prefix is kept for the files that describe a whole run.
 RESERVED = "mmkv-"
+_LONGEST_NAME = 4096  # of a path on Linux
 _FILE_NAME = re.compile(r"(?!\.)[^/\\:*?\"<>|\x00-\x1f]{1,200}")
 
 
@@ -78,7 +80,7 @@ def read_benchmark(
                 raise InputError("an earlier dialogue has the same id; give each its own")
         except InputError as error:
             if isinstance(row, dict) and row.get("id") is not None:
-                name = str(row["id"])[:80]
+                name = str(row["id"])[:80].encode("utf-8", "backslashreplace").decode()
             problems.append(Problem(name, str(error)))
             continue
         # Some file systems ignore case, and two dialogues must never share a file.
@@ -95,7 +97,7 @@ def _rows(path: Path) -> list[tuple[str | None, Any]]:
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror}; name a JSON file") from error
     except (ValueError, RecursionError) as error:
-        raise InputError(f"{path} is not JSON ({error}); fetch it again") from error
+        raise InputError(f"{path} is not JSON ({error}); name a JSON file in UTF-8") from error
     if isinstance(content, dict):
         # The answering scripts of the benchmark read an object, its judging script a list.
         rows: list[tuple[str | None, Any]] = list(content.items())
@@ -112,6 +114,7 @@ def read_row(row: Any, key: str | None = None, unused_images: bool = False) -> D
     """Read one row as a dialogue; ``key`` stands in for a missing id. Raises InputError."""
     if not isinstance(row, dict):
         raise InputError("the row is not an object with id, image and conversations; correct it")
+    _require_text(row)
     name = row.get("id", key)
     if isinstance(name, bool) or not isinstance(name, str | int):
         raise InputError("the row has no id (a text or a number); give it one")
@@ -132,6 +135,19 @@ def read_row(row: Any, key: str | None = None, unused_images: bool = False) -> D
             f"{len(dialogue.images)}; {remedy}"
         )
     return dialogue
+
+
+def _require_text(row: dict[str, Any]) -> None:
+    """Raise InputError for a row that could not be written or shown again."""
+    try:
+        json.dumps(row, ensure_ascii=False, indent=1).encode()
+    except UnicodeEncodeError as error:
+        odd = ascii(error.object[error.start])
+        raise InputError(
+            f"the row holds {odd}, half of a character and no text; correct the row"
+        ) from error
+    except (RecursionError, ValueError) as error:
+        raise InputError("the row is nested too deeply; correct it") from error
 
 
 def _turns(conversations: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -184,7 +200,7 @@ def _exact(row: dict[str, Any], questions: int) -> tuple[str, ...]:
 
 def require_folder(folder: Path) -> None:
     """Raise InputError when the folder of pictures is not there."""
-    if not folder.is_dir():
+    if not is_folder(folder):
         raise InputError(f"no folder of pictures at {folder}; name it with --images")
 
 
@@ -201,10 +217,10 @@ def find_pictures(dialogue: Dialogue, folder: Path) -> list[Path]:
 
 def _find(name: str, folder: Path) -> Path:
     parts = [part for part in re.split(r"[/\\]+", name) if part not in ("", ".")]
-    if ".." not in parts:
+    if ".." not in parts and len(name) <= _LONGEST_NAME:
         for start in range(len(parts)):
             path = folder.joinpath(*parts[start:])
-            if path.is_file():
+            if is_file(path):
                 return path
     raise InputError(f"the picture {name[:200]} is not under {folder}; check --images")
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,12 @@ from eval.mmdu.data import RESERVED, Dialogue
 RUN, SUMMARY = f"{RESERVED}run.json", f"{RESERVED}summary.json"
 
 
+class OutputError(InputError):
+    """A file of results cannot be written."""
+
+
 def write_json(path: Path, content: Any) -> None:
-    """Replace ``path`` whole: a kill leaves the old file or the new one. Raises InputError."""
+    """Replace ``path`` whole: a kill leaves the old file or the new one. Raises OutputError."""
     draft = path.with_name(f"{path.name}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -25,7 +31,9 @@ def write_json(path: Path, content: Any) -> None:
             os.fsync(file.fileno())
         os.replace(draft, path)
     except OSError as error:
-        raise InputError(
+        with suppress(OSError):
+            draft.unlink()
+        raise OutputError(
             f"cannot write {path}: {error.strerror or error}; free space or name another --output"
         ) from error
 
@@ -39,9 +47,20 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         reason = getattr(error, "strerror", None) or error
         raise InputError(f"{path} cannot be read ({reason}); remove it or repair it") from error
+
+
+def _rescued(name: str, row: dict[str, Any]) -> str:
+    """Write a finished row where there is room, at last to stdout; say where."""
+    try:
+        folder = Path(tempfile.mkdtemp(prefix="mmkv-answers-"))
+        write_json(folder / f"{name}.json", row)
+    except (OSError, OutputError):
+        print(json.dumps(row), flush=True)
+        return f"the answers to dialogue {name} stand on stdout"
+    return f"the answers to dialogue {name} are in {folder}: copy them to --output"
 
 
 class AnswerFolder:
@@ -82,12 +101,18 @@ class AnswerFolder:
         return found.get("settings") if isinstance(found, dict) else None
 
     def save(self, dialogue: Dialogue, answers: list[str], turns: list[dict[str, Any]]) -> None:
-        """Write a finished dialogue: its row with the answers put in, and ``turns`` beside them."""
+        """Write a finished dialogue: its row with the answers put in, and ``turns`` beside them.
+
+        Raises OutputError, which names another file that holds the row then.
+        """
         conversations = [dict(turn) for turn in dialogue.row["conversations"]]
         for turn, answer in zip(conversations[1::2], answers, strict=True):
             turn["value"] = answer
         row = {**dialogue.row, "conversations": conversations, "mmkv": {"turns": turns}}
-        write_json(self._file(dialogue), row)
+        try:
+            write_json(self._file(dialogue), row)
+        except OutputError as error:
+            raise OutputError(f"{error}; {_rescued(dialogue.id, row)}") from error
 
     def load(self, dialogue: Dialogue) -> dict[str, Any] | None:
         """Read the row with answers, None when the dialogue is not finished.

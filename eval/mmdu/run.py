@@ -12,11 +12,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from engine.errors import InputError, MmkvError
 from eval.mmdu.data import Dialogue, Problem, find_pictures, read_benchmark, require_folder
-from eval.mmdu.files import SUMMARY, AnswerFolder, write_json
+from eval.mmdu.files import SUMMARY, AnswerFolder, OutputError, write_json
 from eval.mmdu.summary import exact_table, memory_table, summarize
 from mmkv.chat.display import Display
 from mmkv.chat.options import ChatOptions
 from mmkv.environment import versions
+from mmkv.measure.outputs import require_output
 
 if TYPE_CHECKING:
     from mmkv.api import Engine
@@ -57,8 +58,7 @@ def run(data: DataOptions, options: ChatOptions, output: Path) -> int:
     dialogues failed (each was named on stderr; the others' answers are kept).
     """
     display = Display(options)
-    if output.exists() and not output.is_dir():
-        raise InputError(f"{output} is a file; name a folder with --output")
+    require_output(output)
     dialogues, problems, folder = data.read()
     jobs: list[Job] = []
     for dialogue in dialogues:
@@ -76,13 +76,10 @@ def run(data: DataOptions, options: ChatOptions, output: Path) -> int:
     answers.begin(_settings(engine, options), {"model": options.model, "versions": versions()})
     finished = _answer_all(engine, options, display, answers, jobs, problems)
     summary = summarize([dialogue for dialogue, _ in jobs], finished, len(problems))
-    write_json(output / SUMMARY, summary)
-    budget = f", budget {engine.budget.describe()}" if engine.policy.evicts else ""
-    name = options.model
-    name = Path(name).resolve().name if Path(name).is_dir() else name
-    memory_table(summary, f"{name}, {engine.policy.name}{budget}").show()
-    if summary["exact"]:
-        exact_table(summary["exact"], "Exact answers").show()
+    try:
+        write_json(output / SUMMARY, summary)
+    finally:  # a disk that is full now leaves the table at least
+        _show(engine, options, summary)
     if summary["cut_at_max_new_tokens"]:
         cut = f"{summary['cut_at_max_new_tokens']} of {summary['questions']} answers"
         display.note(f"{cut} ended at --max-new-tokens {options.max_new_tokens}")
@@ -93,6 +90,16 @@ def run(data: DataOptions, options: ChatOptions, output: Path) -> int:
             f"{len(finished)} are answered in {output}; correct them and run the same command again"
         )
     return 0
+
+
+def _show(engine: Engine, options: ChatOptions, summary: dict[str, Any]) -> None:
+    """Print the tables of a summary."""
+    budget = f", budget {engine.budget.describe()}" if engine.policy.evicts else ""
+    name = options.model
+    name = Path(name).resolve().name if Path(name).is_dir() else name
+    memory_table(summary, f"{name}, {engine.policy.name}{budget}").show()
+    if summary["exact"]:
+        exact_table(summary["exact"], "Exact answers").show()
 
 
 def _engine(options: ChatOptions, display: Display, pictures: bool) -> Engine:
@@ -154,6 +161,8 @@ def _answer_all(
                     skipped += 1
                 assert row is not None
                 finished[dialogue.id] = row
+            except OutputError:
+                raise  # what is answered after it would be lost, too
             except MmkvError as error:
                 problems.append(Problem(dialogue.id, str(error)))
                 _report(display, problems[-1])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -23,6 +24,14 @@ from engine.errors import InputError, MmkvError
 from mmkv.cli import arguments
 
 _RUN, _MODEL = "Run", arguments.CACHE
+
+
+def _ignore_ctrl_c() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+# Ctrl-C reaches lmms-eval's process, too, which would show a traceback: it is ended from here.
+_CHILD_IGNORES_CTRL_C = _ignore_ctrl_c if os.name == "posix" else None
 
 
 class EvaluationError(MmkvError):
@@ -119,9 +128,11 @@ class Job:
         """Run it and check what it wrote. Raises InputError before, EvaluationError after."""
         from eval.lmms.cause import VARIABLE, cause
         from eval.lmms.tasks import find, shipped_folder, write
+        from mmkv.measure.outputs import require_output
 
         if not self.tasks:
             raise InputError("no task is named; give --tasks NAME,NAME")
+        require_output(self.output)
         before = self._results()
         with tempfile.TemporaryDirectory(prefix="mmkv-eval-") as folder:
             names = write(self.tasks, Path(folder), self.data)
@@ -137,7 +148,9 @@ class Job:
                 )
             cause_file = Path(folder) / "cause.txt"
             env = {**_environment(), VARIABLE: str(cause_file)}
-            code = subprocess.run(self._command(joined, folder), env=env).returncode
+            code = subprocess.run(
+                self._command(joined, folder), env=env, preexec_fn=_CHILD_IGNORES_CTRL_C
+            ).returncode
             reason = cause(cause_file)
         if reason:
             raise EvaluationError(reason)

@@ -73,9 +73,20 @@ def read_row(value: Any, kind: str, root: Path, file: str, row: int) -> Row:
         RowError: why the row cannot be used.
     """
     if kind == "text":
-        return Document(_text(value), file, row)
+        text = _text(value)
+        _require_unicode(text)
+        return Document(text, file, row)
     messages = _from_messages(value) if kind == "chat" else _from_turns(value, kind)
     return Conversation(_checked(messages, root), file, row)
+
+
+def _require_unicode(text: str) -> None:
+    """Raise RowError for text that no tokenizer reads."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        odd = ascii(text[error.start])
+        raise RowError(f"its text holds {odd}, half of a character (a lone surrogate)") from error
 
 
 def kind_of(value: Any) -> str | None:
@@ -214,6 +225,9 @@ def _checked(messages: list[Message], root: Path) -> list[Message]:
             made.append({"role": message["role"], "content": parts})
     except InputError as error:
         raise RowError(str(error)) from error
+    for message in made:
+        for part in message["content"]:
+            _require_unicode(part[part["type"]])
     answers = [message for message in made if message["role"] == "assistant"]
     if not answers:
         raise RowError("the assistant says nothing in it")
