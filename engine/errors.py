@@ -21,6 +21,26 @@ class BudgetError(MmkvError):
     """A KV budget that cannot be met: below one entry per row, or above the memory limit."""
 
 
+class CapacityError(BudgetError):
+    """No room for a request now, or ever.
+
+    Attributes:
+        needed, committed, limit: what it asks for, what others may take, and what there is of it.
+        unit: ``pages``, or ``requests`` where a queue is full.
+    """
+
+    def __init__(
+        self, message: str, needed: int, committed: int, limit: int, unit: str = "pages"
+    ) -> None:
+        super().__init__(message)
+        self.needed, self.committed, self.limit, self.unit = needed, committed, limit, unit
+
+    @property
+    def final(self) -> bool:
+        """Whether it would not fit if it were alone."""
+        return self.needed > self.limit
+
+
 class ContextError(MmkvError):
     """The tokens asked for do not fit the positions the checkpoint was trained for."""
 

@@ -100,9 +100,11 @@ class Prefill:
         """Leave the sequence as it was before the turn, bit for bit; for an unfinished turn.
 
         Raises:
-            SessionError: the turn is complete, or was not begun with ``undoable``.
+            SessionError: the turn is complete, was not begun with ``undoable``, or is a single
+                chunk after which the eviction failed.
         """
-        if not self._undoable or self.logits is not None:
+        lost = self.done and self._snapshot is None and self._start
+        if not self._undoable or self.logits is not None or lost:
             raise SessionError("this prompt cannot be taken back; fork the session before it")
         session, cache = self._session, self._session.engine.cache
         if self.done and not session.closed:

@@ -19,10 +19,11 @@ from mmkv.prompt.media import load_image
 from mmkv.prompt.messages import is_blank, take_media
 from mmkv.prompt.processing import Processor, load_processor
 from mmkv.prompt.video import load_video
-from mmkv.reply import Reply, ReplyWriter
+from mmkv.reply import Reply
 from mmkv.sampling import Sampling
+from mmkv.scheduler.batch import answer_all
+from mmkv.scheduler.replies import Prompt, ReplyJob
 from mmkv.session import Session
-from mmkv.stepping import step
 
 if TYPE_CHECKING:
     from mmkv.prompt.template import Message
@@ -116,32 +117,15 @@ class Engine(Runtime):
 
         A conversation is a list of messages in the transformers chat format, ending with the
         user's; pictures and videos are named inside the messages. Decoding is batched; each reply
-        is what the conversation alone would get. Raises MmkvError before anything is decoded;
-        no session stays open.
+        is what the conversation alone would get. Conversations for which ``kv_limit`` leaves no
+        room wait for those before them. Raises MmkvError; no session stays open.
         """
         batch: list[Any] = list(conversations)
         if batch and isinstance(batch[0], dict):
             batch = [batch]
-        sampling = sampling or Sampling()
         prepared = [self.inputs(conversation) for conversation in batch]
-        sessions: list[Session] = []
-        try:
-            writers: list[ReplyWriter] = []
-            running: list[tuple[Session, ReplyWriter, int]] = []
-            for inputs in prepared:
-                sessions.append(self.session(budget))
-                writers.append(ReplyWriter(self.processor.tokenizer, sampling, self.eos_token_ids))
-                token = writers[-1].advance(sessions[-1].prefill(inputs))
-                if token is not None:
-                    running.append((sessions[-1], writers[-1], token))
-            self._decode_all(running)
-            return [
-                writer.reply(inputs["input_ids"].shape[-1], session.memory())
-                for session, writer, inputs in zip(sessions, writers, prepared, strict=True)
-            ]
-        finally:
-            for session in sessions:
-                session.close()
+        jobs = [ReplyJob(self, Prompt(inputs), sampling, budget) for inputs in prepared]
+        return answer_all(self, jobs)
 
     def inputs(self, conversation: Sequence[Message]) -> dict[str, torch.Tensor]:
         """Return model inputs of a whole conversation, ready for the assistant's next message."""
@@ -154,29 +138,6 @@ class Engine(Runtime):
             [load_image(image) for image in images],
             [load_video(video, size_rule=processor.size_rule) for video in videos],
         )
-
-    def _decode_all(self, running: list[tuple[Session, ReplyWriter, int]]) -> None:
-        """Step every unfinished reply in one batch until none is left."""
-        while running:
-            running = self._without_full(running)
-            if not running:
-                return
-            tokens = step(self, running)
-            running = [
-                (session, writer, token)
-                for (session, writer, _), token in zip(running, tokens, strict=True)
-                if token is not None
-            ]
-
-    def _without_full(
-        self, running: list[tuple[Session, ReplyWriter, int]]
-    ) -> list[tuple[Session, ReplyWriter, int]]:
-        """End replies whose sequence has no position left, so that they do not stop the others."""
-        limit = self.spec.max_position
-        for session, writer, _ in running:
-            if session.next_position >= limit:
-                writer.finish("context")
-        return [entry for entry in running if entry[1].finish_reason is None]
 
     def _open(self, budget: Budget) -> Session:
         return Session(self, budget)

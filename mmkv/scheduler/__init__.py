@@ -1,0 +1,9 @@
+"""One scheduler for every request on one engine (docs/scheduler.md); these names need no torch."""
+
+from __future__ import annotations
+
+from mmkv.scheduler.contract import Executor, Job, KeptSession, Price
+from mmkv.scheduler.loop import Limits, Scheduler
+from mmkv.scheduler.ticket import Ticket
+
+__all__ = ["Executor", "Job", "KeptSession", "Limits", "Price", "Scheduler", "Ticket"]

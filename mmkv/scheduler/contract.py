@@ -1,0 +1,111 @@
+"""What the scheduler knows of an engine: jobs, sessions that are kept, and a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True)
+class Price:
+    """The most pages that a job takes.
+
+    Attributes:
+        steady: of its session, from the first chunk until the session is closed or idle again.
+        chunk: beside them while a chunk is stored; one chunk is stored at a time.
+        snapshot: beside them while the prompt is read, of the copy that a cancelled one returns to.
+    """
+
+    steady: int
+    chunk: int = 0
+    snapshot: int = 0
+
+    @property
+    def total(self) -> int:
+        """Return what the job needs when it is alone."""
+        return self.steady + self.chunk + self.snapshot
+
+
+class KeptSession(Protocol):
+    """A session that stays open between its requests."""
+
+    def __hash__(self) -> int: ...
+
+    @property
+    def resident(self) -> bool:
+        """Whether it may hold pages; a new one, and one that lies in a file, does not."""
+        ...
+
+    def resting(self) -> int:
+        """Return the most pages it holds until its next request begins."""
+        ...
+
+    def hibernate(self) -> None:
+        """Move it to a file and return its pages. Raises SessionError; it is resident then."""
+        ...
+
+    def close(self) -> None:
+        """Return its pages and remove its file."""
+        ...
+
+
+class Job(Protocol):
+    """One request: a prompt for a session, and the reply to it."""
+
+    @property
+    def session(self) -> KeptSession | None:
+        """The session that is kept; None where one is opened for this job alone."""
+        ...
+
+    @property
+    def next_chunk(self) -> int:
+        """Count the tokens of the next chunk; before the first one the most that it can have."""
+        ...
+
+    @property
+    def finished(self) -> bool:
+        """Whether the reply is complete."""
+        ...
+
+    def price(self) -> Price:
+        """Return what the job may take, before anything is read. Raises MmkvError."""
+        ...
+
+    def advance(self) -> bool:
+        """Read one chunk of the prompt; True when it is complete (and the first token drawn).
+
+        The first call also opens or wakes the session and prepares the prompt.
+        """
+        ...
+
+    def roll_back(self) -> None:
+        """Leave the session as it was before the prompt, however far that has come.
+
+        A session that was opened for this job alone is closed.
+        """
+        ...
+
+    def interrupt(self) -> None:
+        """End the reply where it stands."""
+        ...
+
+    def end(self) -> None:
+        """Put the reply together; close a session that was opened for this job alone."""
+        ...
+
+
+class Executor(Protocol):
+    """Decodes for all jobs at once."""
+
+    def limit(self) -> int | None:
+        """Return the pages that the scheduler's sessions may hold; None: as many as they like."""
+        ...
+
+    def step(self, jobs: Sequence[Job]) -> None:
+        """Decode for each job, one token or a few; jobs may be finished then.
+
+        Raises:
+            MmkvError: before anything has changed.
+        """
+        ...

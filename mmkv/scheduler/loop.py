@@ -1,0 +1,273 @@
+"""The scheduler: one loop for every request on one engine."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any
+
+from engine.errors import CapacityError, MmkvError, SessionError
+from mmkv.scheduler.contract import Executor, KeptSession, Price
+from mmkv.scheduler.fairness import DeficitRoundRobin, UserQueues
+from mmkv.scheduler.ledger import Ledger
+from mmkv.scheduler.residents import Residents
+from mmkv.scheduler.ticket import J, State, Ticket
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bounds on what the scheduler takes on.
+
+    Attributes:
+        waiting: most requests that wait; one more is refused.
+        running: most requests that are read or decoded at a time.
+        quantum: tokens of prompts that each user is granted in turn; a chunk's length at least.
+        patience: later requests that may be admitted before one for which there is no room; then
+            nothing is admitted until there is.
+        interleave: whether every turn decodes. If not, replies wait while a prompt can be read:
+            for a batch that nobody watches.
+    """
+
+    waiting: int = 64
+    running: int = 8
+    quantum: int = 256
+    patience: int = 8
+    interleave: bool = True
+
+
+class Scheduler:
+    """Runs requests together so that their sessions never hold more pages than there are.
+
+    A request is admitted when the pages that it and all other open sessions may come to hold are
+    within the executor's limit: it then runs to its end, whatever the others do. One thread calls
+    all methods; :meth:`Ticket.cancel` may be called from any.
+    """
+
+    def __init__(
+        self, executor: Executor, limits: Limits | None = None, to_files: bool = False
+    ) -> None:
+        self.executor, self.limits = executor, limits or Limits()
+        self.ledger = Ledger()
+        self.residents = Residents(self.ledger, to_files)
+        self.queues = UserQueues()
+        self.decoding: list[Ticket[Any]] = []
+        self._round_robin = DeficitRoundRobin(self.limits.quantum)
+        self._busy: dict[KeptSession, Ticket[Any]] = {}
+        self._sessions: set[KeptSession] = set()
+        self._impatient: Ticket[Any] | None = None
+        self._submitted = 0
+
+    @property
+    def waiting(self) -> int:
+        """Count the requests that wait for room."""
+        return sum(ticket.state == "waiting" for ticket in self.queues)
+
+    @property
+    def running(self) -> int:
+        """Count the requests that are read or decoded."""
+        return len(self.queues) - self.waiting + len(self.decoding)
+
+    def submit(self, job: J, user: str = "") -> Ticket[J]:
+        """Take on a request.
+
+        Raises:
+            CapacityError: the queue is full, or there cannot be room for the request.
+            SessionError: its session has a request under way.
+            MmkvError: what :meth:`Job.price` raises.
+        """
+        session = job.session
+        if session is not None and session in self._busy:
+            raise SessionError("the session is busy with another request; wait for it or cancel it")
+        waiting = self.waiting
+        if waiting >= self.limits.waiting:
+            raise CapacityError(
+                f"{waiting} requests wait already, the limit is {self.limits.waiting}; try later",
+                1,
+                waiting,
+                self.limits.waiting,
+                "requests",
+            )
+        self._require_possible(job.price(), session)
+        self._submitted += 1
+        ticket = Ticket(job, user, self._submitted)
+        self.queues.push(ticket)
+        if session is not None:
+            self._busy[session] = ticket
+            self._sessions.add(session)
+        return ticket
+
+    def turn(self) -> bool:
+        """Read at most one chunk of a prompt, then decode once for all; whether work is left."""
+        for ticket in self.queues:
+            ticket.turns += ticket.state == "waiting"
+        self._end_cancelled()
+        self._admit_all()
+        read = self._read_chunk()
+        self._end_cancelled()
+        if self.decoding and (self.limits.interleave or not read):
+            self._decode()
+        return bool(len(self.queues) or self.decoding)
+
+    def hibernate(self, session: KeptSession) -> None:
+        """Move an idle session to its file now. Raises SessionError."""
+        self._require_idle(session)
+        if session.resident:
+            self.residents.hibernate(session)
+
+    def close_session(self, session: KeptSession) -> None:
+        """Close an idle session. Raises SessionError."""
+        self._require_idle(session)
+        session.close()
+        self.residents.drop(session)
+        self._sessions.discard(session)
+
+    def close(self) -> None:
+        """Cancel every request and close every session."""
+        for ticket in [*self.queues, *self.decoding]:
+            ticket.cancel()
+        self._end_cancelled()
+        for session in list(self._sessions):
+            self.close_session(session)
+
+    def _end_cancelled(self) -> None:
+        for ticket in [*self.queues, *self.decoding]:
+            if ticket.cancel_asked:
+                self._end(ticket, "cancelled")
+
+    def _admit_all(self) -> None:
+        refused: list[Ticket[Any]] = []
+        for ticket in self.queues.heads():
+            if self.running >= self.limits.running:
+                break
+            if ticket.state != "waiting" or self._impatient not in (None, ticket):
+                continue
+            try:
+                if not self._admit(ticket):
+                    refused.append(ticket)
+                    continue
+            except Exception as error:
+                self._end(ticket, "failed", error)
+                continue
+            self.queues.to_the_end(ticket.user)
+            for other in refused:
+                other.overtaken += other.number < ticket.number
+        if self._impatient is None:
+            overdue = [one for one in refused if one.overtaken >= self.limits.patience]
+            self._impatient = min(overdue, key=lambda one: one.number, default=None)
+
+    def _admit(self, ticket: Ticket[Any]) -> bool:
+        """Commit what a request may take, if it fits. Raises CapacityError if it never can."""
+        session, limit = ticket.job.session, self.executor.limit()
+        price: Price = ticket.job.price()
+        if limit is not None:
+            short = self.ledger.committed_with(_owner(ticket), price) - limit
+            if short > self.residents.movable(session):
+                self._require_possible(price, session)
+                if self.running:
+                    return False
+                raise self._refusal(price, limit)
+            if not self.residents.make_room(short, session):
+                if self.running:
+                    return False
+                raise self._refusal(price, limit)
+        if session is not None:
+            self.residents.take(session)
+        self.ledger.commit(_owner(ticket), price)
+        ticket.state = "prefill"
+        if ticket is self._impatient:
+            self._impatient = None
+        return True
+
+    def _require_possible(self, price: Price, session: KeptSession | None) -> None:
+        """Refuse what would not fit if everything that ends had ended."""
+        limit = self.executor.limit()
+        if limit is not None and price.total + self.residents.pinned(session) > limit:
+            raise self._refusal(price, limit)
+
+    def _refusal(self, price: Price, limit: int) -> CapacityError:
+        committed = self.ledger.committed
+        remedy = "lower its budget or its length" if price.total > limit else "close a session"
+        return CapacityError(
+            f"the request may take {price.total:,} pages, {committed:,} of {limit:,} are "
+            f"committed; {remedy}, or raise the memory limit",
+            price.total,
+            committed,
+            limit,
+        )
+
+    def _read_chunk(self) -> bool:
+        """Read the next chunk of one prompt; whether there was one."""
+        reading = {one.user: one for one in self.queues.heads() if one.state == "prefill"}
+        if not reading:
+            return False
+        costs = {user: one.job.next_chunk for user, one in reading.items()}
+        ticket = reading[self._round_robin.next(costs)]
+        job = ticket.job
+        try:
+            complete = job.advance()
+        except Exception as error:
+            self._end(ticket, "failed", error)
+            return True
+        if complete:
+            self.queues.remove(ticket)
+            self.decoding.append(ticket)
+            ticket.state = "decode"
+            self.ledger.commit(_owner(ticket), Price(self.ledger.of(_owner(ticket)).steady))
+            if job.finished:
+                self._end(ticket, "done")
+        return True
+
+    def _decode(self) -> None:
+        tickets = list(self.decoding)
+        try:
+            self.executor.step([ticket.job for ticket in tickets])
+        except MmkvError as error:
+            self._decode_alone(tickets, error)
+        except Exception as error:
+            for ticket in tickets:
+                self._end(ticket, "failed", error)
+        for ticket in tickets:
+            if not ticket.over and ticket.job.finished:
+                self._end(ticket, "done")
+
+    def _decode_alone(self, tickets: list[Ticket[Any]], error: MmkvError) -> None:
+        """Find out which of the requests cannot be decoded, and end those."""
+        for ticket in tickets:
+            try:
+                if len(tickets) == 1:
+                    raise error
+                self.executor.step([ticket.job])
+            except Exception as cause:
+                self._end(ticket, "failed", cause)
+
+    def _end(self, ticket: Ticket[Any], state: State, error: Exception | None = None) -> None:
+        """Return what a request holds, and set its session to rest."""
+        job = ticket.job
+        if ticket.state == "decode":
+            self.decoding.remove(ticket)
+            if state != "done":
+                job.interrupt()
+            job.end()
+        else:
+            self.queues.remove(ticket)
+            if ticket.state == "prefill":
+                job.roll_back()
+        if ticket is self._impatient:
+            self._impatient = None
+        admitted, session = ticket.state != "waiting", job.session
+        ticket.state, ticket.error = state, error
+        if session is None:
+            self.ledger.release(ticket)
+            return
+        del self._busy[session]
+        if admitted:
+            self.residents.rest(session)
+
+    def _require_idle(self, session: KeptSession) -> None:
+        if session in self._busy:
+            raise SessionError("the session is busy with a request; wait for it or cancel it")
+
+
+def _owner(ticket: Ticket[Any]) -> Hashable:
+    """Return who commits what a request takes: its session, if that is kept."""
+    return ticket if ticket.job.session is None else ticket.job.session

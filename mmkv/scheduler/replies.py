@@ -1,0 +1,235 @@
+"""Replies of an engine as the scheduler's jobs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from engine.errors import InputError, SessionError
+from engine.page_bound import Extent, lasting_bound, page_bound
+from mmkv.reply import Reply, ReplyWriter
+from mmkv.sampling import Sampling
+from mmkv.scheduler.contract import Job, Price
+from mmkv.stepping import step
+
+if TYPE_CHECKING:
+    import torch
+
+    from engine.budget import Budget
+    from engine.prefill import Prefill
+    from mmkv.api import Engine
+    from mmkv.prompt.template import Message
+    from mmkv.scheduler.stored import StoredSession
+    from mmkv.session import Session
+
+
+@dataclass
+class Prompt:
+    """What a request appends to a session.
+
+    Attributes:
+        inputs: model inputs of the new tokens alone, and of what the session still lacks of its
+            latest reply.
+        messages: what the session's history gets when the prompt stands in it.
+        note: on how they were rendered, for the user.
+    """
+
+    inputs: dict[str, torch.Tensor]
+    messages: Sequence[Message] = field(default_factory=list)
+    note: str | None = None
+
+    @property
+    def tokens(self) -> int:
+        """Count the tokens."""
+        return self.inputs["input_ids"].shape[-1]
+
+
+def message(text: str | Sequence[dict[str, Any]], **more: Any) -> Callable[[Session], Prompt]:
+    """Return what makes the prompt of a user's message, with :meth:`Session.send`'s arguments."""
+
+    def prepare(session: Session) -> Prompt:
+        given = {"images": (), "videos": (), "system": None, "fps": None, "num_frames": None} | more
+        turn = session._compose(text, **given)
+        return Prompt(turn.inputs, turn.messages, turn.note)
+
+    return prepare
+
+
+class ReplyJob:
+    """A prompt and the reply to it, in a session that is kept or one of its own.
+
+    Args:
+        prompt: it, or what makes it for the open session. That is called when the pages are
+            committed, so pictures of a request that waits need not have been decoded.
+        budget: of a session of its own; None: the engine's.
+        session: one that is kept, whose budget counts.
+        prompt_tokens: how many tokens the prompt has at most; one that has more is refused. None:
+            as the prompt says, if it is given; otherwise the budget has to bound the pages.
+        chunk: tokens in a chunk; None: the engine's.
+
+    Attributes:
+        reply: when the job has ended.
+        writer: when its prompt is being read; ``writer.take()`` streams the text.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        prompt: Prompt | Callable[[Session], Prompt],
+        sampling: Sampling | None = None,
+        budget: Budget | float | None = None,
+        session: StoredSession | None = None,
+        prompt_tokens: int | None = None,
+        chunk: int | None = None,
+    ) -> None:
+        self.engine, self.sampling, self._kept = engine, sampling or Sampling(), session
+        if isinstance(prompt, Prompt) and prompt_tokens is None:
+            prompt_tokens = prompt.tokens
+        self._given, self.prompt_tokens = prompt, prompt_tokens
+        self.budget = engine._checked(budget) if session is None else session.budget
+        self.chunk = chunk or engine.prefill_chunk
+        self.reply: Reply | None = None
+        self.writer: ReplyWriter | None = None
+        self.live: Session | None = None
+        self.token: int | None = None
+        self._prompt: Prompt | None = None
+        self._prefill: Prefill | None = None
+
+    @property
+    def session(self) -> StoredSession | None:
+        """See :class:`mmkv.scheduler.contract.Job`."""
+        return self._kept
+
+    @property
+    def next_chunk(self) -> int:
+        """See :class:`mmkv.scheduler.contract.Job`."""
+        return self.chunk if self._prefill is None else self._prefill.next_chunk
+
+    @property
+    def finished(self) -> bool:
+        """See :class:`mmkv.scheduler.contract.Job`."""
+        return self.writer is not None and self.writer.finish_reason is not None
+
+    def price(self) -> Price:
+        """Bound the pages by the budget, and those of a session of its own by its tokens, too.
+
+        Raises:
+            InputError: neither bounds them; BudgetError: the budget cannot be.
+        """
+        engine, kept = self.engine, self._kept
+        extent = Extent() if kept is None else kept.extent
+        tokens = self.prompt_tokens
+        several = tokens is None or tokens > self.chunk
+        snapshot = kept.pages if kept is not None and several else 0
+        lasting = lasting_bound(engine, self.budget)
+        if lasting is not None and (kept is not None or tokens is None):
+            rows, size = engine.spec.rows, engine.cache.pool.page_size
+            return Price(lasting, math.ceil(self.chunk * rows / size), snapshot)
+        if tokens is not None:
+            new = self.sampling.max_new_tokens
+            bound = page_bound(engine, self.budget, tokens, new, extent, self.chunk)
+            return Price(bound.steady, bound.chunk, snapshot)
+        if engine.cache.pool.limit is None:
+            return Price(0)
+        raise InputError(
+            f"with policy {engine.policy.name!r} and a budget of {self.budget.describe()} the "
+            "length decides how much memory a request takes; give prompt_tokens, or a budget in "
+            "entries or bytes"
+        )
+
+    def advance(self) -> bool:
+        """Read one chunk; the first call wakes or opens the session and prepares the prompt."""
+        if self._prefill is None:
+            self._begin()
+        assert self._prefill is not None
+        if not self._prefill.advance():
+            return False
+        session, prompt, writer = self.live, self._prompt, self.writer
+        assert session is not None and prompt is not None and writer is not None
+        session.history += [*prompt.messages, {"role": "assistant", "content": ""}]
+        session._unfed, session.note, session.last = [], prompt.note, None
+        assert self._prefill.logits is not None
+        self.token = writer.advance(self._prefill.logits)
+        return True
+
+    def roll_back(self) -> None:
+        """Take the prompt back; one that stands already gets an empty reply."""
+        if self._prefill is not None and self._prefill.logits is not None:
+            self.interrupt()
+            self.end()
+            return
+        if self._kept is None:
+            if self.live is not None:
+                self.live.close()
+        elif self._prefill is not None:
+            try:
+                self._prefill.roll_back()
+            except SessionError:  # a policy that cannot evict: no state to return to
+                self._kept.close()
+
+    def interrupt(self) -> None:
+        """End the reply where it stands."""
+        if self.writer is not None:
+            self.writer.finish("interrupted")
+
+    def end(self) -> None:
+        """Put the reply together, and into the session's history if that is kept."""
+        session, writer, prefill = self.live, self.writer, self._prefill
+        assert session is not None and writer is not None and prefill is not None
+        session._unfed = [] if writer.unfed is None else [writer.unfed]
+        session.history[-1]["content"] = writer.held_text()
+        self.reply = session.last = writer.reply(prefill.tokens, session.memory())
+        if self._kept is None:
+            session.close()
+
+    def has_room(self) -> bool:
+        """End the reply when no position is left, so that it does not stop the others."""
+        assert self.live is not None and self.writer is not None
+        if self.live.next_position >= self.engine.spec.max_position:
+            self.writer.finish("context")
+        return not self.finished
+
+    def _begin(self) -> None:
+        engine = self.engine
+        self.live = engine.session(self.budget) if self._kept is None else self._kept.wake()
+        given = self._given
+        prompt = self._prompt = given if isinstance(given, Prompt) else given(self.live)
+        if self.prompt_tokens is not None and prompt.tokens > self.prompt_tokens:
+            raise InputError(
+                f"the prompt has {prompt.tokens:,} tokens and was announced with "
+                f"{self.prompt_tokens:,}; send it again with the right number"
+            )
+        self.writer = ReplyWriter(engine.processor.tokenizer, self.sampling, engine.eos_token_ids)
+        self._prefill = self.live.begin_prefill(prompt.inputs, self.chunk, self._kept is not None)
+
+
+class EngineExecutor:
+    """Decodes :class:`ReplyJob` on one engine.
+
+    Sessions that are open already are others', and may keep what they hold.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine, pool = engine, engine.cache.pool
+        self._others = pool.num_pages - pool.free_pages
+
+    def limit(self) -> int | None:
+        """Return the pool's limit (``kv_limit``) without the pages of other sessions."""
+        limit = self.engine.cache.pool.limit
+        return None if limit is None else max(limit - self._others, 0)
+
+    def step(self, jobs: Sequence[Job]) -> None:
+        """See :class:`mmkv.scheduler.contract.Executor`."""
+        going = [job for job in jobs if isinstance(job, ReplyJob) and job.has_room()]
+        if not going:
+            return
+        tokens = step(self.engine, [_going(job) for job in going])
+        for job, token in zip(going, tokens, strict=True):
+            job.token = token
+
+
+def _going(job: ReplyJob) -> tuple[Session, ReplyWriter, int]:
+    assert job.live is not None and job.writer is not None and job.token is not None
+    return job.live, job.writer, job.token

@@ -1,0 +1,42 @@
+"""A request on its way through the scheduler."""
+
+from __future__ import annotations
+
+from typing import Generic, Literal, TypeVar
+
+from mmkv.scheduler.contract import Job
+
+State = Literal["waiting", "prefill", "decode", "done", "cancelled", "failed"]
+J = TypeVar("J", bound=Job)
+
+
+class Ticket(Generic[J]):
+    """What :meth:`Scheduler.submit` returns.
+
+    Attributes:
+        job: the request; user: whose it is.
+        state: ``waiting`` for room, in ``prefill`` or ``decode``, or over: ``done``,
+            ``cancelled``, ``failed``.
+        error: why it failed.
+        turns: turns of the scheduler since it was submitted, until it was admitted.
+        overtaken: later requests that were admitted while there was no room for this one.
+    """
+
+    def __init__(self, job: J, user: str, number: int) -> None:
+        self.job, self.user, self.number = job, user, number
+        self.state: State = "waiting"
+        self.error: Exception | None = None
+        self.turns, self.overtaken = 0, 0
+        self.cancel_asked = False
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing more happens to it."""
+        return self.state in ("done", "cancelled", "failed")
+
+    def cancel(self) -> None:
+        """Ask for the end; the scheduler looks between steps, so any thread may call this.
+
+        A prompt that is not yet complete is taken back. A reply ends where it stands.
+        """
+        self.cancel_asked = True

@@ -1,0 +1,179 @@
+"""A fake engine: sessions are lists of tokens, and pages are counted as they are taken."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+
+from engine.errors import BudgetError, SessionError
+from mmkv.scheduler import Job, Price
+
+CHUNK = 4
+PAGE = 2  # tokens in a page; a session holds its newest tokens, up to its bound
+
+
+class FakePool:
+    """Counts the pages of every owner, and calls ``watch`` whenever they change."""
+
+    def __init__(self, limit: int | None) -> None:
+        self.limit = limit
+        self.held: dict[Hashable, int] = {}
+        self.watch: Callable[[], None] = lambda: None
+
+    def set(self, owner: Hashable, pages: int) -> None:
+        self.held[owner] = pages
+        if not pages:
+            del self.held[owner]
+        self.watch()
+
+    @property
+    def total(self) -> int:
+        return sum(self.held.values())
+
+
+class FakeSession:
+    """Keeps at most ``bound`` pages of tokens; its whole state is ``tokens`` and ``seen``."""
+
+    def __init__(self, pool: FakePool, bound: int) -> None:
+        self.pool, self.bound = pool, bound
+        self.tokens: list[int] = []
+        self.seen = 0
+        self.file: tuple[list[int], int] | None = None
+        self.open = False
+        self.disk_full = False
+
+    @property
+    def resident(self) -> bool:
+        return self.open
+
+    def resting(self) -> int:
+        return self.bound
+
+    def hibernate(self) -> None:
+        if self.disk_full:
+            raise SessionError("cannot write: the disk is full")
+        self.file = (list(self.tokens), self.seen)
+        self.tokens, self.seen, self.open = [], -1, False
+        self.pool.set(self, 0)
+
+    def wake(self) -> None:
+        if not self.open:
+            self.open = True
+            self.tokens, self.seen = self.file or ([], 0)
+            self.file = None
+            self.hold()
+
+    def close(self) -> None:
+        self.open, self.file = False, None
+        self.pool.set(self, 0)
+
+    def hold(self) -> None:
+        self.pool.set(self, _pages(len(self.tokens)))
+
+    def append(self, tokens: Sequence[int]) -> None:
+        """Hold all of them for a moment, then cut back to the bound."""
+        self.tokens = [*self.tokens, *tokens]
+        self.seen += len(tokens)
+        self.hold()
+        self.tokens = self.tokens[-self.bound * PAGE :]
+        self.hold()
+
+    def state(self) -> tuple[list[int], int]:
+        if self.file is not None:
+            return self.file
+        return list(self.tokens), max(self.seen, 0)
+
+
+class FakeJob:
+    """Reads ``prompt`` and replies with ``reply`` tokens; keeps its session or opens one."""
+
+    def __init__(
+        self,
+        pool: FakePool,
+        prompt: Sequence[int],
+        reply: int,
+        session: FakeSession | None = None,
+        bound: int = 3,
+    ) -> None:
+        self.pool, self.prompt, self.reply = pool, list(prompt), reply
+        self.kept, self.own = session, session or FakeSession(pool, bound)
+        self.read, self.said = 0, 0
+        self.before: tuple[list[int], int] | None = None
+        self.stopped = self.ended = False
+        self.fails_at: int | None = None
+
+    @property
+    def session(self) -> FakeSession | None:
+        return self.kept
+
+    @property
+    def next_chunk(self) -> int:
+        return min(CHUNK, len(self.prompt) - self.read)
+
+    @property
+    def finished(self) -> bool:
+        return self.stopped or self.said >= self.reply
+
+    def price(self) -> Price:
+        snapshot = 0
+        if self.kept is not None and len(self.prompt) > CHUNK:
+            snapshot = _pages(len(self.kept.state()[0]))
+        if self.kept is None:
+            every = _pages(len(self.prompt) + self.reply)
+            steady = min(every, self.own.bound + 1)
+            return Price(steady, min(every, steady + CHUNK // PAGE) - steady)
+        return Price(self.kept.bound + 1, CHUNK // PAGE, snapshot)
+
+    def advance(self) -> bool:
+        if self.before is None:
+            self.own.wake()
+            self.before = self.own.state()
+            if self.kept is not None and len(self.prompt) > CHUNK:
+                self.pool.set(self, _pages(len(self.before[0])))
+        if self.fails_at == self.read // CHUNK:
+            raise BudgetError("this chunk cannot be read")
+        count = self.next_chunk
+        self.own.append(self.prompt[self.read : self.read + count])
+        self.read += count
+        if self.read < len(self.prompt):
+            return False
+        self.pool.set(self, 0)
+        self.said = 1
+        return True
+
+    def roll_back(self) -> None:
+        if self.before is not None:
+            self.own.tokens, self.own.seen = self.before
+            self.own.hold()
+            self.pool.set(self, 0)
+        self.end()
+
+    def step(self) -> None:
+        self.own.append([-1])
+        self.said += 1
+
+    def interrupt(self) -> None:
+        self.stopped = True
+
+    def end(self) -> None:
+        self.ended = True
+        if self.kept is None:
+            self.own.close()
+
+
+class FakeExecutor:
+    def __init__(self, pool: FakePool) -> None:
+        self.pool = pool
+        self.steps = 0
+
+    def limit(self) -> int | None:
+        return self.pool.limit
+
+    def step(self, jobs: Sequence[Job]) -> None:
+        self.steps += 1
+        for job in jobs:
+            assert isinstance(job, FakeJob) and not job.finished
+            job.step()
+
+
+def _pages(tokens: int) -> int:
+    return -(-tokens // PAGE)

@@ -1,0 +1,230 @@
+"""``python -m tests.mmkv.scheduler.machine``: random operations on a scheduler of a fake engine.
+
+After each of them everything that the scheduler promises is checked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import time
+from collections import Counter
+
+from engine.errors import BudgetError, CapacityError, SessionError
+from mmkv.scheduler import Limits, Scheduler, Ticket
+from tests.mmkv.scheduler.fake import CHUNK, FakeExecutor, FakeJob, FakePool, FakeSession
+
+USERS = ("ann", "bob", "eve", "joe")
+LONGEST_PROMPT, LONGEST_REPLY = 5 * CHUNK, 9
+WAITING, RUNNING = 12, 5
+# Everything that may be in front of a request: what waits and runs, overtakes it before it is
+# its turn, and what all of that takes if every chunk and every token were a turn of its own.
+LONGEST_WAIT = (WAITING + RUNNING + 2 * 8) * (LONGEST_PROMPT // CHUNK + LONGEST_REPLY)
+
+
+class Machine:
+    """A scheduler, and what its sessions should hold."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.pool = FakePool(limit=24)
+        self.pool.watch = self.check_pages
+        limits = Limits(
+            waiting=WAITING,
+            running=RUNNING,
+            quantum=CHUNK,
+            interleave=self.random.random() < 0.8,
+        )
+        self.to_files = self.random.random() < 0.7
+        self.scheduler = Scheduler(FakeExecutor(self.pool), limits, self.to_files)
+        self.sessions: list[FakeSession] = []
+        self.tickets: list[Ticket[FakeJob]] = []
+        self.cancelled: dict[Ticket[FakeJob], int] = {}
+        self.before: dict[Ticket[FakeJob], tuple[list[int], int]] = {}
+        self.seen: Counter[str] = Counter()
+        self.longest_wait = 0
+
+    def run(self, operations: int) -> None:
+        """Do so many operations, then end what is left."""
+        doing = [
+            (self.submit_new, 5),
+            (self.submit_kept, 8),
+            (self.cancel, 2),
+            (self.finish, 2),
+            (self.turn, 24),
+            (self.hibernate, 1),
+            (self.close, 1),
+            (self.open, 2),
+        ]
+        kinds, weights = zip(*doing, strict=True)
+        for _ in range(operations):
+            self.random.choices(kinds, weights)[0]()
+            self.check()
+        for _ in range(LONGEST_WAIT):
+            if not self.scheduler.turn():
+                break
+            self.check()
+        assert all(ticket.over for ticket in self.tickets), "a request is left"
+        self.scheduler.close()
+        assert self.pool.held == {} and self.scheduler.ledger.committed == 0
+
+    def submit_new(self) -> None:
+        job = FakeJob(self.pool, self.prompt(), self.reply(), bound=self.random.randint(1, 20))
+        self.submit(job)
+
+    def submit_kept(self) -> None:
+        if not self.sessions:
+            return
+        session = self.random.choice(self.sessions)
+        job = FakeJob(self.pool, self.prompt(), self.reply(), session)
+        if self.random.random() < 0.05:
+            job.fails_at = self.random.randint(0, 3)
+        self.submit(job)
+
+    def submit(self, job: FakeJob) -> None:
+        session = job.kept
+        before = session.state() if session else ([], 0)
+        try:
+            # One user asks for as much as all others together.
+            user = self.random.choice((*USERS, "ann", "ann", "ann"))
+            ticket = self.scheduler.submit(job, user)
+        except CapacityError as error:
+            self.seen["full" if error.unit == "requests" else "refused"] += 1
+            assert error.needed > 0 and error.committed <= error.limit
+            assert error.unit == "pages" or error.committed == WAITING
+        except SessionError:
+            self.seen["busy"] += 1
+        else:
+            self.seen["submitted"] += 1
+            self.tickets.append(ticket)
+            self.before[ticket] = before
+
+    def cancel(self) -> None:
+        going = [one for one in self.tickets if not one.over and not one.cancel_asked]
+        if going:
+            ticket = self.random.choice(going)
+            ticket.cancel()
+            self.seen[f"cancelled in {ticket.state}"] += 1
+            self.cancelled[ticket] = 0
+
+    def finish(self) -> None:
+        """Let a reply end early, as the model does."""
+        going = [one for one in self.tickets if one.state == "decode"]
+        if going:
+            job = self.random.choice(going).job
+            job.reply = job.said + 1
+
+    def turn(self) -> None:
+        reads = sum(one.job.read for one in self.tickets)
+        steps = self.scheduler.executor.steps  # type: ignore[attr-defined]
+        rest = self.scheduler.turn()
+        assert self.scheduler.executor.steps <= steps + 1  # type: ignore[attr-defined]
+        assert sum(one.job.read for one in self.tickets) <= reads + CHUNK
+        assert rest == any(not ticket.over for ticket in self.tickets)
+        for ticket in self.cancelled:
+            self.cancelled[ticket] += 1
+
+    def hibernate(self) -> None:
+        if self.sessions:
+            self.try_on(self.random.choice(self.sessions), "hibernated")
+
+    def close(self) -> None:
+        if len(self.sessions) > 6:
+            session = self.random.choice(self.sessions)
+            if self.try_on(session, "closed"):
+                self.sessions.remove(session)
+
+    def open(self) -> None:
+        if len(self.sessions) < 10:
+            self.sessions.append(FakeSession(self.pool, self.random.randint(1, 6)))
+        self.random.choice(self.sessions).disk_full = self.random.random() < 0.05
+
+    def try_on(self, session: FakeSession, what: str) -> bool:
+        try:
+            if what == "closed":
+                self.scheduler.close_session(session)
+            else:
+                self.scheduler.hibernate(session)
+        except SessionError:
+            return False
+        self.seen[what] += 1
+        return True
+
+    def check_pages(self) -> None:
+        """No owner, and not all together, hold more than is committed: also inside a chunk."""
+        committed = self.scheduler.ledger.committed
+        assert self.pool.total <= committed, f"{self.pool.total} held, {committed} committed"
+        assert self.pool.limit is not None and committed <= self.pool.limit
+        for owner, pages in self.pool.held.items():
+            busy = [one for one in self.tickets if not one.over and owner in (one.job, one.job.own)]
+            assert busy or owner in self.sessions, "pages of nobody"
+            if not busy:
+                assert pages <= self.scheduler.ledger.of(owner).steady
+
+    def check(self) -> None:
+        self.check_pages()
+        for session in self.sessions:
+            if not session.resident:
+                assert session not in self.pool.held
+        for ticket in list(self.tickets):
+            self.check_ticket(ticket)
+        going = [one for one in self.tickets if one.state in ("prefill", "decode")]
+        assert len(going) == self.scheduler.running <= RUNNING
+        assert self.scheduler.waiting <= WAITING
+
+    def check_ticket(self, ticket: Ticket[FakeJob]) -> None:
+        job = ticket.job
+        if not ticket.over:
+            assert ticket.turns <= LONGEST_WAIT, f"{ticket.user} waits for {ticket.turns} turns"
+            self.longest_wait = max(self.longest_wait, ticket.turns)
+            asked = self.cancelled.get(ticket, 0)
+            assert asked <= 2, f"cancelled {asked} turns ago, still in {ticket.state}"
+            return
+        self.tickets.remove(ticket)
+        self.cancelled.pop(ticket, None)
+        self.seen[ticket.state] += 1
+        tokens, seen = self.before.pop(ticket)
+        assert job not in self.pool.held
+        if job.kept is None:
+            assert job.own not in self.pool.held
+            return
+        said = [-1] * (job.said - 1) if job.read == len(job.prompt) else []
+        if ticket.state == "failed":
+            assert isinstance(ticket.error, BudgetError) and not said
+            if isinstance(ticket.error, CapacityError):
+                self.seen["refused later"] += 1
+        if ticket.state == "done" or said or job.said:
+            tokens = (tokens + job.prompt + said)[-job.kept.bound * 2 :]
+            seen += len(job.prompt) + len(said)
+        assert job.kept.state()[1] == seen, f"{ticket.state}: {job.kept.state()[1]} for {seen}"
+        # Cut at other places, the newest tokens are the same ones.
+        assert job.kept.state()[0] == tokens
+
+    def prompt(self) -> list[int]:
+        return [self.random.randrange(1000) for _ in range(self.random.randint(1, LONGEST_PROMPT))]
+
+    def reply(self) -> int:
+        return self.random.randint(1, LONGEST_REPLY)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--operations", type=int, default=100_000)
+    parser.add_argument("--machine", type=int, default=2_000, help="operations on one scheduler")
+    parser.add_argument("--seed", type=int, default=None)
+    args = parser.parse_args()
+    seed = random.SystemRandom().randrange(2**32) if args.seed is None else args.seed
+    print(f"seed {seed}", flush=True)
+    started, seen, longest = time.process_time(), Counter[str](), 0
+    for at in range(-(-args.operations // args.machine)):
+        machine = Machine(seed + at)
+        machine.run(args.machine)
+        seen += machine.seen
+        longest = max(longest, machine.longest_wait)
+    seconds = time.process_time() - started
+    print(f"{args.operations:,} operations, {seconds:.1f} s of CPU, longest wait {longest} turns")
+    print(", ".join(f"{count:,} {name}" for name, count in seen.most_common()))
+
+
+if __name__ == "__main__":
+    main()

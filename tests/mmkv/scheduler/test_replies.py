@@ -1,0 +1,266 @@
+"""The scheduler on a real engine: replies as without it, within its bound, from files and back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.errors import CapacityError, InputError, SessionError
+from mmkv import Budget, Engine, Sampling
+from mmkv.scheduler import Limits, Scheduler
+from mmkv.scheduler.replies import EngineExecutor, Prompt, ReplyJob, message
+from mmkv.scheduler.stored import StoredSession
+from mmkv.session import Session
+from tests.support.chat_models import picture, save_qwen3_vl
+from tests.support.policies import EVICTING_KINDS
+from tests.support.sessions import assert_same_rows
+from tests.support.tiers import slow_but
+
+CHUNK = 16
+REPLY = Sampling(max_new_tokens=9, temperature=1.5, seed=3)
+LONG = "a question that is long enough to be read in several chunks of sixteen tokens"
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_qwen3_vl(tmp_path_factory.mktemp("qwen"))
+
+
+def load(qwen: Path, **options: Any) -> Engine:
+    given = {"policy": "dbtrimkv", "gates": "random", "budget": 24, "page_size": 4} | options
+    return Engine.from_pretrained(qwen, dtype="float32", prefill_chunk=CHUNK, **given)
+
+
+@pytest.fixture(scope="module")
+def small(qwen: Path) -> Engine:
+    return load(qwen)
+
+
+@pytest.fixture
+def engine(small: Engine) -> Iterator[Engine]:
+    """Yield an engine that every test leaves as it was."""
+    yield small
+    small.cache.pool.limit = None
+    small.trim()
+    assert small.cache.pool.num_pages == 0, "pages are held"
+
+
+@pytest.fixture
+def scheduler(engine: Engine) -> Iterator[Scheduler]:
+    """Yield a scheduler that interleaves, and lets sessions hibernate."""
+    made = Scheduler(EngineExecutor(engine), Limits(quantum=CHUNK), to_files=True)
+    yield made
+    made.close()
+
+
+def watch(monkeypatch: pytest.MonkeyPatch, engine: Engine, scheduler: Scheduler) -> list[int]:
+    """Check at each taking of pages that no more are held than committed; what was held."""
+    held: list[int] = []
+    take, pool = type(engine.cache.pool).take, engine.cache.pool
+
+    def watched(self: Any, count: int) -> torch.Tensor:
+        pages = take(self, count)
+        if self is pool:
+            held.append(pool.num_pages - pool.free_pages)
+            assert held[-1] <= scheduler.ledger.committed
+        return pages
+
+    monkeypatch.setattr(type(pool), "take", watched)
+    return held
+
+
+def ask(session: Session, turn: int) -> dict[str, Any]:
+    """Return what is asked in a turn: pictures in some."""
+    images = [picture("red", (40 + 8 * turn, 24))] if turn % 2 == 0 else []
+    return {"text": f"turn {turn}: {LONG if turn != 1 else 'short'}?", "images": images}
+
+
+@pytest.mark.parametrize("policy", slow_but(("dbtrimkv", "snapkv"), EVICTING_KINDS, "other kinds"))
+def test_sessions_that_share_an_engine_and_a_disk_reply_as_alone(
+    policy: str, qwen: Path, tmp_path: Path
+) -> None:
+    """Four sessions of three turns where not all have room: each hibernates and comes back."""
+    engine = load(qwen, policy=policy, evict_every=2)
+    alone = [engine.session() for _ in range(4)]
+    wanted: list[list[Any]] = []
+    for session in alone:
+        wanted.append([])
+        for turn in range(3):
+            list(session.send(**ask(session, turn), sampling=REPLY))
+            assert session.last is not None
+            wanted[-1].append((session.last.token_ids, session.last.text))
+    bounds = ReplyJob(engine, message("?"), session=StoredSession(engine)).price()
+    keeping = engine.policy.keeps_prompt
+    scheduler = Scheduler(EngineExecutor(engine), Limits(quantum=CHUNK), to_files=True)
+    stored = [StoredSession(engine, folder=tmp_path) for _ in alone]
+    if not keeping:
+        engine.trim()
+        engine.cache.pool.limit = engine.cache.pool.num_pages + 3 * bounds.steady + bounds.chunk
+    hibernated = 0
+    for turn in range(3):
+        tickets = [
+            scheduler.submit(
+                ReplyJob(
+                    engine, message(**ask(session, turn)), REPLY, session=each, prompt_tokens=400
+                ),
+                user,
+            )
+            for each, session, user in zip(stored, alone, "abca", strict=True)
+        ]
+        while scheduler.turn():
+            hibernated = max(hibernated, len(list(tmp_path.iterdir())))
+        assert [ticket.error for ticket in tickets] == [None] * 4
+        for ticket, replies in zip(tickets, wanted, strict=True):
+            assert ticket.job.reply is not None
+            assert (ticket.job.reply.token_ids, ticket.job.reply.text) == replies[turn]
+    assert keeping or hibernated
+    engine.cache.pool.limit = None
+    for each, session in zip(stored, alone, strict=True):
+        live = each.wake()
+        assert live.history == session.history and live.state() == session.state()
+        assert live.last is not None and session.last is not None
+        assert live.last.text == session.last.text
+        assert_same_rows(live, session)
+    for each in (*stored, *alone):
+        each.close()
+    engine.cache.check()
+    assert not list(tmp_path.iterdir())
+    assert engine.cache.pool.free_pages == engine.cache.pool.num_pages
+
+
+def test_no_more_pages_are_held_than_are_committed(
+    engine: Engine, scheduler: Scheduler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored = [StoredSession(engine, budget, tmp_path) for budget in (24, 9, Budget.bytes(30_000))]
+    prices = [ReplyJob(engine, message("?"), session=each).price() for each in stored]
+    steady = sorted(price.steady for price in prices)
+    limit = steady[0] + 2 * steady[-1] + prices[0].chunk  # and a copy to return to
+    engine.cache.pool.limit = limit
+    held = watch(monkeypatch, engine, scheduler)
+    for turn in range(3):
+        for each in stored:
+            scheduler.submit(
+                ReplyJob(engine, message(**ask(each.live, turn)), REPLY, session=each), str(turn)
+            )
+        inputs = engine.inputs([{"role": "user", "content": LONG}])
+        scheduler.submit(ReplyJob(engine, Prompt(inputs), REPLY, budget=5), "one")
+        while scheduler.turn():
+            assert scheduler.ledger.committed <= limit
+    # The bound is not far off: worst cases of rows do not all happen at once.
+    assert max(held) > limit / 3
+
+
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_a_cancelled_prompt_leaves_no_trace(
+    chunks: int, engine: Engine, scheduler: Scheduler
+) -> None:
+    reference, stored = engine.session(), StoredSession(engine)
+    scheduler.submit(ReplyJob(engine, message("first"), REPLY, session=stored))
+    while scheduler.turn():
+        pass
+    list(reference.send("first", sampling=REPLY))
+    ticket = scheduler.submit(ReplyJob(engine, message(LONG * 2), REPLY, session=stored))
+    for _ in range(chunks):
+        scheduler.turn()
+    assert ticket.state == "prefill"
+    ticket.cancel()
+    scheduler.turn()
+    assert ticket.state == "cancelled" and stored.live is not None
+    assert stored.live.history == reference.history
+    assert_same_rows(stored.live, reference)
+    again = scheduler.submit(ReplyJob(engine, message("second"), REPLY, session=stored))
+    while scheduler.turn():
+        pass
+    list(reference.send("second", sampling=REPLY))
+    assert again.job.reply is not None and reference.last is not None
+    assert again.job.reply.token_ids == reference.last.token_ids
+    assert_same_rows(stored.live, reference)
+    reference.close()
+
+
+def test_a_cancelled_reply_ends_where_it_stands(engine: Engine, scheduler: Scheduler) -> None:
+    stored = StoredSession(engine)
+    ticket = scheduler.submit(ReplyJob(engine, message("first"), REPLY, session=stored))
+    while len(ticket.job.writer.token_ids if ticket.job.writer else ()) < 3:
+        scheduler.turn()
+    ticket.cancel()
+    scheduler.turn()
+    reply = ticket.job.reply
+    assert reply is not None and reply.finish_reason == "interrupted" and len(reply.token_ids) == 3
+    assert stored.live is not None and stored.live.history[-1]["role"] == "assistant"
+    assert stored.live._unfed == reply.token_ids[-1:]
+
+
+def test_a_batch_waits_for_room_and_says_the_same(engine: Engine) -> None:
+    talks = [[{"role": "user", "content": f"{number} {LONG}"}] for number in range(5)]
+    wanted = [reply.token_ids for reply in engine.generate(talks, REPLY)]
+    bound = ReplyJob(engine, Prompt(engine.inputs(talks[0])), REPLY).price()
+    engine.trim()
+    engine.cache.pool.limit = 2 * bound.total
+    assert [reply.token_ids for reply in engine.generate(talks, REPLY)] == wanted
+    assert engine.cache.pool.num_pages <= 2 * bound.total
+    engine.trim()
+    engine.cache.pool.limit = bound.total - 1
+    with pytest.raises(CapacityError, match="may take") as error:
+        engine.generate(talks, REPLY)
+    assert (error.value.needed, error.value.limit) == (bound.total, bound.total - 1)
+
+
+def test_pictures_are_not_read_before_there_is_room(engine: Engine, scheduler: Scheduler) -> None:
+    price = ReplyJob(engine, message("?"), session=StoredSession(engine)).price()
+    engine.cache.pool.limit = price.total
+    prepared: list[int] = []
+
+    def job(number: int) -> ReplyJob:
+        def prepare(session: Session) -> Prompt:
+            prepared.append(number)
+            return message("what is it?", images=[picture()])(session)
+
+        return ReplyJob(engine, prepare, REPLY)
+
+    first, second = (scheduler.submit(job(number), str(number)) for number in range(2))
+    while not first.over:
+        scheduler.turn()
+        assert prepared == [0] or first.over
+    assert second.state == "waiting"
+    while scheduler.turn():
+        pass
+    assert prepared == [0, 1] and second.state == "done"
+
+
+def test_what_has_no_bound_is_refused(qwen: Path) -> None:
+    engine = load(qwen, policy="full", kv_limit=10**6)
+    scheduler = Scheduler(EngineExecutor(engine), Limits(quantum=CHUNK))
+    for budget in (24, Budget.fraction(0.5)):
+        with pytest.raises(InputError, match="give prompt_tokens"):
+            scheduler.submit(ReplyJob(engine, message("?"), budget=budget))
+    ticket = scheduler.submit(ReplyJob(engine, message(LONG), REPLY, prompt_tokens=30))
+    scheduler.turn()
+    assert ticket.state == "failed" and "announced with 30" in str(ticket.error)
+    ticket = scheduler.submit(ReplyJob(engine, message(LONG), REPLY, prompt_tokens=300))
+    while scheduler.turn():
+        pass
+    assert ticket.state == "done" and engine.cache.pool.free_pages == engine.cache.pool.num_pages
+
+
+def test_a_file_that_is_gone_fails_its_request_alone(
+    engine: Engine, scheduler: Scheduler, tmp_path: Path
+) -> None:
+    stored = StoredSession(engine, folder=tmp_path)
+    scheduler.submit(ReplyJob(engine, message("first"), REPLY, session=stored))
+    while scheduler.turn():
+        pass
+    scheduler.hibernate(stored)
+    assert engine.cache.pool.free_pages == engine.cache.pool.num_pages
+    assert scheduler.ledger.committed == 0
+    (file,) = tmp_path.iterdir()
+    file.unlink()
+    lost = scheduler.submit(ReplyJob(engine, message("second"), REPLY, session=stored))
+    other = scheduler.submit(ReplyJob(engine, message("another"), REPLY), "other")
+    while scheduler.turn():
+        pass
+    assert isinstance(lost.error, SessionError) and other.state == "done"

@@ -1,0 +1,223 @@
+"""The scheduler on a fake engine: the promises under random operations, and each one by itself."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from engine.errors import BudgetError, CapacityError, SessionError
+from mmkv.scheduler import Limits, Price, Scheduler
+from mmkv.scheduler.fairness import DeficitRoundRobin
+from mmkv.scheduler.ledger import Ledger
+from tests.mmkv.scheduler.fake import CHUNK, FakeExecutor, FakeJob, FakePool, FakeSession
+from tests.mmkv.scheduler.machine import Machine
+
+
+def scheduler_of(pool: FakePool, to_files: bool = True, **limits: int) -> Scheduler:
+    return Scheduler(FakeExecutor(pool), Limits(**{"quantum": CHUNK, **limits}), to_files)
+
+
+def prompt(count: int) -> list[int]:
+    return list(range(count))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_operations_keep_every_promise(seed: int) -> None:
+    Machine(seed).run(2_000)
+
+
+def test_nothing_of_it_needs_torch() -> None:
+    code = "import sys, mmkv.scheduler; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_what_can_never_fit_is_refused_with_its_numbers() -> None:
+    scheduler = scheduler_of(FakePool(limit=8))
+    with pytest.raises(CapacityError, match="may take 12 pages") as error:
+        scheduler.submit(FakeJob(FakePool(None), prompt(20), 4, bound=20))
+    assert (error.value.needed, error.value.committed, error.value.limit) == (12, 0, 8)
+    assert error.value.final and isinstance(error.value, BudgetError)
+
+
+def test_a_full_queue_refuses_with_its_numbers() -> None:
+    pool = FakePool(limit=8)
+    scheduler = scheduler_of(pool, waiting=2)
+    for _ in range(2):
+        scheduler.submit(FakeJob(pool, prompt(4), 4))
+    with pytest.raises(CapacityError, match="2 requests wait") as error:
+        scheduler.submit(FakeJob(pool, prompt(4), 4))
+    assert (error.value.unit, error.value.final) == ("requests", False)
+    scheduler.turn()
+    scheduler.submit(FakeJob(pool, prompt(4), 4))
+
+
+def test_a_large_request_is_not_overtaken_forever() -> None:
+    """Small requests of others would fit at any time; the large one needs all pages at once."""
+
+    def served(patience: int) -> bool:
+        pool = FakePool(limit=12)
+        scheduler = scheduler_of(pool, patience=patience)
+        for user in "ab":
+            scheduler.submit(FakeJob(pool, prompt(4), 9), user)
+            scheduler.turn()
+        large = scheduler.submit(FakeJob(pool, prompt(20), 4, bound=20), "large")
+        for turn in range(200):
+            if scheduler.waiting < 4:
+                scheduler.submit(FakeJob(pool, prompt(4), 9), "ab"[turn % 2])
+            scheduler.turn()
+        return large.over
+
+    assert served(patience=8) and not served(patience=10**6)
+
+
+def test_users_share_the_chunks_of_prompts() -> None:
+    """One user asks for 30 long prompts, the other for a short one at a time."""
+    pool = FakePool(limit=None)
+    scheduler = scheduler_of(pool, waiting=99, running=99)
+    for _ in range(30):
+        scheduler.submit(FakeJob(pool, prompt(40), 1), "greedy")
+    for _ in range(5):
+        scheduler.turn()
+        modest = scheduler.submit(FakeJob(pool, prompt(8), 1), "modest")
+        turns = 0
+        while not modest.over:
+            scheduler.turn()
+            turns += 1
+        assert turns <= 4  # two chunks, and two of the other user's
+
+
+def test_users_are_admitted_in_turn() -> None:
+    """There is room for one request at a time, and one user has asked for 30."""
+    pool = FakePool(limit=None)
+    scheduler = scheduler_of(pool, waiting=99, running=1)
+    greedy = [scheduler.submit(FakeJob(pool, prompt(4), 3), "greedy") for _ in range(30)]
+    scheduler.turn()
+    modest = [scheduler.submit(FakeJob(pool, prompt(4), 3), user) for user in ("a", "b", "a")]
+    while not all(ticket.over for ticket in modest):
+        scheduler.turn()
+    assert sum(ticket.over for ticket in greedy) <= 3
+
+
+def test_deficits_make_up_for_unequal_chunks() -> None:
+    robin, served = DeficitRoundRobin(quantum=10), {"long": 0, "short": 0}
+    costs = {"long": 10, "short": 3}
+    for _ in range(1000):
+        user = robin.next(costs)
+        served[user] += costs[user]
+    assert abs(served["long"] - served["short"]) <= 20
+    assert robin.next({"short": 3}) == "short" and robin.next({"new": 9}) == "new"
+
+
+@pytest.mark.parametrize("turns", range(8))
+def test_a_cancelled_request_returns_its_pages_in_two_turns(turns: int) -> None:
+    pool = FakePool(limit=20)
+    scheduler, session = scheduler_of(pool), FakeSession(pool, bound=4)
+    scheduler.submit(FakeJob(pool, prompt(6), 3, session))
+    while scheduler.turn():
+        pass
+    before = session.state()
+    kept = scheduler.submit(FakeJob(pool, prompt(12), 9, session))
+    alone = scheduler.submit(FakeJob(pool, prompt(12), 9), "another")
+    for _ in range(turns):
+        scheduler.turn()
+    for ticket in (kept, alone):
+        ticket.cancel()
+    for _ in range(2):
+        scheduler.turn()
+    assert kept.state == alone.state == "cancelled"
+    assert set(pool.held) == {session} and scheduler.ledger.committed == session.bound
+    if kept.job.read < 12:
+        assert session.state() == before
+    scheduler.close()
+    assert not pool.held
+
+
+def test_idle_sessions_hibernate_the_one_used_longest_ago_first() -> None:
+    pool = FakePool(limit=14)
+    scheduler = scheduler_of(pool)
+    first, second, third = (FakeSession(pool, bound=4) for _ in range(3))
+    for session in (first, second, first):
+        scheduler.submit(FakeJob(pool, prompt(4), 2, session))
+        while scheduler.turn():
+            pass
+    before = second.state()
+    ticket = scheduler.submit(FakeJob(pool, prompt(4), 2, third))
+    while scheduler.turn():
+        pass
+    assert ticket.state == "done" and first.resident and not second.resident
+    scheduler.submit(FakeJob(pool, prompt(4), 2, second))
+    scheduler.turn()
+    assert second.state()[0] == [*before[0], *prompt(4), -1][-8:] and not first.resident
+
+
+def test_without_files_a_pinned_session_is_named() -> None:
+    pool = FakePool(limit=14)
+    scheduler = scheduler_of(pool, to_files=False)
+    sessions = [FakeSession(pool, bound=6) for _ in range(2)]
+    scheduler.submit(FakeJob(pool, prompt(4), 2, sessions[0]))
+    while scheduler.turn():
+        pass
+    with pytest.raises(CapacityError, match="close a session") as error:
+        scheduler.submit(FakeJob(pool, prompt(4), 2, sessions[1]))
+    assert (error.value.needed, error.value.committed, error.value.final) == (9, 6, False)
+    scheduler.close_session(sessions[0])
+    scheduler.submit(FakeJob(pool, prompt(4), 2, sessions[1]))
+    with pytest.raises(SessionError, match="busy"):
+        scheduler.close_session(sessions[1])
+
+
+def test_a_disk_that_refuses_leaves_the_session_where_it_is() -> None:
+    pool = FakePool(limit=10)
+    scheduler = scheduler_of(pool)
+    kept, other = FakeSession(pool, bound=4), FakeSession(pool, bound=4)
+    scheduler.submit(FakeJob(pool, prompt(4), 2, kept))
+    while scheduler.turn():
+        pass
+    kept.disk_full = True
+    ticket = scheduler.submit(FakeJob(pool, prompt(4), 2, other))
+    scheduler.turn()
+    assert ticket.state == "failed" and isinstance(ticket.error, CapacityError)
+    assert kept.resident and pool.held[kept] == 2 + 1
+
+
+def test_a_reply_that_cannot_be_decoded_leaves_the_others_alone() -> None:
+    pool = FakePool(limit=None)
+    scheduler = scheduler_of(pool)
+    tickets = [scheduler.submit(FakeJob(pool, prompt(4), 5), user) for user in "abc"]
+    step = scheduler.executor.step
+
+    def refusing(jobs: list[FakeJob]) -> None:
+        if tickets[1].job in jobs:
+            raise BudgetError("no room")
+        step(jobs)
+
+    scheduler.executor.step = refusing  # type: ignore[assignment, method-assign]
+    while scheduler.turn():
+        pass
+    assert [ticket.state for ticket in tickets] == ["done", "failed", "done"]
+    assert not pool.held
+
+
+def test_replies_wait_for_prompts_where_nobody_watches() -> None:
+    pool = FakePool(limit=None)
+    scheduler = Scheduler(FakeExecutor(pool), Limits(quantum=CHUNK, interleave=False))
+    for _ in range(3):
+        scheduler.submit(FakeJob(pool, prompt(8), 4))
+    for _ in range(6):
+        scheduler.turn()
+        assert scheduler.executor.steps == 0  # type: ignore[attr-defined]
+    for turn in range(3):
+        assert scheduler.turn() == (turn < 2)
+    assert scheduler.executor.steps == 3  # type: ignore[attr-defined]
+
+
+def test_only_the_largest_chunk_counts() -> None:
+    ledger = Ledger()
+    ledger.commit("a", Price(5, 3, 2))
+    ledger.commit("b", Price(4, 7))
+    assert ledger.committed == 5 + 2 + 4 + 7
+    assert ledger.committed_with("b", Price(4)) == 5 + 2 + 4 + 3
+    ledger.release("b")
+    assert ledger.committed == 10
