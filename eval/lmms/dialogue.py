@@ -8,11 +8,14 @@ from typing import TYPE_CHECKING
 from eval.lmms.messages import Frames, Key, keys
 from mmkv.prompt.media import load_image
 from mmkv.prompt.messages import take_media
-from mmkv.reply import Reply, ReplyWriter
+from mmkv.reply import Reply
+from mmkv.scheduler.replies import Prompt, ReplyJob
+from mmkv.scheduler.stored import StoredSession
 
 if TYPE_CHECKING:
     from mmkv import Engine, Sampling, Session
     from mmkv.prompt.template import Message
+    from mmkv.scheduler import Scheduler
 
 
 class Dialogue:
@@ -25,55 +28,45 @@ class Dialogue:
 
     def __init__(self, engine: Engine, frames: Frames) -> None:
         self.engine, self.frames = engine, frames
-        self.session: Session | None = None
+        self._session = StoredSession(engine)
         self._held: list[Key] = []
-        self._prompt_tokens = 0
 
-    def open_turn(
-        self, messages: Sequence[Message], sampling: Sampling
-    ) -> tuple[ReplyWriter, int | None]:
-        """Prefill the reply to ``messages``; its writer and first token (None: it is over).
-
-        Raises InputError, ContextError, BudgetError; the dialogue can only be closed then.
-        """
+    def turn(
+        self, messages: Sequence[Message], sampling: Sampling, scheduler: Scheduler
+    ) -> ReplyJob:
+        """Return the request for the reply to ``messages``."""
         wanted = keys(messages)
         known = len(self._held)
-        if self.session is None or wanted[:known] != self._held or known == len(wanted):
-            self.close()
-            self.session, known = self.engine.session(), 0
-        session, processor = self.session, self.engine.processor
-        plain, images, videos = take_media(messages[known:])
+        if wanted[:known] != self._held or known == len(wanted):
+            self.close(scheduler)
+            self._session, known = StoredSession(self.engine), 0
+        self._held = wanted
+        return ReplyJob(
+            self.engine,
+            lambda session: self._prompt(session, messages[known:]),
+            sampling,
+            session=self._session,
+        )
+
+    def replied(self, reply: Reply) -> None:
+        """Note the reply, which the next round's messages may hold as they got it."""
+        content = [{"type": "text", "text": reply.text}]
+        self._held += keys([{"role": "assistant", "content": content}])
+
+    def close(self, scheduler: Scheduler) -> None:
+        """Return the session's pages."""
+        scheduler.close_session(self._session)
+        self._held = []
+
+    def _prompt(self, session: Session, messages: Sequence[Message]) -> Prompt:
+        """Read the pictures of the new messages. Raises InputError."""
+        processor = self.engine.processor
+        plain, images, videos = take_media(messages)
         addition = processor.template.addition(session.history, plain)
-        writer = ReplyWriter(processor.tokenizer, sampling, self.engine.eos_token_ids)
         inputs = processor.encode(
             addition.text,
             [load_image(image) for image in images],
             [self.frames.load(video, processor.size_rule) for video in videos],
             addition.continuing,
         )
-        # The last token of the reply before, sampled but never fed, goes in front.
-        inputs = session._with_unfed(inputs)
-        self._prompt_tokens = inputs["input_ids"].shape[-1]
-        token = writer.advance(session.prefill(inputs))
-        session.history += plain
-        session._unfed = []
-        self._held = wanted
-        return writer, token
-
-    def close_turn(self, writer: ReplyWriter) -> Reply:
-        """End the turn: the reply, which the next round's messages may hold as they got it."""
-        assert self.session is not None
-        session = self.session
-        session._unfed = [] if writer.unfed is None else [writer.unfed]
-        session.history.append({"role": "assistant", "content": writer.held_text()})
-        reply = writer.reply(self._prompt_tokens, session.memory())
-        self._held += keys(
-            [{"role": "assistant", "content": [{"type": "text", "text": reply.text}]}]
-        )
-        return reply
-
-    def close(self) -> None:
-        """Return the session's pages."""
-        if self.session is not None:
-            self.session.close()
-        self.session, self._held = None, []
+        return Prompt(session._with_unfed(inputs), plain)

@@ -14,12 +14,14 @@ from typing import TYPE_CHECKING
 from engine.errors import MmkvError
 from eval.lmms.dialogue import Dialogue
 from eval.lmms.messages import Frames
-from mmkv.stepping import step
+from mmkv.scheduler.batch import batch_scheduler
 
 if TYPE_CHECKING:
     from mmkv import Engine, Sampling
     from mmkv.prompt.template import Message
-    from mmkv.reply import Reply, ReplyWriter
+    from mmkv.reply import Reply
+    from mmkv.scheduler import Scheduler, Ticket
+    from mmkv.scheduler.replies import ReplyJob
 
 
 @dataclass(frozen=True)
@@ -38,24 +40,33 @@ class _Member:
 
     def __init__(self, name: str, script: Script, dialogue: Dialogue) -> None:
         self.name, self.script, self.dialogue = name, script, dialogue
-        self.writer: ReplyWriter | None = None
-        self.token: int | None = None
+        self.ticket: Ticket[ReplyJob] | None = None
 
-    def proceed(self) -> bool:
-        """Hand over finished replies until a token is to be decoded; False when all is done."""
+    def proceed(self, scheduler: Scheduler) -> bool:
+        """Hand over a finished reply and ask the next question; False when all is done."""
         try:
-            while self.token is None:
-                if self.writer is None:
-                    ask = next(self.script)
-                else:
-                    ask = self.script.send(self.dialogue.close_turn(self.writer))
-                self.writer, self.token = self.dialogue.open_turn(ask.messages, ask.sampling)
+            if self.ticket is None:
+                ask = next(self.script)
+            elif self.ticket.over:
+                ask = self.script.send(self._reply(self.ticket))
+            else:
+                return True
+            job = self.dialogue.turn(ask.messages, ask.sampling, scheduler)
+            self.ticket = scheduler.submit(job)
         except StopIteration:
-            self.dialogue.close()
+            self.dialogue.close(scheduler)
             return False
         except MmkvError as error:
             raise type(error)(f"{self.name}: {error}") from error
         return True
+
+    def _reply(self, ticket: Ticket[ReplyJob]) -> Reply:
+        if ticket.error is not None:
+            raise ticket.error
+        reply = ticket.job.reply
+        assert reply is not None
+        self.dialogue.replied(reply)
+        return reply
 
 
 def run(
@@ -72,40 +83,16 @@ def run(
     """
     waiting = deque(scripts)
     running: list[_Member] = []
+    scheduler = batch_scheduler(engine, batch_size)
     try:
         while waiting or running:
             while waiting and len(running) < batch_size:
                 name, script = waiting.popleft()
                 running.append(_Member(name, script, Dialogue(engine, frames)))
             for member in list(running):
-                if not member.proceed():
+                if not member.proceed(scheduler):
                     running.remove(member)
                     done()
-            _end_full(engine, running)
-            ready = [member for member in running if member.token is not None]
-            if ready:
-                _step(engine, ready)
+            scheduler.turn()
     finally:
-        for member in running:
-            member.dialogue.close()
-
-
-def _end_full(engine: Engine, members: Sequence[_Member]) -> None:
-    """End replies whose sequence has no position left, so that they do not stop the others."""
-    for member in members:
-        session = member.dialogue.session
-        if session is not None and session.next_position >= engine.spec.max_position:
-            assert member.writer is not None
-            member.writer.finish("context")
-            member.token = None
-
-
-def _step(engine: Engine, members: Sequence[_Member]) -> None:
-    """Append each member's token and draw its next one."""
-    going = [
-        (m.dialogue.session, m.writer, m.token)
-        for m in members
-        if m.dialogue.session is not None and m.writer is not None and m.token is not None
-    ]
-    for member, token in zip(members, step(engine, going), strict=True):
-        member.token = token
+        scheduler.close()

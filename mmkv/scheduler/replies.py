@@ -194,6 +194,7 @@ class ReplyJob:
     def _begin(self) -> None:
         engine = self.engine
         self.live = engine.session(self.budget) if self._kept is None else self._kept.wake()
+        self.writer = ReplyWriter(engine.processor.tokenizer, self.sampling, engine.eos_token_ids)
         given = self._given
         prompt = self._prompt = given if isinstance(given, Prompt) else given(self.live)
         if self.prompt_tokens is not None and prompt.tokens > self.prompt_tokens:
@@ -201,7 +202,6 @@ class ReplyJob:
                 f"the prompt has {prompt.tokens:,} tokens and was announced with "
                 f"{self.prompt_tokens:,}; send it again with the right number"
             )
-        self.writer = ReplyWriter(engine.processor.tokenizer, self.sampling, engine.eos_token_ids)
         self._prefill = self.live.begin_prefill(prompt.inputs, self.chunk, self._kept is not None)
 
 

@@ -12,13 +12,12 @@ import torch
 from engine.errors import CapacityError, InputError, SessionError
 from mmkv import Budget, Engine, Sampling
 from mmkv.scheduler import Limits, Scheduler
+from mmkv.scheduler.chunk_length import LENGTHS, chunk_length, longest_within
 from mmkv.scheduler.replies import EngineExecutor, Prompt, ReplyJob, message
 from mmkv.scheduler.stored import StoredSession
 from mmkv.session import Session
 from tests.support.chat_models import picture, save_qwen3_vl
-from tests.support.policies import EVICTING_KINDS
 from tests.support.sessions import assert_same_rows
-from tests.support.tiers import slow_but
 
 CHUNK = 16
 REPLY = Sampling(max_new_tokens=9, temperature=1.5, seed=3)
@@ -79,7 +78,7 @@ def ask(session: Session, turn: int) -> dict[str, Any]:
     return {"text": f"turn {turn}: {LONG if turn != 1 else 'short'}?", "images": images}
 
 
-@pytest.mark.parametrize("policy", slow_but(("dbtrimkv", "snapkv"), EVICTING_KINDS, "other kinds"))
+@pytest.mark.parametrize("policy", ["dbtrimkv", "gkv", "kv-key"])
 def test_sessions_that_share_an_engine_and_a_disk_reply_as_alone(
     policy: str, qwen: Path, tmp_path: Path
 ) -> None:
@@ -245,6 +244,20 @@ def test_what_has_no_bound_is_refused(qwen: Path) -> None:
     while scheduler.turn():
         pass
     assert ticket.state == "done" and engine.cache.pool.free_pages == engine.cache.pool.num_pages
+
+
+def test_a_chunk_takes_no_longer_than_asked(engine: Engine) -> None:
+    tried: list[int] = []
+
+    def seconds_of(length: int) -> float:
+        tried.append(length)
+        return length / 1000
+
+    assert longest_within(0.1, seconds_of, LENGTHS) == 64 and tried == [16, 32, 64, 128]
+    assert longest_within(0.001, seconds_of, LENGTHS) == 16
+    assert chunk_length(engine, 0.0) == 16
+    assert chunk_length(engine, 1e9) == max(one for one in LENGTHS if one * 3 <= 2048)
+    assert engine.cache.pool.free_pages == engine.cache.pool.num_pages
 
 
 def test_a_file_that_is_gone_fails_its_request_alone(
