@@ -7,8 +7,11 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
+from engine.checks import require_real
 from engine.errors import BudgetError
 
+_KINDS = ("entries", "bytes", "fraction")
+_MOST = 2**40
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 
 
@@ -65,7 +68,12 @@ class Budget:
         """
         if isinstance(budget, str):
             return cls.parse(budget)
+        if not isinstance(budget, Budget):
+            require_real("a budget that is no text and no mmkv.Budget", budget)
         made = budget if isinstance(budget, Budget) else cls("entries", float(budget))
+        require_real("the value of a budget", made.value)
+        if made.kind not in _KINDS:
+            raise BudgetError(f"{made.kind!r} is no unit of a budget; use {', '.join(_KINDS)}")
         if not math.isfinite(made.value) or made.value <= 0:
             raise BudgetError(f"a budget of {made.value} keeps nothing; give a positive number")
         if made.kind == "fraction" and made.value > 1:
@@ -83,10 +91,12 @@ class Budget:
         """
         if self.kind == "fraction":
             return max(rows, math.floor(self.value * seen * rows))
+        # Past any sequence's length a budget keeps all; int64 holds no more.
         if self.kind == "entries":
-            total = math.floor(self.value * rows)
+            total = math.floor(min(self.value, _MOST) * rows)
         else:
-            total = int(self.value) // page_bytes * page_size - rows * (page_size - 1)
+            pages = int(min(self.value, _MOST * page_bytes)) // page_bytes
+            total = pages * page_size - rows * (page_size - 1)
         if total < rows:
             least = rows * page_bytes
             raise BudgetError(
@@ -99,7 +109,7 @@ class Budget:
         """Return the budget in words."""
         return {
             "entries": f"{self.value:g} entries per row",
-            "bytes": f"{int(self.value):,} bytes",
+            "bytes": f"{self.value:,.0f} bytes",
             "fraction": f"{self.value:g} of the tokens seen",
         }[self.kind]
 
@@ -116,4 +126,9 @@ def parse_bytes(text: str) -> int:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmg]?i?)b?\s*", text.lower())
     if match is None or match[2] not in _UNITS:
         raise BudgetError(f"{text!r} is not an amount of memory; write for example 64MiB")
-    return int(float(match[1]) * _UNITS[match[2]])
+    count = float(match[1]) * _UNITS[match[2]]
+    if not math.isfinite(count):
+        raise BudgetError(
+            f"{text[:40]!r} is more memory than there can be; write for example 64MiB"
+        )
+    return int(count)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.budget import Budget
+from engine.checks import require_real, require_type, require_whole
 from engine.errors import ModelError, PolicyError
 
 if TYPE_CHECKING:
@@ -19,9 +20,16 @@ if TYPE_CHECKING:
     from engine.policies import Policy
 
 
-def _about(kind: type, help: str, least: int | None = None) -> dict[str, Any]:
+def _about(
+    kind: type, help: str, least: int | None = None, most: int | None = None
+) -> dict[str, Any]:
     """Return the metadata of a field. ``kind``: the type of its text on a command line."""
-    return {"kind": kind, "help": help, "least": least}
+    return {"kind": kind, "help": help, "least": least, "most": most}
+
+
+# Positions are int32. No sensible page has more than a few hundred entries, and each row of the
+# cache holds a page at least.
+_MOST_POSITIONS, _MOST_PAGE = 2**31 - 1, 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +55,7 @@ class EngineConfig:
 
     Raises:
         ModelError, PolicyError, BudgetError: for a value that cannot be.
+        TypeError: for a value of another type.
     """
 
     model: str | Path | None = field(
@@ -68,12 +77,14 @@ class EngineConfig:
         default=2, metadata=_about(float, "Steps that scores look ahead, or inf.")
     )
     evict_every: int = field(
-        default=1, metadata=_about(int, "Decode steps between evictions.", least=1)
+        default=1, metadata=_about(int, "Decode steps between evictions.", 1, _MOST_POSITIONS)
     )
     prefill_chunk: int = field(
-        default=2048, metadata=_about(int, "Prompt tokens per prefill chunk.", least=1)
+        default=2048, metadata=_about(int, "Prompt tokens per prefill chunk.", 1, _MOST_POSITIONS)
     )
-    page_size: int = field(default=16, metadata=_about(int, "Entries per cache page.", least=1))
+    page_size: int = field(
+        default=16, metadata=_about(int, "Entries per cache page.", 1, _MOST_PAGE)
+    )
     gates: str | Path | None = field(
         default=None,
         metadata=_about(str, "Retention gates: path, hub id, or 'random' for speed runs."),
@@ -83,16 +94,27 @@ class EngineConfig:
         default="auto", metadata=_about(str, "auto, float32, bfloat16 or float16.")
     )
     kv_limit: int | None = field(
-        default=None, metadata=_about(int, "Most bytes that the cache may take.", least=0)
+        default=None, metadata=_about(int, "Most bytes that the cache may take.", 0, 2**62)
     )
 
     def __post_init__(self) -> None:
         Budget.of(self.budget)
         check_lookahead(self.lookahead)
+        for name in ("model", "gates"):
+            if (given := getattr(self, name)) is not None:
+                require_type(name, given, (str, Path), "text or a pathlib.Path")
+        for name in ("device", "dtype"):
+            given = getattr(self, name)
+            if type(given).__module__ != "torch":  # torch.device, torch.dtype
+                require_type(name, given, str, f"text or a torch.{name}")
         for name, setting in options().items():
-            value, least = getattr(self, name), setting.metadata["least"]
-            if least is not None and value is not None and value < least:
-                raise PolicyError(f"{name} is {value}; give a whole number of at least {least}")
+            value, least, most = getattr(self, name), *map(setting.metadata.get, ("least", "most"))
+            if least is None or (value is None and setting.default is None):
+                continue
+            require_whole(name, value)
+            if not least <= value <= most:
+                bound = f"at least {least}" if value < least else f"at most {most:,}"
+                raise PolicyError(f"{name} is {value}; give a whole number of {bound}")
 
     def checkpoint(self) -> str:
         """Return the model's name as text.
@@ -114,7 +136,8 @@ def check_lookahead(steps: float) -> None:
     """Check that ``steps`` is a whole number of at least 1, or inf.
 
     Raises:
-        PolicyError: it is not.
+        PolicyError: it is not. TypeError: it is no number.
     """
+    require_real("lookahead", steps)
     if not (steps == float("inf") or (steps >= 1 and steps % 1 == 0)):
         raise PolicyError(f"lookahead {steps} is not a whole number >= 1 or inf")

@@ -7,12 +7,18 @@ import secrets
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from engine.checks import require_real, require_type, require_whole
 from engine.errors import InputError
 
 if TYPE_CHECKING:
     import torch
 
     from engine.backends.cuda.kernels.sample import Draw
+
+
+# Below the first, logits are divided by it as differences to the greatest; a divisor below the
+# second would be 0 where a processor has no denormal numbers.
+_SMALL_TEMPERATURE, _LEAST_DIVISOR = 1e-6, 1e-30
 
 
 @dataclass(frozen=True)
@@ -22,7 +28,7 @@ class Sampling:
     ``temperature`` 0 takes the likeliest token and ignores ``top_p`` and ``top_k``; ``top_k`` 0
     and ``top_p`` 1 switch those filters off; ``seed`` None draws a fresh seed for each reply;
     ``stop`` holds strings that end the reply (they are not part of the shown text).
-    Raises InputError when a value is out of its range.
+    Raises InputError when a value is out of its range, TypeError when it is of another type.
     """
 
     max_new_tokens: int = 512
@@ -34,8 +40,16 @@ class Sampling:
 
     def __post_init__(self) -> None:
         # A single string would otherwise be read as its letters.
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        texts = (self.stop,) if isinstance(self.stop, str) else self.stop
+        require_type("stop", texts, (tuple, list), "a text, or a list or tuple of texts")
+        for text in texts:
+            require_type("each text of stop", text, str, "a text")
+        stop = tuple(texts)
         object.__setattr__(self, "stop", stop)
+        for name in ("max_new_tokens", "top_k", *(["seed"] if self.seed is not None else [])):
+            require_whole(name, getattr(self, name))
+        for name in ("temperature", "top_p"):
+            require_real(name, getattr(self, name))
         _require(self.max_new_tokens >= 1, "max_new_tokens", self.max_new_tokens, "1 or more")
         _require(0.0 <= self.temperature <= 100.0, "temperature", self.temperature, "0 to 100")
         _require(0.0 < self.top_p <= 1.0, "top_p", self.top_p, "above 0 and at most 1")
@@ -95,7 +109,12 @@ def distribution(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     """
     import torch
 
-    scaled = logits.float() / sampling.temperature
+    scaled = logits.float()
+    if sampling.temperature < _SMALL_TEMPERATURE:
+        # The quotients would pass float32; their differences to the greatest may.
+        scaled = (scaled - scaled.max()) / max(sampling.temperature, _LEAST_DIVISOR)
+    else:
+        scaled = scaled / sampling.temperature
     if 0 < sampling.top_k < scaled.numel():
         threshold = scaled.topk(sampling.top_k).values[-1]
         scaled = scaled.masked_fill(scaled < threshold, -torch.inf)

@@ -7,6 +7,9 @@ from torch import Tensor
 
 from engine.cache.layout import COLUMNS, Columns
 from engine.errors import BudgetError
+from engine.memory import free_bytes
+
+_SMALL = 64 * 2**20  # growing by less is not worth asking the kernel
 
 
 class PagePool(Columns):
@@ -96,10 +99,14 @@ class PagePool(Columns):
 
         Columns grow before the free list names their new pages: a pool that is interrupted in
         between has pages that nobody uses, and the next call takes them up.
+
+        Raises:
+            BudgetError: there is not so much memory; nothing has changed then.
         """
         old = self._stack.numel()
         if num_pages <= old:
             return
+        self._require_memory(num_pages)
         for name in COLUMNS:
             tensor: Tensor = getattr(self, name)
             if tensor.shape[0] >= num_pages:
@@ -133,6 +140,21 @@ class PagePool(Columns):
             for column in COLUMNS.values()
             if column.per_feature == per_feature
         )
+
+    def _require_memory(self, num_pages: int) -> None:
+        """Raise BudgetError unless growing fits: a kernel that overcommits kills instead."""
+        needed = (num_pages - self.num_pages) * self.page_bytes
+        if needed < _SMALL:
+            return
+        # The largest column stands twice while it is copied.
+        needed += max(column.numel() * column.element_size() for column in self.columns())
+        free = free_bytes(self.device)
+        if free is not None and needed > free:
+            raise BudgetError(
+                f"the cache would need {needed / 2**30:,.1f} GiB more for {num_pages:,} pages of "
+                f"{self.page_bytes:,} bytes, {free / 2**30:,.1f} GiB are free; lower the budget, "
+                "the page size or the prefill chunk, or close a session"
+            )
 
     def _cap(self, short: int) -> int:
         wanted = self.num_pages + short

@@ -23,13 +23,25 @@ def take_media(messages: Sequence[Message]) -> tuple[list[Message], list[Any], l
     plain: list[Message] = []
     images: list[Any] = []
     videos: list[Any] = []
+    if isinstance(messages, (str, bytes, dict)) or not isinstance(messages, Sequence):
+        raise TypeError(f"a conversation is a list of messages, not a {type(messages).__name__}")
     if not messages:
         raise InputError("the conversation is empty; give at least one user message")
     for message in messages:
-        if not isinstance(message, dict) or message.get("role") not in _ROLES:
+        role = message.get("role") if isinstance(message, dict) else None
+        if not isinstance(message, dict) or not isinstance(role, str) or role not in _ROLES:
             raise InputError(f"a message needs a role out of {', '.join(_ROLES)}, and a content")
+        content: Any = message.get("content")
+        if content is not None and not isinstance(content, (str, list, tuple)):
+            raise InputError(
+                f"a message's content is {type(content).__name__}; give a text or a list of parts"
+            )
         parts: list[dict[str, Any]] = []
-        for part in as_parts(message.get("content") or ""):
+        for part in as_parts(content or ""):
+            if not isinstance(part, dict):
+                raise InputError(
+                    f"a message part is {type(part).__name__}; give a dict with a type"
+                )
             kind = str(part.get("type", "")).removesuffix("_url")
             if kind == "text" and isinstance(part.get("text"), str):
                 parts.append({"type": "text", "text": part["text"]})

@@ -1,0 +1,28 @@
+"""Check the types of arguments that programs give: TypeError in one sentence."""
+
+from __future__ import annotations
+
+import numbers
+from typing import Any
+
+
+def require_real(name: str, value: Any) -> None:
+    """Raise TypeError unless ``value`` is a number (bool is none)."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{name} must be a number, not {_a(value)}")
+
+
+def require_whole(name: str, value: Any) -> None:
+    """Raise TypeError unless ``value`` is a whole number (bool is none)."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise TypeError(f"{name} must be a whole number, not {_a(value)}")
+
+
+def require_type(name: str, value: Any, kinds: type | tuple[type, ...], wanted: str) -> None:
+    """Raise TypeError unless ``value`` is of ``kinds``, in words ``wanted``."""
+    if not isinstance(value, kinds):
+        raise TypeError(f"{name} must be {wanted}, not {_a(value)}")
+
+
+def _a(value: Any) -> str:
+    return "None" if value is None else f"a {type(value).__name__}"

@@ -1,0 +1,53 @@
+"""How much memory is free, so that what cannot fit is refused and not killed."""
+
+from __future__ import annotations
+
+import resource
+from pathlib import Path
+
+import torch
+
+_MEMINFO, _STATM = Path("/proc/meminfo"), Path("/proc/self/statm")
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Return the bytes that can still be allocated on ``device``, None where nothing tells.
+
+    On a GPU, what torch holds for its next tensors is free, too. On a CPU: what the kernel would
+    give without swapping, within the limits of this process and its control group.
+    """
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return free + held
+    known = [found for found in (_available(), _below_limit(), _in_group()) if found is not None]
+    return min(known, default=None)
+
+
+def _available() -> int | None:
+    try:
+        for line in _MEMINFO.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except (OSError, ValueError):
+        return None
+    return None
+
+
+def _below_limit() -> int | None:
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit == resource.RLIM_INFINITY:
+        return None
+    try:
+        return max(0, limit - int(_STATM.read_text().split()[0]) * resource.getpagesize())
+    except (OSError, ValueError):
+        return None
+
+
+def _in_group() -> int | None:
+    try:
+        most = int((_CGROUP / "memory.max").read_text())
+        return max(0, most - int((_CGROUP / "memory.current").read_text()))
+    except (OSError, ValueError):  # no control group, or "max"
+        return None
