@@ -20,12 +20,16 @@ def cut_to_budgets(
 ) -> None:
     """Evict from the sequences in which a group of rows stands above its share and its slack.
 
-    C is asked first, for all of them together; torch cuts what C refuses.
+    Before that goes what write gates have not admitted. C is asked first, for all of them together;
+    torch cuts what C refuses.
 
     Args:
         sessions: different open sequences of ``engine``.
         refused_by: a backend that has refused these sequences, and is not asked again.
     """
+    if engine.policy.admission is not None:
+        for session in sessions:
+            engine.backends.torch.drop_refused(session)
     due = [session for session in sessions if session.is_due(slack)]
     for backend in (engine.backends.cpu, engine.backends.torch):
         if due and backend is not refused_by:

@@ -15,7 +15,7 @@ from engine.backends.cpu import CpuBackend
 from engine.backends.cuda import CudaBackend
 from engine.backends.cuda.kernels.sample import Draw, columns_of, sample, uniform
 from engine.backends.torch.backend import TorchBackend
-from engine.backends.torch.write_step import WriteStep, admitting
+from engine.backends.torch.write_step import WriteStep, admitting, check_named
 from engine.cache import PagePool, RaggedCache
 from engine.config import EngineConfig
 from engine.errors import GateError, InputError, PolicyError, SessionError
@@ -148,7 +148,8 @@ class Runtime:
         """
         name = config.checkpoint()
         chosen = _chosen_policy(config)
-        if chosen.admission is not None and config.gates is None:
+        check_named(chosen)
+        if chosen.gates == "write" and config.gates is None:
             raise GateError(
                 f"policy {chosen.name!r} needs write gates; name them with gates=PATH (--gates "
                 "PATH), or train them with `python -m training.distill --method wgkv`"
@@ -159,7 +160,7 @@ class Runtime:
             gates = Path(name) / "gates"
         loaded: Gates | WriteGates | None = None
         note = None
-        if gates is not None and chosen.admission is not None:
+        if gates is not None and chosen.gates == "write":
             loaded = load_write_gates(gates, spec)
         elif gates is not None:
             loaded = load_gates(gates, spec)
@@ -228,11 +229,11 @@ class Runtime:
 
     def identity(self) -> dict[str, Any]:
         """What a session file must agree with to continue on this engine."""
-        gates = self.decoder.gates or self.write_gates
+        held = [gates.fingerprint() for gates in (self.decoder.gates, self.write_gates) if gates]
         return {
             "model": self.decoder.weights.fingerprint(),
             "dtype": str(self.dtype),
-            "gates": "none" if gates is None else gates.fingerprint(),
+            "gates": "+".join(held) or "none",
             "policy": self.policy.identity(),
             "evict_every": self.evict_every,
         }
@@ -364,8 +365,11 @@ class Runtime:
         why = self.backends.cpu.no_eviction_reason()
         if why:
             return f"torch: {why}"
-        given = self.backends.cpu.scores_in_torch
-        return f"native, scores in torch: policy {self.policy.name!r}" if given else "native"
+        in_torch = ["write gates"] if self.policy.admission is not None else []
+        if not self.backends.cpu.scores_in_torch:
+            return f"native, {in_torch[0]} in torch" if in_torch else "native"
+        what = " and ".join([*in_torch, "scores"])
+        return f"native, {what} in torch: policy {self.policy.name!r}"
 
     def path_of(self, sessions: Sequence[CachedSequence]) -> str:
         """Name what these sessions are decoded on, as :attr:`decode_path` does."""

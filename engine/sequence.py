@@ -321,8 +321,6 @@ class CachedSequence:
     def is_due(self, slack: int) -> bool:
         """Whether a group of rows stands above its share by more than its part of ``slack``."""
         policy, spec = self.engine.policy, self.engine.spec
-        if policy.admission is not None:
-            return self.seen >= policy.admission.window
         if not policy.evicts:
             return False
         allowed = self.allowed_entries

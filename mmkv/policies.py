@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import TYPE_CHECKING
 
 from engine.backends.cuda.backend import CudaBackend
@@ -138,8 +138,10 @@ def needs_of(policy: Policy) -> list[str]:
 
 def _on_cpu(policy: Policy, base: Runtime) -> str:
     gates: Gates | WriteGates | None = base.decoder.gates
-    if policy.admission is not None:
+    if policy.gates == "write":
         gates = make_random_write_gates(base.spec)
+    elif policy.admission is not None:
+        policy = replace(policy, admission=replace(policy.admission, gates="random"))
     engine = Runtime(base.family, base.spec, base.decoder.weights, gates, policy)
     step = engine.decode_path.replace("native", "C step").replace("torch: ", "torch step: ")
     if not policy.evicts and policy.admission is None:

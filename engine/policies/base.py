@@ -287,7 +287,7 @@ class Policy:
         source: the paper the combination comes from.
         pruner: drops visual tokens of prompts before any entry of them exists.
         admission: which entries stay once they have left the window of the newest tokens, by write
-            gates and whatever the budget.
+            gates and whatever the budget. An allocation then cuts what is left to the budget.
     """
 
     name: str
@@ -308,10 +308,12 @@ class Policy:
 
     @property
     def gates(self) -> Literal["", "retention", "write"]:
-        """Which gates it has to be loaded with."""
-        if self.admission is not None:
-            return "write"
-        return self.scoring.needs.gates if self.evicts else ""
+        """Which gates it has to be loaded with.
+
+        Beside retention gates, an admission names its write gates itself.
+        """
+        retention = self.scoring.needs.gates if self.evicts else ""
+        return "write" if self.admission is not None and not retention else retention
 
     def identity(self) -> str:
         """Name every part and setting that decides what is evicted; ``source`` does not."""

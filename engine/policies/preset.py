@@ -25,6 +25,7 @@ class Parameter:
         place: where the paper gives the default, empty where it is a choice of this project.
         least, most: bounds of a number, both allowed.
         choices: the words that a text may be.
+        path: whether the text is a path, such as that of gates; not part of the policy's name.
     """
 
     default: Value
@@ -33,9 +34,10 @@ class Parameter:
     least: float = -math.inf
     most: float = math.inf
     choices: tuple[str, ...] = ()
+    path: bool = False
 
     def __post_init__(self) -> None:
-        if isinstance(self.default, str) and self.default not in self.choices:
+        if isinstance(self.default, str) and not self.path and self.default not in self.choices:
             raise PolicyError(
                 f"a parameter's default {self.default!r} is none of its choices {self.choices}; "
                 "text needs choices"
@@ -50,7 +52,7 @@ class Parameter:
         value: Value | None = None
         try:
             if isinstance(self.default, str):
-                value = text if text in self.choices else None
+                value = text if self.path or text in self.choices else None
             elif isinstance(self.default, bool):
                 value = {**dict.fromkeys(_TRUE, True), **dict.fromkeys(_FALSE, False)}[text.lower()]
             else:
@@ -65,7 +67,7 @@ class Parameter:
     def taken(self) -> str:
         """Say in a few words which values are taken."""
         if isinstance(self.default, str):
-            return " or ".join(self.choices)
+            return "a path" if self.path else " or ".join(self.choices)
         if isinstance(self.default, bool):
             return "true or false"
         kind = "a whole number" if isinstance(self.default, int) else "a number"
@@ -118,7 +120,11 @@ class Preset:
         made = self.make(**{key + "_" * iskeyword(key): value for key, value in values.items()})
         if not isinstance(made, Policy):
             return made  # the registry says what is wrong
-        changed = {key: value for key, value in values.items() if value != default[key]}
+        changed = {
+            key: value
+            for key, value in values.items()
+            if value != default[key] and not self.parameters[key].path
+        }
         return replace(made, name=full_name(name, changed), source=self.source or made.source)
 
     @property
@@ -130,7 +136,10 @@ class Preset:
         """Return the parameters and their defaults in one line."""
         if not self.parameters:
             return "it takes none"
-        pairs = (f"{key}={show(one.default)}" for key, one in self.parameters.items())
+        pairs = (
+            f"{key}={'PATH' if one.path else show(one.default)}"
+            for key, one in self.parameters.items()
+        )
         return f"it takes {', '.join(pairs)}"
 
 
@@ -158,7 +167,10 @@ class PolicyText:
             name, _, inside = name[:-1].partition("[")
         elif ":" in name:
             name, _, inside = name.partition(":")
-        name, plus, recent = name.strip().partition("+")
+        name = name.strip()
+        bare, plus, recent = name.rpartition("+")
+        plus = "" if recent[:1].isalpha() else plus  # wgkv+snapkv is a name
+        name = bare if plus else name
         given = {RECENT: recent} if plus else {}
         for pair in filter(None, (part.strip() for part in inside.replace(";", ",").split(","))):
             key, equals, value = (part.strip() for part in pair.partition("="))

@@ -12,7 +12,8 @@ from engine.config import EngineConfig, check_lookahead
 from engine.errors import PolicyError
 from engine.policies.base import Needs, Policy
 from engine.policies.preset import RECENT, PolicyText, Preset, Value, full_name
-from engine.policies.presets import PRESETS, Age
+from engine.policies.presets import PRESETS
+from engine.policies.retention_presets import Age
 from engine.policies.scoring import Retention
 from engine.registry import Registry
 
@@ -122,10 +123,10 @@ def check_policy(policy: Policy) -> None:
             f"policy {policy.name!r} prunes visual tokens, which have no entries in some layers; "
             "its scorer may read keys, values and positions only"
         )
-    if policy.admission is not None and (policy.evicts or policy.pruner is not None):
+    if policy.admission is not None and (needs.state or policy.keeps_prompt or policy.pruner):
         raise PolicyError(
-            f"policy {policy.name!r} has write gates beside an allocation or a pruner; that is not "
-            "made yet, give it one of them"
+            f"policy {policy.name!r} has write gates, whose numbers lie where a scorer's state "
+            "would; give it a scorer without state, and no pruner or kept prompts"
         )
     if not is_dataclass(scorer):
         raise PolicyError(

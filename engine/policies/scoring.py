@@ -20,7 +20,7 @@ class Retention:
 
     Attributes:
         newest_age: age of the newest entry: 1 in DBTrimKV's equation 9, 0 in TRIM-KV's algorithm
-            1; the authors' released code counts more (``engine.policies.presets``).
+            1; the authors' released code counts more (``engine.policies.retention_presets``).
     """
 
     lookahead: float = EngineConfig.lookahead

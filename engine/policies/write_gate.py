@@ -6,7 +6,7 @@ Source: WG-KV, arXiv 2512.17452, sections 3.2 and 4.2.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -19,10 +19,15 @@ class Admission:
         window: W_local, the newest tokens, of which every entry is kept and seen; 0 for the number
             that the gates were trained with (``gates.json``), 256 where they do not say.
         threshold: tau: an entry that leaves the window stays if g >= tau.
+        gates: where the write gates lie, beside the retention gates of the same policy; empty where
+            they are the only ones.
+        observed: whether the policy's scorer has a window of queries that is to be as wide.
     """
 
     window: int = 0
     threshold: float = 0.1
+    gates: str = field(default="", repr=False, compare=False)
+    observed: bool = field(default=False, repr=False)
 
     def refused(self, position: Tensor, log_g: Tensor, seen: int) -> Tensor:
         """Bool ``[N]``: which entries the next token, of index ``seen``, may not see."""

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from engine.errors import InputError
 from engine.policies import make_policy, names
+from engine.policies.preset import PolicyText
 from eval.compare import report
 from eval.compare.speed import Speeds
 from eval.quality.command import add_options, finish, running
@@ -98,15 +99,29 @@ def chosen(policies: str, gates: Mapping[str, tuple[str, ...]]) -> Iterator[Meth
             continue  # the full cache is always read
         folders: tuple[str, ...] = ()
         if policy.gates:
-            name = re.split(r"[\[:+]", text)[0]
-            folders = gates.get(text) or gates.get(name, ())
-            if not folders:
-                remedy = f"policy {text!r} needs gates: give --gates {name}=FOLDER"
+            name = PolicyText.parse(text).name
+            # Of wgkv+X: X's retention gates, and wgkv's write gates.
+            first, _, last = name.partition("+")
+            like = last if policy.gates == "retention" else first
+            folders = gates.get(text) or gates.get(name) or gates.get(like, ())
+            lacking = "" if folders else name
+            if policy.admission is not None and policy.gates == "retention":
+                if not policy.admission.gates and first in gates:
+                    text = _with_parameter(text, f"write_gates={gates[first][0]}")
+                elif not policy.admission.gates:
+                    lacking = first
+            if lacking:
+                remedy = f"policy {text!r} needs gates: give --gates {lacking}=FOLDER"
                 if not everything:
                     raise InputError(remedy)
                 print(f"eval.compare: left out, {remedy}", file=sys.stderr)
                 continue
         yield Method(policy.name, text, None, folders)
+
+
+def _with_parameter(text: str, pair: str) -> str:
+    """Return a policy as a command line names it, with one parameter more."""
+    return f"{text[:-1]},{pair}]" if text.endswith("]") else f"{text}[{pair}]"
 
 
 if __name__ == "__main__":

@@ -98,7 +98,10 @@ class Cell:
     def key(self) -> str:
         """Return all that decides a run, the gates by their bytes."""
         gates = "none" if self.gates is None else digest(self.gates)
-        scoring = self.made().scoring
+        made = self.made()
+        if made.admission is not None and made.admission.gates:
+            gates += f"+{digest(made.admission.gates)}"
+        scoring = made.scoring
         # Runs from before there were other ages than equation 9's do not name theirs.
         newest = scoring.newest_age if isinstance(scoring, Retention) else 1
         age = "" if newest == 1 else f" age {newest}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,14 +15,14 @@ from engine.backends.torch.admitted_attention import (
     admitted_attention,
     admitted_attention_reference,
 )
-from engine.errors import GateError, PolicyError
-from engine.policies import HeadAllocation, Policy
-from engine.policies.scoring import Recency
+from engine.errors import GateError, PolicyError, SessionError
+from engine.policies import Policy
+from engine.policies.attention import AttentionMass
 from engine.policies.write_gate import Admission
 from engine.runtime import Runtime
 from mmkv.resources import bundled_model
 from tests.support.model_configs import Checkpoint
-from tests.support.sessions import load, save_checkpoint
+from tests.support.sessions import load, save_checkpoint, text_ids
 
 
 @pytest.fixture(scope="module")
@@ -75,6 +76,46 @@ def test_what_cannot_be_is_refused(text_model: Path) -> None:
     trained = "assets/gates/tiny-vlm-wgkv-0"
     engine = Runtime.from_pretrained(bundled_model(), policy="wgkv", gates=trained, device="cpu")
     assert engine.policy.admission == Admission(32, 0.1)
-    both = Policy("mine", Recency(), HeadAllocation(), admission=Admission())
-    with pytest.raises(PolicyError, match="beside an allocation"):
-        load(text_model, policy=both)
+    with pytest.raises(PolicyError, match="give it a scorer without state"):
+        load(text_model, policy=Policy("mine", AttentionMass(), None, admission=Admission()))
+
+
+def test_a_budget_beside_write_gates_has_both_sets_of_gates(tmp_path: Path) -> None:
+    """Retention gates as ever, write gates by the policy's parameter; files tell them apart."""
+
+    def engine(policy: str, **options: Any) -> Runtime:
+        return Runtime.from_pretrained(
+            bundled_model(), policy=policy, budget=40, device="cpu", dtype="float32", **options
+        )
+
+    write = "assets/gates/tiny-vlm-wgkv-0"
+    two = engine(f"wgkv+dbtrimkv:write_gates={write}")
+    assert two.policy.name == "wgkv+dbtrimkv" and two.policy.protect_recent == 32
+    assert two.evict_path == "native, write gates in torch"
+    one = engine("wgkv+snapkv", gates=write)
+    assert one.needs.queries == 32 == one.policy.protect_recent
+    assert one.evict_path.startswith("native, write gates and scores in torch")
+    with two.session() as session:
+        session.prefill({"input_ids": text_ids(90, 1)[None]})
+        assert session.memory().entries == 40 * two.spec.rows
+        session.save(tmp_path / "two")
+    two.load_session(tmp_path / "two")[0].close()
+    with pytest.raises(SessionError, match="gates"):
+        engine("wgkv+dbtrimkv:write_gates=random").load_session(tmp_path / "two")
+    with pytest.raises(
+        GateError, match=r"needs write gates beside .*: --policy 'wgkv\+dbtrimkv:wr"
+    ):
+        engine("wgkv+dbtrimkv")
+    with pytest.raises(GateError, match="needs write gates; name them"):
+        engine("wgkv+snapkv")
+    with pytest.raises(GateError, match="holds write gates"):
+        engine(f"wgkv+dbtrimkv:write_gates={write}", gates=write)
+    with pytest.raises(GateError, match="holds retention gates"):
+        engine(f"wgkv+dbtrimkv:write_gates={bundled_model() / 'gates'}")
+
+
+def test_two_sets_of_gates_without_retention_gates(text_model: Path) -> None:
+    with pytest.raises(GateError, match=r"needs retention gates and .* has none"):
+        Runtime.from_pretrained(text_model, policy="wgkv+dbtrimkv:write_gates=random")
+    with pytest.raises(GateError, match="needs write gates beside"):
+        Runtime.from_pretrained(text_model, policy="wgkv+dbtrimkv", gates="random")

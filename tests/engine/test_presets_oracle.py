@@ -55,6 +55,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "t": st.integers(0, 1),
     "lookahead": st.sampled_from([1, 2, 5]),
     "age": st.sampled_from(["paper", "released"]),
+    "observed": st.integers(0, 4),
 }
 # Where a name means something of its own.
 OWN: dict[tuple[str, str], st.SearchStrategy[Any]] = {
@@ -85,9 +86,10 @@ class Setting:
 
 
 def parameters_of(name: str) -> list[str]:
-    """The parameters of a method by the names that users write."""
+    """The parameters of a method by the names that users write, in the reference's order."""
     method = METHODS[name]()
-    return [field.name.rstrip("_") for field in fields(method) if field.init]
+    named = [field.name.rstrip("_") for field in fields(method) if field.init]
+    return [key for key in named if key in PRESETS[name].parameters]
 
 
 @st.composite
@@ -95,7 +97,9 @@ def drawn(draw: Callable[[st.SearchStrategy[Any]], Any], name: str) -> Setting:
     """Draw a setting for a method; each parameter has its default one time in eight."""
     parameters = {}
     for key in parameters_of(name):
-        if draw(st.integers(0, 7)):
+        if key == "write_gates":
+            parameters[key] = "random"
+        elif draw(st.integers(0, 7)):
             values = RECENT if key == "recent" else VALUES.get(key)
             values = OWN.get((name, key), values)
             parameters[key] = draw(values)

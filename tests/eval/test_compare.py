@@ -32,6 +32,7 @@ def test_gates_are_the_models_own_for_dbtrimkv_and_named_for_others() -> None:
 def test_all_policies_but_those_without_gates(capsys: Any) -> None:
     methods = {method.name: method for method in chosen("all", gates_of([], MODEL))}
     gated = {name for name in PRESETS if make_policy(name).gates}
+    assert "wgkv+dbtrimkv" in gated
     assert set(methods) == set(PRESETS) - {"full"} - (gated - {"dbtrimkv"})
     assert next(iter(methods)) == "dbtrimkv" and methods["dbtrimkv"].gates
     assert not methods["snapkv"].gates
@@ -51,6 +52,19 @@ def test_policies_with_parameters_are_split_outside_of_brackets() -> None:
         "dbtrimkv:lookahead=4": ("g",),
         "streamingllm": (),
     }
+
+
+def test_gates_of_policies_with_two_sets(capsys: Any) -> None:
+    gates = {"dbtrimkv": ("d",), "wgkv": ("w", "v")}
+    text = "wgkv,wgkv+snapkv,wgkv+dbtrimkv[lookahead=4]"
+    found = {method.name: (method.policy, method.gates) for method in chosen(text, gates)}
+    assert found == {
+        "wgkv": ("wgkv", ("w", "v")),
+        "wgkv+snapkv": ("wgkv+snapkv", ("w", "v")),
+        "wgkv+dbtrimkv:lookahead=4": ("wgkv+dbtrimkv[lookahead=4,write_gates=w]", ("d",)),
+    }
+    with pytest.raises(InputError, match="give --gates wgkv=FOLDER"):
+        list(chosen("wgkv+dbtrimkv", {"dbtrimkv": ("d",)}))
 
 
 def run(right: list[bool], size: int) -> dict[str, Any]:

@@ -36,7 +36,7 @@ class CpuBackend:
             spec = engine.spec
             mass, taps = engine.needs.mass, engine.decoder.taps
             self.decoder = NativeDecoder(spec, weights, gates, mass, taps)
-            if policy.evicts and policy.admission is None:
+            if policy.evicts:
                 self.evictor = NativeEvictor(policy, spec.num_layers, spec.num_kv_heads)
 
     def switch_off(self) -> None:
@@ -59,7 +59,7 @@ class CpuBackend:
         """Say why torch evicts; empty when C does, by itself or by scores computed in torch."""
         if self.decoder is None:
             return self.unsupported_reason()
-        return "write gates" if self.engine.policy.admission is not None else ""
+        return "" if self.evictor is not None else "write gates"
 
     def decode(self, sessions: Sequence[CachedSequence], token_ids: Sequence[int]) -> Decoded:
         """See :class:`engine.backends.base.Backend`.
@@ -69,13 +69,13 @@ class CpuBackend:
         engine, decoder = self.engine, self.decoder
         assert decoder is not None, "ask unsupported_reason first"
         # In the same call, where all that the scores are computed from is in the cache by then.
-        evictor = None if self.scores_in_torch or engine.has_born else self.evictor
+        gated = engine.policy.admission is not None  # what they refuse goes first, in torch
+        evictor = None if self.scores_in_torch or engine.has_born or gated else self.evictor
         requests = None
         if evictor is not None:
             requests = evictor.request(sessions, 1, engine.spec.rows, engine.slack)
         decoder.reset()
         positions = [session.seen for session in sessions]
-        gated = engine.policy.admission is not None
         writes = engine.write_step(engine.backends.torch.rope(sessions)) if gated else None
         try:
             logits = decoder.step(

@@ -61,18 +61,23 @@ class TorchBackend:
 
     def evict(self, sessions: Sequence[CachedSequence]) -> Sequence[CachedSequence]:
         """See :class:`engine.backends.base.Backend`."""
-        admission = self.engine.policy.admission
         for session in sessions:
             entries = self.engine.cache.entries(session.seq)
             view = session.view(entries)
-            if admission is not None:
-                log_g = view.state()[:, 0]
-                refused = admission.refused(view.position, log_g, view.seen).nonzero().flatten()
-                self.engine.cache.drop(session.seq, refused, entries)
-                session.count_evicted(refused.numel(), int(log_g[refused].isnan().sum()))
-                continue
             self.drop_lowest(session, entries, view, self.scores(session, entries, view))
         return []
+
+    def drop_refused(self, session: CachedSequence) -> None:
+        """Drop what write gates have not admitted and the window has left."""
+        admission, cache = self.engine.policy.admission, self.engine.cache
+        if admission is None or session.seen < admission.window:
+            return
+        entries = cache.entries(session.seq)
+        view = session.view(entries)
+        log_g = view.state()[:, 0]
+        refused = admission.refused(view.position, log_g, view.seen).nonzero().flatten()
+        cache.drop(session.seq, refused, entries)
+        session.count_evicted(refused.numel(), int(log_g[refused].isnan().sum()))
 
     def scores(self, session: CachedSequence, entries: Entries, view: CacheView) -> Tensor:
         """Score the entries ``[N]`` of one sequence; keep the state that the scorer hands back."""

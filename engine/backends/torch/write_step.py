@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
@@ -11,13 +9,12 @@ from engine.backends.torch.admitted_attention import SortedRows, admitted_attent
 from engine.backends.torch.attention_mass import Rows
 from engine.cache import PagePool
 from engine.errors import GateError, PolicyError
-from engine.model.gates import WriteGates
+from engine.model.gates import Gates, WriteGates, load_write_gates
 from engine.model.rope import rotate
 from engine.model.spec import DecoderSpec
 from engine.policies.base import Policy
 from engine.policies.write_gate import Admission
-
-PAPER_WINDOW = 256  # W_local of WG-KV, appendix E
+from engine.policies.write_presets import PAPER_WINDOW, with_window
 
 
 class WriteStep:
@@ -96,9 +93,23 @@ class WriteStep:
 def admitting(policy: Policy, gates: object, spec: DecoderSpec) -> tuple[Policy, WriteGates]:
     """Give a policy with write gates its window, and the gates; checks that a model can run so.
 
+    Args:
+        gates: what the engine was given: the write gates, or the retention gates beside which the
+            policy itself names write gates.
+
     Raises:
-        GateError: no write gates; PolicyError: sliding-window layers.
+        GateError: gates are missing, or others than the policy reads; PolicyError: sliding-window
+            layers.
     """
+    if policy.gates == "retention":
+        check_named(policy)
+        if not isinstance(gates, Gates):
+            raise GateError(
+                f"policy {policy.name!r} needs retention gates; load them with gates=PATH, and "
+                "name the write gates as the policy's write_gates"
+            )
+        assert policy.admission is not None
+        gates = load_write_gates(policy.admission.gates, spec)
     if not isinstance(gates, WriteGates):
         raise GateError(f"policy {policy.name!r} needs write gates; load them with gates=PATH")
     if any(spec.sliding_window):
@@ -108,11 +119,16 @@ def admitting(policy: Policy, gates: object, spec: DecoderSpec) -> tuple[Policy,
         )
     admission = policy.admission
     assert admission is not None
-    if not admission.window:
-        trained = _trained_window(gates)
-        window = PAPER_WINDOW if trained is None else trained
-        policy = replace(policy, admission=replace(admission, window=window))
-    return policy, gates
+    return with_window(policy, admission.window or _trained_window(gates) or PAPER_WINDOW), gates
+
+
+def check_named(policy: Policy) -> None:
+    """Check that a policy with two sets of gates names its write gates. Raises GateError."""
+    if policy.admission is not None and policy.gates == "retention" and not policy.admission.gates:
+        raise GateError(
+            f"policy {policy.name!r} needs write gates beside its retention gates; name them: "
+            f"--policy '{policy.name}:write_gates=PATH'"
+        )
 
 
 def _trained_window(gates: WriteGates) -> int | None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.support.oracle.eviction import Oracle
+from tests.support.oracle.methods.admission import PAPER_WINDOW
 from tests.support.oracle.simulation import GateFunction
 
 # (layer, keys before RoPE [T, H, D], after RoPE) -> log g [T, H].
@@ -32,7 +33,7 @@ class Admitted(Oracle):
     ) -> None:
         super().__init__(hf, gate, policy, budget, **settings)
         self.write_gate, self.threshold = write_gate, self.method.threshold
-        self.local = self.method.window or 256  # random gates do not say
+        self.local = self.method.window or PAPER_WINDOW
         self.log_g = torch.zeros(self.layers, self.heads, 0)
         self.evicted = torch.zeros(self.layers, self.heads, 0, dtype=torch.bool)
         self.before: dict[int, Tensor] = {}

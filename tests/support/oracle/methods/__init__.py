@@ -43,13 +43,15 @@ METHODS: dict[str, Callable[..., Method]] = {
     "attention-hs": frozen.AttentionHidden,
     "segments-hs": frozen.SegmentHidden,
     "wgkv": admission.WriteGated,
+    "wgkv+dbtrimkv": admission.WriteGatedRetention,
+    "wgkv+snapkv": admission.WriteGatedSnapKV,
 }
 
 
 def make_method(name: str, lookahead: float, parameters: Mapping[str, Any]) -> Method:
     """The method ``name``; ``lookahead`` is that of dbtrimkv and balanced."""
     named = {key + "_" * (key == "lambda"): value for key, value in parameters.items()}
-    if name in ("dbtrimkv", "balanced"):
+    if name in ("dbtrimkv", "balanced", "wgkv+dbtrimkv"):
         named.setdefault("lookahead", lookahead)
     return METHODS[name](**named)
 
