@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.backends.torch.admitted_attention import (
     SortedRows,
@@ -64,6 +65,25 @@ def test_blocks_against_the_whole_mask(
     torch.testing.assert_close(
         admitted_attention(*args), admitted_attention_reference(*args), rtol=1e-4, atol=1e-5
     )
+
+
+def test_blocks_read_no_number_each_from_the_device() -> None:
+    """On a GPU each read makes the host wait; one for all blocks is enough."""
+
+    class Reads(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            self.count += func is torch.ops.aten._local_scalar_dense.default
+            return func(*args, **(kwargs or {}))
+
+    at = torch.arange(300)
+    rows = SortedRows(*torch.randn(2, 2, 300, 8), at.expand(2, -1), torch.rand(2, 300).log())
+    with Reads() as reads:
+        admitted_attention(torch.randn(2, 1, 300, 8), at, rows, 20, 0.5, 1.0)
+    assert reads.count == 0
 
 
 def test_what_cannot_be_is_refused(text_model: Path) -> None:

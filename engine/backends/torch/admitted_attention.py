@@ -6,7 +6,7 @@ not computed: an entry is read while it is in the window, and afterwards only if
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -63,8 +63,8 @@ def admitted_attention(
     """Attend from the chunk's queries to what each of them may see.
 
     Args:
-        query: ``[H, G, C, D]``, the G query heads of each KV head; position: int64 ``[C]``
-            ascending token indices.
+        query: ``[H, G, C, D]``, the G query heads of each KV head; position: int64 ``[C]`` token
+            indices that follow each other.
         rows: the entries, those of the chunk included: each query sees its own at least.
         window: W_local; threshold: tau; scale: factor on the logits.
 
@@ -78,12 +78,15 @@ def admitted_attention(
     column = torch.arange(rows.position.shape[1], device=query.device)
     last = torch.iinfo(torch.int64).max
     chosen_at = chosen.position.masked_fill(column >= count, last)
+    parts, places = query.split(_QUERIES, 2), position.split(_QUERIES)
+    # How many of them each block sees: the one read from the device.
+    newest = torch.stack([at[-1] for at in places]) - window
+    reach = torch.searchsorted(chosen_at, newest.expand(len(chosen_at), -1), right=True)
     out = []
-    for part, at in zip(query.split(_QUERIES, 2), position.split(_QUERIES), strict=True):
-        near = _slice(rows, int(at[0]) - window + 1, int(at[-1]) + 1)
+    for part, at, most in zip(parts, places, reach.amax(0).tolist(), strict=True):
+        near = _slice(rows, at[0] - window + 1, window - 1 + at.numel())
         age = at[:, None] - near.position[:, None]
         near_seen = (age >= 0) & (age < window)
-        most = int((chosen_at <= at[-1] - window).sum(-1).max())
         far_at = chosen_at[:, :most]
         far_seen = far_at[:, None] <= at[:, None] - window
         key = torch.cat([near.key, chosen.key[:, :most]], 1)[:, None]
@@ -98,9 +101,14 @@ def admitted_attention(
     return torch.cat(out, 2)
 
 
-def _slice(rows: SortedRows, first: int, stop: int) -> SortedRows:
-    """The entries with positions from ``first`` to ``stop - 1``, and some later ones as padding."""
+def _slice(rows: SortedRows, first: Tensor, count: int) -> SortedRows:
+    """``count`` entries from position ``first`` on: those of as many positions, and later ones.
+
+    Where a row ends before, what follows is padding.
+    """
+    longest = rows.position.shape[1]
     begin = (rows.position < first).sum(-1, keepdim=True)
-    count = int((rows.position < stop).sum(-1).sub(begin[:, 0]).max())
-    index = begin + torch.arange(count, device=begin.device)
-    return rows.take(index.clamp(max=rows.position.shape[1] - 1))
+    index = begin + torch.arange(min(count, longest), device=begin.device)
+    taken = rows.take(index.clamp(max=longest - 1))
+    last = torch.iinfo(torch.int64).max
+    return replace(taken, position=taken.position.masked_fill(index >= longest, last))
