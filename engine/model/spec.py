@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,19 +50,44 @@ class RopeSpec:
             ModelError: for scalings whose frequencies change with every new token, which
                 would invalidate the keys already cached.
         """
-        config = rotary.config
+        section = getattr(rotary, "mrope_section", None)
+        found = None
+        if _kind(rotary.config) != "longrope":
+            found = (rotary.inv_freq, rotary.attention_scaling)
+        return cls._read(rotary.config, section, found)
+
+    @classmethod
+    def from_config(cls, config: Any, section: tuple[int, ...] | None = None) -> RopeSpec:
+        """Compute the frequencies as transformers' rotary module of this config would.
+
+        Args:
+            config: of one of mmkv's own text models.
+            section: frequencies per axis where the config names none, for M-RoPE.
+
+        Raises:
+            ModelError: as :meth:`from_rotary`.
+        """
+        kind = _kind(config)
+        found: tuple[Tensor, float] | None = None
+        if kind == "default":
+            found = (_default_frequencies(config), 1.0)
+        elif kind != "longrope":
+            found = ROPE_INIT_FUNCTIONS[kind](config, device=torch.device("cpu"))
+        return cls._read(config, section, found)
+
+    @classmethod
+    def _read(
+        cls,
+        config: Any,
+        section: Sequence[int] | None,
+        found: tuple[Tensor, float] | None,
+    ) -> RopeSpec:
+        """Complete frequencies and scale with what the config says; None: it has two sets."""
         parameters = config.rope_parameters
         kind = parameters["rope_type"]
-        if kind not in _STATIC_ROPE:
-            raise ModelError(
-                f"rope scaling {kind!r} is not supported; use a checkpoint with one of "
-                f"{', '.join(sorted(_STATIC_ROPE))}"
-            )
-        section = parameters.get("mrope_section")
-        if section is None and hasattr(rotary, "mrope_section"):
-            section = rotary.mrope_section
+        section = parameters.get("mrope_section") or section
         long_inv_freq, switch_at = None, None
-        if kind == "longrope":
+        if found is None:
             switch_at = parameters.get("original_max_position_embeddings") or getattr(
                 config, "original_max_position_embeddings", config.max_position_embeddings
             )
@@ -69,19 +95,35 @@ class RopeSpec:
             long_inv_freq, _ = ROPE_INIT_FUNCTIONS[kind](
                 config, device=torch.device("cpu"), seq_len=switch_at + 1
             )
-            short, _ = ROPE_INIT_FUNCTIONS[kind](
-                config, device=torch.device("cpu"), seq_len=switch_at
-            )
-        else:
-            short = rotary.inv_freq
+            found = ROPE_INIT_FUNCTIONS[kind](config, device=torch.device("cpu"), seq_len=switch_at)
+        inv_freq, scale = found
         return cls(
             kind=kind,
-            inv_freq=short.detach().float().cpu().clone(),
-            scale=float(rotary.attention_scaling),
+            inv_freq=inv_freq.detach().float().cpu().clone(),
+            scale=float(scale),
             mrope_section=tuple(section) if section else None,
             long_inv_freq=None if long_inv_freq is None else long_inv_freq.float().cpu(),
             switch_at=switch_at,
         )
+
+
+def _kind(config: Any) -> str:
+    kind = config.rope_parameters["rope_type"]
+    if kind not in _STATIC_ROPE:
+        raise ModelError(
+            f"rope scaling {kind!r} is not supported; use a checkpoint with one of "
+            f"{', '.join(sorted(_STATIC_ROPE))}"
+        )
+    return kind
+
+
+def _default_frequencies(config: Any) -> Tensor:
+    """Compute ``theta ** (-2 i / rot)``, float32 ``[rot/2]``."""
+    rot = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if config.model_type == "phi3":  # the other models rotate whole heads, whatever it says
+        rot = int(rot * config.rope_parameters.get("partial_rotary_factor", 1.0))
+    exponents = torch.arange(0, rot, 2, dtype=torch.float) / rot
+    return 1.0 / (config.rope_parameters["rope_theta"] ** exponents)
 
 
 @dataclass(frozen=True)
@@ -116,7 +158,17 @@ class DecoderSpec:
         Raises:
             ModelError: when the model uses a part this decoder does not have.
         """
-        config = text_model.config
+        return cls.from_config(
+            text_model.config, lambda: RopeSpec.from_rotary(text_model.rotary_emb)
+        )
+
+    @classmethod
+    def from_config(cls, config: Any, rope: Callable[[], RopeSpec]) -> DecoderSpec:
+        """Read the sizes off the config of a text model; ``rope`` reads its rotary embedding.
+
+        Raises:
+            ModelError: as :meth:`from_hf`.
+        """
         if getattr(config, "hidden_act", "silu") != "silu":
             raise ModelError(
                 f"activation {config.hidden_act!r} is not supported; this decoder runs SwiGLU "
@@ -145,5 +197,5 @@ class DecoderSpec:
             rms_eps=config.rms_norm_eps,
             max_position=config.max_position_embeddings,
             sliding_window=windows,
-            rope=RopeSpec.from_rotary(text_model.rotary_emb),
+            rope=rope(),
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -64,6 +65,36 @@ class Features:
     deepstack: tuple[Tensor, ...] = ()
 
 
+class DeferredModel:
+    """A transformers model that is built when it is first asked for.
+
+    Attributes:
+        config: of the whole model.
+        eos_token_ids: tokens that end a reply.
+        vocab_size: rows of the embedding.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        eos_token_ids: tuple[int, ...],
+        vocab_size: int,
+        build: Callable[[], Any],
+    ) -> None:
+        self.config, self.eos_token_ids, self.vocab_size = config, eos_token_ids, vocab_size
+        self._build, self._built = build, None
+        self._lock = threading.Lock()
+
+    def get(self) -> Any:
+        """Return the model. Raises ModelError; a later call then tries again."""
+        with self._lock:
+            if self._built is None:
+                # Its weights are ordinary ones, also when the first picture comes while decoding.
+                with torch.inference_mode(False):
+                    self._built = self._build()
+            return self._built
+
+
 class Family:
     """How one model family reads its checkpoint and turns processor output into a :class:`Turn`.
 
@@ -75,28 +106,47 @@ class Family:
         text_types: types of language model that its checkpoints may hold, besides its own and
             those of mmkv's text-only families.
         auto_class: name of the transformers class that loads the checkpoint.
+        text_places: where a checkpoint's files may hold the text model: (prefix of its tensors,
+            name of the head).
         pixel_keys: processor outputs that carry pictures and videos.
         eos_token_ids: tokens that end a reply, from the generation config or the config.
+        mrope_section: frequencies per axis (t, h, w) where the config names none.
     """
 
     model_types: ClassVar[tuple[str, ...]] = ()
     text_types: ClassVar[tuple[str, ...]] = ()
     auto_class: ClassVar[str] = "AutoModelForImageTextToText"
+    text_places: ClassVar[tuple[tuple[str, str], ...]] = (
+        ("model.language_model.", "lm_head.weight"),
+    )
     has_vision: ClassVar[bool] = True
     pixel_keys: ClassVar[dict[int, str]] = {IMAGE: "pixel_values"}
     rope_axes: ClassVar[int] = 1
+    mrope_section: ClassVar[tuple[int, ...] | None] = None
 
     def __init__(self, hf_model: Any) -> None:
-        self.hf = hf_model
+        self._hf = hf_model
         self.config = hf_model.config
-        embedding: Any = self.text_model(hf_model).embed_tokens
-        self.vocab_size = int(embedding.weight.shape[0])
-        self.eos_token_ids = _eos_ids(hf_model)
+        if isinstance(hf_model, DeferredModel):
+            self.vocab_size, self.eos_token_ids = hf_model.vocab_size, hf_model.eos_token_ids
+        else:
+            embedding: Any = self.text_model(hf_model).embed_tokens
+            self.vocab_size = int(embedding.weight.shape[0])
+            generation = getattr(hf_model, "generation_config", None)
+            self.eos_token_ids = end_tokens(getattr(generation, "eos_token_id", None), self.config)
         tokens = {IMAGE: "image_token_id", VIDEO: "video_token_id"}
         self.placeholder = {
             modality: int(getattr(self.config, tokens[modality]))
             for modality in (self.pixel_keys if self.has_vision else ())
         }
+
+    @property
+    def hf(self) -> Any:
+        """Return the transformers model without its decoder layers: the vision side.
+
+        It is read from the checkpoint when it is first asked for. Raises ModelError.
+        """
+        return self._hf.get() if isinstance(self._hf, DeferredModel) else self._hf
 
     @staticmethod
     def text_model(hf_model: Any) -> nn.Module:
@@ -296,11 +346,15 @@ def _in_token_order(
     )
 
 
-def _eos_ids(hf_model: Any) -> tuple[int, ...]:
-    """End tokens: the generation config knows turn ends that the config does not."""
-    text_config = hf_model.config.get_text_config()
-    for holder in (getattr(hf_model, "generation_config", None), hf_model.config, text_config):
-        ids = getattr(holder, "eos_token_id", None)
+def end_tokens(generation: Any, config: Any) -> tuple[int, ...]:
+    """Return the ids that end a reply.
+
+    Args:
+        generation: ``eos_token_id`` of the generation config, which knows turn ends that the
+            config does not; None where it names none.
+    """
+    holders = (config, config.get_text_config())
+    for ids in (generation, *(getattr(holder, "eos_token_id", None) for holder in holders)):
         if ids is not None:
             return tuple(int(i) for i in ids) if isinstance(ids, (list, tuple)) else (int(ids),)
     return ()

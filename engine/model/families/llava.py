@@ -15,6 +15,10 @@ class LlavaFamily(Family):
     """Vision tower and projector of transformers; text positions count tokens."""
 
     model_types: ClassVar[tuple[str, ...]] = ("llava",)
+    text_places: ClassVar[tuple[tuple[str, str], ...]] = (
+        *Family.text_places,
+        ("language_model.model.", "language_model.lm_head.weight"),  # before transformers 4.52
+    )
     pixel_dims: ClassVar[tuple[int, ...]] = (4,)
 
     def image_features(self, inputs: Mapping[str, Any], device: torch.device | str) -> Features:

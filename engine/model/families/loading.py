@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
+import json
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,12 +14,17 @@ from typing import Any
 import torch
 import transformers
 from safetensors import SafetensorError
+from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
 
 from engine import hub
 from engine.errors import ModelError
-from engine.model.families import Family, family_for, find_for
-from engine.model.spec import DecoderSpec
+from engine.model.families import FAMILIES, Family, family_for, find_for
+from engine.model.families.base import DeferredModel, end_tokens
+from engine.model.families.vision import build_vision, import_beside
+from engine.model.source import locate
+from engine.model.spec import DecoderSpec, RopeSpec
+from engine.model.stored import StoredTensors, files_of, read_text_weights
 from engine.model.weights import DecoderWeights
 
 _DTYPES = {
@@ -32,31 +39,60 @@ def load(
     dtype: str | torch.dtype = "auto",
     device: str | torch.device = "auto",
     progress: Callable[[str], None] | None = None,
+    pictures: bool = False,
 ) -> tuple[Family, DecoderSpec, DecoderWeights]:
     """Read a checkpoint: each shard once, into the dtype used.
+
+    The text weights of mmkv's own families come straight from the files; their vision side is read
+    when ``family.hf`` is first asked for. Other families, and checkpoints in an older form, are
+    loaded by transformers, and the text weights are then moved out of the model.
 
     Args:
         path_or_hub_id: a transformers checkpoint folder with safetensors, or a hub id.
         dtype: see :func:`resolve_dtype`. device: see :func:`resolve_device`.
         progress: called with a few words on what is being done.
+        pictures: some will come: what reads them is imported beside the weights.
 
     Returns:
-        The family (which keeps the vision side), the sizes, and the text weights, which have
-        been moved out of the transformers model: there is no second copy.
+        The family (which keeps the vision side), the sizes, and the text weights, of which there
+        is no second copy.
 
     Raises:
         ModelError: nothing there, unreadable or incomplete files, or an unsupported model.
     """
     say = progress or (lambda _: None)
     name, where = str(path_or_hub_id), resolve_device(device)
-    source = _source(name)
+    source = locate(name)
     local = Path(source).is_dir() or not hub.in_reach()
     say("reading the config")
     config = _config(name, source, local)
     family_type = family_for(config)
     precision = resolve_dtype(dtype, config, where)
     say("reading the weights")
-    hf_model = _model(name, source, local, family_type, config, precision, where)
+    load_whole = functools.partial(_model, name, source, local, family_type)
+    if family_type in FAMILIES:
+        text_config = config.get_text_config()
+        spec = DecoderSpec.from_config(
+            text_config, lambda: RopeSpec.from_config(text_config, family_type.mrope_section)
+        )
+        try:
+            with import_beside(family_type, config, pictures):
+                weights = _stored_weights(source, family_type, config, spec, precision, where)
+        except Exception as error:
+            raise _explained(name, source, error) from error
+        if weights is not None:
+            say("preparing the decoder")
+            weights.require_finite(name)
+            model = DeferredModel(
+                config,
+                end_tokens(_generation_config(source).get("eos_token_id"), config),
+                spec.vocab_size,
+                functools.partial(
+                    build_vision, family_type, config, weights, precision, where, load_whole
+                ),
+            )
+            return family_type(model), spec, weights
+    hf_model = load_whole(config, precision, where)
     say("preparing the decoder")
     text_model = family_type.text_model(hf_model)
     family = family_type(hf_model)
@@ -109,27 +145,6 @@ def resolve_dtype(dtype: str | torch.dtype, config: Any, device: torch.device) -
     return chosen
 
 
-def _source(name: str) -> str:
-    """Return the folder or hub id that transformers is given.
-
-    Raises:
-        ModelError: for a folder without a model, or a path that is not there.
-    """
-    folder = Path(name).expanduser()
-    if not name.strip():
-        raise ModelError("the model's name is empty; name a checkpoint folder or a hub id")
-    if folder.is_dir():
-        if not (folder / "config.json").is_file():
-            raise ModelError(f"{name} has no config.json; name a transformers checkpoint folder")
-        return str(folder)
-    if folder.is_file():
-        raise ModelError(f"{name} is a file; name the checkpoint's folder")
-    # A hub id is "name" or "owner/name"; all else was meant as a path.
-    if name[0] in "./~" or name.count("/") > 1 or "\\" in name or name.endswith("/"):
-        raise ModelError(f"no folder {name!r}; name a transformers checkpoint folder or a hub id")
-    return name
-
-
 def _config(name: str, source: str, local: bool) -> Any:
     try:
         find_for(source, local_files_only=local)
@@ -140,6 +155,48 @@ def _config(name: str, source: str, local: bool) -> Any:
         raise
     except Exception as error:
         raise _explained(name, source, error) from error
+
+
+def _stored_weights(
+    source: str,
+    family_type: type[Family],
+    config: Any,
+    spec: DecoderSpec,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> DecoderWeights | None:
+    files = files_of(functools.partial(_file, source))
+    if files is None:
+        return None
+    tied = bool(getattr(config, "tie_word_embeddings", False))
+    text_config, places = config.get_text_config(), family_type.text_places
+    stored = StoredTensors(files)
+    return read_text_weights(stored, text_config, spec, places, tied, dtype, device)
+
+
+def _generation_config(source: str) -> dict[str, Any]:
+    """Return what ``generation_config.json`` says; without a readable one, nothing."""
+    path = _file(source, "generation_config.json")
+    try:
+        found = {} if path is None else json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _file(source: str, name: str) -> Path | None:
+    """Return the path of a file of a folder or of a cached hub id; None: transformers is to ask."""
+    if Path(source).is_dir():
+        path = Path(source) / name
+        return path if path.is_file() else None
+    found = cached_file(
+        source,
+        name,
+        local_files_only=True,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    )
+    return None if found is None else Path(found)
 
 
 def _model(

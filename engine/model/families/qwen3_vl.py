@@ -26,6 +26,7 @@ class Qwen3VLFamily(Family):
     model_types: ClassVar[tuple[str, ...]] = ("qwen3_vl",)
     pixel_keys: ClassVar[dict[int, str]] = {IMAGE: "pixel_values", VIDEO: "pixel_values_videos"}
     rope_axes: ClassVar[int] = 3
+    mrope_section: ClassVar[tuple[int, ...] | None] = (24, 20, 20)
 
     def positions(self, token_ids: Tensor, modality: Tensor, inputs: Mapping[str, Any]) -> Tensor:
         """Return the rope positions int64 ``[3, T]`` of this turn alone, counted from 0.

@@ -14,6 +14,7 @@ class TextFamily(Family):
 
     model_types: ClassVar[tuple[str, ...]] = ("llama", "mistral", "qwen2", "qwen3")
     auto_class: ClassVar[str] = "AutoModelForCausalLM"
+    text_places: ClassVar[tuple[tuple[str, str], ...]] = (("model.", "lm_head.weight"),)
     has_vision: ClassVar[bool] = False
     pixel_keys: ClassVar[dict[int, str]] = {}
 

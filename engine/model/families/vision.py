@@ -1,0 +1,84 @@
+"""Load the vision side of a checkpoint: a transformers model whose decoder has no layers."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+from engine.model.families.base import Family
+from engine.model.weights import DecoderWeights
+
+
+def build_vision(
+    family: type[Family],
+    config: Any,
+    weights: DecoderWeights,
+    dtype: torch.dtype,
+    device: torch.device,
+    load: Callable[[Any, torch.dtype, torch.device], Any],
+) -> Any:
+    """Load the transformers model without decoder layers; it shares all else with ``weights``.
+
+    Args:
+        load: loads a checkpoint by this config; what the config does not have is not read.
+
+    Raises:
+        ModelError: files that cannot be read, or tensors that are missing.
+    """
+    shorter = copy.deepcopy(config)
+    text_config = config.get_text_config()
+    whole = {
+        name: getattr(text_config, name)
+        for name in ("num_hidden_layers", "layer_types")
+        if getattr(text_config, name, None) is not None
+    }
+    vars(shorter.get_text_config()).update(
+        {name: 0 if name == "num_hidden_layers" else [] for name in whole}
+    )
+    model = load(shorter, dtype, device)
+    text_model: Any = family.text_model(model)
+    for part in (model.config.get_text_config(), text_model.config):
+        vars(part).update(whole)
+    embed = nn.Parameter(weights.embed, requires_grad=False)
+    text_model.embed_tokens.weight = embed
+    text_model.norm.weight = nn.Parameter(weights.norm, requires_grad=False)
+    tied = weights.head.data_ptr() == weights.embed.data_ptr()
+    head = embed if tied else nn.Parameter(weights.head, requires_grad=False)
+    model.get_output_embeddings().weight = head
+    return model
+
+
+@contextmanager
+def import_beside(family: type[Family], config: Any, wanted: bool) -> Iterator[None]:
+    """Import transformers' modules of this model in a thread, while the block does other work.
+
+    The block must import nothing itself: modules that import each other from two threads would
+    find one another half made. A module that cannot be imported is reported when it is used.
+    """
+    if not (wanted and family.has_vision):
+        yield
+        return
+
+    def work() -> None:
+        with contextlib.suppress(Exception):
+            for auto, part in (
+                (family.auto_class, config),
+                ("AutoModel", config.vision_config),
+                ("AutoModel", config.get_text_config()),
+            ):
+                getattr(transformers, auto)._model_mapping[type(part)]
+
+    thread = threading.Thread(target=work, name="import vision", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()

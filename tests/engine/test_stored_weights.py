@@ -1,0 +1,176 @@
+"""Weights read from the files equal those that transformers loads, bit for bit, in every family."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from engine.errors import ModelError
+from engine.model.families import Family, family_for, loading
+from engine.model.families.base import DeferredModel
+from engine.model.spec import DecoderSpec, RopeSpec
+from engine.model.weights import DecoderWeights
+from tests.support.factories import CHECKPOINTS, checkpoint
+
+
+def through_transformers(
+    folder: Path, dtype: torch.dtype
+) -> tuple[Family, DecoderSpec, DecoderWeights]:
+    """Load as families of other packages are loaded: a whole model, emptied."""
+    config = transformers.AutoConfig.from_pretrained(folder)
+    kind = family_for(config)
+    model = getattr(transformers, kind.auto_class).from_pretrained(folder, dtype=dtype).eval()
+    text, family = kind.text_model(model), kind(model)
+    spec = DecoderSpec.from_hf(text)
+    return family, spec, DecoderWeights.take(text, kind.output_head(model), spec)
+
+
+def named(weights: DecoderWeights) -> dict[str, Tensor]:
+    found: dict[str, Tensor | None] = {
+        "embed": weights.embed,
+        "norm": weights.norm,
+        "head": weights.head,
+    }
+    for index, layer in enumerate(weights.layers):
+        found |= {f"{index}.{part}": tensor for part, tensor in vars(layer).items()}
+    return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+
+def assert_same(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> None:
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        other = theirs[name]
+        assert tensor.dtype == other.dtype and torch.equal(tensor, other), name
+
+
+def plain(rope: RopeSpec) -> dict[str, Any]:
+    return {k: v.tolist() if isinstance(v, Tensor) else v for k, v in vars(rope).items()}
+
+
+def assert_loads_alike(folder: Path, dtype: torch.dtype, direct: bool = True) -> None:
+    family, spec, weights = loading.load(folder, dtype, "cpu")
+    assert isinstance(family._hf, DeferredModel) == direct
+    other, wanted, theirs = through_transformers(folder, dtype)
+    assert_same(named(weights), named(theirs))
+    ours_tied, theirs_tied = (w.head.data_ptr() == w.embed.data_ptr() for w in (weights, theirs))
+    assert ours_tied == theirs_tied
+    assert plain(spec.rope) == plain(wanted.rope)
+    sizes = [{k: v for k, v in vars(s).items() if k != "rope"} for s in (spec, wanted)]
+    assert sizes[0] == sizes[1]
+    for name in ("eos_token_ids", "vocab_size", "placeholder"):
+        assert getattr(family, name) == getattr(other, name)
+    assert_same(dict(family.hf.named_parameters()), dict(other.hf.named_parameters()))
+    assert_same(dict(family.hf.named_buffers()), dict(other.hf.named_buffers()))
+    assert family.hf.config.get_text_config().num_hidden_layers == spec.num_layers
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_every_family(name: str) -> None:
+    assert_loads_alike(checkpoint(name), torch.float32)
+
+
+def stored_in_bfloat16(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    rewrite(folder, {name: tensor.bfloat16() for name, tensor in tensors.items()})
+
+
+def head_beside_the_embedding(folder: Path) -> None:
+    """A head is stored although the config ties it, and it is another one."""
+    tensors = load_file(folder / "model.safetensors")
+    rewrite(folder, tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"] * 2})
+
+
+def copy_of_the_embedding(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    rewrite(folder, tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()})
+
+
+def computed_buffer(folder: Path) -> None:
+    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    rewrite(folder, load_file(folder / "model.safetensors") | {name: torch.ones(4)})
+
+
+def newer_llava(folder: Path) -> None:
+    """Write the names of transformers' own modules; it saves LLaVA under those of old."""
+    found = load_file(folder / "model.safetensors")
+    tensors = {
+        name.replace("language_model.lm_head.", "lm_head.")
+        .replace("language_model.model.", "model.language_model.")
+        .replace("vision_tower.", "model.vision_tower.")
+        .replace("multi_modal_projector.", "model.multi_modal_projector."): tensor
+        for name, tensor in found.items()
+    }
+    assert {"lm_head.weight", "model.language_model.norm.weight"} <= tensors.keys() - found.keys()
+    rewrite(folder, tensors)
+
+
+def shards(folder: Path) -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    (folder / "model.safetensors").unlink()
+    model.save_pretrained(folder, max_shard_size="200KB")
+    assert len(list(folder.glob("model-*.safetensors"))) > 2
+
+
+def base_model(folder: Path) -> None:
+    """Leave the prefix of the text model out, as a model without a head is saved."""
+    tensors = load_file(folder / "model.safetensors")
+    rewrite(folder, {name.removeprefix("model."): tensor for name, tensor in tensors.items()})
+
+
+def foreign_part(folder: Path) -> None:
+    """Add what this kind of model does not have; transformers leaves it out."""
+    extra = {"model.layers.0.self_attn.q_norm.weight": torch.ones(64)}
+    rewrite(folder, load_file(folder / "model.safetensors") | extra)
+
+
+def rewrite(folder: Path, tensors: dict[str, Tensor]) -> None:
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "direct"),
+    [
+        ("llama_biased", stored_in_bfloat16, True),
+        ("llama", head_beside_the_embedding, True),
+        ("llama", copy_of_the_embedding, True),
+        ("llama", computed_buffer, True),
+        ("llama_biased", shards, True),
+        ("llava", newer_llava, True),
+        ("llama", base_model, False),
+        ("llama", foreign_part, False),
+    ],
+)
+def test_other_forms(
+    name: str, change: Callable[[Path], None], direct: bool, tmp_path: Path
+) -> None:
+    """``direct``: whether the files are read; transformers has to understand the others."""
+    folder = Path(shutil.copytree(checkpoint(name), tmp_path / "model"))
+    change(folder)
+    assert_loads_alike(folder, torch.float32, direct)
+
+
+def test_end_tokens_come_from_the_generation_config(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(checkpoint("llama"), tmp_path / "model"))
+    (folder / "generation_config.json").write_text('{"eos_token_id": [7, 9]}')
+    assert loading.load(folder, "auto", "cpu")[0].eos_token_ids == (7, 9)
+    (folder / "generation_config.json").write_text("{")
+    assert loading.load(folder, "auto", "cpu")[0].eos_token_ids == ()
+
+
+def test_a_tower_that_cannot_be_read_is_refused_when_it_is_needed(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(checkpoint("qwen3_vl"), tmp_path / "model"))
+    tensors = load_file(folder / "model.safetensors")
+    tensors.pop("model.visual.merger.norm.weight")
+    rewrite(folder, tensors)
+    family = loading.load(folder, "auto", "cpu")[0]
+    for _ in range(2):
+        with pytest.raises(ModelError, match=r"lacks 1 weights \(model.visual.merger.norm"):
+            _ = family.hf
