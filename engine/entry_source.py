@@ -7,7 +7,7 @@ from torch import Tensor
 from engine.cache import Entries, RaggedCache
 from engine.errors import PolicyError
 from engine.policies.base import CacheView, Needs, WindowReduction
-from engine.query_window import QUERIES, window_attention
+from engine.query_window import QUERIES, newest_entropy, window_attention
 
 
 class CacheEntries:
@@ -41,11 +41,19 @@ class CacheEntries:
 
     def attention(self, view: CacheView, reduction: WindowReduction) -> Tensor:
         """``[N]``; see :meth:`engine.policies.base.CacheView.attention`."""
-        if QUERIES not in self._cache.memory:
-            raise PolicyError(_undeclared("attention", "queries=16") + " or another number")
+        self._check_queries("attention")
         return window_attention(
             self._cache, self._seq, self._entries, view, reduction, self._native
         )
+
+    def entropy(self, view: CacheView) -> Tensor:
+        """Without dimensions; see :meth:`engine.policies.base.CacheView.entropy`."""
+        self._check_queries("entropy")
+        return newest_entropy(self._cache, self._seq, self._entries, view)
+
+    def _check_queries(self, what: str) -> None:
+        if QUERIES not in self._cache.memory:
+            raise PolicyError(_undeclared(what, "queries=16") + " or another number")
 
 
 def _undeclared(what: str, needs: str) -> str:

@@ -14,6 +14,7 @@ from engine.query_window import QUERIES
 if TYPE_CHECKING:
     from engine.cache import RaggedCache
     from engine.model.spec import DecoderSpec
+    from engine.sequence import CachedSequence
 
 
 def sequence_memory(
@@ -44,6 +45,23 @@ def tap_layers(policy: Policy, layers: int) -> tuple[int, ...]:
 def has_born(scorer: Scorer) -> bool:
     """Whether the scorer gives new entries their state."""
     return callable(getattr(scorer, "born", None))
+
+
+def has_revise(scorer: Scorer) -> bool:
+    """Whether the scorer changes the state of entries after each step."""
+    return callable(getattr(scorer, "revise", None))
+
+
+def revise_state(session: CachedSequence) -> None:
+    """Let the scorer change the state of a sequence's entries after a step."""
+    cache, scorer = session.engine.cache, session.engine.policy.scoring
+    entries, seq = cache.entries(session.seq), session.seq
+    memory = {name: kept[seq] for name, kept in cache.memory.items() if name != QUERIES}
+    state = scorer.revise(session.view(entries), memory)  # type: ignore[attr-defined]
+    if state is not None:
+        cache.pool.state.flatten(0, 1)[entries.slot] = state.float()
+    for name, kept in memory.items():
+        cache.memory[name][seq] = kept
 
 
 def write_state(

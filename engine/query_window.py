@@ -6,6 +6,8 @@ the query of token p in slot ``p % w``, so that a step writes one slot and moves
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -72,26 +74,61 @@ def window_attention(
     if on_triton(cache.pool.keys) and reduction in _ON_PAGES:
         mean = _attention_on_pages(cache, seq, at)[entries.row, entries.offset]
         return mean if group == "mean" else mean * (queries.shape[2] // view.kv_heads)
-    live, heads, dim = view.live(), view.kv_heads, queries.shape[-1]
+    join_first = group if reduction.of == "logits" else None
+    shares = []
+    for probability in _probabilities(cache, seq, entries, view, at >= 0, join_first):
+        paid = join(probability, group, 1)
+        shares.append(paid.amax(1) if reduction.queries == "max" else paid.mean(1))
+    return torch.cat(shares)[view.live()]
+
+
+def newest_entropy(cache: RaggedCache, seq: int, entries: Entries, view: CacheView) -> Tensor:
+    """Compute :meth:`engine.policies.base.CacheView.entropy`."""
+    queries = cache.memory[QUERIES]
+    at = window_positions(view.seen, queries.shape[3], queries.device)
+    most = view.length.float().log().view(view.layers, -1)
+    found = []
+    for layer, probability in enumerate(
+        _probabilities(cache, seq, entries, view, at == view.seen - 1)
+    ):
+        entropy = torch.special.entr(probability).sum(-1)[..., 0]
+        share = entropy / most[layer][:, None]
+        found.append(share.masked_fill(most[layer][:, None] <= 0, 0.0))
+    return torch.stack(found).mean()
+
+
+def _probabilities(
+    cache: RaggedCache,
+    seq: int,
+    entries: Entries,
+    view: CacheView,
+    chosen: Tensor,
+    join_first: Group | None = None,
+) -> Iterator[Tensor]:
+    """Yield each layer's shares of attention ``[H, G, w, longest row]``, 0 where nothing is seen.
+
+    Args:
+        chosen: bool ``[W]``, which w slots of the ring have queries that count.
+        join_first: how the logits of the group's heads are joined, G = 1 then; None: not at all.
+    """
+    queries = cache.memory[QUERIES]
+    at = window_positions(view.seen, queries.shape[3], queries.device)
+    heads, dim = view.kv_heads, queries.shape[-1]
     slot = view.to_rows(entries.slot, 0)
     position = view.to_rows(view.position, torch.iinfo(torch.int64).max)
-    known = at >= 0
-    query_at = at[known]
+    query_at = at[chosen]
     keys = cache.pool.keys.flatten(0, 1)
-    shares = []
     for layer in range(view.layers):
         rows = slice(layer * heads, (layer + 1) * heads)
-        grouped = queries[seq, layer][:, known].float().reshape(heads, -1, dim) * dim**-0.5
+        grouped = queries[seq, layer][:, chosen].float().reshape(heads, -1, dim) * dim**-0.5
         scores = grouped @ keys[slot[rows]].float().transpose(1, 2)
         scores = scores.unflatten(1, (-1, query_at.numel()))
         allowed = position[rows][:, None] <= query_at[:, None]
-        if reduction.of == "logits":
-            scores = join(scores, group, 1)[:, None]
+        if join_first is not None:
+            scores = join(scores, join_first, 1)[:, None]
         probability = scores.masked_fill(~allowed[:, None], -torch.inf).softmax(-1)
         # A query whose own entry and all before it are gone attends to nothing.
-        paid = join(probability.nan_to_num(0.0), group, 1)
-        shares.append(paid.amax(1) if reduction.queries == "max" else paid.mean(1))
-    return torch.cat(shares)[live]
+        yield probability.nan_to_num(0.0)
 
 
 def join(shares: Tensor, group: Group, dim: int) -> Tensor:

@@ -34,7 +34,7 @@ from engine.model.gates import (
 from engine.model.rope import Rope
 from engine.model.spec import DecoderSpec
 from engine.model.weights import DecoderWeights
-from engine.new_entries import has_born, sequence_memory, tap_layers
+from engine.new_entries import has_born, has_revise, revise_state, sequence_memory, tap_layers
 from engine.policies import Budget, Needs, Policy, make_policy
 from engine.policies.pruning import check_pruner
 from engine.policies.registry import check_policy
@@ -97,6 +97,7 @@ class Runtime:
         # What steps have to leave behind for the scorer.
         self.needs = policy.scoring.needs if policy.evicts else Needs()
         self.has_born = policy.evicts and has_born(policy.scoring)
+        self.has_revise = policy.evicts and has_revise(policy.scoring)
         self.rope = Rope(spec.rope, self.device, self.dtype)
         state = self.needs.state if policy.admission is None else 1  # log g
         pool = PagePool(
@@ -269,6 +270,9 @@ class Runtime:
                 session.roll_back()
             cut_to_budgets(self, sessions, self.slack)  # where the step stands
             raise
+        if self.has_revise:
+            for session in sessions:
+                revise_state(session)
         if uncut:
             cut_to_budgets(self, uncut, self.slack, backend if refused else None)
         return logits

@@ -104,6 +104,10 @@ class EntrySource(Protocol):
         """``[N]`` float32, see :meth:`CacheView.attention`."""
         ...
 
+    def entropy(self, view: CacheView) -> Tensor:
+        """Float32 without dimensions, see :meth:`CacheView.entropy`."""
+        ...
+
 
 @dataclass(frozen=True)
 class CacheView:
@@ -174,6 +178,17 @@ class CacheView:
         """
         return self._source().attention(self, WindowReduction(group, of, queries))
 
+    def entropy(self) -> Tensor:
+        """Compute how evenly the newest query attends, in [0, 1]: float32 without dimensions.
+
+        For each query head, the entropy of its attention over the row's m entries, divided by
+        log m (0 where m < 2); the mean over all heads of all layers.
+
+        Raises:
+            PolicyError: the scorer does not declare ``needs.queries``.
+        """
+        return self._source().entropy(self)
+
     @property
     def rows(self) -> int:
         """Number of rows of the sequence."""
@@ -233,9 +248,12 @@ class NewTokens:
 class Scorer(Protocol):
     """A score per entry at the present step; the lowest are evicted.
 
-    A scorer may have two methods more. ``born(new: NewTokens) -> Tensor`` is called after each
+    A scorer may have three methods more. ``born(new: NewTokens) -> Tensor`` is called after each
     pass and returns the state of the new entries, float32 ``[B, T, L or 1, H or 1, K]`` (without
     state 0 where that adds up attention: K - 1);
+    ``revise(view: CacheView, memory: dict[str, Tensor]) -> Tensor | None`` is called for each
+    sequence after each decode step, before eviction, and returns a new state ``[N, K]`` of all
+    entries, or None; it replaces in ``memory`` what is to be kept;
     ``memory(layers, kv_heads, head_dim, hidden_size)`` returns the shapes, by name, of what it
     keeps of each sequence. And it may have an attribute ``kernel``: ``"state"`` where the score is
     state 0, so that C and Triton can evict by themselves.

@@ -11,6 +11,7 @@ from engine.policies.frozen import AttentionAndChange, EntryVariance, StreamChan
 from engine.policies.lag import PreviousChunk
 from engine.policies.preset import Parameter, Preset
 from engine.policies.preset_parameters import group
+from engine.policies.segments import SegmentedChange
 
 # Of the paper's 32 layers, numbers 7 to 13 and 18 to 25.
 _BAND_A, _BAND_B = (7 / 32, 13 / 32), (18 / 32, 25 / 32)
@@ -56,6 +57,13 @@ def _attention_hs(a: float, window: int, eps: float, group: Group) -> Policy:
     return prompt_kept("attention-hs", AttentionAndChange(a, window, eps, group))
 
 
+def _segments_hs(
+    segment: int, r: int, e: int, t: int, a: float, b: float, window: int, eps: float
+) -> Policy:
+    scoring = SegmentedChange(a, b, window, True, eps, segment=segment, r=r, e=e, t=t)
+    return prompt_kept("segments-hs", scoring)
+
+
 _TITLE = "Epiphany-Aware KV Cache Eviction Without the Attention Matrix"
 _A = Parameter(
     0.3125, "depth a, as a share of the layers", "layer 10 of 32, section 3.2", least=0, most=1
@@ -84,5 +92,16 @@ FROZEN_PRESETS: dict[str, Preset] = {
         window=replace(_WINDOW, place="equation 3"),
         eps=_EPS,
         group=group(),
+    ),
+    "segments-hs": _preset(
+        _segments_hs,
+        segment=Parameter(128, "generated tokens of a segment", least=1),
+        r=Parameter(64, "tokens that a segment of high entropy keeps", "appendix D", least=0),
+        e=Parameter(32, "tokens that one between keeps", "appendix D", least=0),
+        t=Parameter(8, "tokens that one of low entropy keeps", "appendix D", least=0),
+        a=_A,
+        b=_B,
+        window=replace(_WINDOW, place="equation 3"),
+        eps=_EPS,
     ),
 }

@@ -70,7 +70,8 @@ class CpuBackend:
         assert decoder is not None, "ask unsupported_reason first"
         # In the same call, where all that the scores are computed from is in the cache by then.
         gated = engine.policy.admission is not None  # what they refuse goes first, in torch
-        evictor = None if self.scores_in_torch or engine.has_born or gated else self.evictor
+        later = gated or engine.has_born or engine.has_revise
+        evictor = None if self.scores_in_torch or later else self.evictor
         requests = None
         if evictor is not None:
             requests = evictor.request(sessions, 1, engine.spec.rows, engine.slack)

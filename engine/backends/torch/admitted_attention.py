@@ -81,7 +81,8 @@ def admitted_attention(
     parts, places = query.split(_QUERIES, 2), position.split(_QUERIES)
     # How many of them each block sees: the one read from the device.
     newest = torch.stack([at[-1] for at in places]) - window
-    reach = torch.searchsorted(chosen_at, newest.expand(len(chosen_at), -1), right=True)
+    newest = newest.expand(len(chosen_at), -1).contiguous()
+    reach = torch.searchsorted(chosen_at, newest, right=True)
     out = []
     for part, at, most in zip(parts, places, reach.amax(0).tolist(), strict=True):
         near = _slice(rows, at[0] - window + 1, window - 1 + at.numel())
