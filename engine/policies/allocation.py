@@ -26,15 +26,17 @@ class FlooredAllocation:
     the first layers take most); a floor bounds that.
 
     Attributes:
-        floor: the share of an equal share that is sure to each row, in [0, 1].
+        floor: the part that is sure of what an equal share has above ``free``, in [0, 1].
+        free: entries of an equal share that always compete.
     """
 
     floor: float
+    free: int = 0
 
     def shares(self, budget: int, layers: int, kv_heads: int) -> Shares:
-        """One group of all rows; each keeps at least ``floor`` of the budget per row."""
+        """One group of all rows; each keeps at least ``floor * (budget / rows - free)``."""
         rows = layers * kv_heads
-        least = torch.full((rows,), int(self.floor * (budget // rows)))
+        least = torch.full((rows,), int(self.floor * max(budget // rows - self.free, 0)))
         return Shares(torch.zeros(rows, dtype=torch.int64), torch.tensor([budget]), least)
 
 

@@ -23,8 +23,8 @@ def _dbtrimkv(lookahead: float, recent: int, age: Age) -> Policy:
     return Policy("dbtrimkv", scoring, GlobalAllocation(), protect_recent=recent)
 
 
-def _balanced(floor: float, lookahead: float, recent: int, age: Age) -> Policy:
-    scoring, allocation = retention(lookahead, age), FlooredAllocation(floor)
+def _balanced(floor: float, free: int, lookahead: float, recent: int, age: Age) -> Policy:
+    scoring, allocation = retention(lookahead, age), FlooredAllocation(floor, free)
     return Policy("balanced", scoring, allocation, protect_recent=recent)
 
 
@@ -80,8 +80,9 @@ RETENTION_PRESETS: dict[str, Preset] = {
         "DBTrimKV's score and one budget, of which a part is sure to each head",
         {
             "floor": Parameter(
-                0.5, "share of an equal share that is sure to each head", least=0.0, most=1.0
+                1.0, "part that is sure of what an equal share has above free", least=0.0, most=1.0
             ),
+            "free": Parameter(32, "entries of an equal share that always compete", least=0),
             **_RETENTION,
         },
     ),

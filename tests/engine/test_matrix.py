@@ -25,7 +25,17 @@ TOLERANCE = 1e-4
 FAMILIES = {"qwen3_vl": "vl3", "llava": "llava3", "text": "text3"}
 CHUNKS = {"whole": 512, "chunked": 7}
 # Small dialogues need small windows; parameters that a preset does not have are left out.
-SMALL = {"window": 5, "lag": 3, "sinks": 2, "segment": 4, "r": 2, "e": 1, "t": 0, "layer": 1}
+SMALL = {
+    "window": 5,
+    "free": 3,
+    "lag": 3,
+    "sinks": 2,
+    "segment": 4,
+    "r": 2,
+    "e": 1,
+    "t": 0,
+    "layer": 1,
+}
 SMALL |= {"observed": 3, "write_gates": "random"}
 
 CELLS = [(name, family, chunk) for name in PRESETS for family in FAMILIES for chunk in CHUNKS]

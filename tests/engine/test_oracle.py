@@ -105,9 +105,9 @@ CASES = [
     Case("vl3", "trimkv:age=released", 2, 1, 7, "late"),
     Case("vl1", "dbtrimkv:age=released", 1, 8, 16, "shift"),
     Case("text3", "dbtrimkv:age=released", 2, 1, 7, "long"),
-    Case("vl3", "balanced", 2, 1, 7, "late"),
-    Case("text4", "balanced", math.inf, 8, 2048, "long", budget=9.5),
-    Case("vl1", "balanced", 5, 1, 16, "shift", budget=7),
+    Case("vl3", "balanced:free=4", 2, 1, 7, "late"),
+    Case("text4", "balanced:free=0,floor=0.5", math.inf, 8, 2048, "long", budget=9.5),
+    Case("vl1", "balanced:free=2", 5, 1, 16, "shift", budget=7),
     Case("vl4", "snapkv", 2, 8, 2048, "late", budget=24),
     # Below its window of 16 even protected entries go, and a query can outlive all it could see.
     Case("text3", "snapkv", 2, 1, 7, "long", budget=6),

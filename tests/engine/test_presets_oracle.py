@@ -40,6 +40,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "sinks": st.integers(0, 4),
     "beta": st.sampled_from([1, 2, 5, 20]),
     "floor": st.sampled_from([0.0, 0.2, 0.5, 1.0]),
+    "free": st.sampled_from([0, 2, 5]),
     "lambda": st.sampled_from([0.1, 0.5, 0.7, 1.0]),
     "threshold": st.sampled_from([0.0, 0.2, 0.5]),
     "alpha": st.sampled_from([0.0, 0.5, 0.8, 1.0]),

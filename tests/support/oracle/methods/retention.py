@@ -72,12 +72,14 @@ class GlobalRetention(Retention):
 
 @dataclass
 class FlooredRetention(GlobalRetention):
-    """As DBTrimKV, but each row is sure of a part of an equal share."""
+    """As DBTrimKV, but each row is sure of a part of what an equal share has above ``free``."""
 
-    floor: float = 0.5
+    floor: float = 1.0
+    free: int = 32
 
     def groups(self, sim: Simulation, total: int) -> list[Group]:
-        return [Group(rows_of(sim.layers, sim.heads), total, int(self.floor * (total // sim.rows)))]
+        above = max(total // sim.rows - self.free, 0)
+        return [Group(rows_of(sim.layers, sim.heads), total, int(self.floor * above))]
 
 
 @dataclass
