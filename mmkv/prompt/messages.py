@@ -37,7 +37,7 @@ def take_media(messages: Sequence[Message]) -> tuple[list[Message], list[Any], l
                 f"a message's content is {type(content).__name__}; give a text or a list of parts"
             )
         parts: list[dict[str, Any]] = []
-        for part in as_parts(content or ""):
+        for part in as_parts(list(content) if isinstance(content, tuple) else content or ""):
             if not isinstance(part, dict):
                 raise InputError(
                     f"a message part is {type(part).__name__}; give a dict with a type"
