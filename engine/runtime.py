@@ -137,12 +137,16 @@ class Runtime:
 
     @classmethod
     def from_config(
-        cls, config: EngineConfig, progress: Callable[[str], None] | None = None
+        cls,
+        config: EngineConfig,
+        progress: Callable[[str], None] | None = None,
+        pictures: bool = False,
     ) -> Self:
         """Load the checkpoint and gates that ``config`` names.
 
         Without a policy and without gates the engine runs ``streamingllm`` (``policy_note`` says
-        so, as it does of gates that seem to be another model's).
+        so, as it does of gates that seem to be another model's). ``pictures``: some will come, so
+        what reads them is imported beside the weights.
 
         Raises:
             ModelError, GateError, PolicyError, BudgetError.
@@ -155,7 +159,9 @@ class Runtime:
                 f"policy {chosen.name!r} needs write gates; name them with gates=PATH (--gates "
                 "PATH), or train them with `python -m training.distill --method wgkv`"
             )
-        family, spec, weights = load(name, config.dtype, resolve_device(config.device), progress)
+        family, spec, weights = load(
+            name, config.dtype, resolve_device(config.device), progress, pictures
+        )
         gates = config.gates
         if gates is None and (Path(name) / "gates" / "gates.safetensors").is_file():
             gates = Path(name) / "gates"

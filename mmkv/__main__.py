@@ -1,6 +1,6 @@
 """``python -m mmkv``: the same as the ``mmkv`` command."""
 
-from mmkv.cli.app import main
+from mmkv.cli.entry import entry
 
 if __name__ == "__main__":
-    main()
+    entry()

@@ -64,9 +64,10 @@ class Engine(Runtime):
         *,
         min_pixels: int | None = None,
         max_pixels: int | None = None,
+        pictures: bool = False,
     ) -> Self:
         """Load what ``config`` names; see :meth:`from_pretrained`."""
-        engine = super().from_config(config, progress)
+        engine = super().from_config(config, progress, pictures)
         engine._source, engine._pixels = config.checkpoint(), (min_pixels, max_pixels)
         return engine
 

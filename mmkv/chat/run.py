@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import os
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engine.errors import InputError
+from engine.model.source import locate
 from mmkv.chat.display import Display
 from mmkv.chat.options import ChatOptions
 from mmkv.chat.saved import is_session
@@ -49,6 +51,7 @@ def run_chat(options: ChatOptions) -> int:
 def load_engine(options: ChatOptions, display: Display) -> Engine:
     """Load the model that the options name; notes go to stderr. Raises MmkvError."""
     name = options.model
+    locate(name)  # before torch is imported
     with display.loading(name) as progress:
         from mmkv.api import Engine
 
@@ -58,9 +61,13 @@ def load_engine(options: ChatOptions, display: Display) -> Engine:
             progress,
             min_pixels=options.min_pixels,
             max_pixels=options.max_pixels,
+            pictures=bool(options.image or options.video),
         )
         progress("tokenizer and processor")
         _ = engine.processor
+    if not gc.isenabled():
+        gc.freeze()  # what is imported by now stays
+        gc.enable()
     if engine.policy_note:
         display.note(engine.policy_note)
     return engine

@@ -1,0 +1,44 @@
+"""The ``mmkv`` command as a program of its own: it starts and ends without needless work.
+
+Only here, never where the command line is called from other code: the process ends at once when
+everything is written, and the garbage collector stays off while modules are imported.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import os
+import sys
+import threading
+
+
+def entry() -> None:
+    """Run the command line and end the process with its exit code."""
+    if sys.argv[1:2] == ["chat"]:
+        # Importing makes objects by the hundred thousand, and no garbage; mmkv.chat.run switches
+        # the collector on again when the model is loaded.
+        gc.disable()
+    from mmkv.cli.app import run
+
+    leave(run())
+
+
+def leave(code: int) -> None:
+    """End the process; skip the interpreter's teardown, which takes longer than a short answer.
+
+    What is registered with atexit runs and both streams are flushed first. The usual way is taken
+    where a profiler or debugger watches, a thread still works, or a stream cannot be flushed.
+    """
+    watched = sys.gettrace() or sys.getprofile() or "coverage" in sys.modules or sys.flags.inspect
+    main = threading.main_thread()
+    if watched or any(t is not main and not t.daemon for t in threading.enumerate()):
+        sys.exit(code)
+    atexit._run_exitfuncs()
+    try:
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None:
+                stream.flush()
+    except (OSError, ValueError):
+        sys.exit(code)
+    os._exit(code)

@@ -1,0 +1,70 @@
+"""What a start imports, and how the program ends."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from eval.bench.startup import write_text_model
+
+# Runs commands in turn within one process; prints what each has imported of a list of names.
+PROBE = """
+import sys
+from mmkv.cli.app import run
+heavy = sys.argv[1].split(",")
+for command in sys.stdin.read().splitlines():
+    sys.stderr.write(f"{run(command.split('|'))} {[m for m in heavy if m in sys.modules]}\\n")
+"""
+# The modelling stack of transformers, what it pulls in, and packages that only training needs.
+MODELLING = (
+    "transformers.modeling_utils,transformers.core_model_loading,transformers.integrations.hub_kernels,"
+    "torch._dynamo,torch._inductor,torch.distributed.tensor,torch.distributed.fsdp,sympy,triton,"
+    "kernels,accelerate,scipy,sklearn,pandas,datasets,matplotlib"
+)
+
+
+def imported(heavy: str, *commands: tuple[str, ...]) -> list[str]:
+    """Return a line per command: its exit code and what it imported of ``heavy``."""
+    done = subprocess.run(
+        [sys.executable, "-c", PROBE, heavy],
+        input="\n".join("|".join(command) for command in commands),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    lines = done.stderr.splitlines()
+    return [line for line in lines if line.endswith("]") and line[0].isdigit()]
+
+
+def test_help_and_mistakes_import_no_torch() -> None:
+    found = imported(
+        "torch,transformers",
+        ("--help",),
+        ("chat", "--help"),
+        ("--version",),
+        ("chat", "--fps", "x"),
+        ("chat", "--fps", "1", "--num-frames", "2"),
+        ("chat", "--image", "missing.png", "-p", "hi"),
+        ("chat", "./missing", "-p", "hi"),
+    )
+    assert found == ["0 []", "0 []", "0 []", "2 []", "2 []", "1 []", "1 []"]
+
+
+def test_a_text_model_needs_no_modelling_code(tmp_path: Path) -> None:
+    folder = str(write_text_model(tmp_path / "text"))
+    answer = ("chat", folder, "-p", "hi", "--max-new-tokens", "2")
+    assert imported(MODELLING, answer) == ["0 []"]
+
+
+def test_the_program_ends_with_the_exit_code_and_all_output(tmp_path: Path) -> None:
+    """Through the entry point, which skips the teardown: what atexit holds has run, too."""
+    left = tmp_path / "left"
+    code = (
+        "import atexit, pathlib, sys; from mmkv.cli import entry\n"
+        f"atexit.register(pathlib.Path({str(left)!r}).write_text, 'ran')\n"
+        "sys.stdout.write('x' * 100000); entry.leave(3)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, len(done.stdout), done.stderr) == (3, 100000, "")
+    assert left.read_text() == "ran"
