@@ -41,6 +41,9 @@ class Scheduler:
     A request is admitted when the pages that it and all other open sessions may come to hold are
     within the executor's limit: it then runs to its end, whatever the others do. One thread calls
     all methods; :meth:`Ticket.cancel` may be called from any.
+
+    Attributes:
+        waiting: requests that wait for room; turns: those made so far.
     """
 
     def __init__(
@@ -56,11 +59,7 @@ class Scheduler:
         self._sessions: set[KeptSession] = set()
         self._impatient: Ticket[Any] | None = None
         self._submitted = 0
-
-    @property
-    def waiting(self) -> int:
-        """Count the requests that wait for room."""
-        return sum(ticket.state == "waiting" for ticket in self.queues)
+        self.turns, self.waiting = 0, 0
 
     @property
     def running(self) -> int:
@@ -78,19 +77,20 @@ class Scheduler:
         session = job.session
         if session is not None and session in self._busy:
             raise SessionError("the session is busy with another request; wait for it or cancel it")
-        waiting = self.waiting
-        if waiting >= self.limits.waiting:
+        if self.waiting >= self.limits.waiting:
             raise CapacityError(
-                f"{waiting} requests wait already, the limit is {self.limits.waiting}; try later",
+                f"{self.waiting} requests wait already, the limit is {self.limits.waiting}; try "
+                "later",
                 1,
-                waiting,
+                self.waiting,
                 self.limits.waiting,
                 "requests",
             )
         self._require_possible(job.price(), session)
         self._submitted += 1
-        ticket = Ticket(job, user, self._submitted)
+        ticket = Ticket(job, user, self._submitted, self.turns)
         self.queues.push(ticket)
+        self.waiting += 1
         if session is not None:
             self._busy[session] = ticket
             self._sessions.add(session)
@@ -98,8 +98,7 @@ class Scheduler:
 
     def turn(self) -> bool:
         """Read at most one chunk of a prompt, then decode once for all; whether work is left."""
-        for ticket in self.queues:
-            ticket.turns += ticket.state == "waiting"
+        self.turns += 1
         self._end_cancelled()
         self._admit_all()
         read = self._read_chunk()
@@ -174,6 +173,7 @@ class Scheduler:
             self.residents.take(session)
         self.ledger.commit(_owner(ticket), price)
         ticket.state = "prefill"
+        self.waiting -= 1
         if ticket is self._impatient:
             self._impatient = None
         return True
@@ -255,6 +255,7 @@ class Scheduler:
         if ticket is self._impatient:
             self._impatient = None
         admitted, session = ticket.state != "waiting", job.session
+        self.waiting -= not admitted
         ticket.state, ticket.error = state, error
         if session is None:
             self.ledger.release(ticket)

@@ -68,6 +68,8 @@ class ReplyJob:
         prompt_tokens: how many tokens the prompt has at most; one that has more is refused. None:
             as the prompt says, if it is given; otherwise the budget has to bound the pages.
         chunk: tokens in a chunk; None: the engine's.
+        undo: whether a reply that is cancelled or fails takes its whole turn back, as a cancelled
+            prompt does. A copy of the kept session's pages is held until the reply ends.
 
     Attributes:
         reply: when the job has ended.
@@ -83,6 +85,7 @@ class ReplyJob:
         session: StoredSession | None = None,
         prompt_tokens: int | None = None,
         chunk: int | None = None,
+        undo: bool = False,
     ) -> None:
         self.engine, self.sampling, self._kept = engine, sampling or Sampling(), session
         if isinstance(prompt, Prompt) and prompt_tokens is None:
@@ -90,10 +93,12 @@ class ReplyJob:
         self._given, self.prompt_tokens = prompt, prompt_tokens
         self.budget = engine._checked(budget) if session is None else session.budget
         self.chunk = chunk or engine.prefill_chunk
+        self.undo = undo and session is not None
         self.reply: Reply | None = None
         self.writer: ReplyWriter | None = None
         self.live: Session | None = None
         self.token: int | None = None
+        self._before: Session | None = None  # for undo
         self._prompt: Prompt | None = None
         self._prefill: Prefill | None = None
 
@@ -122,15 +127,16 @@ class ReplyJob:
         extent = Extent() if kept is None else kept.extent
         tokens = self.prompt_tokens
         several = tokens is None or tokens > self.chunk
-        snapshot = kept.pages if kept is not None and several else 0
+        snapshot = kept.pages if kept is not None and several and not self.undo else 0
+        copy = kept.pages if kept is not None and self.undo else 0
         lasting = lasting_bound(engine, self.budget)
         if lasting is not None and (kept is not None or tokens is None):
             rows, size = engine.spec.rows, engine.cache.pool.page_size
-            return Price(lasting, math.ceil(self.chunk * rows / size), snapshot)
+            return Price(lasting + copy, math.ceil(self.chunk * rows / size), snapshot)
         if tokens is not None:
             new = self.sampling.max_new_tokens
             bound = page_bound(engine, self.budget, tokens, new, extent, self.chunk)
-            return Price(bound.steady, bound.chunk, snapshot)
+            return Price(bound.steady + copy, bound.chunk, snapshot)
         if engine.cache.pool.limit is None:
             return Price(0)
         raise InputError(
@@ -156,11 +162,12 @@ class ReplyJob:
 
     def roll_back(self) -> None:
         """Take the prompt back; one that stands already gets an empty reply."""
-        if self._prefill is not None and self._prefill.logits is not None:
+        if self._before is not None:
+            self._return()
+        elif self._prefill is not None and self._prefill.logits is not None:
             self.interrupt()
             self.end()
-            return
-        if self._kept is None:
+        elif self._kept is None:
             if self.live is not None:
                 self.live.close()
         elif self._prefill is not None:
@@ -183,6 +190,16 @@ class ReplyJob:
         self.reply = session.last = writer.reply(prefill.tokens, session.memory())
         if self._kept is None:
             session.close()
+        elif writer.finish_reason == "interrupted":
+            self._return()
+        elif self._before is not None:
+            self._before.close()
+
+    def _return(self) -> None:
+        """Go back to where the turn began, if a copy was kept."""
+        if self._before is not None and self.live is not None:
+            self.live._become(self._before)
+            self._before = None
 
     def has_room(self) -> bool:
         """End the reply when no position is left, so that it does not stop the others."""
@@ -202,7 +219,10 @@ class ReplyJob:
                 f"the prompt has {prompt.tokens:,} tokens and was announced with "
                 f"{self.prompt_tokens:,}; send it again with the right number"
             )
-        self._prefill = self.live.begin_prefill(prompt.inputs, self.chunk, self._kept is not None)
+        if self.undo:
+            self._before = self.live.fork()
+        undoable = self._kept is not None and not self.undo
+        self._prefill = self.live.begin_prefill(prompt.inputs, self.chunk, undoable)
 
 
 class EngineExecutor:

@@ -18,15 +18,15 @@ class Ticket(Generic[J]):
         state: ``waiting`` for room, in ``prefill`` or ``decode``, or over: ``done``,
             ``cancelled``, ``failed``.
         error: why it failed.
-        turns: turns of the scheduler since it was submitted, until it was admitted.
+        turn: the scheduler's turn in which it was submitted.
         overtaken: later requests that were admitted while there was no room for this one.
     """
 
-    def __init__(self, job: J, user: str, number: int) -> None:
-        self.job, self.user, self.number = job, user, number
+    def __init__(self, job: J, user: str, number: int, turn: int = 0) -> None:
+        self.job, self.user, self.number, self.turn = job, user, number, turn
         self.state: State = "waiting"
         self.error: Exception | None = None
-        self.turns, self.overtaken = 0, 0
+        self.overtaken = 0
         self.cancel_asked = False
 
     @property

@@ -170,13 +170,15 @@ class Machine:
             self.check_ticket(ticket)
         going = [one for one in self.tickets if one.state in ("prefill", "decode")]
         assert len(going) == self.scheduler.running <= RUNNING
-        assert self.scheduler.waiting <= WAITING
+        waiting = [one for one in self.tickets if one.state == "waiting"]
+        assert len(waiting) == self.scheduler.waiting <= WAITING
 
     def check_ticket(self, ticket: Ticket[FakeJob]) -> None:
         job = ticket.job
         if not ticket.over:
-            assert ticket.turns <= LONGEST_WAIT, f"{ticket.user} waits for {ticket.turns} turns"
-            self.longest_wait = max(self.longest_wait, ticket.turns)
+            waited = self.scheduler.turns - ticket.turn if ticket.state == "waiting" else 0
+            assert waited <= LONGEST_WAIT, f"{ticket.user} waits for {waited} turns"
+            self.longest_wait = max(self.longest_wait, waited)
             asked = self.cancelled.get(ticket, 0)
             assert asked <= 2, f"cancelled {asked} turns ago, still in {ticket.state}"
             return

@@ -194,6 +194,40 @@ def test_a_cancelled_reply_ends_where_it_stands(engine: Engine, scheduler: Sched
     assert stored.live._unfed == reply.token_ids[-1:]
 
 
+@pytest.mark.parametrize("turns", [1, 4, 9])
+def test_a_turn_is_taken_back_whole_where_that_was_asked(
+    turns: int, engine: Engine, scheduler: Scheduler
+) -> None:
+    stored = StoredSession(engine)
+
+    def job(text: str) -> ReplyJob:
+        return ReplyJob(engine, message(text), REPLY, session=stored, undo=True)
+
+    scheduler.submit(job("first"))
+    while scheduler.turn():
+        pass
+    assert stored.live is not None
+    before, held, live = stored.live.fork(), stored.pages, stored.live
+    ticket = scheduler.submit(job(LONG))
+    for _ in range(turns):
+        scheduler.turn()
+        # The test holds one copy more.
+        pages = engine.cache.pool.num_pages - engine.cache.pool.free_pages
+        assert pages - held <= scheduler.ledger.committed
+    assert ticket.state == ("decode" if turns == 9 else "prefill")
+    ticket.cancel()
+    scheduler.turn()
+    assert ticket.state == "cancelled" and stored.live is live and stored.pages == held
+    assert live.history == before.history and live._unfed == before._unfed
+    assert_same_rows(live, before)
+    before.close()
+    again = scheduler.submit(job("second"))
+    while scheduler.turn():
+        pass
+    assert again.state == "done" and len(live.history) == 4
+    assert engine.cache.pool.num_pages - engine.cache.pool.free_pages == stored.pages
+
+
 def test_a_batch_waits_for_room_and_says_the_same(engine: Engine) -> None:
     talks = [[{"role": "user", "content": f"{number} {LONG}"}] for number in range(5)]
     wanted = [reply.token_ids for reply in engine.generate(talks, REPLY)]
