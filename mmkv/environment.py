@@ -72,15 +72,17 @@ def _native() -> str:
 
 
 def _video_readers() -> list[str]:
-    from mmkv.prompt.video import READERS, import_reader
+    from mmkv.prompt.video import READERS, REMEDY, import_reader
 
-    lines = []
+    states = {}
     for package in READERS:
         if find_spec(package) is None:
-            state = "absent (extra: video)"
+            states[package] = "absent"
         else:
-            state = "usable" if import_reader(package) is not None else "installed but broken"
-        lines.append(f"video reader {package}: {state}")
+            states[package] = "usable" if import_reader(package) is not None else "broken"
+    lines = [f"video reader {package}: {state}" for package, state in states.items()]
+    if "usable" not in states.values():
+        lines.append(f"videos: no reader works; {REMEDY}")
     return lines
 
 

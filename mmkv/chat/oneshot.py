@@ -40,10 +40,25 @@ def answer_once(
         )
         if finished:
             display.note(memory_line(engine, session))
+            if options.cost and session.last is not None and session.last.token_ids:
+                from mmkv.chat.cost import cost_line
+
+                turn = _conversation(options.system, prompt, images, videos)
+                display.note(cost_line(engine, session, turn))
         if options.save is not None and session.history:
             session.save(options.save, chat_extra(engine, options.engine, options.model))
             display.note(f"saved to {options.save}")
     return 0 if finished else 130
+
+
+def _conversation(
+    system: str | None, prompt: str, images: Sequence[Any], videos: Sequence[Any]
+) -> list[dict[str, Any]]:
+    """Return the messages that were sent, with their media."""
+    media = [{"type": "image", "image": image} for image in images]
+    media += [{"type": "video", "video": video} for video in videos]
+    turn = {"role": "user", "content": [*media, {"type": "text", "text": prompt}]}
+    return [turn] if system is None else [{"role": "system", "content": system}, turn]
 
 
 def _opened(engine: Engine, options: ChatOptions) -> Session:

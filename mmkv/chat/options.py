@@ -47,6 +47,7 @@ class ChatOptions:
     rebudget: bool = False
     no_stream: bool = False
     json: bool = False
+    cost: bool = False
     quiet: bool = False
 
     @property
@@ -62,6 +63,8 @@ class ChatOptions:
         """Raise UsageError for options that contradict each other or are out of range."""
         if self.fps is not None and self.num_frames is not None:
             raise UsageError("--fps and --num-frames exclude each other; give one")
+        if self.cost and (self.load is not None or self.interactive):
+            raise UsageError("--cost is of one answer to one prompt; drop --load, --resume and -i")
         try:
             if self.pixel_limit is not None:
                 from mmkv.prompt.media import set_pixel_limit

@@ -20,6 +20,7 @@ from mmkv import __version__
 from mmkv.chat.options import ChatOptions, UsageError
 from mmkv.cli import arguments
 from mmkv.cli.bench import bench
+from mmkv.cli.config import ChatCommand, described
 from mmkv.cli.evaluate import evaluate
 from mmkv.cli.mmdu import app as mmdu
 
@@ -98,6 +99,7 @@ def env() -> None:
     from mmkv.environment import describe
 
     print(describe())
+    print(described())
 
 
 @app.command()
@@ -129,7 +131,7 @@ def distill(context: typer.Context) -> int:
     return train(context.args)
 
 
-@app.command()
+@app.command(cls=ChatCommand)
 @arguments.engine_options()
 def chat(
     context: typer.Context,
@@ -223,6 +225,14 @@ def chat(
     ] = False,
     json: Annotated[
         bool, typer.Option("--json", help="Print replies as JSON.", rich_help_panel=_OUTPUT)
+    ] = False,
+    cost: Annotated[
+        bool,
+        typer.Option(
+            "--cost",
+            help="After one answer, say what eviction cost it (reads it again with a full cache).",
+            rich_help_panel=_OUTPUT,
+        ),
     ] = False,
     quiet: arguments.Quiet = False,
 ) -> None:

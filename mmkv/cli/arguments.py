@@ -82,10 +82,11 @@ def latest_chat(context: typer.Context) -> str:
 
 def budget_given(context: typer.Context) -> bool:
     """Return whether the command line itself names a budget."""
-    return any(_on_command_line(context, name) for name in _BUDGETS)
+    return any(on_command_line(context, name) for name in _BUDGETS)
 
 
-def _on_command_line(context: typer.Context, name: str) -> bool:
+def on_command_line(context: typer.Context, name: str) -> bool:
+    """Return whether an option was given there, not in a file and not by default."""
     source = context.get_parameter_source(name)
     return source is not None and source.name == "COMMANDLINE"
 

@@ -22,6 +22,8 @@ from mmkv.prompt.media import describe, local_file
 DEFAULT_FPS = 2.0
 MIN_FRAMES, MAX_FRAMES = 4, 768
 _ASSUMED_FPS = 24.0
+# One reader is enough, and PyAV's wheels hold all that it needs, for every Python and machine.
+REMEDY = "run pip install av"
 
 FrameMap = Callable[[np.ndarray], np.ndarray]
 SizeRule = Callable[[int, int, int], FrameMap]
@@ -119,7 +121,7 @@ def _sample(
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             failures.append(f"{package}: {reason[:120]}")
     if not failures:
-        raise InputError("no video reader is installed; run pip install 'mmkv[video]'")
+        raise InputError(f"no video reader works here; {REMEDY}")
     raise InputError(f"cannot read the video {name} ({'; '.join(failures)}); convert it to H.264")
 
 

@@ -15,6 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import mmkv.environment
 from engine.errors import InputError
 from mmkv.prompt.qwen_vision import VideoRules
 from mmkv.prompt.video import Clip, load_video, sample_indices
@@ -108,8 +109,11 @@ def test_absent_and_broken_readers(
         return real(name, *rest)
 
     monkeypatch.setattr(importlib, "import_module", importing)
-    with pytest.raises(InputError, match=r"pip install 'mmkv\[video\]'"):
+    with pytest.raises(InputError, match=r"no video reader works here; run pip install av$"):
         load_video(clip_file)
+    # The report gives the same remedy, once.
+    monkeypatch.setattr("mmkv.environment.find_spec", lambda name: name)
+    assert mmkv.environment.describe().count("run pip install av") == 1
 
 
 def test_readers_are_not_imported_before_a_video_is() -> None:
