@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.mmkv-installed
 
-.PHONY: demo test test-fast test-triton test-drawn wheel-test lint format clean
+.PHONY: demo test test-fast test-triton test-drawn test-pages wheel-test lint format clean
 
 demo: $(READY)
 	$(BIN)/mmkv chat --image assets/scene.png --budget 8 --prefill-chunk 12 --cost -p "what is at row 2, column 3?"
@@ -23,6 +23,10 @@ test-fast: $(READY)
 # Every preset beside its reference under 50 drawn settings: half an hour of two cores, before a release.
 test-drawn: $(READY)
 	$(PYTEST) -m drawn
+
+# A million operations on the page pool, all invariants after each: half an hour of one core. PAGES="--seed N" repeats a run.
+test-pages: $(READY)
+	$(BIN)/python -m tests.engine.page_operations $(PAGES)
 
 # The Triton kernels in Triton's interpreter, on the CPU, and compiled for Hopper (no GPU needed).
 test-triton: $(READY)
