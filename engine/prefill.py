@@ -44,25 +44,26 @@ class Prefill:
         self.logits: Tensor | None = None
         if not self.tokens:
             raise InputError("the prompt is empty; give at least one token")
-        session._require_context(self.tokens, turn.next_position)
-        self._start, self._before = session.seen, session.state()
-        self._snapshot: int | None = None
-        self.snapshot_pages = 0
-        cache = session.engine.cache
-        # A single chunk undoes itself when it fails, and an empty sequence has nothing to copy.
-        if undoable and self.tokens > self.chunk and session.seen:
-            self.snapshot_pages = cache.held_pages(session.seq)
-            self._snapshot = cache.fork(session.seq)
-        try:
-            session.reserve(self.tokens, self.chunk)
-        except BaseException:
-            self._forget_snapshot()
-            raise
-        if session.long_rope is None:
-            session.long_rope = session._needs_long(turn.next_position)
-        self._undoable = undoable
-        # One read from the device for all chunks: where an interrupted prefill continues from.
-        self._highest = turn.positions.amax(0).cummax(0).values.tolist()
+        with session.claimed(), session.engine.lock:
+            session._require_context(self.tokens, turn.next_position)
+            self._start, self._before = session.seen, session.state()
+            self._snapshot: int | None = None
+            self.snapshot_pages = 0
+            cache = session.engine.cache
+            # A single chunk undoes itself when it fails, and an empty sequence has nothing to copy.
+            if undoable and self.tokens > self.chunk and session.seen:
+                self.snapshot_pages = cache.held_pages(session.seq)
+                self._snapshot = cache.fork(session.seq)
+            try:
+                session.reserve(self.tokens, self.chunk)
+            except BaseException:
+                self._forget_snapshot()
+                raise
+            if session.long_rope is None:
+                session.long_rope = session._needs_long(turn.next_position)
+            self._undoable = undoable
+            # One read from the device for all chunks: where an interrupted prefill continues from.
+            self._highest = turn.positions.amax(0).cummax(0).values.tolist()
 
     @property
     def next_chunk(self) -> int:
@@ -81,19 +82,21 @@ class Prefill:
         session, turn, start = self._session, self._turn, self.done
         if self.logits is not None:
             return True
-        session._require_open()
-        if session.seen != self._start + start:
-            raise SessionError("the session changed while a prompt was read; take the prompt back")
-        stop = start + self.next_chunk
-        last = stop == self.tokens
-        next_position = turn.next_position if last else self._highest[stop - 1] + 1
-        hidden = session._run_chunk(turn, start, stop, next_position)
-        self.done = stop
-        cut_to_budgets(session.engine, [session])
-        if last:
-            self.logits = session.engine.decoder.logits(hidden[-1:])[0]
-            self._forget_snapshot()
-        return last
+        with session.claimed(), session.engine.lock:
+            if session.seen != self._start + start:
+                raise SessionError(
+                    "the session changed while a prompt was read; take the prompt back"
+                )
+            stop = start + self.next_chunk
+            last = stop == self.tokens
+            next_position = turn.next_position if last else self._highest[stop - 1] + 1
+            hidden = session._run_chunk(turn, start, stop, next_position)
+            self.done = stop
+            cut_to_budgets(session.engine, [session])
+            if last:
+                self.logits = session.engine.decoder.logits(hidden[-1:])[0]
+                self._forget_snapshot()
+            return last
 
     @torch.inference_mode()
     def roll_back(self) -> None:
@@ -107,13 +110,14 @@ class Prefill:
         if not self._undoable or self.logits is not None or lost:
             raise SessionError("this prompt cannot be taken back; fork the session before it")
         session, cache = self._session, self._session.engine.cache
-        if self.done and not session.closed:
-            seq = cache.open() if self._snapshot is None else self._snapshot
-            self._snapshot = None
-            session.adopt(seq, self._before)
-        else:
-            session.restore(self._before)
-        self._forget_snapshot()
+        with session.engine.lock:
+            if self.done and not session.closed:
+                seq = cache.open() if self._snapshot is None else self._snapshot
+                self._snapshot = None
+                session.adopt(seq, self._before)
+            else:
+                session.restore(self._before)
+            self._forget_snapshot()
         self.done, self._undoable = 0, False
 
     def _forget_snapshot(self) -> None:

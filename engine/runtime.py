@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -20,6 +21,7 @@ from engine.cache import PagePool, RaggedCache
 from engine.config import EngineConfig
 from engine.errors import GateError, InputError, PolicyError, SessionError
 from engine.eviction import cut_to_budgets
+from engine.lock import FairLock
 from engine.model.decoder import Decoder
 from engine.model.families.base import Family
 from engine.model.families.loading import load, resolve_device
@@ -45,6 +47,9 @@ from engine.sequence_file import load_session
 class Runtime:
     """Decodes with a bounded KV cache.
 
+    Threads may share it: :attr:`lock` is held during a step or a chunk of a prompt, and their
+    sessions take turns in between.
+
     Args:
         policy: a :class:`Policy`; budget: the default of new sessions.
         options: evict_every, prefill_chunk, page_size and kv_limit of
@@ -65,6 +70,7 @@ class Runtime:
         budget: Budget | float | str = EngineConfig.budget,
         **options: Any,
     ) -> None:
+        self.lock = FairLock()
         loading = options.keys() & {"model", "lookahead", "device", "dtype"}
         if isinstance(gates, (str, Path)):
             loading = loading | {"gates"}
@@ -261,27 +267,28 @@ class Runtime:
         Raises:
             InputError, SessionError, ContextError, BudgetError: before anything has changed.
         """
-        self._check_step(sessions, token_ids)
-        for session in sessions:
-            if session.long_rope is None:
-                session.long_rope = False
-        backends = self.backends
-        backend: Backend = backends.torch
-        if not backends.cpu.unsupported_reason(sessions):
-            backend = backends.cpu
-        try:
-            logits, uncut, refused = backend.decode(sessions, token_ids)
-        except BaseException:
+        with self._claimed(sessions), self.lock:
+            self._check_step(sessions, token_ids)
             for session in sessions:
-                session.roll_back()
-            cut_to_budgets(self, sessions, self.slack)  # where the step stands
-            raise
-        if self.has_revise:
-            for session in sessions:
-                revise_state(session)
-        if uncut:
-            cut_to_budgets(self, uncut, self.slack, backend if refused else None)
-        return logits
+                if session.long_rope is None:
+                    session.long_rope = False
+            backends = self.backends
+            backend: Backend = backends.torch
+            if not backends.cpu.unsupported_reason(sessions):
+                backend = backends.cpu
+            try:
+                logits, uncut, refused = backend.decode(sessions, token_ids)
+            except BaseException:
+                for session in sessions:
+                    session.roll_back()
+                cut_to_budgets(self, sessions, self.slack)  # where the step stands
+                raise
+            if self.has_revise:
+                for session in sessions:
+                    revise_state(session)
+            if uncut:
+                cut_to_budgets(self, uncut, self.slack, backend if refused else None)
+            return logits
 
     @torch.inference_mode()
     def decode_many(
@@ -308,11 +315,24 @@ class Runtime:
             InputError, SessionError, ContextError: before anything has changed.
             BudgetError: the pool would pass its limit; what was appended before that stays.
         """
-        self._check_step(sessions, token_ids)
-        for session in sessions:
-            session._require_context(steps, session.next_position + steps)
-        if self.many_path == "graph":
-            return self.backends.cuda.decode_many(sessions, token_ids, steps, stop, draws)
+        with self._claimed(sessions):
+            with self.lock:
+                self._check_step(sessions, token_ids)
+                for session in sessions:
+                    session._require_context(steps, session.next_position + steps)
+                if self.many_path == "graph":
+                    return self.backends.cuda.decode_many(sessions, token_ids, steps, stop, draws)
+            return self._decode_each(sessions, token_ids, steps, stop, draws)
+
+    def _decode_each(
+        self,
+        sessions: Sequence[CachedSequence],
+        token_ids: Sequence[int],
+        steps: int,
+        stop: Sequence[int],
+        draws: Sequence[Draw] | None,
+    ) -> list[list[int]]:
+        """:meth:`decode_many` without a graph."""
         generated: list[list[int]] = [[] for _ in sessions]
         token, going = list(token_ids), list(range(len(sessions)))
         for _ in range(steps):
@@ -341,10 +361,11 @@ class Runtime:
         Returns:
             bytes given back. On a GPU torch keeps them for its next tensors.
         """
-        given_back = self.cache.trim()
-        if given_back:
-            self.backends.cuda.reset()
-        return given_back
+        with self.lock:
+            given_back = self.cache.trim()
+            if given_back:
+                self.backends.cuda.reset()
+            return given_back
 
     @property
     def many_path(self) -> str:
@@ -394,6 +415,14 @@ class Runtime:
     def slack(self) -> int:
         """Entries that a session may hold above its budget between two evictions."""
         return (self.evict_every - 1) * self.spec.rows
+
+    @contextmanager
+    def _claimed(self, sessions: Sequence[CachedSequence]) -> Iterator[None]:
+        """Have all ``sessions`` for one call. Raises SessionError."""
+        with ExitStack() as claims:
+            for session in sessions:
+                claims.enter_context(session.claimed())
+            yield
 
     def _open(self, budget: Budget) -> CachedSequence:
         return CachedSequence(self, budget)

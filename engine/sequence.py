@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -68,6 +70,10 @@ class CachedSequence:
         seen: tokens so far; next_position: rope position of the next text token. Their
             difference is this sequence's M-RoPE delta: it belongs to the session, never to
             the model. prompt_tokens: those of them that came in prompts.
+
+    Threads may share an engine, not a session: a call on a session that another thread is using
+    raises :class:`SessionError`. Reading it (:meth:`memory`, :meth:`retained`) and closing it
+    wait for the chunk or step that runs.
     """
 
     def __init__(self, engine: Runtime, budget: Budget) -> None:
@@ -76,8 +82,37 @@ class CachedSequence:
         self.seen, self.next_position, self.entries = 0, 0, 0
         self.evicted, self.evicted_nan, self.prompt_tokens = 0, 0, 0
         self.long_rope: bool | None = None
-        self.seq = engine.cache.open()
+        self._claim = threading.RLock()
         self.closed = False
+        with engine.lock:
+            self.seq = engine.cache.open()
+
+    @contextmanager
+    def claimed(self) -> Iterator[None]:
+        """Have the session for one call, which may take the engine's lock several times.
+
+        Raises:
+            SessionError: closed, or in use.
+        """
+        with self._taken():
+            self._require_open()
+            self._require_idle()
+            yield
+
+    @contextmanager
+    def _taken(self) -> Iterator[None]:
+        if not self._claim.acquire(blocking=False):
+            raise SessionError(
+                "the session is in use by another thread; wait for that call to end, or give "
+                "each thread a session of its own"
+            )
+        try:
+            yield
+        finally:
+            self._claim.release()
+
+    def _require_idle(self) -> None:
+        """Raise SessionError while the session is in the middle of something of its own."""
 
     def _set_budget(self, budget: Budget) -> None:
         """Raises :class:`BudgetError`, and changes nothing, for less than one entry per row."""
@@ -123,15 +158,17 @@ class CachedSequence:
             InputError, ContextError, BudgetError: before anything has changed. If a later
             chunk is interrupted, the session keeps the chunks before it, whole.
         """
-        self._require_open()
         engine = self.engine
-        return self.extend(engine.family.turn(inputs, self.next_position, engine.device), progress)
+        with self.claimed():
+            with engine.lock:
+                turn = engine.family.turn(inputs, self.next_position, engine.device)
+            return self.extend(turn, progress)
 
     @torch.inference_mode()
     def extend(self, turn: Turn, progress: Callable[[int, int], None] | None = None) -> Tensor:
         """:meth:`prefill` of a turn already built, whose positions follow this session's."""
-        self._require_open()
-        return run_whole(Prefill(self, turn), progress)
+        with self.claimed():
+            return run_whole(Prefill(self, turn), progress)
 
     @torch.inference_mode()
     def begin_prefill(
@@ -149,10 +186,10 @@ class CachedSequence:
         Raises:
             InputError, ContextError, BudgetError: before anything has changed.
         """
-        self._require_open()
         engine = self.engine
-        turn = engine.family.turn(inputs, self.next_position, engine.device)
-        return Prefill(self, turn, chunk, undoable)
+        with self.claimed(), engine.lock:
+            turn = engine.family.turn(inputs, self.next_position, engine.device)
+            return Prefill(self, turn, chunk, undoable)
 
     @property
     def decode_path(self) -> str:
@@ -165,18 +202,23 @@ class CachedSequence:
 
     def retained(self) -> list[list[Tensor]]:
         """Token indices kept, ``[layer][kv_head]``, each ascending int64 on the CPU."""
-        self._require_open()
-        cache = self.engine.cache
-        entries = cache.entries(self.seq)
-        position = cache.pool.position.view(-1)[entries.slot].long().cpu()
-        rows = position.split(cache.length[self.seq].flatten().tolist())
+        with self.engine.lock:
+            self._require_open()
+            cache = self.engine.cache
+            entries = cache.entries(self.seq)
+            position = cache.pool.position.view(-1)[entries.slot].long().cpu()
+            rows = position.split(cache.length[self.seq].flatten().tolist())
         heads = self.engine.spec.num_kv_heads
         ordered = [row.sort().values for row in rows]
         return [ordered[i : i + heads] for i in range(0, len(ordered), heads)]
 
     def memory(self) -> Memory:
         """Physical memory of this session, beside the logical entry count."""
-        self._require_open()
+        with self.engine.lock:
+            self._require_open()
+            return self._memory()
+
+    def _memory(self) -> Memory:
         cache = self.engine.cache
         pages = cache.held_pages(self.seq)
         entries = cache.entries(self.seq)
@@ -196,8 +238,9 @@ class CachedSequence:
 
     def entries_per_layer(self) -> list[int]:
         """Live entries of each layer, all heads together."""
-        self._require_open()
-        return self.engine.cache.length[self.seq].sum(-1).tolist()
+        with self.engine.lock:
+            self._require_open()
+            return self.engine.cache.length[self.seq].sum(-1).tolist()
 
     @torch.inference_mode()
     def set_budget(self, budget: Budget | float) -> None:
@@ -206,31 +249,33 @@ class CachedSequence:
         Raises:
             BudgetError: for a budget below one entry per row; the old one stays then.
         """
-        self._require_open()
-        self._set_budget(Budget.of(budget))
-        cut_to_budgets(self.engine, [self])
+        with self.claimed(), self.engine.lock:
+            self._set_budget(Budget.of(budget))
+            cut_to_budgets(self.engine, [self])
 
     @torch.inference_mode()
     def fork(self) -> CachedSequence:
         """An independent copy that continues from the same state."""
-        self._require_open()
-        other = self._sibling()
-        other.adopt(self.engine.cache.fork(self.seq), self.state())
-        return other
+        with self.claimed(), self.engine.lock:
+            seq = self.engine.cache.fork(self.seq)
+            other = self._sibling()
+            other.adopt(seq, self.state())
+            return other
 
     def save(self, path: str | Path, extra: dict[str, str] | None = None) -> None:
         """Write the whole memory to one safetensors file, atomically. See session_file."""
         from engine.sequence_file import save_session
 
-        self._require_open()
-        save_session(self, Path(path), extra or {})
+        with self.claimed():
+            save_session(self, Path(path), extra or {})
 
     @torch.inference_mode()
     def close(self) -> None:
         """Return every page to the pool; the session cannot be used afterwards."""
-        if not self.closed:
-            self.engine.cache.close(self.seq)
-            self.closed = True
+        with self.engine.lock:
+            if not self.closed:
+                self.engine.cache.close(self.seq)
+                self.closed = True
 
     def __enter__(self) -> CachedSequence:
         return self

@@ -34,7 +34,8 @@ def save_session(session: CachedSequence, path: Path, extra: dict[str, str]) -> 
         SessionError: when the file cannot be written; an existing file is left untouched.
     """
     engine = session.engine
-    tensors = engine.cache.export(session.seq)
+    with engine.lock:
+        tensors = engine.cache.export(session.seq)
     state = session.state() | {"budget": [session.budget.kind, session.budget.value]}
     metadata = {
         "format": FORMAT,
@@ -99,8 +100,9 @@ def load_session(engine: Runtime, path: Path) -> tuple[CachedSequence, dict[str,
                 f"{engine.policy.name!r} needs; begin a new session"
             )
     kind, value = state["budget"]
-    session = engine.session(Budget(kind, value))
-    session.adopt(engine.cache.import_(tensors), state)
+    with engine.lock:
+        session = engine.session(Budget(kind, value))
+        session.adopt(engine.cache.import_(tensors), state)
     return session, extra
 
 

@@ -32,7 +32,11 @@ __all__ = ["Engine", "Session"]
 
 
 class Engine(Runtime):
-    """An engine together with its checkpoint's tokenizer, chat template and processor."""
+    """An engine together with its checkpoint's tokenizer, chat template and processor.
+
+    Threads may share it. Their calls take turns between decode steps and between the chunks of
+    prompts; each reply is what it would be alone.
+    """
 
     _source: str | Path | None = None
     _pixels: tuple[int | None, int | None] = (None, None)
@@ -78,14 +82,19 @@ class Engine(Runtime):
         Raises ModelError when files are missing.
         """
         if self._processor is None:
-            if self._source is None:
-                raise InputError("this engine was built without a checkpoint; set engine.processor")
-            self._processor = load_processor(self._source, *self._pixels)
+            with self.lock:
+                if self._processor is None:
+                    self._processor = self._load_processor()
         return self._processor
 
     @processor.setter
     def processor(self, processor: Processor) -> None:
         self._processor = processor
+
+    def _load_processor(self) -> Processor:
+        if self._source is None:
+            raise InputError("this engine was built without a checkpoint; set engine.processor")
+        return load_processor(self._source, *self._pixels)
 
     @property
     def eos_token_ids(self) -> frozenset[int]:

@@ -64,7 +64,11 @@ class ReplyWriter:
 
     def advance(self, logits: torch.Tensor) -> int | None:
         """Sample from ``logits`` [vocab]; the token to feed next, or None when the reply ends."""
-        return self._say(self._sampler.draw(logits))
+        return self.put(self.choose(logits))
+
+    def choose(self, logits: torch.Tensor) -> int:
+        """Sample a token from ``logits`` [vocab]."""
+        return self._sampler.draw(logits)
 
     @property
     def ahead(self) -> int:
@@ -87,10 +91,11 @@ class ReplyWriter:
         following: int | None = None
         for token in tokens:
             self.fed()
-            following = self._say(token)
+            following = self.put(token)
         return following
 
-    def _say(self, token: int) -> int | None:
+    def put(self, token: int) -> int | None:
+        """Add a token to the reply; the token to feed next, or None when the reply ends."""
         now = time.perf_counter()
         if self._first is None:
             self._first = now - self._started

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from mmkv.prompt.video import load_video
 from mmkv.reply import Reply, ReplyWriter
 from mmkv.sampling import Sampling
 from mmkv.stepping import step
+from mmkv.stream import ReplyStream
 
 if TYPE_CHECKING:
     from engine.budget import Budget
@@ -28,7 +30,8 @@ if TYPE_CHECKING:
     from mmkv.prompt.template import Message
 
 Progress = Callable[[int, int], None]
-Pieces = Generator[str, None, None]
+# What belongs to the object and not to the state of its conversation.
+_OWN = ("_claim", "_streaming", "_in_stream")
 
 
 @dataclass
@@ -39,6 +42,7 @@ class _Turn:
     inputs: dict[str, torch.Tensor]
     note: str | None
     started: float
+    basis: tuple[object, int]  # what it was composed for: see Session._basis
 
     @property
     def tokens(self) -> int:
@@ -52,6 +56,10 @@ class Session(CachedSequence):
     placeholders). ``last``: the latest Reply. ``note``: a note for the user about how
     the turn was rendered, or None. ``undo_depth``: how many turns :meth:`undo` can take back; each
     costs a copy of the cache, so it is 0 unless asked for.
+
+    From the first piece of a stream to its end only the stream changes the session: another call
+    raises :class:`SessionError`, unless it reads or closes the session. Threads may share an
+    engine and give each its own sessions; a session that another thread uses is refused, too.
     """
 
     engine: Engine
@@ -66,6 +74,9 @@ class Session(CachedSequence):
         # begins with them. (The last token of a reply is never needed to produce the reply.)
         self._unfed: list[int] = []
         self._snapshots: list[Session] = []
+        self._streaming = False  # from the first piece of a stream to its end
+        self._in_stream = False  # while a piece of it is made
+        self._turn_mark = object()  # another one after each turn
 
     def send(
         self,
@@ -77,7 +88,7 @@ class Session(CachedSequence):
         fps: float | None = None,
         num_frames: int | None = None,
         progress: Progress | None = None,
-    ) -> Pieces:
+    ) -> ReplyStream:
         """Append a user's turn and stream the reply as pieces of text.
 
         ``text``: the question, or a list of parts in the chat format to place pictures inside it;
@@ -87,18 +98,19 @@ class Session(CachedSequence):
         Nothing changes until the first piece is asked for, and an error before that piece leaves
         the session as it was. Ctrl-C, or closing the iterator, ends the reply where it stands
         (Ctrl-C while a prompt of several chunks is prefilled takes the turn back); the session
-        holds what was shown. Raises MmkvError.
+        holds what was shown. A stream that is no longer referred to is closed. Raises MmkvError.
         """
-        turn = self._compose(text, images, videos, system, fps, num_frames)
-        return self._stream(turn, sampling or Sampling(), progress)
+        with self.claimed():
+            turn = self._compose(text, images, videos, system, fps, num_frames)
+        return ReplyStream(self, lambda: self._stream(turn, sampling or Sampling(), progress))
 
     def undo(self) -> bool:
         """Take back the latest turn (question and reply); False when there is none to take back."""
-        self._require_open()
-        if not self._snapshots:
-            return False
-        self._become(self._snapshots.pop())
-        return True
+        with self.claimed():
+            if not self._snapshots:
+                return False
+            self._become(self._snapshots.pop())
+            return True
 
     def put_back(self, taken: Session) -> None:
         """Reverse an :meth:`undo`: go back to ``taken``, a fork made before it."""
@@ -112,15 +124,21 @@ class Session(CachedSequence):
 
     def fork(self) -> Session:
         """Copy cache and conversation (turns in it cannot be undone)."""
-        other = cast(Session, super().fork())
-        other.history, other.last = deepcopy(self.history), self.last
-        other._unfed, other.undo_depth = list(self._unfed), self.undo_depth
-        return other
+        with self.claimed():
+            other = cast(Session, super().fork())
+            other.history, other.last = deepcopy(self.history), self.last
+            other._unfed, other.undo_depth = list(self._unfed), self.undo_depth
+            other._turn_mark = self._turn_mark
+            return other
 
     def save(self, path: str | Path, extra: dict[str, str] | None = None) -> None:
         """Write cache and conversation to one file, atomically. Raises SessionError."""
-        dialogue = {"mmkv.history": json.dumps(self.history), "mmkv.unfed": json.dumps(self._unfed)}
-        super().save(path, (extra or {}) | dialogue)
+        with self.claimed():
+            dialogue = {
+                "mmkv.history": json.dumps(self.history),
+                "mmkv.unfed": json.dumps(self._unfed),
+            }
+            super().save(path, (extra or {}) | dialogue)
 
     @classmethod
     def load(cls, engine: Engine, path: str | Path) -> Session:
@@ -140,13 +158,41 @@ class Session(CachedSequence):
             ) from error
 
     def close(self) -> None:
-        """Return every page, also those held for undo."""
-        while self._snapshots:
-            self._snapshots.pop().close()
-        super().close()
+        """Return every page, also those held for undo; a stream raises at its next piece."""
+        with self.engine.lock:
+            while self._snapshots:
+                self._snapshots.pop().close()
+            super().close()
 
     def __enter__(self) -> Self:
         return self
+
+    @contextmanager
+    def streaming(self) -> Iterator[None]:
+        """Have the session for the next piece of its stream. Raises SessionError."""
+        with self._taken():
+            before, self._in_stream = self._in_stream, True
+            try:
+                yield
+            finally:
+                self._in_stream = before
+
+    @contextmanager
+    def stopping(self) -> Iterator[None]:
+        """Have the session to end its stream, once a piece that another thread makes is done."""
+        with self._claim:
+            yield
+
+    def _require_idle(self) -> None:
+        if self._streaming and not self._in_stream:
+            raise SessionError(
+                "the session has an unfinished stream; read it to its end, or close() it first"
+            )
+
+    @property
+    def _basis(self) -> tuple[object, int]:
+        """What a turn is composed for: another one once the session has changed."""
+        return self._turn_mark, self.seen
 
     def _compose(
         self,
@@ -158,7 +204,6 @@ class Session(CachedSequence):
         num_frames: int | None,
     ) -> _Turn:
         """Compose all of a turn that can be wrong, before the session is touched."""
-        self._require_open()
         started = time.perf_counter()
         if system is not None and self.history:
             raise InputError("a system message opens a conversation; start a new session for it")
@@ -179,7 +224,7 @@ class Session(CachedSequence):
             [load_video(film, fps, num_frames, processor.size_rule) for film in films],
             addition.continuing,
         )
-        return _Turn(messages, self._with_unfed(inputs), addition.note, started)
+        return _Turn(messages, self._with_unfed(inputs), addition.note, started, self._basis)
 
     def _with_unfed(self, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Put the tokens of the latest reply that the cache lacks before the new ones."""
@@ -197,13 +242,32 @@ class Session(CachedSequence):
             for key, value in inputs.items()
         }
 
-    def _stream(self, turn: _Turn, sampling: Sampling, progress: Progress | None) -> Pieces:
-        writer = ReplyWriter(self.engine.processor.tokenizer, sampling, self.engine.eos_token_ids)
+    def _stream(
+        self, turn: _Turn, sampling: Sampling, progress: Progress | None
+    ) -> Generator[str, None, None]:
+        self._require_open()
+        if self._streaming or turn.basis != self._basis:
+            raise SessionError(
+                "the session has gone on since this message was sent; send it again when the "
+                "stream before it has ended"
+            )
+        self._streaming = True
+        try:
+            yield from self._reply(turn, sampling, progress)
+        finally:
+            self._streaming = False
+
+    def _reply(
+        self, turn: _Turn, sampling: Sampling, progress: Progress | None
+    ) -> Generator[str, None, None]:
+        engine = self.engine
+        writer = ReplyWriter(engine.processor.tokenizer, sampling, engine.eos_token_ids)
         writer.start_clock(turn.started)
         with CtrlC() as control:
             logits = self._append(turn, control, progress)
             self.history += [*turn.messages, {"role": "assistant", "content": ""}]
             self._unfed, self.note, self.last = [], turn.note, None
+            self._turn_mark = object()
         try:
             with CtrlC():
                 token = writer.advance(logits)
@@ -211,14 +275,16 @@ class Session(CachedSequence):
                 if piece := writer.take():
                     yield piece
                 with CtrlC():
-                    (token,) = step(self.engine, [(self, writer, token)])
+                    (token,) = step(engine, [(self, writer, token)])
         except ContextError:
             writer.finish("context")
         finally:
             writer.finish("interrupted")
             self._unfed = [] if writer.unfed is None else [writer.unfed]
             self.history[-1]["content"] = writer.held_text()
-            self.last = writer.reply(turn.tokens, None if self.closed else self.memory())
+            with engine.lock:
+                memory = None if self.closed else self.memory()
+            self.last = writer.reply(turn.tokens, memory)
         if piece := writer.take():
             yield piece
 
@@ -244,17 +310,25 @@ class Session(CachedSequence):
         return logits
 
     def _remember(self, snapshot: Session) -> None:
-        self._snapshots.append(snapshot)
-        while len(self._snapshots) > self.undo_depth:
-            self._snapshots.pop(0).close()
+        with self.engine.lock:
+            self._snapshots.append(snapshot)
+            while len(self._snapshots) > (0 if self.closed else self.undo_depth):
+                self._snapshots.pop(0).close()
 
     def _become(self, other: Session) -> None:
         """Take over the state of ``other`` (a fork of this session) and close what was held."""
-        snapshots, self._snapshots = self._snapshots, []
-        # The objects exchange their state, so that references to this session stay valid.
-        self.__dict__, other.__dict__ = other.__dict__, self.__dict__
-        other.close()
-        self._snapshots = snapshots
+        with self.engine.lock:
+            if self.closed:  # by another thread; closed it stays
+                other.close()
+                return
+            snapshots, self._snapshots = self._snapshots, []
+            # The objects exchange their state, so that references to this session stay valid.
+            self.__dict__, other.__dict__ = other.__dict__, self.__dict__
+            for name in _OWN:
+                mine, theirs = self.__dict__, other.__dict__
+                mine[name], theirs[name] = theirs[name], mine[name]
+            other.close()
+            self._snapshots = snapshots
 
 
 _NOBODY: Message = {"role": "user", "content": ""}

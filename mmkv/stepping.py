@@ -36,9 +36,12 @@ def step(
     steps = _ahead(engine, sessions, writers)
     if steps < 2:
         following: list[int | None] = []
-        for writer, logits in zip(writers, engine.decode(sessions, tokens), strict=True):
+        with engine.lock:  # the logits are read back before another thread's step
+            logits = engine.decode(sessions, tokens)
+            chosen = [writer.choose(row) for writer, row in zip(writers, logits, strict=True)]
+        for writer, token in zip(writers, chosen, strict=True):
             writer.fed()
-            following.append(writer.advance(logits))
+            following.append(writer.put(token))
         return following
     draws = [writer.draw for writer in writers]
     generated = engine.decode_many(

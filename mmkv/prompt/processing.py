@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,6 +36,7 @@ class Processor:
 
     def __init__(self, tokenizer: Any, template: ChatTemplate) -> None:
         self.tokenizer, self.template = tokenizer, template
+        self._lock = threading.RLock()  # libraries keep settings of a call in the tokenizer
 
     @property
     def size_rule(self) -> Any:
@@ -57,7 +59,10 @@ class Processor:
         """
         self._check(text, images, clips)
         try:
-            inputs = self._inputs(_ANCHOR + text if continuing else text, images, clips, continuing)
+            with self._lock:
+                inputs = self._inputs(
+                    _ANCHOR + text if continuing else text, images, clips, continuing
+                )
         except ValueError as error:  # e.g. a picture 1 pixel high and 1000 wide
             raise InputError(f"the picture cannot be processed: {_line(error)}; crop it") from error
         if not continuing:
