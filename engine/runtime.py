@@ -146,6 +146,7 @@ class Runtime:
         cls,
         config: EngineConfig,
         progress: Callable[[str], None] | None = None,
+        *,
         pictures: bool = False,
     ) -> Self:
         """Load the checkpoint and gates that ``config`` names.

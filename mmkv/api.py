@@ -71,7 +71,7 @@ class Engine(Runtime):
         pictures: bool = False,
     ) -> Self:
         """Load what ``config`` names; see :meth:`from_pretrained`."""
-        engine = super().from_config(config, progress, pictures)
+        engine = super().from_config(config, progress, pictures=pictures)
         engine._source, engine._pixels = config.checkpoint(), (min_pixels, max_pixels)
         return engine
 
