@@ -20,6 +20,7 @@ from mmkv.measure.tables import pipe_table
 
 _BLOCK = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 _METHODS = ("dbtrimkv", "trimkv", "snapkv", "streamingllm")
+_WITH_OURS = ("dbtrimkv", "balanced", "trimkv", "snapkv", "streamingllm")
 _RULES = {
     "dbtrimkv": "tied, one budget (`dbtrimkv`)",
     "tied-per-head": "tied, a budget per head",
@@ -122,7 +123,9 @@ def _budgets(page: Mapping[str, Any]) -> list[str]:
 
 
 def _accuracy(
-    first: str, shown: Sequence[tuple[str, str, str, Sequence[str]]]
+    first: str,
+    shown: Sequence[tuple[str, str, str, Sequence[str]]],
+    methods: Sequence[str] = _METHODS,
 ) -> Callable[[Path], Rows]:
     """Return accuracy with intervals.
 
@@ -132,12 +135,12 @@ def _accuracy(
     """
 
     def rows(results: Path) -> Rows:
-        yield [first, "budget", "full", *(f"`{method}`" for method in _METHODS)]
+        yield [first, "budget", "full", *(f"`{method}`" for method in methods)]
         for words, name, source, budgets in shown:
             pages = _results(results, name)
             (page,) = (page for key, page in pages.items() if source in key)
             for budget in budgets:
-                cells = (_long(_row(page, method, budget)) for method in _METHODS)
+                cells = (_long(_row(page, method, budget)) for method in methods)
                 yield [words, budget, _long(_row(page, "full", "1")), *cells]
 
     return rows
@@ -289,7 +292,7 @@ def _leaderboard(name: str) -> Callable[[Path], Rows]:
 
 TABLES: dict[str, Callable[[Path], Rows]] = {
     "readme": _readme,
-    "pictures": _accuracy("dialogues", _PICTURES),
+    "pictures": _accuracy("dialogues", _PICTURES, _WITH_OURS),
     "text-tasks": _accuracy("task", _TEXT_TASKS),
     "rules": _gates("quality-rules", _KINDS, _RULES),
     "trimkv-recipe": _gates(
