@@ -87,7 +87,7 @@ class EngineConfig:
     )
     gates: str | Path | None = field(
         default=None,
-        metadata=_about(str, "Retention gates: path, hub id, or 'random' for speed runs."),
+        metadata=_about(str, "Gates: path, hub id, short name, or 'random' for speed runs."),
     )
     device: str = field(default="auto", metadata=_about(str, "auto, cpu, cuda, cuda:1, ..."))
     dtype: str | torch.dtype = field(

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import shutil
 import tempfile
 import zipfile
 from importlib import resources
 from pathlib import Path
 
-from engine.errors import InputError, ModelError
+from engine.errors import GateError, InputError, ModelError
 
 BUNDLED_MODEL = "tiny-vlm"
 
@@ -47,6 +48,42 @@ def bundled_model_name() -> str:
     """
     folder, here = bundled_model().resolve(), Path.cwd()
     return str(folder.relative_to(here) if folder.is_relative_to(here) else folder)
+
+
+def bundled_gates() -> dict[str, Path]:
+    """Return the folders of the gates that are at hand, by short name; the bundled model's first.
+
+    An installed mmkv has those alone; a checkout (or MMKV_ASSETS) has others in ``gates/``.
+    """
+    found = {}
+    for folder in (f"{BUNDLED_MODEL}/gates", "gates"):
+        try:
+            place = asset(folder)
+        except ModelError:
+            continue
+        for info in sorted([*place.glob("gates.json"), *place.glob("*/gates.json")]):
+            own = info.parent == place
+            found.setdefault(BUNDLED_MODEL if own else info.parent.name, info.parent)
+    return found
+
+
+def gates_source(name: str) -> str:
+    """Return what the engine is to load for ``--gates NAME``: a short name becomes its folder.
+
+    What exists under the name goes before; paths and hub ids are left as they are.
+
+    Raises:
+        GateError: a plain name that is no short name.
+    """
+    if name == "random" or not re.fullmatch(r"[\w.-]+", name) or os.path.exists(name):
+        return name
+    sets = bundled_gates()
+    if name not in sets:
+        raise GateError(
+            f"no gates {name!r}; give a folder, a file, a hub id, 'random', or the name of a set "
+            f"that is at hand: {', '.join(sets) or 'none'}"
+        )
+    return str(sets[name])
 
 
 def bundled_dialogues() -> Path:

@@ -14,6 +14,7 @@ from engine.budget import Budget, parse_bytes
 from engine.config import EngineConfig, options
 from engine.errors import BudgetError
 from mmkv.chat.options import UsageError
+from mmkv.resources import gates_source
 
 MEDIA, CACHE = "Pictures and videos", "Model and cache"
 
@@ -158,7 +159,7 @@ def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
 
 
 def _config(given: dict[str, Any]) -> EngineConfig:
-    """Return the config of what was given. Raises UsageError, PolicyError, BudgetError."""
+    """Return the config of what was given. Raises UsageError, GateError, what EngineConfig does."""
     units = [name for name in _BUDGETS if given[name] is not None]
     if len(units) > 1:
         raise UsageError(
@@ -175,4 +176,6 @@ def _config(given: dict[str, Any]) -> EngineConfig:
         budget = Budget.fraction(named["budget_fraction"])
     elif named["budget"] is not None:
         budget = named["budget"]
+    if given.get("gates") is not None:
+        given["gates"] = gates_source(given["gates"])
     return EngineConfig(**given, budget=budget)

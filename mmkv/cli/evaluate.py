@@ -90,13 +90,13 @@ def evaluate(
     ] = None,
 ) -> None:
     """Evaluate with lmms-eval; exit 1 when a task failed or had no samples."""
-    from mmkv.resources import bundled_model
+    from mmkv.resources import bundled_model, gates_source
 
     named = {
         "pretrained": model or str(bundled_model()),
         "budget": budget,
         "policy": policy,
-        "gates": gates,
+        "gates": None if gates is None else gates_source(gates),
         "device": device,
         "dtype": dtype,
     }

@@ -3,12 +3,26 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
-from engine.errors import InputError, ModelError
-from mmkv.resources import asset, bundled_dialogues, bundled_model, bundled_model_name
+from engine.errors import GateError, InputError, ModelError
+from mmkv.resources import (
+    asset,
+    bundled_dialogues,
+    bundled_gates,
+    bundled_model,
+    bundled_model_name,
+    gates_source,
+)
+
+if TYPE_CHECKING:
+    from tests.support.cli_fixtures import Ran
+
+pytest_plugins = ("tests.support.cli_fixtures",)
 
 
 def test_the_bundled_dialogues_are_unpacked_once(
@@ -58,3 +72,34 @@ def test_records_name_no_folder_of_this_machine(monkeypatch: pytest.MonkeyPatch)
     assert bundled_model_name() == "assets/tiny-vlm"
     monkeypatch.chdir("/")
     assert Path(bundled_model_name()) == bundled_model().relative_to("/")
+
+
+def test_gates_are_found_by_short_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mmkv: Callable[..., Ran]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    sets = bundled_gates()
+    assert sets["tiny-vlm"] == asset("tiny-vlm/gates")
+    assert sets["smollm2-135m"] == asset("gates/smollm2-135m")
+    for name in ("random", "owner/gates", "./tiny-vlm", "a\0b"):
+        assert gates_source(name) == name
+    assert gates_source("tiny-vlm-trimkv-0") == str(asset("gates/tiny-vlm-trimkv-0"))
+    ask = ("-p", "hi", "--max-new-tokens", "2", "--no-autosave", "--json")
+    own = mmkv("chat", *ask, "--gates", "tiny-vlm")
+    assert own.code == 0 and json.loads(own.out)["policy"].startswith("dbtrimkv"), own.err
+    assert "num_layers 30" in mmkv("chat", *ask, "--gates", "smollm2-135m").error_line()
+    ran = mmkv("chat", *ask, "--gates", "smollm3")
+    assert ran.code == 1 and "no gates 'smollm3'" in (line := ran.error_line())
+    assert "smollm2-135m-trimkv-0" in line
+    (tmp_path / "tiny-vlm").mkdir()  # what the user has goes before
+    assert gates_source("tiny-vlm") == "tiny-vlm"
+
+
+def test_without_assets_there_are_no_short_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> Path:
+        raise ModelError(name)
+
+    monkeypatch.setattr("mmkv.resources.asset", missing)
+    assert bundled_gates() == {}
+    with pytest.raises(GateError, match="at hand: none"):
+        gates_source("tiny-vlm")
