@@ -6,6 +6,7 @@ an :class:`EngineConfig`. Nothing here imports torch: a command line can answer 
 
 from __future__ import annotations
 
+import sys
 from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -77,7 +78,7 @@ class EngineConfig:
         default=2, metadata=_about(float, "Steps that scores look ahead, or inf.")
     )
     evict_every: int = field(
-        default=1, metadata=_about(int, "Decode steps between evictions.", 1, _MOST_POSITIONS)
+        default=1, metadata=_about(int, "Decode steps between evictions.", 1, sys.maxsize)
     )
     prefill_chunk: int = field(
         default=2048, metadata=_about(int, "Prompt tokens per prefill chunk.", 1, _MOST_POSITIONS)

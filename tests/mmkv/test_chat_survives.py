@@ -114,7 +114,9 @@ def test_any_exception_anywhere_in_a_turn_is_one_line_and_changes_nothing(
     for run in range(RUNS):
         home, name = PLACES[run % len(PLACES)]
         error = make(rng.choice(kinds), rng)
-        raised = fail(home, name, error, after=rng.randrange(3))
+        # Each place fails at its first call once; some have no second one in a turn.
+        after = rng.randrange(3) if run >= len(PLACES) else 0
+        raised = fail(home, name, error, after)
         capsys.readouterr()
         try:
             repl.handle("what is it?")

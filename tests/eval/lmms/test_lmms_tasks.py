@@ -289,7 +289,7 @@ def test_the_exit_code_of_lmms_eval_alone_does_not_decide(
     output = tmp_path / "out"
     output.mkdir()
 
-    def run(command: list[str], env: dict[str, str]) -> Any:
+    def run(command: list[str], env: dict[str, str], **_: Any) -> Any:
         assert env["HF_HOME"] and "a" in command
         if writes:
             results_file(output)
@@ -309,7 +309,7 @@ def test_an_error_in_the_model_fails_the_command(
 ) -> None:
     """Also in a process that is not the first, and although lmms-eval goes on to exit 0."""
 
-    def run(command: list[str], env: dict[str, str]) -> Any:
+    def run(command: list[str], env: dict[str, str], **_: Any) -> Any:
         monkeypatch.setenv(VARIABLE, env[VARIABLE])
         with pytest.raises(InputError), reported_to_parent():
             raise InputError("document 3: file not found")
