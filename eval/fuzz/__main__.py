@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from eval.fuzz.report import Report
+from mmkv.measure.record import write_results
 
 _NAMES = (
     "command line",
@@ -62,7 +63,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _run(options, report)
     print(report.table())
     if options.output is not None:
-        options.output.write_text(json.dumps(report.as_json(), indent=1) + "\n")
+        settings = {"seed": options.seed, "memory_gib": options.memory}
+        write_results(options.output, settings, report.as_json())
     return 1 if report.failures else 0
 
 

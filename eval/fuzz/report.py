@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import platform
 import time
 from collections import Counter
 from pathlib import Path
@@ -78,12 +77,9 @@ class Report:
         return "\n".join(lines)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the counts for a file."""
+        """Return the counts, without what the run was asked to do."""
         return {
-            "seed": self.seed,
-            "memory_gib": self.memory,
             "minutes": round((time.monotonic() - self._started) / 60, 1),
-            "python": platform.python_version(),
             "classes": {
                 name: {
                     "inputs": self.inputs[name],

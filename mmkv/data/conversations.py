@@ -139,7 +139,11 @@ def _with_source(part: Any, waiting: dict[str, Iterator[Any]]) -> Any:
     if not isinstance(part, dict):
         raise RowError("a content part is not an object with a type")
     kind = part.get("type")
-    if kind in waiting and not any(part.get(key) for key in _PART_SOURCES):
+    if (
+        isinstance(kind, str)
+        and kind in waiting
+        and not any(part.get(key) for key in _PART_SOURCES)
+    ):
         return {"type": kind, kind: _next(waiting, kind)}
     return part
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -143,7 +144,7 @@ class CommandLine(Target):
         with (
             mock.patch.multiple(sys, stdin=stdin, stdout=stdout, stderr=stderr),
             mock.patch("training.run.distill", _trained),
-            mock.patch("mmkv.cli.evaluate.subprocess.run", _ended),
+            mock.patch("mmkv.cli.evaluate.subprocess", SimpleNamespace(run=_ended)),
             mock.patch("mmkv.measure.timing.copy_bandwidth", lambda *_: 1e9),
             mock.patch("os.dup2"),
             self._shared,

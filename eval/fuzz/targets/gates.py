@@ -86,7 +86,7 @@ class GateFiles(Target):
                 raise Wrong(f"gate tensor {name!r} was taken: {tensor.dtype}, not all finite")
         hidden = torch.zeros(2, self._spec.hidden_size)
         if isinstance(gates, Gates):
-            gates.log_beta(0, hidden)
+            gates.to(hidden.device, hidden.dtype).log_beta(0, hidden)
 
     def _write(self, case: Case, folder: Path) -> bool:
         """Write the files; False when torch or safetensors cannot hold such a tensor."""
@@ -161,9 +161,9 @@ _CHANGES: dict[str, Any] = {
     "scalar": lambda tensor: tensor.flatten()[0].clone(),
     "flat": lambda tensor: tensor.flatten(),
     "deeper": lambda tensor: tensor[None],
-    "transposed": lambda tensor: tensor.mT if tensor.dim() > 1 else tensor[:0],
+    "transposed": lambda tensor: tensor.mT if tensor.dim() > 1 else None,
     "empty": lambda tensor: tensor.flatten()[:0],
-    "no heads": lambda tensor: tensor[:0],
+    "no heads": lambda tensor: tensor[:0] if tensor.dim() else None,
     "sparse": lambda tensor: tensor.to_sparse(),
     "sparse rows": lambda tensor: tensor.to_sparse_csr(),
     "meta": lambda tensor: tensor.to("meta"),

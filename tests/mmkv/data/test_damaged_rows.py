@@ -88,3 +88,15 @@ def test_whole_rows_are_kept(tmp_path: Path, kind: str) -> None:
     row = json.dumps(GOOD[kind], ensure_ascii=False).replace("red", "\U0001f600 ä 漢")
     file.write_text(row, encoding="utf-8")
     assert RowFile(file, kind).broken == 0
+
+
+@pytest.mark.parametrize("odd", [["image"], {"image": 1}])
+def test_a_part_whose_type_is_no_text_costs_one_row(tmp_path: Path, odd: Any) -> None:
+    row = json.loads(json.dumps(GOOD["chat"]))
+    row["messages"][0]["content"][0]["type"] = odd
+    file = tmp_path / "rows.jsonl"
+    file.write_text("\n".join(json.dumps(each) for each in (GOOD["chat"], row)))
+    said: list[str] = []
+    made = examples(str(bundled_model()), [str(file)], 4, 0, report=said.append)
+    assert all(made[n]["input_ids"].numel() for n in range(4))
+    assert any("skipped" in line for line in said)
