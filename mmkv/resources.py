@@ -55,7 +55,7 @@ def bundled_gates() -> dict[str, Path]:
 
     An installed mmkv has those alone; a checkout (or MMKV_ASSETS) has others in ``gates/``.
     """
-    found = {}
+    found: dict[str, Path] = {}
     for folder in (f"{BUNDLED_MODEL}/gates", "gates"):
         try:
             place = asset(folder)
