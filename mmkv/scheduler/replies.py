@@ -156,6 +156,7 @@ class ReplyJob:
         assert session is not None and prompt is not None and writer is not None
         session.history += [*prompt.messages, {"role": "assistant", "content": ""}]
         session._unfed, session.note, session.last = [], prompt.note, None
+        session._turn_mark = object()  # a stream that was composed before this turn is out of date
         assert self._prefill.logits is not None
         self.token = writer.advance(self._prefill.logits)
         return True

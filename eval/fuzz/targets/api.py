@@ -40,6 +40,18 @@ _OBJECTS: dict[str, Any] = {
     "budget": lambda: mmkv.Budget("entries", 20),
     "odd budget": lambda: mmkv.Budget("fraction", 1e-300),
 }
+_OPTIONS: dict[str, Any] = {
+    "policy": "streamingllm",
+    "budget": 24,
+    "lookahead": 2,
+    "evict_every": 1,
+    "prefill_chunk": 64,
+    "page_size": 4,
+    "gates": None,
+    "device": "cpu",
+    "dtype": "float32",
+    "kv_limit": None,
+}
 # Per call its arguments: what they are when nothing is odd.
 _CALLS: dict[str, dict[str, Any]] = {
     "Sampling": {
@@ -52,33 +64,8 @@ _CALLS: dict[str, dict[str, Any]] = {
     },
     "Budget": {"kind": "entries", "value": 20},
     "Budget.of": {"budget": 20},
-    "EngineConfig": {
-        "model": "",
-        "policy": "streamingllm",
-        "budget": 24,
-        "lookahead": 2,
-        "evict_every": 1,
-        "prefill_chunk": 64,
-        "page_size": 4,
-        "gates": None,
-        "device": "cpu",
-        "dtype": "float32",
-        "kv_limit": None,
-    },
-    "Engine": {
-        "policy": "streamingllm",
-        "budget": 24,
-        "lookahead": 2,
-        "evict_every": 1,
-        "prefill_chunk": 64,
-        "page_size": 4,
-        "gates": None,
-        "device": "cpu",
-        "dtype": "float32",
-        "kv_limit": None,
-        "min_pixels": None,
-        "max_pixels": None,
-    },
+    "EngineConfig": {"model": "", **_OPTIONS},
+    "Engine": {**_OPTIONS, "min_pixels": None, "max_pixels": None},
     "generate": {
         "conversations": [_TURN],
         "sampling": {"?": "sampling"},
