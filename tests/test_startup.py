@@ -37,9 +37,9 @@ def imported(heavy: str, *commands: tuple[str, ...]) -> list[str]:
     return [line for line in lines if line.endswith("]") and line[0].isdigit()]
 
 
-def test_help_and_mistakes_import_no_torch() -> None:
+def test_help_and_mistakes_import_nothing_heavy() -> None:
     found = imported(
-        "torch,transformers",
+        "torch,transformers,prompt_toolkit",
         ("--help",),
         ("chat", "--help"),
         ("--version",),
@@ -54,7 +54,7 @@ def test_help_and_mistakes_import_no_torch() -> None:
 def test_a_text_model_needs_no_modelling_code(tmp_path: Path) -> None:
     folder = str(write_text_model(tmp_path / "text"))
     answer = ("chat", folder, "-p", "hi", "--max-new-tokens", "2")
-    assert imported(MODELLING, answer) == ["0 []"]
+    assert imported(f"{MODELLING},prompt_toolkit", answer) == ["0 []"]
 
 
 def test_the_program_ends_with_the_exit_code_and_all_output(tmp_path: Path) -> None:

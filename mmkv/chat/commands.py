@@ -68,13 +68,13 @@ def _system(repl: Repl, text: str) -> None:
 def _set(repl: Repl, rest: str) -> None:
     name, _, value = rest.replace("=", " ", 1).partition(" ")
     name, value = name.replace("-", "_"), value.strip()
-    if name in _SETTINGS:
+    if name in SETTINGS:
         try:
-            _SETTINGS[name](repl, value)
+            SETTINGS[name](repl, value)
         except ValueError as error:
             raise InputError(f"{value!r} does not fit {name}; give a number") from error
     elif name:
-        raise InputError(f"no setting {name!r}; there are {', '.join(_SETTINGS)}")
+        raise InputError(f"no setting {name!r}; there are {', '.join(SETTINGS)}")
     values = asdict(repl.sampling) | {"fps": repl.fps, "num_frames": repl.num_frames}
     values["stop"] = list(values["stop"])
     repl.display.say(", ".join(f"{key} {value}" for key, value in values.items()))
@@ -99,7 +99,7 @@ def _set_num_frames(repl: Repl, value: str) -> None:
     repl.fps, repl.num_frames = None, count
 
 
-_SETTINGS: dict[str, Callable[[Repl, str], None]] = {
+SETTINGS: dict[str, Callable[[Repl, str], None]] = {
     "max_new_tokens": _sampling_setting("max_new_tokens", int),
     "temperature": _sampling_setting("temperature", float),
     "top_p": _sampling_setting("top_p", float),
@@ -195,7 +195,9 @@ def _help(repl: Repl, _: str) -> None:
     for name, command in COMMANDS.items():
         table.add_row(f"/{name} {command.takes}", command.does)
     repl.display.show(table)
-    repl.display.say('A trailing \\ continues a line; """ opens and closes a block of lines.')
+    repl.display.say(
+        'Alt-Enter, or Enter after \\, begins a new line; """ opens and closes a block of lines.'
+    )
 
 
 def _exit(repl: Repl, _: str) -> None:

@@ -1,33 +1,56 @@
-"""Read the user's input, with history and messages of several lines."""
+"""Read the user's messages: from a terminal with editing, from a pipe line by line."""
 
 from __future__ import annotations
 
-import os
 import sys
-from contextlib import suppress
-from pathlib import Path
+from collections.abc import Callable, Iterable
+from typing import Protocol
 
-_BLOCK = '"""'
+BLOCK = '"""'
+
+
+class Reader(Protocol):
+    """Where messages come from."""
+
+    def read(self) -> str:
+        """Read the next message. Raises EOFError at the end, KeyboardInterrupt on Ctrl-C."""
+        ...
+
+    def agrees(self, question: str) -> bool:
+        """Ask for a yes; False where nobody can answer."""
+        ...
+
+
+def open_reader(branches: Callable[[], Iterable[str]]) -> Reader:
+    """Return an editor where somebody sits at a terminal, else a reader of lines.
+
+    Args:
+        branches: gives the names that ``/fork`` completes.
+    """
+    # The prompt belongs on stderr: stdout is for answers, and may be a file.
+    screen = next((stream for stream in (sys.stderr, sys.stdout) if stream.isatty()), None)
+    if screen is None or not sys.stdin.isatty():
+        return LineReader()
+    from mmkv.chat.editor import Editor
+
+    return Editor(branches, screen)
 
 
 class LineReader:
     """Reads messages from stdin.
 
     A line ending in a backslash continues in the next one; three double quotes open and close a
-    block of lines. On a terminal there is editing and a history that outlives the program (where
-    Python has readline).
+    block of lines.
     """
 
     def __init__(self) -> None:
         self._terminal = sys.stdin.isatty()
-        # readline writes its prompt to stdout, where only answers belong once it is redirected.
-        self._editing = self._terminal and sys.stdout.isatty() and self._load_history()
 
     def read(self) -> str:
         """Read the next message. Raises EOFError at the end, KeyboardInterrupt on Ctrl-C."""
         lines = [self._line(">>> ")]
-        if lines[0].strip().startswith(_BLOCK):
-            return self._block(lines[0].strip()[len(_BLOCK) :])
+        if lines[0].strip().startswith(BLOCK):
+            return self._block(lines[0].strip()[len(BLOCK) :])
         while lines[-1].endswith("\\"):
             lines[-1] = lines[-1][:-1]
             lines.append(self._line("... "))
@@ -38,51 +61,33 @@ class LineReader:
         if not self._terminal:
             return False
         try:
-            return self._line(f"{question} [y/N] ").strip().lower() in ("y", "yes")
+            return is_yes(self._line(f"{question} [y/N] "))
         except EOFError:
             return False
 
     def _block(self, line: str) -> str:
         lines = []
-        while not line.rstrip().endswith(_BLOCK):
+        while not line.rstrip().endswith(BLOCK):
             lines.append(line)
             line = self._line("... ")
-        lines.append(line.rstrip()[: -len(_BLOCK)])
+        lines.append(line.rstrip()[: -len(BLOCK)])
         return "\n".join(lines).strip("\n")
 
     def _line(self, prompt: str) -> str:
-        if self._editing:
-            return input(prompt)
         if self._terminal:
             print(prompt, end="", file=sys.stderr, flush=True)
         # Bytes that are no UTF-8 become surrogates: the whole message is read before it is refused.
-        line = sys.stdin.buffer.readline().decode(errors="surrogateescape")
+        try:
+            line = sys.stdin.buffer.readline().decode(errors="surrogateescape")
+        except KeyboardInterrupt:
+            if self._terminal:
+                print(file=sys.stderr)
+            raise
         if not line:
             raise EOFError
         return line.rstrip("\r\n")
 
-    def _load_history(self) -> bool:
-        try:
-            import readline
-        except ImportError:  # Python without readline: input() still edits a little
-            return True
-        with suppress(OSError):
-            readline.read_history_file(_history_file())
-        return True
 
-    def close(self) -> None:
-        """Store the history; a home that cannot be written to does not matter."""
-        if not self._editing:
-            return
-        with suppress(ImportError, OSError):
-            import readline
-
-            file = _history_file()
-            file.parent.mkdir(parents=True, exist_ok=True)
-            readline.set_history_length(1000)
-            readline.write_history_file(file)
-
-
-def _history_file() -> Path:
-    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
-    return Path(state) / "mmkv" / "history"
+def is_yes(answer: str) -> bool:
+    """Return whether an answer to a question is a yes."""
+    return answer.strip().lower() in ("y", "yes")

@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 from mmkv.chat.answer import OutputClosed, answer
 from mmkv.chat.autosave import Autosave, is_autosaved
 from mmkv.chat.commands import COMMANDS, HIDDEN, Leave
-from mmkv.chat.lines import LineReader
+from mmkv.chat.lines import Reader, open_reader
 from mmkv.chat.saved import chat_extra
 from mmkv.chat.transcript import spoken
 from mmkv.chat.trouble import require_utf8
@@ -57,14 +57,14 @@ class Repl:
         self.session = self.new_session()
         self.branches: dict[str, Session] = {"main": self.session}
         self.branch = "main"
-        self.reader: LineReader | None = None
+        self.reader: Reader | None = None
 
     def run(self, first: str | None = None) -> int:
         """Converse until /exit or the end of input; returns the exit code."""
         try:
             if self.options.load is not None:
                 self.load(Path(self.options.load).expanduser())
-            self.reader = LineReader()
+            self.reader = open_reader(lambda: self.branches)
             self.display.note("/help lists commands; Ctrl-D leaves")
             self._converse(first)
             if self.options.save is not None:
@@ -73,8 +73,6 @@ class Repl:
             return 0
         finally:
             self._keep(last=True)
-            if self.reader is not None:
-                self.reader.close()
             for session in self.branches.values():
                 session.close()
 
@@ -87,7 +85,7 @@ class Repl:
                 try:
                     text = self.reader.read()
                 except KeyboardInterrupt:
-                    self.display.say("\n(Ctrl-D or /exit leaves)")
+                    self.display.say("(Ctrl-D or /exit leaves)")
                     continue
                 if text.strip():
                     self.handle(text)

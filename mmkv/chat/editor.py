@@ -1,0 +1,173 @@
+"""Edit messages at a terminal: several lines, pasted blocks, history, completion."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import TextIO
+
+from prompt_toolkit import PromptSession
+from prompt_toolkit.completion import CompleteEvent, Completer, Completion, PathCompleter
+from prompt_toolkit.document import Document
+from prompt_toolkit.formatted_text import FormattedText
+from prompt_toolkit.history import FileHistory, History
+from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+from prompt_toolkit.output import create_output
+from prompt_toolkit.shortcuts import CompleteStyle
+
+from mmkv.chat.commands import COMMANDS, HIDDEN, SETTINGS
+from mmkv.chat.lines import BLOCK, is_yes
+from mmkv.chat.places import state_folder
+
+KEPT = 1000  # messages in the history
+
+
+class Editor:
+    """Reads messages from a terminal.
+
+    Enter sends. Alt-Enter, or Enter after a backslash, begins a new line; so does Enter in a block
+    that three double quotes have opened. A pasted text is put in whole and sent with Enter. The
+    history outlives the program.
+
+    Args:
+        branches: gives the names that ``/fork`` completes.
+        screen: the stream of the terminal.
+    """
+
+    def __init__(self, branches: Callable[[], Iterable[str]], screen: TextIO) -> None:
+        self._output = create_output(screen)
+        self._session: PromptSession[str] = PromptSession(
+            ">>> ",
+            multiline=True,
+            prompt_continuation="... ",
+            key_bindings=_bindings(),
+            completer=_Completions(branches),
+            complete_while_typing=False,
+            complete_style=CompleteStyle.READLINE_LIKE,
+            history=open_history(state_folder() / "history"),
+            enable_open_in_editor=False,
+            output=self._output,
+        )
+
+    def read(self) -> str:
+        """Read the next message. Raises EOFError at the end, KeyboardInterrupt on Ctrl-C."""
+        text = self._session.prompt()
+        bare = text.strip()
+        if bare.startswith(BLOCK) and _closes(bare):
+            return bare[len(BLOCK) : -len(BLOCK)].strip("\n")
+        return text
+
+    def agrees(self, question: str) -> bool:
+        """Ask for a yes; the answer stays out of the history."""
+        asked: PromptSession[str] = PromptSession(output=self._output)
+        try:
+            return is_yes(asked.prompt(f"{question} [y/N] "))
+        except EOFError:
+            return False
+
+
+def _closes(block: str) -> bool:
+    """Return whether the first quotes after the opening ones are the end of ``block``."""
+    return block.find(BLOCK, len(BLOCK)) == len(block) - len(BLOCK)
+
+
+def _bindings() -> KeyBindings:
+    keys = KeyBindings()
+
+    @keys.add("enter")
+    def _(event: KeyPressEvent) -> None:
+        buffer = event.current_buffer
+        bare = buffer.text.strip()
+        opened = bare.startswith(BLOCK) and BLOCK not in bare[len(BLOCK) :]
+        if buffer.document.is_cursor_at_the_end and buffer.text.endswith("\\"):
+            buffer.delete_before_cursor()
+            buffer.newline(copy_margin=False)
+        elif opened:
+            buffer.newline(copy_margin=False)
+        else:
+            buffer.validate_and_handle()
+
+    @keys.add("escape", "enter")
+    def _(event: KeyPressEvent) -> None:
+        event.current_buffer.newline(copy_margin=False)
+
+    return keys
+
+
+class _Completions(Completer):
+    """Completes names of commands, and what a command takes: paths, settings, conversations."""
+
+    def __init__(self, branches: Callable[[], Iterable[str]]) -> None:
+        self._paths = PathCompleter(expanduser=True)
+        self._names = {"set": lambda: SETTINGS, "fork": branches}
+
+    def get_completions(self, document: Document, event: CompleteEvent) -> Iterator[Completion]:
+        """Yield what may stand at the cursor."""
+        text = document.text_before_cursor
+        if not text.startswith("/") or "\n" in text:
+            return
+        name, space, rest = text[1:].partition(" ")
+        if not space:
+            yield from _beginning(name, (f"{known} " for known in COMMANDS))
+        elif name in self._names:
+            yield from _beginning(rest, self._names[name]())
+        elif (command := COMMANDS.get(name) or HIDDEN.get(name)) and "PATH" in command.takes:
+            yield from self._files(rest, event)
+
+    def _files(self, path: str, event: CompleteEvent) -> Iterator[Completion]:
+        for found in self._paths.get_completions(Document(path), event):
+            # The folder's slash stands only in what is displayed.
+            slash = "/" if found.display_text.endswith("/") else ""
+            yield Completion(found.text + slash, found.start_position, found.display)
+
+
+def _beginning(start: str, names: Iterable[str]) -> Iterator[Completion]:
+    for name in names:
+        if name.startswith(start):
+            yield Completion(name, -len(start), FormattedText([("", name.strip())]))
+
+
+def open_history(file: Path) -> History:
+    """Return the history that ``file`` keeps, readable by the user alone, its latest part.
+
+    A file that cannot be read or written gives a history of this run.
+    """
+    history = _PrivateHistory(file)
+    history.shorten()
+    return history
+
+
+class _PrivateHistory(FileHistory):
+    def __init__(self, file: Path) -> None:
+        super().__init__(file)
+        self._file = file
+
+    def load_history_strings(self) -> list[str]:
+        """Return the messages of the file, the latest first."""
+        with suppress(OSError):
+            return list(super().load_history_strings())
+        return []
+
+    def store_string(self, string: str) -> None:
+        """Append a message; one that is no UTF-8 is left out."""
+        with suppress(OSError, UnicodeError):
+            string.encode()
+            self._file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            os.close(os.open(self._file, os.O_WRONLY | os.O_CREAT, 0o600))
+            self._file.chmod(0o600)
+            super().store_string(string)
+
+    def shorten(self) -> None:
+        """Leave the KEPT latest messages once there are twice as many."""
+        found = self.load_history_strings()
+        if len(found) < 2 * KEPT:
+            return
+        with suppress(OSError):
+            new = self._file.with_suffix(f".{os.getpid()}")
+            new.unlink(missing_ok=True)
+            short = _PrivateHistory(new)
+            for string in reversed(found[:KEPT]):
+                short.store_string(string)
+            new.replace(self._file)
