@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -16,10 +16,10 @@ from engine.backends.cpu import CpuBackend
 from engine.backends.cuda import CudaBackend
 from engine.backends.cuda.kernels.sample import Draw, columns_of, sample, uniform
 from engine.backends.torch.backend import TorchBackend
-from engine.backends.torch.write_step import WriteStep, admitting, check_named
+from engine.backends.torch.write_step import WriteStep, admitting
 from engine.cache import PagePool, RaggedCache
 from engine.config import EngineConfig
-from engine.errors import GateError, InputError, PolicyError, SessionError
+from engine.errors import GateError, InputError, SessionError
 from engine.eviction import cut_to_budgets
 from engine.lock import FairLock
 from engine.model.decoder import Decoder
@@ -28,18 +28,15 @@ from engine.model.families.loading import load, resolve_device
 from engine.model.gates import (
     Gates,
     WriteGates,
-    foreign_note,
-    load_gates,
-    load_write_gates,
-    trained_age,
 )
 from engine.model.rope import Rope
 from engine.model.spec import DecoderSpec
 from engine.model.weights import DecoderWeights
 from engine.new_entries import has_born, has_revise, revise_state, sequence_memory, tap_layers
-from engine.policies import Budget, Needs, Policy, make_policy
+from engine.policies import Budget, Needs, Policy
 from engine.policies.pruning import check_pruner
 from engine.policies.registry import check_policy
+from engine.policy_choice import choose, require_named_gates
 from engine.sequence import CachedSequence
 from engine.sequence_file import load_session
 
@@ -159,41 +156,36 @@ class Runtime:
             ModelError, GateError, PolicyError, BudgetError.
         """
         name = config.checkpoint()
-        chosen = _chosen_policy(config)
-        check_named(chosen)
-        if chosen.gates == "write" and config.gates is None:
-            raise GateError(
-                f"policy {chosen.name!r} needs write gates; name them with gates=PATH (--gates "
-                "PATH), or train them with `python -m training.distill --method wgkv`"
-            )
+        require_named_gates(config)
         family, spec, weights = load(
             name, config.dtype, resolve_device(config.device), progress, pictures
         )
-        gates = config.gates
-        if gates is None and (Path(name) / "gates" / "gates.safetensors").is_file():
-            gates = Path(name) / "gates"
-        loaded: Gates | WriteGates | None = None
-        note = None
-        if gates is not None and chosen.gates == "write":
-            loaded = load_write_gates(gates, spec)
-        elif gates is not None:
-            loaded = load_gates(gates, spec)
-            chosen = _chosen_policy(config, trained_age(gates))
-            note = foreign_note(loaded, name)
-        if loaded is None and chosen.gates:
-            if config.policy is not None:
-                raise GateError(
-                    f"policy {chosen.name!r} needs retention gates and {name} has none; name "
-                    "them with gates=PATH (--gates PATH), train them with `python -m "
-                    "training.distill`, or choose policy 'streamingllm' or 'snapkv'"
-                )
-            chosen = make_policy("streamingllm")
-            note = f"{name} has no retention gates: running policy 'streamingllm'"
+        return cls.from_parts(config, family, spec, weights)
+
+    @classmethod
+    def from_parts(
+        cls,
+        config: EngineConfig,
+        family: Family,
+        spec: DecoderSpec,
+        weights: DecoderWeights,
+        gates: Gates | WriteGates | None = None,
+    ) -> Self:
+        """Run a model that is in memory already; see :meth:`from_config`.
+
+        Args:
+            config: ``model`` names where the weights come from: gates may lie beside them.
+            gates: those to use; None: those that ``config`` names, or the checkpoint's own.
+
+        Raises:
+            GateError, PolicyError, BudgetError.
+        """
+        chosen, gates, note = choose(config, spec, gates)
         engine = cls(
             family,
             spec,
             weights,
-            loaded,
+            gates,
             chosen,
             Budget.of(config.budget),
             evict_every=config.evict_every,
@@ -448,20 +440,3 @@ class Runtime:
             session._require_context(1, session.next_position + 1)
             if not 0 <= token < self.decoder.weights.embed.shape[0]:
                 raise InputError(f"token id {token} is outside the vocabulary")
-
-
-def _chosen_policy(config: EngineConfig, age: Literal["paper", "released"] = "paper") -> Policy:
-    """The policy that ``config`` names or holds; ``age``: its gates'. Raises PolicyError."""
-    policy = config.policy
-    if policy is None or isinstance(policy, str):
-        return make_policy(policy or "dbtrimkv", config.lookahead, age)
-    if not isinstance(policy, Policy):
-        raise PolicyError(
-            f"policy is a {type(policy).__name__}; give a name such as 'dbtrimkv' or a mmkv.Policy"
-        )
-    if config.lookahead != EngineConfig.lookahead:
-        raise PolicyError(
-            "lookahead belongs to the policy's scorer when the policy is an object; set it there"
-        )
-    check_policy(policy)
-    return policy

@@ -1,9 +1,10 @@
-"""Take the text weights out of a loaded transformers model, without a second copy."""
+"""Take or share the text weights of a loaded transformers model, without a second copy."""
 
 from __future__ import annotations
 
 import gc
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,6 +78,48 @@ class DecoderWeights:
         gc.collect()
         return taken
 
+    @classmethod
+    @torch.no_grad()
+    def share(
+        cls, text_model: Any, head: Tensor, spec: DecoderSpec
+    ) -> tuple[DecoderWeights, list[Tensor]]:
+        """Use the weights of ``text_model`` where they are, and leave the model whole.
+
+        Parts that are fused here are copied into one matrix, layer by layer, and the model's own
+        parameters become views of it: there is no second copy, and a change on one side is seen
+        on the other. Gains of q and k are copied.
+
+        Returns:
+            The weights, and the parameters that became views; :func:`separate` reverses that.
+
+        Raises:
+            ModelError: as :meth:`take`; the model is as it was then.
+        """
+        views: list[Tensor] = []
+
+        def fuse(linears: list[nn.Linear]) -> tuple[Tensor, Tensor | None]:
+            weight, bias = _fuse(linears)
+            rows = [linear.out_features for linear in linears]
+            for linear, part in zip(linears, weight.split(rows), strict=True):
+                linear.weight.data = part
+                views.append(linear.weight)
+            if bias is not None:
+                for linear, part in zip(linears, bias.split(rows), strict=True):
+                    if linear.bias is not None:
+                        linear.bias.data = part
+                        views.append(linear.bias)
+            return weight, bias
+
+        try:
+            layers = [
+                _take_layer(layer, spec, fuse) for layer in text_model.layers[: spec.num_layers]
+            ]
+        except BaseException:
+            separate(views)
+            raise
+        embed = text_model.embed_tokens.weight.data
+        return cls(embed, layers, text_model.norm.weight.data, head.data), views
+
     def require_finite(self, name: str) -> None:
         """Check every weight of the checkpoint ``name``, in one pass over their bytes.
 
@@ -118,7 +161,30 @@ class DecoderWeights:
         return digest.hexdigest()[:16]
 
 
-def _take_layer(layer: Any, spec: DecoderSpec) -> LayerWeights:
+@torch.no_grad()
+def separate(views: list[Tensor]) -> None:
+    """Give parameters that are views of a larger tensor memory of their own, with equal values."""
+    for parameter in views:
+        parameter.data = parameter.data.clone()
+
+
+def _fuse(linears: list[nn.Linear]) -> tuple[Tensor, Tensor | None]:
+    weight = torch.cat([linear.weight.data for linear in linears])
+    biases = [_bias(linear) for linear in linears]
+    if all(bias is None for bias in biases):
+        return weight, None
+    filled = [
+        weight.new_zeros(linear.out_features) if bias is None else bias
+        for linear, bias in zip(linears, biases, strict=True)
+    ]
+    return weight, torch.cat(filled)
+
+
+def _take_layer(
+    layer: Any,
+    spec: DecoderSpec,
+    fuse: Callable[[list[nn.Linear]], tuple[Tensor, Tensor | None]] = _fuse,
+) -> LayerWeights:
     extra = {name for name, _ in layer.named_children()} - _EXPECTED
     attention, mlp = layer.self_attn, layer.mlp
     if extra or not (hasattr(mlp, "gate_proj") or hasattr(mlp, "gate_up_proj")):
@@ -131,11 +197,11 @@ def _take_layer(layer: Any, spec: DecoderSpec) -> LayerWeights:
         qkv, qkv_bias = attention.qkv_proj.weight.data, _bias(attention.qkv_proj)
     else:
         parts = [attention.q_proj, attention.k_proj, attention.v_proj]
-        qkv, qkv_bias = _fuse(parts)
+        qkv, qkv_bias = fuse(parts)
     if hasattr(mlp, "gate_up_proj"):
         gate_up, gate_up_bias = mlp.gate_up_proj.weight.data, _bias(mlp.gate_up_proj)
     else:
-        gate_up, gate_up_bias = _fuse([mlp.gate_proj, mlp.up_proj])
+        gate_up, gate_up_bias = fuse([mlp.gate_proj, mlp.up_proj])
     qk_norm = None
     if hasattr(attention, "q_norm"):
         q_gain = attention.q_norm.weight.data.expand(spec.num_heads, -1)
@@ -158,15 +224,3 @@ def _take_layer(layer: Any, spec: DecoderSpec) -> LayerWeights:
 
 def _bias(linear: nn.Linear) -> Tensor | None:
     return None if linear.bias is None else linear.bias.data
-
-
-def _fuse(linears: list[nn.Linear]) -> tuple[Tensor, Tensor | None]:
-    weight = torch.cat([linear.weight.data for linear in linears])
-    biases = [_bias(linear) for linear in linears]
-    if all(bias is None for bias in biases):
-        return weight, None
-    filled = [
-        weight.new_zeros(linear.out_features) if bias is None else bias
-        for linear, bias in zip(linears, biases, strict=True)
-    ]
-    return weight, torch.cat(filled)

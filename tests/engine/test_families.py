@@ -378,3 +378,61 @@ def test_progress_is_reported() -> None:
     message: list[str] = []
     load(checkpoint("llama"), "auto", "cpu", message.append)
     assert message == ["reading the config", "reading the weights", "preparing the decoder"]
+
+
+def ids_of(turn: dict[str, Tensor]) -> Tensor:
+    return turn["input_ids"][0]
+
+
+def assert_same_turn(found: Any, wanted: Any) -> None:
+    for name in ("token_ids", "modality", "positions"):
+        assert torch.equal(getattr(found, name), getattr(wanted, name)), name
+    assert found.next_position == wanted.next_position
+    assert (found.visual is None) == (wanted.visual is None)
+    if wanted.visual is not None:
+        torch.testing.assert_close(found.visual, wanted.visual)
+        for one, two in zip(found.deepstack, wanted.deepstack, strict=True):
+            torch.testing.assert_close(one, two)
+
+
+@pytest.mark.parametrize("name", ["qwen3_vl", "llava", "llava_next", "llava_onevision"])
+def test_the_rows_of_a_batch_get_their_own_pictures(name: str) -> None:
+    reader = family(name)
+    pictures = [
+        [3, ("image", 32, 32), 4, ("image", 16, 48), 2],
+        [5],
+        [2, ("image", 16, 32), 6],
+    ]
+    turns = [make_turn(name, pieces, seed=i) for i, pieces in enumerate(pictures)]
+    offsets = [0, 7, 3]
+    made = reader.turns([ids_of(turn) for turn in turns], pad_left(turns), offsets, CPU)
+    for found, turn, offset in zip(made, turns, offsets, strict=True):
+        assert_same_turn(found, reader.turn(turn, offset, CPU))
+
+
+def test_pixels_of_the_whole_conversation_give_the_new_turn_its_own(qwen: Family) -> None:
+    """Two conversations; in the first, the later turn has a video and a picture, too."""
+    first, second, third = conversation()
+    other = [make_turn("qwen3_vl", [2, ("image", 16, 16), 3, ("video", 2, 16, 16)], seed=5)]
+    other.append(make_turn("qwen3_vl", [5, ("video", 2, 16, 32), 1], seed=6))
+    everything = pad_left([join_turns(first, second, third), join_turns(*other)])
+    new = [ids_of(third), ids_of(other[1])]
+    seen = [torch.cat([ids_of(first), ids_of(second)]), ids_of(other[0])]
+    made = qwen.turns(new, everything, [9, 4], CPU, seen)
+    assert_same_turn(made[0], qwen.turn(third, 9, CPU))
+    assert_same_turn(made[1], qwen.turn(other[1], 4, CPU))
+    alone = qwen.turns(new, pad_left([third, other[1]]), [9, 4], CPU, seen)
+    assert_same_turn(alone[0], made[0])
+    text = qwen.turns([ids_of(second)], first, [5], CPU, [ids_of(first)])
+    assert_same_turn(text[0], qwen.turn(second, 5, CPU))
+
+
+def test_pixels_that_cover_one_kind_of_what_was_seen(qwen: Family) -> None:
+    pieces: list[Any] = [3, ("image", 16, 16), 2, ("video", 2, 16, 16), 1]
+    first, second = make_turn("qwen3_vl", pieces), make_turn("qwen3_vl", pieces, seed=1)
+    inputs = second | {
+        key: torch.cat([first[key], second[key]]) for key in ("pixel_values", "image_grid_thw")
+    }
+    with pytest.raises(InputError, match="videos of the whole conversation") as error:
+        qwen.turns([ids_of(second)], inputs, [0], CPU, [ids_of(first)])
+    one_line(error)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from engine.errors import ModelError
 from engine.model.families import Family, family_for, loading
-from engine.model.families.base import DeferredModel
+from engine.model.families.deferred import DeferredModel
 from engine.model.spec import DecoderSpec, RopeSpec
 from engine.model.weights import DecoderWeights
 from tests.support.factories import CHECKPOINTS, checkpoint

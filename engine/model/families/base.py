@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.errors import InputError
+from engine.model.families.deferred import DeferredModel
 
 TEXT, IMAGE, VIDEO = 0, 1, 2
 _NOUNS = {IMAGE: "image", VIDEO: "video"}
@@ -63,36 +63,6 @@ class Features:
 
     rows: Tensor
     deepstack: tuple[Tensor, ...] = ()
-
-
-class DeferredModel:
-    """A transformers model that is built when it is first asked for.
-
-    Attributes:
-        config: of the whole model.
-        eos_token_ids: tokens that end a reply.
-        vocab_size: rows of the embedding.
-    """
-
-    def __init__(
-        self,
-        config: Any,
-        eos_token_ids: tuple[int, ...],
-        vocab_size: int,
-        build: Callable[[], Any],
-    ) -> None:
-        self.config, self.eos_token_ids, self.vocab_size = config, eos_token_ids, vocab_size
-        self._build, self._built = build, None
-        self._lock = threading.Lock()
-
-    def get(self) -> Any:
-        """Return the model. Raises ModelError; a later call then tries again."""
-        with self._lock:
-            if self._built is None:
-                # Its weights are ordinary ones, also when the first picture comes while decoding.
-                with torch.inference_mode(False):
-                    self._built = self._build()
-            return self._built
 
 
 class Family:
@@ -173,22 +143,64 @@ class Family:
         Raises:
             InputError: malformed inputs, or placeholders and features that do not match.
         """
-        token_ids = self._token_ids(inputs)
-        modality = torch.zeros(token_ids.shape, dtype=torch.uint8)
-        for kind, token in self.placeholder.items():
-            modality[token_ids == token] = kind
-        features = self._features(inputs, modality, device)
-        visual, deepstack = _in_token_order(features, modality)
-        positions = self.positions(token_ids, modality, inputs)
-        following = int(positions.max()) + 1 if token_ids.numel() else 0
-        return Turn(
-            token_ids=token_ids.to(device),
-            modality=modality.to(device),
-            positions=(positions + offset).to(device),
-            visual=visual,
-            deepstack=deepstack,
-            next_position=offset + following,
-        )
+        return self.turns([self._token_ids(inputs)], inputs, [offset], device)[0]
+
+    @torch.inference_mode()
+    def turns(
+        self,
+        rows: Sequence[Tensor],
+        inputs: Mapping[str, Any],
+        offsets: Sequence[int],
+        device: torch.device | str = "cpu",
+        seen: Sequence[Tensor] = (),
+    ) -> list[Turn]:
+        """Build a turn for each of several sequences; all their pictures are encoded together.
+
+        Args:
+            rows: int64 ``[T]``, the tokens of each turn, without padding.
+            inputs: the pixels of all turns, in the order of their tokens.
+            offsets: rope position of the first token of each turn.
+            device: where the tensors of the turns are put.
+            seen: the tokens before each turn. The pixels may cover their pictures, too: all of a
+                sequence's, its older ones first. Only those of the turns are used.
+
+        Raises:
+            InputError: malformed inputs, or placeholders and features that do not match.
+        """
+        rows = [self._checked_ids(row) for row in rows]
+        new = [self._modality(row) for row in rows]
+        held = [self._modality(row) for row in seen]
+        features = self._features(inputs, torch.cat(new), torch.cat(held) if held else None, device)
+        whole = _covers_seen(features, new, held)
+        spans = [part for pair in zip(held, new, strict=True) for part in pair] if whole else new
+        step = slice(1, None, 2) if whole else slice(None)
+        own, visible = self.split(inputs, spans)[step], _shared_out(features, spans)[step]
+        made = []
+        for row, modality, given, shown, offset in zip(
+            rows, new, own, visible, offsets, strict=True
+        ):
+            visual, deepstack = _in_token_order(shown, modality)
+            positions = self.positions(row, modality, given)
+            following = int(positions.max()) + 1 if row.numel() else 0
+            made.append(
+                Turn(
+                    token_ids=row.to(device),
+                    modality=modality.to(device),
+                    positions=(positions + offset).to(device),
+                    visual=visual,
+                    deepstack=deepstack,
+                    next_position=offset + following,
+                )
+            )
+        return made
+
+    def split(self, inputs: Mapping[str, Any], spans: Sequence[Tensor]) -> list[Mapping[str, Any]]:
+        """Return per span of tokens what :meth:`positions` reads of the inputs of all of them.
+
+        Args:
+            spans: uint8 ``[T]`` each, the modality of the tokens.
+        """
+        return [inputs] * len(spans)
 
     def positions(self, token_ids: Tensor, modality: Tensor, inputs: Mapping[str, Any]) -> Tensor:
         """Return the rope positions int64 ``[A, T]`` of this turn alone, counted from 0."""
@@ -227,6 +239,10 @@ class Family:
                     f"{token_ids.numel()}; pass the mask of this turn alone"
                 )
             token_ids = token_ids[mask.bool()]
+        return token_ids
+
+    def _checked_ids(self, token_ids: Tensor) -> Tensor:
+        """Return the ids as int64 on the CPU's terms. Raises InputError for one out of range."""
         token_ids = token_ids.long()
         if token_ids.numel() and not 0 <= int(token_ids.min()) <= int(token_ids.max()) < (
             self.vocab_size
@@ -237,10 +253,21 @@ class Family:
             )
         return token_ids
 
+    def _modality(self, token_ids: Tensor) -> Tensor:
+        """Return uint8 ``[T]``: 0 text, 1 image, 2 video."""
+        modality = torch.zeros(token_ids.shape, dtype=torch.uint8)
+        for kind, token in self.placeholder.items():
+            modality[token_ids == token] = kind
+        return modality
+
     def _features(
-        self, inputs: Mapping[str, Any], modality: Tensor, device: torch.device | str
+        self,
+        inputs: Mapping[str, Any],
+        modality: Tensor,
+        held: Tensor | None,
+        device: torch.device | str,
     ) -> dict[int, Features]:
-        """Return the features per modality, each as many as its placeholders."""
+        """Return the features per modality: as many as its placeholders, or ``held``'s as well."""
         for key in ("pixel_values", "pixel_values_videos"):
             if inputs.get(key) is not None and key not in self.placeholder_keys():
                 raise InputError(
@@ -254,6 +281,7 @@ class Family:
         }
         for kind in self.placeholder:
             wanted, noun = int((modality == kind).sum()), _NOUNS[kind]
+            older = 0 if held is None else int((held == kind).sum())
             pixels = inputs.get(self.pixel_keys[kind])
             # Processors of some versions hand on an empty tensor for "no pictures".
             given = pixels is not None and as_tensor(pixels, self.pixel_keys[kind]).numel() > 0
@@ -264,13 +292,17 @@ class Family:
                         f"{self.pixel_keys[kind]} as the processor returns it"
                     )
                 continue
+            if not wanted and older:
+                # All of them have been seen: what they look like is not asked again.
+                made[kind] = Features(torch.empty(older, 0))
+                continue
             if not wanted:
                 raise InputError(
                     f"{self.pixel_keys[kind]} came without {noun} tokens in the prompt; name the "
                     f"{noun} in the message and let the processor expand it"
                 )
             features = readers[kind](inputs, device)
-            if features.rows.shape[0] != wanted:
+            if features.rows.shape[0] not in (wanted, wanted + older):
                 raise InputError(
                     f"the prompt has {wanted} {noun} tokens and its {noun}s give "
                     f"{features.rows.shape[0]} features; pass the processor's output unchanged"
@@ -344,6 +376,37 @@ def _in_token_order(
             for i in range(levels)
         ),
     )
+
+
+def _covers_seen(
+    features: dict[int, Features], new: Sequence[Tensor], held: Sequence[Tensor]
+) -> bool:
+    """Whether features are there for the turns' placeholders and for those seen before, too."""
+    covers = {
+        len(made.rows) != sum(int((part == kind).sum()) for part in new)
+        for kind, made in features.items()
+        if any(bool((part == kind).any()) for part in held)
+    }
+    if len(covers) == 2:
+        raise InputError(
+            "the pictures or the videos of the whole conversation came with only the new ones of "
+            "the other; pass the pixels of the new turn alone"
+        )
+    return True in covers
+
+
+def _shared_out(
+    features: dict[int, Features], spans: Sequence[Tensor]
+) -> list[dict[int, Features]]:
+    """Give each span of tokens, by its modality ``[T]``, its part of the features of all."""
+    shares: list[dict[int, Features]] = [{} for _ in spans]
+    for kind, made in features.items():
+        counts = [int((span == kind).sum()) for span in spans]
+        levels = [level.split(counts) for level in made.deepstack]
+        for i, rows in enumerate(made.rows.split(counts)):
+            if counts[i]:
+                shares[i][kind] = Features(rows, tuple(level[i] for level in levels))
+    return shares
 
 
 def end_tokens(generation: Any, config: Any) -> tuple[int, ...]:

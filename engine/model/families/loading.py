@@ -20,7 +20,8 @@ from transformers.utils import logging as transformers_logging
 from engine import hub
 from engine.errors import ModelError
 from engine.model.families import FAMILIES, Family, family_for, find_for
-from engine.model.families.base import DeferredModel, end_tokens
+from engine.model.families.base import end_tokens
+from engine.model.families.deferred import DeferredModel
 from engine.model.families.vision import build_vision, import_beside
 from engine.model.source import locate
 from engine.model.spec import DecoderSpec, RopeSpec

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any, ClassVar
 
@@ -47,6 +47,26 @@ class Qwen3VLFamily(Family):
             video_grid_thw=grids[VIDEO],
         )
         return positions[:, 0].long()
+
+    def split(self, inputs: Mapping[str, Any], spans: Sequence[Tensor]) -> list[Mapping[str, Any]]:
+        """Return per span of tokens the grids of its pictures and videos.
+
+        Grids that do not end where a span does are left for :meth:`positions` to name.
+        """
+        if len(spans) == 1:
+            return [inputs]
+        own: list[dict[str, Any]] = [{} for _ in spans]
+        for kind, key in _GRID_KEY.items():
+            grid = self._grid(inputs, kind)
+            if grid is None:
+                continue
+            ends = (grid.prod(-1) // self.config.vision_config.spatial_merge_size**2).cumsum(0)
+            tokens = torch.tensor([int((span == kind).sum()) for span in spans]).cumsum(0)
+            after = torch.searchsorted(ends, tokens, right=True).tolist()
+            for part, first, last in zip(own, [0, *after], after, strict=False):
+                if last > first:
+                    part[key] = grid[first:last]
+        return [*own]
 
     def image_features(self, inputs: Mapping[str, Any], device: torch.device | str) -> Features:
         """Return the features of all pictures of a turn, in order, with their deepstack levels."""

@@ -1,0 +1,90 @@
+"""The policy and the gates that an engine's options come to."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Literal
+
+from engine.backends.torch.write_step import check_named
+from engine.config import EngineConfig
+from engine.errors import GateError, PolicyError
+from engine.model.gates import (
+    Gates,
+    WriteGates,
+    foreign_note,
+    load_gates,
+    load_write_gates,
+    trained_age,
+)
+from engine.model.spec import DecoderSpec
+from engine.policies import Policy, make_policy
+from engine.policies.registry import check_policy
+
+
+def choose(
+    config: EngineConfig, spec: DecoderSpec, gates: Gates | WriteGates | None = None
+) -> tuple[Policy, Gates | WriteGates | None, str | None]:
+    """Return the policy, its gates, and a note for the user.
+
+    Args:
+        config: ``model`` is where gates of its own may lie.
+        gates: those to use; None: those that ``config`` names, or the checkpoint's own.
+
+    Raises:
+        GateError, PolicyError.
+    """
+    require_named_gates(config, gates)
+    name, source = config.checkpoint(), config.gates
+    if source is None and (Path(name) / "gates" / "gates.safetensors").is_file():
+        source = Path(name) / "gates"
+    chosen, note = _named_policy(config), None
+    if gates is None and source is not None:
+        if chosen.gates == "write":
+            return chosen, load_write_gates(source, spec), None
+        gates = load_gates(source, spec)
+        chosen = _named_policy(config, trained_age(source))
+        with contextlib.suppress(OSError):  # a model in memory has no file to compare with
+            note = foreign_note(gates, name)
+    if gates is None and chosen.gates:
+        if config.policy is not None:
+            raise GateError(
+                f"policy {chosen.name!r} needs retention gates and {name} has none; name "
+                "them with gates=PATH (--gates PATH), train them with `python -m "
+                "training.distill`, or choose policy 'streamingllm' or 'snapkv'"
+            )
+        chosen = make_policy("streamingllm")
+        note = f"{name} has no retention gates: running policy 'streamingllm'"
+    return chosen, gates, note
+
+
+def require_named_gates(config: EngineConfig, gates: object = None) -> None:
+    """Check, before anything is read, that a policy for write gates comes with some.
+
+    Raises:
+        GateError, PolicyError.
+    """
+    chosen = _named_policy(config)
+    check_named(chosen)
+    if chosen.gates == "write" and config.gates is None and gates is None:
+        raise GateError(
+            f"policy {chosen.name!r} needs write gates; name them with gates=PATH (--gates "
+            "PATH), or train them with `python -m training.distill --method wgkv`"
+        )
+
+
+def _named_policy(config: EngineConfig, age: Literal["paper", "released"] = "paper") -> Policy:
+    """The policy that ``config`` names or holds; ``age``: its gates'. Raises PolicyError."""
+    policy = config.policy
+    if policy is None or isinstance(policy, str):
+        return make_policy(policy or "dbtrimkv", config.lookahead, age)
+    if not isinstance(policy, Policy):
+        raise PolicyError(
+            f"policy is a {type(policy).__name__}; give a name such as 'dbtrimkv' or a mmkv.Policy"
+        )
+    if config.lookahead != EngineConfig.lookahead:
+        raise PolicyError(
+            "lookahead belongs to the policy's scorer when the policy is an object; set it there"
+        )
+    check_policy(policy)
+    return policy
