@@ -45,6 +45,10 @@ _LONGEST_NAME = 150
 _pixel_limit = MAX_PIXELS
 
 
+class TooManyPixelsError(InputError):
+    """A picture or video that is too large to be decoded."""
+
+
 def set_pixel_limit(count: int) -> None:
     """Refuse pictures of more than ``count`` pixels in this process, :data:`MAX_PIXELS` at first.
 
@@ -75,7 +79,7 @@ def load_image(source: ImageSource) -> Image:
     if not isinstance(source, (str, os.PathLike)):
         raise TypeError(f"a picture is a path, URL or PIL image, not a {type(source).__name__}")
     name = describe(source)
-    return _decode(_read(str(source), name), name)
+    return decode_image(_read(str(source), name), name)
 
 
 def describe(source: object) -> str:
@@ -111,7 +115,7 @@ def local_file(source: str | Path) -> Iterator[Path]:
 
 def _read(source: str, name: str) -> bytes:
     if source.startswith("data:"):
-        content = _decode_data_uri(source)
+        content = data_uri_content(source)
     elif _is_url(source):
         content = _fetch(source, MAX_IMAGE_BYTES, IMAGE_DEADLINE_S)
     else:
@@ -146,7 +150,8 @@ def _is_url(source: str) -> bool:
     return source.lower().startswith(("http://", "https://"))
 
 
-def _decode_data_uri(source: str) -> bytes:
+def data_uri_content(source: str) -> bytes:
+    """Return what a ``data:`` URI holds. Raises InputError."""
     header, comma, payload = source.partition(",")
     if not comma:
         raise InputError("the data: URI has no comma before its content; check the text")
@@ -217,29 +222,44 @@ def _downloaded(url: str, limit: int, late: threading.Event) -> bytes:
     return bytes(content)
 
 
-def _decode(content: bytes, name: str) -> Image:
+def decode_image(
+    content: bytes, name: str, formats: tuple[str, ...] | None = None, pixels: int | None = None
+) -> Image:
+    """Decode a picture file as RGB, upright. ``name`` is for messages.
+
+    Args:
+        formats: those that are tried, by Pillow's names; None: all.
+        pixels: most pixels; None: the limit of this process (:func:`set_pixel_limit`). The size
+            is known, and checked, before anything is decoded.
+
+    Raises:
+        InputError: one line; TooManyPixelsError among them.
+    """
     from PIL import Image as pil
 
+    most = _pixel_limit if pixels is None else pixels
     try:
         with warnings.catch_warnings():
             # Pillow warns from 89 megapixels on; the check below is ours and is an error.
             warnings.simplefilter("ignore")
-            with pil.open(io.BytesIO(content)) as picture:
+            with pil.open(io.BytesIO(content), formats=formats) as picture:
                 width, height = picture.size
-                if width * height > _pixel_limit:
-                    raise InputError(
+                if width * height > most:
+                    remedy = " or raise --pixel-limit" if pixels is None else ""
+                    raise TooManyPixelsError(
                         f"{name} has {width} x {height} pixels, over the limit of "
-                        f"{_pixel_limit / 10**6:g} megapixels; scale it down or raise --pixel-limit"
+                        f"{most / 10**6:g} megapixels; scale it down{remedy}"
                     )
                 return _converted(picture, name)
     except InputError:
         raise
     except pil.DecompressionBombError as error:
-        raise InputError(
+        raise TooManyPixelsError(
             f"{name} would unpack to far too many pixels (a decompression bomb?); scale it down"
         ) from error
     except pil.UnidentifiedImageError as error:
-        raise InputError(f"{name} is not a picture that Pillow can read; convert it") from error
+        known = "that Pillow can read" if formats is None else f"in {', '.join(formats)}"
+        raise InputError(f"{name} is not a picture {known}; convert it") from error
     except Exception as error:
         raise _damaged(name, error) from error
 

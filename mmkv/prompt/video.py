@@ -8,6 +8,7 @@ another torch raises RuntimeError or OSError on import), which counts as absent.
 from __future__ import annotations
 
 import importlib
+import io
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -113,8 +114,7 @@ def _sample(
         try:
             reader = opener(module, str(path))
             indices = sample_indices(reader.count, reader.fps, fps, num_frames)
-            frames = reader.read(indices, _Scaler(len(indices), size_rule))
-            return Clip(np.stack(frames), tuple(indices[: len(frames)]), reader.fps)
+            return read_clip(reader, indices, size_rule)
         # Readers raise types of their own (DECORDError, av.error.*, RuntimeError, ...), and
         # another reader may know the format: try the next, and report all errors when none does.
         except Exception as error:
@@ -123,6 +123,12 @@ def _sample(
     if not failures:
         raise InputError(f"no video reader works here; {REMEDY}")
     raise InputError(f"cannot read the video {name} ({'; '.join(failures)}); convert it to H.264")
+
+
+def read_clip(reader: Reader, indices: Sequence[int], size_rule: SizeRule | None) -> Clip:
+    """Read frames at ascending ``indices``, each scaled as it is decoded; see load_video."""
+    frames = reader.read(indices, _Scaler(len(indices), size_rule))
+    return Clip(np.stack(frames), tuple(indices[: len(frames)]), reader.fps)
 
 
 class _Scaler:
@@ -161,28 +167,36 @@ class _Decord:
         return [keep(self._video[index].asnumpy()) for index in indices]
 
 
-class _PyAV:
-    def __init__(self, module: Any, path: str) -> None:
-        self._module, self._path = module, path
-        with module.open(path) as container:
-            if not container.streams.video:
+class PyAVReader:
+    """A video opened by PyAV.
+
+    ``source``: a path, or the content. ``container``: FFmpeg's name of its format; None: as the
+    content looks. ``size``: width and height of a frame.
+    """
+
+    def __init__(self, module: Any, source: str | bytes, container: str | None = None) -> None:
+        self._module, self._source, self._format = module, source, container
+        with self._open() as opened:
+            if not opened.streams.video:
                 raise ValueError("the file has no video stream")
-            stream = container.streams.video[0]
+            stream = opened.streams.video[0]
+            self.size = (int(stream.width), int(stream.height))
             self.fps = float(stream.average_rate or stream.guessed_rate or _ASSUMED_FPS)
             # Some containers do not store the number of frames: count the packets instead,
             # which reads the file but decodes nothing.
             self.count = stream.frames or sum(
-                1 for packet in container.demux(stream) if packet.dts is not None
+                1 for packet in opened.demux(stream) if packet.dts is not None
             )
         if self.count < 1:
             raise ValueError("the video has no frames")
 
     def read(self, indices: Sequence[int], keep: FrameMap) -> list[np.ndarray]:
+        """See :class:`Reader`."""
         wanted, kept, last = set(indices), {}, None
-        with self._module.open(self._path) as container:
-            stream = container.streams.video[0]
+        with self._open() as opened:
+            stream = opened.streams.video[0]
             stream.thread_type = "AUTO"
-            for number, frame in enumerate(container.decode(stream)):
+            for number, frame in enumerate(opened.decode(stream)):
                 last = frame
                 if number in wanted:
                     kept[number] = keep(frame.to_ndarray(format="rgb24"))
@@ -194,6 +208,11 @@ class _PyAV:
         # ones.
         end = keep(last.to_ndarray(format="rgb24"))
         return [kept.get(index, end) for index in indices]
+
+    def _open(self) -> Any:
+        source = self._source
+        file = io.BytesIO(source) if isinstance(source, bytes) else source
+        return self._module.open(file, format=self._format)
 
 
 class _TorchCodec:
@@ -208,7 +227,7 @@ class _TorchCodec:
 
 _READERS: dict[str, Callable[[Any, str], Reader]] = {
     "decord": _Decord,
-    "av": _PyAV,
+    "av": PyAVReader,
     "torchcodec": _TorchCodec,
 }
 READERS = tuple(_READERS)

@@ -6,9 +6,7 @@ import base64
 import http.server
 import io
 import socket
-import struct
 import threading
-import zlib
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -22,32 +20,7 @@ from PIL import Image, ImageFile
 from engine.errors import InputError
 from mmkv.prompt import media
 from mmkv.prompt.media import load_image
-
-
-def encoded(picture: Image.Image, kind: str = "PNG", **options: object) -> bytes:
-    buffer = io.BytesIO()
-    picture.save(buffer, kind, **options)
-    return buffer.getvalue()
-
-
-def two_colours() -> Image.Image:
-    """Return a picture of 4 x 2 pixels, red on the left and blue on the right."""
-    picture = Image.new("RGB", (4, 2), (255, 0, 0))
-    picture.paste((0, 0, 255), (2, 0, 4, 2))
-    return picture
-
-
-def bomb() -> bytes:
-    """Return a PNG of a few bytes that claims 60,000 x 60,000 pixels."""
-
-    def chunk(name: bytes, body: bytes) -> bytes:
-        return (
-            struct.pack(">I", len(body)) + name + body + struct.pack(">I", zlib.crc32(name + body))
-        )
-
-    header = struct.pack(">IIBBBBB", 60_000, 60_000, 8, 2, 0, 0, 0)
-    body = chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"")) + chunk(b"IEND", b"")
-    return b"\x89PNG\r\n\x1a\n" + body
+from tests.support.media import encoded, png_bomb, two_colours
 
 
 @pytest.fixture
@@ -109,7 +82,7 @@ def test_other_modes_become_rgb() -> None:
         (b"not a picture", "not a picture"),
         (encoded(Image.effect_noise((64, 64), 50))[:900], "damaged"),
         (encoded(Image.effect_noise((64, 64), 50), "JPEG")[:300], "damaged"),
-        (bomb(), "pixels"),
+        (png_bomb(), "pixels"),
     ],
     ids=["missing", "empty", "text", "cut PNG", "cut JPEG", "bomb"],
 )

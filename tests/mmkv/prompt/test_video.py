@@ -19,27 +19,14 @@ import mmkv.environment
 from engine.errors import InputError
 from mmkv.prompt.qwen_vision import VideoRules
 from mmkv.prompt.video import Clip, load_video, sample_indices
+from tests.support.media import RATE, write_clip
 
-av = pytest.importorskip("av")
-
-FRAMES, RATE = 24, 8
+pytest.importorskip("av")
 
 
 @pytest.fixture(scope="module")
 def clip_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three seconds in which frame n is grey of level 10 n."""
-    path = tmp_path_factory.mktemp("video") / "steps.mp4"
-    with av.open(str(path), "w") as container:
-        stream = container.add_stream("mpeg4", rate=RATE)
-        stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p"
-        stream.bit_rate = 4_000_000
-        for number in range(FRAMES):
-            level = np.full((48, 64, 3), 10 * number, dtype=np.uint8)
-            for packet in stream.encode(av.VideoFrame.from_ndarray(level, format="rgb24")):
-                container.mux(packet)
-        for packet in stream.encode():
-            container.mux(packet)
-    return path
+    return write_clip(tmp_path_factory.mktemp("video") / "steps.mp4")
 
 
 def levels(clip: Clip) -> list[int]:

@@ -1,0 +1,200 @@
+"""The door: media of one request in, pixels out."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from engine.errors import InputError
+from mmkv.prompt.media import data_uri_content, describe
+from mmkv.prompt.video import Clip, check_sampling
+from mmkv.server.media.addresses import is_public
+from mmkv.server.media.errors import BAD_FORM, LATE, MediaError
+from mmkv.server.media.fetch import Fetcher, Resolver, SystemResolver
+from mmkv.server.media.limits import Allowance, MediaLimits
+from mmkv.server.media.local import read_local
+from mmkv.server.media.pool import DecodePool
+from mmkv.server.media.urls import parse_url, show
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+    from mmkv.prompt.qwen_vision import VideoRules
+
+
+@dataclass(frozen=True)
+class Source:
+    """A picture or video that a request names.
+
+    ``fps``, ``num_frames``: how a video is sampled, see :func:`mmkv.prompt.video.load_video`.
+    """
+
+    kind: Literal["image", "video"]
+    url: str
+    fps: float | None = None
+    num_frames: int | None = None
+
+
+@dataclass(frozen=True)
+class Medium:
+    """A decoded picture (RGB) or video.
+
+    ``digest``: SHA-256 of the pixels with their shape and times, in hex.
+    """
+
+    kind: Literal["image", "video"]
+    content: Image | Clip
+    digest: str
+
+    @property
+    def part(self) -> dict[str, Any]:
+        """Return the part of a message that holds it, as :meth:`mmkv.Session.send` takes it."""
+        return {"type": self.kind, self.kind: self.content}
+
+
+class MediaResolver:
+    """Fetches and decodes the media of requests.
+
+    Nothing is imported or started before it is needed. One event loop uses a resolver; the task
+    that awaits :meth:`resolve` may be cancelled at any time, and nothing of it stays.
+
+    Args:
+        folder: where ``file:`` URLs may point; None: nowhere.
+        rules: how the model scales the frames of videos; None: they stay as they are.
+        resolve_host, allowed: how names become addresses, and which of them may be dialled
+            (:func:`mmkv.server.media.addresses.is_public`).
+    """
+
+    def __init__(
+        self,
+        limits: MediaLimits | None = None,
+        folder: Path | None = None,
+        rules: VideoRules | None = None,
+        resolve_host: Resolver | None = None,
+        allowed: Callable[[str], bool] = is_public,
+    ) -> None:
+        self.limits = limits or MediaLimits()
+        self.folder = folder
+        self.pool = DecodePool(self.limits.workers, self.limits.worker_bytes)
+        self._rules = None if rules is None else dataclasses.asdict(rules)
+        self._names = SystemResolver()
+        self._fetcher = Fetcher(self.limits, resolve_host or self._names, allowed)
+
+    def check(self, sources: Sequence[Source]) -> None:
+        """Refuse what can be refused without fetching anything. Raises MediaError."""
+        Allowance(self.limits).take_frames(len(sources))
+        for source in sources:
+            scheme = _scheme(source.url)
+            if scheme == "data":
+                if len(source.url) > self.limits.bytes * 3 + 1024:  # each byte as %XX, at most
+                    Allowance(self.limits).take_bytes(len(source.url))
+            elif scheme == "file":
+                if self.folder is None:
+                    read_local(source.url, None, Allowance(self.limits))
+            else:
+                parse_url(source.url, self.limits.ports)
+            try:
+                check_sampling(source.fps, source.num_frames)
+            except InputError as error:
+                raise MediaError(BAD_FORM, str(error)) from error
+
+    async def resolve(self, sources: Sequence[Source]) -> list[Medium]:
+        """Return the media in the order of ``sources``.
+
+        Raises:
+            MediaError: the first that is wrong; the others are dropped then.
+        """
+        self.check(sources)
+        allowance, turn = Allowance(self.limits), asyncio.Semaphore(self.limits.fetches)
+
+        async def one(source: Source) -> Medium:
+            async with turn:
+                return await self._one(source, allowance)
+
+        try:
+            async with asyncio.timeout(self.limits.request_s), asyncio.TaskGroup() as group:
+                tasks = [group.create_task(one(source)) for source in sources]
+        except BaseExceptionGroup as errors:
+            raise _first(errors) from None
+        except TimeoutError:
+            raise MediaError(
+                LATE,
+                f"the media of the request took over {self.limits.request_s:g} s; send fewer",
+            ) from None
+        return [task.result() for task in tasks]
+
+    async def aclose(self) -> None:
+        """End the decoding processes."""
+        self._names.close()
+        await self.pool.aclose()
+
+    async def _one(self, source: Source, allowance: Allowance) -> Medium:
+        content = await self._content(source, allowance)
+        allowance.take_frames(source.kind == "image")
+        task = {
+            "kind": source.kind,
+            "name": _name(source.url),
+            "pixels": allowance.pixels,
+            "frames": allowance.frames,
+            "fps": source.fps,
+            "num_frames": source.num_frames,
+            "rules": self._rules,
+        }
+        seconds = self.limits.seconds(source.kind)
+        result, pixels = await self.pool.decode(task, content, seconds)
+        allowance.take_pixels(len(pixels) // 3)
+        if source.kind == "image":
+            from PIL import Image as pil
+
+            picture = pil.frombuffer("RGB", tuple(result["size"]), pixels, "raw", "RGB", 0, 1)
+            return Medium("image", picture, result["digest"])
+        import numpy as np
+
+        frames = np.frombuffer(pixels, np.uint8).reshape(result["shape"])
+        allowance.take_frames(len(frames))
+        clip = Clip(frames, tuple(result["indices"]), result["fps"])
+        return Medium("video", clip, result["digest"])
+
+    async def _content(self, source: Source, allowance: Allowance) -> bytes:
+        scheme, seconds = _scheme(source.url), self.limits.seconds(source.kind)
+        try:
+            async with asyncio.timeout(seconds):
+                if scheme == "data":
+                    content = await asyncio.to_thread(data_uri_content, source.url)
+                    allowance.take_bytes(len(content))
+                elif scheme == "file":
+                    content = await asyncio.to_thread(
+                        read_local, source.url, self.folder, allowance
+                    )
+                else:
+                    content = await self._fetcher.fetch(source.url, allowance)
+        except TimeoutError:
+            raise MediaError(
+                LATE, f"{_name(source.url)} did not arrive within {seconds:g} s; send it as data:"
+            ) from None
+        except MediaError:
+            raise
+        except InputError as error:
+            raise MediaError(BAD_FORM, str(error)) from error
+        if not content:
+            raise MediaError(BAD_FORM, f"{_name(source.url)} is empty; give a picture or video")
+        return content
+
+
+def _scheme(url: str) -> str:
+    return url[:8].partition(":")[0].lower()
+
+
+def _name(url: str) -> str:
+    return show(describe(url) if _scheme(url) == "data" else url)
+
+
+def _first(errors: BaseExceptionGroup) -> BaseException:
+    found: BaseException = errors
+    while isinstance(found, BaseExceptionGroup):
+        found = found.exceptions[0]
+    return found

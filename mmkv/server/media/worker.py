@@ -1,0 +1,142 @@
+"""A process that decodes pictures and videos, and nothing else.
+
+It reads tasks from its standard input and writes what they give to its standard output, each as a
+header in JSON and raw bytes. A decoder that crashes, hangs or takes too much memory ends this
+process alone. Torch is not imported.
+
+    python -m mmkv.server.media.worker BYTES_OF_ADDRESS_SPACE
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import resource
+import signal
+import sys
+from typing import Any, BinaryIO
+
+import numpy as np
+from PIL import Image as pil
+from PIL import WebPImagePlugin as _webp  # noqa: F401 (else Image.open imports every format)
+
+from engine.errors import InputError
+from mmkv.prompt.media import TooManyPixelsError, decode_image
+from mmkv.prompt.qwen_vision import VideoRules
+from mmkv.prompt.video import REMEDY, PyAVReader, import_reader, read_clip, sample_indices
+from mmkv.server.media.errors import TOO_LARGE, UNREADABLE
+from mmkv.server.media.wire import HEADER, pack
+
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # JPEG opens MPO, too
+_GRACE_S = 5  # beyond the deadline that the server keeps
+
+
+def main(memory: int) -> None:
+    """Decode until the standard input ends."""
+    tasks = sys.stdin.buffer
+    results = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # libraries that print must not garble the results
+    _restrict(memory)
+    pil.MAX_IMAGE_PIXELS = None  # the size is checked here, before the pixels
+    while head := tasks.read(HEADER.size):
+        length, size = HEADER.unpack(head)
+        task = json.loads(tasks.read(length))
+        content = tasks.read(size)
+        signal.alarm(int(task["seconds"]) + _GRACE_S)  # in case that nobody is left to end it
+        result, pixels = _decoded(task, content)
+        del content
+        _write(results, result, pixels)
+        signal.alarm(0)
+
+
+def _restrict(memory: int) -> None:
+    for kind, amount in (
+        (resource.RLIMIT_AS, memory),
+        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_FSIZE, 0),
+    ):
+        with contextlib.suppress(OSError, ValueError):  # some systems refuse the first
+            resource.setrlimit(kind, (amount, amount))
+
+
+def _decoded(task: dict[str, Any], content: bytes) -> tuple[dict[str, Any], bytes | memoryview]:
+    try:
+        if task["kind"] == "video":
+            return _video(task, content)
+        picture = decode_image(content, task["name"], FORMATS, task["pixels"])
+        pixels = picture.tobytes()
+        result = {"size": picture.size}
+        return result | {"digest": _digest(result, pixels)}, pixels
+    except TooManyPixelsError as error:
+        return {"status": TOO_LARGE, "error": str(error)}, b""
+    except InputError as error:
+        return {"status": UNREADABLE, "error": str(error)}, b""
+    except MemoryError:
+        what = f"{task['name']} does not fit into the memory of a decoder; scale it down"
+        return {"status": TOO_LARGE, "error": what}, b""
+
+
+def _video(task: dict[str, Any], content: bytes) -> tuple[dict[str, Any], memoryview]:
+    name, rules = task["name"], task["rules"]
+    module = import_reader("av")
+    if module is None:
+        raise InputError(f"this server reads no videos; {REMEDY} on it")
+    container = _container(content)
+    if container is None:
+        raise InputError(f"{name} is no MP4, WebM, Matroska or AVI; convert it to MP4")
+    rule = None if rules is None else VideoRules(**rules)
+    try:
+        # The format is given, not guessed: a playlist could name files and addresses.
+        reader = PyAVReader(module, content, container)
+        indices = sample_indices(reader.count, reader.fps, task["fps"], task["num_frames"])
+        width, height = reader.size
+        if width * height > task["pixels"]:
+            raise TooManyPixelsError(
+                f"{name} has frames of {width} x {height} pixels, over the limit; scale it down"
+            )
+        if rule is not None:
+            height, width = rule.size(len(indices), height, width)
+        if len(indices) > task["frames"] or len(indices) * width * height > task["pixels"]:
+            raise TooManyPixelsError(
+                f"{name} gives {len(indices)} frames of {width} x {height} pixels, over the "
+                "request's limit; sample fewer frames, or shorten it"
+            )
+        clip = read_clip(reader, indices, None if rule is None else rule.scaler)
+    except (InputError, MemoryError):
+        raise
+    except Exception as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:120]
+        raise InputError(f"cannot read the video {name} ({reason}); convert it to H.264") from error
+    result = {"shape": clip.frames.shape, "indices": clip.indices, "fps": clip.fps}
+    pixels = memoryview(np.ascontiguousarray(clip.frames).reshape(-1))  # type: ignore[arg-type]
+    return result | {"digest": _digest(result, pixels)}, pixels
+
+
+def _container(content: bytes) -> str | None:
+    """Return FFmpeg's name of a container by its first bytes."""
+    if content[4:8] in (b"ftyp", b"moov", b"mdat", b"wide", b"free", b"skip"):
+        return "mp4"
+    if content.startswith(b"\x1a\x45\xdf\xa3"):
+        return "matroska"
+    if content.startswith(b"RIFF") and content[8:12] == b"AVI ":
+        return "avi"
+    return None
+
+
+def _digest(header: dict[str, Any], pixels: bytes | memoryview) -> str:
+    """Return the SHA-256 of what the model gets to see."""
+    made = hashlib.sha256(json.dumps(header).encode())
+    made.update(pixels)
+    return made.hexdigest()
+
+
+def _write(results: BinaryIO, header: dict[str, Any], pixels: bytes | memoryview) -> None:
+    results.write(pack(header, len(pixels)))
+    results.write(pixels)
+    results.flush()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))
