@@ -51,3 +51,9 @@ class SessionError(MmkvError):
 
 class InputError(MmkvError):
     """Malformed model inputs: pictures, videos, token ids, messages, requests."""
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's text, at most 200 characters, or else its type."""
+    text = str(error).strip()
+    return text.splitlines()[0][:200] if text else type(error).__name__

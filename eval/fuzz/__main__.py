@@ -1,10 +1,10 @@
 """``python -m eval.fuzz --seconds N``: odd inputs for every door of mmkv, all made from a seed.
 
 Classes: the command line, picture files with EXIF data, session files (cut, flipped, forged),
-gates, checkpoints, rows of MMDU and of training data, and calls of the Python API. Most fail, and
-each has to fail in mmkv's own words. Counted are tracebacks (any other exception, or a wrong
-answer), hangs, page leaks, and files that were changed. Input N of a class depends on the seed and
-N alone.
+gates, checkpoints, chat templates, rows of MMDU and of training data, and calls of the Python API.
+Most fail, and each has to fail in mmkv's own words. Counted are tracebacks (any other exception, or
+a wrong answer), hangs, page leaks, and files that were changed. Input N of a class depends on the
+seed and N alone.
 
 Inputs run in one process under a memory limit; a process that dies counts as a traceback, and the
 next goes on with the input after. Every kind of failure leaves a small case, and
@@ -34,12 +34,13 @@ _NAMES = (
     "session files",
     "gates",
     "checkpoints",
+    "chat templates",
     "MMDU rows",
     "training rows",
     "Python API",
 )
 # Shares of a run's inputs: checkpoints take a hundred times as long as pictures.
-_SHARES = (16, 24, 18, 14, 2, 8, 8, 10)
+_SHARES = (12, 22, 18, 14, 2, 8, 6, 8, 10)
 _HANG_SECONDS = 10
 _DEAD_SECONDS = 60  # without a word: the process does not even see its alarm
 _START_SECONDS = 300

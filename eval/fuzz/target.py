@@ -25,12 +25,10 @@ class Target(ABC):
 
     Attributes:
         name: of the class, on the command line and in the table.
-        weight: share of a run's inputs.
         engines: whose pages are counted after each input.
     """
 
     name: str
-    weight: float = 1.0
 
     def __init__(self) -> None:
         self.engines: list[Runtime] = []

@@ -24,7 +24,7 @@ from http.client import HTTPException
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from engine.errors import InputError
+from engine.errors import InputError, first_line
 from engine.paths import user_path
 
 if TYPE_CHECKING:
@@ -281,8 +281,7 @@ def _converted(picture: Image, name: str) -> Image:
 
 
 def _damaged(name: str, error: Exception) -> InputError:
-    reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-    return InputError(f"{name} is damaged ({reason}); get another copy")
+    return InputError(f"{name} is damaged ({first_line(error)}); get another copy")
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.errors import InputError, ModelError
+from engine.errors import InputError, ModelError, first_line
 from mmkv.prompt.template import ChatTemplate
 from mmkv.prompt.video import Clip
 
@@ -64,7 +64,9 @@ class Processor:
                     _ANCHOR + text if continuing else text, images, clips, continuing
                 )
         except ValueError as error:  # e.g. a picture 1 pixel high and 1000 wide
-            raise InputError(f"the picture cannot be processed: {_line(error)}; crop it") from error
+            raise InputError(
+                f"the picture cannot be processed: {first_line(error)}; crop it"
+            ) from error
         if not continuing:
             return inputs
         return self._without_anchor(inputs, text)
@@ -202,7 +204,7 @@ def load_processor(
     # Damaged files surface as OSError, ValueError, KeyError or the tokenizers library's Exception.
     except Exception as error:
         raise ModelError(
-            f"cannot load the tokenizer of {name}: {_line(error)}; "
+            f"cannot load the tokenizer of {name}: {first_line(error)}; "
             "check that tokenizer.json and tokenizer_config.json are complete"
         ) from error
     if family is not None and issubclass(family, Qwen3VLFamily):
@@ -283,7 +285,7 @@ def _without_video(name: str | Path, tokenizer: Any, cause: Exception) -> Any:
     image_processor = _load_image_processor(name)
     if base is None or image_processor is None:
         raise ModelError(
-            f"cannot load the picture processor of {name}: {_line(cause)}; check "
+            f"cannot load the picture processor of {name}: {first_line(cause)}; check "
             "preprocessor_config.json and processor_config.json"
         ) from cause
 
@@ -316,9 +318,6 @@ def _read_json(name: str | Path, file: str) -> dict[str, Any]:
         path = cached_file(str(name), file, _raise_exceptions_for_missing_entries=False)
         return json.loads(Path(path).read_text(encoding="utf-8")) if path else {}
     except (OSError, ValueError) as error:
-        raise ModelError(f"cannot read {file} of {name}: {_line(error)}; fetch it again") from error
-
-
-def _line(error: Exception) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0][:200] if text else type(error).__name__
+        raise ModelError(
+            f"cannot read {file} of {name}: {first_line(error)}; fetch it again"
+        ) from error

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from engine.errors import InputError
+from engine.errors import InputError, first_line
 
 Message = dict[str, Any]
 _MARKER = "MMKV-REPLY-HERE-5b1d"
@@ -77,18 +77,31 @@ class ChatTemplate:
             return "".join(self._plain(message) for message in messages)
         from jinja2 import TemplateError
 
-        shaped = [self._shape(message) for message in messages]
+        from mmkv.prompt import sandbox
+
+        parts = [part for message in messages for part in as_parts(message["content"])]
+        values = {
+            **self._tokenizer.special_tokens_map,
+            "messages": [self._shape(message) for message in messages],
+            "tools": None,
+            "documents": None,
+            "add_generation_prompt": opening,
+        }
+        given = sum(len(part.get("text", "")) for part in parts)
         try:
-            return self._tokenizer.apply_chat_template(
-                shaped,
-                chat_template=self.source,
-                tokenize=False,
-                add_generation_prompt=opening,
-            )
+            return sandbox.render(self.source, given, values)
+        except InputError:
+            raise
         except TemplateError as error:
             raise InputError(
-                f"the model's chat template refuses these messages ({error}); "
+                f"the model's chat template refuses these messages ({first_line(error)}); "
                 "drop the system message or reorder the turns"
+            ) from error
+        # A template can fail in any way that a program can.
+        except Exception as error:
+            raise InputError(
+                f"the model's chat template is broken ({type(error).__name__}: "
+                f"{first_line(error)}); use another model"
             ) from error
 
     def _shape(self, message: Message) -> Message:

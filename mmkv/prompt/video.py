@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from engine.errors import InputError
+from engine.errors import InputError, first_line
 from mmkv.prompt.media import describe, local_file
 
 # What Qwen3-VL's own video processor samples by default.
@@ -118,8 +118,7 @@ def _sample(
         # Readers raise types of their own (DECORDError, av.error.*, RuntimeError, ...), and
         # another reader may know the format: try the next, and report all errors when none does.
         except Exception as error:
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            failures.append(f"{package}: {reason[:120]}")
+            failures.append(f"{package}: {first_line(error)}")
     if not failures:
         raise InputError(f"no video reader works here; {REMEDY}")
     raise InputError(f"cannot read the video {name} ({'; '.join(failures)}); convert it to H.264")

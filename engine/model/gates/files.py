@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from engine import hub
-from engine.errors import GateError
+from engine.errors import GateError, first_line
 from engine.model.finite import find_not_finite
 from engine.model.gates.module import Gates, make_random_gates, tied_gates, tying_of
 from engine.model.gates.published import GATE_KEY, published_gates
@@ -97,8 +97,9 @@ def _read(source: str | Path) -> tuple[Path, dict[str, Tensor], dict[str, object
         raise GateError(f"{path} does not fit into memory; name another gate file") from error
     # A damaged pickle can raise nearly anything: IndexError, KeyError, UnicodeDecodeError, ...
     except Exception as error:
-        reason = str(error).splitlines()[0][:120] if str(error) else type(error).__name__
-        raise GateError(f"cannot read gates from {path}: {reason}; fetch the file again") from error
+        raise GateError(
+            f"cannot read gates from {path}: {first_line(error)}; fetch the file again"
+        ) from error
     if path.suffix == ".pth":
         require_numbers(_published_part(tensors, path), str(path))
         return path, tensors, None
@@ -239,7 +240,7 @@ def save_gates(
         save_file(stored, folder / _TENSORS)
         (folder / _INFO).write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
     except (OSError, SafetensorError) as error:
-        reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
+        reason = getattr(error, "strerror", None) or first_line(error)
         raise GateError(
             f"cannot write gates to {folder}: {reason}; free space or name another folder"
         ) from error

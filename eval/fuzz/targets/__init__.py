@@ -8,6 +8,7 @@ from eval.fuzz.targets.dialogues import Benchmark, TrainingRows
 from eval.fuzz.targets.gates import GateFiles
 from eval.fuzz.targets.pictures import Pictures
 from eval.fuzz.targets.session_files import SessionFiles
+from eval.fuzz.targets.templates import Templates
 
 TARGETS: dict[str, type[Target]] = {
     target.name: target
@@ -17,6 +18,7 @@ TARGETS: dict[str, type[Target]] = {
         SessionFiles,
         GateFiles,
         Checkpoints,
+        Templates,
         Benchmark,
         TrainingRows,
         PythonApi,

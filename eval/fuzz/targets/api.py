@@ -92,7 +92,7 @@ _CALLS: dict[str, dict[str, Any]] = {
 class PythonApi(Target):
     """Calls with one or two arguments replaced."""
 
-    name, weight = "Python API", 1.5
+    name = "Python API"
 
     def prepare(self, folder: Path) -> None:
         super().prepare(folder)

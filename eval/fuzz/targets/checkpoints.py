@@ -14,51 +14,18 @@ from PIL import Image
 from eval.fuzz import mutate
 from eval.fuzz.models import save_text_model, save_vision_model
 from eval.fuzz.target import Case, Target, as_bytes, as_text
+from eval.fuzz.targets.templates import template
 from mmkv.api import Engine
 from mmkv.sampling import Sampling
 
 _SHORT = Sampling(max_new_tokens=2)
 _TEMPLATE, _WEIGHTS = "chat_template.jinja", "model.safetensors"
-# Piece by piece, what a template can do beside writing text.
-_TEMPLATES = (
-    "{{ 'x' * 10000000000 }}",
-    "{% for i in range(100000) %}{% for j in range(100000) %}x{% endfor %}{% endfor %}",
-    "{% for i in range(10 ** 9) %}{% endfor %}",
-    "{% macro f(n) %}{{ f(n + 1) }}{% endmacro %}{{ f(0) }}",
-    "{% set ns = namespace(s='x') %}{% for i in range(60) %}{% set ns.s = ns.s + ns.s %}"
-    "{% endfor %}{{ ns.s }}",
-    "{% include 'other' %}",
-    "{% extends 'base.html' %}",
-    "{% import '/etc/passwd' as p %}{{ p }}",
-    "{{ ''.__class__.__mro__[1].__subclasses__() }}",
-    "{{ messages.__class__.__base__ }}",
-    "{{ cycler.__init__.__globals__.os.popen('id').read() }}",
-    "{{ raise_exception('no') }}",
-    "{{ messages[99].content }}",
-    "{{ undefined_name.field.deeper }}",
-    "{{ 1 // 0 }}",
-    "{{ '%d' | format('x') }}",
-    "{{ [1, 2] | sort(attribute='x') }}",
-    "{{ messages | tojson }}",
-    "{{ 10 ** 10 ** 8 }}",
-    "{{ range(10 ** 12) | list }}",
-    "{% for m in messages %}{{ m.content }}",
-    "{{ '{:>9999999999}'.format(1) }}",
-    "{{ 'a' | center(9999999999) }}",
-    "{{ '\\ud800' }}",
-    "",
-    "{{ messages[0]['content'] }}{{ messages[0]['content'] }}",
-    "{% generation %}{% endgeneration %}",
-    "{{ strftime_now('%Y' * 100) }}",
-    "{{ lipsum(n=100000) }}",
-    "{% if add_generation_prompt %}{{ 'x' }}",
-)
 
 
 class Checkpoints(Target):
     """Folders of two small models with one file changed, gone or empty; then a talk."""
 
-    name, weight = "checkpoints", 0.6
+    name = "checkpoints"
 
     def prepare(self, folder: Path) -> None:
         super().prepare(folder)
@@ -85,9 +52,7 @@ class Checkpoints(Target):
         elif what < 0.06:
             made = rng.choice((b"", b"{}", b"[]", b"null", b"\xff\xfe", b"{"))
         elif file == _TEMPLATE and what < 0.8:
-            made = rng.choice(_TEMPLATES).encode()
-            if rng.random() < 0.3:
-                made = content + made
+            made = template(rng).encode("utf-8", "surrogatepass")
         elif file == _WEIGHTS:
             made = _changed_weights(content, rng)
         elif file.endswith(".json") and what < 0.9:

@@ -80,7 +80,7 @@ _LINES = (
 class CommandLine(Target):
     """Arguments of every command, with odd values; text, bytes or slash commands on stdin."""
 
-    name, weight = "command line", 2.0
+    name = "command line"
 
     def prepare(self, folder: Path) -> None:
         super().prepare(folder)

@@ -27,7 +27,7 @@ _TURNS = (("user", "a <ImageHere> and?"), ("assistant", "red"), ("user", "then")
 class Benchmark(Target):
     """A file of two dialogues, one of them changed, answered and scored as a whole."""
 
-    name, weight = "MMDU rows", 1.5
+    name = "MMDU rows"
 
     def prepare(self, folder: Path) -> None:
         super().prepare(folder)
@@ -79,7 +79,7 @@ def _dialogue(name: str) -> dict[str, Any]:
 class TrainingRows(Target):
     """Rows of four kinds beside one that is whole; every usable row is encoded."""
 
-    name, weight = "training rows", 1.5
+    name = "training rows"
 
     def prepare(self, folder: Path) -> None:
         super().prepare(folder)

@@ -34,7 +34,7 @@ _FILES = ("gates.safetensors", "gates.json")
 class GateFiles(Target):
     """Files with changed bytes, and whole files whose tensors are changed."""
 
-    name, weight = "gates", 1.5
+    name = "gates"
 
     def prepare(self, folder: Path) -> None:
         super().prepare(folder)
@@ -113,6 +113,7 @@ class GateFiles(Target):
             content = safe_bytes({name: t.contiguous() for name, t in tensors.items()})
         except (
             AttributeError,
+            IndexError,  # a tensor that an earlier change has emptied
             KeyError,
             NotImplementedError,
             RuntimeError,

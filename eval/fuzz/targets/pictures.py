@@ -35,7 +35,7 @@ _FORMATS = (
 class Pictures(Target):
     """Files of 15 kinds with changed bytes; whole files with EXIF data of any form."""
 
-    name, weight = "pictures", 2.0
+    name = "pictures"
 
     def prepare(self, folder: Path) -> None:
         super().prepare(folder)

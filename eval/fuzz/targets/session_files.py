@@ -26,7 +26,7 @@ _SHORT = Sampling(max_new_tokens=2)
 class SessionFiles(Target):
     """Files of a talk with a picture; what loads is talked to and closed."""
 
-    name, weight = "session files", 2.0
+    name = "session files"
 
     def prepare(self, folder: Path) -> None:
         super().prepare(folder)

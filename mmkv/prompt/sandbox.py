@@ -1,0 +1,343 @@
+"""Render chat templates in transformers' sandbox, within limits of time and size.
+
+A template is a program that comes with a checkpoint. The sandbox keeps it from Python's objects.
+Here the clock is read at every loop step, call, filter, test and operator, and none of these makes
+a value above a bound: what could make one at a stroke is computed ahead. So neither a thread, nor a
+signal, nor a process of its own is needed to stop a template.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import lru_cache, wraps
+from typing import Any
+
+from jinja2 import Environment, Template, nodes, pass_eval_context
+from jinja2.runtime import markup_join, str_join
+from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedFormatter
+
+from engine.errors import InputError
+
+SECONDS = 5.0
+_SOURCE = 2**20  # characters of a template
+_OUTPUT = 2**20  # characters or items of a value, beside eight times the messages
+_MADE = 2**26  # of all values together, beside a thousand times the messages
+_WIDTH = 10_000  # columns, digits: to pad or format to
+_BITS = 4096  # of a whole number
+_SLOW_INPUT = 2**14
+# Filters whose time or output grows faster than their input.
+_SLOW = frozenset(("pprint", "striptags", "sum", "urlize", "wordwrap", "xmlattr"))
+_LONG_WIDTH = re.compile(r"%(\([^)]*\))?[-+ #0]*(\d*\.)?(\d{5,}|\*)")
+_JOIN, _EACH, _KEEP = "mmkv_join", "mmkv_each", "mmkv_keep"
+
+
+def render(source: str, given: int, values: Mapping[str, Any]) -> str:
+    """Render the template ``source`` with ``values``.
+
+    Args:
+        given: characters of the messages in ``values``.
+
+    Raises:
+        InputError: a limit was passed. Otherwise whatever the template leads to.
+    """
+    template = _compiled(source)
+    environment = template.environment
+    assert isinstance(environment, _Limited)
+    with environment.meter.started(given):
+        return template.render(**values)
+
+
+@lru_cache(maxsize=16)
+def _compiled(source: str) -> Template:
+    if len(source) > _SOURCE:
+        raise _stopped(f"it has more than {_SOURCE:,} characters")
+    environment = _Limited()
+    with environment.meter.started(0):  # constant expressions are computed here
+        tree = _guarded(environment.parse(source))
+        return Template.from_code(environment, environment.compile(tree), environment.globals)
+
+
+def _guarded(tree: nodes.Template) -> nodes.Template:
+    """Lead loops, ``~`` and computed lists through filters that look at them."""
+
+    def through(name: str, value: Any) -> nodes.Filter:
+        return nodes.Filter(value, name, [], [], None, None, lineno=value.lineno)
+
+    def inner(node: nodes.Node) -> None:
+        for field, value in node.iter_fields():
+            if isinstance(value, list):
+                setattr(node, field, [one(v) if isinstance(v, nodes.Node) else v for v in value])
+            elif isinstance(value, nodes.Node):
+                setattr(node, field, one(value))
+
+    def one(node: nodes.Node) -> nodes.Node:
+        inner(node)
+        if isinstance(node, nodes.For):
+            node.iter = through(_EACH, node.iter)
+        elif isinstance(node, nodes.Concat):
+            return through(_JOIN, nodes.List(node.nodes, lineno=node.lineno))
+        elif isinstance(node, (nodes.List, nodes.Dict, nodes.Tuple)):
+            # A tuple of names can be what is assigned to.
+            stored = isinstance(node, nodes.Tuple) and node.ctx != "load"
+            if not stored and node.find(nodes.Name) is not None:
+                return through(_KEEP, node)
+        return node
+
+    inner(tree)
+    tree.set_environment(tree.environment)  # type: ignore[arg-type]
+    return tree
+
+
+class _Meter(threading.local):
+    """What the rendering on this thread may still take."""
+
+    end = float("inf")
+    largest = made = 0
+
+    def started(self, given: int) -> _Meter:
+        self.largest, self.made = _OUTPUT + 8 * given, _MADE + 1024 * given
+        return self
+
+    def __enter__(self) -> None:
+        self.end = time.monotonic() + SECONDS
+
+    def __exit__(self, *_: object) -> None:
+        self.end = float("inf")
+
+    def tick(self) -> None:
+        if time.monotonic() > self.end:
+            raise _stopped(f"it takes more than {SECONDS:g} s")
+
+    def expect(self, size: float) -> None:
+        """Raise InputError when a value of ``size`` would be too large."""
+        if size > self.largest:
+            raise _stopped(f"it makes more than {self.largest:,} characters")
+
+    def keep(self, value: Any) -> Any:
+        """Return a value that was made, when time and size allow it."""
+        self.tick()
+        if value is None or isinstance(value, bool):
+            return value
+        if isinstance(value, int):
+            if value.bit_length() > _BITS:
+                raise _stopped("it computes a number without end")
+            return value
+        size = len(value) if isinstance(value, str) else _size(value, self.largest)
+        self.expect(size)
+        self.made -= size
+        if self.made < 0:
+            raise _stopped("it makes texts without end")
+        return value
+
+
+class _Limited(ImmutableSandboxedEnvironment):
+    """transformers' environment for chat templates, with guards."""
+
+    intercepted_binops = frozenset(("+", "*", "**", "%"))
+
+    def __init__(self) -> None:
+        theirs = _theirs()
+        super().__init__(
+            trim_blocks=theirs.trim_blocks,
+            lstrip_blocks=theirs.lstrip_blocks,
+            extensions=[type(each) for each in theirs.extensions.values()],
+            cache_size=0,
+        )
+        self.meter = _Meter()
+        self.concat = self._concat  # type: ignore[method-assign]
+        self.globals = dict(theirs.globals)
+        self.globals.pop("lipsum", None)
+        self.globals["namespace"] = _namespace(theirs.globals["namespace"])
+        self.filters = {name: self._filter(name, use) for name, use in theirs.filters.items()}
+        self.filters |= {_JOIN: self._join, _EACH: self._each, _KEEP: self.meter.keep}
+        tests: dict[str, Any] = theirs.tests
+        self.tests = {name: self._ticking(test) for name, test in tests.items()}
+
+    def call(self, context: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """Call a function; methods of texts and numbers only if what they make is bounded."""
+        self.meter.tick()
+        owner = getattr(function, "__self__", None)
+        if isinstance(owner, (str, bytes, int, list, tuple)):
+            if function.__name__ == "join":
+                args = tuple(self._listed(each) for each in args)
+            self._expect_of_method(owner, function.__name__, args, kwargs)
+        elif getattr(function, "__name__", "") == "strftime_now":
+            self._expect_width(*(len(each) for each in args if isinstance(each, str)))
+        return self.meter.keep(super().call(context, function, *args, **kwargs))
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        """Compute an operator, unless the result is too large."""
+        if operator == "*":
+            for one, other in ((left, right), (right, left)):
+                if isinstance(one, (str, bytes, list, tuple)) and isinstance(other, int):
+                    each = len(one) if isinstance(one, (str, bytes)) else _size(one, 2**62)
+                    self.meter.expect(each * max(0, other))
+        elif operator == "**" and isinstance(left, int) and isinstance(right, int):
+            if left.bit_length() * abs(right) > _BITS:
+                raise _stopped("it computes a power without end")
+        elif operator == "%" and isinstance(left, (str, bytes)):
+            self._expect_format(left)
+        return self.meter.keep(super().call_binop(context, operator, left, right))
+
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        """Return str.format's stand-in, which formats to no huge width."""
+        if super().wrap_str_format(value) is None:
+            return None
+        if type(value.__self__) is not str:
+            raise _stopped("it formats a text that is marked up")
+        formatter = _Formatter(self)
+
+        @wraps(value)
+        def formatted(*args: Any, **kwargs: Any) -> str:
+            if value.__name__ == "format_map":
+                args, kwargs = (), dict(*args, **kwargs)
+            return formatter.vformat(value.__self__, args, kwargs)
+
+        return formatted
+
+    def _concat(self, pieces: Iterable[str]) -> str:
+        kept, size = [], 0
+        for piece in pieces:
+            size += len(piece)
+            if size > self.meter.largest:
+                self.meter.expect(size)
+            self.meter.tick()
+            kept.append(piece)
+        return self.meter.keep("".join(kept))
+
+    def _each(self, values: Iterable[Any]) -> Iterator[Any]:
+        for value in values:
+            self.meter.tick()
+            yield value
+
+    @pass_eval_context
+    def _join(self, context: Any, values: list[Any]) -> str:
+        self.meter.expect(_size(values, self.meter.largest))
+        return self.meter.keep((markup_join if context.autoescape else str_join)(values))
+
+    def _listed(self, values: Any) -> Any:
+        """Return what is joined with a length, read once."""
+        if hasattr(values, "__len__"):
+            return values
+        kept, size = [], 0
+        for value in self._each(values):
+            size += 1 + (len(value) if isinstance(value, str) else 0)
+            self.meter.expect(size)
+            kept.append(value)
+        return kept
+
+    def _ticking(self, test: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(test)
+        def ticking(*args: Any, **kwargs: Any) -> Any:
+            self.meter.tick()
+            return test(*args, **kwargs)
+
+        return ticking
+
+    def _filter(self, name: str, use: Callable[..., Any]) -> Callable[..., Any]:
+        first = 1 if getattr(use, "jinja_pass_arg", None) is not None else 0
+
+        @wraps(use)
+        def guarded(*args: Any, **kwargs: Any) -> Any:
+            self.meter.tick()
+            before, (value, *rest) = args[:first], args[first:]
+            if name == "join":
+                value = self._listed(value)
+            self._expect_of_filter(name, value, [*rest, *kwargs.values()])
+            return self.meter.keep(use(*before, value, *rest, **kwargs))
+
+        return guarded
+
+    def _expect_of_filter(self, name: str, value: Any, rest: list[Any]) -> None:
+        if name in _SLOW or (name == "tojson" and rest):
+            if _size(value, _SLOW_INPUT) > _SLOW_INPUT:
+                raise _stopped(f"it gives {name} more than {_SLOW_INPUT:,} characters")
+            self._expect_width(*rest)
+        elif name == "join":
+            between = max([len(each) for each in rest if isinstance(each, str)], default=0)
+            self.meter.expect(_size(value, self.meter.largest) + between * len(value))
+        elif name in ("batch", "center", "indent", "round", "slice"):
+            self._expect_width(*rest)
+            if name == "indent":
+                width = max([len(each) for each in rest if isinstance(each, str)], default=0)
+                width = max([width, 4, *(each for each in rest if isinstance(each, int))])
+                self.meter.expect((str(value).count("\n") + 1) * width)
+        elif name == "format":
+            self._expect_format(str(value))
+        elif name == "replace" and rest:
+            self._expect_replaced(str(value), *map(str, rest[:2]))
+
+    def _expect_of_method(
+        self, owner: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        rest = [*args, *kwargs.values()]
+        if name in ("center", "expandtabs", "ljust", "rjust", "to_bytes", "zfill"):
+            self._expect_width(*rest)
+            size = len(owner) if isinstance(owner, (str, bytes)) else 1
+            widths = [each for each in rest if isinstance(each, int)] or [8]
+            self.meter.expect(size * max(1, *widths) if name == "expandtabs" else 0)
+        elif name == "join" and args:
+            self.meter.expect(_size(args[0], self.meter.largest) + len(owner) * len(args[0]))
+        elif name == "replace":
+            self._expect_replaced(owner, *args[:2])
+        elif name == "translate":
+            table = args[0] if args and isinstance(args[0], Mapping) else {}
+            longest = max(
+                [len(each) for each in table.values() if isinstance(each, str)], default=1
+            )
+            self.meter.expect(len(owner) * max(1, longest))
+
+    def _expect_replaced(self, text: Any, old: Any = None, new: Any = None) -> None:
+        if isinstance(old, type(text)) and isinstance(new, type(text)):
+            self.meter.expect(len(text) + text.count(old) * len(new))
+
+    def _expect_width(self, *values: Any) -> None:
+        if any(isinstance(each, int) and abs(each) > _WIDTH for each in values):
+            raise _stopped("it pads or formats to a huge width")
+
+    def _expect_format(self, text: Any) -> None:
+        text = text if isinstance(text, str) else text.decode("latin-1")
+        if _LONG_WIDTH.search(text):
+            raise _stopped("it pads or formats to a huge width")
+
+
+class _Formatter(SandboxedFormatter):
+    def format_field(self, value: Any, format_spec: str) -> Any:
+        if re.search(r"\d{5,}", format_spec):
+            raise _stopped("it pads or formats to a huge width")
+        return super().format_field(value, format_spec)
+
+
+def _theirs() -> Environment:
+    """Return transformers' environment for chat templates."""
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    return _compile_jinja_template("").environment
+
+
+def _namespace(kind: Any) -> Any:
+    # The text of one that holds itself, or others many times over, has no end.
+    return type("Namespace", (kind,), {"__repr__": lambda self: "<Namespace>"})
+
+
+def _size(value: Any, most: int) -> int:
+    """Count a value's characters and items, up to about ``most``."""
+    total, waiting = 0, [value]
+    while waiting and total <= most:
+        value = waiting.pop()
+        if isinstance(value, (str, bytes)):
+            total += len(value)
+        total += 1
+        if isinstance(value, Mapping):
+            waiting += value.keys()
+            waiting += value.values()
+        elif isinstance(value, (list, tuple, set, frozenset)):
+            waiting += value
+    return total
+
+
+def _stopped(why: str) -> InputError:
+    return InputError(f"the model's chat template was stopped: {why}; use another model")
