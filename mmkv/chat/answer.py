@@ -7,11 +7,14 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from rich.console import Console
+
 from mmkv.chat.record import record
 
 if TYPE_CHECKING:
     from mmkv.api import Engine, Session
     from mmkv.chat.display import Display
+    from mmkv.chat.markdown import MarkdownStream
     from mmkv.chat.options import ChatOptions
     from mmkv.sampling import Sampling
 
@@ -35,11 +38,14 @@ def answer(
     """Send a turn and print the reply; False when Ctrl-C stopped it.
 
     stdout gets the reply's text (as it comes, or whole) or its JSON (``indent``), and nothing
-    else. Raises OutputClosed, MmkvError, or whatever else fails; the session may hold the
+    else; on a terminal the text's Markdown is rendered, unless ``options`` say plain.
+
+    Raises OutputClosed, MmkvError, or whatever else fails; the session may hold the
     turn then.
     """
     whole = options.no_stream or options.json
     finished, line_open = True, False
+    view = _view(options)
     with display.prefilling() as bar:
         pieces = session.send(
             text, images=images, videos=videos, system=system, sampling=sampling, progress=bar
@@ -49,13 +55,13 @@ def answer(
             for piece in pieces:
                 bar.close()
                 if not whole:
-                    _write(piece)
+                    view.feed(piece)
                     line_open = True
         except KeyboardInterrupt:
             finished = False
         except Exception:
             if line_open:
-                _write("\n")
+                view.close()
             raise
         finally:
             pieces.close()
@@ -64,14 +70,37 @@ def answer(
     if options.json and session.last is not None:
         _write(json.dumps(record(engine, session, options.model), indent=indent) + "\n")
     elif whole and session.last is not None:
-        _write(session.last.text + "\n")
+        view.feed(session.last.text)
+        view.close()
     elif finished or line_open:
-        _write("\n")
+        view.close()
     if session.note:
         display.note(session.note)
     if session.last is not None and session.last.finish_reason == "context":
         display.note("the reply ends here: the model has no positions left; /clear starts anew")
     return finished
+
+
+class _Plain:
+    """Writes a reply as it is."""
+
+    def feed(self, piece: str) -> None:
+        _write(piece)
+
+    def close(self) -> None:
+        _write("\n")
+
+
+def _view(options: ChatOptions) -> _Plain | MarkdownStream:
+    """Return what shows a reply: rendered on a terminal that can move its cursor, else plain."""
+    if options.plain or options.json or not sys.stdout.isatty():
+        return _Plain()
+    console = Console(highlight=False)
+    if console.is_dumb_terminal:
+        return _Plain()
+    from mmkv.chat.markdown import MarkdownStream
+
+    return MarkdownStream(console)
 
 
 def _write(text: str) -> None:

@@ -46,6 +46,7 @@ class ChatOptions:
     autosave: bool = True
     rebudget: bool = False
     no_stream: bool = False
+    plain: bool = False
     json: bool = False
     cost: bool = False
     quiet: bool = False

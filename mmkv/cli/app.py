@@ -223,6 +223,12 @@ def chat(
     no_stream: Annotated[
         bool, typer.Option("--no-stream", help="Print replies whole.", rich_help_panel=_OUTPUT)
     ] = False,
+    plain: Annotated[
+        bool,
+        typer.Option(
+            "--plain", help="Show replies as they are, no Markdown.", rich_help_panel=_OUTPUT
+        ),
+    ] = False,
     json: Annotated[
         bool, typer.Option("--json", help="Print replies as JSON.", rich_help_panel=_OUTPUT)
     ] = False,
