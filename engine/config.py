@@ -31,6 +31,8 @@ def _about(
 # Positions are int32. No sensible page has more than a few hundred entries, and each row of the
 # cache holds a page at least.
 _MOST_POSITIONS, _MOST_PAGE = 2**31 - 1, 1024
+# How keys and values lie in the cache; engine/cache/forms.py says what each means.
+KV_FORMS = ("auto", "bf16", "int8", "k8v4", "int4")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +54,8 @@ class EngineConfig:
             checkpoint's own ``gates/`` folder if it has one.
         device: ``auto`` (a GPU where there is one), ``cpu``, ``cuda``, ``cuda:1`` ...
         dtype: of weights and cache: ``auto``, ``float32``, ``bfloat16`` or ``float16``.
+        kv: how keys and values lie in the cache: ``auto`` (in the dtype), ``bf16``, or rounded
+            entry by entry: ``int8``; ``k8v4``, keys in 8 bits and values in 4; ``int4``.
         kv_limit: most bytes that the page pool may take; None: no limit but the memory.
 
     Raises:
@@ -94,6 +98,10 @@ class EngineConfig:
     dtype: str | torch.dtype = field(
         default="auto", metadata=_about(str, "auto, float32, bfloat16 or float16.")
     )
+    kv: str = field(
+        default="auto",
+        metadata=_about(str, "Cached keys and values: auto (dtype), bf16, int8, k8v4 or int4."),
+    )
     kv_limit: int | None = field(
         default=None, metadata=_about(int, "Most bytes that the cache may take.", 0, 2**62)
     )
@@ -108,6 +116,10 @@ class EngineConfig:
             given = getattr(self, name)
             if type(given).__module__ != "torch":  # torch.device, torch.dtype
                 require_type(name, given, str, f"text or a torch.{name}")
+        require_type("kv", self.kv, str, "text")
+        if self.kv not in KV_FORMS:
+            named = f"{', '.join(KV_FORMS[:-1])} or {KV_FORMS[-1]}"
+            raise PolicyError(f"kv is {self.kv!r}; give {named}")
         for name, setting in options().items():
             value, least, most = getattr(self, name), *map(setting.metadata.get, ("least", "most"))
             if least is None or (value is None and setting.default is None):

@@ -27,13 +27,13 @@ class CacheEntries:
         """``[N, D]`` after RoPE."""
         if not self._needs.keys:
             raise PolicyError(_undeclared("keys", "keys=True"))
-        return self._cache.pool.keys.flatten(0, 1)[self._entries.slot]
+        return self._cache.pool.keys_at(self._entries.slot)
 
     def values(self) -> Tensor:
         """``[N, D]``."""
         if not self._needs.values:
             raise PolicyError(_undeclared("values", "values=True"))
-        return self._cache.pool.values.flatten(0, 1)[self._entries.slot]
+        return self._cache.pool.values_at(self._entries.slot)
 
     def state(self) -> Tensor:
         """``[N, K]``."""

@@ -84,16 +84,13 @@ def write_state(
     batch, layers, heads, count = slots.shape
     pool = cache.pool
 
-    def gather(column: Tensor) -> Tensor:
-        return column.flatten(0, 1)[slots].float()
-
     new = NewTokens(
         position=position,
         prompt=prompt,
         taps=torch.stack([tap.float() for tap in taps]) if taps else torch.empty(0),
         memory={name: kept[seqs] for name, kept in cache.memory.items() if name != QUERIES},
-        keys=lambda: gather(pool.keys),
-        values=lambda: gather(pool.values),
+        keys=lambda: pool.keys_at(slots).float(),
+        values=lambda: pool.values_at(slots).float(),
     )
     state: Tensor = scorer.born(new)  # type: ignore[attr-defined]
     spread = state.expand(batch, count, layers, heads, -1).permute(0, 2, 3, 1, 4)

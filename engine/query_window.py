@@ -1,7 +1,8 @@
 """The last w queries of each sequence, and the attention they pay to what is retained.
 
 They lie in the cache's memory as ``queries [S, L, Hq, w, D]``, after RoPE and in the model's dtype:
-the query of token p in slot ``p % w``, so that a step writes one slot and moves nothing.
+the query of token p in slot ``p % w``, so that a step writes one slot and moves nothing. Where the
+form of the cache is rotated, they lie there rotated, too.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ def window_attention(
         return native_window_attention(cache, seq, queries[seq], view.seen, reduction)
     at = window_positions(view.seen, queries.shape[3], queries.device)
     group = reduction.group
-    if on_triton(cache.pool.keys) and reduction in _ON_PAGES:
+    if on_triton(cache.pool.keys) and cache.pool.form.plain and reduction in _ON_PAGES:
         mean = _attention_on_pages(cache, seq, at)[entries.row, entries.offset]
         return mean if group == "mean" else mean * (queries.shape[2] // view.kv_heads)
     join_first = group if reduction.of == "logits" else None
@@ -117,7 +118,7 @@ def _probabilities(
     slot = view.to_rows(entries.slot, 0)
     position = view.to_rows(view.position, torch.iinfo(torch.int64).max)
     query_at = at[chosen]
-    keys = cache.pool.keys.flatten(0, 1)
+    keys = cache.pool.stored_keys.flatten(0, 1)
     for layer in range(view.layers):
         rows = slice(layer * heads, (layer + 1) * heads)
         grouped = queries[seq, layer][:, chosen].float().reshape(heads, -1, dim) * dim**-0.5

@@ -17,7 +17,7 @@ from engine.backends.cuda import CudaBackend
 from engine.backends.cuda.kernels.sample import Draw, columns_of, sample, uniform
 from engine.backends.torch.backend import TorchBackend
 from engine.backends.torch.write_step import WriteStep, admitting
-from engine.cache import PagePool, RaggedCache
+from engine.cache import Form, PagePool, RaggedCache
 from engine.config import EngineConfig
 from engine.errors import GateError, InputError, SessionError
 from engine.eviction import cut_to_budgets
@@ -49,7 +49,7 @@ class Runtime:
 
     Args:
         policy: a :class:`Policy`; budget: the default of new sessions.
-        options: evict_every, prefill_chunk, page_size and kv_limit of
+        options: evict_every, prefill_chunk, page_size, kv and kv_limit of
             :class:`engine.config.EngineConfig`.
 
     Raises:
@@ -103,9 +103,9 @@ class Runtime:
         self.has_revise = policy.evicts and has_revise(policy.scoring)
         self.rope = Rope(spec.rope, self.device, self.dtype)
         state = self.needs.state if policy.admission is None else 1  # log g
-        pool = PagePool(
-            config.page_size, spec.head_dim, 0, self.dtype, self.device, state_size=state
-        )
+        form = Form.of(config.kv, self.dtype, spec.head_dim)
+        size = config.page_size
+        pool = PagePool(size, spec.head_dim, 0, self.dtype, self.device, None, state, form)
         if config.kv_limit is not None:
             pool.limit = config.kv_limit // pool.page_bytes
         memory = sequence_memory(policy, spec, self.dtype)
@@ -131,7 +131,7 @@ class Runtime:
             progress: called with a few words on what is being loaded.
             options: those of :class:`engine.config.EngineConfig`: policy (a name or a
                 :class:`Policy`), budget, lookahead, evict_every, prefill_chunk, page_size, gates,
-                device, dtype, kv_limit.
+                device, dtype, kv, kv_limit.
 
         Raises:
             ModelError, GateError, PolicyError, BudgetError.
@@ -191,6 +191,7 @@ class Runtime:
             evict_every=config.evict_every,
             prefill_chunk=config.prefill_chunk,
             page_size=config.page_size,
+            kv=config.kv,
             kv_limit=config.kv_limit,
         )
         engine.policy_note = note
@@ -242,6 +243,7 @@ class Runtime:
             "gates": "+".join(held) or "none",
             "policy": self.policy.identity(),
             "evict_every": self.evict_every,
+            "kv": self.cache.pool.form.name,
         }
 
     @torch.inference_mode()

@@ -87,6 +87,7 @@ def load_session(engine: Runtime, path: Path) -> tuple[CachedSequence, dict[str,
             f"cannot read the session {path}: {error or type(error).__name__}; it is damaged or "
             "not a session file"
         ) from error
+    identity.setdefault("kv", "auto")  # what older files hold
     for name, ours in engine.identity().items():
         if identity.get(name) != ours:
             raise SessionError(

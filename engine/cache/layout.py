@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Annotated, get_type_hints
+from typing import Annotated, Literal, get_type_hints
 
 import torch
 from torch import Tensor
+
+from engine.cache.forms import AUTO, Codec, Form
 
 
 @dataclass(frozen=True)
@@ -20,32 +22,61 @@ class Column:
     """What one column holds for each entry.
 
     Attributes:
-        dtype: of its tensor; None for the model's own.
-        per_feature: whether an entry holds ``head_dim`` numbers (keys, values).
-        per_state: whether an entry holds the K numbers that the policy asks for; else one.
+        dtype: of its tensor; None for the codes of keys and values, where the form says it.
+        holds: ``one`` number; the ``codes`` or ``scales`` of a key or value; or the K numbers of
+            ``state`` that the policy asks for.
+        values: whether codes or scales are those of values; else of keys.
     """
 
     dtype: torch.dtype | None
-    per_feature: bool = False
-    per_state: bool = False
+    holds: Literal["one", "codes", "scales", "state"] = "one"
+    values: bool = False
 
-    def shape(self, page_size: int, head_dim: int, state: int = 0) -> tuple[int, ...]:
-        """Give the shape of one page; ``state``: K."""
-        if self.per_feature:
-            return (page_size, head_dim)
-        return (page_size, state) if self.per_state else (page_size,)
 
-    def page_bytes(self, page_size: int, head_dim: int, dtype: torch.dtype, state: int = 0) -> int:
-        """Count the bytes of one page, for a model of this ``dtype``."""
-        numbers = math.prod(self.shape(page_size, head_dim, state))
-        return numbers * (self.dtype or dtype).itemsize
+@dataclass(frozen=True)
+class Layout:
+    """The sizes that all columns of a pool follow from.
+
+    Attributes:
+        page_size: P; dtype: the model's; form: of keys and values; state: K.
+    """
+
+    page_size: int
+    head_dim: int
+    dtype: torch.dtype = torch.float32
+    form: Form = AUTO
+    state: int = 0
+
+    def dtype_of(self, column: Column) -> torch.dtype:
+        """Return the dtype of a column's tensor."""
+        return column.dtype or self._codec(column).dtype(self.dtype)
+
+    def shape(self, column: Column) -> tuple[int, ...]:
+        """Return the shape of one page of a column."""
+        if column.holds == "one":
+            return (self.page_size,)
+        if column.holds == "state":
+            return (self.page_size, self.state)
+        codec = self._codec(column)
+        width = codec.scales if column.holds == "scales" else codec.width(self.head_dim)
+        return (self.page_size, width)
+
+    def page_bytes(self, column: Column) -> int:
+        """Count the bytes of one page of a column."""
+        return math.prod(self.shape(column)) * self.dtype_of(column).itemsize
+
+    def _codec(self, column: Column) -> Codec:
+        return self.form.value if column.values else self.form.key
 
 
 class Columns:
     """The tensors of a page pool, each ``[pages, *column.shape]`` and contiguous.
 
     Attributes:
-        keys, values: in the model's dtype; keys are stored after RoPE.
+        keys, values: their codes, which are the numbers themselves in the form ``auto``; keys are
+            stored after RoPE.
+        key_scale, value_scale: ``[pages, P, n]`` float16 beside the codes
+            (:attr:`engine.cache.forms.Codec.scales`); n is 0 in the form ``auto``.
         log_beta: log of the retention (DBTrimKV, arXiv 2605.09649, section 4); 0 where the policy
             reads no gates.
         position: 0-based token index (not the rope position).
@@ -54,12 +85,14 @@ class Columns:
             (:attr:`engine.policies.Needs.state`); K is 0 for most.
     """
 
-    keys: Annotated[Tensor, Column(None, per_feature=True)]
-    values: Annotated[Tensor, Column(None, per_feature=True)]
+    keys: Annotated[Tensor, Column(None, "codes")]
+    values: Annotated[Tensor, Column(None, "codes", values=True)]
+    key_scale: Annotated[Tensor, Column(torch.float16, "scales")]
+    value_scale: Annotated[Tensor, Column(torch.float16, "scales", values=True)]
     log_beta: Annotated[Tensor, Column(torch.float32)]
     position: Annotated[Tensor, Column(torch.int32)]
     modality: Annotated[Tensor, Column(torch.uint8)]
-    state: Annotated[Tensor, Column(torch.float32, per_state=True)]
+    state: Annotated[Tensor, Column(torch.float32, "state")]
 
     def columns(self) -> list[Tensor]:
         """Return the tensors in the order of :data:`COLUMNS`."""

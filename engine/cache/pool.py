@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine.cache.layout import COLUMNS, Columns
+from engine.cache.forms import AUTO, Codec, Form, Stored
+from engine.cache.layout import COLUMNS, Columns, Layout
 from engine.errors import BudgetError
 from engine.memory import free_bytes
 
@@ -18,6 +19,7 @@ class PagePool(Columns):
     Attributes:
         limit: most pages the pool may grow to, or None.
         state_size: K, the numbers of the policy's state in each entry.
+        dtype: the model's; form: how keys and values lie there.
     """
 
     def __init__(
@@ -29,13 +31,16 @@ class PagePool(Columns):
         device: torch.device | str = "cpu",
         limit: int | None = None,
         state_size: int = 0,
+        form: Form = AUTO,
     ) -> None:
         self.page_size, self.head_dim, self.limit = page_size, head_dim, limit
-        self.state_size = state_size
+        self.state_size, self.dtype, self.form = state_size, dtype, form
+        self.layout = Layout(page_size, head_dim, dtype, form, state_size)
         self.device = torch.device(device)
         for name, column in COLUMNS.items():
-            shape = (num_pages, *column.shape(page_size, head_dim, state_size))
-            setattr(self, name, torch.zeros(shape, dtype=column.dtype or dtype, device=device))
+            shape = (num_pages, *self.layout.shape(column))
+            made = torch.zeros(shape, dtype=self.layout.dtype_of(column), device=device)
+            setattr(self, name, made)
         # A stack of free page ids: the last `_free` of them, lowest id on top.
         self._stack = torch.arange(num_pages - 1, -1, -1, device=device)
         self._free = num_pages
@@ -52,13 +57,13 @@ class PagePool(Columns):
 
     @property
     def kv_page_bytes(self) -> int:
-        """Return the bytes of keys and values in one page."""
-        return self._page_bytes(per_feature=True)
+        """Return the bytes of keys and values in one page, their scales included."""
+        return self._page_bytes("codes", "scales")
 
     @property
     def metadata_page_bytes(self) -> int:
         """Return the bytes of all other columns in one page."""
-        return self._page_bytes(per_feature=False)
+        return self._page_bytes("one", "state")
 
     @property
     def page_bytes(self) -> int:
@@ -134,11 +139,56 @@ class PagePool(Columns):
         """Return the ids of all free pages, for the invariant checks."""
         return self._stack[: self._free]
 
-    def _page_bytes(self, per_feature: bool) -> int:
+    def store(self, slots: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Put keys and values ``[..., D]`` of the model into flat ``slots [...]``.
+
+        Returns:
+            both as attention reads them from now on: rounded, and rotated where the form is.
+        """
+        if self.form.plain:
+            where = slots.flatten()
+            self.keys.flatten(0, 1).index_copy_(0, where, key.flatten(0, -2))
+            self.values.flatten(0, 1).index_copy_(0, where, value.flatten(0, -2))
+            return key, value
+        form = self.form
+        return (
+            self._store(self.keys, self.key_scale, form.key, slots, form.rotate(key)),
+            self._store(self.values, self.value_scale, form.value, slots, form.rotate(value)),
+        )
+
+    def _store(
+        self, column: Tensor, scale_column: Tensor, codec: Codec, slots: Tensor, x: Tensor
+    ) -> Tensor:
+        codes, scales = codec.encode(x)
+        column.flatten(0, 1)[slots] = codes
+        scale_column.flatten(0, 1)[slots] = scales
+        return codec.decode(codes, scales, self.dtype)
+
+    @property
+    def stored_keys(self) -> Tensor | Stored:
+        """Keys ``[pages, P, D]`` as attention reads them: by pages, or flattened, by slots."""
+        if self.form.plain:
+            return self.keys
+        return Stored(self.keys, self.key_scale, self.form.key, self.dtype)
+
+    @property
+    def stored_values(self) -> Tensor | Stored:
+        """Values, as :attr:`stored_keys`."""
+        if self.form.plain:
+            return self.values
+        return Stored(self.values, self.value_scale, self.form.value, self.dtype)
+
+    def keys_at(self, slots: Tensor) -> Tensor:
+        """Return the model's keys ``[..., D]`` at flat ``slots [...]``, as far as they are kept."""
+        return self.form.rotate(self.stored_keys.flatten(0, 1)[slots])
+
+    def values_at(self, slots: Tensor) -> Tensor:
+        """Return the model's values, as :meth:`keys_at`."""
+        return self.form.rotate(self.stored_values.flatten(0, 1)[slots])
+
+    def _page_bytes(self, *holding: str) -> int:
         return sum(
-            column.page_bytes(self.page_size, self.head_dim, self.keys.dtype, self.state_size)
-            for column in COLUMNS.values()
-            if column.per_feature == per_feature
+            self.layout.page_bytes(column) for column in COLUMNS.values() if column.holds in holding
         )
 
     def _require_memory(self, num_pages: int) -> None:

@@ -24,7 +24,8 @@ from hypothesis.stateful import (
 )
 from torch import Tensor
 
-from engine.cache import PagePool, RaggedCache
+from engine.cache import Form, PagePool, RaggedCache
+from engine.cache.forms import FORMS
 from engine.errors import BudgetError
 from engine.policies import Budget
 from tests.support.tiers import slow_but
@@ -35,12 +36,17 @@ FEW = 15
 STEPS = 60
 
 
-def columns(serial: Tensor, head_dim: int) -> dict[str, Tensor]:
-    """What an entry with this serial number holds; every column tells entries apart."""
+def key_value(serial: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
     ramp = torch.arange(head_dim, dtype=torch.float32)
+    return serial[..., None].float() + ramp / 64, -serial[..., None].float() - ramp / 64
+
+
+def columns(serial: Tensor, pool: PagePool) -> dict[str, Tensor]:
+    """What an entry with this serial number holds; every column tells entries apart."""
+    key, value = map(pool.form.rotate, key_value(serial, pool.head_dim))
+    keys, values = pool.form.key.encode(key), pool.form.value.encode(value)
     return {
-        "keys": serial[..., None].float() + ramp / 64,
-        "values": -serial[..., None].float() - ramp / 64,
+        **{"keys": keys[0], "key_scale": keys[1], "values": values[0], "value_scale": values[1]},
         "log_beta": -serial.float() / 8,
         "position": serial.int(),
         "modality": (serial % 3).to(torch.uint8),
@@ -48,7 +54,10 @@ def columns(serial: Tensor, head_dim: int) -> dict[str, Tensor]:
 
 
 class CacheMachine(RuleBasedStateMachine):
-    """Open, append (to one or more sequences), evict, fork, export, import, close, grow, trim."""
+    """Open, append (to one or more sequences), evict, fork, export, import, close, grow, trim.
+
+    In every form: codes and scales are compared bit by bit.
+    """
 
     @initialize(
         page_size=st.sampled_from([1, 2, 8, 16, 64]),
@@ -56,9 +65,14 @@ class CacheMachine(RuleBasedStateMachine):
         heads=st.integers(1, 4),
         head_dim=st.sampled_from([2, 5]),
         pages=st.integers(0, 40),
+        form=st.sampled_from(list(FORMS.values())),
     )
-    def start(self, page_size: int, layers: int, heads: int, head_dim: int, pages: int) -> None:
-        self.pool = PagePool(page_size, head_dim, pages)
+    def start(
+        self, page_size: int, layers: int, heads: int, head_dim: int, pages: int, form: Form
+    ) -> None:
+        if 4 in (form.key.bits, form.value.bits):
+            head_dim *= 2  # codes of 4 bits come in pairs
+        self.pool = PagePool(page_size, head_dim, pages, form=form)
         self.cache = RaggedCache(self.pool, layers, heads)
         self.model: dict[int, Rows] = {}
         self.saved: list[tuple[dict[str, Tensor], Rows]] = []
@@ -81,8 +95,9 @@ class CacheMachine(RuleBasedStateMachine):
         assert slots.unique().numel() == slots.numel(), "two new entries share a slot"
         serial = self.serial + torch.arange(slots.numel()).view(slots.shape)
         self.serial += slots.numel()
-        for name, column in columns(serial, self.pool.head_dim).items():
-            getattr(self.pool, name).flatten(0, 1)[slots] = column
+        self.pool.store(slots, *key_value(serial, self.pool.head_dim))
+        for name in ("log_beta", "position", "modality"):
+            getattr(self.pool, name).flatten(0, 1)[slots] = columns(serial, self.pool)[name]
         for seq, mine in zip(seqs, serial.flatten(1, 2).tolist(), strict=True):
             for row, new in zip(self.model[seq], mine, strict=True):
                 row.extend(new)
@@ -102,6 +117,24 @@ class CacheMachine(RuleBasedStateMachine):
         gone = set(serials[victims].tolist())
         self.cache.drop(seq, victims, entries if given_ else None)
         self.model[seq] = [[s for s in row if s not in gone] for row in self.model[seq]]
+
+    @rule(data=st.data(), pages=st.floats(1, 4))
+    @precondition(lambda self: self.model)
+    def cut_to_bytes(self, data: st.DataObject, pages: float) -> None:
+        """What a budget in bytes lets stay takes no more bytes, wherever it lies."""
+        seq = data.draw(st.sampled_from(sorted(self.model)))
+        budget = int(pages * self.cache.rows * self.pool.page_bytes)
+        size, rows = self.pool.page_size, self.cache.rows
+        allowed = Budget.bytes(budget).entries(rows, 0, size, self.pool.page_bytes)
+        entries = self.cache.entries(seq)
+        generator = torch.Generator().manual_seed(data.draw(st.integers(0, 2**31)))
+        order = torch.randperm(entries.row.numel(), generator=generator)
+        victims = order[: max(order.numel() - allowed, 0)]
+        gone = set(self.pool.position.view(-1)[entries.slot[victims]].tolist())
+        self.cache.drop(seq, victims, entries)
+        self.model[seq] = [[s for s in row if s not in gone] for row in self.model[seq]]
+        held = self.cache._pages(seq)
+        assert sum(column[held].nbytes for column in self.pool.columns()) <= budget
 
     @rule(data=st.data())
     @precondition(lambda self: self.model and len(self.model) < 6)
@@ -202,7 +235,7 @@ class CacheMachine(RuleBasedStateMachine):
             assert torch.equal(entries.row, expected), "entries are row-major"
             assert [sorted(row) for row in self._stored(seq)] == [sorted(row) for row in rows]
             serial = self.pool.position.view(-1)[entries.slot]
-            for name, column in columns(serial, self.pool.head_dim).items():
+            for name, column in columns(serial, self.pool).items():
                 stored = getattr(self.pool, name).flatten(0, 1)[entries.slot]
                 assert torch.equal(stored, column), f"{name} no longer belongs to its position"
 

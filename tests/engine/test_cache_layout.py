@@ -20,10 +20,17 @@ import torch
 
 import engine.backends
 from engine.backends.cpu.binding import Cache
-from engine.cache import COLUMNS, PagePool, RaggedCache
+from engine.cache import COLUMNS, Form, PagePool, RaggedCache
+from engine.cache.forms import FORMS
 
 BACKENDS = Path(engine.backends.__path__[0])
-C_TYPES = {torch.float32: "float", torch.int32: "int32_t", torch.uint8: "uint8_t"}
+C_TYPES = {
+    None: "void",
+    torch.float16: "uint16_t",
+    torch.float32: "float",
+    torch.int32: "int32_t",
+    torch.uint8: "uint8_t",
+}
 
 
 def code(name: str) -> str:
@@ -61,21 +68,20 @@ def test_the_c_structure_has_the_columns_first_and_binding_mirrors_it() -> None:
     found = members()
     assert list(found)[: len(COLUMNS)] == list(COLUMNS)
     for name, column in COLUMNS.items():
-        assert found[name] == C_TYPES[column.dtype or torch.float32] + "*"
+        assert found[name] == C_TYPES[column.dtype] + "*"
     assert list(found) == [field[0] for field in Cache._fields_]
 
 
 def test_c_moves_every_column() -> None:
     lines = body(code("pages.c"), "static void move(")
     for name, column in COLUMNS.items():
-        size = "dim" if column.per_feature else "state"
         copied = (
-            rf"memcpy\(cache->{name} \+ to \* {size}, cache->{name} \+ from \* {size}, "
-            if column.per_feature or column.per_state
-            else rf"cache->{name}\[to\] = cache->{name}\[from\];"
+            rf"cache->{name}\[to\] = cache->{name}\[from\];"
+            if column.holds == "one"
+            else rf"copy\(cache->{name}, to, from, "
         )
         assert len(re.findall(copied, lines)) == 1, name
-    assert lines.count("memcpy") + lines.count("[to] =") == len(COLUMNS)
+    assert lines.count("copy(") + lines.count("[to] =") == len(COLUMNS)
 
 
 @pytest.mark.parametrize(
@@ -107,16 +113,23 @@ def test_the_drop_kernel_moves_every_column() -> None:
         assert len(re.findall(rf"tl\.store\(pool_{name} \+ to", source)) == 1, name
 
 
-def test_bytes_and_shapes_are_those_of_the_tensors() -> None:
-    for dtype in (torch.float32, torch.bfloat16):
-        pool = PagePool(8, 6, 5, dtype, state_size=3)
-        assert pool.page_bytes == sum(column[0].nbytes for column in pool.columns())
-        assert pool.kv_page_bytes == pool.keys[0].nbytes + pool.values[0].nbytes
-        for column, tensor in zip(COLUMNS.values(), pool.columns(), strict=True):
-            assert tensor.dtype == (column.dtype or dtype) and tensor.is_contiguous()
-            assert tensor.shape == (5, *column.shape(8, 6, 3))
-        pool.grow(9)
-        assert {tensor.shape[0] for tensor in pool.columns()} == {9}
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", FORMS)
+def test_bytes_and_shapes_are_those_of_the_tensors(name: str, dtype: torch.dtype) -> None:
+    form = Form.of(name, dtype, 6)
+    pool = PagePool(8, 6, 5, dtype, state_size=3, form=form)
+    assert pool.page_bytes == sum(column[0].nbytes for column in pool.columns())
+    kept = (pool.keys, pool.values, pool.key_scale, pool.value_scale)
+    assert pool.kv_page_bytes == sum(column[0].nbytes for column in kept)
+    for column, tensor in zip(COLUMNS.values(), pool.columns(), strict=True):
+        assert column.dtype in (None, tensor.dtype) and tensor.is_contiguous()
+        assert tensor.shape[:2] == (5, 8)
+    if form.plain:
+        assert pool.keys.dtype == pool.values.dtype == dtype
+        assert pool.keys.shape[-1] == pool.values.shape[-1] == 6
+        assert pool.key_scale.numel() == pool.value_scale.numel() == 0
+    pool.grow(9)
+    assert {tensor.shape[0] for tensor in pool.columns()} == {9}
 
 
 def test_what_is_exported_has_every_column() -> None:

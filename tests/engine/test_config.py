@@ -35,6 +35,7 @@ ON_THE_COMMAND_LINE = [name for name in options() if name not in ("budget", "kv_
         ({"lookahead": 0}, PolicyError, "lookahead 0 is not a whole number"),
         ({"lookahead": 1.5}, PolicyError, "lookahead 1.5 is not"),
         ({"lookahead": float("nan")}, PolicyError, "lookahead nan is not"),
+        ({"kv": "int2"}, PolicyError, "kv is 'int2'; give auto, bf16, int8, k8v4 or int4"),
         ({"budget": 0}, BudgetError, "positive"),
         ({"budget": "lots"}, BudgetError, "'lots' is not a budget"),
         ({"budget": "150%"}, BudgetError, "above 1"),
@@ -85,6 +86,7 @@ def test_lookaheads_that_can_be(lookahead: float) -> None:
 def test_an_engine_takes_its_options_from_the_config(folders: dict[str, Path]) -> None:
     """Keywords and a config give the same engine; none of the options is lost."""
     given: dict[str, Any] = {"budget": "25%", "evict_every": 3, "prefill_chunk": 5, "page_size": 8}
+    given["kv"] = "k8v4"
     made = load(folders["vl"], policy="dbtrimkv", lookahead=5, kv_limit=10**6, **given)
     config = EngineConfig(
         model=folders["vl"],
@@ -100,6 +102,7 @@ def test_an_engine_takes_its_options_from_the_config(folders: dict[str, Path]) -
         assert engine.budget == Budget.fraction(0.25)
         assert (engine.evict_every, engine.prefill_chunk) == (3, 5)
         assert engine.cache.pool.page_size == 8
+        assert engine.cache.pool.form.name == "k8v4"
         assert engine.cache.pool.limit == 10**6 // engine.cache.pool.page_bytes
         assert engine.policy == make_policy("dbtrimkv", 5)
 
@@ -124,6 +127,7 @@ def test_lmms_eval_takes_every_option_as_text() -> None:
         "evict_every": "4",
         "prefill_chunk": "64",
         "page_size": "32",
+        "kv": "int8",
         "gates": "random",
         "device": "cpu",
         "dtype": "float32",
@@ -138,6 +142,7 @@ def test_lmms_eval_takes_every_option_as_text() -> None:
         evict_every=4,
         prefill_chunk=64,
         page_size=32,
+        kv="int8",
         gates="random",
         device="cpu",
         dtype="float32",

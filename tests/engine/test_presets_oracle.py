@@ -21,9 +21,11 @@ from engine.policies import PRESETS, make_policy
 from engine.runtime import Runtime
 from engine.sequence import CachedSequence
 from tests.support.dialogues import engine_of, folder_of, oracle_of, prefill_both, prompt
-from tests.support.oracle import METHODS, Oracle
+from tests.support.oracle import METHODS, Oracle, Quantiser
+from tests.support.oracle.quantiser import FORMS
 from tests.support.policies import KINDS
 from tests.support.sessions import text_ids
+from tests.support.stored import Notes
 from tests.support.tiers import slow_but
 
 TOLERANCE = 1e-4
@@ -84,6 +86,7 @@ class Setting:
     native: bool
     kept_by: str  # "file", "fork" or "": how sessions go on in the middle
     seed: int
+    kv: str = "auto"
 
 
 def parameters_of(name: str) -> list[str]:
@@ -94,7 +97,7 @@ def parameters_of(name: str) -> list[str]:
 
 
 @st.composite
-def drawn(draw: Callable[[st.SearchStrategy[Any]], Any], name: str) -> Setting:
+def drawn(draw: Callable[[st.SearchStrategy[Any]], Any], name: str, kv: str = "auto") -> Setting:
     """Draw a setting for a method; each parameter has its default one time in eight."""
     parameters = {}
     for key in parameters_of(name):
@@ -116,6 +119,7 @@ def drawn(draw: Callable[[st.SearchStrategy[Any]], Any], name: str) -> Setting:
         draw(st.booleans()),
         draw(st.sampled_from(["file", "fork", ""])),
         draw(st.integers(0, 999)),
+        kv,
     )
 
 
@@ -128,7 +132,10 @@ def text_of(name: str, parameters: dict[str, Any]) -> str:
 class Pair:
     """A session and its oracle."""
 
-    def __init__(self, engine: Runtime, name: str, setting: Setting) -> None:
+    def __init__(
+        self, engine: Runtime, name: str, setting: Setting, notes: Notes | None = None
+    ) -> None:
+        self.notes = notes
         self.engine, self.session = engine, engine.session()
         self.oracle = oracle_of(
             engine,
@@ -138,9 +145,11 @@ class Pair:
             evict_every=setting.evict_every,
             prefill_chunk=setting.chunk,
         )
+        if notes is not None:
+            self.oracle.quantiser = Quantiser(setting.kv)
 
     def prefill(self, inputs: dict[str, torch.Tensor]) -> None:
-        self.compare(*prefill_both(self.session, self.oracle, inputs))
+        self.compare(*prefill_both(self.session, self.oracle, inputs, self.notes))
 
     def compare(self, ours: torch.Tensor, theirs: torch.Tensor) -> None:
         self.oracle.follow(self.session.retained())
@@ -165,6 +174,8 @@ def decode(engine: Runtime, pairs: list[Pair], count: int, seed: int) -> None:
     for tokens in text_ids(count * len(pairs), seed).view(count, -1).tolist():
         sessions: list[CachedSequence] = [pair.session for pair in pairs]
         logits = engine.decode(sessions, tokens)
+        if pairs[0].notes is not None:
+            pairs[0].notes.show_step([pair.oracle for pair in pairs])
         for pair, token, ours in zip(pairs, tokens, logits, strict=True):
             pair.compare(ours, pair.oracle.decode(token))
 
@@ -178,10 +189,12 @@ def converse(name: str, setting: Setting, batch: int) -> list[Oracle]:
         evict_every=setting.evict_every,
         prefill_chunk=setting.chunk,
         page_size=setting.page_size,
+        kv=setting.kv,
     )
-    if not setting.native:
+    notes = Notes(engine) if setting.kv != "auto" else None
+    if notes is not None or not setting.native:
         engine.backends.cpu.switch_off()
-    pairs = [Pair(engine, name, setting) for _ in range(batch)]
+    pairs = [Pair(engine, name, setting, notes) for _ in range(batch)]
     seed = setting.seed
     for number, pair in enumerate(pairs):
         pair.prefill(
@@ -204,7 +217,9 @@ def converse(name: str, setting: Setting, batch: int) -> list[Oracle]:
     return [pair.oracle for pair in pairs]
 
 
-def compare_drawn(name: str, examples: int, batch: int, found: list[Oracle]) -> None:
+def compare_drawn(
+    name: str, examples: int, batch: int, found: list[Oracle], kv: str = "auto"
+) -> None:
     @settings(
         max_examples=examples,
         deadline=None,
@@ -213,7 +228,7 @@ def compare_drawn(name: str, examples: int, batch: int, found: list[Oracle]) -> 
         suppress_health_check=list(HealthCheck),
         phases=[Phase.generate],
     )
-    @given(drawn(name))
+    @given(drawn(name, kv))
     def run(setting: Setting) -> None:
         found.extend(converse(name, setting, batch))
 
@@ -246,3 +261,41 @@ def test_presets_follow_their_references_under_50_settings(
     found: list[Oracle] = []
     compare_drawn(name, 50, BATCH, found)
     report(record_property, name, found)
+
+
+# What a policy reads of entries: nothing, queries, attention added up, keys, values, both.
+READ = [
+    ("dbtrimkv", "int8"),
+    ("snapkv", "k8v4"),
+    ("h2o", "int4"),
+    ("keydiff", "int8"),
+    ("kv-val", "k8v4"),
+    ("lagkv", "int4"),
+]
+
+
+def follow_in_fewer_bits(
+    name: str, kv: str, examples: int, record_property: Callable[[str, object], None]
+) -> None:
+    """The oracle rounds keys and values by itself, and checks what the engine holds."""
+    found: list[Oracle] = []
+    compare_drawn(name, examples, 2, found, kv)
+    assert all(oracle.quantiser is not None and oracle.quantiser.rounded for oracle in found)
+    report(record_property, f"{name} {kv}", found)
+
+
+@pytest.mark.parametrize(("name", "kv"), READ)
+def test_presets_follow_their_references_in_fewer_bits(
+    name: str, kv: str, record_property: Callable[[str, object], None]
+) -> None:
+    follow_in_fewer_bits(name, kv, 2, record_property)
+
+
+@pytest.mark.drawn(reason="every preset in every form takes minutes")
+@pytest.mark.parametrize("kv", FORMS)
+# The reference of write gates reads keys as they were before they were stored.
+@pytest.mark.parametrize("name", [name for name in NAMES if "wgkv" not in name])
+def test_every_preset_follows_its_reference_in_every_form(
+    name: str, kv: str, record_property: Callable[[str, object], None]
+) -> None:
+    follow_in_fewer_bits(name, kv, 5, record_property)

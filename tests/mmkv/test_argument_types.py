@@ -56,7 +56,8 @@ CALLS: dict[str, Any] = {
     **{
         f"EngineConfig {name}": lambda value, name=name: mmkv.EngineConfig(**{name: value})
         for name in (
-            "model budget lookahead evict_every prefill_chunk page_size gates device dtype kv_limit"
+            "model budget lookahead evict_every prefill_chunk page_size gates device dtype kv "
+            "kv_limit"
         ).split()
     },
     "Budget.of": mmkv.Budget.of,

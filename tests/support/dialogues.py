@@ -21,6 +21,7 @@ from tests.support.factories import CHECKPOINTS, Piece, make_turn
 from tests.support.model_configs import Checkpoint
 from tests.support.oracle import Admitted, Oracle, Pruned, Retained
 from tests.support.sessions import save_checkpoint
+from tests.support.stored import Notes
 
 
 def _vl(group: int, kv_heads: int, head_dim: int) -> Checkpoint:
@@ -109,10 +110,15 @@ def prompt(model: str, *pieces: Piece, seed: int = 0) -> dict[str, Tensor]:
 
 
 def prefill_both(
-    session: CachedSequence, oracle: Oracle, inputs: dict[str, Tensor]
+    session: CachedSequence, oracle: Oracle, inputs: dict[str, Tensor], notes: Notes | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Logits of engine and oracle, whose retained sets agree after every chunk."""
+    """Logits of engine and oracle, whose retained sets agree after every chunk.
+
+    ``notes``: of an engine that rounds its entries.
+    """
     kept: list[Retained] = []
     ours = session.prefill(inputs, lambda done, total: kept.append(session.retained()))
+    if notes is not None:
+        notes.show_prefill(oracle)
     assert len(kept) == math.ceil(inputs["input_ids"].shape[1] / oracle.prefill_chunk)
     return ours, oracle.prefill(inputs, kept)

@@ -74,7 +74,7 @@ void attend_row(const struct cache *cache, int64_t row, const float *query, int6
     float scale = 1.0f / sqrtf((float)dim);
     for (int64_t at = 0; at < length; at += size) {
         int64_t count = length - at < size ? length - at : size;
-        const float *key = cache->keys + page[at / size] * size * dim;
+        const float *key = (const float *)cache->keys + page[at / size] * size * dim;
         for (int64_t g = 0; g < group; g++)
             dot_rows(key, count, dim, query + g * dim, scores + g * length + at);
     }
@@ -89,7 +89,7 @@ void attend_row(const struct cache *cache, int64_t row, const float *query, int6
         add_mass(cache, row, group, mass - 1, scores);
     for (int64_t at = 0; at < length; at += size) {
         int64_t count = length - at < size ? length - at : size;
-        const float *value = cache->values + page[at / size] * size * dim;
+        const float *value = (const float *)cache->values + page[at / size] * size * dim;
         for (int64_t g = 0; g < group; g++)
             mix_rows(value, scores + g * length + at, count, dim, out + g * dim);
     }

@@ -70,7 +70,16 @@ class Cache(Structure):
         *((name, c_void_p) for name in (*COLUMNS, "length", "table", "stack")),
         *(
             (name, c_int64)
-            for name in ("free", "rows", "width", "page_size", "head_dim", "state_size")
+            for name in (
+                "free",
+                "rows",
+                "width",
+                "page_size",
+                "head_dim",
+                "state_size",
+                "key_bits",
+                "value_bits",
+            )
         ),
     ]
 

@@ -6,10 +6,12 @@ import ctypes
 import weakref
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from engine.backends.cpu.binding import Cache
 from engine.cache import PagePool, RaggedCache
+from engine.cache.forms import Codec
 
 
 class CacheViews:
@@ -59,6 +61,8 @@ class CacheViews:
             page_size=pool.page_size,
             head_dim=pool.head_dim,
             state_size=pool.state_size,
+            key_bits=_bits(pool.form.key, pool.dtype),
+            value_bits=_bits(pool.form.value, pool.dtype),
         )
 
 
@@ -76,6 +80,10 @@ class BorrowedViews:
 
     def __exit__(self, *_: object) -> None:
         self._pool._free = self._views[0].free
+
+
+def _bits(codec: Codec, dtype: torch.dtype) -> int:
+    return codec.bits or 8 * dtype.itemsize
 
 
 def _differ(known: weakref.ref[Tensor], other: Tensor) -> bool:

@@ -38,13 +38,16 @@ struct model {
 
 /* The pool, and the rows of one sequence (row = layer * kv_heads + head). */
 struct cache {
-    float *keys, *values, *log_beta; /* [pages, P, D], [pages, P, D], [pages, P] */
+    void *keys, *values;               /* codes [pages, P, D]; two of 4 bits share a byte */
+    uint16_t *key_scale, *value_scale; /* float16 [pages, P, scales_of(bits)] */
+    float *log_beta;                   /* [pages, P] */
     int32_t *position;               /* [pages, P] */
     uint8_t *modality;               /* [pages, P] */
     float *state;                    /* [pages, P, state_size] */
     int64_t *length, *table;         /* [rows], [rows, width] */
     int64_t *stack;                  /* free page ids; the last `free` pushed are on top */
     int64_t free, rows, width, page_size, head_dim, state_size;
+    int64_t key_bits, value_bits; /* of a code: 32 (float), 16 (bfloat16), 8 or 4 */
 };
 
 /* One sequence's part of a step. */
@@ -104,6 +107,12 @@ struct eviction {
     const int64_t *first_row, *share, *floor;
     void *scratch;
 };
+
+/* Numbers beside the codes of one key or value: a scale, and a zero point for 4 bits. */
+static inline int64_t scales_of(int64_t bits)
+{
+    return bits == 4 ? 2 : bits == 8;
+}
 
 static inline int64_t pages_of(const struct cache *cache, int64_t length)
 {

@@ -33,15 +33,23 @@ void append_entry(struct cache *cache, int64_t position)
     }
 }
 
+/* Copy the `bytes` of one entry in a column. */
+static void copy(void *column, int64_t to, int64_t from, size_t bytes)
+{
+    memcpy((char *)column + (size_t)to * bytes, (char *)column + (size_t)from * bytes, bytes);
+}
+
 static void move(struct cache *cache, int64_t to, int64_t from)
 {
-    int64_t dim = cache->head_dim, state = cache->state_size;
-    memcpy(cache->keys + to * dim, cache->keys + from * dim, sizeof(float) * dim);
-    memcpy(cache->values + to * dim, cache->values + from * dim, sizeof(float) * dim);
+    size_t dim = (size_t)cache->head_dim;
+    copy(cache->keys, to, from, dim * (size_t)cache->key_bits / 8);
+    copy(cache->values, to, from, dim * (size_t)cache->value_bits / 8);
+    copy(cache->key_scale, to, from, sizeof(uint16_t) * (size_t)scales_of(cache->key_bits));
+    copy(cache->value_scale, to, from, sizeof(uint16_t) * (size_t)scales_of(cache->value_bits));
     cache->log_beta[to] = cache->log_beta[from];
     cache->position[to] = cache->position[from];
     cache->modality[to] = cache->modality[from];
-    memcpy(cache->state + to * state, cache->state + from * state, sizeof(float) * state);
+    copy(cache->state, to, from, sizeof(float) * (size_t)cache->state_size);
 }
 
 /* Drop victims from one row, given as ascending storage indices: holes are filled from the tail,

@@ -169,8 +169,8 @@ static void attend_head(const struct model *model, const struct layer *layer, st
         memcpy(mine->queries + ((row * group + i) * size + mine->position % size) * dim,
                query + i * dim, sizeof(float) * dim);
     int64_t slot = slot_of(cache, row, cache->length[row] - 1);
-    memcpy(cache->keys + slot * dim, key, sizeof(float) * dim);
-    memcpy(cache->values + slot * dim, value, sizeof(float) * dim);
+    memcpy((float *)cache->keys + slot * dim, key, sizeof(float) * dim);
+    memcpy((float *)cache->values + slot * dim, value, sizeof(float) * dim);
     attend_row(cache, row, query, group, me->step->mass, me->scores,
                of_batch_slot(me->mixed, batch_slot) + head * group * dim);
 }

@@ -168,7 +168,7 @@ static void attend(const struct cache *cache, const struct window *what, int64_t
     const int64_t *page = cache->table + row * cache->width;
     for (int64_t at = 0; at < length; at += size) {
         int64_t live = length - at < size ? length - at : size, slot = page[at / size] * size;
-        multiply(cache->keys + slot * dim, live, dim, turned, queries, score + at * queries);
+        multiply((const float *)cache->keys + slot * dim, live, dim, turned, queries, score + at * queries);
         for (int64_t i = 0; i < live; i++) {
             float *mine = score + (at + i) * queries;
             for (int64_t q = 0; what->logits && q < what->size; q++)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from engine.cache import Stored
 from engine.policies.base import Group
 from engine.query_window import join
 
@@ -38,7 +39,7 @@ class Rows:
 def attention_mass(
     query: Tensor,
     query_position: Tensor,
-    keys: Tensor,
+    keys: Tensor | Stored,
     position: Tensor,
     rows: Rows,
     scale: float,

@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from engine.backends.torch.worklist import LayerWork
+from engine.cache import Stored
 
 # Elements of one score block; longer query blocks are cut so that temporaries stay near 32 MiB.
 _BLOCK_ELEMENTS = 8 * 2**20
 
 
 def ragged_attention_reference(
-    query: Tensor, keys: Tensor, values: Tensor, work: LayerWork, scale: float
+    query: Tensor, keys: Tensor | Stored, values: Tensor | Stored, work: LayerWork, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Compute :func:`ragged_attention` the slow way: one row after the other, in float32."""
     out = torch.zeros(query.shape, dtype=torch.float32, device=query.device)
@@ -35,7 +36,7 @@ def ragged_attention_reference(
 
 
 def ragged_attention(
-    query: Tensor, keys: Tensor, values: Tensor, work: LayerWork, scale: float
+    query: Tensor, keys: Tensor | Stored, values: Tensor | Stored, work: LayerWork, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Attend from ``query`` to every live entry of each row, without causality.
 

@@ -54,10 +54,10 @@ class PrefillChunk:
         count = position.numel()
         self.past: list[LayerWork] | None = None
         self.length = cache.length[seq].clone()  # of what was retained before this chunk
-        self.paged = on_triton(cache.pool.keys)
+        self.paged = on_triton(cache.pool.keys) and cache.pool.form.plain
         if self.retained and not self.paged:
             self.past = build_worklist(
-                cache.length[ids], cache.table[ids], page_size, cache.pool.keys.dtype
+                cache.length[ids], cache.table[ids], page_size, cache.pool.dtype
             )
         self.slots = cache.append(ids, count)[0]
         self.table = cache.table[seq]
@@ -66,7 +66,7 @@ class PrefillChunk:
         self.now = None
         if any(window and window < self.seen for window in spec.sliding_window):
             self.now = build_worklist(
-                cache.length[ids], cache.table[ids], page_size, cache.pool.keys.dtype
+                cache.length[ids], cache.table[ids], page_size, cache.pool.dtype
             )
         # Until the pass is over, so that a chunk that fails has changed nothing.
         self._queries: list[Tensor] = []
@@ -84,8 +84,8 @@ class PrefillChunk:
         slot = self.slots[layer]
         if self._dropped is not None:
             slot = slot[:, ~self._dropped]
-        pool.keys.flatten(0, 1)[slot] = key
-        pool.values.flatten(0, 1)[slot] = value
+        key, value = pool.store(slot, key, value)
+        query = pool.form.rotate(query)
         if self.needs.queries:
             self._queries.append(query[:, -self.needs.queries :].clone())
         if self.needs.mass:
@@ -100,7 +100,6 @@ class PrefillChunk:
                 pool,
                 layer,
                 slot,
-                key,
                 grouped.unflatten(1, (spec.group, -1)),
                 self.position,
                 self.cache.length[self.seq, layer],
@@ -112,8 +111,8 @@ class PrefillChunk:
             out = windowed_attention(
                 grouped,
                 where,
-                pool.keys,
-                pool.values,
+                pool.stored_keys,
+                pool.stored_values,
                 pool.position,
                 self.now[layer],
                 scale,
@@ -124,7 +123,8 @@ class PrefillChunk:
             past = self._attend_to_past(layer, query, grouped, scale)
             if past is not None:
                 out, _ = merge(past, (out, lse))
-        return out.reshape(spec.num_heads, count, -1).transpose(0, 1).reshape(count, -1)
+        out = pool.form.rotate(out.reshape(spec.num_heads, count, -1))
+        return out.transpose(0, 1).reshape(count, -1)
 
     def _attend_to_past(
         self, layer: int, query: Tensor, grouped: Tensor, scale: float
@@ -141,7 +141,8 @@ class PrefillChunk:
                 query, pool.keys, pool.values, self.length[layer], self.table[layer], scale
             )
         assert self.past is not None
-        out, lse = ragged_attention(grouped, pool.keys, pool.values, self.past[layer], scale)
+        keys, values = pool.stored_keys, pool.stored_values
+        out, lse = ragged_attention(grouped, keys, values, self.past[layer], scale)
         return out.view(query.shape), lse.view(query.shape[:2])
 
     def prune(self, layer: int, hidden: Tensor) -> Tensor | None:
@@ -204,7 +205,7 @@ class PrefillChunk:
         mass = attention_mass(
             query.unflatten(0, (spec.num_kv_heads, spec.group)),
             position.expand(spec.num_kv_heads, -1),
-            cache.pool.keys.flatten(0, 1),
+            cache.pool.stored_keys.flatten(0, 1),
             cache.pool.position.view(-1),
             rows,
             spec.head_dim**-0.5,
@@ -240,10 +241,9 @@ class DecodeStep:
         pool.position.view(-1)[self.slots] = position.int()[:, None, None].expand_as(self.slots)
         pool.modality.view(-1)[self.slots.flatten()] = 0
         self.work = build_worklist(
-            cache.length[seqs], cache.table[seqs], pool.page_size, pool.keys.dtype
+            cache.length[seqs], cache.table[seqs], pool.page_size, pool.dtype
         )
         self._layer_slots = self.slots.transpose(0, 1).flatten(1).unbind(0)
-        self._keys, self._values = pool.keys.flatten(0, 1), pool.values.flatten(0, 1)
         self._queries: list[Tensor] = []
         self._mass: list[tuple[Tensor, Tensor]] = []
 
@@ -251,8 +251,8 @@ class DecodeStep:
         """See :class:`engine.model.decoder.StepAttention`."""
         spec, pool = self.spec, self.cache.pool
         slot = self._layer_slots[layer]
-        self._keys.index_copy_(0, slot, key.flatten(0, 1))
-        self._values.index_copy_(0, slot, value.flatten(0, 1))
+        pool.store(slot, key.flatten(0, 1), value.flatten(0, 1))
+        query = pool.form.rotate(query)
         if self.needs.queries:
             self._queries.append(query)
         if self.needs.mass:
@@ -264,16 +264,17 @@ class DecodeStep:
             out = windowed_attention(
                 grouped,
                 where.expand(-1, spec.group),
-                pool.keys,
-                pool.values,
+                pool.stored_keys,
+                pool.stored_values,
                 pool.position,
                 self.work[layer],
                 scale,
                 limit,
             )
         else:
-            out, _ = ragged_attention(grouped, pool.keys, pool.values, self.work[layer], scale)
-        return out.view(query.shape[0], -1)
+            keys, values = pool.stored_keys, pool.stored_values
+            out, _ = ragged_attention(grouped, keys, values, self.work[layer], scale)
+        return pool.form.rotate(out).view(query.shape[0], -1)
 
     def finish(self, log_beta: Tensor | None) -> None:
         """Store what the step has found beside keys and values.
@@ -298,7 +299,7 @@ class DecodeStep:
         mass = attention_mass(
             query.reshape(-1, spec.group, 1, spec.head_dim),
             self.position.repeat_interleave(spec.num_kv_heads)[:, None],
-            self._keys,
+            cache.pool.stored_keys.flatten(0, 1),
             cache.pool.position.view(-1),
             rows,
             spec.head_dim**-0.5,

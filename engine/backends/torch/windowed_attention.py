@@ -10,13 +10,14 @@ from torch import Tensor
 
 from engine.backends.torch.ragged_attention import amax_by_row
 from engine.backends.torch.worklist import LayerWork
+from engine.cache import Stored
 
 
 def windowed_attention(
     query: Tensor,
     query_position: Tensor,
-    keys: Tensor,
-    values: Tensor,
+    keys: Tensor | Stored,
+    values: Tensor | Stored,
     position: Tensor,
     work: LayerWork,
     scale: float,

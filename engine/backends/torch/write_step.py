@@ -49,7 +49,6 @@ class WriteStep:
         pool: PagePool,
         layer: int,
         slot: Tensor,
-        key: Tensor,
         query: Tensor,
         position: Tensor,
         length: Tensor,
@@ -58,36 +57,37 @@ class WriteStep:
         """Store log g of a chunk's entries of one layer and attend to what each token may see.
 
         Args:
-            slot: ``[H, C]`` flat slots of the chunk's entries, already filled; key: ``[H, C, D]``.
-            query: ``[H, G, C, D]``; position: ``[C]`` token indices.
+            slot: ``[H, C]`` flat slots of the chunk's entries, already filled.
+            query: ``[H, G, C, D]``, rotated where the pool's form is; position: ``[C]`` token
+                indices.
             length: ``[H]``, table: ``[H, W]`` of the layer's rows, the chunk included.
 
         Returns:
             ``[H, G, C, D]``.
         """
         state = pool.state.flatten(0, 1)
-        state[slot, 0] = self.log_g(layer, key.transpose(0, 1)).T
+        state[slot, 0] = self.log_g(layer, pool.keys_at(slot).transpose(0, 1)).T
         rows = Rows.of(length, table, pool.page_size)
         last = torch.iinfo(torch.int64).max
         at = pool.position.view(-1)[rows.slot].long().masked_fill(~rows.live, last)
         order = at.argsort(-1)
         slots = rows.slot.gather(-1, order)
         entries = SortedRows(
-            pool.keys.flatten(0, 1)[slots],
-            pool.values.flatten(0, 1)[slots],
+            pool.stored_keys.flatten(0, 1)[slots],
+            pool.stored_values.flatten(0, 1)[slots],
             at.gather(-1, order),
             state[slots, 0],
         )
         window, threshold = self.admission.window, self.admission.threshold
-        scale = key.shape[-1] ** -0.5
+        scale = query.shape[-1] ** -0.5
         return admitted_attention(query, position, entries, window, threshold, scale)
 
     def store(self, pool: PagePool, slots: Tensor) -> None:
         """Store log g of one new entry a row of B sequences: ``slots [B, L, H]``."""
-        keys, state = pool.keys.flatten(0, 1), pool.state.flatten(0, 1)
+        state = pool.state.flatten(0, 1)
         for layer in range(slots.shape[1]):
             where = slots[:, layer]
-            state[where, 0] = self.log_g(layer, keys[where])
+            state[where, 0] = self.log_g(layer, pool.keys_at(where))
 
 
 def admitting(policy: Policy, gates: object, spec: DecoderSpec) -> tuple[Policy, WriteGates]:

@@ -450,12 +450,19 @@ TYPES = (
     | dict.fromkeys(["log_beta", "pool_log_beta"], "*fp32")
     | {"pool_modality": "*u8", "pool_state": "*fp32"}
     | dict.fromkeys(["pool_keys", "pool_values"], "*bf16")
+    | dict.fromkeys(["pool_key_scale", "pool_value_scale"], "*fp16")
     | {"lookahead": "fp32"}
 )
 SIZES = {
     "PAGE": 16,
-    "DIM": 128,
-    "DIM_BLOCK": 128,
+    "KEY": 128,
+    "KEY_BLOCK": 128,
+    "VALUE": 128,
+    "VALUE_BLOCK": 128,
+    "KEY_SCALE": 0,
+    "KEY_SCALE_BLOCK": 1,
+    "VALUE_SCALE": 0,
+    "VALUE_SCALE_BLOCK": 1,
     "STATE": 0,
     "STATE_BLOCK": 1,
     "MOVES": 4,

@@ -371,6 +371,7 @@ def test_store_fits_a_hopper_sm(group: int, tmp_path: Path) -> None:
     types = dict.fromkeys(half, "*bf16")
     types |= dict.fromkeys(("slots", "position"), "*i64")
     types |= dict.fromkeys(("pool_log_beta", "pool_state", "weight", "bias"), "*fp32")
+    types |= dict.fromkeys(("pool_key_scale", "pool_value_scale"), "*fp16")
     types |= {"pool_position": "*i32", "pool_modality": "*u8", "eps": "fp32"}
     types |= dict.fromkeys(("qkv_row", "slots_row", "trunk_row"), "i32")
     constants = store_triton.sizes(group, 128, 512)

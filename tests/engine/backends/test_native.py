@@ -103,7 +103,7 @@ def content(cache: RaggedCache, columns: tuple[str, ...] = ("position", "modalit
     found = cache.pool.free_list().tolist()
     for seq in range(cache.length.shape[0]):
         held = cache.export(seq)
-        bits = {n: t.view(torch.int32) if t.is_floating_point() else t for n, t in held.items()}
+        bits = {n: t.view(torch.uint8) if t.is_floating_point() else t for n, t in held.items()}
         found += [cache._pages(seq).tolist(), *(bits[n].tolist() for n in ("length", *columns))]
     return found
 

@@ -8,5 +8,15 @@ from tests.support.oracle.admission import Admitted
 from tests.support.oracle.eviction import Eviction, Oracle, Retained
 from tests.support.oracle.methods import METHODS, log_score
 from tests.support.oracle.pruning import Pruned
+from tests.support.oracle.quantiser import Quantiser
 
-__all__ = ["METHODS", "Admitted", "Eviction", "Oracle", "Pruned", "Retained", "log_score"]
+__all__ = [
+    "METHODS",
+    "Admitted",
+    "Eviction",
+    "Oracle",
+    "Pruned",
+    "Quantiser",
+    "Retained",
+    "log_score",
+]

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tests.support.oracle.quantiser import Quantiser
+
 GateFunction = Callable[[int, Tensor], Tensor]
 
 
@@ -30,6 +32,7 @@ class Simulation:
         residual: per layer ``[T, d]``, what the next layer reads.
         new: tokens of the last pass. weights: per layer ``[Hq, new, T]``, the probabilities of
             the last pass, at the time of the pass.
+        quantiser: how new keys and values are rounded before anything reads them; None: not.
     """
 
     def __init__(self, hf: nn.Module, gate: GateFunction | None) -> None:
@@ -53,6 +56,7 @@ class Simulation:
         self.query = [empty.repeat_interleave(self.group, 0)] * self.layers
         self.residual = [torch.zeros(0, config.hidden_size)] * self.layers
         self.weights = [torch.zeros(0)] * self.layers
+        self.quantiser: Quantiser | None = None
 
     @property
     def rows(self) -> int:
@@ -156,6 +160,8 @@ class Simulation:
             value = value.transpose(0, 1)
             query, key = query.transpose(0, 1), key.transpose(0, 1)
             query, key = (t[0] for t in self.rotate(query[None], key[None], cos, sin))
+            if self.quantiser is not None:
+                key, value = self.quantiser.store(key, value)
             self.query[index] = torch.cat([self.query[index], query], 1)
             self.key[index] = torch.cat([self.key[index], key], 1)
             self.value[index] = torch.cat([self.value[index], value], 1)

@@ -45,7 +45,14 @@ def evict(
     """See ``evict``: 5 + TURNS launches, or 4 with a budget per row."""
     batch_slots, count = work.starts.shape
     width, page = rows.table.shape[-1], rows.page_size
-    capacity, dim = work.keys.shape[1], pool.keys.shape[-1]
+    capacity = work.keys.shape[1]
+    sizes = {
+        "KEY": pool.keys.shape[-1],
+        "VALUE": pool.values.shape[-1],
+        "KEY_SCALE": pool.key_scale.shape[-1],
+        "VALUE_SCALE": pool.value_scale.shape[-1],
+        "STATE": pool.state.shape[-1],
+    }
     block = triton.next_power_of_2(count)
     per_row = type(policy.allocation) is HeadAllocation
     plan_kernel[(batch_slots,)](
@@ -126,10 +133,8 @@ def evict(
         capacity,
         PER_ROW=per_row,
         PAGE=page,
-        DIM=dim,
-        DIM_BLOCK=triton.next_power_of_2(dim),
-        STATE=pool.state.shape[-1],
-        STATE_BLOCK=triton.next_power_of_2(max(pool.state.shape[-1], 1)),
+        **sizes,
+        **{f"{name}_BLOCK": triton.next_power_of_2(max(n, 1)) for name, n in sizes.items()},
         BLOCK=FILL_BLOCK,
         MOVES=MOVES,
         num_warps=FILL_WARPS,
@@ -215,6 +220,8 @@ def fill_kernel(
     table,
     pool_keys,
     pool_values,
+    pool_key_scale,
+    pool_value_scale,
     pool_log_beta,
     pool_position,
     pool_modality,
@@ -230,9 +237,15 @@ def fill_kernel(
     capacity,
     PER_ROW: tl.constexpr,
     PAGE: tl.constexpr,
-    DIM: tl.constexpr,
-    DIM_BLOCK: tl.constexpr,
+    KEY: tl.constexpr,
+    VALUE: tl.constexpr,
+    KEY_SCALE: tl.constexpr,
+    VALUE_SCALE: tl.constexpr,
     STATE: tl.constexpr,
+    KEY_BLOCK: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr,
+    KEY_SCALE_BLOCK: tl.constexpr,
+    VALUE_SCALE_BLOCK: tl.constexpr,
     STATE_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
     MOVES: tl.constexpr,
@@ -295,18 +308,30 @@ def fill_kernel(
         moving = nth < holes
         to = tl.load(pages + hole // PAGE, mask=moving, other=0) * PAGE + hole % PAGE
         at = tl.load(pages + mover // PAGE, mask=moving, other=0) * PAGE + mover % PAGE
-        feature = tl.arange(0, DIM_BLOCK)[None, :]
-        whole = moving[:, None] & (feature < DIM)
-        key = tl.load(pool_keys + at[:, None] * DIM + feature, mask=whole)
-        value = tl.load(pool_values + at[:, None] * DIM + feature, mask=whole)
+        feature = tl.arange(0, KEY_BLOCK)[None, :]
+        key_part = moving[:, None] & (feature < KEY)
+        key = tl.load(pool_keys + at[:, None] * KEY + feature, mask=key_part)
+        part = tl.arange(0, VALUE_BLOCK)[None, :]
+        value_part = moving[:, None] & (part < VALUE)
+        value = tl.load(pool_values + at[:, None] * VALUE + part, mask=value_part)
         log_beta = tl.load(pool_log_beta + at, mask=moving)
         position = tl.load(pool_position + at, mask=moving)
         modality = tl.load(pool_modality + at, mask=moving)
-        tl.store(pool_keys + to[:, None] * DIM + feature, key, mask=whole)
-        tl.store(pool_values + to[:, None] * DIM + feature, value, mask=whole)
+        tl.store(pool_keys + to[:, None] * KEY + feature, key, mask=key_part)
+        tl.store(pool_values + to[:, None] * VALUE + part, value, mask=value_part)
         tl.store(pool_log_beta + to, log_beta, mask=moving)
         tl.store(pool_position + to, position, mask=moving)
         tl.store(pool_modality + to, modality, mask=moving)
+        if KEY_SCALE > 0:
+            nth_scale = tl.arange(0, KEY_SCALE_BLOCK)[None, :]
+            there = moving[:, None] & (nth_scale < KEY_SCALE)
+            scale = tl.load(pool_key_scale + at[:, None] * KEY_SCALE + nth_scale, mask=there)
+            tl.store(pool_key_scale + to[:, None] * KEY_SCALE + nth_scale, scale, mask=there)
+        if VALUE_SCALE > 0:
+            nth_scale = tl.arange(0, VALUE_SCALE_BLOCK)[None, :]
+            there = moving[:, None] & (nth_scale < VALUE_SCALE)
+            scale = tl.load(pool_value_scale + at[:, None] * VALUE_SCALE + nth_scale, mask=there)
+            tl.store(pool_value_scale + to[:, None] * VALUE_SCALE + nth_scale, scale, mask=there)
         if STATE > 0:
             number = tl.arange(0, STATE_BLOCK)[None, :]
             kept = moving[:, None] & (number < STATE)

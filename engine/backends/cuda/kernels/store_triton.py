@@ -94,6 +94,8 @@ def store_kernel(
     position,
     pool_keys,
     pool_values,
+    pool_key_scale,
+    pool_value_scale,
     pool_log_beta,
     pool_position,
     pool_modality,

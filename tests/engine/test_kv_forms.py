@@ -1,0 +1,222 @@
+"""Keys and values in fewer bits: the rounding, and what engines and session files make of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from engine.cache import COLUMNS, Form
+from engine.cache.forms import FORMS, Codec, hadamard
+from engine.errors import PolicyError, SessionError
+from engine.sequence_file import _digest
+from tests.support.sessions import LATER, PICTURES, assert_same_rows, load, run, text_ids, turn
+
+ROUNDED = ("int8", "k8v4", "int4")
+FINITE = st.floats(-65504, 65504, width=32)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    vector=st.lists(FINITE, min_size=1, max_size=24).map(lambda x: x * 2),
+    power=st.integers(-8, 0),
+    bits=st.sampled_from([8, 4]),
+)
+def test_no_feature_is_off_by_more_than_half_a_step(
+    vector: list[float], power: int, bits: int
+) -> None:
+    codec, x = Codec(bits), torch.tensor(vector) * 10.0**power
+    codes, scales = codec.encode(x)
+    error = (codec.decode(codes, scales, torch.float32) - x).abs()
+    # Half a step, and what float32 itself rounds and loses near 0.
+    assert bool((error <= 0.5 * scales[0].float() + 4e-7 * x.abs().max() + 1e-37).all())
+    assert codes.nbytes == len(vector) * bits // 8
+    again = codec.encode(x)
+    assert torch.equal(again[0], codes) and torch.equal(again[1], scales)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("value", [0.0, 3.0, -3.0, 1e-9, -1e-9])
+def test_vectors_of_one_number(value: float, bits: int) -> None:
+    """There is no range to make a step of."""
+    x = torch.full((4,), value)
+    found = Codec(bits).decode(*Codec(bits).encode(x), torch.float32)
+    assert (found - x).abs().max() <= max(6e-8, 1e-3 * abs(value))
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("wrong", [torch.nan, torch.inf, -torch.inf, -1e8, 1e8])
+def test_what_is_not_finite_or_out_of_range_stays_no_number(wrong: float, bits: int) -> None:
+    x = torch.tensor([[1.0, wrong, 2.0, 3.0], [1.0, 2.0, 3.0, 4.0]])
+    found = Codec(bits).decode(*Codec(bits).encode(x), torch.float32)
+    assert not found[0].isfinite().any() and found[1].isfinite().all()
+
+
+@pytest.mark.parametrize("size", [1, 2, 32, 64, 128, 80, 96, 5])
+def test_the_rotation_is_orthonormal_and_its_own_inverse(size: int) -> None:
+    matrix = hadamard(torch.eye(size)).double()
+    assert torch.allclose(matrix @ matrix, torch.eye(size).double(), atol=1e-6)
+    assert torch.equal(matrix, matrix.T)
+    block = size & -size
+    assert int((matrix != 0).sum()) == size * block
+
+
+def test_codes_in_pairs_need_an_even_head_dim() -> None:
+    for name in ("k8v4", "int4"):
+        with pytest.raises(PolicyError, match=f"kv '{name}' .* head_dim is 5; choose int8"):
+            Form.of(name, torch.float32, 5)
+    assert Form.of("int8", torch.float32, 5).name == "int8"
+
+
+def test_bf16_is_the_plain_form_of_a_bfloat16_model() -> None:
+    assert Form.of("bf16", torch.bfloat16, 32).plain
+    assert not Form.of("bf16", torch.float32, 32).plain
+
+
+# Bytes of one entry with D = 32: codes and scales of both, log_beta, position, modality.
+BYTES = {"auto": 265, "bf16": 137, "int8": 77, "k8v4": 63, "int4": 49}
+
+
+@pytest.mark.parametrize("kv", FORMS)
+def test_memory_and_budgets_count_the_bytes_of_the_form(kv: str, folders: dict[str, Path]) -> None:
+    engine = load(folders["vl"], kv=kv, budget="12KiB", page_size=8)
+    pool = engine.cache.pool
+    assert pool.page_bytes == 8 * BYTES[kv]
+    session = engine.session()
+    session.prefill(PICTURES)
+    run(session, text_ids(45, 1))
+    memory = session.memory()
+    assert memory.kv_bytes == memory.pages * pool.kv_page_bytes
+    held = engine.cache._pages(session.seq)
+    assert sum(column[held].nbytes for column in pool.columns()) == memory.pages * pool.page_bytes
+    rows = engine.spec.rows
+    assert 12 * 1024 - rows * pool.page_bytes < memory.pages * pool.page_bytes <= 12 * 1024
+    assert session.entries == (12 * 1024 // pool.page_bytes) * 8 - rows * 7
+
+
+@pytest.mark.parametrize("kv", [name for name in FORMS if name != "auto"])
+def test_a_prompt_reads_what_decoding_reads(kv: str, folders: dict[str, Path]) -> None:
+    """In whichever pass an entry comes, all queries read it as it is stored."""
+    engine = load(folders["text"], kv=kv, policy="full", prefill_chunk=7)
+    tokens = text_ids(20, 3)
+    at_once, stepwise = engine.session(), engine.session()
+    logits = at_once.prefill({"input_ids": tokens[None]})
+    one = stepwise.prefill({"input_ids": tokens[None, :1]})
+    for token in tokens[1:].tolist():
+        one = stepwise.decode(token)
+    # A key between two steps may go to either side.
+    assert (logits - one).abs().max() < 0.02 * logits.abs().max()
+
+
+@pytest.mark.parametrize("kv", ROUNDED)
+def test_write_gates_work_in_fewer_bits(kv: str, folders: dict[str, Path]) -> None:
+    """Their prefill reads the chunk's own entries from the cache; so does decoding."""
+    engine = load(folders["text"], kv=kv, policy="wgkv:window=4,threshold=0.0", budget=1000)
+    plain = load(folders["text"], kv=kv, policy="full")
+    inputs = {"input_ids": text_ids(20, 3)[None]}
+    ours, theirs = engine.session().prefill(inputs), plain.session().prefill(inputs)
+    assert (ours - theirs).abs().max() < 0.02 * theirs.abs().max()
+
+
+@pytest.mark.parametrize("kv", ROUNDED)
+def test_forks_files_and_trims_change_no_code(
+    kv: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    engine = load(folders["vl"], kv=kv, policy="snapkv", budget=9)
+    session = engine.session()
+    session.prefill(PICTURES)
+    run(session, text_ids(9, 1))
+    session.set_budget(7)
+    before = engine.cache.export(session.seq)
+    fork = session.fork()
+    session.save(tmp_path / "session")
+    read, _ = engine.load_session(tmp_path / "session")
+    engine.session().prefill(LATER)
+    engine.trim()
+    for other in (session, fork, read):
+        now = engine.cache.export(other.seq)
+        assert list(now) == list(before)
+        assert all(torch.equal(now[name], before[name]) for name in before)
+    tails = []
+    for other in (session, fork, read):
+        tails.append(torch.cat([other.prefill(LATER)[None], run(other, text_ids(5, 2))]))
+        assert_same_rows(session, other)
+    assert torch.equal(tails[0], tails[1]) and torch.equal(tails[0], tails[2])
+
+
+def test_a_file_of_another_form_is_refused_by_name(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    one, other = load(folders["vl"], kv="int8"), load(folders["vl"])
+    session = one.session()
+    session.prefill(PICTURES)
+    session.save(tmp_path / "session")
+    with pytest.raises(SessionError, match="saved with kv int8, this engine has auto") as caught:
+        other.load_session(tmp_path / "session")
+    assert "\n" not in str(caught.value)
+    assert other.cache.pool.num_pages == other.cache.pool.free_pages
+
+
+def without_forms(path: Path) -> None:
+    """Make a session file what it was before there were forms."""
+    with safe_open(path, framework="pt") as file:
+        metadata, names = file.metadata(), file.keys()
+        tensors = {name: file.get_tensor(name) for name in names if "scale" not in name}
+    identity = json.loads(metadata["identity"])
+    del identity["kv"], metadata["digest"]
+    metadata["identity"] = json.dumps(identity)
+    metadata["digest"] = _digest(tensors, metadata)
+    save_file(tensors, path, metadata=metadata)
+
+
+def test_files_from_before_there_were_forms_load(folders: dict[str, Path], tmp_path: Path) -> None:
+    engine = load(folders["vl"])
+    session = engine.session()
+    session.prefill(PICTURES)
+    session.save(tmp_path / "session")
+    without_forms(tmp_path / "session")
+    read, _ = engine.load_session(tmp_path / "session")
+    assert_same_rows(session, read)
+    assert torch.equal(session.prefill(LATER), read.prefill(LATER))
+    with pytest.raises(SessionError, match="saved with kv auto, this engine has int4"):
+        load(folders["vl"], kv="int4").load_session(tmp_path / "session")
+
+
+def test_backends_say_that_they_cannot(folders: dict[str, Path]) -> None:
+    engine = load(folders["vl"], kv="int8")
+    assert engine.decode_path == "torch: kv 'int8'"
+    assert load(folders["vl"], kv="auto").decode_path == "native"
+
+
+def test_policies_read_the_model_s_keys_as_far_as_they_are_kept(
+    folders: dict[str, Path],
+) -> None:
+    """Rotated back, so that they stand beside those that were stored whole."""
+
+    def keys(kv: str) -> torch.Tensor:
+        engine = load(folders["text"], kv=kv, policy="keydiff", budget=1000)
+        session = engine.session()
+        session.prefill(turn(20))
+        first = session.view().row < engine.spec.num_kv_heads
+        return session.view().keys()[first]  # later layers read states that were rounded before
+
+    exact = keys("auto")
+    for name, most in (("int8", 0.02), ("k8v4", 0.02), ("int4", 0.2)):
+        error = (keys(name) - exact).norm(dim=-1) / exact.norm(dim=-1)
+        assert 0 < float(error.mean()) < most, name
+
+
+def test_every_column_has_a_place_in_a_file(folders: dict[str, Path]) -> None:
+    engine = load(folders["vl"], kv="k8v4")
+    session = engine.session()
+    session.prefill(turn(5))
+    exported = engine.cache.export(session.seq)
+    assert set(COLUMNS) < set(exported)
+    assert exported["keys"].dtype == torch.int8 and exported["values"].dtype == torch.uint8
+    assert exported["values"].shape[-1] * 2 == exported["keys"].shape[-1] == engine.spec.head_dim
