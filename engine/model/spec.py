@@ -151,6 +151,12 @@ class DecoderSpec:
         """Return the number of query heads that share one KV head."""
         return self.num_heads // self.num_kv_heads
 
+    def matrix_numbers(self, intermediate_size: int) -> int:
+        """Count the numbers of embedding and matrices of a SwiGLU model of these sizes."""
+        attention = 2 * (self.num_heads + self.num_kv_heads) * self.head_dim
+        layer = self.hidden_size * (attention + 3 * intermediate_size)
+        return self.vocab_size * self.hidden_size + self.num_layers * layer
+
     @classmethod
     def from_hf(cls, text_model: Any) -> DecoderSpec:
         """Read the sizes off a transformers text model (embed_tokens, layers, norm, rotary_emb).

@@ -7,6 +7,7 @@ names or shapes gives None, and the caller goes the long way, which knows every 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,6 +74,11 @@ class StoredTensors:
     def names(self) -> set[str]:
         """Return the names of all tensors."""
         return set(self._home)
+
+    @property
+    def numbers(self) -> int:
+        """Count the numbers of all tensors."""
+        return sum(math.prod(self.shape(name)) for name in self._home)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return a tensor's shape."""

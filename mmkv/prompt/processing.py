@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.errors import InputError, ModelError, first_line
+from engine.errors import InputError, MmkvError, ModelError, first_line
+from mmkv.prompt.picture_settings import require_settings
 from mmkv.prompt.template import ChatTemplate
 from mmkv.prompt.video import Clip
 
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 # Text put before a continuation and cut off again after tokenizing, so that a tokenizer that
 # treats the start of a text specially (SentencePiece adds a space) sees no start there.
 _ANCHOR = "a"
+_PICTURES, _VIDEOS = "preprocessor_config.json", "video_preprocessor_config.json"
+_BOTH = "processor_config.json"
 
 
 class Processor:
@@ -66,6 +69,12 @@ class Processor:
         except ValueError as error:  # e.g. a picture 1 pixel high and 1000 wide
             raise InputError(
                 f"the picture cannot be processed: {first_line(error)}; crop it"
+            ) from error
+        except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
+            raise ModelError(
+                "a value in the checkpoint's tokenizer or picture settings is wrong "
+                f"({type(error).__name__}: {first_line(error)}); check tokenizer_config.json and "
+                "preprocessor_config.json"
             ) from error
         if not continuing:
             return inputs
@@ -191,39 +200,51 @@ def load_processor(
     of any size. Raises ModelError when files are missing or damaged, InputError for pixel bounds
     that the model does not take.
     """
+    try:
+        return _load(name, min_pixels, max_pixels)
+    except MmkvError:
+        raise
+    # Damaged files surface as nearly anything, the tokenizers library's bare Exception among it.
+    except Exception as error:
+        raise ModelError(
+            f"cannot load the tokenizer and processor of {name}: {first_line(error)}; check that "
+            "tokenizer.json, tokenizer_config.json and preprocessor_config.json are complete"
+        ) from error
+
+
+def _load(name: str | Path, min_pixels: int | None, max_pixels: int | None) -> Processor:
     from transformers import AutoConfig, AutoTokenizer
 
     from engine.model.families import Qwen3VLFamily, find_for
 
-    try:
-        family = find_for(name)
-        config = AutoConfig.from_pretrained(name)
-        tokenizer = AutoTokenizer.from_pretrained(name)
-    except ModelError:
-        raise
-    # Damaged files surface as OSError, ValueError, KeyError or the tokenizers library's Exception.
-    except Exception as error:
-        raise ModelError(
-            f"cannot load the tokenizer of {name}: {first_line(error)}; "
-            "check that tokenizer.json and tokenizer_config.json are complete"
-        ) from error
+    family = find_for(name)
+    config = AutoConfig.from_pretrained(name)
+    tokenizer = AutoTokenizer.from_pretrained(name)
     if family is not None and issubclass(family, Qwen3VLFamily):
-        return _load_qwen(name, tokenizer, min_pixels, max_pixels)
+        return _load_qwen(name, tokenizer, config.vision_config, min_pixels, max_pixels)
     if min_pixels is not None or max_pixels is not None:
         raise InputError(
             "this model does not take pictures of any size; drop --min-pixels and --max-pixels"
         )
     if getattr(config, "vision_config", None) is None:
-        return Processor(tokenizer, ChatTemplate(tokenizer, tokenizer.chat_template, parts=False))
-    return _load_hub(name, tokenizer)
+        return Processor(
+            tokenizer, ChatTemplate(tokenizer, _template(name, tokenizer), parts=False)
+        )
+    return _load_hub(name, tokenizer, config)
 
 
 def _load_qwen(
-    name: str | Path, tokenizer: Any, min_pixels: int | None, max_pixels: int | None
+    name: str | Path,
+    tokenizer: Any,
+    vision: Any,
+    min_pixels: int | None,
+    max_pixels: int | None,
 ) -> QwenProcessor:
     from mmkv.prompt.qwen_vision import FRAME_END, FRAME_START, IMAGE, VIDEO, VideoRules
 
     image_processor = _load_image_processor(name)
+    if image_processor is not None:
+        require_settings(image_processor, _PICTURES, vision, pixels=True)
     size = None
     if min_pixels is not None or max_pixels is not None:
         if image_processor is None:
@@ -238,9 +259,10 @@ def _load_qwen(
                 f"min-pixels {size['shortest_edge']} and max-pixels {size['longest_edge']} leave "
                 "no size between them; give 0 < min <= max"
             )
-    config = _read_json(name, "video_preprocessor_config.json") or _read_json(
-        name, "processor_config.json"
-    ).get("video_processor", {})
+    config = _read_json(name, _VIDEOS) or _read_json(name, _BOTH).get("video_processor") or {}
+    if not isinstance(config, dict):
+        raise ModelError(f"{_BOTH}: video_processor is no object; get the original file")
+    require_settings(config, _VIDEOS, vision, pixels=True)
     placeholders = {
         "image": f"{FRAME_START}{IMAGE}{FRAME_END}",
         "video": f"{FRAME_START}{VIDEO}{FRAME_END}",
@@ -255,13 +277,18 @@ def _load_image_processor(name: str | Path) -> Any | None:
     # does not need torchvision in either version.
     from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
+    if not (_path(name, _PICTURES) or _read_json(name, _BOTH).get("image_processor")):
+        return None  # the model then takes text only
     try:
         return AutoImageProcessor.from_pretrained(name, backend="pil")
-    except (OSError, ValueError):  # no preprocessor file: the model then takes text only
-        return None
+    except Exception as error:
+        raise ModelError(
+            f"cannot read the picture settings in {_PICTURES} of {name} ({first_line(error)}); "
+            "get the original file, or remove it to use the model for text only"
+        ) from error
 
 
-def _load_hub(name: str | Path, tokenizer: Any) -> HubProcessor:
+def _load_hub(name: str | Path, tokenizer: Any, config: Any) -> HubProcessor:
     from transformers import AutoProcessor
 
     try:
@@ -270,6 +297,8 @@ def _load_hub(name: str | Path, tokenizer: Any) -> HubProcessor:
     # transformers raises RuntimeError; the rest of the processor works without it.
     except (ImportError, RuntimeError, ValueError, OSError) as error:
         processor = _without_video(name, tokenizer, error)
+    vision = config.vision_config
+    require_settings(processor.image_processor, _PICTURES, vision, pixels=False)
     template = _template(name, tokenizer) or getattr(processor, "chat_template", None)
     placeholders = {"image": processor.image_token + "\n"}
     return HubProcessor(processor, ChatTemplate(processor.tokenizer, template, True, placeholders))
@@ -279,14 +308,14 @@ def _without_video(name: str | Path, tokenizer: Any, cause: Exception) -> Any:
     """Assemble a transformers processor from its parts, leaving out the video processor."""
     import transformers
 
-    config = _read_json(name, "processor_config.json")
-    settings = _read_json(name, "preprocessor_config.json") | config
+    config = _read_json(name, _BOTH)
+    settings = _read_json(name, _PICTURES) | config
     base = getattr(transformers, str(settings.get("processor_class")), None)
     image_processor = _load_image_processor(name)
     if base is None or image_processor is None:
         raise ModelError(
             f"cannot load the picture processor of {name}: {first_line(cause)}; check "
-            "preprocessor_config.json and processor_config.json"
+            f"{_PICTURES} and {_BOTH}"
         ) from cause
 
     class PicturesOnly(base):  # type: ignore[misc, valid-type]
@@ -305,19 +334,35 @@ def _without_video(name: str | Path, tokenizer: Any, cause: Exception) -> Any:
 
 def _template(name: str | Path, tokenizer: Any) -> str | None:
     """Read the chat template: the tokenizer's, or that of the older separate file."""
-    if tokenizer.chat_template:
-        return tokenizer.chat_template
-    return _read_json(name, "chat_template.json").get("chat_template")
+    found = tokenizer.chat_template or _read_json(name, "chat_template.json").get("chat_template")
+    if isinstance(found, dict):  # several, by name
+        found = found.get("default")
+    if found is not None and not isinstance(found, str):
+        raise ModelError(f"the chat template of {name} is no text; get the original file")
+    return found or None
 
 
 def _read_json(name: str | Path, file: str) -> dict[str, Any]:
-    """Read the content of a JSON file of the checkpoint, {} when it has none."""
+    """Read the object in a JSON file of the checkpoint, {} when it has none."""
+    path = _path(name, file)
+    try:
+        found = json.loads(path.read_text(encoding="utf-8")) if path else {}
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(
+            f"cannot read {file} of {name}: {first_line(error)}; fetch it again"
+        ) from error
+    if not isinstance(found, dict):
+        raise ModelError(f"{file} of {name} holds no object; fetch it again")
+    return found
+
+
+def _path(name: str | Path, file: str) -> Path | None:
     from transformers.utils import cached_file
 
     try:
-        path = cached_file(str(name), file, _raise_exceptions_for_missing_entries=False)
-        return json.loads(Path(path).read_text(encoding="utf-8")) if path else {}
+        found = cached_file(str(name), file, _raise_exceptions_for_missing_entries=False)
     except (OSError, ValueError) as error:
         raise ModelError(
             f"cannot read {file} of {name}: {first_line(error)}; fetch it again"
         ) from error
+    return Path(found) if found else None

@@ -12,8 +12,8 @@ from PIL import Image
 
 from engine.model.gates import make_random_gates, save_gates
 from tests.conftest import make_spec
-from tests.mmkv.prompt.test_media import bomb
 from tests.support.chat_models import save_llama
+from tests.support.media import png_bomb
 
 if TYPE_CHECKING:
     from tests.support.cli_fixtures import Ran
@@ -60,7 +60,7 @@ def test_bad_input_gives_one_line_and_code_1(
     Image.effect_noise((64, 64), 50).save(good, "PNG")
     Path("corrupt.png").write_bytes(good.getvalue()[:700])
     Path("empty.png").touch()
-    Path("bomb.png").write_bytes(bomb())
+    Path("bomb.png").write_bytes(png_bomb())
     if "gates" in arguments:
         _save_gates_of_another_model(Path("gates"))
     ran = mmkv("chat", model, *arguments)

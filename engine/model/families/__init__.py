@@ -87,7 +87,7 @@ def family_for(config: Any) -> type[Family]:
     Raises:
         ModelError: naming the supported types, or the part of the model that is not supported.
     """
-    family = find(config.model_type)
+    family = find(str(config.model_type))
     if family is None:
         raise ModelError(
             f"model type {config.model_type!r} is not supported; mmkv runs {', '.join(names())}; "

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from engine.errors import InputError
+from engine.errors import InputError, ModelError
 from engine.model.families.deferred import DeferredModel
 
 TEXT, IMAGE, VIDEO = 0, 1, 2
@@ -418,6 +418,13 @@ def end_tokens(generation: Any, config: Any) -> tuple[int, ...]:
     """
     holders = (config, config.get_text_config())
     for ids in (generation, *(getattr(holder, "eos_token_id", None) for holder in holders)):
-        if ids is not None:
-            return tuple(int(i) for i in ids) if isinstance(ids, (list, tuple)) else (int(ids),)
+        if ids is None:
+            continue
+        found = tuple(ids) if isinstance(ids, (list, tuple)) else (ids,)
+        if not all(isinstance(each, int) and not isinstance(each, bool) for each in found):
+            raise ModelError(
+                f"eos_token_id is {ascii(ids)[:60]}, not token ids; check generation_config.json "
+                "and config.json"
+            )
+        return found
     return ()

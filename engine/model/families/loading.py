@@ -18,11 +18,12 @@ from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
 
 from engine import hub
-from engine.errors import ModelError
+from engine.errors import MmkvError, ModelError
 from engine.model.families import FAMILIES, Family, family_for, find_for
 from engine.model.families.base import end_tokens
 from engine.model.families.deferred import DeferredModel
 from engine.model.families.vision import build_vision, import_beside
+from engine.model.settings import require_sizes
 from engine.model.source import locate
 from engine.model.spec import DecoderSpec, RopeSpec
 from engine.model.stored import StoredTensors, files_of, read_text_weights
@@ -61,13 +62,26 @@ def load(
     Raises:
         ModelError: nothing there, unreadable or incomplete files, or an unsupported model.
     """
-    say = progress or (lambda _: None)
     name, where = str(path_or_hub_id), resolve_device(device)
     source = locate(name)
+    # A file with wrong values can make libraries raise nearly anything.
+    with _explaining(name, source):
+        return _load(name, source, dtype, where, progress or (lambda _: None), pictures)
+
+
+def _load(
+    name: str,
+    source: str,
+    dtype: str | torch.dtype,
+    where: torch.device,
+    say: Callable[[str], None],
+    pictures: bool,
+) -> tuple[Family, DecoderSpec, DecoderWeights]:
     local = Path(source).is_dir() or not hub.in_reach()
     say("reading the config")
-    config = _config(name, source, local)
+    config = _config(source, local)
     family_type = family_for(config)
+    require_sizes(config)
     precision = resolve_dtype(dtype, config, where)
     say("reading the weights")
     load_whole = functools.partial(_model, name, source, local, family_type)
@@ -76,11 +90,8 @@ def load(
         spec = DecoderSpec.from_config(
             text_config, lambda: RopeSpec.from_config(text_config, family_type.mrope_section)
         )
-        try:
-            with import_beside(family_type, config, pictures):
-                weights = _stored_weights(source, family_type, config, spec, precision, where)
-        except Exception as error:
-            raise _explained(name, source, error) from error
+        with import_beside(family_type, config, pictures):
+            weights = _stored_weights(source, family_type, config, spec, precision, where)
         if weights is not None:
             say("preparing the decoder")
             weights.require_finite(name)
@@ -88,8 +99,10 @@ def load(
                 config,
                 end_tokens(_generation_config(source).get("eos_token_id"), config),
                 spec.vocab_size,
-                functools.partial(
-                    build_vision, family_type, config, weights, precision, where, load_whole
+                _explaining(name, source)(
+                    functools.partial(
+                        build_vision, family_type, config, weights, precision, where, load_whole
+                    )
                 ),
             )
             return family_type(model), spec, weights
@@ -146,16 +159,11 @@ def resolve_dtype(dtype: str | torch.dtype, config: Any, device: torch.device) -
     return chosen
 
 
-def _config(name: str, source: str, local: bool) -> Any:
-    try:
-        find_for(source, local_files_only=local)
-        return transformers.AutoConfig.from_pretrained(
-            source, trust_remote_code=False, local_files_only=local
-        )
-    except ModelError:
-        raise
-    except Exception as error:
-        raise _explained(name, source, error) from error
+def _config(source: str, local: bool) -> Any:
+    find_for(source, local_files_only=local)
+    return transformers.AutoConfig.from_pretrained(
+        source, trust_remote_code=False, local_files_only=local
+    )
 
 
 def _stored_weights(
@@ -172,7 +180,14 @@ def _stored_weights(
     tied = bool(getattr(config, "tie_word_embeddings", False))
     text_config, places = config.get_text_config(), family_type.text_places
     stored = StoredTensors(files)
-    return read_text_weights(stored, text_config, spec, places, tied, dtype, device)
+    found = read_text_weights(stored, text_config, spec, places, tied, dtype, device)
+    if found is None and spec.matrix_numbers(text_config.intermediate_size) > 2 * stored.numbers:
+        # transformers would fill what is not there with random numbers, whatever its size.
+        raise ModelError(
+            f"config.json describes a text model of more numbers than the {stored.numbers:,} of "
+            f"the weight files in {source}; get the complete checkpoint"
+        )
+    return found
 
 
 def _generation_config(source: str) -> dict[str, Any]:
@@ -212,23 +227,20 @@ def _model(
     auto_class = getattr(transformers, family_type.auto_class)
     # With accelerate at hand the shards go straight to the GPU, else by way of the CPU.
     direct = device.type != "cpu" and importlib.util.find_spec("accelerate") is not None
-    try:
-        # A download of gigabytes keeps its progress bar.
-        with _quiet(bars=not local):
-            model, report = auto_class.from_pretrained(
-                source,
-                config=config,
-                dtype=dtype,
-                attn_implementation="sdpa",
-                output_loading_info=True,
-                # A pickle can run code when it is read.
-                use_safetensors=True,
-                trust_remote_code=False,
-                local_files_only=local,
-                device_map={"": device} if direct else None,
-            )
-    except Exception as error:
-        raise _explained(name, source, error) from error
+    # A download of gigabytes keeps its progress bar.
+    with _quiet(bars=not local):
+        model, report = auto_class.from_pretrained(
+            source,
+            config=config,
+            dtype=dtype,
+            attn_implementation="sdpa",
+            output_loading_info=True,
+            # A pickle can run code when it is read.
+            use_safetensors=True,
+            trust_remote_code=False,
+            local_files_only=local,
+            device_map={"": device} if direct else None,
+        )
     # transformers fills what is missing with random numbers and only warns.
     missing = sorted(report["missing_keys"])
     if missing:
@@ -238,10 +250,24 @@ def _model(
     return model.requires_grad_(False).eval().to(device)
 
 
+@contextmanager
+def _explaining(name: str, source: str) -> Iterator[None]:
+    """Raise a :class:`ModelError` of one line for whatever reading a checkpoint raises."""
+    try:
+        yield
+    except MmkvError:
+        raise
+    except Exception as error:
+        raise _explained(name, source, error) from error
+
+
 def _explained(name: str, source: str, error: Exception) -> Exception:
     """Convert an error of reading a checkpoint to a :class:`ModelError` of one line."""
     first = _first_sentence(str(error)) or type(error).__name__
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+    if isinstance(error, (ArithmeticError, AttributeError, LookupError, TypeError)):
+        first = f"a value in one of its files is wrong ({type(error).__name__}: {first})"
+    # torch raises a RuntimeError of its own on the CPU.
+    if isinstance(error, torch.OutOfMemoryError | MemoryError) or "allocate memory" in str(error):
         return ModelError(f"not enough memory for {name}; use a smaller model or dtype='bfloat16'")
     if isinstance(error, SafetensorError):
         return ModelError(

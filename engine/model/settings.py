@@ -1,0 +1,113 @@
+"""Check the values that a checkpoint's config names, before anything is built of them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from engine.errors import ModelError
+
+# From 1 to bounds well above any model: what is made of a larger one would fill the memory first.
+_TEXT = {
+    "vocab_size": 2**24,
+    "hidden_size": 2**20,
+    "intermediate_size": 2**22,
+    "num_hidden_layers": 2**12,
+    "num_attention_heads": 2**14,
+    "num_key_value_heads": 2**14,
+    "head_dim": 2**14,
+    "max_position_embeddings": 2**31,
+    "sliding_window": 2**31,
+}
+_VISION = {
+    "depth": 2**10,
+    "num_hidden_layers": 2**10,
+    "hidden_size": 2**16,
+    "out_hidden_size": 2**20,
+    "intermediate_size": 2**20,
+    "num_heads": 2**10,
+    "num_attention_heads": 2**10,
+    "num_channels": 2**6,
+    "in_channels": 2**6,
+    "in_chans": 2**6,
+    "image_size": 2**13,
+    "patch_size": 2**10,
+    "temporal_patch_size": 2**6,
+    "spatial_merge_size": 2**6,
+    "num_position_embeddings": 2**20,
+}
+
+
+def require_sizes(config: Any) -> None:
+    """Raise ModelError for sizes that are no whole numbers, below 1, or beyond any model."""
+    text = config.get_text_config()
+    _require(text, _TEXT, "")
+    vision = getattr(config, "vision_config", None)
+    if vision is not None:
+        _require(vision, _VISION, "vision_config.")
+        _require_vision_heads(vision)
+    heads = text.num_attention_heads
+    pairs = getattr(text, "num_key_value_heads", None) or heads
+    if heads % pairs:
+        raise _wrong("num_key_value_heads", pairs, f"a divisor of num_attention_heads ({heads})")
+    epsilon = getattr(text, "rms_norm_eps", 1e-6)
+    if not _real(epsilon) or not 0 <= epsilon <= 1:
+        raise _wrong("rms_norm_eps", epsilon, "a number from 0 to 1")
+    kinds = getattr(text, "layer_types", None)
+    if kinds is not None and (
+        not isinstance(kinds, (list, tuple)) or len(kinds) != text.num_hidden_layers
+    ):
+        raise _wrong("layer_types", kinds, f"a list of {text.num_hidden_layers} names")
+    _require_rope(text)
+
+
+def _require_vision_heads(vision: Any) -> None:
+    width = getattr(vision, "hidden_size", None)
+    for name in ("num_heads", "num_attention_heads"):
+        heads = getattr(vision, name, None)
+        # Rotary towers turn pairs of numbers by two axes each.
+        each = 4 if hasattr(vision, "spatial_merge_size") else 1
+        if heads is not None and width is not None and width % (each * heads):
+            raise _wrong(f"vision_config.{name}", heads, f"a divisor of {width // each}")
+
+
+def _require_rope(text: Any) -> None:
+    rope = getattr(text, "rope_parameters", None)
+    if not isinstance(rope, dict) or not isinstance(rope.get("rope_type"), str):
+        raise _wrong("rope_parameters", rope, "an object with a rope_type")
+    theta = rope.get("rope_theta", 1.0)
+    if not _real(theta) or not theta > 0:
+        raise _wrong("rope_parameters.rope_theta", theta, "a number above 0")
+    section = rope.get("mrope_section")
+    if section is not None and not (
+        isinstance(section, (list, tuple)) and all(_whole(n, 2**14) for n in section)
+    ):
+        raise _wrong("rope_parameters.mrope_section", section, "a list of three counts")
+
+
+def _require(config: Any, bounds: dict[str, int], where: str) -> None:
+    for name, most in bounds.items():
+        value = getattr(config, name, None)
+        if value is not None and not _whole(value, most):
+            raise _wrong(f"{where}{name}", value, f"a whole number from 1 to {most:,}")
+
+
+def _whole(value: Any, most: int) -> bool:
+    if isinstance(value, (list, tuple)):  # height and width
+        return len(value) == 2 and all(_whole(each, most) for each in value)
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= most
+
+
+def _real(value: Any) -> bool:
+    return (
+        isinstance(value, (int, float))
+        and not isinstance(value, bool)
+        and abs(value) < 1e300
+        and math.isfinite(value)
+    )
+
+
+def _wrong(name: str, value: Any, wanted: str) -> ModelError:
+    shown = repr(value)
+    shown = shown if len(shown) <= 60 else f"{shown[:60]}..."
+    return ModelError(f"config.json: {name} is {shown}, not {wanted}; get the complete checkpoint")
