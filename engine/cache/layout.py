@@ -65,6 +65,10 @@ class Layout:
         """Count the bytes of one page of a column."""
         return math.prod(self.shape(column)) * self.dtype_of(column).itemsize
 
+    def entry_bytes(self) -> int:
+        """Count the bytes of one entry in all columns."""
+        return sum(map(self.page_bytes, COLUMNS.values())) // self.page_size
+
     def _codec(self, column: Column) -> Codec:
         return self.form.value if column.values else self.form.key
 

@@ -31,13 +31,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--max-length", type=int, default=8192, help="longest dialogue, tokens")
     parser.add_argument(
-        "--method", action="append", required=True, metavar="[NAME=]POLICY[@N][:GATES,..]"
+        "--method", action="append", required=True, metavar="[NAME=]POLICY[@N][/KV][:GATES,..]"
     )
     parser.add_argument(
         "--fractions",
         nargs="+",
         default=list(FRACTIONS),
         help="budgets: shares of the context, or entries per layer and KV head such as 64",
+    )
+    parser.add_argument(
+        "--bytes",
+        action="store_true",
+        help="compare at equal bytes: a budget stands for those that its entries take in bfloat16",
     )
     parser.add_argument("--dialogues", type=int, default=120, help="dialogues of each data source")
     parser.add_argument(
@@ -53,7 +58,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with running(args, "eval.quality") as (path, journal):
         methods = tuple(Method.parse(text) for text in args.method)
         comparison = Comparison(
-            args.model, args.dtype, methods, tuple(args.fractions), args.max_length, args.device
+            args.model,
+            args.dtype,
+            methods,
+            tuple(args.fractions),
+            args.max_length,
+            args.device,
+            args.bytes,
         )
         pages = {}
         with ComparisonRuns(comparison, journal, args.workers) as runs:

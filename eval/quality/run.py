@@ -23,7 +23,9 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from engine.config import EngineConfig
+from engine.cache.forms import FORMS
+from engine.cache.layout import Layout
+from engine.config import KV_FORMS, EngineConfig
 from engine.errors import InputError
 from engine.model.gates import foreign_note, load_gates, load_write_gates, trained_age
 from engine.policies import Budget, Policy, make_policy
@@ -45,27 +47,33 @@ class Method:
     Attributes:
         name: its name in tables. lookahead: n of the retention score, None for the preset's.
         gates: gate folders, one per training seed; their runs are averaged.
+        kv: the form of the cache.
     """
 
     name: str
     policy: str
     lookahead: float | None
     gates: tuple[str, ...]
+    kv: str = "auto"
 
     @classmethod
     def parse(cls, text: str) -> Method:
-        """Parse ``[NAME=]POLICY[@LOOKAHEAD][:GATES[,GATES]]``.
+        """Parse ``[NAME=]POLICY[@LOOKAHEAD][/KV][:GATES[,GATES]]``.
 
         Parameters of the policy stand in square brackets, since gates follow the colon:
         ``snapkv[window=32,kernel=7]``. ``dbtrimkv+N`` is a policy, too.
 
         Raises:
-            InputError: for a lookahead that is no number, or brackets that do not close.
+            InputError: for a lookahead that is no number, a form of the cache that is not known,
+                or brackets that do not close.
         """
         outside, inside = _BRACKETS.sub("[]", text), "".join(_BRACKETS.findall(text))
         name, _, rest = outside.rpartition("=")
         label, _, gates = rest.partition(":")
-        policy, _, lookahead = label.partition("@")
+        asked, _, kv = label.partition("/")
+        policy, _, lookahead = asked.partition("@")
+        if kv and kv not in KV_FORMS:
+            raise InputError(f"--method {text!r}: {kv!r} is none of {', '.join(KV_FORMS)}")
         if not outside.count("[") == outside.count("]") == policy.endswith("[]"):
             raise InputError(
                 f"--method {text!r}: brackets hold the policy's parameters and stand behind its "
@@ -78,7 +86,8 @@ class Method:
             raise InputError(
                 f"--method {text!r}: lookahead {lookahead!r} is not a number; write POLICY@5:GATES"
             ) from None
-        return cls(name or label, policy, number, tuple(filter(None, gates.split(","))))
+        folders = tuple(filter(None, gates.split(",")))
+        return cls(name or label, policy, number, folders, kv or "auto")
 
 
 @dataclass(frozen=True)
@@ -88,12 +97,15 @@ class Cell:
     Attributes:
         gates: a folder, or None.
         budget: as :mod:`eval.budgets` writes it; None: none.
+        kv: the form of the cache; in_bytes: as of :class:`Comparison`.
     """
 
     policy: str
     lookahead: float | None
     gates: str | None
     budget: str | None
+    kv: str = "auto"
+    in_bytes: bool = False
 
     def key(self) -> str:
         """Return all that decides a run, the gates by their bytes."""
@@ -105,7 +117,9 @@ class Cell:
         # Runs from before there were other ages than equation 9's do not name theirs.
         newest = scoring.newest_age if isinstance(scoring, Retention) else 1
         age = "" if newest == 1 else f" age {newest}"
-        return f"{self.policy}@{self.lookahead}:{gates}{age} at {self.budget}"
+        form = "" if self.kv == "auto" else f" kv {self.kv}"
+        unit = " in bytes" if self.in_bytes else ""
+        return f"{self.policy}@{self.lookahead}:{gates}{age}{form} at {self.budget}{unit}"
 
     def made(self) -> Policy:
         """Make the policy. Raises PolicyError, GateError."""
@@ -113,10 +127,13 @@ class Cell:
         age = "paper" if self.gates is None else trained_age(self.gates)
         return make_policy(self.policy, lookahead, age)
 
-    def budget_for(self, tokens: int) -> Budget:
-        """Compute the budget for a dialogue of ``tokens``; no method knows it in advance."""
+    def budget_for(self, tokens: int, worth: float = 1) -> Budget:
+        """Compute the budget for a dialogue of ``tokens``; no method knows it in advance.
+
+        ``worth``: entries of this cell's cache that stand for one.
+        """
         written = self.budget or "1"
-        amount = float(Fraction(written))
+        amount = float(Fraction(written)) * worth
         return Budget.of(max(1.0, amount * tokens) if is_share(written) else amount)
 
     def engine(self, base: Runtime, model: str) -> Runtime:
@@ -135,7 +152,8 @@ class Cell:
         note = None if gates is None else foreign_note(gates, model)
         if note is not None:
             _say_once(f"{self.gates}: {note}")
-        return Runtime(base.family, base.spec, base.decoder.weights, gates, policy)
+        weights = base.decoder.weights
+        return Runtime(base.family, base.spec, weights, gates, policy, kv=self.kv)
 
 
 @functools.cache  # some programs build an engine for every budget of a method
@@ -164,6 +182,8 @@ class Comparison:
         budgets: as :mod:`eval.budgets` writes them.
         max_length: longest dialogue in tokens.
         device: ``cpu`` or ``cuda``.
+        in_bytes: a budget stands for the bytes that its entries take in bfloat16, so a cache that
+            holds fewer bits keeps more of them.
 
     Raises:
         InputError: a budget that cannot be read, or methods or budgets that nothing tells apart.
@@ -175,6 +195,7 @@ class Comparison:
     budgets: tuple[str, ...]
     max_length: int = 8192
     device: str = "cpu"
+    in_bytes: bool = False
 
     def described(self) -> str:
         """Return the model, by its bytes, and how it is run."""
@@ -218,7 +239,7 @@ class Comparison:
         found = {"full": [Cell("full", None, None, None)]}
         for method, budget in itertools.product(self.methods, self.budgets):
             found[f"{method.name} at {budget}"] = [
-                Cell(method.policy, method.lookahead, gates, budget)
+                Cell(method.policy, method.lookahead, gates, budget, method.kv, self.in_bytes)
                 for gates in method.gates or (None,)
             ]
         return found
@@ -264,14 +285,22 @@ class Reader:
         for cell in cells:
             alike.setdefault(_unbudgeted(cell), []).append(cell)
         for key, mine in alike.items():
-            budgets = [cell.budget_for(labels.numel()) for cell in mine]
-            made = read_at(self._engine(key), turn, labels, budgets, full, cuts)
+            engine = self._engine(key)
+            worth = bf16_worth(engine.cache.pool.layout) if key.in_bytes else 1
+            budgets = [cell.budget_for(labels.numel(), worth) for cell in mine]
+            made = read_at(engine, turn, labels, budgets, full, cuts)
             found.update(zip(mine, map(record, made), strict=True))
         return [found[cell] for cell in cells]
 
 
 def _unbudgeted(cell: Cell) -> Cell:
     return dataclasses.replace(cell, budget=None)
+
+
+def bf16_worth(layout: Layout) -> float:
+    """Return how many entries of a cache take the bytes of one in bfloat16, metadata included."""
+    half = dataclasses.replace(layout, form=FORMS["bf16"])
+    return half.entry_bytes() / layout.entry_bytes()
 
 
 def record(run: DialogueRun) -> Record:

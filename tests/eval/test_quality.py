@@ -163,6 +163,9 @@ def test_a_method_option_is_parsed() -> None:
     assert Method.parse("dbtrimkv@5:a,b") == Method("dbtrimkv@5", "dbtrimkv", 5.0, ("a", "b"))
     assert Method.parse("far=dbtrimkv@inf:a").lookahead == float("inf")
     assert Method.parse("snapkv") == Method("snapkv", "snapkv", None, ())
+    assert Method.parse("x=snapkv@2/int8:a") == Method("x", "snapkv", 2.0, ("a",), "int8")
+    with pytest.raises(InputError, match="'int3' is none of auto, bf16, int8, k8v4, int4"):
+        Method.parse("snapkv/int3")
     with pytest.raises(InputError, match="not a number"):
         Method.parse("dbtrimkv@two:a")
 
@@ -379,3 +382,19 @@ def test_a_journal_ignores_a_line_cut_off(tmp_path: Path) -> None:
 def test_a_method_without_its_gates_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match=r"write dbtrimkv:GATES"):
         main([MODEL, "--data", "scenes:dense", "--method", "dbtrimkv", "--output", str(tmp_path)])
+
+
+def test_at_equal_bytes_fewer_bits_keep_more_entries() -> None:
+    """At head_dim 32 an entry takes 137 bytes in bfloat16, 77 and 49 in codes."""
+    kinds = ("bf16", "int8", "int4")
+    methods = tuple(Method.parse(f"streamingllm/{kv}") for kv in kinds)
+    compared = Comparison(MODEL, "float32", methods, ("1/8",), in_bytes=True)
+    cells = [compared.cells()[f"streamingllm/{kv} at 1/8"][0] for kv in kinds]
+    assert len({cell.key() for cell in cells}) == 3
+    assert cells[1].key() == "streamingllm@None:none kv int8 at 1/8 in bytes"
+    reader = Reader(compared)
+    rows = reader.base.spec.rows
+    records = reader.read("scenes:dense", 0, cells)
+    tokens = records[0]["seen"] + 1  # the last one is predicted, not appended
+    for found, nbytes in zip(records, (137, 77, 49), strict=True):
+        assert found["entries"] == int(tokens * 137 / nbytes / 8 * rows)
