@@ -35,15 +35,14 @@ def choose(
         GateError, PolicyError.
     """
     require_named_gates(config, gates)
-    name, source = config.checkpoint(), config.gates
-    if source is None and (Path(name) / "gates" / "gates.safetensors").is_file():
-        source = Path(name) / "gates"
-    chosen, note = _named_policy(config), None
+    name, source = config.checkpoint(), named_gates(config)
+    chosen, note = named_policy(config), None
     if gates is None and source is not None:
         if chosen.gates == "write":
-            return chosen, load_write_gates(source, spec), None
-        gates = load_gates(source, spec)
-        chosen = _named_policy(config, trained_age(source))
+            gates = load_write_gates(source, spec)
+        else:
+            gates = load_gates(source, spec)
+            chosen = named_policy(config, trained_age(source))
         with contextlib.suppress(OSError):  # a model in memory has no file to compare with
             note = foreign_note(gates, name)
     if gates is None and chosen.gates:
@@ -58,13 +57,21 @@ def choose(
     return chosen, gates, note
 
 
+def named_gates(config: EngineConfig) -> str | Path | None:
+    """Return where the gates lie that ``config`` names, or else the checkpoint's own."""
+    own = Path(config.checkpoint()) / "gates"
+    if config.gates is None and (own / "gates.safetensors").is_file():
+        return own
+    return config.gates
+
+
 def require_named_gates(config: EngineConfig, gates: object = None) -> None:
     """Check, before anything is read, that a policy for write gates comes with some.
 
     Raises:
         GateError, PolicyError.
     """
-    chosen = _named_policy(config)
+    chosen = named_policy(config)
     check_named(chosen)
     if chosen.gates == "write" and config.gates is None and gates is None:
         raise GateError(
@@ -73,8 +80,8 @@ def require_named_gates(config: EngineConfig, gates: object = None) -> None:
         )
 
 
-def _named_policy(config: EngineConfig, age: Literal["paper", "released"] = "paper") -> Policy:
-    """The policy that ``config`` names or holds; ``age``: its gates'. Raises PolicyError."""
+def named_policy(config: EngineConfig, age: Literal["paper", "released"] = "paper") -> Policy:
+    """Return the policy that ``config`` names or holds; ``age``: its gates'. Raises PolicyError."""
     policy = config.policy
     if policy is None or isinstance(policy, str):
         return make_policy(policy or "dbtrimkv", config.lookahead, age)

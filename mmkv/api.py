@@ -24,8 +24,13 @@ from mmkv.sampling import Sampling
 from mmkv.scheduler.batch import answer_all
 from mmkv.scheduler.replies import Prompt, ReplyJob
 from mmkv.session import Session
+from mmkv.shipped import with_shipped_gates
 
 if TYPE_CHECKING:
+    from engine.model.families.base import Family
+    from engine.model.gates import Gates, WriteGates
+    from engine.model.spec import DecoderSpec
+    from engine.model.weights import DecoderWeights
     from mmkv.prompt.template import Message
 
 __all__ = ["Engine", "Session"]
@@ -70,9 +75,32 @@ class Engine(Runtime):
         max_pixels: int | None = None,
         pictures: bool = False,
     ) -> Self:
-        """Load what ``config`` names; see :meth:`from_pretrained`."""
+        """Load what ``config`` names; see :meth:`from_pretrained`.
+
+        A policy that reads gates takes those that ship for the checkpoint where none are named and
+        none lie in it (``policy_note`` says which).
+        """
+        config, note = with_shipped_gates(config)  # of a checkpoint that is here already
         engine = super().from_config(config, progress, pictures=pictures)
+        engine.policy_note = engine.policy_note or note
         engine._source, engine._pixels = config.checkpoint(), (min_pixels, max_pixels)
+        return engine
+
+    @classmethod
+    def from_parts(
+        cls,
+        config: EngineConfig,
+        family: Family,
+        spec: DecoderSpec,
+        weights: DecoderWeights,
+        gates: Gates | WriteGates | None = None,
+    ) -> Self:
+        """Run a model that is in memory already, with shipped gates as :meth:`from_config`."""
+        note = None
+        if gates is None:
+            config, note = with_shipped_gates(config)
+        engine = super().from_parts(config, family, spec, weights, gates)
+        engine.policy_note = engine.policy_note or note
         return engine
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import re
 import shutil
@@ -10,8 +11,10 @@ import tempfile
 import zipfile
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 from engine.errors import GateError, InputError, ModelError
+from engine.model.fingerprint import fingerprint
 
 BUNDLED_MODEL = "tiny-vlm"
 
@@ -84,6 +87,32 @@ def gates_source(name: str) -> str:
             f"that is at hand: {', '.join(sets) or 'none'}"
         )
     return str(sets[name])
+
+
+def gates_made_for(model: str) -> dict[Path, dict[str, Any]]:
+    """Return the gates at hand that were trained for a checkpoint: folder -> its ``gates.json``.
+
+    They hold the fingerprint of its weights. No torch is imported.
+
+    Args:
+        model: a folder, or a hub id; one whose files are not here has no gates.
+    """
+    found: dict[Path, dict[str, Any]] = {}
+    ours = None
+    for folder in bundled_gates().values():
+        try:
+            info = json.loads((folder / "gates.json").read_text(encoding="utf-8"))
+            theirs = info.get("base_fingerprint")
+        except (OSError, ValueError, AttributeError, RecursionError):
+            continue  # the loader says what is wrong with them, once they are named
+        if theirs is None:
+            continue
+        ours = ours or fingerprint(model)
+        if ours is None:
+            break
+        if theirs == ours:
+            found[folder] = info
+    return found
 
 
 def bundled_dialogues() -> Path:

@@ -15,6 +15,7 @@ from transformers import TrainingArguments
 
 from engine import hub
 from engine.errors import ModelError
+from engine.model.fingerprint import fingerprint
 from engine.model.gates import as_stored, save_gates
 from engine.runtime import Runtime
 from mmkv.measure.outputs import require_output
@@ -120,6 +121,7 @@ def distill(
         "base_sha256": before,
         "base_dtype": str(engine.dtype).removeprefix("torch."),
         "base_config_sha256": hub.config_digest(settings.model),
+        "base_fingerprint": fingerprint(settings.model),
         "trained": True,
         "settings": settings.described(),
         "data": list(data),

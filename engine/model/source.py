@@ -1,10 +1,14 @@
-"""Check the name of a checkpoint before anything heavy is imported."""
+"""Check the name of a checkpoint and find its files, before anything heavy is imported."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from pathlib import Path
 
 from engine.errors import ModelError
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
 def locate(name: str) -> str:
@@ -26,3 +30,31 @@ def locate(name: str) -> str:
     if name[0] in "./~" or name.count("/") > 1 or "\\" in name or name.endswith("/"):
         raise ModelError(f"no folder {name!r}; name a transformers checkpoint folder or a hub id")
     return name
+
+
+def checkpoint_file(source: str, name: str) -> Path | None:
+    """Return a file of a folder or of a hub id in the cache; None where there is none."""
+    folder = Path(source)
+    if not folder.is_dir():
+        from huggingface_hub import try_to_load_from_cache
+
+        found = try_to_load_from_cache(source, name)
+        return Path(found) if isinstance(found, str) else None
+    return folder / name if (folder / name).is_file() else None
+
+
+def files_of(find: Callable[[str], Path | None]) -> list[Path] | None:
+    """Return the safetensors files of a checkpoint, or None where it has none.
+
+    Args:
+        find: gives the path of a file of the checkpoint by its name, None where there is none.
+    """
+    single = find(SINGLE)
+    if single is not None:
+        return [single]
+    index = find(INDEX)
+    if index is None:
+        return None
+    shards = {str(name) for name in json.loads(index.read_text())["weight_map"].values()}
+    found = [find(name) for name in sorted(shards)]
+    return [path for path in found if path is not None] if all(found) else None

@@ -6,7 +6,6 @@ names or shapes gives None, and the caller goes the long way, which knows every 
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,7 +19,6 @@ from torch import Tensor
 from engine.model.spec import DecoderSpec
 from engine.model.weights import DecoderWeights, LayerWeights
 
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 _FLOATS = {"F16", "BF16", "F32", "F64"}
 # Buffers that older checkpoints hold and that follow from the config.
 _COMPUTED = ("rotary_emb.inv_freq",)
@@ -96,23 +94,6 @@ class StoredTensors:
         for name, part in zip(names, made.split(rows), strict=True):
             part.copy_(self._home[name].get_tensor(name))
         return made
-
-
-def files_of(find: Callable[[str], Path | None]) -> list[Path] | None:
-    """Return the safetensors files of a checkpoint, or None where it has none.
-
-    Args:
-        find: gives the path of a file of the checkpoint by its name, None where there is none.
-    """
-    single = find(SINGLE)
-    if single is not None:
-        return [single]
-    index = find(INDEX)
-    if index is None:
-        return None
-    shards = {str(name) for name in json.loads(index.read_text())["weight_map"].values()}
-    found = [find(name) for name in sorted(shards)]
-    return [path for path in found if path is not None] if all(found) else None
 
 
 @torch.no_grad()

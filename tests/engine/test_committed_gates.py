@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from engine.model.fingerprint import fingerprint
 from engine.model.gates import load_gates
 from engine.runtime import Runtime
 from mmkv.resources import bundled_model
@@ -72,3 +73,16 @@ def test_committed_gates_are_small_and_keep_what_decides_in_float32() -> None:
         for name, tensor in load_file(file).items():
             trunk = name.startswith("layers.") or ".linear1." in name
             assert tensor.dtype == (torch.float16 if trunk else torch.float32), (file, name)
+
+
+def test_all_name_the_weights_that_they_were_trained_for() -> None:
+    """The bundled model's fingerprint; SmolLM2's weights are not in the repository."""
+    ours = fingerprint(str(bundled_model()))
+    found: dict[str, set[str]] = {"tiny": set(), "smollm2": set()}
+    for file in [
+        *bundled_model().parent.glob("gates/*/gates.json"),
+        bundled_model() / "gates" / "gates.json",
+    ]:
+        info = json.loads(file.read_text())
+        found["smollm2" if "smollm2" in file.parent.name else "tiny"].add(info["base_fingerprint"])
+    assert found["tiny"] == {ours} and len(found["smollm2"]) == 1 and ours not in found["smollm2"]

@@ -10,7 +10,7 @@ import mpmath
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from engine.errors import GateError
@@ -296,9 +296,23 @@ def test_gates_of_another_checkpoint_of_the_same_shape_are_named(tmp_path: Path)
     assert Runtime.from_pretrained(str(model)).policy_note is None
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | {"note": "thinking"}))
-    note = Runtime.from_pretrained(str(model)).policy_note
-    assert note is not None and "assets/tiny-vlm" in note and str(model) in note
-    assert "\n" not in note
+    # The weights are the same; gates of before their fingerprints know the config's alone.
+    assert Runtime.from_pretrained(str(model)).policy_note is None
+    file = model / "gates" / "gates.json"
+    info = json.loads(file.read_text())
+    old = {name: value for name, value in info.items() if name != "base_fingerprint"}
+    file.write_text(json.dumps(old))
+    notes = [Runtime.from_pretrained(str(model)).policy_note]
+    shutil.copy(bundled_model() / "config.json", model)
+    assert Runtime.from_pretrained(str(model)).policy_note is None
+    file.write_text(json.dumps(info))
+    weights = load_file(model / "model.safetensors")
+    weights[min(weights)].view(-1)[0] += 1
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    notes.append(Runtime.from_pretrained(str(model)).policy_note)
+    for note, part in zip(notes, ("another config.json", "other weights"), strict=True):
+        assert note is not None and "assets/tiny-vlm" in note and str(model) in note
+        assert part in note and "\n" not in note
     # Gates that do not say what they were trained for, and models without gates, get no note.
     assert Runtime.from_pretrained(str(model), gates="random").policy_note is None
 

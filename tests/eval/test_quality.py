@@ -188,15 +188,15 @@ def test_gates_of_another_checkpoint_are_named_before_any_run(tmp_path: Path, ca
     gates = tmp_path / "gates"
     shutil.copytree(bundled_model() / "gates", gates)
     Reader(Comparison(MODEL, "float32", (Method.parse(f"dbtrimkv:{gates}"),), ("1/3", "1/8")))
-    assert "config.json" not in capsys.readouterr().err
+    assert "these gates" not in capsys.readouterr().err
     info = json.loads((gates / "gates.json").read_text())
-    (gates / "gates.json").write_text(json.dumps(info | {"base_config_sha256": "0" * 64}))
+    (gates / "gates.json").write_text(json.dumps(info | {"base_fingerprint": "0" * 64}))
     compared = Comparison(MODEL, "float32", (Method.parse(f"dbtrimkv:{gates}"),), ("1/3", "1/8"))
     base = Reader(compared).base
     for (cell,) in compared.cells().values():
         cell.engine(base, MODEL)
     printed = capsys.readouterr().err
-    assert printed.count("another config.json") == 1 and str(gates) in printed
+    assert printed.count("with other weights") == 1 and str(gates) in printed
 
 
 @pytest.mark.slow(reason="runs whole dialogues with the bundled model")

@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import TrainingArguments
 
 from engine.errors import InputError
+from engine.model.fingerprint import fingerprint
 from engine.model.gates import load_gates, make_random_gates
 from engine.runtime import Runtime
 from mmkv.data.sources import examples
@@ -88,6 +89,7 @@ def test_a_minute_of_distillation_beats_random_gates_and_recency(tmp_path: Path)
     assert kl["trained"] < 0.3 * min(others), kl
     config = (Path(MODEL) / "config.json").read_bytes()
     assert described["base_config_sha256"] == hashlib.sha256(config).hexdigest()
+    assert described["base_fingerprint"] == fingerprint(described["base_model"])
     assert described["base_sha256"] and (tmp_path / "curve.png").stat().st_size > 5000
     card = (tmp_path / "README.md").read_text()
     assert described["base_sha256"] in card and "scenes:sparse" in card

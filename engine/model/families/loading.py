@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import transformers
 from safetensors import SafetensorError
-from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
 
 from engine import hub
@@ -24,9 +23,9 @@ from engine.model.families.base import end_tokens
 from engine.model.families.deferred import DeferredModel
 from engine.model.families.vision import build_vision, import_beside
 from engine.model.settings import require_sizes
-from engine.model.source import locate
+from engine.model.source import checkpoint_file, files_of, locate
 from engine.model.spec import DecoderSpec, RopeSpec
-from engine.model.stored import StoredTensors, files_of, read_text_weights
+from engine.model.stored import StoredTensors, read_text_weights
 from engine.model.weights import DecoderWeights
 
 _DTYPES = {
@@ -174,7 +173,7 @@ def _stored_weights(
     dtype: torch.dtype,
     device: torch.device,
 ) -> DecoderWeights | None:
-    files = files_of(functools.partial(_file, source))
+    files = files_of(functools.partial(checkpoint_file, source))
     if files is None:
         return None
     tied = bool(getattr(config, "tie_word_embeddings", False))
@@ -192,27 +191,12 @@ def _stored_weights(
 
 def _generation_config(source: str) -> dict[str, Any]:
     """Return what ``generation_config.json`` says; without a readable one, nothing."""
-    path = _file(source, "generation_config.json")
+    path = checkpoint_file(source, "generation_config.json")
     try:
         found = {} if path is None else json.loads(path.read_text())
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
-
-
-def _file(source: str, name: str) -> Path | None:
-    """Return the path of a file of a folder or of a cached hub id; None: transformers is to ask."""
-    if Path(source).is_dir():
-        path = Path(source) / name
-        return path if path.is_file() else None
-    found = cached_file(
-        source,
-        name,
-        local_files_only=True,
-        _raise_exceptions_for_missing_entries=False,
-        _raise_exceptions_for_connection_errors=False,
-    )
-    return None if found is None else Path(found)
 
 
 def _model(

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from engine import hub
 from engine.errors import GateError, first_line
+from engine.model.fingerprint import fingerprint
 from engine.model.finite import find_not_finite
 from engine.model.gates.module import Gates, make_random_gates, tied_gates, tying_of
 from engine.model.gates.published import GATE_KEY, published_gates
@@ -166,19 +167,29 @@ def trained_age(source: str | Path) -> Literal["paper", "released"]:
 
 
 def foreign_note(gates: Gates | WriteGates, model: str) -> str | None:
-    """Return one line if the gates name a ``config.json`` that is not this checkpoint's, else None.
+    """Return one line if the gates say that they were trained for another checkpoint, else None.
 
-    Models of one shape (an Instruct and a Thinking one) load each other's gates, and the scores
-    would be noise. A note, not an error: a checkpoint saved again has another file, too.
+    They name a fingerprint of its weights; older files name its ``config.json`` alone. Models of
+    one shape (an Instruct and a Thinking one) load each other's gates, and the scores would be
+    noise. A note, not an error: a checkpoint in another dtype has another fingerprint, too.
 
     Args:
         model: the checkpoint's folder or hub id.
+
+    Raises:
+        OSError: there are no files to compare with.
     """
-    theirs = gates.info.get("base_config_sha256")
-    if theirs is None or theirs == hub.config_digest(model):
+    theirs = gates.info.get("base_fingerprint")
+    ours = None if theirs is None else fingerprint(model)
+    if ours is not None:
+        same, part = theirs == ours, "other weights"
+    else:
+        theirs, part = gates.info.get("base_config_sha256"), "another config.json"
+        same = theirs is None or theirs == hub.config_digest(model)
+    if same:
         return None
     return (
-        f"these gates were trained for a checkpoint with another config.json "
+        f"these gates were trained for a checkpoint with {part} "
         f"({gates.info.get('base_model', 'not named')}); if {model} is another model, their scores "
         "mean nothing for it: train gates for it with `python -m training.distill`"
     )

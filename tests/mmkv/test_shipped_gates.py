@@ -1,0 +1,90 @@
+"""Gates that ship for a checkpoint are found by its weights, where nothing else is named."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from engine.model.fingerprint import fingerprint
+from engine.model.gates import make_random_gates, make_random_write_gates, save_gates
+from engine.runtime import Runtime
+from mmkv import Engine
+from mmkv.resources import gates_made_for
+from tests.support.chat_models import save_qwen3_vl
+
+if TYPE_CHECKING:
+    from tests.support.cli_fixtures import Ran
+
+pytest_plugins = ("tests.support.cli_fixtures",)
+
+
+@pytest.fixture
+def shipped(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a folder of sets of gates, three of them for ``model``."""
+    folder, spec = tmp_path / "assets" / "gates", Runtime.from_pretrained(model, policy="full").spec
+    ours = {"base_model": "m", "base_fingerprint": fingerprint(model)}
+    retention, write = make_random_gates(spec), make_random_write_gates(spec)
+    for name, gates, facts in (
+        ("a-other", retention, {"base_fingerprint": "0" * 64, "settings": {"scope": "global"}}),
+        ("b-unknown", retention, {"settings": {"scope": "global"}}),
+        ("c-head", retention, ours | {"settings": {"scope": "head"}}),
+        ("d-global", retention, ours | {"settings": {"scope": "global"}}),
+        ("e-write", write, ours | {"settings": {"method": "wgkv"}}),
+    ):
+        save_gates(gates, folder / name, spec, None, **facts)
+    monkeypatch.setenv("MMKV_ASSETS", str(tmp_path / "assets"))
+    return folder
+
+
+def note(name: str) -> str:
+    return f"running with the gates {name}, which were trained for this checkpoint"
+
+
+def test_the_policy_decides_which_set_is_taken(model: str, shipped: Path) -> None:
+    assert [folder.name for folder in gates_made_for(model)] == ["c-head", "d-global", "e-write"]
+    for policy, name in ((None, "d-global"), ("trimkv", "c-head"), ("wgkv", "e-write")):
+        engine = Engine.from_pretrained(model, policy=policy)
+        assert engine.policy_note == note(name)
+        assert engine.policy.name == (policy or "dbtrimkv")
+        named = Engine.from_pretrained(model, policy=policy, gates=shipped / name)
+        assert engine.identity() == named.identity() and named.policy_note is None
+    assert Engine.from_pretrained(model, policy="snapkv").policy_note is None
+
+
+def test_what_is_named_or_lies_in_the_checkpoint_goes_before(
+    model: str, shipped: Path, tmp_path: Path
+) -> None:
+    assert Engine.from_pretrained(model, gates="random").policy_note is None
+    copied = shutil.copytree(model, tmp_path / "copy")
+    assert Engine.from_pretrained(copied).policy_note == note("d-global")
+    shutil.copytree(shipped / "c-head", copied / "gates")
+    assert Engine.from_pretrained(copied).policy_note is None
+
+
+def test_other_weights_of_the_same_shape_take_none(shipped: Path, tmp_path: Path) -> None:
+    other = str(save_qwen3_vl(tmp_path / "other", seed=1))
+    assert gates_made_for(other) == {}
+    engine = Engine.from_pretrained(other)
+    assert engine.policy.name == "streamingllm" and "no retention gates" in str(engine.policy_note)
+
+
+def test_the_engine_alone_takes_none(model: str, shipped: Path) -> None:
+    """Programs that measure build on it, and name their gates."""
+    assert Runtime.from_pretrained(model).policy.name == "streamingllm"
+
+
+def test_the_chat_says_which_it_took_and_warns_of_foreign_ones(
+    mmkv: Callable[..., Ran], model: str, shipped: Path
+) -> None:
+    few = ("-p", "hello", "--max-new-tokens", "2")
+    assert mmkv("chat", model, *few).err.count(note("d-global")) == 1
+    for name, policy in (("a-other", "dbtrimkv"), ("e-write", "wgkv")):
+        gates = shipped / name
+        info = (gates / "gates.json").read_text().replace(str(fingerprint(model)), "0" * 64)
+        (gates / "gates.json").write_text(info)
+        ran = mmkv("chat", model, *few, "--gates", str(gates), "--policy", policy)
+        assert ran.code == 0 and ran.err.count("with other weights") == 1
