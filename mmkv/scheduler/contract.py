@@ -50,6 +50,21 @@ class KeptSession(Protocol):
         ...
 
 
+class Spare(Protocol):
+    """A copy of a session that is kept while nobody needs its pages."""
+
+    def __hash__(self) -> int: ...
+
+    @property
+    def pages(self) -> int:
+        """Count the pages that it holds; they do not change."""
+        ...
+
+    def close(self) -> None:
+        """Return its pages."""
+        ...
+
+
 class Job(Protocol):
     """One request: a prompt for a session, and the reply to it."""
 
@@ -68,14 +83,23 @@ class Job(Protocol):
         """Whether the reply is complete."""
         ...
 
+    @property
+    def ready(self) -> bool:
+        """Whether the prompt can be read; asked before the first chunk, after :meth:`prepare`."""
+        ...
+
     def price(self) -> Price:
         """Return what the job may take, before anything is read. Raises MmkvError."""
+        ...
+
+    def prepare(self) -> None:
+        """Begin what goes before the first chunk; called once, when the pages are committed."""
         ...
 
     def advance(self) -> bool:
         """Read one chunk of the prompt; True when it is complete (and the first token drawn).
 
-        The first call also opens or wakes the session and prepares the prompt.
+        The first call may also open or wake the session and make the prompt.
         """
         ...
 

@@ -29,6 +29,11 @@ class UserQueues:
         """Put a request at the end of its user's queue."""
         self._queues.setdefault(ticket.user, deque()).append(ticket)
 
+    def push_first(self, ticket: Ticket) -> None:
+        """Put a request at the front of its user's queue, behind one that is being read."""
+        queue = self._queues.setdefault(ticket.user, deque())
+        queue.insert(int(bool(queue) and queue[0].state == "prefill"), ticket)
+
     def remove(self, ticket: Ticket) -> None:
         """Take a request out, wherever it stands."""
         queue = self._queues[ticket.user]
@@ -42,7 +47,8 @@ class UserQueues:
 
     def to_the_end(self, user: str) -> None:
         """Let all other users go first the next time."""
-        self._queues.move_to_end(user)
+        if user in self._queues:
+            self._queues.move_to_end(user)
 
 
 class DeficitRoundRobin:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from engine.errors import CapacityError, MmkvError, SessionError
-from mmkv.scheduler.contract import Executor, KeptSession, Price
+from mmkv.scheduler.contract import Executor, KeptSession, Price, Spare
 from mmkv.scheduler.fairness import DeficitRoundRobin, UserQueues
 from mmkv.scheduler.ledger import Ledger
 from mmkv.scheduler.residents import Residents
 from mmkv.scheduler.ticket import J, State, Ticket
+
+S = TypeVar("S", bound=Spare)
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,7 @@ class Scheduler:
         self.ledger = Ledger()
         self.residents = Residents(self.ledger, to_files)
         self.queues = UserQueues()
+        self.preparing: list[Ticket[Any]] = []
         self.decoding: list[Ticket[Any]] = []
         self._round_robin = DeficitRoundRobin(self.limits.quantum)
         self._busy: dict[KeptSession, Ticket[Any]] = {}
@@ -60,11 +63,20 @@ class Scheduler:
         self._impatient: Ticket[Any] | None = None
         self._submitted = 0
         self.turns, self.waiting = 0, 0
+        self._moved = False  # whether the next turn may admit what the latest one did not
 
     @property
     def running(self) -> int:
-        """Count the requests that are read or decoded."""
-        return len(self.queues) - self.waiting + len(self.decoding)
+        """Count the requests that are prepared, read or decoded."""
+        return len(self.queues) - self.waiting + len(self.preparing) + len(self.decoding)
+
+    @property
+    def blocked(self) -> bool:
+        """Whether a turn would do nothing until a request is ready, cancelled or submitted."""
+        reading = any(one.state == "prefill" for one in self.queues.heads())
+        asked = any(one.cancel_asked for one in self._open())
+        ready = any(one.job.ready for one in self.preparing)
+        return not (self._moved or reading or self.decoding or asked or ready)
 
     def submit(self, job: J, user: str = "") -> Ticket[J]:
         """Take on a request.
@@ -88,6 +100,7 @@ class Scheduler:
             )
         self._require_possible(job.price(), session)
         self._submitted += 1
+        self._moved = True
         ticket = Ticket(job, user, self._submitted, self.turns)
         self.queues.push(ticket)
         self.waiting += 1
@@ -99,41 +112,86 @@ class Scheduler:
     def turn(self) -> bool:
         """Read at most one chunk of a prompt, then decode once for all; whether work is left."""
         self.turns += 1
+        self._moved = False
         self._end_cancelled()
-        self._admit_all()
+        self.admit()
+        self._take_up_ready()
         read = self._read_chunk()
         self._end_cancelled()
         if self.decoding and (self.limits.interleave or not read):
             self._decode()
-        return bool(len(self.queues) or self.decoding)
+        return bool(len(self.queues) or self.preparing or self.decoding)
+
+    def keep_spare(
+        self, pages: int, make: Callable[[], S], dropped: Callable[[S], None], most: int | None
+    ) -> S | None:
+        """Keep a copy of a session for as long as nobody needs its pages.
+
+        Spares that were used longest ago give way to it.
+
+        Args:
+            pages: what it will hold; make: makes it, when there is room.
+            dropped: called with it once it has been closed to make room.
+            most: pages that all spares may hold together; None: no limit but the executor's.
+
+        Returns:
+            the spare, None where there is no room for it.
+        """
+        limit, residents = self.executor.limit(), self.residents
+        free = None if limit is None else limit - self.ledger.committed + residents.spare_pages
+        if pages > min((one for one in (free, most) if one is not None), default=pages):
+            return None
+        self._moved = True
+        while most is not None and residents.spare_pages + pages > most:
+            residents.drop_oldest_spare()
+        while limit is not None and self.ledger.committed + pages > limit:
+            residents.drop_oldest_spare()
+        spare = make()
+        residents.keep_spare(spare, lambda: dropped(spare))
+        return spare
 
     def hibernate(self, session: KeptSession) -> None:
         """Move an idle session to its file now. Raises SessionError."""
         self._require_idle(session)
         if session.resident:
+            self._moved = True
             self.residents.hibernate(session)
 
     def close_session(self, session: KeptSession) -> None:
         """Close an idle session. Raises SessionError."""
         self._require_idle(session)
+        self._moved = True
         session.close()
         self.residents.drop(session)
         self._sessions.discard(session)
 
     def close(self) -> None:
         """Cancel every request and close every session."""
-        for ticket in [*self.queues, *self.decoding]:
+        for ticket in self._open():
             ticket.cancel()
         self._end_cancelled()
         for session in list(self._sessions):
             self.close_session(session)
+        while self.residents.spares:
+            self.residents.drop_oldest_spare()
 
     def _end_cancelled(self) -> None:
-        for ticket in [*self.queues, *self.decoding]:
+        for ticket in self._open():
             if ticket.cancel_asked:
                 self._end(ticket, "cancelled")
 
-    def _admit_all(self) -> None:
+    def _open(self) -> list[Ticket[Any]]:
+        return [*self.queues, *self.preparing, *self.decoding]
+
+    def _take_up_ready(self) -> None:
+        """Let prompts that have become ready be read next among their users' requests."""
+        for ticket in [one for one in self.preparing if one.job.ready]:
+            self.preparing.remove(ticket)
+            self.queues.push_first(ticket)
+            ticket.state = "prefill"
+
+    def admit(self) -> None:
+        """Admit what has room, as each turn does, so that it does not stand in the queue."""
         refused: list[Ticket[Any]] = []
         for ticket in self.queues.heads():
             if self.running >= self.limits.running:
@@ -172,11 +230,21 @@ class Scheduler:
         if session is not None:
             self.residents.take(session)
         self.ledger.commit(_owner(ticket), price)
-        ticket.state = "prefill"
         self.waiting -= 1
+        self._moved = True
         if ticket is self._impatient:
             self._impatient = None
+        self._prepare(ticket)
         return True
+
+    def _prepare(self, ticket: Ticket[Any]) -> None:
+        """Let the job prepare; what takes longer does not hold up its user's other requests."""
+        ticket.state = "prefill"
+        ticket.job.prepare()
+        if not ticket.job.ready:
+            self.queues.remove(ticket)
+            self.preparing.append(ticket)
+            ticket.state = "preparing"
 
     def _require_possible(self, price: Price, session: KeptSession | None) -> None:
         """Refuse what would not fit if everything that ends had ended."""
@@ -243,14 +311,16 @@ class Scheduler:
     def _end(self, ticket: Ticket[Any], state: State, error: Exception | None = None) -> None:
         """Return what a request holds, and set its session to rest."""
         job = ticket.job
+        self._moved = True
         if ticket.state == "decode":
             self.decoding.remove(ticket)
             if state != "done":
                 job.interrupt()
             job.end()
         else:
-            self.queues.remove(ticket)
-            if ticket.state == "prefill":
+            held = self.preparing if ticket.state == "preparing" else self.queues
+            held.remove(ticket)
+            if ticket.state != "waiting":
                 job.roll_back()
         if ticket is self._impatient:
             self._impatient = None

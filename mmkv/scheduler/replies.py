@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from engine.errors import InputError, SessionError
 from engine.page_bound import Extent, lasting_bound, page_bound
@@ -57,6 +57,25 @@ def message(text: str | Sequence[dict[str, Any]], **more: Any) -> Callable[[Sess
     return prepare
 
 
+@dataclass
+class Growing:
+    """A reply that is being decoded; ``token`` is what its session does not hold yet."""
+
+    session: Session
+    writer: ReplyWriter
+    token: int
+
+
+@runtime_checkable
+class Replying(Protocol):
+    """A job that :class:`EngineExecutor` decodes."""
+
+    @property
+    def growing(self) -> Sequence[Growing]:
+        """Its replies; those whose writers have finished are left alone."""
+        ...
+
+
 class ReplyJob:
     """A prompt and the reply to it, in a session that is kept or one of its own.
 
@@ -97,7 +116,7 @@ class ReplyJob:
         self.reply: Reply | None = None
         self.writer: ReplyWriter | None = None
         self.live: Session | None = None
-        self.token: int | None = None
+        self.growing: list[Growing] = []
         self._before: Session | None = None  # for undo
         self._prompt: Prompt | None = None
         self._prefill: Prefill | None = None
@@ -116,6 +135,14 @@ class ReplyJob:
     def finished(self) -> bool:
         """See :class:`mmkv.scheduler.contract.Job`."""
         return self.writer is not None and self.writer.finish_reason is not None
+
+    @property
+    def ready(self) -> bool:
+        """See :class:`mmkv.scheduler.contract.Job`."""
+        return True
+
+    def prepare(self) -> None:
+        """Do nothing: the prompt is made with its first chunk."""
 
     def price(self) -> Price:
         """Bound the pages by the budget, and those of a session of its own by its tokens, too.
@@ -158,7 +185,8 @@ class ReplyJob:
         session._unfed, session.note, session.last = [], prompt.note, None
         session._turn_mark = object()  # a stream that was composed before this turn is out of date
         assert self._prefill.logits is not None
-        self.token = writer.advance(self._prefill.logits)
+        token = writer.advance(self._prefill.logits)
+        self.growing = [] if token is None else [Growing(session, writer, token)]
         return True
 
     def roll_back(self) -> None:
@@ -202,13 +230,6 @@ class ReplyJob:
             self.live._become(self._before)
             self._before = None
 
-    def has_room(self) -> bool:
-        """End the reply when no position is left, so that it does not stop the others."""
-        assert self.live is not None and self.writer is not None
-        if self.live.next_position >= self.engine.spec.max_position:
-            self.writer.finish("context")
-        return not self.finished
-
     def _begin(self) -> None:
         engine = self.engine
         self.live = engine.session(self.budget) if self._kept is None else self._kept.wake()
@@ -227,7 +248,7 @@ class ReplyJob:
 
 
 class EngineExecutor:
-    """Decodes :class:`ReplyJob` on one engine.
+    """Decodes the replies of jobs on one engine.
 
     Sessions that are open already are others', and may keep what they hold.
     """
@@ -243,14 +264,15 @@ class EngineExecutor:
 
     def step(self, jobs: Sequence[Job]) -> None:
         """See :class:`mmkv.scheduler.contract.Executor`."""
-        going = [job for job in jobs if isinstance(job, ReplyJob) and job.has_room()]
-        if not going:
+        growing = [one for job in jobs if isinstance(job, Replying) for one in job.growing]
+        for one in growing:
+            # A reply without a position left ends, so that it does not stop the others.
+            if one.session.next_position >= self.engine.spec.max_position:
+                one.writer.finish("context")
+        growing = [one for one in growing if one.writer.finish_reason is None]
+        if not growing:
             return
-        tokens = step(self.engine, [_going(job) for job in going])
-        for job, token in zip(going, tokens, strict=True):
-            job.token = token
-
-
-def _going(job: ReplyJob) -> tuple[Session, ReplyWriter, int]:
-    assert job.live is not None and job.writer is not None and job.token is not None
-    return job.live, job.writer, job.token
+        fed = [(one.session, one.writer, one.token) for one in growing]
+        for one, token in zip(growing, step(self.engine, fed), strict=True):
+            if token is not None:
+                one.token = token

@@ -6,7 +6,7 @@ from typing import Generic, Literal, TypeVar
 
 from mmkv.scheduler.contract import Job
 
-State = Literal["waiting", "prefill", "decode", "done", "cancelled", "failed"]
+State = Literal["waiting", "preparing", "prefill", "decode", "done", "cancelled", "failed"]
 J = TypeVar("J", bound=Job)
 
 
@@ -15,8 +15,8 @@ class Ticket(Generic[J]):
 
     Attributes:
         job: the request; user: whose it is.
-        state: ``waiting`` for room, in ``prefill`` or ``decode``, or over: ``done``,
-            ``cancelled``, ``failed``.
+        state: ``waiting`` for room, ``preparing`` what is not ready yet, in ``prefill`` or
+            ``decode``, or over: ``done``, ``cancelled``, ``failed``.
         error: why it failed.
         turn: the scheduler's turn in which it was submitted.
         overtaken: later requests that were admitted while there was no room for this one.

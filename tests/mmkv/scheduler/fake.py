@@ -100,6 +100,7 @@ class FakeJob:
         self.before: tuple[list[int], int] | None = None
         self.stopped = self.ended = False
         self.fails_at: int | None = None
+        self.prepared, self.missing = False, 0  # what has to come before it is ready
 
     @property
     def session(self) -> FakeSession | None:
@@ -113,6 +114,15 @@ class FakeJob:
     def finished(self) -> bool:
         return self.stopped or self.said >= self.reply
 
+    @property
+    def ready(self) -> bool:
+        assert self.prepared, "asked before it was told to prepare"
+        return not self.missing
+
+    def prepare(self) -> None:
+        assert not self.prepared
+        self.prepared = True
+
     def price(self) -> Price:
         snapshot = 0
         if self.kept is not None and len(self.prompt) > CHUNK:
@@ -124,6 +134,7 @@ class FakeJob:
         return Price(self.kept.bound + 1, CHUNK // PAGE, snapshot)
 
     def advance(self) -> bool:
+        assert self.ready
         if self.before is None:
             self.own.wake()
             self.before = self.own.state()
@@ -158,6 +169,17 @@ class FakeJob:
         self.ended = True
         if self.kept is None:
             self.own.close()
+
+
+class FakeSpare:
+    """A copy of so many pages."""
+
+    def __init__(self, pool: FakePool, pages: int) -> None:
+        self.pool, self.pages = pool, pages
+
+    def close(self) -> None:
+        self.pool.set(self, 0)
+        self.pages = 0
 
 
 class FakeExecutor:

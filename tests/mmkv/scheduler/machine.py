@@ -12,7 +12,7 @@ from collections import Counter
 
 from engine.errors import BudgetError, CapacityError, SessionError
 from mmkv.scheduler import Limits, Scheduler, Ticket
-from tests.mmkv.scheduler.fake import CHUNK, FakeExecutor, FakeJob, FakePool, FakeSession
+from tests.mmkv.scheduler.fake import CHUNK, FakeExecutor, FakeJob, FakePool, FakeSession, FakeSpare
 
 USERS = ("ann", "bob", "eve", "joe")
 LONGEST_PROMPT, LONGEST_REPLY = 5 * CHUNK, 9
@@ -41,6 +41,8 @@ class Machine:
         self.tickets: list[Ticket[FakeJob]] = []
         self.cancelled: dict[Ticket[FakeJob], int] = {}
         self.before: dict[Ticket[FakeJob], tuple[list[int], int]] = {}
+        self.spares: list[FakeSpare] = []
+        self.same_disks = True  # since the latest turn
         self.seen: Counter[str] = Counter()
         self.longest_wait = 0
 
@@ -55,18 +57,22 @@ class Machine:
             (self.hibernate, 1),
             (self.close, 1),
             (self.open, 2),
+            (self.prepare, 6),
+            (self.spare, 3),
+            (self.use_spare, 1),
         ]
         kinds, weights = zip(*doing, strict=True)
         for _ in range(operations):
             self.random.choices(kinds, weights)[0]()
             self.check()
         for _ in range(LONGEST_WAIT):
+            self.prepare()
             if not self.scheduler.turn():
                 break
             self.check()
         assert all(ticket.over for ticket in self.tickets), "a request is left"
         self.scheduler.close()
-        assert self.pool.held == {} and self.scheduler.ledger.committed == 0
+        assert self.pool.held == {} and not self.spares and self.scheduler.ledger.committed == 0
 
     def submit_new(self) -> None:
         job = FakeJob(self.pool, self.prompt(), self.reply(), bound=self.random.randint(1, 20))
@@ -83,6 +89,8 @@ class Machine:
 
     def submit(self, job: FakeJob) -> None:
         session = job.kept
+        if self.random.random() < 0.3:
+            job.missing = self.random.randint(1, 3)
         before = session.state() if session else ([], 0)
         try:
             # One user asks for as much as all others together.
@@ -114,13 +122,57 @@ class Machine:
             job = self.random.choice(going).job
             job.reply = job.said + 1
 
+    def prepare(self) -> None:
+        """Let all that is being prepared come nearer."""
+        for ticket in self.tickets:
+            if ticket.state == "preparing" and ticket.job.missing:
+                ticket.job.missing -= 1
+                self.seen["became ready"] += ticket.job.ready
+
+    def spare(self) -> None:
+        pages = self.random.randint(1, 6)
+
+        def make() -> FakeSpare:
+            spare = FakeSpare(self.pool, pages)
+            self.spares.append(spare)
+            return spare
+
+        def dropped(spare: FakeSpare) -> None:
+            assert spare not in self.pool.held
+            self.spares.remove(spare)
+
+        oldest, most = list(self.spares), self.random.choice((None, 8))
+        made = self.scheduler.keep_spare(pages, make, dropped, most)
+        if made is None:
+            self.seen["no room for a spare"] += 1
+            assert self.spares == oldest
+        else:
+            self.pool.set(made, pages)
+            self.seen["spares kept"] += 1
+            assert most is None or sum(one.pages for one in self.spares) <= most
+            left = len(self.spares) - 1
+            assert self.spares[:left] == oldest[len(oldest) - left :], "others than the oldest went"
+
+    def use_spare(self) -> None:
+        if self.spares:
+            spare = self.random.choice(self.spares)
+            self.scheduler.residents.used_spare(spare)
+            self.spares.remove(spare)
+            self.spares.append(spare)
+
     def turn(self) -> None:
+        blocked = self.scheduler.blocked and self.same_disks
+        self.same_disks = True
+        moved = Counter(one.state for one in self.tickets)
         reads = sum(one.job.read for one in self.tickets)
         steps = self.scheduler.executor.steps  # type: ignore[attr-defined]
         rest = self.scheduler.turn()
         assert self.scheduler.executor.steps <= steps + 1  # type: ignore[attr-defined]
         assert sum(one.job.read for one in self.tickets) <= reads + CHUNK
         assert rest == any(not ticket.over for ticket in self.tickets)
+        if blocked:
+            assert moved == Counter(one.state for one in self.tickets), "a blocked turn did work"
+            self.seen["blocked"] += rest
         for ticket in self.cancelled:
             self.cancelled[ticket] += 1
 
@@ -138,6 +190,7 @@ class Machine:
         if len(self.sessions) < 10:
             self.sessions.append(FakeSession(self.pool, self.random.randint(1, 6)))
         self.random.choice(self.sessions).disk_full = self.random.random() < 0.05
+        self.same_disks = False
 
     def try_on(self, session: FakeSession, what: str) -> bool:
         try:
@@ -157,6 +210,9 @@ class Machine:
         assert self.pool.limit is not None and committed <= self.pool.limit
         for owner, pages in self.pool.held.items():
             busy = [one for one in self.tickets if not one.over and owner in (one.job, one.job.own)]
+            if owner in self.spares:
+                assert self.scheduler.ledger.of(owner).steady == pages
+                continue
             assert busy or owner in self.sessions, "pages of nobody"
             if not busy:
                 assert pages <= self.scheduler.ledger.of(owner).steady
@@ -168,7 +224,7 @@ class Machine:
                 assert session not in self.pool.held
         for ticket in list(self.tickets):
             self.check_ticket(ticket)
-        going = [one for one in self.tickets if one.state in ("prefill", "decode")]
+        going = [one for one in self.tickets if one.state in ("preparing", "prefill", "decode")]
         assert len(going) == self.scheduler.running <= RUNNING
         waiting = [one for one in self.tickets if one.state == "waiting"]
         assert len(waiting) == self.scheduler.waiting <= WAITING
