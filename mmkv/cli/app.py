@@ -23,6 +23,7 @@ from mmkv.cli.bench import bench
 from mmkv.cli.config import ChatCommand, described
 from mmkv.cli.evaluate import evaluate
 from mmkv.cli.mmdu import app as mmdu
+from mmkv.cli.serve import serve
 
 app = typer.Typer(
     name="mmkv",
@@ -34,6 +35,7 @@ app = typer.Typer(
 app.add_typer(mmdu, name="mmdu")
 app.command(name="eval")(evaluate)
 app.command()(bench)
+app.command()(serve)
 
 # typer carries its own copy of click in some versions and uses the package in others; the class
 # that both derive usage mistakes from is the base of typer's own public one.

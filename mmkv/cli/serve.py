@@ -1,0 +1,142 @@
+"""``mmkv serve``: an OpenAI-compatible server."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from engine.budget import parse_bytes
+from engine.config import EngineConfig
+from engine.errors import BudgetError
+from mmkv.chat.options import UsageError
+from mmkv.cli import arguments
+
+if TYPE_CHECKING:
+    from mmkv.api import Engine
+
+_SERVER = "Server"
+# A chunk of a prompt holds up everyone's next token, so that it is shorter than for one user.
+CHUNK_ON_CPU = 256
+
+
+@arguments.engine_options()
+def serve(
+    context: typer.Context,
+    engine: EngineConfig,
+    host: Annotated[
+        str, typer.Option(help="Address to listen on.", rich_help_panel=_SERVER)
+    ] = "127.0.0.1",
+    port: Annotated[
+        int,
+        typer.Option(help="Port; 0 takes a free one.", min=0, max=65535, rich_help_panel=_SERVER),
+    ] = 8000,
+    memory: Annotated[
+        str,
+        typer.Option(
+            help="Most memory of the cache, all sessions together, for example 8GiB.",
+            rich_help_panel=_SERVER,
+        ),
+    ] = "1GiB",
+    snapshots: Annotated[
+        str | None,
+        typer.Option(
+            help="Most of it for copies by which chats resume (default: what is free).",
+            rich_help_panel=_SERVER,
+        ),
+    ] = None,
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(
+            envvar="MMKV_API_KEY",
+            help="Key that requests have to show. Repeatable.",
+            rich_help_panel=_SERVER,
+        ),
+    ] = None,
+    max_queue: Annotated[
+        int, typer.Option(help="Requests that may wait.", min=1, rich_help_panel=_SERVER)
+    ] = 64,
+    max_running: Annotated[
+        int, typer.Option(help="Requests served at a time.", min=1, rich_help_panel=_SERVER)
+    ] = 8,
+    max_per_key: Annotated[
+        int | None,
+        typer.Option(
+            help="Requests of one key or address at a time.", min=1, rich_help_panel=_SERVER
+        ),
+    ] = None,
+    max_tokens: Annotated[
+        int,
+        typer.Option(
+            help="Longest reply where a request names none.", min=1, rich_help_panel=_SERVER
+        ),
+    ] = 512,
+    max_body: Annotated[
+        str, typer.Option(help="Longest request.", rich_help_panel=_SERVER)
+    ] = "32MiB",
+    allowed_local_media_path: Annotated[
+        Path | None,
+        typer.Option(help="Folder that file: URLs may name.", rich_help_panel=_SERVER),
+    ] = None,
+    name: Annotated[
+        str | None,
+        typer.Option(
+            "--served-model-name", help="The model's name in requests.", rich_help_panel=_SERVER
+        ),
+    ] = None,
+    drain: Annotated[
+        float,
+        typer.Option(
+            help="Seconds that replies have to end after SIGTERM.", min=0, rich_help_panel=_SERVER
+        ),
+    ] = 30.0,
+    min_pixels: arguments.MinPixels = None,
+    max_pixels: arguments.MaxPixels = None,
+    quiet: arguments.Quiet = False,
+) -> None:
+    """Serve a model over HTTP, as OpenAI's API does."""
+    from mmkv.chat.options import ChatOptions
+    from mmkv.server.run import require_packages
+    from mmkv.server.run import serve as run
+    from mmkv.server.settings import Settings
+
+    require_packages()
+    limit, body = _bytes("--memory", memory), _bytes("--max-body", max_body)
+    copies = None if snapshots is None else _bytes("--snapshots", snapshots)
+    model = ChatOptions(engine).model
+    config = replace(engine, model=model, kv_limit=limit)
+    chosen = arguments.on_command_line(context, "prefill_chunk")
+    settings = Settings(
+        name=name or Path(model).name or model,
+        api_keys=tuple(api_key or ()),
+        max_queue=max_queue,
+        max_running=max_running,
+        max_per_key=max_per_key,
+        max_tokens=max_tokens,
+        body=body,
+        snapshot_bytes=copies,
+        media_folder=allowed_local_media_path,
+        drain=drain,
+    )
+    from mmkv.chat.display import Display
+    from mmkv.chat.run import load_engine
+
+    options = ChatOptions(config, min_pixels=min_pixels, max_pixels=max_pixels, quiet=quiet)
+    display = Display(options)
+
+    def load() -> Engine:
+        engine = load_engine(options, display)
+        if engine.device.type == "cpu" and not chosen:
+            engine.prefill_chunk = CHUNK_ON_CPU
+        return engine
+
+    run(load, settings, config.lookahead, host, port, display.note)
+
+
+def _bytes(option: str, text: str) -> int:
+    try:
+        return parse_bytes(text)
+    except BudgetError as error:
+        raise UsageError(f"{option}: {error}") from error

@@ -1,0 +1,126 @@
+"""A response that ends its work when the client goes away."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+from fastapi import Response
+from fastapi.responses import JSONResponse
+from starlette.types import Receive, Scope, Send
+
+from mmkv.server.errors import api_error
+
+_STREAM = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+
+
+class Answer(Response):
+    """Runs a request's work beside a task that waits for the client's end.
+
+    Args:
+        work: its JSON, or an iterator of a stream's events; cancelled when the client goes.
+        keep_alive: seconds without an event after which a stream sends a comment.
+    """
+
+    def __init__(
+        self,
+        work: Callable[[], Awaitable[dict[str, Any]]] | Callable[[], AsyncIterator[Any]],
+        stream: bool,
+        keep_alive: float,
+    ) -> None:
+        self._work, self._stream, self._keep_alive = work, stream, keep_alive
+        self.background = None
+        self.status_code = 200
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer over ASGI."""
+        working = asyncio.ensure_future(self._answer(scope, receive, send))
+        watching = asyncio.ensure_future(_gone(receive))
+        try:
+            await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
+            if not working.done():
+                return
+            with contextlib.suppress(OSError):  # the client went while the answer was written
+                await working
+        finally:
+            for task in (working, watching):
+                task.cancel()
+            await asyncio.gather(working, watching, return_exceptions=True)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._stream:
+            await self._send_stream(scope, receive, send)
+            return
+        try:
+            response: Response = JSONResponse(await self._work())  # type: ignore[misc]
+        except Exception as error:
+            response = error_response(error)
+        await response(scope, receive, send)
+
+    async def _send_stream(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send events; an error before the first one is an HTTP status, later an event."""
+        events: AsyncIterator[Any] = self._work()  # type: ignore[assignment]
+        started = False
+        try:
+            async with contextlib.aclosing(_with_comments(events, self._keep_alive)) as lines:  # type: ignore[type-var]
+                async for line in lines:
+                    if not started:
+                        await send(_start())
+                        started = True
+                    await send({"type": "http.response.body", "body": line, "more_body": True})
+        except Exception as error:
+            if isinstance(error, OSError):
+                raise
+            if not started:
+                await error_response(error)(scope, receive, send)
+                return
+            failed = event_line(api_error(error).body())
+            await send({"type": "http.response.body", "body": failed, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def error_response(error: Exception) -> JSONResponse:
+    """Return the answer to a request that failed."""
+    shown = api_error(error)
+    return JSONResponse(shown.body(), shown.status, shown.headers)
+
+
+def event_line(data: dict[str, Any] | str) -> bytes:
+    """Return a server-sent event."""
+    text = data if isinstance(data, str) else json.dumps(data, separators=(",", ":"))
+    return f"data: {text}\n\n".encode()
+
+
+def _start() -> dict[str, Any]:
+    headers = {"Content-Type": "text/event-stream; charset=utf-8"} | _STREAM
+    pairs = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
+    return {"type": "http.response.start", "status": 200, "headers": pairs}
+
+
+async def _with_comments(events: AsyncIterator[Any], every: float) -> AsyncIterator[bytes]:
+    """Yield events as lines, and a comment whenever none comes for ``every`` seconds."""
+    coming = asyncio.ensure_future(anext(events))
+    try:
+        while True:
+            await asyncio.wait({coming}, timeout=every)
+            if not coming.done():
+                yield b": keep-alive\n\n"
+                continue
+            try:
+                event = coming.result()
+            except StopAsyncIteration:
+                return
+            yield event_line(event)
+            coming = asyncio.ensure_future(anext(events))
+    finally:
+        coming.cancel()
+        await asyncio.gather(coming, return_exceptions=True)
+        await events.aclose()  # type: ignore[attr-defined]
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,168 @@
+"""The web application: routes, keys, limits, errors in OpenAI's shape."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import hmac
+from collections.abc import AsyncIterator
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+from starlette.exceptions import HTTPException
+
+from mmkv import __version__
+from mmkv.server.answer import Answer, error_response
+from mmkv.server.body import LimitBody
+from mmkv.server.chat import ChatCall
+from mmkv.server.errors import ApiError
+from mmkv.server.metrics import CONTENT_TYPE
+from mmkv.server.room import Caller, Room
+from mmkv.server.schema import ChatRequest, MmkvOptions
+
+
+def make_app(room: Room) -> FastAPI:
+    """Return the application; the worker has to run."""
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        yield
+        await room.media.aclose()
+        await asyncio.to_thread(room.worker.stop)
+
+    app = FastAPI(
+        title="mmkv",
+        version=__version__,
+        description="Vision-language decoding with a bounded KV cache; OpenAI-compatible.",
+        lifespan=lifespan,
+    )
+    app.state.room = room
+    app.add_middleware(LimitBody, most=room.settings.body)
+    app.add_exception_handler(ApiError, _on_error)
+    app.add_exception_handler(RequestValidationError, _on_invalid)
+    app.add_exception_handler(HTTPException, _on_http)
+    app.add_exception_handler(Exception, _on_error)
+    keyed = APIRouter(prefix="/v1", dependencies=[Depends(_Caller(room))])
+    _add_keyed(keyed, room)
+    app.include_router(keyed)
+    _add_open(app, room)
+    return app
+
+
+def _add_keyed(router: APIRouter, room: Room) -> None:
+    settings = room.settings
+
+    @router.post("/chat/completions", summary="Reply to a conversation")
+    async def chat(request: Request, body: ChatRequest) -> Response:
+        _take_header(request, body)
+        call = ChatCall(room, body, request.state.caller)
+        work: Any = call.stream if body.stream else call.whole
+        return Answer(work, bool(body.stream), settings.keep_alive)
+
+    @router.get("/models", summary="The model that is served")
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [_model(room)]}
+
+    @router.get("/models/{name:path}", summary="One model")
+    async def model(name: str) -> dict[str, Any]:
+        if name != settings.name:
+            raise ApiError(404, f"the model {name[:100]!r} is not served here", "model_not_found")
+        return _model(room)
+
+
+def _add_open(app: FastAPI, room: Room) -> None:
+    @app.get("/health", summary="Whether the engine runs")
+    async def health() -> Response:
+        alive = room.worker.is_alive()
+        state = {"status": "ok" if alive else "the engine has stopped"}
+        return JSONResponse(state, 200 if alive else 503)
+
+    @app.get("/metrics", summary="Numbers in Prometheus' format")
+    async def metrics() -> Response:
+        return Response(room.metrics.text(), media_type=CONTENT_TYPE)
+
+
+def _model(room: Room) -> dict[str, Any]:
+    facts = room.facts
+    own = {
+        "policy": facts.policy,
+        "budget": facts.budget.describe(),
+        "lookahead": facts.lookahead,
+        "images": facts.sees,
+        "videos": facts.watches,
+    }
+    return {
+        "id": room.settings.name,
+        "object": "model",
+        "created": room.started,
+        "owned_by": "mmkv",
+        "max_model_len": facts.context,
+        "mmkv": own,
+    }
+
+
+def _take_header(request: Request, body: ChatRequest) -> None:
+    """Let X-Mmkv-Resume say what ``mmkv.resume`` does not."""
+    given = request.headers.get("x-mmkv-resume")
+    if given is None:
+        return
+    if given not in ("auto", "never", "required"):
+        raise ApiError(
+            400, "X-Mmkv-Resume is auto, never or required", "invalid_value", "X-Mmkv-Resume"
+        )
+    body.mmkv = body.mmkv or MmkvOptions()
+    body.mmkv.resume = body.mmkv.resume or given  # type: ignore[assignment]
+
+
+class _Caller:
+    """Notes in ``request.state.caller`` who asks. Raises ApiError (401)."""
+
+    def __init__(self, room: Room) -> None:
+        self._known = [_digest(key) for key in room.settings.api_keys]
+
+    async def __call__(
+        self,
+        request: Request,
+        shown: Annotated[
+            HTTPAuthorizationCredentials | None, Depends(HTTPBearer(auto_error=False))
+        ],
+    ) -> None:
+        if not self._known:
+            address = request.client.host if request.client else ""
+            request.state.caller = Caller("", address)
+            return
+        given = _digest("" if shown is None else shown.credentials)
+        # All are compared, whichever fits, in a time that says nothing.
+        fits = [hmac.compare_digest(given, known) for known in self._known]
+        if not any(fits):
+            raise ApiError(
+                401, "no valid API key; send Authorization: Bearer KEY", "invalid_api_key"
+            )
+        request.state.caller = Caller(given.hex(), given.hex())
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
+
+
+async def _on_error(_: Request, error: Exception) -> Response:
+    return error_response(error)
+
+
+async def _on_invalid(_: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    place = ".".join(str(one) for one in first["loc"] if one != "body")
+    message = f"{place}: {first['msg']}" if place else str(first["msg"])
+    if first["type"] == "extra_forbidden":
+        message = f"{place} is not a known field; leave it out"
+    return error_response(ApiError(400, message[:500], "invalid_request", place[:200] or None))
+
+
+async def _on_http(_: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    return error_response(ApiError(error.status_code, str(error.detail)))

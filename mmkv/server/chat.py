@@ -1,0 +1,193 @@
+"""POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING, Any
+
+from engine.errors import MmkvError
+from mmkv.sampling import Sampling
+from mmkv.server import reply_json
+from mmkv.server.conversation import digest_of
+from mmkv.server.errors import ApiError
+from mmkv.server.reply_json import Head
+from mmkv.server.request_media import RequestMedia, source
+from mmkv.server.schema import (
+    ChatRequest,
+    budget_of,
+    conversation,
+    refuse_unsupported,
+    unsupported,
+)
+from mmkv.server.work import ChatWork
+from mmkv.server.worker import Admitted, Delta, Done, Failed, Request
+from mmkv.server.writer import Extras
+
+if TYPE_CHECKING:
+    from mmkv.server.room import Caller, Room
+    from mmkv.server.settings import Facts, Settings
+    from mmkv.server.spelling import Spelled
+
+MOST_STOPS = 16
+
+
+class ChatCall:
+    """One request to the chat endpoint.
+
+    Args:
+        caller: whose memory it may resume, and whose turn it takes; a request that names a
+            ``user`` takes that user's turn.
+
+    Raises:
+        ApiError: what can be said before the engine is asked.
+    """
+
+    def __init__(self, room: Room, request: ChatRequest, caller: Caller) -> None:
+        facts, settings = room.facts, room.settings
+        refuse_unsupported(request)
+        if request.model != settings.name:
+            raise ApiError(
+                404,
+                f"the model {request.model[:100]!r} is not served here; ask for {settings.name!r}",
+                "model_not_found",
+                "model",
+            )
+        _require_same(request, facts)
+        self.room, self.request, self.caller = room, request, caller
+        messages = conversation(request.messages, facts.sees, facts.watches)
+        room.media.check([source(part) for message in messages for part in message.media])
+        budget = budget_of(request.mmkv)
+        chosen = (budget or facts.budget).describe()
+        resume = None if request.mmkv is None else request.mmkv.resume
+        self.choices = request.n or 1
+        if self.choices > settings.max_choices:
+            raise ApiError(400, f"n is at most {settings.max_choices} here", "invalid_value", "n")
+        self._work = ChatWork(
+            messages,
+            digest_of([facts.root, chosen, caller.tenant, request.cache_salt]),
+            _sampling(request, settings, facts),
+            _extras(request, facts),
+            self.choices,
+            budget,
+            resume or "auto",
+            asked=resume is not None,
+        )
+        self.head = Head(f"chatcmpl-{secrets.token_hex(12)}", int(time.time()), settings.name)
+
+    async def whole(self) -> dict[str, Any]:
+        """Return the answer."""
+        texts = [""] * self.choices
+        reasons = [""] * self.choices
+        spelled: list[list[Spelled]] = [[] for _ in texts]
+        async for event in self._events():
+            if isinstance(event, Done):
+                said = spelled if self.request.logprobs else None
+                return reply_json.completion(self.head, texts, reasons, said, event.usage)
+            texts[event.index] += event.text
+            spelled[event.index] += event.spelled
+            reasons[event.index] = event.finish_reason or ""
+        raise AssertionError("a request ends with Done or an error")
+
+    async def stream(self) -> AsyncIterator[dict[str, Any] | str]:
+        """Yield the events of a stream."""
+        begun: set[int] = set()
+        options = self.request.stream_options
+        async for event in self._events():
+            if isinstance(event, Done):
+                if options is not None and options.include_usage:
+                    yield reply_json.usage_chunk(self.head, event.usage)
+                yield "[DONE]"
+                return
+            if event.index not in begun:
+                begun.add(event.index)
+                opening = {"role": "assistant", "content": "", "refusal": None}
+                yield reply_json.chunk(self.head, event.index, opening)
+            spelled = event.spelled if self.request.logprobs else None
+            if event.text or event.spelled:
+                delta = {"content": event.text}
+                yield reply_json.chunk(self.head, event.index, delta, None, spelled)
+            if event.finish_reason is not None:
+                yield reply_json.chunk(self.head, event.index, {}, event.finish_reason)
+
+    async def _events(self) -> AsyncIterator[Delta | Done]:
+        """Run the request; whoever stops listening cancels it."""
+        asked = self.request
+        user = f"{self.caller.name} {asked.user or asked.safety_identifier or ''}"
+        with self.room.entered(self.caller):
+            request = await self.room.worker.submit(self._work, user)
+            try:
+                while True:
+                    event = await request.events.get()
+                    if isinstance(event, Failed):
+                        raise event.error
+                    if isinstance(event, Admitted):
+                        await self._supply(request)
+                        continue
+                    yield event
+                    if isinstance(event, Done):
+                        return
+            finally:
+                request.cancel()
+
+    async def _supply(self, request: Request) -> None:
+        """Fetch and decode the media that the engine wants, now that their pages are committed."""
+        media = RequestMedia(self.room.media)
+        named = await media.named(self._work.messages)
+        held = await request.on_engine(lambda job: job.resume_from(named))
+        contents = await media.contents(named[held:])
+        await request.on_engine(lambda job: job.supply(contents))
+
+
+def _require_same(request: ChatRequest, facts: Facts) -> None:
+    """Refuse what a server cannot change from request to request. Raises ApiError."""
+    options = request.mmkv
+    for name in ("policy", "lookahead") if options is not None else ():
+        wanted, there = getattr(options, name), getattr(facts, name)
+        if wanted is not None and wanted != there:
+            raise unsupported(
+                f"mmkv.{name}", f"this server runs with {name} {there}; start another for {wanted}"
+            )
+
+
+def _sampling(request: ChatRequest, settings: Settings, facts: Facts) -> Sampling:
+    most = request.max_completion_tokens or request.max_tokens or settings.max_tokens
+    stop = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop or ())
+    if len(stop) > MOST_STOPS:
+        raise ApiError(400, f"there are at most {MOST_STOPS} stop texts", "invalid_value", "stop")
+    if most > facts.context:
+        raise ApiError(
+            400,
+            f"max_tokens is {most:,}, the model's context has {facts.context:,} positions",
+            "context_length_exceeded",
+            "max_tokens",
+        )
+    try:
+        return Sampling(
+            max_new_tokens=most,
+            temperature=1.0 if request.temperature is None else request.temperature,
+            top_p=1.0 if request.top_p is None else request.top_p,
+            top_k=request.top_k or 0,
+            seed=None if request.seed is None else request.seed % 2**63,
+            stop=stop,
+        )
+    except MmkvError as error:
+        raise ApiError(400, str(error), "invalid_value") from error
+
+
+def _extras(request: ChatRequest, facts: Facts) -> Extras:
+    bias = {}
+    for text, value in (request.logit_bias or {}).items():
+        if not (text.isascii() and text.isdecimal() and int(text) < facts.vocabulary):
+            raise ApiError(
+                400,
+                f"logit_bias names {text[:20]!r}; token ids are below {facts.vocabulary}",
+                "invalid_value",
+                "logit_bias",
+            )
+        bias[int(text)] = value
+    if request.top_logprobs is not None and not request.logprobs:
+        raise ApiError(400, "top_logprobs needs logprobs", "invalid_value", "top_logprobs")
+    top = (request.top_logprobs or 0) if request.logprobs else None
+    return Extras(top, bias, request.presence_penalty or 0.0, request.frequency_penalty or 0.0)

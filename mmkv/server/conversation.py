@@ -1,0 +1,83 @@
+"""Conversations as requests name them, and the keys by which their memories are found again."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Kind = Literal["text", "image", "video"]
+
+
+@dataclass(frozen=True)
+class Part:
+    """A text, or a picture or video by its URL.
+
+    Attributes:
+        digest: of a picture's or video's bytes; None until they are known.
+        options: how a video is sampled.
+    """
+
+    kind: Kind
+    text: str = ""
+    url: str = field(default="", repr=False)
+    digest: str | None = None
+    options: tuple[tuple[str, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class Message:
+    """One message; neighbouring texts are one part."""
+
+    role: str
+    parts: tuple[Part, ...]
+
+    @property
+    def media(self) -> list[Part]:
+        """Return its pictures and videos."""
+        return [part for part in self.parts if part.kind != "text"]
+
+    def for_template(self) -> dict[str, Any]:
+        """Return it as chat templates take it, pictures and videos as bare placeholders."""
+        texts = {"type": "text"}
+        parts = [
+            {**texts, "text": part.text} if part.kind == "text" else {"type": part.kind}
+            for part in self.parts
+        ]
+        return {"role": self.role, "content": parts}
+
+
+def reply_message(text: str) -> Message:
+    """Return a reply as the message that a client sends back."""
+    return Message("assistant", (Part("text", text),) if text else ())
+
+
+def chain(root: str, messages: Sequence[Message]) -> list[str]:
+    """Return a key per message: a hash of it, all before it, and ``root``.
+
+    Args:
+        root: what else the memory of a conversation depends on.
+        messages: with the digests of their media.
+    """
+    keys = []
+    for message in messages:
+        root = link(root, message)
+        keys.append(root)
+    return keys
+
+
+def link(before: str, message: Message) -> str:
+    """Return the key of ``message`` after the one with key ``before``."""
+    parts = [
+        ["text", part.text] if part.kind == "text" else [part.kind, part.digest, part.options]
+        for part in message.parts
+    ]
+    assert all(part.digest is not None for part in message.media)
+    return digest_of([before, message.role, parts])
+
+
+def digest_of(value: Any) -> str:
+    """Return SHA-256 of a value that JSON can write."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()

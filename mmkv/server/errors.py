@@ -1,0 +1,73 @@
+"""Errors as OpenAI's API words them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from engine.errors import CapacityError, ContextError, MmkvError, SessionError
+
+RETRY_AFTER = 1  # seconds
+
+
+class ApiError(Exception):
+    """What a request is answered with when it fails.
+
+    Attributes:
+        status: the HTTP status; code, param: as in OpenAI's error object.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        code: str | None = None,
+        param: str | None = None,
+        **extra: Any,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.code, self.param, self.extra = status, code, param, extra
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Return the headers that belong to the status."""
+        if self.status == 401:
+            return {"WWW-Authenticate": "Bearer"}
+        return {"Retry-After": str(RETRY_AFTER)} if self.status in (429, 503) else {}
+
+    def body(self) -> dict[str, Any]:
+        """Return the error object."""
+        error = {
+            "message": str(self),
+            "type": _TYPES.get(self.status, "invalid_request_error"),
+            "param": self.param,
+            "code": self.code,
+        }
+        return {"error": error | self.extra}
+
+
+_TYPES = {
+    401: "authentication_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "overloaded_error",
+}
+
+
+def api_error(error: Exception) -> ApiError:
+    """Return what a request that met ``error`` is answered with."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, CapacityError):
+        numbers = {"needed": error.needed, "committed": error.committed, "limit": error.limit}
+        final = error.unit == "pages" and error.final
+        code = "too_large_for_memory" if final else "no_room"
+        return ApiError(400 if final else 503, str(error), code, None, unit=error.unit, **numbers)
+    if isinstance(error, ContextError):
+        return ApiError(400, str(error), "context_length_exceeded", "messages")
+    if isinstance(error, SessionError):
+        return ApiError(409, str(error), "conflict")
+    if isinstance(error, MmkvError):  # those of mmkv.server.media say their status
+        status, code = getattr(error, "status", 400), getattr(error, "code", "invalid_value")
+        return ApiError(status, str(error), code)
+    return ApiError(500, "the server met an error of its own; its log has the details", "internal")

@@ -1,0 +1,324 @@
+"""A chat request as the scheduler's job: a conversation, and one or more replies to it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from engine.page_bound import lasting_bound, page_bound
+from engine.sequence import MODALITIES, Memory
+from mmkv.scheduler.contract import Price
+from mmkv.scheduler.replies import Growing
+from mmkv.server.conversation import Message, chain, link, reply_message
+from mmkv.server.errors import ApiError
+from mmkv.server.prompts import Segment, segments
+from mmkv.server.work import Usage
+from mmkv.server.writer import ScoredWriter
+
+if TYPE_CHECKING:
+    from engine.prefill import Prefill
+    from mmkv.api import Engine
+    from mmkv.server.snapshots import Snapshots
+    from mmkv.server.work import ChatWork
+    from mmkv.session import Session
+
+
+@dataclass
+class Choice:
+    """One finished reply."""
+
+    text: str
+    tokens: int
+    finish_reason: str
+    memory: Memory | None
+
+
+class ChatJob:
+    """Reads a conversation, from a snapshot on where there is one, and replies.
+
+    The cache is cut back at the end of each message, so that a snapshot holds what a fresh run
+    would hold there.
+
+    Args:
+        chunk: tokens in a chunk.
+        admitted: called when the pages are committed and media are wanted: :meth:`resume_from`,
+            then :meth:`supply` have to be called.
+
+    Attributes:
+        held: messages that were resumed; resumed: their tokens.
+        prompt_tokens: of the whole conversation.
+        choices: when the job has ended.
+    """
+
+    session = None  # the job's sessions are its own
+
+    def __init__(
+        self,
+        engine: Engine,
+        work: ChatWork,
+        snapshots: Snapshots,
+        chunk: int,
+        admitted: Callable[[], None],
+    ) -> None:
+        self.engine, self.work, self.snapshots, self.chunk = engine, work, snapshots, chunk
+        self.budget = engine._checked(work.budget)
+        self._admitted = admitted
+        self._keys: list[str] = []
+        self.live: Session | None = None
+        self.held, self.resumed, self.prompt_tokens = 0, 0, 0
+        self.prefilled = 0
+        self._replied = False
+        self._seen = [0] * len(MODALITIES)
+        self._media: list[Any] | None = None
+        self._segments: list[Segment] | None = None
+        self._prefill: Prefill | None = None
+        self.growing: list[Growing] = []
+        self.writers: list[ScoredWriter] = []
+        self.choices: list[Choice] = []
+        self._gone_before = dict.fromkeys(MODALITIES, 0)
+        self._dropped = False
+
+    @property
+    def next_chunk(self) -> int:
+        """See :class:`mmkv.scheduler.contract.Job`."""
+        return self.chunk if self._prefill is None else self._prefill.next_chunk
+
+    @property
+    def ready(self) -> bool:
+        """See :class:`mmkv.scheduler.contract.Job`."""
+        return self._media is not None
+
+    @property
+    def finished(self) -> bool:
+        """Whether all replies are complete."""
+        return bool(self.writers) and all(one.finish_reason is not None for one in self.writers)
+
+    def price(self) -> Price:
+        """Bound the pages of all replies by the budget, or else by the model's context."""
+        engine, count = self.engine, self.work.choices
+        lasting = lasting_bound(engine, self.budget)
+        if lasting is not None:
+            rows, size = engine.spec.rows, engine.cache.pool.page_size
+            return Price(lasting * count, math.ceil(self.chunk * rows / size))
+        new = min(self.work.sampling.max_new_tokens, engine.spec.max_position - 1)
+        most = engine.spec.max_position - new
+        bound = page_bound(engine, self.budget, most, new, None, self.chunk)
+        return Price(bound.steady * count, bound.chunk)
+
+    def prepare(self) -> None:
+        """Find out where to go on; media are fetched elsewhere."""
+        if any(message.media for message in self.work.messages):
+            self._admitted()
+        else:
+            self.resume_from(self.work.messages)
+            self.supply([])
+
+    def resume_from(self, messages: list[Message]) -> int:
+        """Open the session, as a copy of the deepest snapshot.
+
+        Args:
+            messages: the request's, with the digests of all media.
+
+        Returns:
+            how many messages it holds; media of the others are to be supplied.
+
+        Raises:
+            ApiError: 409 if the request has to be resumed and cannot be.
+        """
+        work, engine = self.work, self.engine
+        work.messages = messages
+        self._keys = chain(work.root, messages)
+        found = self.snapshots.find(self._keys) if self._shares else None
+        if found is not None:
+            held, snapshot = found
+            shown = [message.for_template() for message in messages]
+            rest = segments(engine.processor.template, shown, held, snapshot.replied)
+            if rest:
+                self.held, self._replied = held, snapshot.replied
+                self.live, self._seen = snapshot.session.fork(), list(snapshot.seen)
+                self.resumed, self._segments = self.live.seen, rest
+                memory = self.live.memory().by_modality
+                self._gone_before = self._gone(self._seen, memory)
+        if self.live is None:
+            if work.resume == "required":
+                raise ApiError(
+                    409,
+                    "no memory of this conversation's earlier messages is kept; send it with "
+                    "resume: auto to have them read again",
+                    "not_resumable",
+                )
+            self.live = engine.session(self.budget)
+        return self.held
+
+    @property
+    def _shares(self) -> bool:
+        """Whether snapshots are used and made.
+
+        A policy that scores by the prompt's last queries compresses before the next question is
+        known, so it shares snapshots only when asked to.
+        """
+        if self.work.resume == "never":
+            return False
+        return self.work.asked or not self.engine.policy.scoring.needs.queries
+
+    def supply(self, media: list[Any]) -> None:
+        """Give the pictures and videos of the messages that were not resumed, in order."""
+        self._media = media
+
+    def advance(self) -> bool:
+        """Read one chunk; True when all messages are read and each reply has its first token."""
+        session = self.live
+        assert session is not None and self._media is not None
+        if self._segments is None:
+            shown = [message.for_template() for message in self.work.messages]
+            self._segments = segments(self.engine.processor.template, shown)
+            assert self._segments is not None
+        segment = self._segments[0]
+        if self._prefill is None:
+            self._prefill = session.begin_prefill(self._inputs(segment), self.chunk, undoable=False)
+            session._unfed = []
+        before = self._prefill.done
+        complete = self._prefill.advance()
+        self.prefilled += self._prefill.done - before
+        if not complete:
+            return False
+        counts = self._prefill._turn.modality.long().bincount(minlength=len(self._seen)).tolist()
+        self._seen = [one + more for one, more in zip(self._seen, counts, strict=True)]
+        logits, self._prefill = self._prefill.logits, None
+        self._segments.pop(0)
+        if self._segments:
+            self._keep_at(segment.last)
+            return False
+        assert logits is not None
+        self.prompt_tokens = session.seen
+        self._begin_replies(logits)
+        return True
+
+    def _inputs(self, segment: Segment) -> dict[str, torch.Tensor]:
+        """Make the tensors of a segment, after what the session still lacks of its reply."""
+        session = self.live
+        assert session is not None and self._media is not None
+        kinds = [
+            part.kind
+            for message in self.work.messages[segment.first : segment.last]
+            for part in message.media
+        ]
+        media, self._media = self._media[: len(kinds)], self._media[len(kinds) :]
+        pairs = list(zip(kinds, media, strict=True))
+        inputs = self.engine.processor.encode(
+            segment.text,
+            [one for kind, one in pairs if kind == "image"],
+            [one for kind, one in pairs if kind == "video"],
+            continuing=session.seen > 0,
+        )
+        return session._with_unfed(inputs)
+
+    def _keep_at(self, count: int) -> None:
+        """Keep a snapshot after ``count`` messages, where other requests are likely to go on."""
+        messages, session = self.work.messages, self.live
+        leading = next((i for i, one in enumerate(messages) if one.role != "system"), 0)
+        assert session is not None
+        if self._shares and count in {leading, len(messages) - 1, len(messages)} - {0}:
+            key, pages = self._keys[count - 1], self.engine.cache.held_pages(session.seq)
+            self.snapshots.keep((key,), pages, session.fork, False, tuple(self._seen))
+
+    def _begin_replies(self, logits: torch.Tensor) -> None:
+        engine, sampling, session = self.engine, self.work.sampling, self.live
+        assert session is not None
+        sessions = [session, *(session.fork() for _ in range(self.work.choices - 1))]
+        for at, one in enumerate(sessions):
+            seed = None if sampling.seed is None else (sampling.seed + at) % 2**63
+            own = replace(sampling, seed=seed)
+            tokenizer = engine.processor.tokenizer
+            writer = ScoredWriter(tokenizer, own, engine.eos_token_ids, self.work.extras)
+            self.writers.append(writer)
+            token = writer.advance(logits)
+            self.growing.append(Growing(one, writer, -1 if token is None else token))
+
+    def roll_back(self) -> None:
+        """Return all pages."""
+        for session in [self.live, *(one.session for one in self.growing)]:
+            if session is not None:
+                session.close()
+
+    def interrupt(self) -> None:
+        """End the replies where they stand; they leave nothing behind."""
+        self._dropped = True
+        for writer in self.writers:
+            writer.finish("interrupted")
+
+    def end(self) -> None:
+        """Note what the replies have come to; :meth:`leave` gives the sessions away.
+
+        Replies that were interrupted close theirs at once.
+        """
+        for one in self.growing:
+            writer, session = one.writer, one.session
+            session._unfed = [] if writer.unfed is None else [writer.unfed]
+            reply = writer.reply(self.prompt_tokens, session.memory())
+            self.choices.append(
+                Choice(reply.text, len(reply.token_ids), reply.finish_reason, reply.memory)
+            )
+            if self._dropped:
+                session.close()
+
+    def leave(self) -> None:
+        """Keep each session as a snapshot after its reply, or close it; after :meth:`end`."""
+        for one, choice in zip(self.growing, self.choices, strict=True):
+            if not one.session.closed and not self._keep_reply(one.session, choice.text):
+                one.session.close()
+
+    def _keep_reply(self, session: Session, text: str) -> bool:
+        if not self._shares:
+            return False
+        # Clients may send the reply back without the spaces around it.
+        texts = dict.fromkeys((text, text.strip()))
+        keys = tuple(link(self._keys[-1], reply_message(one)) for one in texts)
+        pages = self.engine.cache.held_pages(session.seq)
+        return self.snapshots.keep(keys, pages, lambda: session, True, self._seen_by(session))
+
+    def _seen_by(self, session: Session) -> tuple[int, ...]:
+        """Count the tokens that a session has seen, by modality; sampled ones are text."""
+        return (self._seen[0] + session.seen - self.prompt_tokens, *self._seen[1:])
+
+    def _gone(self, seen: Sequence[int], kept: Mapping[str, int]) -> dict[str, int]:
+        """Count the entries that are gone of those that a session has seen, by modality."""
+        rows = self.engine.spec.rows
+        return {
+            name: count * rows - kept[name] for name, count in zip(MODALITIES, seen, strict=True)
+        }
+
+    def _evicted(self) -> dict[str, int]:
+        gone = dict.fromkeys(MODALITIES, 0)
+        for one, choice in zip(self.growing, self.choices, strict=True):
+            assert choice.memory is not None
+            own = self._gone(self._seen_by(one.session), choice.memory.by_modality)
+            gone = {name: gone[name] + own[name] for name in MODALITIES}
+        return gone
+
+    def evicted_here(self) -> dict[str, int]:
+        """Count the entries that this request evicted, by modality; after :meth:`end`."""
+        times = len(self.choices)
+        return {
+            name: count - times * self._gone_before[name] for name, count in self._evicted().items()
+        }
+
+    def usage(self) -> Usage:
+        """Return the request's numbers; after :meth:`end`."""
+        memories = [one.memory for one in self.choices if one.memory is not None]
+        kept = {name: sum(one.by_modality[name] for one in memories) for name in MODALITIES}
+        page = self.engine.cache.pool.kv_page_bytes
+        return Usage(
+            self.prompt_tokens,
+            sum(one.tokens for one in self.choices),
+            self.resumed,
+            sum(one.entries for one in memories),
+            sum(self._evicted().values()),
+            kept,
+            sum(one.kv_bytes for one in memories),
+            self.price().steady * page,
+        )

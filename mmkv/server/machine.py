@@ -1,0 +1,134 @@
+"""An engine with its scheduler and snapshots; all of it belongs to the engine's thread."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from engine.errors import BudgetError
+from mmkv.sampling import Sampling
+from mmkv.scheduler import Limits, Scheduler
+from mmkv.scheduler.replies import EngineExecutor
+from mmkv.server.conversation import digest_of
+from mmkv.server.job import ChatJob
+from mmkv.server.settings import Facts
+from mmkv.server.snapshots import Snapshots
+from mmkv.server.work import ChatWork
+from mmkv.server.worker import Done, Event
+
+if TYPE_CHECKING:
+    from mmkv.api import Engine
+    from mmkv.server.metrics import Metrics
+    from mmkv.server.settings import Settings
+    from mmkv.server.worker import Request
+
+
+class Machine:
+    """What the engine's thread works with.
+
+    Args:
+        lookahead: what the engine's policy was made with.
+
+    Attributes:
+        facts: what the web side knows of the engine.
+    """
+
+    def __init__(
+        self, engine: Engine, settings: Settings, metrics: Metrics, lookahead: float
+    ) -> None:
+        self.engine, self.metrics = engine, metrics
+        limits = Limits(settings.max_queue, settings.max_running, engine.prefill_chunk)
+        self.scheduler = Scheduler(EngineExecutor(engine), limits)
+        most, pool = settings.snapshot_bytes, engine.cache.pool
+        self.snapshots = Snapshots(
+            self.scheduler, None if most is None else most // pool.page_bytes
+        )
+        self.facts = _facts(engine, lookahead)
+        self._require_room()
+
+    def job(self, work: ChatWork, admitted: Callable[[], None]) -> ChatJob:
+        """Return the job of a request. Raises MmkvError."""
+        return ChatJob(self.engine, work, self.snapshots, self.engine.prefill_chunk, admitted)
+
+    def _require_room(self) -> None:
+        """Refuse to start where not even one request has room. Raises BudgetError."""
+        limit = self.scheduler.executor.limit()
+        job = self.job(ChatWork([], "", Sampling()), lambda: None)
+        if limit is not None and job.price().total > limit:
+            size = self.engine.cache.pool.page_bytes
+            raise BudgetError(
+                f"a request may take {job.price().total * size:,} bytes, the memory limit is "
+                f"{limit * size:,}; raise --memory, or lower the budget"
+            )
+
+    def report(self) -> None:
+        """Set the metrics that show a state."""
+        pool, scheduler, metrics = self.engine.cache.pool, self.scheduler, self.metrics
+        held, committed = pool.num_pages - pool.free_pages, scheduler.ledger.committed
+        metrics.running.set(scheduler.running)
+        metrics.waiting.set(scheduler.waiting)
+        metrics.kv_pages.labels("held").set(held)
+        metrics.kv_pages.labels("reserved").set(max(committed - held, 0))
+        if pool.limit is not None:
+            metrics.kv_pages.labels("free").set(pool.limit - max(committed, held))
+        metrics.kv_bytes_committed.set(committed * pool.page_bytes)
+        metrics.snapshot_bytes.set(self.snapshots.pages * pool.page_bytes)
+        metrics.sessions.labels("running").set(scheduler.running)
+        metrics.sessions.labels("snapshot").set(len(scheduler.residents.spares))
+        leaked = 0 if scheduler.running else held - scheduler.residents.spare_pages
+        metrics.page_leaks.set(max(leaked, 0))
+
+    def observe(self, request: Request, events: list[Event]) -> None:
+        """Count what has happened to a request."""
+        metrics, times, now = self.metrics, request.times, time.perf_counter()
+        ticket = request.ticket
+        assert ticket is not None
+        job: ChatJob = ticket.job
+        if times.admitted is None and ticket.state not in ("waiting", "cancelled", "failed"):
+            times.admitted = now
+            metrics.queue_time.observe(now - times.submitted)
+        tokens = sum(len(writer.token_ids) for writer in job.writers)
+        if times.first is None and job.writers:
+            times.first = times.latest = now
+            metrics.first_token.observe(now - times.submitted)
+            metrics.prefill_time.observe(now - (times.admitted or times.submitted))
+            metrics.prompt_tokens.inc(job.prefilled)
+            metrics.resumed_tokens.inc(job.resumed)
+        elif times.latest is not None and tokens > request.counted:
+            metrics.inter_token.observe(now - times.latest)
+            times.latest = now
+        metrics.generated_tokens.inc(tokens - request.counted)
+        request.counted = tokens
+        if not ticket.over:
+            return
+        metrics.whole_time.observe(now - times.submitted)
+        if times.first is not None:
+            metrics.decode_time.observe(now - times.first)
+        reasons = [one.finish_reason for one in job.choices] or [ticket.state]
+        for reason in reasons if ticket.state == "done" else [ticket.state]:
+            metrics.finished.labels(REASONS.get(reason, reason)).inc()
+        if any(isinstance(event, Done) for event in events):
+            for name, count in job.evicted_here().items():
+                metrics.evicted.labels(name).inc(count)
+
+
+REASONS = {"eos": "stop", "stop": "stop", "length": "length", "context": "length"}
+
+
+def _facts(engine: Engine, lookahead: float) -> Facts:
+    identity = engine.identity() | {
+        "cuts": f"message ends, chunks of {engine.prefill_chunk}",
+        "template": engine.processor.template.source,
+    }
+    return Facts(
+        root=digest_of(identity),
+        policy=engine.policy.name,
+        budget=engine.budget,
+        lookahead=lookahead,
+        context=engine.spec.max_position,
+        vocabulary=engine.spec.vocab_size,
+        sees=engine.processor.sees,
+        watches=engine.processor.watches,
+        rules=getattr(engine.processor, "rules", None),
+    )

@@ -1,0 +1,94 @@
+"""Replies in the shape of OpenAI's chat completions."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from mmkv.server.spelling import Spelled
+    from mmkv.server.work import Usage
+
+FINISH = {"eos": "stop", "stop": "stop", "length": "length", "context": "length"}
+
+
+@dataclasses.dataclass
+class Head:
+    """What every object of one answer begins with."""
+
+    id: str
+    created: int
+    model: str
+
+    def fields(self, kind: str) -> dict[str, Any]:
+        """Return the fields for an object of a kind."""
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+
+
+def completion(
+    head: Head,
+    texts: Sequence[str],
+    reasons: Sequence[str],
+    spelled: Sequence[list[Spelled]] | None,
+    usage: Usage,
+) -> dict[str, Any]:
+    """Return a whole answer."""
+    choices = [
+        {
+            "index": index,
+            "message": {"role": "assistant", "content": text, "refusal": None},
+            "logprobs": None if spelled is None else logprobs(spelled[index]),
+            "finish_reason": FINISH[reason],
+        }
+        for index, (text, reason) in enumerate(zip(texts, reasons, strict=True))
+    ]
+    return head.fields("chat.completion") | {"choices": choices, "usage": usage_json(usage)}
+
+
+def chunk(
+    head: Head,
+    index: int,
+    delta: dict[str, Any],
+    reason: str | None = None,
+    spelled: list[Spelled] | None = None,
+) -> dict[str, Any]:
+    """Return a piece of a streamed answer."""
+    choice = {
+        "index": index,
+        "delta": delta,
+        "logprobs": None if spelled is None else logprobs(spelled),
+        "finish_reason": None if reason is None else FINISH[reason],
+    }
+    return head.fields("chat.completion.chunk") | {"choices": [choice]}
+
+
+def usage_chunk(head: Head, usage: Usage) -> dict[str, Any]:
+    """Return the last piece of a streamed answer."""
+    return head.fields("chat.completion.chunk") | {"choices": [], "usage": usage_json(usage)}
+
+
+def usage_json(usage: Usage) -> dict[str, Any]:
+    """Return OpenAI's usage, with what mmkv adds under ``mmkv``."""
+    own = dataclasses.asdict(usage)
+    prompt, said = own.pop("prompt_tokens"), own.pop("completion_tokens")
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": said,
+        "total_tokens": prompt + said,
+        "prompt_tokens_details": {"cached_tokens": usage.resumed},
+        "mmkv": own,
+    }
+
+
+def logprobs(spelled: list[Spelled]) -> dict[str, Any]:
+    """Return the log probabilities of some tokens."""
+    content = [
+        _token(one) | {"top_logprobs": [_token(other) for other in one.top]} for one in spelled
+    ]
+    return {"content": content, "refusal": None}
+
+
+def _token(one: Spelled) -> dict[str, Any]:
+    return {"token": one.text, "logprob": one.logprob, "bytes": one.bytes}

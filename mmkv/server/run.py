@@ -1,0 +1,90 @@
+"""Load a model and serve it until the process is told to stop."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+from engine.config import EngineConfig
+from engine.errors import ModelError
+from mmkv.server.settings import Settings
+
+if TYPE_CHECKING:
+    from mmkv.api import Engine
+    from mmkv.server.room import Room
+
+PACKAGES = ("fastapi", "uvicorn", "prometheus_client", "httpx")
+
+
+def require_packages() -> None:
+    """Raise ModelError when a package of the extra is missing."""
+    from importlib.util import find_spec
+
+    missing = [name for name in PACKAGES if find_spec(name) is None]
+    if missing:
+        raise ModelError(
+            f"mmkv serve needs {', '.join(missing)}; install them: pip install 'mmkv[serve]'"
+        )
+
+
+@contextlib.contextmanager
+def opened(
+    load: Callable[[], Engine], settings: Settings, lookahead: float = EngineConfig.lookahead
+) -> Iterator[Room]:
+    """Yield what the application works with; the engine's thread ends with it.
+
+    Args:
+        load: makes the engine, in the engine's thread.
+        lookahead: what its policy is made with.
+
+    Raises:
+        MmkvError: it cannot be loaded, or has no room for a request.
+    """
+    from mmkv.server.machine import Machine
+    from mmkv.server.media.resolver import MediaResolver
+    from mmkv.server.metrics import Metrics
+    from mmkv.server.room import Room
+    from mmkv.server.worker import Worker
+
+    metrics = Metrics()
+    worker = Worker(lambda: Machine(load(), settings, metrics, lookahead))
+    worker.start()
+    try:
+        facts = worker.facts()
+        media = MediaResolver(folder=settings.media_folder, rules=facts.rules)
+        yield Room(settings, facts, worker, metrics, media)
+    finally:
+        worker.stop()
+
+
+def serve(
+    load: Callable[[], Engine],
+    settings: Settings,
+    lookahead: float,
+    host: str,
+    port: int,
+    say: Callable[[str], None],
+) -> None:
+    """Serve until SIGINT or SIGTERM; replies under way are then brought to their end."""
+    require_packages()
+    import uvicorn
+
+    from mmkv.server.app import make_app
+
+    with opened(load, settings, lookahead) as room:
+        options = uvicorn.Config(
+            make_app(room),
+            host,
+            port,
+            log_level="warning",
+            timeout_graceful_shutdown=round(settings.drain),
+            timeout_keep_alive=30,
+            server_header=False,
+        )
+        facts = room.facts
+        say(
+            f"serving {settings.name} (policy {facts.policy}, budget {facts.budget.describe()}) "
+            f"at http://{host}:{port}/v1"
+        )
+        uvicorn.Server(options).run()

@@ -1,0 +1,268 @@
+"""The requests of /v1/chat/completions: what is understood, and what is refused by name."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StrictBool
+
+from engine.budget import Budget
+from engine.errors import MmkvError
+from mmkv.server.conversation import Message, Part
+from mmkv.server.errors import ApiError
+
+Number = Annotated[float, Field(allow_inf_nan=False)]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class TextPart(_Strict):
+    """A text."""
+
+    type: Literal["text"]
+    text: str
+
+
+class RefusalPart(_Strict):
+    """A refusal of an earlier reply; read as text."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+
+class ImageUrl(_Strict):
+    """Where a picture is: data:, http(s):, or file: where the server allows it."""
+
+    url: str
+    detail: Literal["auto", "low", "high", "original"] | None = None
+
+
+class ImagePart(_Strict):
+    """A picture. ``detail`` makes no difference: pictures are read at the model's size."""
+
+    type: Literal["image_url"]
+    image_url: ImageUrl | str
+
+
+class VideoUrl(_Strict):
+    """Where a video is, and how many of its frames are taken."""
+
+    url: str
+    fps: Annotated[Number, Field(gt=0)] | None = None
+    num_frames: Annotated[int, Field(ge=1)] | None = None
+
+
+class VideoPart(_Strict):
+    """A video."""
+
+    type: Literal["video_url"]
+    video_url: VideoUrl | str
+
+
+class OtherPart(BaseModel):
+    """Audio, files and what else there is; refused."""
+
+    type: str
+
+
+Content = str | list[TextPart | RefusalPart | ImagePart | VideoPart | OtherPart]
+
+
+class ChatMessage(_Strict):
+    """One message."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: Content | None = None
+    name: str | None = None
+    refusal: str | None = None
+    tool_calls: Any = None
+    tool_call_id: Any = None
+    function_call: Any = None
+    audio: Any = None
+    annotations: Any = None
+    reasoning_content: Any = None
+
+
+class StreamOptions(_Strict):
+    """Options of a stream."""
+
+    include_usage: StrictBool | None = None
+    include_obfuscation: StrictBool | None = None
+
+
+class MmkvOptions(_Strict):
+    """What mmkv adds to OpenAI's requests.
+
+    Attributes:
+        resume: whether to go on from a kept copy of the conversation's memory: ``auto`` where
+            there is one, ``never``, or ``required``.
+        budget: entries per row (256), or text such as ``"64MiB"``; the server's by default.
+        policy, lookahead: have to be the server's.
+    """
+
+    resume: Literal["auto", "never", "required"] | None = None
+    budget: Number | str | None = None
+    policy: str | None = None
+    lookahead: float | None = None
+
+
+class ChatRequest(_Strict):
+    """A request for replies to a conversation."""
+
+    model: str
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    temperature: Annotated[Number, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[Number, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=0)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    n: Annotated[int, Field(ge=1)] | None = None
+    stop: str | list[str] | None = None
+    stream: StrictBool | None = None
+    stream_options: StreamOptions | None = None
+    logprobs: StrictBool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    logit_bias: dict[str, Annotated[Number, Field(ge=-100, le=100)]] | None = None
+    presence_penalty: Annotated[Number, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[Number, Field(ge=-2, le=2)] | None = None
+    mmkv: MmkvOptions | None = None
+    cache_salt: str | None = None
+    # Of no consequence here, or hints that are free to be followed.
+    user: str | None = None
+    safety_identifier: str | None = None
+    metadata: dict[str, str] | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    service_tier: str | None = None
+    verbosity: str | None = None
+    # Refused unless they ask for what happens anyway; see ``refuse_unsupported``.
+    response_format: Any = None
+    tools: Any = None
+    tool_choice: Any = None
+    parallel_tool_calls: Any = None
+    functions: Any = None
+    function_call: Any = None
+    modalities: Any = None
+    audio: Any = None
+    prediction: Any = None
+    reasoning_effort: Any = None
+    web_search_options: Any = None
+    store: Any = None
+    moderation: Any = None
+
+
+# By field, the values that change nothing.
+_HARMLESS: dict[str, tuple[Any, ...]] = {
+    "response_format": ({"type": "text"},),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "parallel_tool_calls": (True, False),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "reasoning_effort": ("none",),
+    "web_search_options": (),
+    "store": (False,),
+    "moderation": (),
+}
+_OF_TOOLS = ("tool_calls", "function_call", "audio")
+
+
+def refuse_unsupported(request: ChatRequest) -> None:
+    """Refuse what this server cannot do. Raises ApiError (400)."""
+    for name, harmless in _HARMLESS.items():
+        value = getattr(request, name)
+        if value is not None and not any(value == one for one in harmless):
+            raise unsupported(name, f"{name} is not supported by this server; leave it out")
+    for index, message in enumerate(request.messages):
+        where = f"messages[{index}]"
+        if message.role in ("tool", "function"):
+            raise unsupported(f"{where}.role", f"messages of role {message.role} are not supported")
+        for name in _OF_TOOLS:
+            if getattr(message, name):
+                raise unsupported(f"{where}.{name}", f"{name} in messages is not supported")
+
+
+def unsupported(param: str, message: str) -> ApiError:
+    """Return the error of a request that asks for what this server cannot do."""
+    return ApiError(400, message, "unsupported_parameter", param)
+
+
+def conversation(messages: list[ChatMessage], sees: bool, watches: bool) -> list[Message]:
+    """Return the messages, neighbouring texts put together; ``developer`` is ``system`` here.
+
+    Args:
+        sees, watches: whether the model takes pictures, videos.
+
+    Raises:
+        ApiError: a part that cannot be read, an empty message.
+    """
+    found = []
+    for index, message in enumerate(messages):
+        where = f"messages[{index}].content"
+        content = message.content if message.content is not None else message.refusal
+        parts: list[Part] = []
+        given = [TextPart(type="text", text=content)] if isinstance(content, str) else content
+        for place, one in enumerate(given or []):
+            part = _part(one, f"{where}[{place}]")
+            _require_taken(part, message.role, sees, watches, f"{where}[{place}]")
+            if parts and part.kind == parts[-1].kind == "text":
+                part = Part("text", parts.pop().text + part.text)
+            parts.append(part)
+        role = "system" if message.role == "developer" else message.role
+        if not parts and role != "assistant":
+            raise ApiError(400, f"{where} is empty; say something", "invalid_value", where)
+        found.append(Message(role, tuple(part for part in parts if part.url or part.text)))
+    if found[-1].role != "user":
+        raise ApiError(
+            400, "the last message has to be the user's", "invalid_value", "messages[-1].role"
+        )
+    return found
+
+
+def _part(given: Any, where: str) -> Part:
+    if isinstance(given, TextPart):
+        return Part("text", given.text)
+    if isinstance(given, RefusalPart):
+        return Part("text", given.refusal)
+    if isinstance(given, ImagePart):
+        source = given.image_url
+        return Part("image", url=source if isinstance(source, str) else source.url)
+    if isinstance(given, VideoPart):
+        film = given.video_url
+        if isinstance(film, str):
+            return Part("video", url=film)
+        options = {"fps": film.fps, "num_frames": film.num_frames}
+        chosen = tuple((name, value) for name, value in options.items() if value is not None)
+        return Part("video", url=film.url, options=chosen)
+    if given.type in ("text", "refusal", "image_url", "video_url"):
+        raise ApiError(400, f"{where} is no proper {given.type} part", "invalid_value", where)
+    raise unsupported(
+        where, f"a part of type {given.type[:40]!r} is not supported; use text or image_url"
+    )
+
+
+def _require_taken(part: Part, role: str, sees: bool, watches: bool, where: str) -> None:
+    if part.kind == "text":
+        return
+    if not part.url:
+        raise ApiError(400, f"{where} has an empty url", "invalid_value", where)
+    if not (sees if part.kind == "image" else watches):
+        raise unsupported(where, f"this model takes no {part.kind}s")
+    if role != "user":
+        raise unsupported(where, f"pictures and videos stand in messages of the user, not {role}")
+
+
+def budget_of(options: MmkvOptions | None) -> Budget | None:
+    """Return the budget that a request names, None for the server's. Raises ApiError."""
+    if options is None or options.budget is None:
+        return None
+    try:
+        return Budget.of(options.budget)
+    except MmkvError as error:
+        raise ApiError(400, str(error), "invalid_value", "mmkv.budget") from error

@@ -1,0 +1,64 @@
+"""What a server is started with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from engine.budget import Budget
+    from mmkv.prompt.qwen_vision import VideoRules
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Bounds and names of one server; nothing here is about the model.
+
+    Attributes:
+        name: the model as requests name it.
+        api_keys: keys that requests may show; none: everyone may ask.
+        max_queue: requests that wait for room; max_running: those that are served at a time.
+        max_per_key: requests of one key (or one address, without keys) at a time; None: no limit.
+        max_choices: replies to one request (``n``).
+        max_tokens: of a reply whose request does not say; body: most bytes of a request.
+        snapshot_bytes: most bytes of the copies by which chats resume; None: what is free.
+        media_folder: where file: URLs may point; None: nowhere.
+        keep_alive: seconds after which a stream without news sends a comment.
+        drain: seconds that replies under way have when the server is told to stop.
+    """
+
+    name: str
+    api_keys: tuple[str, ...] = field(default=(), repr=False)
+    max_queue: int = 64
+    max_running: int = 8
+    max_per_key: int | None = None
+    max_choices: int = 8
+    max_tokens: int = 512
+    body: int = 32 * 2**20
+    snapshot_bytes: int | None = None
+    media_folder: Path | None = None
+    keep_alive: float = 15.0
+    drain: float = 30.0
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the web side knows of the engine.
+
+    Attributes:
+        root: a hash of what the memory of a conversation depends on: weights, gates, policy,
+            cuts, template.
+        context: most positions; vocabulary: number of tokens.
+        sees, watches: whether the model takes pictures, videos; rules: how it scales videos.
+    """
+
+    root: str
+    policy: str
+    budget: Budget
+    lookahead: float
+    context: int
+    vocabulary: int
+    sees: bool
+    watches: bool
+    rules: VideoRules | None = None

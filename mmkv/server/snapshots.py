@@ -1,0 +1,101 @@
+"""Copies of sessions by the conversation that they hold, so that a chat goes on where it stood."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mmkv.scheduler import Scheduler
+    from mmkv.session import Session
+
+
+@dataclass(eq=False)
+class Snapshot:
+    """A session at the end of a message.
+
+    Attributes:
+        keys: those it is found by; replied: whether it ends with a reply that was sampled.
+        seen: tokens that it has seen, by modality.
+    """
+
+    keys: tuple[str, ...]
+    session: Session
+    replied: bool
+    seen: tuple[int, ...]
+
+    @property
+    def pages(self) -> int:
+        """Count the pages that it holds."""
+        return self.session.engine.cache.held_pages(self.session.seq)
+
+    def close(self) -> None:
+        """Return its pages."""
+        self.session.close()
+
+
+class Snapshots:
+    """Snapshots within a limit; those used longest ago, and those in a request's way, go first.
+
+    Args:
+        most: pages that all may hold together; None: as the scheduler has room.
+    """
+
+    def __init__(self, scheduler: Scheduler, most: int | None) -> None:
+        self._scheduler, self._most = scheduler, most
+        self._found: dict[str, Snapshot] = {}
+
+    def __len__(self) -> int:
+        return len(set(self._found.values()))
+
+    @property
+    def pages(self) -> int:
+        """Count the pages that they hold."""
+        return self._scheduler.residents.spare_pages
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._found
+
+    def find(self, keys: Iterable[str]) -> tuple[int, Snapshot] | None:
+        """Return the snapshot of the longest conversation.
+
+        Args:
+            keys: of its messages, in order.
+
+        Returns:
+            how many messages it holds, and the snapshot; None when there is none.
+        """
+        for count, key in reversed(list(enumerate(keys, 1))):
+            if (found := self._found.get(key)) is not None:
+                self._scheduler.residents.used_spare(found)
+                return count, found
+        return None
+
+    def keep(
+        self,
+        keys: tuple[str, ...],
+        pages: int,
+        session: Callable[[], Session],
+        replied: bool,
+        seen: tuple[int, ...],
+    ) -> bool:
+        """Keep what ``session`` returns, if there is room for its ``pages``; whether there is.
+
+        The first that was kept under a key stays.
+        """
+        fresh = tuple(dict.fromkeys(key for key in keys if key not in self._found))
+        if not fresh:
+            return False
+
+        def make() -> Snapshot:
+            return Snapshot(fresh, session(), replied, seen)
+
+        made = self._scheduler.keep_spare(pages, make, self._dropped, self._most)
+        if made is not None:
+            self._found |= dict.fromkeys(fresh, made)
+        return made is not None
+
+    def _dropped(self, snapshot: Snapshot) -> None:
+        for key in snapshot.keys:
+            del self._found[key]

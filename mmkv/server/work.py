@@ -1,0 +1,58 @@
+"""What goes to the engine's thread and comes back from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+from mmkv.sampling import Sampling
+from mmkv.server.writer import Extras
+
+if TYPE_CHECKING:
+    from engine.budget import Budget
+    from mmkv.server.conversation import Message
+
+Resume = Literal["auto", "never", "required"]
+
+
+@dataclass
+class ChatWork:
+    """What a chat request asks for.
+
+    Attributes:
+        root: what the memory depends on beside the messages; see
+            :func:`mmkv.server.conversation.chain`.
+        budget: of each reply's session; None: the engine's.
+        asked: whether the request itself says how to resume.
+    """
+
+    messages: list[Message]
+    root: str
+    sampling: Sampling
+    extras: Extras = field(default_factory=Extras)
+    choices: int = 1
+    budget: Budget | None = None
+    resume: Resume = "auto"
+    asked: bool = False
+
+
+@dataclass
+class Usage:
+    """The numbers of a request; those of memory are sums over its replies.
+
+    Attributes:
+        prompt_tokens: of the whole conversation; resumed: those of them that were not read again.
+        kept, evicted: entries (layer, KV head, token).
+        by_modality: entries that are kept.
+        kv_bytes: of the keys and values held at the end; bound_bytes: the most that there can be
+            between two chunks.
+    """
+
+    prompt_tokens: int
+    completion_tokens: int
+    resumed: int
+    kept: int
+    evicted: int
+    by_modality: dict[str, int]
+    kv_bytes: int
+    bound_bytes: int

@@ -1,0 +1,279 @@
+"""The engine's thread: the only one that touches torch."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from mmkv.server.errors import ApiError
+from mmkv.server.spelling import Spelled, spell
+
+if TYPE_CHECKING:
+    from mmkv.scheduler import Ticket
+    from mmkv.server.job import ChatJob
+    from mmkv.server.machine import Machine
+    from mmkv.server.settings import Facts
+    from mmkv.server.work import ChatWork, Usage
+
+log = logging.getLogger("mmkv.server")
+T = TypeVar("T")
+
+
+@dataclass
+class Admitted:
+    """The pages of a request are committed, and its media are wanted."""
+
+
+@dataclass
+class Delta:
+    """A piece of a reply."""
+
+    index: int
+    text: str
+    spelled: list[Spelled] = field(default_factory=list)
+    finish_reason: str | None = None
+
+
+@dataclass
+class Done:
+    """All replies are complete."""
+
+    usage: Usage
+
+
+@dataclass
+class Failed:
+    """The request cannot be answered."""
+
+    error: Exception
+
+
+Event = Admitted | Delta | Done | Failed
+
+
+class Request:
+    """A chat request that the engine's thread has taken on; made by :meth:`Worker.submit`.
+
+    Attributes:
+        events: what happens to it, in order; the last one is Done or Failed.
+        counted: tokens that the metrics have.
+    """
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        self.events: asyncio.Queue[Event] = asyncio.Queue()
+        self.loop = asyncio.get_running_loop()
+        self.ticket: Ticket[ChatJob] | None = None
+        self.times, self.counted = Times(), 0
+        self._sent: list[int] = []  # per reply, log probabilities that were sent
+        self._told: set[int] = set()  # replies whose end was sent
+
+    async def on_engine(self, call: Callable[[ChatJob], T]) -> T:
+        """Call something with the request's job on the engine's thread."""
+        ticket = self.ticket
+        assert ticket is not None
+
+        def run() -> T:
+            if ticket.over:
+                raise ApiError(409, "the request is over", "conflict")
+            return call(ticket.job)
+
+        return await self._worker.call(run)
+
+    def cancel(self) -> None:
+        """End it, wherever it stands; its pages are back within two turns."""
+        if self.ticket is not None:
+            self.ticket.cancel()
+            self._worker.wake()
+
+    def news(self) -> list[Event]:
+        """Return what has happened since the last call; on the engine's thread."""
+        ticket = self.ticket
+        assert ticket is not None
+        if ticket.state == "failed":
+            assert ticket.error is not None
+            return [Failed(ticket.error)]
+        found: list[Event] = []
+        for index, writer in enumerate(ticket.job.writers):
+            self._sent += [0] * (index + 1 - len(self._sent))
+            piece, scored = writer.take(), writer.scored[self._sent[index] : len(writer.token_ids)]
+            self._sent[index] += len(scored)
+            ended = writer.finish_reason if index not in self._told else None
+            if ended is not None:
+                self._told.add(index)
+            if piece or scored or ended:
+                tokenizer = ticket.job.engine.processor.tokenizer
+                found.append(Delta(index, piece, spell(tokenizer, scored), ended))
+        if ticket.state == "done":
+            found.append(Done(ticket.job.usage()))
+        return found
+
+
+@dataclass
+class Times:
+    """When what happened to a request, in seconds of :func:`time.perf_counter`."""
+
+    submitted: float = field(default_factory=time.perf_counter)
+    admitted: float | None = None
+    first: float | None = None
+    latest: float | None = None
+
+
+class Worker(threading.Thread):
+    """Runs a :class:`Machine`: commands from a queue, then a turn of its scheduler, and so on.
+
+    Args:
+        start: makes the machine, in the thread.
+    """
+
+    def __init__(self, start: Callable[[], Machine]) -> None:
+        super().__init__(name="mmkv-engine", daemon=True)
+        self._start = start
+        self._commands: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]
+        self._commands = queue.SimpleQueue()
+        self._requests: list[Request] = []
+        self._ending = False
+        self.machine: Machine | None = None
+
+    async def call(self, command: Callable[[], T]) -> T:
+        """Run ``command`` in the thread, between two turns."""
+        return await asyncio.wrap_future(self.post(command))
+
+    def post(self, command: Callable[[], T]) -> Future[T]:
+        """Do as :meth:`call`, from any thread."""
+        future: Future[T] = Future()
+        self._commands.put((command, future))
+        return future
+
+    def facts(self) -> Facts:
+        """Return what is known of the engine once it is loaded. Raises what loading it raises."""
+
+        def read() -> Facts:
+            assert self.machine is not None
+            return self.machine.facts
+
+        return self.post(read).result()
+
+    def wake(self) -> None:
+        """Have the thread look whether there is something to do."""
+        self._commands.put(None)
+
+    async def submit(self, work: ChatWork, user: str) -> Request:
+        """Take on a request. Raises MmkvError, CapacityError among them."""
+        request = Request(self)
+
+        def run() -> None:
+            machine = self.machine
+            assert machine is not None
+            if self._ending:
+                raise ApiError(503, "the server is shutting down; try another one", "shutdown")
+            job = machine.job(work, lambda: self._tell([(request, [Admitted()])]))
+            machine.scheduler.admit()  # those that came since the latest turn
+            request.ticket = machine.scheduler.submit(job, user)
+            self._requests.append(request)
+
+        try:
+            await self.call(run)
+        except asyncio.CancelledError:
+            self.post(request.cancel)  # after it has been submitted
+            raise
+        return request
+
+    def stop(self) -> None:
+        """Cancel what is left, return all pages and end the thread."""
+        self._ending = True
+        self.wake()
+        self.join()
+
+    def run(self) -> None:
+        """Work until :meth:`stop` is called."""
+        try:
+            self.machine = self._start()
+        except BaseException as error:
+            self._refuse(error)
+            return
+        while not self._ending:
+            self._take_commands(self._idle())
+            self._turn()
+        self.machine.scheduler.close()
+        self._publish()
+
+    def _idle(self) -> bool:
+        assert self.machine is not None
+        return not self._requests or self.machine.scheduler.blocked
+
+    def _take_commands(self, wait: bool) -> None:
+        while True:
+            try:
+                given = self._commands.get(wait)
+            except queue.Empty:
+                return
+            wait = False
+            if given is None:
+                continue
+            command, future = given
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                future.set_result(command())
+            except BaseException as error:
+                future.set_exception(error)
+
+    def _turn(self) -> None:
+        machine = self.machine
+        assert machine is not None
+        machine.scheduler.turn()
+        self._publish()
+        machine.report()
+
+    def _publish(self) -> None:
+        """Tell each request what has happened to it; let those that are over leave."""
+        news: list[tuple[Request, list[Event]]] = []
+        assert self.machine is not None
+        for request in list(self._requests):
+            ticket = request.ticket
+            assert ticket is not None
+            events = [] if ticket.state == "cancelled" else request.news()
+            self.machine.observe(request, events)
+            if events:
+                news.append((request, events))
+            if ticket.over:
+                self._requests.remove(request)
+                ticket.job.leave()
+                if isinstance(ticket.error, Exception) and not _expected(ticket.error):
+                    log.error("a request failed", exc_info=ticket.error)
+        if news:
+            self._tell(news)
+
+    def _tell(self, news: list[tuple[Request, list[Event]]]) -> None:
+        """Hand events to the event loop, all in one call."""
+
+        def put() -> None:
+            for request, events in news:
+                for event in events:
+                    request.events.put_nowait(event)
+
+        try:
+            news[0][0].loop.call_soon_threadsafe(put)
+        except RuntimeError:  # the loop is closed: nobody waits any more
+            log.debug("nobody waits for an answer")
+
+    def _refuse(self, error: BaseException) -> None:
+        """Fail what is asked for, since the machine could not be made."""
+        while not self._ending:
+            given = self._commands.get()
+            if given is not None and given[1].set_running_or_notify_cancel():
+                given[1].set_exception(error)
+
+
+def _expected(error: Exception) -> bool:
+    from engine.errors import MmkvError
+
+    return isinstance(error, (MmkvError, ApiError))

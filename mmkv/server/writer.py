@@ -1,0 +1,82 @@
+"""Sampling that OpenAI's API adds: log probabilities, biases, penalties."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from mmkv.reply import ReplyWriter
+
+if TYPE_CHECKING:
+    import torch
+
+    from mmkv.sampling import Sampling
+
+
+@dataclass(frozen=True)
+class Extras:
+    """What is done with the logits of each token.
+
+    Attributes:
+        top_logprobs: how many of the likeliest tokens are reported; None: no log probabilities.
+        bias: added to logits, by token id.
+        presence, frequency: taken from the logit of a token that the reply has, once and for each
+            time it has it.
+    """
+
+    top_logprobs: int | None = None
+    bias: dict[int, float] = field(default_factory=dict)
+    presence: float = 0.0
+    frequency: float = 0.0
+
+    @property
+    def changes(self) -> bool:
+        """Whether another token may be drawn."""
+        return bool(self.bias or self.presence or self.frequency)
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A token with its natural log probability; ``top``: the likeliest ones at its place."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class ScoredWriter(ReplyWriter):
+    """Writes a reply and applies :class:`Extras`.
+
+    Attributes:
+        scored: a row per token of the reply, when log probabilities were asked for. They are those
+            of the model: before bias, penalties, temperature, top-p and top-k.
+    """
+
+    def __init__(
+        self, tokenizer: Any, sampling: Sampling, eos: Collection[int], extras: Extras
+    ) -> None:
+        super().__init__(tokenizer, sampling, eos)
+        self._extras = extras
+        self._looks |= extras.changes or extras.top_logprobs is not None
+        self.scored: list[Scored] = []
+
+    def choose(self, logits: torch.Tensor) -> int:
+        """Sample a token from ``logits`` [vocab]."""
+        token = super().choose(self._changed(logits) if self._extras.changes else logits)
+        if self._extras.top_logprobs is not None:
+            logprobs = logits.float().log_softmax(-1)
+            best = logprobs.topk(min(self._extras.top_logprobs, logprobs.numel()))
+            top = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+            self.scored.append(Scored(token, float(logprobs[token]), tuple(top)))
+        return token
+
+    def _changed(self, logits: torch.Tensor) -> torch.Tensor:
+        changed, extras = logits.float().clone(), self._extras
+        for token, bias in extras.bias.items():
+            changed[token] += bias
+        if extras.presence or extras.frequency:
+            for token in set(self.token_ids):
+                changed[token] -= extras.presence
+                changed[token] -= extras.frequency * self.token_ids.count(token)
+        return changed

@@ -1,0 +1,232 @@
+"""Chat completions over HTTP: replies, streams, errors in OpenAI's shape."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from openai.types.model import Model
+
+from mmkv import Engine, Sampling
+from tests.support.chat_models import picture, save_qwen3_vl
+from tests.support.servers import MODEL, Server, asked, picture_part, serving
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_qwen3_vl(tmp_path_factory.mktemp("qwen"))
+
+
+def load(folder: Path, **options: Any) -> Engine:
+    given = {"gates": "random", "policy": "dbtrimkv", "budget": 512, "dtype": "float32"} | options
+    return Engine.from_pretrained(folder, kv_limit=8 * 2**20, prefill_chunk=64, **given)
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[Server]:
+    with serving(lambda: load(folder)) as made:
+        yield made
+
+
+def events(server: Server, *messages: Any, **fields: Any) -> list[dict[str, Any]]:
+    """Return a stream's events, each of them of OpenAI's type."""
+    body = asked(*messages, stream=True, **fields)
+    found = []
+    with server.client.stream("POST", "/v1/chat/completions", json=body) as answer:
+        assert answer.status_code == 200, answer.read()
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        lines = [line for line in answer.iter_lines() if line and not line.startswith(":")]
+    assert lines.pop() == "data: [DONE]"
+    for line in lines:
+        event = json.loads(line.removeprefix("data: "))
+        ChatCompletionChunk.model_validate(event, strict=True)
+        found.append(event)
+    return found
+
+
+def replied(server: Server, *messages: Any, **fields: Any) -> dict[str, Any]:
+    """Return an answer, of OpenAI's type."""
+    answer = server.chat(*messages, **fields)
+    assert answer.status_code == 200, answer.text
+    ChatCompletion.model_validate(answer.json(), strict=True)
+    return answer.json()
+
+
+def text_of(answer: dict[str, Any], choice: int = 0) -> str:
+    return answer["choices"][choice]["message"]["content"]
+
+
+def test_a_reply_is_the_engines_own(server: Server, folder: Path) -> None:
+    question = [picture_part(picture("red", (48, 40))), {"type": "text", "text": "what is it?"}]
+    said = {"role": "user", "content": question}
+    answer = replied(server, {"role": "system", "content": "be short"}, said, max_tokens=9)
+    alone = load(folder)
+    shown = [
+        {"type": "image", "image": picture("red", (48, 40))},
+        {"type": "text", "text": "what is it?"},
+    ]
+    conversation = [
+        {"role": "system", "content": "be short"},
+        {"role": "user", "content": shown},
+    ]
+    (wanted,) = alone.generate([conversation], Sampling(max_new_tokens=9))
+    assert text_of(answer) == wanted.text
+    usage = answer["usage"]
+    assert usage["prompt_tokens"] == wanted.prompt_tokens
+    assert usage["completion_tokens"] == len(wanted.token_ids)
+    assert wanted.memory is not None
+    assert usage["mmkv"]["kept"] == wanted.memory.entries
+    assert usage["mmkv"]["by_modality"] == wanted.memory.by_modality
+    assert usage["mmkv"]["kv_bytes"] <= usage["mmkv"]["bound_bytes"]
+
+
+def test_a_stream_is_the_whole_reply_in_pieces(server: Server) -> None:
+    fields: dict[str, Any] = {"max_tokens": 30, "n": 2, "temperature": 1.5, "seed": 4}
+    whole = replied(server, "tell me more", logprobs=True, top_logprobs=2, **fields)
+    pieces = events(
+        server,
+        "tell me more",
+        logprobs=True,
+        top_logprobs=2,
+        stream_options={"include_usage": True},
+        **fields,
+    )
+    assert pieces[-1]["choices"] == []
+    same = {"prompt_tokens": whole["usage"]["prompt_tokens"]}
+    assert pieces[-1]["usage"].items() >= same.items()
+    assert text_of(whole, 0) != text_of(whole, 1)
+    for choice in whole["choices"]:
+        own = [p["choices"][0] for p in pieces[:-1] if p["choices"][0]["index"] == choice["index"]]
+        assert "".join(p["delta"].get("content") or "" for p in own) == choice["message"]["content"]
+        assert own[0]["delta"]["role"] == "assistant"
+        assert [p["finish_reason"] for p in own if p["finish_reason"]] == [choice["finish_reason"]]
+        rows = [row for p in own if p["logprobs"] for row in p["logprobs"]["content"]]
+        assert rows == choice["logprobs"]["content"]
+
+
+def test_sampling_follows_the_request(server: Server) -> None:
+    plain = replied(server, "go on", max_tokens=8, logprobs=True, top_logprobs=3)
+    rows = plain["choices"][0]["logprobs"]["content"]
+    assert len(rows) == plain["usage"]["completion_tokens"] == 8
+    for row in rows:
+        assert row["logprob"] == max(one["logprob"] for one in row["top_logprobs"])
+    assert plain["choices"][0]["finish_reason"] == "length"
+    text = text_of(plain)
+    stopped = replied(server, "go on", max_tokens=8, stop=text[3:5])
+    at = text.index(text[3:5])
+    assert (text_of(stopped), stopped["choices"][0]["finish_reason"]) == (text[:at], "stop")
+    assert replied(server, "go on", max_completion_tokens=3)["usage"]["completion_tokens"] == 3
+    first = server.inside(lambda machine: machine.engine.processor.tokenizer.encode(text[0])[0])
+    banned = replied(server, "go on", logit_bias={str(first): -100})
+    assert text_of(banned)[:1] != text[0]
+    once = replied(server, "go on", max_tokens=20, presence_penalty=2, frequency_penalty=2)
+    assert text_of(once) != text_of(replied(server, "go on", max_tokens=20))
+
+
+BAD: list[tuple[dict[str, Any], int, str, str | None]] = [
+    ({"model": "other"}, 404, "model_not_found", "model"),
+    ({"messages": []}, 400, "invalid_request", "messages"),
+    ({"messages": [{"role": "user", "content": []}]}, 400, "invalid_value", "messages[0].content"),
+    ({"messages": [{"role": "king", "content": "a"}]}, 400, "invalid_request", "messages.0.role"),
+    ({"temperature": 3}, 400, "invalid_request", "temperature"),
+    ({"nonsense": 1}, 400, "invalid_request", "nonsense"),
+    ({"n": 100}, 400, "invalid_value", "n"),
+    ({"max_tokens": 10**6}, 400, "context_length_exceeded", "max_tokens"),
+    ({"top_logprobs": 2}, 400, "invalid_value", "top_logprobs"),
+    ({"logit_bias": {"x": 1}}, 400, "invalid_value", "logit_bias"),
+    ({"tools": [{"type": "function"}]}, 400, "unsupported_parameter", "tools"),
+    ({"response_format": {"type": "json_object"}}, 400, "unsupported_parameter", "response_format"),
+    ({"modalities": ["text", "audio"]}, 400, "unsupported_parameter", "modalities"),
+    ({"mmkv": {"policy": "h2o"}}, 400, "unsupported_parameter", "mmkv.policy"),
+    ({"mmkv": {"budget": 0.001}}, 400, "invalid_value", None),
+    ({"mmkv": {"budget": 10**7}}, 400, "too_large_for_memory", None),
+    ({"mmkv": {"resume": "required"}}, 409, "not_resumable", None),
+]
+
+
+@pytest.mark.parametrize(("fields", "status", "code", "param"), BAD, ids=lambda one: str(one)[:40])
+@pytest.mark.parametrize("stream", [False, True])
+def test_errors_have_openais_shape(
+    server: Server, fields: dict[str, Any], status: int, code: str, param: str | None, stream: bool
+) -> None:
+    answer = server.chat("something new", stream=stream, **fields)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"], error["param"]) == (status, code, param)
+    assert error.keys() >= {"message", "type"} and "Traceback" not in error["message"]
+    if code == "too_large_for_memory":
+        assert error["needed"] > error["limit"] > 0
+    assert server.held == 0
+
+
+def test_audio_is_refused_by_name(server: Server) -> None:
+    part = {"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}
+    error = server.chat({"role": "user", "content": [part]}).json()["error"]
+    assert error["param"] == "messages[0].content[0]" and "input_audio" in error["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_picture_that_is_none_gives_422(server: Server, stream: bool) -> None:
+    part = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGVsbG8="}}
+    answer = server.chat({"role": "user", "content": [part]}, stream=stream)
+    assert answer.status_code == 422 and "picture" in answer.json()["error"]["message"]
+    server.wait_for(lambda machine: machine.scheduler.running == 0)
+    assert server.held == 0
+
+
+def test_other_routes(server: Server) -> None:
+    listed = server.client.get("/v1/models").json()
+    assert [Model.model_validate(one).id for one in listed["data"]] == [MODEL]
+    assert server.client.get(f"/v1/models/{MODEL}").json() == listed["data"][0]
+    assert server.client.get("/v1/models/other").status_code == 404
+    assert server.client.get("/health").json() == {"status": "ok"}
+    paths = server.client.get("/openapi.json").json()["paths"]
+    assert {"/v1/chat/completions", "/v1/models", "/health", "/metrics"} <= paths.keys()
+    for bad in (server.client.get("/v1/nothing"), server.client.put("/v1/models")):
+        assert bad.status_code in (404, 405) and bad.json()["error"]["message"]
+    garbage = server.client.post(
+        "/v1/chat/completions", content=b"{", headers={"content-type": "application/json"}
+    )
+    assert garbage.status_code == 400 and garbage.json()["error"]["code"] == "invalid_request"
+
+
+def test_metrics_count_what_was_done(server: Server) -> None:
+    def numbers() -> dict[str, float]:
+        lines = server.client.get("/metrics").text.splitlines()
+        return {key: float(value) for key, value in (x.split() for x in lines if x[0] != "#")}
+
+    before = numbers()
+    usage = replied(server, "count this", max_tokens=4)["usage"]
+    after = numbers()
+    for name, value in (
+        ("mmkv_prompt_tokens_total", usage["prompt_tokens"]),
+        ("mmkv_generation_tokens_total", 4),
+        ('mmkv_request_success_total{finished_reason="length"}', 1),
+        ("mmkv_time_to_first_token_seconds_count", 1),
+        ("mmkv_e2e_request_latency_seconds_count", 1),
+    ):
+        assert after[name] - before.get(name, 0) == value, name
+    assert after["mmkv_page_leaks_total"] == 0
+
+
+def test_keys_and_long_bodies(folder: Path) -> None:
+    with serving(lambda: load(folder), api_keys=("one", "two"), body=2000) as server:
+        for headers in ({}, {"Authorization": "Bearer three"}, {"Authorization": "Basic one"}):
+            answer = server.client.get("/v1/models", headers=headers)
+            assert answer.status_code == 401
+            assert answer.json()["error"]["code"] == "invalid_api_key"
+        assert server.client.get("/health").status_code == 200
+        server.client.headers["Authorization"] = "Bearer two"
+        assert server.chat("hi", max_tokens=1).status_code == 200
+        long = asked("x" * 3000)
+        assert server.client.post("/v1/chat/completions", json=long).status_code == 413
+
+        def pieces() -> Iterator[bytes]:
+            yield from (json.dumps(long)[at : at + 500].encode() for at in range(0, 3100, 500))
+
+        answer = server.client.post("/v1/chat/completions", content=pieces())
+        assert answer.status_code == 413
+        assert answer.json()["error"]["code"] == "request_too_large"

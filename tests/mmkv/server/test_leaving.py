@@ -1,0 +1,188 @@
+"""A client that goes away: its pages are back within two turns, wherever its request stands."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+from mmkv import Engine
+from mmkv.server.machine import Machine
+from tests.support.chat_models import picture, save_qwen3_vl
+from tests.support.servers import Server, asked, held_pages, picture_part, serving
+
+FOREVER = 1500  # tokens; the client leaves long before
+LONG = "a question that is read in very many chunks of two tokens " * 12
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_qwen3_vl(tmp_path_factory.mktemp("qwen"))
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[Server]:
+    def load() -> Engine:
+        return Engine.from_pretrained(
+            folder,
+            gates="random",
+            policy="dbtrimkv",
+            budget=24,
+            dtype="float32",
+            kv_limit=2**20,
+            prefill_chunk=2,
+        )
+
+    # Nothing ends by itself while a test looks.
+    with serving(load, max_running=1, max_queue=2) as made:
+        yield made
+
+
+class Client:
+    """Sends a request over a socket of its own, and can leave at any time."""
+
+    def __init__(self, server: Server, body: dict[str, Any]) -> None:
+        parts = urlsplit(server.url)
+        self.socket = socket.create_connection((parts.hostname or "", parts.port or 0))
+        text = json.dumps(body).encode()
+        head = "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        self.socket.sendall(f"{head}Content-Length: {len(text)}\r\n\r\n".encode() + text)
+
+    def read_until(self, text: bytes) -> None:
+        found = b""
+        while text not in found:
+            piece = self.socket.recv(4096)
+            assert piece, found
+            found += piece
+
+    def leave(self) -> None:
+        self.socket.close()
+
+
+def states(machine: Machine) -> list[str]:
+    scheduler = machine.scheduler
+    return [one.state for one in [*scheduler.queues, *scheduler.preparing, *scheduler.decoding]]
+
+
+def nothing_held(machine: Machine) -> bool:
+    return held_pages(machine) == 0 and machine.scheduler.running == 0
+
+
+def returned(server: Server, leave: Callable[[], None], left: int = 0) -> None:
+    """Leave; then count the turns from the one that sees it."""
+    cancelled: list[int] = []
+
+    def gone(machine: Machine) -> bool:
+        scheduler = machine.scheduler
+        open_ones = [*scheduler.queues, *scheduler.preparing, *scheduler.decoding]
+        if not cancelled and any(one.cancel_asked for one in open_ones):
+            cancelled.append(scheduler.turns)
+        over = len(open_ones) == left and (left or nothing_held(machine))
+        if over and cancelled:
+            assert scheduler.turns <= cancelled[0] + 2
+        return bool(over)
+
+    leave()
+    server.wait_for(gone)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_in_a_reply(server: Server, stream: bool) -> None:
+    client = Client(server, asked(f"talk {stream}", max_tokens=FOREVER, stream=stream))
+    if stream:
+        client.read_until(b"delta")
+    server.wait_for(lambda machine: states(machine) == ["decode"])
+    returned(server, client.leave)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_in_a_prompt(server: Server, stream: bool) -> None:
+    client = Client(server, asked(f"{stream} {LONG}", max_tokens=FOREVER, stream=stream))
+    server.wait_for(lambda machine: states(machine) == ["prefill"] and held_pages(machine) > 0)
+    returned(server, client.leave)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_in_the_queue(server: Server, stream: bool) -> None:
+    first = Client(server, asked("first", max_tokens=FOREVER))
+    server.wait_for(lambda machine: states(machine) == ["decode"])
+    second = Client(server, asked("second", max_tokens=FOREVER, stream=stream))
+    server.wait_for(lambda machine: sorted(states(machine)) == ["decode", "waiting"])
+    returned(server, second.leave, left=1)
+    returned(server, first.leave)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_while_its_picture_comes(
+    server: Server, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started, stopped = threading.Event(), threading.Event()
+
+    async def never(_: Any) -> Any:
+        started.set()
+        try:
+            await asyncio.sleep(3600)
+        except asyncio.CancelledError:
+            stopped.set()
+            raise
+
+    monkeypatch.setattr(server.room.media, "resolve", never)
+    message = {"role": "user", "content": [picture_part(picture("red", (24, 24)))]}
+    client = Client(server, asked(message, stream=stream))
+    server.wait_for(lambda machine: states(machine) == ["preparing"])
+    assert started.wait(10)
+    returned(server, client.leave)
+    assert stopped.wait(10), "the picture is still being fetched"
+
+
+def test_a_full_queue_is_said_before_pictures_are_decoded(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def refuse(_: Any) -> Any:
+        raise AssertionError("decoded although there is no room")
+
+    clients = [Client(server, asked(f"fill {at}", max_tokens=FOREVER)) for at in range(3)]
+    server.wait_for(lambda machine: sorted(states(machine)) == ["decode", "waiting", "waiting"])
+    monkeypatch.setattr(server.room.media, "resolve", refuse)
+    message = {"role": "user", "content": [picture_part(picture("red", (24, 24)))]}
+    for stream in (False, True):
+        answer = server.chat(message, stream=stream)
+        error = answer.json()["error"]
+        assert (answer.status_code, error["code"]) == (503, "no_room")
+        assert (error["committed"], error["limit"], error["unit"]) == (2, 2, "requests")
+        assert int(answer.headers["retry-after"]) > 0
+    for client in clients:
+        client.leave()
+    server.wait_for(nothing_held)
+
+
+def test_a_stream_that_waits_is_kept_alive(server: Server) -> None:
+    first = Client(server, asked("first", max_tokens=FOREVER))
+    server.wait_for(lambda machine: states(machine) == ["decode"])
+    second = Client(server, asked("second", stream=True))
+    second.read_until(b": keep-alive")
+    first.leave()
+    second.read_until(b"[DONE]")
+    second.leave()
+
+
+def test_one_key_has_so_many_requests_under_way(folder: Path) -> None:
+    def load() -> Engine:
+        return Engine.from_pretrained(folder, policy="streamingllm", budget=24, dtype="float32")
+
+    with serving(load, max_per_key=1) as server:
+        first = Client(server, asked("first", max_tokens=FOREVER))
+        server.wait_for(lambda machine: states(machine) == ["decode"])
+        answer = server.chat("second")
+        assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
+        assert answer.json()["error"]["code"] == "rate_limit_exceeded"
+        first.leave()
+        server.wait_for(nothing_held)
+        assert server.chat("third").status_code == 200

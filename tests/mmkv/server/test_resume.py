@@ -1,0 +1,224 @@
+"""Chats that send their whole history go on from a copy of their memory."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mmkv import Engine
+from mmkv.server.job import ChatJob
+from mmkv.server.machine import Machine
+from mmkv.server.prompts import segments
+from tests.support.chat_models import picture, save_qwen3_vl
+from tests.support.servers import Server, picture_part, serving
+
+LONG = "a text that is long enough to be read in several chunks of sixteen tokens each"
+PICTURE = picture_part(picture("red", (40, 32)))
+SYSTEM = {"role": "system", "content": f"you answer questions. {LONG}"}
+CAUSAL = ["dbtrimkv", "trimkv", "streamingllm", "gkv", "h2o", "lagkv", "morphkv", "snapkv:window=4"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_qwen3_vl(tmp_path_factory.mktemp("qwen"))
+
+
+def load(folder: Path, **options: Any) -> Engine:
+    given = {"gates": "random", "policy": "dbtrimkv", "budget": 24, "dtype": "float32"} | options
+    return Engine.from_pretrained(
+        folder, kv_limit=8 * 2**20, page_size=4, prefill_chunk=16, **given
+    )
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[Server]:
+    with serving(lambda: load(folder)) as made:
+        yield made
+
+
+class Watch:
+    """What each job's first session holds, and its logits, when its prompt stands."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.seen: list[tuple[list[list[torch.Tensor]], torch.Tensor, int]] = []
+        begin = ChatJob._begin_replies
+
+        def watched(job: ChatJob, logits: torch.Tensor) -> None:
+            assert job.live is not None
+            self.seen.append((job.live.retained(), logits.clone(), job.prefilled))
+            begin(job, logits)
+
+        monkeypatch.setattr(ChatJob, "_begin_replies", watched)
+
+
+def same(one: Any, two: Any) -> bool:
+    rows = zip(itertools.chain(*one[0]), itertools.chain(*two[0]), strict=True)
+    return torch.equal(one[1], two[1]) and all(torch.equal(a, b) for a, b in rows)
+
+
+def usage(answer: Any) -> dict[str, Any]:
+    assert answer.status_code == 200, answer.text
+    return answer.json()["usage"]
+
+
+@pytest.mark.parametrize("policy", CAUSAL)
+def test_a_resumed_memory_is_that_of_a_fresh_run(
+    policy: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same conversation, once from a snapshot and once afresh: same entries, same logits."""
+    watch = Watch(monkeypatch)
+    shown = {"role": "user", "content": [PICTURE, {"type": "text", "text": f"what? {LONG}"}]}
+    history = [SYSTEM, shown, {"role": "assistant", "content": "a red one"}]
+    first, second = ({"role": "user", "content": f"{name} {LONG}"} for name in ("why?", "how?"))
+    with serving(lambda: load(folder, policy=policy)) as server:
+        said = {"mmkv": {"resume": "auto"}}
+        assert usage(server.chat(*history, first, **said))["mmkv"]["resumed"] == 0
+        resumed = server.chat(*history, second, **said)
+        fresh = server.chat(*history, second, mmkv={"resume": "never"})
+        system = server.chat(SYSTEM, second, **said)
+        server.chat(SYSTEM, second, mmkv={"resume": "never"})
+    own, other = usage(resumed), usage(fresh)
+    assert own["mmkv"]["resumed"] > other["mmkv"]["resumed"] == 0
+    assert usage(system)["mmkv"]["resumed"] > 0
+    assert own["mmkv"]["evicted"] == other["mmkv"]["evicted"] > 0
+    assert same(watch.seen[1], watch.seen[2]) and same(watch.seen[3], watch.seen[4])
+    assert resumed.json()["choices"] == fresh.json()["choices"]
+    assert watch.seen[1][2] == own["prompt_tokens"] - own["mmkv"]["resumed"]
+
+
+def test_a_dialogue_reads_each_turn_once(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twelve turns with pictures: each reads its own tokens, and replies as one session does."""
+    watch = Watch(monkeypatch)
+    messages: list[Any] = []
+    before = 0
+    for turn in range(12):
+        look = picture_part(picture("blue", (24 + 8 * turn, 24)))
+        messages.append({"role": "user", "content": [look, {"type": "text", "text": f"{turn}?"}]})
+        answer = server.chat(*messages, max_tokens=6)
+        used = usage(answer)
+        new = used["prompt_tokens"] - before
+        # The last sampled token is fed with the next turn.
+        assert watch.seen[-1][2] == new <= 80
+        assert used["prompt_tokens_details"]["cached_tokens"] == used["mmkv"]["resumed"] == before
+        assert used["mmkv"]["kv_bytes"] <= used["mmkv"]["bound_bytes"]
+        before = used["prompt_tokens"] + used["completion_tokens"] - 1
+        text = answer.json()["choices"][0]["message"]["content"]
+        messages.append({"role": "assistant", "content": text})
+    assert used["mmkv"]["evicted"] > used["mmkv"]["kept"]
+
+
+def test_edits_and_other_tries_go_on_before_the_question(server: Server) -> None:
+    base = usage(server.chat(SYSTEM, f"first {LONG}"))
+    again = usage(server.chat(SYSTEM, f"first {LONG}", temperature=1.3, n=3, seed=1))
+    assert again["mmkv"]["resumed"] > base["prompt_tokens"] - 25  # all but the reply's opening
+    edited = usage(server.chat(SYSTEM, f"second {LONG}"))
+    assert 0 < edited["mmkv"]["resumed"] < again["mmkv"]["resumed"]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"mmkv": {"budget": 25}},
+        {"cache_salt": "mine"},
+        {"mmkv": {"resume": "never"}},
+    ],
+    ids=str,
+)
+def test_nothing_is_shared_where_the_memory_would_be_another(
+    server: Server, other: dict[str, Any]
+) -> None:
+    asked = f"shared? {other} {LONG}"
+    server.chat(SYSTEM, asked)
+    assert usage(server.chat(SYSTEM, asked, **other))["mmkv"]["resumed"] == 0
+
+
+def test_resume_can_be_required_and_be_said_in_a_header(server: Server) -> None:
+    unknown = server.chat("never heard of", mmkv={"resume": "required"})
+    assert (unknown.status_code, unknown.json()["error"]["code"]) == (409, "not_resumable")
+    server.chat(SYSTEM, "known")
+    assert usage(server.chat(SYSTEM, "known", mmkv={"resume": "required"}))["mmkv"]["resumed"]
+    server.client.headers["X-Mmkv-Resume"] = "never"
+    try:
+        assert usage(server.chat(SYSTEM, "known"))["mmkv"]["resumed"] == 0
+        server.client.headers["X-Mmkv-Resume"] = "maybe"
+        assert server.chat(SYSTEM, "known").status_code == 400
+    finally:
+        del server.client.headers["X-Mmkv-Resume"]
+
+
+def test_policies_that_score_by_the_question_share_only_when_asked(folder: Path) -> None:
+    with serving(lambda: load(folder, policy="snapkv:window=4")) as server:
+        for _ in range(2):
+            assert usage(server.chat(SYSTEM, "same"))["mmkv"]["resumed"] == 0
+        for _ in range(2):
+            last = usage(server.chat(SYSTEM, "same", mmkv={"resume": "auto"}))
+        assert last["mmkv"]["resumed"] > 0
+
+
+def test_snapshots_stay_within_their_limit_and_give_way(folder: Path) -> None:
+    def pages(machine: Machine) -> int:
+        return machine.snapshots.pages
+
+    engine = load(folder)
+    with serving(lambda: engine, snapshot_bytes=150 * engine.cache.pool.page_bytes) as server:
+        for turn in range(8):
+            server.chat(f"{turn} {LONG}")
+            assert 0 < server.inside(pages) <= 150
+        # The newest is there, the oldest is not.
+        assert usage(server.chat(f"7 {LONG}"))["mmkv"]["resumed"] > 0
+        assert usage(server.chat(f"0 {LONG}"))["mmkv"]["resumed"] == 0
+
+
+def test_a_request_takes_the_room_of_snapshots(folder: Path) -> None:
+    engine = load(folder)
+    with serving(lambda: engine) as server:
+        price = server.inside(lambda machine: _price(machine))
+        engine.cache.pool.limit = price + 20
+        for turn in range(6):
+            assert usage(server.chat(f"{turn} {LONG}", max_tokens=20))["prompt_tokens"] > 60
+        assert server.inside(lambda machine: machine.snapshots.pages) <= price + 20
+
+
+def _price(machine: Machine) -> int:
+    from mmkv.sampling import Sampling
+    from mmkv.server.work import ChatWork
+
+    return machine.job(ChatWork([], "", Sampling()), lambda: None).price().total
+
+
+def test_segments_end_with_messages_and_add_up(server: Server) -> None:
+    template = server.inside(lambda machine: machine.engine.processor.template)
+    messages = [
+        {"role": role, "content": [{"type": "text", "text": f"<{role} {at}>"}]}
+        for at, role in enumerate(["system", "user", "assistant", "user", "assistant", "user"])
+    ]
+    whole = template.render(messages, opening=True)
+    for held in range(len(messages)):
+        found = segments(template, messages, held)
+        assert found is not None
+        before = template.render(messages[:held], opening=False) if held else ""
+        assert before + "".join(one.text for one in found) == whole
+        assert [(one.first, one.last) for one in found[:-1]] == [
+            (at, at + 1) for at in range(held, len(messages))
+        ]
+    # After a reply that was sampled, its end marker is still to come.
+    found = segments(template, messages, 3, replied=True)
+    assert found is not None and found[0].text.startswith("<|im_end|>\n<|im_start|>user")
+
+
+def test_a_template_that_forgets_replies_is_not_resumed_after_them() -> None:
+    class Forgetful:
+        def render(self, messages: list[Any], opening: bool) -> str:
+            shown = [m for m in messages if m["role"] == "user"]
+            return "".join(f"[{m['content']}]" for m in shown) + ">" * opening
+
+    template: Any = Forgetful()
+    messages = [{"role": role, "content": "a"} for role in ("user", "assistant", "user")]
+    assert segments(template, messages, 2, replied=True) is None
+    found: Callable[[int], Any] = lambda held: segments(template, messages, held)  # noqa: E731
+    assert [one.text for one in found(1)] == ["[a]", ">"]

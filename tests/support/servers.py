@@ -1,0 +1,113 @@
+"""A real server on the loopback, and what its engine's thread knows."""
+
+from __future__ import annotations
+
+import base64
+import io
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import httpx
+import uvicorn
+from PIL.Image import Image
+
+from mmkv import Engine
+from mmkv.server.app import make_app
+from mmkv.server.machine import Machine
+from mmkv.server.room import Room
+from mmkv.server.run import opened
+from mmkv.server.settings import Settings
+
+T = TypeVar("T")
+MODEL = "small"
+
+
+class Server:
+    """A server that runs; ``client`` speaks to it."""
+
+    def __init__(self, room: Room, url: str) -> None:
+        self.room, self.url = room, url
+        self.client = httpx.Client(base_url=url, timeout=60, trust_env=False)
+
+    def inside(self, call: Callable[[Machine], T]) -> T:
+        """Call something on the engine's thread, between two turns."""
+
+        def run() -> T:
+            assert self.room.worker.machine is not None
+            return call(self.room.worker.machine)
+
+        return self.room.worker.post(run).result(timeout=60)
+
+    def chat(self, *messages: Any, **fields: Any) -> httpx.Response:
+        """Ask for a reply; texts are the user's and the assistant's in turn."""
+        return self.client.post("/v1/chat/completions", json=asked(*messages, **fields))
+
+    def wait_for(self, what: Callable[[Machine], bool], turns: int | None = None) -> None:
+        """Wait until something holds on the engine's thread, within so many turns.
+
+        Turns are those that the scheduler makes; without a number a minute is waited.
+        """
+        first = self.inside(lambda machine: machine.scheduler.turns)
+        until = time.monotonic() + 60
+        while not self.inside(what):
+            made = self.inside(lambda machine: machine.scheduler.turns) - first
+            assert turns is None or made <= turns, f"not after {made} turns"
+            assert time.monotonic() < until, "not within a minute"
+            time.sleep(0.002)
+
+    @property
+    def held(self) -> int:
+        """Count the pages that requests hold; snapshots are not counted."""
+        return self.inside(held_pages)
+
+
+def held_pages(machine: Machine) -> int:
+    """Count the pages that requests hold; snapshots are not counted."""
+    pool = machine.engine.cache.pool
+    return pool.num_pages - pool.free_pages - machine.scheduler.residents.spare_pages
+
+
+def asked(*messages: Any, **fields: Any) -> dict[str, Any]:
+    """Return a request's body; texts are the user's and the assistant's in turn."""
+    given: list[dict[str, Any]] = []
+    for one in messages:
+        role = "assistant" if given and given[-1]["role"] == "user" else "user"
+        given.append({"role": role, "content": one} if isinstance(one, str) else one)
+    return {"model": MODEL, "messages": given, "temperature": 0, "max_tokens": 5} | fields
+
+
+def picture_part(picture: Image) -> dict[str, Any]:
+    """Return the part of a message that shows a picture."""
+    file = io.BytesIO()
+    picture.save(file, "PNG")
+    url = f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+@contextmanager
+def serving(load: Callable[[], Engine], **settings: Any) -> Iterator[Server]:
+    """Serve on a free port of the loopback; in the end nothing may be held."""
+    with opened(load, Settings(**{"name": MODEL, "keep_alive": 0.05} | settings)) as room:
+        config = uvicorn.Config(make_app(room), "127.0.0.1", 0, log_level="error")
+        server = uvicorn.Server(config)
+        thread = threading.Thread(target=server.run)
+        thread.start()
+        try:
+            while not server.started:
+                assert thread.is_alive(), "the server did not start"
+                time.sleep(0.005)
+            host, port = server.servers[0].sockets[0].getsockname()
+            made = Server(room, f"http://{host}:{port}")
+            yield made
+            made.client.close()
+        finally:
+            server.should_exit = True
+            thread.join()
+    machine = room.worker.machine
+    assert machine is not None
+    pool = machine.engine.cache.pool
+    assert pool.free_pages == pool.num_pages, "pages are held by nobody"
+    assert machine.scheduler.ledger.committed == 0
