@@ -24,5 +24,11 @@ def require_type(name: str, value: Any, kinds: type | tuple[type, ...], wanted: 
         raise TypeError(f"{name} must be {wanted}, not {_a(value)}")
 
 
+def shown(value: Any, most: int = 80) -> str:
+    """Return text from a file as part of one line: its start, with odd characters escaped."""
+    text = str(value)[:most]
+    return text if text.isprintable() else ascii(text)[1:-1]
+
+
 def _a(value: Any) -> str:
     return "None" if value is None else f"a {type(value).__name__}"

@@ -33,6 +33,7 @@ from engine.model.rope import Rope
 from engine.model.spec import DecoderSpec
 from engine.model.weights import DecoderWeights
 from engine.new_entries import has_born, has_revise, revise_state, sequence_memory, tap_layers
+from engine.paths import user_path
 from engine.policies import Budget, Needs, Policy
 from engine.policies.pruning import check_pruner
 from engine.policies.registry import check_policy
@@ -231,8 +232,9 @@ class Runtime:
 
         Raises:
             SessionError: unreadable, or made with another model, gates or policy.
+            BudgetError: the pool has no room for it.
         """
-        return load_session(self, Path(path))
+        return load_session(self, user_path(path))
 
     def identity(self) -> dict[str, Any]:
         """What a session file must agree with to continue on this engine."""

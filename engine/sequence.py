@@ -19,6 +19,7 @@ from engine.errors import ContextError, SessionError
 from engine.eviction import cut_to_budgets
 from engine.new_entries import write_state
 from engine.page_bound import Extent, page_bound
+from engine.paths import user_path
 from engine.policies import Budget, CacheView
 from engine.prefill import Prefill, run_whole
 
@@ -267,7 +268,7 @@ class CachedSequence:
         from engine.sequence_file import save_session
 
         with self.claimed():
-            save_session(self, Path(path), extra or {})
+            save_session(self, user_path(path), extra or {})
 
     @torch.inference_mode()
     def close(self) -> None:
@@ -354,14 +355,14 @@ class CachedSequence:
         Args:
             state: as :meth:`state` gave it.
         """
-        self.engine.cache.close(self.seq)
-        self.seq = seq
+        own, self.seq = self.seq, seq
+        self.engine.cache.close(own)
         self.restore(state)
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Take over what :meth:`state` gave; it has to fit the entries in the cache."""
         for name in _STATE:
-            setattr(self, name, state.get(name, 0))  # older files have no prompt_tokens
+            setattr(self, name, state[name])
 
     def is_due(self, slack: int) -> bool:
         """Whether a group of rows stands above its share by more than its part of ``slack``."""

@@ -7,14 +7,15 @@ import json
 import os
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from engine.errors import SessionError
+from engine.checks import shown
+from engine.errors import BudgetError, SessionError
 from engine.policies import Budget
 
 if TYPE_CHECKING:
@@ -62,49 +63,81 @@ def save_session(session: CachedSequence, path: Path, extra: dict[str, str]) -> 
 def load_session(engine: Runtime, path: Path) -> tuple[CachedSequence, dict[str, str]]:
     """Read a session file onto an engine with the same model, gates and policy.
 
+    The whole file is checked before a page is taken (:mod:`engine.session_schema`).
+
     Returns:
         the session, and the ``extra`` strings given when it was saved.
 
     Raises:
-        SessionError: unreadable or foreign file; no page is held then.
+        SessionError: unreadable or foreign file. BudgetError: no room for it. Nothing is held then.
     """
+    from engine.session_schema import Header, check_state, read_tensors
+    from engine.strict import Damage, parse
+
     try:
         with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-            names = file.keys()
-            tensors: dict[str, Tensor] = {name: file.get_tensor(name) for name in names}
-        if metadata.get("format") != FORMAT:
-            raise SessionError(f"{path} is not an mmkv session ({FORMAT}); name another file")
-        if metadata.pop("digest") != _digest(tensors, metadata):
-            raise ValueError("its checksum does not match its content")
-        identity = json.loads(metadata["identity"])
-        state = json.loads(metadata["state"])
-        extra: dict[str, str] = json.loads(metadata["extra"])
+            metadata: dict[str, str] = file.metadata() or {}
+            if metadata.get("format") != FORMAT:
+                raise SessionError(f"{path} is not an mmkv session ({FORMAT}); name another file")
+            header: Header = parse(Header, metadata)
+            _check_identity(engine, header.identity, path)
+            _check_memory(engine, set(file.keys()), path)
+            check_state(header.state, engine)
+            budget = _budget(engine, *header.state.budget)
+            tensors = read_tensors(file, header.state, engine)
+        del metadata["digest"]
+        if header.digest != _digest(tensors, metadata):
+            raise Damage("its checksum does not match its content")
     except FileNotFoundError as error:
         raise SessionError(f"no session file at {path}; check the path") from error
-    except (SafetensorError, OSError, KeyError, ValueError) as error:
+    except (SafetensorError, OSError, ValueError) as error:
+        reason = shown(error, 300) or type(error).__name__
         raise SessionError(
-            f"cannot read the session {path}: {error or type(error).__name__}; it is damaged or "
-            "not a session file"
+            f"cannot read the session {path}: {reason}; it is damaged or not a session file: use a "
+            "copy, or begin a new session"
         ) from error
-    identity.setdefault("kv", "auto")  # what older files hold
+    except (MemoryError, RuntimeError) as error:  # torch's, where it cannot map the file
+        raise SessionError(
+            f"the session {path} does not fit into memory ({shown(error, 200)}); use a machine "
+            "with more, or begin a new session"
+        ) from error
+    with engine.lock:
+        session = engine.session(budget)
+        try:
+            session.adopt(engine.cache.import_(tensors), header.state.model_dump())
+        except BaseException:
+            session.close()
+            raise
+    return session, header.extra
+
+
+def _check_identity(engine: Runtime, identity: dict[str, str | int], path: Path) -> None:
+    """Raise SessionError unless the file was made with the same model and settings."""
+    identity = {"kv": "auto", **identity}  # older files hold what the model computes
     for name, ours in engine.identity().items():
         if identity.get(name) != ours:
             raise SessionError(
-                f"{path} was saved with {name} {identity.get(name)}, this engine has {ours}; load "
-                "it with the model and settings it was made with"
+                f"{path} was saved with {name} {shown(identity.get(name), 300)}, this engine has "
+                f"{ours}; load it with the model and settings it was made with"
             )
+
+
+def _check_memory(engine: Runtime, names: set[str], path: Path) -> None:
+    """Raise SessionError where the file lacks what the policy keeps of a sequence."""
     for name in engine.cache.memory:
-        if f"memory.{name}" not in tensors:
+        if f"memory.{name}" not in names:
             raise SessionError(
                 f"{path} was saved by an older mmkv, without the {name} that policy "
                 f"{engine.policy.name!r} needs; begin a new session"
             )
-    kind, value = state["budget"]
-    with engine.lock:
-        session = engine.session(Budget(kind, value))
-        session.adopt(engine.cache.import_(tensors), state)
-    return session, extra
+
+
+def _budget(engine: Runtime, kind: Any, value: float) -> Budget:
+    """Return the session's budget. Raises ValueError: it cannot be."""
+    try:
+        return engine._checked(Budget(kind, value))
+    except BudgetError as error:
+        raise ValueError(str(error)) from error
 
 
 def _digest(tensors: dict[str, Tensor], metadata: dict[str, str]) -> str:

@@ -147,15 +147,20 @@ class Session(CachedSequence):
 
     def restore_dialogue(self, extra: dict[str, str]) -> None:
         """Take over the conversation from a session file's strings. Raises SessionError."""
+        from mmkv.dialogue_schema import Damage, parse_history, parse_unfed
+
+        family = self.engine.family
         try:
-            history = json.loads(extra.get("mmkv.history", "[]"))
-            unfed = json.loads(extra.get("mmkv.unfed", "[]"))
-            take_media([{"role": m["role"], "content": _text(m)} for m in history] or [_NOBODY])
-            self.history, self._unfed = history, [int(token) for token in unfed]
-        except (ValueError, TypeError, KeyError, AttributeError, InputError) as error:
+            history = parse_history(extra.get("mmkv.history", "[]"))
+            unfed = parse_unfed(
+                extra.get("mmkv.unfed", "[]"), family.vocab_size, {*family.placeholder.values()}
+            )
+        except Damage as error:
             raise SessionError(
-                f"the conversation in the session file is damaged ({error}); use another file"
+                f"the conversation in the session file is damaged ({error}); use a copy, or begin "
+                "a new session"
             ) from error
+        self.history, self._unfed = history, unfed
 
     def close(self) -> None:
         """Return every page, also those held for undo; a stream raises at its next piece."""
@@ -329,14 +334,3 @@ class Session(CachedSequence):
                 mine[name], theirs[name] = theirs[name], mine[name]
             other.close()
             self._snapshots = snapshots
-
-
-_NOBODY: Message = {"role": "user", "content": ""}
-
-
-def _text(message: Message) -> Any:
-    """Return a stored message's content with its bare media placeholders given a source to read."""
-    content = message["content"]
-    if isinstance(content, str):
-        return content
-    return [part if part["type"] == "text" else {**part, "url": "stored"} for part in content]

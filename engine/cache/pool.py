@@ -99,6 +99,17 @@ class PagePool(Columns):
         if short > 0:
             self.grow(min(self.num_pages + short, self._cap(short)))
 
+    def require(self, count: int) -> None:
+        """Check that ``count`` pages can be handed out; the pool stays as it is.
+
+        Raises:
+            BudgetError: they would pass its limit or the memory.
+        """
+        short = count - self._free
+        if short > 0:
+            self._cap(short)
+            self._require_memory(self.num_pages + short)
+
     def grow(self, num_pages: int) -> None:
         """Enlarge the pool to ``num_pages``; one tensor is copied at a time.
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -81,14 +82,12 @@ class RaggedCache:
     def fork(self, seq: int) -> int:
         """Copy a sequence into new pages, in the same storage order; returns the new slot."""
         pages = self._pages(seq)
-        copies = self.pool.take(pages.numel())
-        for column in self.pool.columns():
-            column[copies] = column[pages]
-        other = self.open()
-        self.length[other] = self.length[seq]
-        self.table[other][self._page_mask(other)] = copies
-        for tensor in self.memory.values():
-            tensor[other] = tensor[seq]
+        with self._opened(self.length[seq]) as other:
+            copies = self._pages(other)
+            for column in self.pool.columns():
+                column[copies] = column[pages]
+            for tensor in self.memory.values():
+                tensor[other] = tensor[seq]
         return other
 
     def append(self, seqs: Tensor, count: int) -> Tensor:
@@ -155,13 +154,31 @@ class RaggedCache:
         self.pool.give(table[freed])
         self.length[seq] = after.view(self.layers, self.kv_heads)
 
+    @contextmanager
+    def _opened(self, length: Tensor) -> Iterator[int]:
+        """Open a sequence with pages for rows of ``length [L, H]``; an error closes it again."""
+        pages = self.pool.take(self.needed_pages(length))
+        seq = None
+        try:
+            self._widen(int(_ceil(length, self.pool.page_size).max()))
+            seq = self.open()
+            self.length[seq] = length
+            self.table[seq][self._page_mask(seq)] = pages
+            yield seq
+        except BaseException:
+            self.pool.give(pages)
+            if seq is not None:
+                self.length[seq] = 0
+                self.close(seq)
+            raise
+
     def memory_bytes(self) -> int:
         """Count the bytes of the policy's memory of one sequence."""
         return sum(kept[0].nbytes for kept in self.memory.values() if kept.shape[0])
 
     def held_pages(self, seq: int) -> int:
         """Return the pages that the rows of one sequence hold."""
-        return int(_ceil(self.length[seq], self.pool.page_size).sum())
+        return self.needed_pages(self.length[seq])
 
     def export(self, seq: int) -> dict[str, Tensor]:
         """Return the content of one sequence as compact CPU tensors, in storage order.
@@ -179,21 +196,34 @@ class RaggedCache:
         return {"length": self.length[seq].cpu().clone(), **columns, **memory}
 
     def import_(self, tensors: dict[str, Tensor]) -> int:
-        """Open a sequence with the content that :meth:`export` gave; returns its slot."""
-        length = tensors["length"].to(self.pool.device)
-        needed = _ceil(length, self.pool.page_size)
-        pages = self.pool.take(int(needed.sum()))
-        self._widen(int(needed.max()))
-        seq = self.open()
-        self.length[seq] = length
-        self.table[seq][self._page_mask(seq)] = pages
-        slot = self.entries(seq).slot
-        for name, column in zip(COLUMNS, self.pool.columns(), strict=True):
-            values = tensors.get(name, column.new_zeros(()))  # older files have no state
-            column.flatten(0, 1)[slot] = values.to(device=column.device, dtype=column.dtype)
-        for name, kept in self.memory.items():
-            kept[seq] = tensors[f"memory.{name}"].to(device=kept.device, dtype=kept.dtype)
+        """Open a sequence with the content that :meth:`export` gave; returns its slot.
+
+        Raises:
+            BudgetError: the pool would pass its limit. No page is held after any error.
+        """
+        with self._opened(tensors["length"].to(self.pool.device)) as seq:
+            slot = self.entries(seq).slot
+            for name, column in zip(COLUMNS, self.pool.columns(), strict=True):
+                if name in tensors:  # older files lack some that hold nothing
+                    column.flatten(0, 1)[slot] = tensors[name].to(column.device)
+            for name, kept in self.memory.items():
+                kept[seq] = tensors[f"memory.{name}"].to(kept.device)
         return seq
+
+    def layout(self, entries: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Return by name the shape and type of what :meth:`export` gives for so many entries."""
+        columns = {
+            name: ((entries, *column.shape[2:]), column.dtype)
+            for name, column in zip(COLUMNS, self.pool.columns(), strict=True)
+        }
+        memory = {
+            f"memory.{name}": (kept.shape[1:], kept.dtype) for name, kept in self.memory.items()
+        }
+        return {"length": ((self.layers, self.kv_heads), torch.int64), **columns, **memory}
+
+    def needed_pages(self, length: Tensor) -> int:
+        """Count the pages of rows of these lengths."""
+        return int(_ceil(length, self.pool.page_size).sum())
 
     def trim(self) -> int:
         """Shrink pool and tables to what the rows hold; content and storage order stay.

@@ -51,6 +51,7 @@ class SegmentedChange(StreamChange):
         if not new.prompt:
             batch = torch.arange(len(score), device=score.device)
             place = (new.memory["segment.tokens"] % self.segment).long()
+            place = place.clamp(0, self.segment - 1)  # a forged session file's may be NaN
             for name, value in (("score", score[:, 0, 0, 0, 0]), ("position", new.position[:, 0])):
                 held = new.memory[f"segment.{name}"].clone()
                 held[batch, place] = value.float()

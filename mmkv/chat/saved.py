@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.errors import SessionError
+from engine.checks import shown
+from engine.errors import InputError, PolicyError, SessionError
+from engine.paths import user_path
 
 if TYPE_CHECKING:
     from engine.config import EngineConfig
@@ -22,8 +25,10 @@ def chat_extra(engine: Engine, config: EngineConfig, model: str) -> dict[str, st
     values = {name: getattr(config, name) for name in _KEPT}
     values["model"], values["dtype"] = model, str(engine.dtype).removeprefix("torch.")
     for name in ("model", "gates"):
-        if values[name] is not None and Path(values[name]).exists():
-            values[name] = str(Path(values[name]).resolve())
+        if values[name] is not None:
+            values[name] = _absolute(str(values[name]))
+    if isinstance(config.policy, str):
+        values["policy"] = _with_paths(config.policy, _absolute)
     return {_KEY: json.dumps({name: v for name, v in values.items() if v is not None})}
 
 
@@ -39,16 +44,75 @@ def chat_options(path: Path) -> dict[str, Any]:
     """Return the options that a chat stored in a session file; {} where it was another program.
 
     Raises:
-        SessionError: there is no file, or it is no session file.
+        SessionError: there is no file, it is no session file, or what it says of options is
+            damaged.
     """
     if not is_session(path):
         _metadata(path)
         raise SessionError(f"{path} is not a session file of mmkv; name another file")
+    from mmkv.dialogue_schema import Damage, parse_options
+
     try:
-        stored = json.loads(json.loads(_metadata(path)["extra"])[_KEY])
-        return {name: stored[name] for name in _KEPT if isinstance(stored.get(name), str | int)}
-    except (KeyError, ValueError, TypeError, AttributeError):
-        return {}
+        return parse_options(_metadata(path).get("extra", ""), _KEY)
+    except Damage as error:
+        raise SessionError(
+            f"the options in the session file {path} are damaged ({error}); use a copy, or begin a "
+            "new session"
+        ) from error
+
+
+def elsewhere(options: dict[str, Any]) -> dict[str, str]:
+    """Return what ``options`` name that is not on this machine, by option.
+
+    A session file may come from anybody: what it names must not be fetched unless the user names
+    it, too.
+    """
+    paths: list[str] = []
+
+    def collect(path: str) -> str:
+        paths.append(path)
+        return path
+
+    _with_paths(options.get("policy", ""), collect)
+    found: dict[str, str] = {}
+    for name in ("model", "gates", "policy"):
+        named = paths if name == "policy" else [options[name]] if name in options else []
+        if not all(map(_is_here, named)):
+            found[name] = shown(options[name])
+    return found
+
+
+def _is_here(name: str) -> bool:
+    try:
+        return name == "random" or user_path(name).exists()
+    except (InputError, OSError):
+        return False
+
+
+def _absolute(name: str) -> str:
+    return str(Path(name).resolve()) if Path(name).exists() else name
+
+
+def _with_paths(policy: str, change: Callable[[str], str]) -> str:
+    """Return the text of a policy with ``change`` applied to the paths among its parameters."""
+    if "=" not in policy:
+        return policy
+    from engine.policies.preset import PolicyText
+    from engine.policies.registry import find_preset
+
+    try:
+        asked = PolicyText.parse(policy)
+        preset = find_preset(asked.name)
+    except PolicyError:  # making the policy will say so
+        return policy
+    given = {} if preset is None else {key: preset.parameters.get(key) for key in asked.given}
+    if not any(one is not None and one.path for one in given.values()):
+        return policy
+    pairs = [
+        f"{key}={change(value) if (one := given[key]) is not None and one.path else value}"
+        for key, value in asked.given.items()
+    ]
+    return f"{asked.name}:{','.join(pairs)}"
 
 
 def _metadata(path: Path) -> dict[str, str]:

@@ -249,6 +249,8 @@ def chat(
     del given["context"], given["resume"]
     if resume:
         given["load"] = arguments.latest_chat(context)
+    elif load is not None:
+        arguments.require_named(context, load)
     options = ChatOptions(**given, rebudget=arguments.budget_given(context))
     options.check()
     from mmkv.chat.run import run_chat

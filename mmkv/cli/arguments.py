@@ -12,7 +12,7 @@ import typer
 
 from engine.budget import Budget, parse_bytes
 from engine.config import EngineConfig, options
-from engine.errors import BudgetError
+from engine.errors import BudgetError, SessionError
 from mmkv.chat.options import UsageError
 from mmkv.resources import gates_source
 
@@ -52,15 +52,17 @@ _BUDGETS = {
     ],
 }
 _NOT_HERE = ("kv_limit",)
-_LATEST = "mmkv.latest"
+_LATEST, _ELSEWHERE = "mmkv.latest", "mmkv.elsewhere"
 
 
 def take_saved_options(context: typer.Context, path: str | None) -> str | None:
     """Take model, policy and gates of a session file as defaults of what is not given."""
     if path is not None:
-        from mmkv.chat.saved import chat_options
+        from mmkv.chat.saved import chat_options, elsewhere
 
-        _set_defaults(context, chat_options(Path(path).expanduser()))
+        stored = chat_options(Path(path).expanduser())
+        context.meta[_ELSEWHERE] = elsewhere(stored)
+        _set_defaults(context, stored)
     return path
 
 
@@ -71,7 +73,24 @@ def take_latest_options(context: typer.Context, wanted: bool) -> bool:
 
         context.meta[_LATEST] = str(latest())
         take_saved_options(context, context.meta[_LATEST])
+        del context.meta[_ELSEWHERE]  # the user's own chat: its model was named then
     return wanted
+
+
+def require_named(context: typer.Context, path: str) -> None:
+    """Check that the user names what a session file names and this machine does not have.
+
+    Raises:
+        SessionError: a model or gates that would be fetched because a file says so.
+    """
+    for name, value in context.meta.get(_ELSEWHERE, {}).items():
+        if on_command_line(context, name):
+            continue
+        option = value if name == "model" else f"--{name} {value}"
+        raise SessionError(
+            f"{path} names the {name} {value}, which is not on this machine, and a file does not "
+            f"decide what is fetched; if you trust it, name it: mmkv chat {option} --load {path}"
+        )
 
 
 def latest_chat(context: typer.Context) -> str:

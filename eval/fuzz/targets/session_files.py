@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, Self
 
 import torch
 from safetensors import safe_open
@@ -23,6 +24,26 @@ _JSON = ("identity", "state", "extra")
 _SHORT = Sampling(max_new_tokens=2)
 
 
+# Kinds of what a file holds: gates; recent queries; states, counts and statistics of a scorer.
+POLICIES = ("dbtrimkv", "snapkv", "segments-hs")
+
+
+@dataclass(frozen=True)
+class _Saved:
+    """A good session file: its bytes and what they say."""
+
+    whole: bytes
+    metadata: dict[str, str]
+    tensors: dict[str, Tensor]
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        with safe_open(path, framework="pt") as file:
+            names = file.keys()
+            tensors = {name: file.get_tensor(name) for name in names}
+            return cls(path.read_bytes(), file.metadata(), tensors)
+
+
 class SessionFiles(Target):
     """Files of a talk with a picture; what loads is talked to and closed."""
 
@@ -30,26 +51,30 @@ class SessionFiles(Target):
 
     def prepare(self, folder: Path) -> None:
         super().prepare(folder)
-        self.engine = small_engine(folder / "model", gates="random")
-        self.engines = [self.engine]
-        self._file = folder / "saved.mmkv"
-        with self.engine.session() as session:
-            "".join(session.send("what is it?", images=[asset("scene.png")], sampling=_SHORT))
-            "".join(session.send("and then?", sampling=_SHORT))
-            session.save(self._file, {"note": "x"})
-        self._whole = self._file.read_bytes()
-        with safe_open(self._file, framework="pt") as file:
-            self._metadata: dict[str, str] = file.metadata()
-            names = file.keys()
-            self._tensors = {name: file.get_tensor(name) for name in names}
+        model = folder / "model"
+        self.by_policy = {
+            name: small_engine(model, policy=name, gates="random") for name in POLICIES
+        }
+        self.engines = [*self.by_policy.values()]
+        self._good = {}
+        for policy, engine in self.by_policy.items():
+            file = folder / f"{policy}.mmkv"
+            with engine.session() as session:
+                "".join(session.send("what is it?", images=[asset("scene.png")], sampling=_SHORT))
+                "".join(session.send("and then?", sampling=_SHORT))
+                session.save(file, {"note": "x"})
+            self._good[policy] = _Saved.read(file)
 
     def make(self, rng: Random) -> Case:
+        policy = rng.choice(POLICIES)
+        saved = self._good[policy]
         if rng.random() < 0.4:
             # The header first: flips in the tensors only break the checksum.
-            head = self._whole[:4000] if rng.random() < 0.7 else self._whole
-            return {"content": as_text(mutate.flip(rng, head) + self._whole[len(head) :])}
-        fields = {name: json.loads(self._metadata[name]) for name in _JSON}
-        case: Case = {"fields": {}, "tensors": []}
+            head = saved.whole[:4000] if rng.random() < 0.7 else saved.whole
+            content = as_text(mutate.flip(rng, head) + saved.whole[len(head) :])
+            return {"policy": policy, "content": content}
+        fields = {name: json.loads(saved.metadata[name]) for name in _JSON}
+        case: Case = {"policy": policy, "fields": {}, "tensors": []}
         if rng.random() < 0.8:
             name = rng.choice(("state", "state", "extra", "identity"))
             edited = mutate.edit(rng, fields[name])
@@ -61,7 +86,7 @@ class SessionFiles(Target):
             case["fields"][name] = edited
         while rng.random() < 0.4:
             change = {
-                "name": rng.choice(sorted(self._tensors)),
+                "name": rng.choice(sorted(saved.tensors)),
                 "what": rng.choice(sorted(_TENSOR_CHANGES)),
                 "seed": rng.randrange(1000),
             }
@@ -74,15 +99,16 @@ class SessionFiles(Target):
             file.write_bytes(as_bytes(case["content"]))
         else:
             self._forge(case, file)
-        session, _ = self.engine.load_session(file)
+        session, _ = self.by_policy[case["policy"]].load_session(file)
         with session:
             "".join(session.send("go on", sampling=_SHORT))
 
     def _forge(self, case: Case, file: Path) -> None:
-        metadata = {key: text for key, text in self._metadata.items() if key != "digest"}
+        saved = self._good[case["policy"]]
+        metadata = {key: text for key, text in saved.metadata.items() if key != "digest"}
         for name, field in case["fields"].items():
             metadata[name] = json.dumps(field)
-        tensors = dict(self._tensors)
+        tensors = dict(saved.tensors)
         for change in case["tensors"]:
             if change["name"] not in tensors:
                 continue
