@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from eval.bench.startup import write_text_model
+from tests.support.chat_models import save_llama
 
 # Runs commands in turn within one process; prints what each has imported of a list of names.
 PROBE = """
@@ -52,9 +53,10 @@ def test_help_and_mistakes_import_nothing_heavy() -> None:
 
 
 def test_a_text_model_needs_no_modelling_code(tmp_path: Path) -> None:
-    folder = str(write_text_model(tmp_path / "text"))
-    answer = ("chat", folder, "-p", "hi", "--max-new-tokens", "2")
-    assert imported(f"{MODELLING},prompt_toolkit", answer) == ["0 []"]
+    qwen, llama = write_text_model(tmp_path / "qwen"), save_llama(tmp_path / "llama")
+    few = ("-p", "hi", "--max-new-tokens", "2")
+    answers = [("chat", str(folder), *few) for folder in (qwen, llama)]
+    assert imported(MODELLING, *answers) == ["0 []", "0 []"]
 
 
 def test_the_program_ends_with_the_exit_code_and_all_output(tmp_path: Path) -> None:

@@ -213,13 +213,14 @@ def load_processor(
 
 
 def _load(name: str | Path, min_pixels: int | None, max_pixels: int | None) -> Processor:
-    from transformers import AutoConfig, AutoTokenizer
+    from transformers import AutoTokenizer
 
-    from engine.model.families import Qwen3VLFamily, find_for
+    from engine.model.families import Qwen3VLFamily, find
+    from engine.model.families.config import read_config
 
-    family = find_for(name)
-    config = AutoConfig.from_pretrained(name)
-    tokenizer = AutoTokenizer.from_pretrained(name)
+    config = read_config(name)
+    family = find(str(config.model_type))
+    tokenizer = AutoTokenizer.from_pretrained(name, config=config)
     if family is not None and issubclass(family, Qwen3VLFamily):
         return _load_qwen(name, tokenizer, config.vision_config, min_pixels, max_pixels)
     if min_pixels is not None or max_pixels is not None:

@@ -18,8 +18,9 @@ from transformers.utils import logging as transformers_logging
 
 from engine import hub
 from engine.errors import MmkvError, ModelError
-from engine.model.families import FAMILIES, Family, family_for, find_for
+from engine.model.families import FAMILIES, Family, family_for
 from engine.model.families.base import end_tokens
+from engine.model.families.config import read_config, whole_config
 from engine.model.families.deferred import DeferredModel
 from engine.model.families.vision import build_vision, import_beside
 from engine.model.settings import require_sizes
@@ -78,7 +79,7 @@ def _load(
 ) -> tuple[Family, DecoderSpec, DecoderWeights]:
     local = Path(source).is_dir() or not hub.in_reach()
     say("reading the config")
-    config = _config(source, local)
+    config = read_config(source, local)
     family_type = family_for(config)
     require_sizes(config)
     precision = resolve_dtype(dtype, config, where)
@@ -94,18 +95,16 @@ def _load(
         if weights is not None:
             say("preparing the decoder")
             weights.require_finite(name)
-            model = DeferredModel(
-                config,
-                end_tokens(_generation_config(source).get("eos_token_id"), config),
-                spec.vocab_size,
-                _explaining(name, source)(
-                    functools.partial(
-                        build_vision, family_type, config, weights, precision, where, load_whole
-                    )
-                ),
-            )
+            ends = end_tokens(_generation_config(source).get("eos_token_id"), config)
+
+            @_explaining(name, source)
+            def build(shared: DecoderWeights) -> Any:
+                whole = whole_config(config, source, local)
+                return build_vision(family_type, whole, shared, precision, where, load_whole)
+
+            model = DeferredModel(config, ends, spec.vocab_size, functools.partial(build, weights))
             return family_type(model), spec, weights
-    hf_model = load_whole(config, precision, where)
+    hf_model = load_whole(whole_config(config, source, local), precision, where)
     say("preparing the decoder")
     text_model = family_type.text_model(hf_model)
     family = family_type(hf_model)
@@ -156,13 +155,6 @@ def resolve_dtype(dtype: str | torch.dtype, config: Any, device: torch.device) -
     if chosen not in _DTYPES.values():
         raise ModelError(f"dtype {str(dtype)!r} is not supported; use auto, {', '.join(_DTYPES)}")
     return chosen
-
-
-def _config(source: str, local: bool) -> Any:
-    find_for(source, local_files_only=local)
-    return transformers.AutoConfig.from_pretrained(
-        source, trust_remote_code=False, local_files_only=local
-    )
 
 
 def _stored_weights(
