@@ -197,6 +197,15 @@ class CachedSequence:
         """What :meth:`decode` runs on now; as :attr:`engine.runtime.Runtime.decode_path`."""
         return self.engine.path_of([self])
 
+    @property
+    def has_room(self) -> bool:
+        """Whether there is a position for one more token."""
+        try:
+            self._require_context(1, self.next_position + 1)
+        except ContextError:
+            return False
+        return True
+
     def decode(self, token_id: int) -> Tensor:
         """Append one token; float32 logits ``[vocab]`` of the next."""
         return self.engine.decode([self], [int(token_id)])[0]

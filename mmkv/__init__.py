@@ -111,6 +111,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "hf":  # a package that imports transformers
+        return importlib.import_module("mmkv.hf")
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module 'mmkv' has no attribute {name!r}")

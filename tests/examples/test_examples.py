@@ -72,6 +72,18 @@ def test_a_custom_family(capsys: pytest.CaptureFixture[str]) -> None:
     assert cut.startswith("budget 8: 32 entries kept")
 
 
+def test_transformers_generate(capsys: pytest.CaptureFixture[str]) -> None:
+    run("transformers_generate.py")
+    alone, retained, bytes_held, second, after = capsys.readouterr().out.splitlines()
+    assert alone.startswith("transformers alone: frog (")
+    assert retained == "policy dbtrimkv, 8 entries per row: frog"
+    whole, held, later = (
+        int(re.findall(r"(\d+) KiB", line)[0]) for line in (alone, bytes_held, second)
+    )
+    assert 2 * held < whole and 2 * later < whole and "more tokens" in second
+    assert after.startswith("afterwards: 0 bytes")
+
+
 def test_training_gates(capsys: pytest.CaptureFixture[str]) -> None:
     run("train_gates.py", "3")
     printed = capsys.readouterr().out

@@ -1,0 +1,204 @@
+"""A retained model's ``generate``: transformers prepares, the engine decodes."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig
+from transformers.generation import (
+    GenerateDecoderOnlyOutput,
+    LogitsProcessorList,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
+
+from engine.errors import InputError
+from engine.runtime import Runtime
+from engine.sequence import Memory
+from mmkv.hf.cache import RetainedCache, close_rows
+from mmkv.hf.loop import Generated, Loop, Settings
+from mmkv.hf.refusals import check_call, check_rest, effective_config
+from mmkv.hf.rows import Row, masked_before, new_tokens, without_padding
+
+# What processors return of pictures, videos and their places.
+MEDIA = (
+    "pixel_values",
+    "pixel_values_videos",
+    "image_grid_thw",
+    "video_grid_thw",
+    "image_sizes",
+    "image_sizes_videos",
+    "batch_num_images",
+    "mm_token_type_ids",
+)
+
+
+class Call:
+    """One call of ``generate`` on a retained model.
+
+    Attributes:
+        cache: what holds the conversations afterwards; None: they are closed.
+        memory: of each conversation, at the end of the call.
+
+    Args:
+        stock: the model's own ``generate``.
+        arguments: positional and named, as the caller gave them.
+    """
+
+    def __init__(
+        self,
+        engine: Runtime,
+        stock: Callable[..., Any],
+        arguments: tuple[tuple[Any, ...], Mapping[str, Any]],
+    ) -> None:
+        bound = inspect.signature(stock).bind(*arguments[0], **arguments[1]).arguments
+        self._engine, self._stock = engine, stock
+        self._given: dict[str, Any] = {**bound, **bound.get("kwargs", {})}
+        self._given.pop("kwargs", None)
+        self._streamer = self._given.get("streamer")
+        self._opened: list[Row] = []  # what an error closes
+        self.cache: RetainedCache | None = None
+        self.memory: tuple[Memory, ...] = ()
+
+    def run(self) -> Any:
+        """Return what ``generate`` returns.
+
+        Raises:
+            MmkvError, and what transformers raises. The streamer is ended, and a cache that was
+            passed is as it was.
+        """
+        try:
+            with ExitStack() as stack:
+                config = effective_config(self._given, self._model().generation_config)
+                check_call(self._given, config)
+                self.cache = _retained_cache(self._given.pop("past_key_values", None), self._engine)
+                if self.cache is not None:
+                    stack.enter_context(self.cache.in_use())
+                media = {}
+                if self._engine.family.has_vision:
+                    media = {key: self._given.pop(key, None) for key in MEDIA}
+                self._media = {key: value for key, value in media.items() if value is not None}
+                self._mask = self._given.get("attention_mask")
+                self._take_stop_strings(config.stop_strings)
+                # Positions are the engine's; transformers makes none where some are given.
+                return self._stock(
+                    **self._given,
+                    position_ids=torch.zeros((1, 1), dtype=torch.long),
+                    custom_generate=self._decode,
+                )
+        except BaseException:
+            close_rows(self._opened)
+            if self._streamer is not None:
+                self._streamer.end()
+            raise
+
+    def _model(self) -> Any:
+        return self._stock.__self__  # type: ignore[attr-defined]
+
+    def _take_stop_strings(self, stop: str | list[str] | None) -> None:
+        """Look for stop strings here: to a decoding function transformers gives no tokenizer."""
+        tokenizer = self._given.get("tokenizer")
+        if stop and tokenizer is not None:
+            own = StopStringCriteria(tokenizer, stop)
+            criteria = [*(self._given.get("stopping_criteria") or []), own]
+            self._given["stopping_criteria"] = StoppingCriteriaList(criteria)
+            self._given["stop_strings"] = None
+
+    def _decode(
+        self,
+        model: Any,
+        input_ids: Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        **rest: Any,
+    ) -> Any:
+        """Decode what transformers has prepared; called by it."""
+        config: Any = generation_config
+        check_rest(rest)
+        copies = config.num_return_sequences
+        mask = self._mask if self._mask is not None else rest.get("attention_mask")
+        if self._mask is None and mask is not None:
+            mask = mask[::copies]
+        rows, logits = self._prefill(input_ids[::copies], mask, copies)
+        keep, pad = config.return_dict_in_generate, config._pad_token_tensor
+        how = Settings(
+            logits_processor,
+            stopping_criteria,
+            bool(config.do_sample),
+            None if pad is None else int(pad),
+            bool(keep and config.output_scores),
+            bool(keep and config.output_logits),
+            self._streamer,
+        )
+        made = Loop(self._engine, rows, logits, input_ids, how).run()
+        if self._streamer is not None:
+            self._streamer.end()
+        return self._result(rows, made, keep)
+
+    def _prefill(
+        self, input_ids: Tensor, mask: Tensor | None, copies: int
+    ) -> tuple[list[Row], Tensor]:
+        """Read the prompts; the rows and float32 logits ``[B copies, vocab]``."""
+        engine, held = self._engine, [] if self.cache is None else self.cache.rows
+        given = without_padding(input_ids, mask)
+        new = new_tokens(held, given, masked_before(input_ids, mask)) if held else given
+        for i in range(len(given)):
+            # What is held stays as it is until the call has ended well.
+            self._opened.append(held[i].fork() if held else Row(engine.session()))
+        prompted = list(self._opened)
+        with engine.lock:
+            turns = engine.family.turns(
+                new,
+                self._media,
+                [row.session.next_position for row in prompted],
+                engine.device,
+                [torch.tensor(row.ids, dtype=torch.long) for row in held],
+            )
+        rows, logits = [], []
+        for row, ids, turn in zip(prompted, new, turns, strict=True):
+            logits += [row.session.extend(turn)] * copies
+            row.ids += ids.tolist()
+            row.prompt, row.pending = row.prompt or len(row.ids), None
+            rows.append(row)
+            for _ in range(copies - 1):
+                rows.append(row.fork())
+                self._opened.append(rows[-1])
+        return rows, torch.stack(logits)
+
+    def _result(self, rows: list[Row], made: Generated, as_output: bool) -> Any:
+        self.memory = tuple(row.session.memory() for row in rows)
+        if self.cache is None and as_output:
+            self.cache = RetainedCache()
+        if self.cache is None:
+            close_rows(self._opened)
+        else:
+            self.cache.replace(rows)
+            self._opened = []
+        if not as_output:
+            return made.ids
+        return GenerateDecoderOnlyOutput(
+            sequences=made.ids,
+            scores=made.scores,
+            logits=made.logits,
+            past_key_values=self.cache,
+        )
+
+
+def _retained_cache(given: object, engine: Runtime) -> RetainedCache | None:
+    if given is None or isinstance(given, RetainedCache):
+        if given is not None and given.rows and given.rows[0].session.engine is not engine:
+            raise InputError(
+                "past_key_values was filled by another retained model; pass a new "
+                "mmkv.hf.RetainedCache()"
+            )
+        return given
+    raise InputError(
+        f"past_key_values is a {type(given).__name__}, which keeps every entry; pass a "
+        "mmkv.hf.RetainedCache(), or leave it out"
+    )

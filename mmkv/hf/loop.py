@@ -1,0 +1,218 @@
+"""The decoding loop: transformers' processors and criteria on the engine's logits."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.generation import (
+    EosTokenCriteria,
+    LogitsProcessorList,
+    MaxLengthCriteria,
+    StoppingCriteriaList,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from engine.backends.cuda.kernels.sample import Draw
+from engine.runtime import Runtime
+from mmkv.hf.rows import Row
+from mmkv.stepping import BURST
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What decides the tokens of one call.
+
+    Attributes:
+        pad: the id that follows a reply that has ended, or None.
+        keep_scores, keep_logits: whether those of every step are returned.
+        streamer: takes the tokens of each step, or None.
+    """
+
+    processors: LogitsProcessorList
+    criteria: StoppingCriteriaList
+    do_sample: bool
+    pad: int | None
+    keep_scores: bool
+    keep_logits: bool
+    streamer: Any
+
+
+@dataclass
+class Generated:
+    """The ids ``[B, W + new]`` and, where asked for, float32 ``[B, vocab]`` of every step."""
+
+    ids: Tensor
+    scores: tuple[Tensor, ...] | None
+    logits: tuple[Tensor, ...] | None
+
+
+class Loop:
+    """Generates the replies of B rows, one step of all at a time, as transformers does.
+
+    A row that has ended takes no more steps; its logits in later steps are its last ones.
+
+    Args:
+        logits: float32 ``[B, vocab]`` of the prompts' last tokens.
+        input_ids: ``[B, W]``, as the caller passed them.
+    """
+
+    def __init__(
+        self, engine: Runtime, rows: Sequence[Row], logits: Tensor, input_ids: Tensor, how: Settings
+    ) -> None:
+        self.engine, self.rows, self.how, self.logits = engine, rows, how, logits
+        self.made = Generated(
+            input_ids, () if how.keep_scores else None, () if how.keep_logits else None
+        )
+        self.unfinished = torch.ones(len(rows), dtype=torch.long, device=input_ids.device)
+        self.ends_at_eos = any(hasattr(criterion, "eos_token_id") for criterion in how.criteria)
+        self._full: set[int] = set()
+        self._burst = _Burst.of(engine, how, len(rows))
+
+    def run(self) -> Generated:
+        """Generate until every row has ended."""
+        self._take(self._choose())
+        while bool(self.unfinished.any()):
+            going = self._going()
+            if not going:
+                break
+            if self._burst is None:
+                self._step(going)
+                self._take(self._choose())
+            else:
+                for column in self._burst.columns(self, going):
+                    self._take(column)
+        return self.made
+
+    def _going(self) -> list[int]:
+        """Return the rows that take the next step. Those without a position left have ended."""
+        alive = self.unfinished.tolist()
+        going = [
+            i
+            for i in range(len(self.rows))
+            if i not in self._full and (alive[i] or not self.ends_at_eos)
+        ]
+        for i in going:
+            if not self.rows[i].session.has_room:
+                warnings.warn(
+                    f"row {i} ended at the model's last position; start a new conversation",
+                    stacklevel=2,
+                )
+                self._full.add(i)
+                self.unfinished[i] = 0
+        return [i for i in going if i not in self._full]
+
+    def _step(self, going: Sequence[int]) -> None:
+        """Have the sessions read their rows' latest tokens."""
+        rows = [self.rows[i] for i in going]
+        tokens = [_pending(row) for row in rows]
+        fresh = self.engine.decode([row.session for row in rows], tokens)
+        for row, token in zip(rows, tokens, strict=True):
+            row.fed(token)
+        self.logits = self.logits.index_copy(
+            0, torch.tensor(going, device=self.logits.device), fresh
+        )
+
+    def _choose(self) -> Tensor:
+        """Return the next token of every row, int64 ``[B]``."""
+        ids, made = self.made.ids, self.made
+        logits = self.logits.to(ids.device, copy=True)
+        scores = self.how.processors(ids, logits)
+        if made.scores is not None:
+            made.scores += (scores,)
+        if made.logits is not None:
+            made.logits += (logits,)
+        if not self.how.do_sample:
+            return scores.argmax(-1)
+        return torch.multinomial(scores.softmax(-1), num_samples=1).squeeze(1)
+
+    def _take(self, chosen: Tensor) -> None:
+        """Append a token to every row, padding to those that have ended."""
+        made, how = self.made, self.how
+        if self.ends_at_eos and how.pad is not None:
+            chosen = torch.where(self.unfinished.bool(), chosen, how.pad)
+        for i, (token, alive) in enumerate(
+            zip(chosen.tolist(), self.unfinished.tolist(), strict=True)
+        ):
+            if i not in self._full and (alive or not self.ends_at_eos):
+                self.rows[i].pending = token
+        made.ids = torch.cat([made.ids, chosen[:, None]], dim=-1)
+        self.unfinished = self.unfinished & ~how.criteria(made.ids, made.scores)
+        if how.streamer is not None:
+            how.streamer.put(chosen.cpu())
+
+
+class _Burst:
+    """Several steps by one call, where a CUDA graph runs them and nothing has to look between."""
+
+    def __init__(self, how: Settings, draws: list[Draw] | None) -> None:
+        self._draws = draws
+        lengths = [c.max_length for c in how.criteria if isinstance(c, MaxLengthCriteria)]
+        self._most = min(lengths, default=None)
+        ends = [c.eos_token_id for c in how.criteria if isinstance(c, EosTokenCriteria)]
+        self._stop = [int(token) for ids in ends for token in ids.tolist()]
+
+    @classmethod
+    def of(cls, engine: Runtime, how: Settings, rows: int) -> _Burst | None:
+        """Return None where each token has to be looked at, or nothing is gained."""
+        kinds = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper)
+        plain = all(type(one) in kinds for one in how.processors) and all(
+            type(one) in (MaxLengthCriteria, EosTokenCriteria) for one in how.criteria
+        )
+        if not plain or how.keep_scores or how.keep_logits or not in_bursts(engine):
+            return None
+        if not how.do_sample:
+            return None if how.processors else cls(how, None)
+        said = {type(one): one for one in how.processors}
+        warmth, best, mass = (said.get(kind) for kind in kinds)
+        # From torch's own generator, so that torch.manual_seed decides.
+        seeds = torch.randint(2**62, (rows,)).tolist()
+        return cls(
+            how,
+            [
+                Draw(
+                    temperature=1.0 if warmth is None else warmth.temperature,
+                    top_k=0 if best is None else best.top_k,
+                    top_p=1.0 if mass is None else mass.top_p,
+                    seed=seed,
+                )
+                for seed in seeds
+            ],
+        )
+
+    def columns(self, loop: Loop, going: Sequence[int]) -> list[Tensor]:
+        """Return the next tokens ``[B]`` of some steps; the sessions have read all but the last."""
+        engine, rows = loop.engine, [loop.rows[i] for i in going]
+        ids = loop.made.ids
+        left = BURST if self._most is None else self._most - ids.shape[1]
+        room = min(engine.spec.max_position - row.session.next_position for row in rows)
+        said = engine.decode_many(
+            [row.session for row in rows],
+            [_pending(row) for row in rows],
+            max(1, min(BURST, left, room)),
+            self._stop,
+            None if self._draws is None else [self._draws[i] for i in going],
+        )
+        for row, tokens in zip(rows, said, strict=True):
+            for token in [_pending(row), *tokens[:-1]]:
+                row.fed(token)
+        block = torch.zeros((max(map(len, said)), ids.shape[0]), dtype=torch.long)
+        for i, tokens in zip(going, said, strict=True):
+            block[: len(tokens), i] = torch.tensor(tokens)
+        return list(block.to(ids.device))
+
+
+def in_bursts(engine: Runtime) -> bool:
+    """Return whether several steps cost less by one call."""
+    return engine.many_path == "graph"
+
+
+def _pending(row: Row) -> int:
+    assert row.pending is not None
+    return row.pending

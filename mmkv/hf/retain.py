@@ -1,0 +1,215 @@
+"""A transformers model whose ``generate`` runs on a bounded KV cache, for as long as one likes."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from engine.budget import Budget
+from engine.config import EngineConfig
+from engine.errors import InputError, ModelError, SessionError
+from engine.model.families import Family, family_for
+from engine.model.gates import Gates, WriteGates
+from engine.model.spec import DecoderSpec
+from engine.model.weights import DecoderWeights, separate
+from engine.policies import Policy
+from engine.runtime import Runtime
+from engine.sequence import Memory
+from mmkv.hf.cache import RetainedCache
+from mmkv.hf.generate import Call
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_OWN = {"model", "device", "dtype"}
+
+
+@dataclass(frozen=True)
+class RetainedMemory:
+    """What a retained model's cache takes.
+
+    Attributes:
+        rows: per conversation of the latest ``generate`` what it held at the end of the call.
+        kv_bytes: keys and values that caches hold now; 0 where none was kept.
+        pool_bytes: of the page pool, free pages included; :meth:`Retained.trim` returns those.
+    """
+
+    rows: tuple[Memory, ...]
+    kv_bytes: int
+    pool_bytes: int
+
+
+def retain(
+    model: PreTrainedModel,
+    *,
+    gates: str | Path | Gates | WriteGates | None = None,
+    policy: str | Policy | None = None,
+    budget: Budget | float | str = 256,
+    **options: Any,
+) -> Retained:
+    """Let ``model.generate`` run on a bounded cache from now on, to the end of a ``with`` block.
+
+    Args:
+        model: a transformers model of a family that mmkv runs, on one device, with its
+            language-model head. Nothing else in the process changes.
+        gates: a gate folder, file, hub id, ``"random"`` or gates in memory; None: those in the
+            checkpoint's own ``gates/`` folder, if it has one.
+        policy: its name with parameters, or a Policy. None: ``dbtrimkv`` with gates, else
+            ``streamingllm``.
+        budget: M, the mean entries kept per (layer, KV head) of each row of a batch; a Budget; or
+            text such as ``"25%"``.
+        options: lookahead, evict_every, prefill_chunk, page_size, kv_limit and the like of
+            :class:`engine.config.EngineConfig`.
+
+    Returns:
+        The handle; ``close()`` and the end of a ``with`` block put everything back.
+
+    Raises:
+        InputError, ModelError, GateError, PolicyError, BudgetError: the model is as it was.
+    """
+    return Retained(model, gates, policy=policy, budget=budget, **options)
+
+
+class Retained:
+    """A model whose ``generate`` runs on a bounded cache; made by :func:`retain`.
+
+    The engine reads the model's own weights: matrices that it wants joined are joined layer by
+    layer, and the model's parameters become views of them until the handle is closed. Threads may
+    call ``generate`` at the same time.
+
+    Attributes:
+        model: the model; note: a line for the user about the choice of policy and gates, or None.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, gates: str | Path | Gates | WriteGates | None, **options: Any
+    ) -> None:
+        family_type = _checked(model)
+        if clash := options.keys() & _OWN:
+            raise InputError(f"retain takes no {min(clash)}: the model has its own")
+        loaded = gates if isinstance(gates, Gates | WriteGates) else None
+        name = getattr(model, "name_or_path", "") or type(model).__name__
+        config = EngineConfig(
+            model=name, gates=gates if isinstance(gates, str | Path) else None, **options
+        )
+        self.model, self._lock = model, threading.Lock()
+        self._memory: tuple[Memory, ...] = ()
+        self._caches: weakref.WeakSet[RetainedCache] = weakref.WeakSet()
+        text_model: Any = family_type.text_model(model)
+        spec = DecoderSpec.from_hf(text_model)
+        # Views that were made in inference mode could not be trained.
+        with torch.inference_mode(False):
+            weights, self._views = DecoderWeights.share(
+                text_model, family_type.output_head(model), spec
+            )
+        try:
+            engine = Runtime.from_parts(config, family_type(model), spec, weights, loaded)
+            self._engine: Runtime | None = engine
+            self.note = engine.policy_note
+            self._stock = model.generate
+
+            @functools.wraps(self._stock)
+            def generate(*arguments: Any, **named: Any) -> Any:
+                return self._generate(*arguments, **named)
+
+            vars(model)["generate"] = generate
+        except BaseException:
+            self._put_back()
+            raise
+
+    @property
+    def engine(self) -> Runtime:
+        """Return the engine: its policy, budget and ``decode_path``. Raises SessionError."""
+        if self._engine is None:
+            raise SessionError("the model is no longer retained; call mmkv.hf.retain again")
+        return self._engine
+
+    def memory(self) -> RetainedMemory:
+        """Return what the cache takes, in bytes."""
+        if self._engine is None:
+            return RetainedMemory(self._memory, 0, 0)
+        held = [memory.kv_bytes for cache in list(self._caches) for memory in cache.memory()]
+        pool = self._engine.cache.pool
+        return RetainedMemory(self._memory, sum(held), pool.num_pages * pool.page_bytes)
+
+    def trim(self) -> int:
+        """Give unused pages back to the allocator; the bytes given back."""
+        return self.engine.trim()
+
+    def close(self) -> None:
+        """Put ``generate`` and the weights back and return all memory; again: no effect."""
+        with self._lock:
+            if self._engine is None:
+                return
+            vars(self.model).pop("generate", None)
+            for cache in list(self._caches):
+                cache.close()
+            # Without it nothing keeps the joined matrices but the model's own views.
+            self._engine = None
+            self._put_back()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _put_back(self) -> None:
+        with torch.inference_mode(False):
+            separate(self._views)
+        self._views = []
+
+    def _generate(self, *arguments: Any, **named: Any) -> Any:
+        call = Call(self.engine, self._stock, (arguments, named))
+        made = call.run()
+        self._memory = call.memory
+        if call.cache is not None:
+            self._caches.add(call.cache)
+        return made
+
+
+def _checked(model: object) -> type[Family]:
+    """Return the family that runs this model. Raises InputError, ModelError."""
+    if not isinstance(model, PreTrainedModel):
+        raise InputError(
+            f"retain takes a transformers model, not a {type(model).__name__}; of a PEFT model "
+            "pass what merge_and_unload() returns"
+        )
+    if "generate" in vars(model):
+        raise InputError(
+            "this model's generate has been replaced already; close the other retain first"
+        )
+    family = family_for(model.config)
+    head: Any = model.get_output_embeddings()
+    if head is None or not model.can_generate():
+        raise ModelError(
+            f"a {type(model).__name__} does not generate; load the checkpoint with "
+            f"{family.auto_class}"
+        )
+    if getattr(head, "bias", None) is not None:
+        raise ModelError("the language-model head has a bias, which mmkv does not run")
+    places = {str(parameter.device) for parameter in model.parameters()}
+    if len(places) > 1 or "meta" in places:
+        raise ModelError(
+            f"the model lies on {', '.join(sorted(places))}; load it whole on one device"
+        )
+    text_model: Any = family.text_model(model)
+    kinds = {parameter.dtype for parameter in text_model.parameters()}
+    if len(kinds) > 1 or not kinds <= set(_DTYPES):
+        raise ModelError(
+            f"the text weights are of {', '.join(sorted(map(str, kinds)))}; load the model in "
+            "float32, bfloat16 or float16"
+        )
+    for name, module in text_model.layers.named_modules():
+        if name.rpartition(".")[2].endswith("_proj") and type(module) is not nn.Linear:
+            raise ModelError(
+                f"layers.{name} is a {type(module).__name__} of {type(module).__module__}, not a "
+                "plain matrix; merge adapters into the model first (merge_and_unload)"
+            )
+    return family

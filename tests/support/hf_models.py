@@ -1,0 +1,38 @@
+"""Small checkpoints as transformers models, and prompts for them."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+from tests.support.factories import CHECKPOINTS, Piece, checkpoint, make_turn
+
+TOKENS = 12
+
+
+@functools.cache
+def model_of(name: str) -> Any:
+    sees = CHECKPOINTS[name].model_type in ("qwen3_vl", "llava", "llava_next", "llava_onevision")
+    kind = transformers.AutoModelForImageTextToText if sees else transformers.AutoModelForCausalLM
+    return kind.from_pretrained(checkpoint(name), dtype=torch.float32).eval()
+
+
+def prompts_of(name: str) -> list[dict[str, Tensor]]:
+    """Return four prompts of different lengths, with 2, 0, 1 and 3 pictures where it sees."""
+    pieces: list[list[Piece]] = [
+        [3, ("image", 32, 32), 4, ("image", 16, 32), 2],
+        [17],
+        [5, ("image", 16, 48), 3],
+        [1, ("image", 16, 16), 2, ("image", 32, 16), 1, ("image", 16, 16), 4],
+    ]
+    if not model_of(name).config.to_dict().get("vision_config"):
+        pieces = [[40], [7], [23], [31]]
+    return [make_turn(name, row, seed=i) for i, row in enumerate(pieces)]
+
+
+def greedy(model: Any, inputs: dict[str, Tensor], **options: Any) -> Any:
+    return model.generate(**inputs, **({"max_new_tokens": TOKENS, "do_sample": False} | options))
