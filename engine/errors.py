@@ -1,5 +1,7 @@
 """Errors a user can cause: each message is one line that names the cause and the remedy."""
 
+_LONGEST_WORD = 250
+
 
 class MmkvError(Exception):
     """Base of every error that is the user's to mend; anything else is a bug in mmkv."""
@@ -51,6 +53,12 @@ class SessionError(MmkvError):
 
 class InputError(MmkvError):
     """Malformed model inputs: pictures, videos, token ids, messages, requests."""
+
+
+def one_line(message: str) -> str:
+    """Return a message without line breaks, words of any length (names of files) cut."""
+    words = (w if len(w) <= _LONGEST_WORD else f"{w[:_LONGEST_WORD]}..." for w in message.split())
+    return " ".join(words)
 
 
 def first_line(error: BaseException) -> str:

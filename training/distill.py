@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 from safetensors import SafetensorError
 
-from engine.errors import InputError, MmkvError
+from engine.errors import InputError, MmkvError, one_line
 
 app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)
 
@@ -214,7 +214,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _fail(message: str, code: int) -> int:
-    print(f"training.distill: error: {' '.join(message.split())}", file=sys.stderr)
+    print(f"training.distill: error: {one_line(message)}", file=sys.stderr)
     return code
 
 

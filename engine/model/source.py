@@ -7,6 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from engine.errors import ModelError
+from engine.paths import is_file, is_folder, user_path
+
+_LONGEST_ID = 200
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
@@ -17,18 +20,21 @@ def locate(name: str) -> str:
     Raises:
         ModelError: for a folder without a model, or a path that is not there.
     """
-    folder = Path(name).expanduser()
     if not name.strip():
         raise ModelError("the model's name is empty; name a checkpoint folder or a hub id")
-    if folder.is_dir():
-        if not (folder / "config.json").is_file():
+    folder = user_path(name)
+    if is_folder(folder):
+        if not is_file(folder / "config.json"):
             raise ModelError(f"{name} has no config.json; name a transformers checkpoint folder")
         return str(folder)
-    if folder.is_file():
+    if is_file(folder):
         raise ModelError(f"{name} is a file; name the checkpoint's folder")
     # A hub id is "name" or "owner/name"; all else was meant as a path.
     if name[0] in "./~" or name.count("/") > 1 or "\\" in name or name.endswith("/"):
-        raise ModelError(f"no folder {name!r}; name a transformers checkpoint folder or a hub id")
+        shown = repr(name if len(name) <= 200 else f"{name[:200]}...")
+        raise ModelError(f"no folder {shown}; name a transformers checkpoint folder or a hub id")
+    if len(name) > _LONGEST_ID:
+        raise ModelError(f"{name[:60]!r}... is too long for a hub id; check the model's name")
     return name
 
 

@@ -6,6 +6,7 @@ when this process dies or no longer answers.
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import json
 import os
@@ -157,6 +158,7 @@ def main() -> None:
     """Read the plan from stdin; the lines go to stdout, which inputs do not see."""
     answer = os.fdopen(os.dup(1), "w")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    faulthandler.enable()
     plan = json.loads(sys.stdin.readline())
     torch.set_num_threads(1)
     logging.set_verbosity_error()

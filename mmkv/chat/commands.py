@@ -12,6 +12,7 @@ from rich.table import Table
 
 from engine.budget import Budget
 from engine.errors import InputError
+from engine.paths import user_path
 from mmkv.chat.display import memory_line, statistics
 from mmkv.chat.saved import is_session
 from mmkv.chat.targets import checked_target
@@ -164,7 +165,7 @@ def _save(repl: Repl, name: str, force: bool = False) -> None:
 
 
 def _load(repl: Repl, path: str) -> None:
-    repl.load(Path(_named(path, "/load", "talk.mmkv")).expanduser())
+    repl.load(user_path(_named(path, "/load", "talk.mmkv")))
 
 
 def _export(repl: Repl, name: str, force: bool = False) -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from engine.paths import user_path
 from mmkv.chat.answer import answer
 from mmkv.chat.display import memory_line
 from mmkv.chat.saved import chat_extra
@@ -64,7 +64,7 @@ def _conversation(
 def _opened(engine: Engine, options: ChatOptions) -> Session:
     if options.load is None:
         return engine.session()
-    session, _ = engine.load_session(Path(options.load).expanduser())
+    session, _ = engine.load_session(user_path(options.load))
     if options.rebudget:
         session.set_budget(engine.budget)
     return session

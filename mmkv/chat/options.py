@@ -21,7 +21,8 @@ class ChatOptions:
     """The options of the command line, a field each; ``engine`` holds those of the engine.
 
     ``load``, ``save``: session files to begin with and to write at the end; ``rebudget``: the
-    budget was given beside a session file, which has one of its own.
+    budget was given beside a session file, which has one of its own. ``raw``: texts go to the model
+    as they are, without the chat template.
     """
 
     engine: EngineConfig = field(default_factory=EngineConfig)
@@ -45,6 +46,7 @@ class ChatOptions:
     save: str | None = None
     autosave: bool = True
     rebudget: bool = False
+    raw: bool = False
     no_stream: bool = False
     plain: bool = False
     json: bool = False
@@ -66,6 +68,8 @@ class ChatOptions:
             raise UsageError("--fps and --num-frames exclude each other; give one")
         if self.cost and (self.load is not None or self.interactive):
             raise UsageError("--cost is of one answer to one prompt; drop --load, --resume and -i")
+        if self.raw and self.system is not None:
+            raise UsageError("--raw sends the text alone; put what --system says into the prompt")
         try:
             if self.pixel_limit is not None:
                 from mmkv.prompt.media import set_pixel_limit

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
+from engine.paths import user_path
 from mmkv.chat.answer import OutputClosed, answer
 from mmkv.chat.autosave import Autosave, is_autosaved
 from mmkv.chat.commands import COMMANDS, HIDDEN, Leave
@@ -63,7 +64,7 @@ class Repl:
         """Converse until /exit or the end of input; returns the exit code."""
         try:
             if self.options.load is not None:
-                self.load(Path(self.options.load).expanduser())
+                self.load(user_path(self.options.load))
             self.reader = open_reader(lambda: self.branches)
             self.display.note("/help lists commands; Ctrl-D leaves")
             self._converse(first)

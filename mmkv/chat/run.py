@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import io
 import os
 import sys
 import warnings
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from engine.errors import InputError
 from engine.model.source import locate
+from engine.paths import is_folder, user_path
 from mmkv.chat.display import Display
 from mmkv.chat.options import ChatOptions
 from mmkv.chat.saved import is_session
@@ -37,6 +37,7 @@ def run_chat(options: ChatOptions) -> int:
     if options.save is not None:
         options.save = str(_save_target(options))
     engine = load_engine(options, display)
+    _choose_template(engine, options)
     rule = engine.processor.size_rule
     videos = [load_video(v, options.fps, options.num_frames, rule) for v in options.video]
     if prompt is not None and not options.interactive:
@@ -55,7 +56,7 @@ def load_engine(options: ChatOptions, display: Display) -> Engine:
     with display.loading(name) as progress:
         from mmkv.api import Engine
 
-        _hush_libraries(keep_downloads=display.animated and not Path(name).is_dir())
+        _hush_libraries(keep_downloads=display.animated and not is_folder(user_path(name)))
         engine = Engine.from_config(
             replace(options.engine, model=name),
             progress,
@@ -73,10 +74,22 @@ def load_engine(options: ChatOptions, display: Display) -> Engine:
     return engine
 
 
+def _choose_template(engine: Engine, options: ChatOptions) -> None:
+    """Leave the template out for --raw. Raises InputError where there is none."""
+    processor = engine.processor
+    if options.raw:
+        processor.template = processor.template.as_raw()
+    elif processor.template.source is None:
+        raise InputError(
+            f"{options.model} has no chat template, so it is a base model that continues a text; "
+            "send it one as it is with --raw, or name a model that was trained to chat"
+        )
+
+
 def _save_target(options: ChatOptions) -> Path:
     """Return the file of --save: new, or the one that the conversation was loaded from."""
     assert options.save is not None
-    own = None if options.load is None else Path(options.load).expanduser().resolve()
+    own = None if options.load is None else user_path(options.load).resolve()
     return checked_target(
         options.save,
         "a session file",
@@ -89,8 +102,6 @@ def _save_target(options: ChatOptions) -> Path:
 def _prompt(options: ChatOptions) -> str | None:
     """Return the question of a one-shot run, None for a conversation. Raises InputError."""
     prompt = options.prompt
-    if sys.stdin is None:  # the program was started with stdin closed
-        sys.stdin = io.TextIOWrapper(io.BytesIO())
     piped = not sys.stdin.isatty()
     if prompt == "-" or (prompt is None and piped and not options.interactive):
         prompt = sys.stdin.buffer.read().decode("utf-8", errors="replace").rstrip("\n")

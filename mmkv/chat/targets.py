@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from engine.errors import InputError
+from engine.paths import user_path
 
 
 def checked_target(
@@ -30,14 +31,12 @@ def checked_target(
         InputError: a folder, device, pipe or dangling link; a file of another kind; not agreed.
     """
     try:
-        if "\0" in name:
-            raise ValueError
-        path = Path(name).expanduser()
+        path = user_path(name)
         linked = path.is_symlink()
         path = path.resolve() if linked else path
         mode = path.stat().st_mode if path.exists() else None
         parent = path.parent.is_dir()
-    except (OSError, ValueError, RuntimeError) as error:
+    except (OSError, InputError) as error:
         raise InputError(f"not a usable file name: {name[:80]!r}; choose another") from error
     if linked and mode is None:
         raise InputError(f"{name} is a link to a file that is not there; choose another name")

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from engine.config import EngineConfig
-from engine.errors import MmkvError
+from engine.errors import MmkvError, one_line
 from mmkv import __version__
 from mmkv.chat.options import ChatOptions, UsageError
 from mmkv.cli import arguments
@@ -57,13 +57,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def run(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code; without arguments it shows the help."""
     given = list(sys.argv[1:] if arguments is None else arguments)
+    _replace_closed_streams()
     try:
         code = app(args=given or ["--help"], prog_name="mmkv", standalone_mode=False)
     except (UsageError, _CLICK_USAGE_ERROR) as error:
         text = error.format_message() if hasattr(error, "format_message") else str(error)
-        return _fail(f"{' '.join(text.split()).rstrip('.')}; see mmkv --help", 2)
+        return _fail(f"{text.strip().rstrip('.')}; see mmkv --help", 2)
     except MmkvError as error:
-        return _fail(" ".join(str(error).split()), 1)
+        return _fail(str(error), 1)
     except (KeyboardInterrupt, typer.Abort):
         return 130
     except BrokenPipeError:
@@ -71,11 +72,23 @@ def run(arguments: Sequence[str] | None = None) -> int:
         # when it flushes stdout at exit, so stdout is replaced.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except SystemExit as error:  # typer and rich end so when the reader of our output has gone
+        return error.code if isinstance(error.code, int) else 1
     return code if isinstance(code, int) else 0
 
 
+def _replace_closed_streams() -> None:
+    """Give nothing to read, and write to nowhere, where the program was started without a stream.
+
+    Python has None there, which no library expects.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
+
+
 def _fail(message: str, code: int) -> int:
-    print(f"mmkv: error: {message}", file=sys.stderr)
+    print(f"mmkv: error: {one_line(message)}", file=sys.stderr)
     return code
 
 
@@ -222,6 +235,10 @@ def chat(
         bool,
         typer.Option(" /--no-autosave", help="Keep nothing for --resume.", rich_help_panel=_FILES),
     ] = True,
+    raw: Annotated[
+        bool,
+        typer.Option("--raw", help="Send the text as it is, without a chat template."),
+    ] = False,
     no_stream: Annotated[
         bool, typer.Option("--no-stream", help="Print replies whole.", rich_help_panel=_OUTPUT)
     ] = False,

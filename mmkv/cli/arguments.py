@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from functools import wraps
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -13,6 +12,7 @@ import typer
 from engine.budget import Budget, parse_bytes
 from engine.config import EngineConfig, options
 from engine.errors import BudgetError, SessionError
+from engine.paths import user_path
 from mmkv.chat.options import UsageError
 from mmkv.resources import gates_source
 
@@ -60,7 +60,7 @@ def take_saved_options(context: typer.Context, path: str | None) -> str | None:
     if path is not None:
         from mmkv.chat.saved import chat_options, elsewhere
 
-        stored = chat_options(Path(path).expanduser())
+        stored = chat_options(user_path(path))
         context.meta[_ELSEWHERE] = elsewhere(stored)
         _set_defaults(context, stored)
     return path

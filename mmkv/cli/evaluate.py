@@ -21,6 +21,7 @@ from typing import Annotated, Any
 import typer
 
 from engine.errors import InputError, MmkvError
+from engine.model.source import locate
 from mmkv.cli import arguments
 
 _RUN, _MODEL = "Run", arguments.CACHE
@@ -92,6 +93,8 @@ def evaluate(
     """Evaluate with lmms-eval; exit 1 when a task failed or had no samples."""
     from mmkv.resources import bundled_model, gates_source
 
+    if model is not None:
+        locate(model)
     named = {
         "pretrained": model or str(bundled_model()),
         "budget": budget,

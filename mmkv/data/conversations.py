@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import InputError
+from engine.paths import user_path
 from mmkv.prompt.media import check_source, describe
 from mmkv.prompt.messages import is_blank, take_media
 from mmkv.prompt.template import Message
@@ -249,8 +250,8 @@ def _resolved(source: Any, kind: str, root: Path) -> str:
         raise RowError(f"a {kind} is named by {type(source).__name__}, not by a path or URL")
     if source.startswith(("data:", "http://", "https://")):
         return source
-    path = (root / Path(source.removeprefix("file://")).expanduser()).absolute()
     try:
+        path = (root / user_path(source.removeprefix("file://"))).absolute()
         check_source(str(path))
     except InputError as error:
         raise RowError(f"{kind} {describe(source)}: {error}") from error

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from engine.errors import InputError
+from engine.paths import user_path
 from mmkv.data.conversations import KINDS, DataError, Row, RowError, kind_of, read_row
 
 Report = Callable[[str], None]
@@ -54,7 +56,10 @@ class DataSource:
         weight = float(match["weight"] or 1)
         if weight == 0:
             raise DataError(f"--data {text!r} has weight 0; leave it out or give more than 0")
-        return cls(Path(match["path"]).expanduser(), weight, match["kind"])
+        try:
+            return cls(user_path(match["path"]), weight, match["kind"])
+        except InputError as error:
+            raise DataError(f"--data: {error}") from error
 
 
 class RowFile(Sequence[Row]):

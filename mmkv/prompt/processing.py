@@ -101,7 +101,9 @@ class Processor:
     def _inputs(
         self, text: str, images: Sequence[Image], clips: Sequence[Clip], continuing: bool
     ) -> dict[str, torch.Tensor]:
-        return dict(self.tokenizer(text, add_special_tokens=False, return_tensors="pt"))
+        # Templates write the mark of a beginning themselves.
+        special = self.template.raw and not continuing
+        return dict(self.tokenizer(text, add_special_tokens=special, return_tensors="pt"))
 
     def _starts_itself(self, text: str) -> bool:
         """Return whether the rendered text already begins with the tokenizer's start marker."""

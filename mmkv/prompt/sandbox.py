@@ -340,4 +340,4 @@ def _size(value: Any, most: int) -> int:
 
 
 def _stopped(why: str) -> InputError:
-    return InputError(f"the model's chat template was stopped: {why}; use another model")
+    return InputError(f"the model's chat template was stopped: {why}; use another model, or --raw")

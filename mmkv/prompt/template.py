@@ -37,7 +37,8 @@ class ChatTemplate:
 
     ``parts``: whether message contents are passed as lists of parts (vision models) or as plain
     strings (text models). ``source``: the Jinja text, or None for plain continuation.
-    ``placeholders``: per kind of part, what stands for it when there is no template.
+    ``placeholders``: per kind of part, what stands for it when there is no template. ``raw``: no
+    template was wanted.
     """
 
     def __init__(
@@ -49,6 +50,13 @@ class ChatTemplate:
     ) -> None:
         self._tokenizer, self.source, self._parts = tokenizer, source, parts
         self._placeholders = placeholders or {}
+        self.raw = False
+
+    def as_raw(self) -> ChatTemplate:
+        """Return one that passes texts on as they are, on purpose: for models without a chat."""
+        made = ChatTemplate(self._tokenizer, None, self._parts, self._placeholders)
+        made.raw = True
+        return made
 
     def addition(self, history: list[Message], turn: list[Message]) -> Addition:
         """Return the text to append for ``turn`` (its last message is the user's) after
@@ -56,7 +64,7 @@ class ChatTemplate:
         """
         if self.source is None:
             text = "".join(self._plain(message) for message in turn)
-            return Addition(text, bool(history), NO_TEMPLATE)
+            return Addition(text, bool(history), None if self.raw else NO_TEMPLATE)
         if not any(message["role"] == "assistant" for message in history):
             return Addition(self.render(history + turn, opening=True), False)
         latest = max(i for i, message in enumerate(history) if message["role"] == "assistant")
@@ -101,7 +109,7 @@ class ChatTemplate:
         except Exception as error:
             raise InputError(
                 f"the model's chat template is broken ({type(error).__name__}: "
-                f"{first_line(error)}); use another model"
+                f"{first_line(error)}); use another model, or --raw"
             ) from error
 
     def _shape(self, message: Message) -> Message:

@@ -24,6 +24,7 @@ from engine.model.gates.module import Gates, make_random_gates, tied_gates, tyin
 from engine.model.gates.published import GATE_KEY, published_gates
 from engine.model.gates.write import WriteGates, make_random_write_gates, write_gates
 from engine.model.spec import DecoderSpec
+from engine.paths import is_file, is_folder, user_path
 
 FORMAT = "mmkv-gates-1"
 # What a gate file may hold in half precision: all but the readout, its bias and gains of norms.
@@ -258,10 +259,10 @@ def save_gates(
 
 
 def _locate(source: str | Path) -> Path:
-    path = Path(source)
-    if path.is_file():
+    path = user_path(source)
+    if is_file(path):
         return path
-    if not path.is_dir():
+    if not is_folder(path):
         if os.sep in str(source)[:1] or str(source).count("/") != 1:
             raise GateError(f"no gates at {source}; give a folder, a file, a hub id or 'random'")
         try:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.metadata
 import io
 import subprocess
 import sys
@@ -10,6 +12,8 @@ from random import Random
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
+
+import typer.main
 
 from eval.fuzz import mutate
 from eval.fuzz.models import SharedModels, small_engine
@@ -87,6 +91,9 @@ class CommandLine(Target):
         self._model = str(folder / "model")
         small_engine(folder / "model")
         self._shared = SharedModels()
+        # Made anew for every input, these would take longer than all else.
+        self._command = functools.cache(typer.main.get_command)
+        self._entry_points = functools.cache(importlib.metadata.entry_points)
         self._paths = [self._model, str(asset("scene.png")), str(folder), "x", "notes.txt"]
 
     def make(self, rng: Random) -> Case:
@@ -147,6 +154,8 @@ class CommandLine(Target):
             mock.patch("mmkv.cli.evaluate.subprocess", SimpleNamespace(run=_ended)),
             mock.patch("mmkv.measure.timing.copy_bandwidth", lambda *_: 1e9),
             mock.patch("os.dup2"),
+            mock.patch("typer.main.get_command", self._command),
+            mock.patch("engine.registry.entry_points", self._entry_points),
             self._shared,
         ):
             code = run(argv)
