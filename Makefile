@@ -4,10 +4,14 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.mmkv-installed
 
-.PHONY: demo test test-fast test-triton test-drawn test-pages wheel-test lint format clean
+.PHONY: demo serve-demo test test-fast test-triton test-drawn test-pages wheel-test lint format clean
 
 demo: $(READY)
 	$(BIN)/mmkv chat --image assets/scene.png --budget 8 --prefill-chunk 12 --cost -p "what is at row 2, column 3?"
+
+# Starts mmkv serve, asks it about a picture through the openai package, and stops it.
+serve-demo: $(READY)
+	$(BIN)/python examples/serve.py
 
 # Tests run in parallel: a worker a core, at most 8 (PYTEST_XDIST_AUTO_NUM_WORKERS changes that).
 PYTEST = HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal

@@ -77,7 +77,7 @@ def _add_keyed(router: APIRouter, room: Room) -> None:
 def _add_open(app: FastAPI, room: Room) -> None:
     @app.get("/health", summary="Whether the engine runs")
     async def health() -> Response:
-        alive = room.worker.is_alive()
+        alive = room.worker.is_alive() and not room.worker.failed
         state = {"status": "ok" if alive else "the engine has stopped"}
         return JSONResponse(state, 200 if alive else 503)
 

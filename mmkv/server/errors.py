@@ -54,7 +54,7 @@ _TYPES = {
 }
 
 
-def api_error(error: Exception) -> ApiError:
+def api_error(error: BaseException) -> ApiError:
     """Return what a request that met ``error`` is answered with."""
     if isinstance(error, ApiError):
         return error

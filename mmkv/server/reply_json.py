@@ -38,7 +38,12 @@ def completion(
     choices = [
         {
             "index": index,
-            "message": {"role": "assistant", "content": text, "refusal": None},
+            "message": {
+                "role": "assistant",
+                "content": text,
+                "refusal": None,
+                "annotations": [],
+            },
             "logprobs": None if spelled is None else logprobs(spelled[index]),
             "finish_reason": FINISH[reason],
         }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
@@ -87,4 +88,6 @@ def serve(
             f"serving {settings.name} (policy {facts.policy}, budget {facts.budget.describe()}) "
             f"at http://{host}:{port}/v1"
         )
+        # uvicorn passes the signal on when it is done; the program then ends by itself.
+        signal.signal(signal.SIGTERM, lambda *_: None)
         uvicorn.Server(options).run()

@@ -52,7 +52,7 @@ class Done:
 class Failed:
     """The request cannot be answered."""
 
-    error: Exception
+    error: BaseException
 
 
 Event = Admitted | Delta | Done | Failed
@@ -131,6 +131,9 @@ class Worker(threading.Thread):
 
     Args:
         start: makes the machine, in the thread.
+
+    Attributes:
+        failed: whether the thread met an error that no request explains; nothing works any more.
     """
 
     def __init__(self, start: Callable[[], Machine]) -> None:
@@ -139,7 +142,7 @@ class Worker(threading.Thread):
         self._commands: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]
         self._commands = queue.SimpleQueue()
         self._requests: list[Request] = []
-        self._ending = False
+        self._ending = self.failed = False
         self.machine: Machine | None = None
 
     async def call(self, command: Callable[[], T]) -> T:
@@ -199,11 +202,18 @@ class Worker(threading.Thread):
         except BaseException as error:
             self._refuse(error)
             return
-        while not self._ending:
-            self._take_commands(self._idle())
-            self._turn()
-        self.machine.scheduler.close()
-        self._publish()
+        try:
+            while not self._ending:
+                self._take_commands(self._idle())
+                self._turn()
+            self.machine.scheduler.close()
+            self._publish()
+        except BaseException as error:
+            log.critical("the engine's thread has failed", exc_info=error)
+            self.failed = True
+            for request in self._requests:
+                self._tell([(request, [Failed(error)])])
+            self._refuse(error)
 
     def _idle(self) -> bool:
         assert self.machine is not None
@@ -266,7 +276,7 @@ class Worker(threading.Thread):
             log.debug("nobody waits for an answer")
 
     def _refuse(self, error: BaseException) -> None:
-        """Fail what is asked for, since the machine could not be made."""
+        """Fail what is asked for: the machine could not be made, or does not work."""
         while not self._ending:
             given = self._commands.get()
             if given is not None and given[1].set_running_or_notify_cancel():

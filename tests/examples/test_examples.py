@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 import runpy
+import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -82,6 +84,20 @@ def test_transformers_generate(capsys: pytest.CaptureFixture[str]) -> None:
     )
     assert 2 * held < whole and 2 * later < whole and "more tokens" in second
     assert after.startswith("afterwards: 0 bytes")
+
+
+def test_serving(capsys: pytest.CaptureFixture[str]) -> None:
+    """The command itself: it answers, goes on with the second question, and ends at SIGTERM."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    run("serve.py", str(port))
+    lines = capsys.readouterr().out.splitlines()
+    first, second = (json.loads(lines[at]) for at in (1, 3))
+    assert lines[0] == "frog" and lines[4] == "the server ended with exit code 0"
+    assert first["mmkv"]["resumed"] == 0 < first["mmkv"]["by_modality"]["image"]
+    read = second["prompt_tokens"] - second["mmkv"]["resumed"]
+    assert 0 < read < 30 < second["mmkv"]["resumed"]
 
 
 def test_training_gates(capsys: pytest.CaptureFixture[str]) -> None:

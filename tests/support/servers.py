@@ -28,8 +28,8 @@ MODEL = "small"
 class Server:
     """A server that runs; ``client`` speaks to it."""
 
-    def __init__(self, room: Room, url: str) -> None:
-        self.room, self.url = room, url
+    def __init__(self, room: Room, url: str, web: uvicorn.Server) -> None:
+        self.room, self.url, self.web = room, url, web
         self.client = httpx.Client(base_url=url, timeout=60, trust_env=False)
 
     def inside(self, call: Callable[[Machine], T]) -> T:
@@ -100,7 +100,7 @@ def serving(load: Callable[[], Engine], **settings: Any) -> Iterator[Server]:
                 assert thread.is_alive(), "the server did not start"
                 time.sleep(0.005)
             host, port = server.servers[0].sockets[0].getsockname()
-            made = Server(room, f"http://{host}:{port}")
+            made = Server(room, f"http://{host}:{port}", server)
             yield made
             made.client.close()
         finally:

@@ -27,9 +27,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_qwen3_vl(tmp_path_factory.mktemp("qwen"))
 
 
+def load(folder: Path) -> Engine:
+    return Engine.from_pretrained(folder, policy="streamingllm", budget=24, dtype="float32")
+
+
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[Server]:
-    def load() -> Engine:
+    def slow() -> Engine:
         return Engine.from_pretrained(
             folder,
             gates="random",
@@ -41,7 +45,7 @@ def server(folder: Path) -> Iterator[Server]:
         )
 
     # Nothing ends by itself while a test looks.
-    with serving(load, max_running=1, max_queue=2) as made:
+    with serving(slow, max_running=1, max_queue=2) as made:
         yield made
 
 
@@ -173,11 +177,36 @@ def test_a_stream_that_waits_is_kept_alive(server: Server) -> None:
     second.leave()
 
 
-def test_one_key_has_so_many_requests_under_way(folder: Path) -> None:
-    def load() -> Engine:
-        return Engine.from_pretrained(folder, policy="streamingllm", budget=24, dtype="float32")
+def test_replies_come_to_their_end_when_the_server_is_told_to_stop(folder: Path) -> None:
+    with serving(lambda: load(folder)) as server:
+        client = Client(server, asked("talk", max_tokens=200, stream=True))
+        client.read_until(b"delta")
+        server.web.should_exit = True
+        client.read_until(b"[DONE]")
+        client.leave()
 
-    with serving(load, max_per_key=1) as server:
+
+def test_an_error_of_the_thread_ends_all_requests(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(_: Any) -> None:
+        raise ZeroDivisionError("a defect")
+
+    with serving(lambda: load(folder)) as server:
+        machine = server.room.worker.machine
+        assert machine is not None
+        monkeypatch.setattr(machine.scheduler, "turn", fails)
+        for _ in range(2):
+            answer = server.chat("hello")
+            assert answer.status_code == 500 and "defect" not in answer.text
+            assert answer.json()["error"]["code"] == "internal"
+        assert server.client.get("/health").status_code == 503
+        monkeypatch.undo()
+        machine.scheduler.close()
+
+
+def test_one_key_has_so_many_requests_under_way(folder: Path) -> None:
+    with serving(lambda: load(folder), max_per_key=1) as server:
         first = Client(server, asked("first", max_tokens=FOREVER))
         server.wait_for(lambda machine: states(machine) == ["decode"])
         answer = server.chat("second")
