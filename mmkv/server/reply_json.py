@@ -35,7 +35,7 @@ def completion(
     usage: Usage,
 ) -> dict[str, Any]:
     """Return a whole answer."""
-    choices = [
+    choices: list[dict[str, Any]] = [
         {
             "index": index,
             "message": {
