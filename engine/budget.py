@@ -114,6 +114,15 @@ class Budget:
         }[self.kind]
 
 
+def format_bytes(count: float) -> str:
+    """Format a number of bytes, such as 264.0 KiB."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024 or unit == "GiB":
+            return f"{count:.0f} B" if unit == "B" else f"{count:,.1f} {unit}"
+        count /= 1024
+    raise AssertionError("unreachable")
+
+
 def parse_bytes(text: str) -> int:
     """Read an amount of memory such as 4096, 64MiB or 1.5 GB.
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import huggingface_hub.constants as hub
-from transformers.utils import cached_file
 
 
 def in_reach() -> bool:
@@ -32,6 +31,8 @@ def config_digest(model: str) -> str:
     Raises:
         OSError: there is none, or it is out of reach.
     """
+    from transformers.utils import cached_file
+
     local = Path(model).is_dir() or not in_reach()
     found = cached_file(model, "config.json", local_files_only=local)
     return hashlib.sha256(Path(found).read_bytes()).hexdigest()

@@ -48,8 +48,10 @@ def test_help_and_mistakes_import_nothing_heavy() -> None:
         ("chat", "--fps", "1", "--num-frames", "2"),
         ("chat", "--image", "missing.png", "-p", "hi"),
         ("chat", "./missing", "-p", "hi"),
+        ("models",),
+        ("pull", "owner/name"),
     )
-    assert found == ["0 []", "0 []", "0 []", "2 []", "2 []", "1 []", "1 []"]
+    assert found == [f"{code} []" for code in (0, 0, 0, 2, 2, 1, 1, 0, 1)]
 
 
 def test_a_text_model_needs_no_modelling_code(tmp_path: Path) -> None:

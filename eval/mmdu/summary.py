@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from engine.budget import format_bytes
 from eval.mmdu.data import Dialogue
 from eval.mmdu.exact import as_rows, shares
-from mmkv.chat.display import size
 from mmkv.measure.tables import Table
 
 
@@ -53,7 +53,7 @@ def memory_table(summary: dict[str, Any], title: str) -> Table:
     table.add("tokens seen", f"{summary['tokens_seen_mean']:,.1f}", largest)
     table.add("entries kept", f"{kept:,.1f}", "-")
     table.add("entries evicted", f"{evicted:,.1f}", "-")
-    physical = size(summary["kv_bytes_mean"]), size(summary["kv_bytes_max"])
+    physical = format_bytes(summary["kv_bytes_mean"]), format_bytes(summary["kv_bytes_max"])
     table.add("keys and values, whole pages", *physical)
     return table
 

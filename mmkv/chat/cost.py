@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from engine.budget import format_bytes
 from engine.policies import make_policy
 from mmkv.api import Engine
-from mmkv.chat.display import size
 
 if TYPE_CHECKING:
     from mmkv.session import Session
@@ -46,8 +46,8 @@ def cost_line(engine: Engine, session: Session, conversation: list[dict[str, Any
     )
     return (
         f"what eviction cost: the full cache ranks {same} of {len(full)} tokens of the reply "
-        f"first, KL {float(divergence):.4f} nats a token; {size(kept_bytes)} of keys and values "
-        f"instead of {size(full_bytes)}"
+        f"first, KL {float(divergence):.4f} nats a token; {format_bytes(kept_bytes)} of keys and "
+        f"values instead of {format_bytes(full_bytes)}"
     )
 
 

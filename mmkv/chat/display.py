@@ -13,6 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.table import Table
 from rich.text import Text
 
+from engine.budget import format_bytes
 from mmkv.chat.trouble import one_line
 
 if TYPE_CHECKING:
@@ -95,15 +96,6 @@ class PrefillBar:
             self._bar = None
 
 
-def size(count: float) -> str:
-    """Format a number of bytes, such as 264.0 KiB."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024 or unit == "GiB":
-            return f"{count:.0f} B" if unit == "B" else f"{count:,.1f} {unit}"
-        count /= 1024
-    raise AssertionError("unreachable")
-
-
 def total_entries(engine: Engine, memory: Memory) -> int:
     """Count the entries that a full cache would hold for the tokens seen."""
     return memory.tokens_seen * engine.spec.num_layers * engine.spec.num_kv_heads
@@ -114,7 +106,7 @@ def memory_line(engine: Engine, session: Session) -> str:
     memory = session.memory()
     total = total_entries(engine, memory)
     share = 100 * memory.entries / total if total else 100
-    physical = size(memory.kv_bytes + memory.metadata_bytes)
+    physical = format_bytes(memory.kv_bytes + memory.metadata_bytes)
     line = (
         f"kept {memory.entries:,} of {total:,} entries ({share:.0f} %), {physical} physical in "
         f"{memory.pages:,} pages; policy {engine.policy.name}"
@@ -144,9 +136,9 @@ def statistics(engine: Engine, session: Session) -> RenderableType:
         ("tokens seen", f"{memory.tokens_seen:,}"),
         ("entries kept", f"{memory.entries:,} of {total:,} ({kept})"),
         ("entries evicted", f"{memory.evicted:,}"),
-        ("keys and values", f"{size(memory.kv_bytes)} in {memory.pages:,} pages"),
-        ("metadata", size(memory.metadata_bytes)),
-        ("held for /undo", size(session.snapshot_bytes)),
+        ("keys and values", f"{format_bytes(memory.kv_bytes)} in {memory.pages:,} pages"),
+        ("metadata", format_bytes(memory.metadata_bytes)),
+        ("held for /undo", format_bytes(session.snapshot_bytes)),
         ("decode step", session.decode_path),
         ("eviction", engine.evict_path),
         ("policy, budget", f"{engine.policy.name}, {session.budget.describe()}"),

@@ -1,5 +1,5 @@
-"""The ``mmkv`` command: ``chat``, ``distill``, ``eval``, ``mmdu``, ``bench``, ``policies`` and
-``env``.
+"""The ``mmkv`` command: ``chat``, ``distill``, ``eval``, ``mmdu``, ``bench``, ``models``, ``pull``,
+``serve``, ``policies`` and ``env``.
 
 Exit codes: 0 done, 1 failed (one line on stderr says why and what to do), 2 wrong usage,
 130 stopped with Ctrl-C. Nothing here imports torch: help and usage errors come at once.
@@ -23,6 +23,7 @@ from mmkv.cli.bench import bench
 from mmkv.cli.config import ChatCommand, described
 from mmkv.cli.evaluate import evaluate
 from mmkv.cli.mmdu import app as mmdu
+from mmkv.cli.models import models, pull
 from mmkv.cli.serve import serve
 
 app = typer.Typer(
@@ -35,6 +36,8 @@ app = typer.Typer(
 app.add_typer(mmdu, name="mmdu")
 app.command(name="eval")(evaluate)
 app.command()(bench)
+app.command()(models)
+app.command()(pull)
 app.command()(serve)
 
 # typer carries its own copy of click in some versions and uses the package in others; the class

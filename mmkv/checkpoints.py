@@ -1,0 +1,217 @@
+"""What ``mmkv models`` lists: checkpoints and gates that are at hand, and the families that run.
+
+Read from ``config.json`` and ``gates.json``; no torch and no transformers are imported.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from engine.budget import format_bytes
+from engine.errors import MmkvError
+from engine.model.fingerprint import fingerprint
+from engine.model.source import checkpoint_file, files_of
+from mmkv.resources import BUNDLED_MODEL, bundled_gates, bundled_model
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+_RANDOM = "random weights"
+# Model type -> its name, and what tests ran it with, against transformers, token for token.
+FAMILIES: dict[str, tuple[str, str]] = {
+    "qwen3_vl": ("Qwen3-VL (dense)", f"{_RANDOM}; the bundled model"),
+    "llava": ("LLaVA-1.5", _RANDOM),
+    "llava_next": ("LLaVA-NeXT", _RANDOM),
+    "llava_onevision": ("LLaVA-OneVision", _RANDOM),
+    "llama": ("Llama (text)", f"{_RANDOM}; SmolLM2-135M"),
+    "mistral": ("Mistral (text)", _RANDOM),
+    "qwen2": ("Qwen2, Qwen2.5 (text)", _RANDOM),
+    "qwen3": ("Qwen3 (text)", _RANDOM),
+    "phi3": ("Phi-3 (text)", _RANDOM),
+}
+_GATE_FILES = ("gates.safetensors", "trimkv_weights.pth")
+_DEEPEST = 2  # folders below the present one
+_MOST_FOLDERS = 2000
+
+
+@dataclass(frozen=True)
+class Gates:
+    """A set of gates.
+
+    Attributes:
+        name: what ``--gates`` takes. kind: ``retention`` or ``write``.
+        base: the checkpoint that they name as theirs; empty where they name none.
+        fingerprint: of its weights, likewise.
+    """
+
+    name: str
+    path: str
+    where: str
+    kind: str = "retention"
+    base: str = ""
+    fingerprint: str = ""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint.
+
+    Attributes:
+        name: what ``mmkv chat`` takes.
+        where: ``bundled``, ``folder`` or ``hub cache``.
+        family: the model type of its config.
+        size: bytes on disk. gates: names of those for it.
+        problem: why it cannot run, empty where nothing speaks against it.
+    """
+
+    name: str
+    path: str
+    where: str
+    family: str
+    size: int
+    gates: list[str] = field(default_factory=list)
+    problem: str = ""
+
+
+@dataclass(frozen=True)
+class Listing:
+    """All that is at hand."""
+
+    models: list[Checkpoint]
+    gates: list[Gates]
+
+    def as_json(self) -> dict[str, Any]:
+        """Return it as JSON can hold it, with the families."""
+        families = [
+            {"model_type": kind, "name": name, "tested_with": tested}
+            for kind, (name, tested) in families_with_added().items()
+        ]
+        return {**asdict(self), "families": families}
+
+
+def listed() -> Listing:
+    """Return the bundled model, the checkpoints below the present folder and in the hub cache."""
+    found: list[tuple[str, Path, str, int]] = []
+    sets = [_gates(name, folder, "bundled") for name, folder in bundled_gates().items()]
+    with suppress(MmkvError):
+        found.append((BUNDLED_MODEL, bundled_model(), "bundled", _size(bundled_model())))
+    here = [(str(folder), folder, "folder", -1) for folder in _folders(Path(), _DEEPEST)]
+    known = {folder.resolve() for _, folder, _, _ in found}
+    known |= {Path(one.path).resolve() for one in sets}
+    for name, folder, where, size in [*here, *_cached()]:
+        if folder.resolve() in known:
+            continue
+        if "model_type" in _json(folder / "config.json"):
+            found.append((name, folder, where, _size(folder) if size < 0 else size))
+        elif any((folder / file).is_file() for file in _GATE_FILES):
+            sets.append(_gates(name, folder, where))
+    return Listing([_checkpoint(*one, sets) for one in found], sets)
+
+
+def families_with_added() -> dict[str, tuple[str, str]]:
+    """Return FAMILIES and those that other packages add, which are not loaded for it."""
+    added = metadata.entry_points(group="mmkv.families")
+    return FAMILIES | {one.name: (one.name, f"added by {one.value}") for one in added}
+
+
+def table(listing: Listing) -> RenderableType:
+    """Return a listing for a terminal."""
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    models = Table("model", "where", "family", "size", "gates for it", title="models")
+    for one in listing.models:
+        shown = one.gates or (["-"] if not one.problem else [one.problem])
+        cells = (one.name, one.where, one.family, format_bytes(one.size), "\n".join(shown))
+        models.add_row(*(Text(cell, overflow="fold") for cell in cells))
+    gates = Table("gates", "where", "kind", "trained for", title="gates")
+    for set_ in listing.gates:
+        facts = (set_.name, set_.where, set_.kind, set_.base or "-")
+        gates.add_row(*(Text(fact, overflow="fold") for fact in facts))
+    families = Table(
+        "model type",
+        "family",
+        "tested with",
+        title="families that run (tests compare each with transformers)",
+    )
+    for kind, (name, tested) in families_with_added().items():
+        families.add_row(kind, name, tested)
+    for made in (models, gates, families):
+        made.title_justify = "left"
+    return Group(models, *([gates] if listing.gates else []), families)
+
+
+def _folders(top: Path, depth: int) -> Iterator[Path]:
+    """Yield ``top`` and the folders below it, those that are visible; links are not followed."""
+    waiting, seen = [(top, depth)], 0
+    while waiting and seen < _MOST_FOLDERS:
+        folder, left = waiting.pop(0)
+        seen += 1
+        yield folder
+        if left and not (folder / "config.json").is_file():
+            with suppress(OSError), os.scandir(folder) as entries:
+                below = [e.name for e in entries if e.is_dir(follow_symlinks=False)]
+                waiting += [(folder / n, left - 1) for n in sorted(below) if n[0] not in "._"]
+
+
+def _cached() -> Iterator[tuple[str, Path, str, int]]:
+    """Yield models and gates of the hub's cache: id, folder of the latest files, bytes."""
+    from huggingface_hub import constants, scan_cache_dir
+    from huggingface_hub.errors import CacheNotFound
+
+    try:
+        repos = scan_cache_dir(constants.HF_HUB_CACHE).repos
+    except (CacheNotFound, OSError, ValueError):
+        return
+    for repo in sorted(repos, key=lambda repo: repo.repo_id):
+        latest = repo.refs.get("main")
+        if repo.repo_type == "model" and latest is not None:
+            yield repo.repo_id, latest.snapshot_path, "hub cache", repo.size_on_disk
+
+
+def _checkpoint(name: str, folder: Path, where: str, size: int, sets: list[Gates]) -> Checkpoint:
+    config = _json(folder / "config.json")
+    family, own = str(config["model_type"]), folder / "gates"
+    gates = ["gates/"] if (own / _GATE_FILES[0]).is_file() else []
+    others = [one for one in sets if one.fingerprint and Path(one.path) != own]
+    ours = fingerprint(str(folder)) if others else None
+    gates += [one.name for one in others if one.fingerprint == ours]
+    problem = ""
+    if family not in families_with_added():
+        problem = "this family does not run"
+    elif files_of(lambda file: checkpoint_file(str(folder), file)) is None:
+        problem = "it has no safetensors weights"
+    return Checkpoint(name, str(folder), where, family, size, gates, problem)
+
+
+def _gates(name: str, folder: Path, where: str) -> Gates:
+    info = _json(folder / "gates.json")
+    kind = "write" if info.get("kind") == "write" else "retention"
+    facts = (str(info.get(key) or "") for key in ("base_model", "base_fingerprint"))
+    return Gates(name, str(folder), where, kind, *facts)
+
+
+def _json(file: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _size(folder: Path) -> int:
+    """Return the bytes of the files below ``folder``."""
+    total = 0
+    for place, _, files in os.walk(folder):
+        for file in files:
+            with suppress(OSError):
+                total += (Path(place) / file).lstat().st_size
+    return total

@@ -1,0 +1,184 @@
+"""``mmkv models`` and ``mmkv pull``, from folders and from a hub on this machine."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import huggingface_hub.constants
+import pytest
+
+from engine.model import families
+from engine.model.fingerprint import fingerprint
+from engine.model.gates import make_random_gates, save_gates
+from engine.runtime import Runtime
+from mmkv.checkpoints import FAMILIES
+from tests.support import fake_hub
+
+if TYPE_CHECKING:
+    from tests.support.cli_fixtures import Ran
+
+pytest_plugins = ("tests.support.cli_fixtures",)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Stand in an empty folder beside an empty hub cache."""
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    return tmp_path / "hub"
+
+
+@pytest.fixture
+def hub(
+    model: str, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[fake_hub.Repositories, list[str]]]:
+    """Yield a hub's repositories, to be filled, and the files that were fetched from it."""
+    repositories: fake_hub.Repositories = {}
+    constants = huggingface_hub.constants
+    with fake_hub.serve(repositories) as (address, fetched):
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "ENDPOINT", address)
+        template = address + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        yield repositories, fetched
+
+
+def listed(mmkv: Callable[..., Ran]) -> dict[str, Any]:
+    ran = mmkv("models", "--json")
+    assert ran.code == 0 and ran.err == ""
+    found: dict[str, Any] = json.loads(ran.out)
+    return found
+
+
+def files_of(folder: str) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in Path(folder).iterdir() if path.is_file()}
+
+
+# --- models ---
+
+
+def test_the_families_are_those_of_the_engine(mmkv: Callable[..., Ran]) -> None:
+    own = [name for family in families.FAMILIES for name in family.model_types]
+    assert sorted(FAMILIES) == sorted(own)
+    assert [row["model_type"] for row in listed(mmkv)["families"]] == list(FAMILIES)
+
+
+def test_folders_are_found_with_family_size_and_gates(mmkv: Callable[..., Ran], model: str) -> None:
+    shutil.copytree(model, "models/one")
+    shutil.copytree(model, "two")
+    spec = Runtime.from_pretrained(model, policy="full").spec
+    gates = make_random_gates(spec)
+    save_gates(gates, "two/gates", spec, None, base_model="two")
+    save_gates(gates, "sets/mine", spec, None, base_fingerprint=fingerprint(model))
+    for name, config in (("other", '{"model_type": "bert"}'), ("app", "{}"), ("bad", "{")):
+        Path(name).mkdir()
+        Path(name, "config.json").write_text(config)
+    Path("light").mkdir()
+    shutil.copy(Path(model) / "config.json", "light")
+    found = listed(mmkv)
+    rows = {row["name"]: row for row in found["models"]}
+    assert set(rows) == {"tiny-vlm", "models/one", "two", "other", "light"}
+    assert rows["tiny-vlm"]["where"] == "bundled" and "gates/" in rows["tiny-vlm"]["gates"]
+    one, two = rows["models/one"], rows["two"]
+    size = sum(path.stat().st_size for path in Path(model).iterdir())
+    assert (one["family"], one["where"], one["size"]) == ("qwen3_vl", "folder", size)
+    assert one["gates"] == ["sets/mine"] and two["gates"] == ["gates/", "sets/mine"]
+    assert one["problem"] == "" and two["size"] > size
+    assert "does not run" in rows["other"]["problem"]
+    assert "no safetensors" in rows["light"]["problem"]
+    assert {row["name"]: row["kind"] for row in found["gates"]}["sets/mine"] == "retention"
+    shown = mmkv("models")
+    assert shown.code == 0 and "models/one" in shown.out and "sets/mine" in shown.out
+
+
+# --- pull ---
+
+
+def test_what_was_pulled_is_listed_and_answers_without_the_network(
+    mmkv: Callable[..., Ran],
+    model: str,
+    hub: tuple[fake_hub.Repositories, list[str]],
+    cache: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    repositories, fetched = hub
+    extra = ("README.md", "pytorch_model.bin", "consolidated.safetensors", "onnx/config.json")
+    repositories["someone/small"] = files_of(model) | dict.fromkeys(extra, b"x")
+    ran = mmkv("pull", "someone/small")
+    assert ran.code == 0 and f"someone/small: {len(files_of(model))} files" in ran.err
+    folder = Path(ran.out.strip())
+    assert folder.is_relative_to(cache) and files_of(str(folder)) == files_of(model)
+    assert sorted(fetched) == sorted(files_of(model))
+    quiet = mmkv("pull", "someone/small", "--quiet")
+    assert (quiet.out, quiet.err) == (ran.out, "") and len(fetched) == len(files_of(model))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    (row,) = [row for row in listed(mmkv)["models"] if row["where"] == "hub cache"]
+    assert (row["name"], row["family"], row["problem"]) == ("someone/small", "qwen3_vl", "")
+    assert row["size"] == sum(len(content) for content in files_of(model).values())
+    answer = mmkv("chat", "someone/small", "-p", "hello", "--max-new-tokens", "2")
+    assert (
+        answer.code == 0
+        and answer.out == mmkv("chat", model, "-p", "hello", "--max-new-tokens", "2").out
+    )
+
+
+def test_gates_are_pulled_and_found_by_the_model(
+    mmkv: Callable[..., Ran], model: str, hub: tuple[fake_hub.Repositories, list[str]]
+) -> None:
+    repositories, _ = hub
+    spec = Runtime.from_pretrained(model, policy="full").spec
+    save_gates(make_random_gates(spec), "made", spec, None, base_fingerprint=fingerprint(model))
+    repositories["someone/gates"] = files_of("made")
+    shutil.rmtree("made")
+    assert mmkv("pull", "someone/gates").code == 0
+    shutil.copytree(model, "small")
+    found = listed(mmkv)
+    assert ("someone/gates", "hub cache") in {(g["name"], g["where"]) for g in found["gates"]}
+    assert [m["gates"] for m in found["models"] if m["name"] == "small"] == [["someone/gates"]]
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("someone/gated", "is gated: accept its terms at http"),
+        ("someone/missing", "the hub has no 'someone/missing', or it is private"),
+        ("someone/private", "the hub has no 'someone/private', or it is private"),
+        ("someone/pickled", "has no safetensors weights"),
+        ("someone/broken", "was not fetched: "),
+        ("../someone", "is not a hub id"),
+    ],
+)
+def test_refusals_are_one_line(
+    mmkv: Callable[..., Ran],
+    hub: tuple[fake_hub.Repositories, list[str]],
+    name: str,
+    says: str,
+) -> None:
+    repositories, fetched = hub
+    repositories.update({"someone/gated": 403, "someone/private": 401, "someone/broken": 418})
+    repositories["someone/pickled"] = {"config.json": b"{}", "pytorch_model.bin": b"x"}
+    ran = mmkv("pull", name)
+    assert ran.code == 1 and says in ran.error_line() and fetched == []
+
+
+def test_a_full_disk_is_named_before_anything_is_fetched(
+    mmkv: Callable[..., Ran],
+    model: str,
+    hub: tuple[fake_hub.Repositories, list[str]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    repositories, fetched = hub
+    repositories["someone/small"] = files_of(model)
+    monkeypatch.setattr("mmkv.pull._free_bytes", lambda folder: 1000)
+    ran = mmkv("pull", "someone/small", "--quiet")
+    assert ran.code == 1 and "set HF_HOME" in ran.error_line() and fetched == []
+
+
+def test_offline_nothing_is_asked(mmkv: Callable[..., Ran]) -> None:
+    ran = mmkv("pull", "someone/small")
+    assert ran.code == 1 and "HF_HUB_OFFLINE is set" in ran.error_line()
