@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from mmkv.data.conversations import DataError
+from mmkv.prompt.special import CUT, tokenize
 from mmkv.prompt.template import Message
 
 IGNORED = -100  # a label that losses ignore
@@ -49,7 +50,7 @@ class TurnFinder:
 
     def tokenize(self, text: str) -> list[int]:
         """Tokenize a text with nothing added around it."""
-        return self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        return tokenize(self._tokenizer, text)
 
     def find(
         self, messages: Sequence[Message], render: Render
@@ -98,7 +99,7 @@ class TurnFinder:
         """Return ids, and where in the text each ends (none from a tokenizer that does not keep
         track).
         """
-        if not self._tokenizer.is_fast:
+        if not self._tokenizer.is_fast or CUT in text:
             return self.tokenize(text), []
         made = self._tokenizer(
             text, add_special_tokens=False, verbose=False, return_offsets_mapping=True

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.errors import InputError, MmkvError, ModelError, first_line
 from mmkv.prompt.picture_settings import require_settings
+from mmkv.prompt.special import CUT, CuttingTokenizer, tokenize
 from mmkv.prompt.template import ChatTemplate
 from mmkv.prompt.video import Clip
 
@@ -102,8 +103,16 @@ class Processor:
         self, text: str, images: Sequence[Image], clips: Sequence[Clip], continuing: bool
     ) -> dict[str, torch.Tensor]:
         # Templates write the mark of a beginning themselves.
-        special = self.template.raw and not continuing
-        return dict(self.tokenizer(text, add_special_tokens=special, return_tensors="pt"))
+        return self._tokenized(text, special=self.template.raw and not continuing)
+
+    def _tokenized(self, text: str, special: bool) -> dict[str, torch.Tensor]:
+        """Tokenize rendered text; ``special``: whether the tokenizer adds what begins a text."""
+        if CUT not in text:
+            return dict(self.tokenizer(text, add_special_tokens=special, return_tensors="pt"))
+        import torch
+
+        ids = torch.tensor([tokenize(self.tokenizer, text, special)])
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
     def _starts_itself(self, text: str) -> bool:
         """Return whether the rendered text already begins with the tokenizer's start marker."""
@@ -161,7 +170,7 @@ class QwenProcessor(Processor):
             text, images, clips, self.image_processor, self.rules, self.image_size
         )
         special = not continuing and not self._starts_itself(text)
-        inputs = dict(self.tokenizer(expanded, add_special_tokens=special, return_tensors="pt"))
+        inputs = self._tokenized(expanded, special)
         ids = inputs["input_ids"]
         image, video = self.tokenizer.convert_tokens_to_ids([self.image_token, self.video_token])
         inputs["mm_token_type_ids"] = (ids == image).long() + 2 * (ids == video).long()
@@ -182,15 +191,20 @@ class HubProcessor(Processor):
         self, text: str, images: Sequence[Image], clips: Sequence[Clip], continuing: bool
     ) -> dict[str, torch.Tensor]:
         special = not continuing and not self._starts_itself(text)
-        return dict(
-            self.processor(
-                text=[text],
-                # Nested: all of one prompt (LLaVA-OneVision cuts only a lone picture into tiles).
-                images=[list(images)] if images else None,
-                add_special_tokens=special,
-                return_tensors="pt",
+        if CUT in text:  # one caller at a time: see encode
+            self.processor.tokenizer = CuttingTokenizer(self.tokenizer)
+        try:
+            return dict(
+                self.processor(
+                    text=[text],
+                    # Nested: all of one prompt (LLaVA-OneVision cuts a lone picture into tiles).
+                    images=[list(images)] if images else None,
+                    add_special_tokens=special,
+                    return_tensors="pt",
+                )
             )
-        )
+        finally:
+            self.processor.tokenizer = self.tokenizer
 
 
 def load_processor(
@@ -270,7 +284,8 @@ def _load_qwen(
         "image": f"{FRAME_START}{IMAGE}{FRAME_END}",
         "video": f"{FRAME_START}{VIDEO}{FRAME_END}",
     }
-    template = ChatTemplate(tokenizer, _template(name, tokenizer), True, placeholders)
+    tokens = (IMAGE, VIDEO, FRAME_START, FRAME_END)
+    template = ChatTemplate(tokenizer, _template(name, tokenizer), True, placeholders, tokens)
     return QwenProcessor(tokenizer, template, image_processor, VideoRules.from_config(config), size)
 
 
@@ -304,7 +319,10 @@ def _load_hub(name: str | Path, tokenizer: Any, config: Any) -> HubProcessor:
     require_settings(processor.image_processor, _PICTURES, vision, pixels=False)
     template = _template(name, tokenizer) or getattr(processor, "chat_template", None)
     placeholders = {"image": processor.image_token + "\n"}
-    return HubProcessor(processor, ChatTemplate(processor.tokenizer, template, True, placeholders))
+    tokens = [processor.image_token]
+    return HubProcessor(
+        processor, ChatTemplate(processor.tokenizer, template, True, placeholders, tokens)
+    )
 
 
 def _without_video(name: str | Path, tokenizer: Any, cause: Exception) -> Any:

@@ -8,13 +8,15 @@ does not depend on what the reply was, and the tokens the model sampled stay as 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 from engine.errors import InputError, first_line
+from mmkv.prompt.special import Cutter, new_marker
 
 Message = dict[str, Any]
-_MARKER = "MMKV-REPLY-HERE-5b1d"
 
 NO_TEMPLATE = "this model's tokenizer has no chat template: the text is continued as it stands"
 REWRITES = (
@@ -38,7 +40,11 @@ class ChatTemplate:
     ``parts``: whether message contents are passed as lists of parts (vision models) or as plain
     strings (text models). ``source``: the Jinja text, or None for plain continuation.
     ``placeholders``: per kind of part, what stands for it when there is no template. ``raw``: no
-    template was wanted.
+    template was wanted. ``tokens``: texts beside the tokenizer's special tokens that the model
+    reads as tokens.
+
+    Special tokens in messages are text: they are rendered with cuts, which
+    :mod:`mmkv.prompt.special` knows how to tokenize.
     """
 
     def __init__(
@@ -47,14 +53,16 @@ class ChatTemplate:
         source: str | None,
         parts: bool,
         placeholders: dict[str, str] | None = None,
+        tokens: Sequence[str] = (),
     ) -> None:
         self._tokenizer, self.source, self._parts = tokenizer, source, parts
         self._placeholders = placeholders or {}
+        self._cutter, self._tokens = Cutter(tokenizer, tokens), tokens
         self.raw = False
 
     def as_raw(self) -> ChatTemplate:
         """Return one that passes texts on as they are, on purpose: for models without a chat."""
-        made = ChatTemplate(self._tokenizer, None, self._parts, self._placeholders)
+        made = ChatTemplate(self._tokenizer, None, self._parts, self._placeholders, self._tokens)
         made.raw = True
         return made
 
@@ -63,14 +71,15 @@ class ChatTemplate:
         ``history``.
         """
         if self.source is None:
-            text = "".join(self._plain(message) for message in turn)
-            return Addition(text, bool(history), None if self.raw else NO_TEMPLATE)
+            note = None if self.raw else NO_TEMPLATE
+            return Addition(self.render(turn, opening=True), bool(history), note)
         if not any(message["role"] == "assistant" for message in history):
             return Addition(self.render(history + turn, opening=True), False)
         latest = max(i for i, message in enumerate(history) if message["role"] == "assistant")
-        marked = [*history[:latest], {"role": "assistant", "content": _MARKER}]
+        marker = new_marker()
+        marked = [*history[:latest], {"role": "assistant", "content": marker}]
         whole = self.render(marked + history[latest + 1 :] + turn, opening=True)
-        before, found, after = whole.rpartition(_MARKER)
+        before, found, after = whole.rpartition(marker)
         if not found:
             raise InputError(
                 "this model's chat template drops earlier replies, so a turn cannot be appended; "
@@ -81,6 +90,7 @@ class ChatTemplate:
 
     def render(self, messages: list[Message], opening: bool) -> str:
         """Render the template; ``opening`` adds the beginning of the assistant's reply."""
+        messages = self._cut(messages)
         if self.source is None:
             return "".join(self._plain(message) for message in messages)
         from jinja2 import TemplateError
@@ -111,6 +121,23 @@ class ChatTemplate:
                 f"the model's chat template is broken ({type(error).__name__}: "
                 f"{first_line(error)}); use another model, or --raw"
             ) from error
+
+    def _cut(self, messages: list[Message]) -> list[Message]:
+        """Return the messages, their contents as parts, with special tokens in texts cut."""
+        made = [
+            {**message, "content": [dict(part) for part in as_parts(message["content"])]}
+            for message in messages
+        ]
+        contents = [message["content"] for message in made]
+        if self.source is None:  # nothing stands between them then
+            contents = [[part for content in contents for part in content]]
+        for content in contents:
+            for is_text, group in groupby(content, lambda part: part["type"] == "text"):
+                side_by_side = list(group) if is_text else []
+                texts = self._cutter.cut([part["text"] for part in side_by_side])
+                for part, text in zip(side_by_side, texts, strict=True):
+                    part["text"] = text
+        return made
 
     def _shape(self, message: Message) -> Message:
         parts = as_parts(message["content"])

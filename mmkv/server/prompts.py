@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from engine.errors import InputError
+from mmkv.prompt.special import new_marker
 
 if TYPE_CHECKING:
     from mmkv.prompt.template import ChatTemplate
-
-_REPLY = "MMKV-REPLY-STANDS-HERE-7c2e"
 
 
 @dataclass(frozen=True)
@@ -47,15 +46,16 @@ def segments(
         InputError: the template refuses the messages.
     """
     shown = list(messages)
+    marker = new_marker()
     if replied:
-        shown[held - 1] = {"role": "assistant", "content": _REPLY}
+        shown[held - 1] = {"role": "assistant", "content": marker}
     whole = template.render(shown, opening=True)
     done = 0
     if replied:
-        before, found, _ = whole.rpartition(_REPLY)
+        before, found, _ = whole.rpartition(marker)
         if not found or before != template.render(shown[: held - 1], opening=True):
             return None
-        done = len(before) + len(_REPLY)
+        done = len(before) + len(marker)
     elif held:
         before = template.render(shown[:held], opening=False)
         if not whole.startswith(before):

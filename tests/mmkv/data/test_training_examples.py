@@ -264,10 +264,10 @@ def test_rows_that_cannot_be_encoded_are_counted(bundled: Processor, tmp_path: P
     bad[0]["content"] = [{"type": "image", "image": str(tmp_path / "bad.png")}]
     reported: list[str] = []
     encoder = Encoder(bundled, 512, report=reported.append)
-    rows = [chat(bad)] * 7 + [chat(turns("<|image_pad|>", "a")), Document("a", "f", 1)]
-    assert [encoder(row) for row in rows] == [[]] * 9
-    assert encoder.tally["broken"] == 9 and len(reported) == 5
-    assert encoder.summary() == "of 9 rows 9 broken"
+    rows = [chat(bad)] * 7 + [Document("a", "f", 1)]
+    assert [encoder(row) for row in rows] == [[]] * 8
+    assert encoder.tally["broken"] == 8 and len(reported) == 5
+    assert encoder.summary() == "of 8 rows 8 broken"
     for settings_ in ({"max_length": 4}, {"max_length": 64, "long_chats": "fold"}):
         with pytest.raises(DataError):
             Encoder(bundled, **settings_)

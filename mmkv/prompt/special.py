@@ -1,0 +1,106 @@
+"""Keep special tokens that stand in somebody's words text.
+
+A tokenizer finds ``<|im_end|>`` wherever it stands, so a user could end a turn or name a picture
+by writing so. Each such text is cut after its first character before the template is rendered; the
+pieces on both sides of a cut are tokenized apart, and neither holds the whole token.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+# Stands at each cut, in rendered text. 128 random bits a process: nobody can write it.
+CUT = secrets.token_hex(16)
+# Text before a piece, so that SentencePiece puts no space there; it merges with no letter or sign.
+_ANCHOR = "\n"
+
+
+def new_marker() -> str:
+    """Return text to find a place in a rendered template by, which no message can hold."""
+    return secrets.token_hex(16)
+
+
+class Cutter:
+    """Cuts the special tokens of one tokenizer out of texts.
+
+    Args:
+        more: texts beside them that the model reads as tokens, such as placeholders of pictures.
+    """
+
+    def __init__(self, tokenizer: Any, more: Iterable[str] = ()) -> None:
+        added = getattr(tokenizer, "added_tokens_decoder", {}).values()
+        names = {token.content for token in added if token.special}
+        names |= {*map(str, getattr(tokenizer, "all_special_tokens", ()))}
+        names |= {*more}
+        longest_first = sorted((name for name in names if len(name) > 1), key=len, reverse=True)
+        # Looks ahead: the beginnings of tokens may overlap.
+        self._found = re.compile(f"(?={'|'.join(map(re.escape, longest_first))})")
+        self._any = bool(longest_first)
+
+    def cut(self, texts: Sequence[str]) -> list[str]:
+        """Cut texts that may be rendered side by side, so that a token may begin in one of them
+        and end in the next.
+        """
+        whole = "".join(texts)
+        places = [match.start() + 1 for match in self._found.finditer(whole)] if self._any else []
+        if not places:
+            return list(texts)
+        made, start = [], 0
+        for text in texts:
+            stop = start + len(text)
+            inside = [at - start for at in places if start < at <= stop]
+            made.append(CUT.join(_split(text, inside)))
+            start = stop
+        return made
+
+
+def tokenize(tokenizer: Any, text: str, add_special_tokens: bool = False) -> list[int]:
+    """Return the ids of rendered text; its pieces between cuts are tokenized apart."""
+
+    def ids(piece: str, special: bool = False) -> list[int]:
+        return list(tokenizer(piece, add_special_tokens=special, verbose=False)["input_ids"])
+
+    first, *rest = text.split(CUT)
+    if not rest:
+        return ids(text, add_special_tokens)
+    made = ids(first)
+    before, after = _around(made, ids(first, True)) if add_special_tokens else ([], [])
+    anchor = ids(_ANCHOR)
+    for piece in rest:
+        continued = ids(_ANCHOR + piece)
+        kept = continued[: len(anchor)] == anchor
+        made += continued[len(anchor) :] if kept else ids(piece)
+    return before + made + after
+
+
+class CuttingTokenizer:
+    """Stands in for a fast tokenizer in transformers' processors, and minds cuts in the text."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+    def __call__(
+        self, text: Sequence[str], add_special_tokens: bool = True, **_: Any
+    ) -> dict[str, list[list[int]]]:
+        """Tokenize texts without padding, as lists."""
+        rows = [tokenize(self._tokenizer, each, add_special_tokens) for each in text]
+        return {"input_ids": rows, "attention_mask": [[1] * len(row) for row in rows]}
+
+
+def _split(text: str, places: Sequence[int]) -> Iterator[str]:
+    for start, stop in zip([0, *places], [*places, len(text)], strict=True):
+        yield text[start:stop]
+
+
+def _around(bare: list[int], whole: list[int]) -> tuple[list[int], list[int]]:
+    """Return what a tokenizer put before and after the ids of a text."""
+    for at in range(len(whole) - len(bare) + 1):
+        if whole[at : at + len(bare)] == bare:
+            return whole[:at], whole[at + len(bare) :]
+    return [], []
