@@ -223,12 +223,11 @@ class Session(CachedSequence):
             raise InputError("the prompt is empty; write a question")
         processor = self.engine.processor
         addition = processor.template.addition(self.history, messages)
-        inputs = processor.encode(
-            addition.text,
-            [load_image(picture) for picture in pictures],
-            [load_video(film, fps, num_frames, processor.size_rule) for film in films],
-            addition.continuing,
-        )
+        seen = [load_image(picture) for picture in pictures]
+        clips = [load_video(film, fps, num_frames, processor.size_rule) for film in films]
+        if (seen or clips) and processor.sees:
+            _ = self.engine.family.hf  # Ctrl-C ends it here, and not while the turn is appended
+        inputs = processor.encode(addition.text, seen, clips, addition.continuing)
         return _Turn(messages, self._with_unfed(inputs), addition.note, started, self._basis)
 
     def _with_unfed(self, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

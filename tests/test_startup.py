@@ -61,6 +61,11 @@ def test_a_text_model_needs_no_modelling_code(tmp_path: Path) -> None:
     assert imported(MODELLING, *answers) == ["0 []", "0 []"]
 
 
+def test_a_picture_model_needs_none_before_its_first_picture() -> None:
+    answer = ("chat", "-p", "hi", "--max-new-tokens", "2")
+    assert imported(f"{MODELLING},transformers.processing_utils", answer) == ["0 []"]
+
+
 def test_the_program_ends_with_the_exit_code_and_all_output(tmp_path: Path) -> None:
     """Through the entry point, which skips the teardown: what atexit holds has run, too."""
     left = tmp_path / "left"

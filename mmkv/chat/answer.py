@@ -47,9 +47,14 @@ def answer(
     finished, line_open = True, False
     view = _view(options)
     with display.prefilling() as bar:
-        pieces = session.send(
-            text, images=images, videos=videos, system=system, sampling=sampling, progress=bar
-        )
+        try:
+            if images or videos:
+                _prepare_to_see(engine, options, display)
+            pieces = session.send(
+                text, images=images, videos=videos, system=system, sampling=sampling, progress=bar
+            )
+        except KeyboardInterrupt:
+            return False
         before = len(session.history)
         try:
             for piece in pieces:
@@ -79,6 +84,14 @@ def answer(
     if session.last is not None and session.last.finish_reason == "context":
         display.note("the reply ends here: the model has no positions left; /clear starts anew")
     return finished
+
+
+def _prepare_to_see(engine: Engine, options: ChatOptions, display: Display) -> None:
+    """Read what the first picture needs, with a moving bar."""
+    if engine.processor.sees and not engine.family.sees_at_once:
+        with display.loading(options.model) as progress:
+            progress("what reads pictures")
+            _ = engine.family.hf
 
 
 class _Plain:

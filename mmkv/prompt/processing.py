@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -145,16 +146,30 @@ class QwenProcessor(Processor):
         self,
         tokenizer: Any,
         template: ChatTemplate,
-        image_processor: Any | None,
+        load_image_processor: Callable[[], Any] | None,
         rules: VideoRules,
         image_size: dict[str, int] | None,
     ) -> None:
+        """Take what the checkpoint has; the image processor is loaded for the first picture.
+
+        ``load_image_processor``: None where the checkpoint has none.
+        """
         from mmkv.prompt.qwen_vision import IMAGE, VIDEO
 
         super().__init__(tokenizer, template)
-        self.image_processor, self.rules, self.image_size = image_processor, rules, image_size
-        self.sees = image_processor is not None
+        self._load_image_processor = load_image_processor
+        self.rules, self.image_size = rules, image_size
+        self.sees = load_image_processor is not None
         self.image_token, self.video_token = IMAGE, VIDEO
+
+    @cached_property
+    def image_processor(self) -> Any:
+        """Load transformers' image processor, whose import takes longer than a short answer.
+
+        Raises ModelError for settings that cannot be used.
+        """
+        assert self._load_image_processor is not None
+        return self._load_image_processor()
 
     @property
     def size_rule(self) -> Any:
@@ -166,9 +181,8 @@ class QwenProcessor(Processor):
     ) -> dict[str, torch.Tensor]:
         from mmkv.prompt.qwen_vision import prepare
 
-        expanded, pixels = prepare(
-            text, images, clips, self.image_processor, self.rules, self.image_size
-        )
+        pictures = self.image_processor if images else None
+        expanded, pixels = prepare(text, images, clips, pictures, self.rules, self.image_size)
         special = not continuing and not self._starts_itself(text)
         inputs = self._tokenized(expanded, special)
         ids = inputs["input_ids"]
@@ -259,14 +273,12 @@ def _load_qwen(
 ) -> QwenProcessor:
     from mmkv.prompt.qwen_vision import FRAME_END, FRAME_START, IMAGE, VIDEO, VideoRules
 
-    image_processor = _load_image_processor(name)
-    if image_processor is not None:
-        require_settings(image_processor, _PICTURES, vision, pixels=True)
+    load = partial(_load_qwen_pictures, name, vision) if _has_image_processor(name) else None
     size = None
     if min_pixels is not None or max_pixels is not None:
-        if image_processor is None:
+        if load is None:
             raise InputError(f"{name} has no image processor; drop --min-pixels and --max-pixels")
-        own = image_processor.size
+        own = load().size
         size = {
             "shortest_edge": min_pixels or own["shortest_edge"],
             "longest_edge": max_pixels or own["longest_edge"],
@@ -286,7 +298,17 @@ def _load_qwen(
     }
     tokens = (IMAGE, VIDEO, FRAME_START, FRAME_END)
     template = ChatTemplate(tokenizer, _template(name, tokenizer), True, placeholders, tokens)
-    return QwenProcessor(tokenizer, template, image_processor, VideoRules.from_config(config), size)
+    return QwenProcessor(tokenizer, template, load, VideoRules.from_config(config), size)
+
+
+def _load_qwen_pictures(name: str | Path, vision: Any) -> Any:
+    image_processor = _load_image_processor(name)
+    require_settings(image_processor, _PICTURES, vision, pixels=True)
+    return image_processor
+
+
+def _has_image_processor(name: str | Path) -> bool:
+    return bool(_path(name, _PICTURES) or _read_json(name, _BOTH).get("image_processor"))
 
 
 def _load_image_processor(name: str | Path) -> Any | None:
@@ -295,7 +317,7 @@ def _load_image_processor(name: str | Path) -> Any | None:
     # does not need torchvision in either version.
     from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
-    if not (_path(name, _PICTURES) or _read_json(name, _BOTH).get("image_processor")):
+    if not _has_image_processor(name):
         return None  # the model then takes text only
     try:
         return AutoImageProcessor.from_pretrained(name, backend="pil")

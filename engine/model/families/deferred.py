@@ -29,6 +29,11 @@ class DeferredModel:
         self._build, self._built = build, None
         self._lock = threading.Lock()
 
+    @property
+    def built(self) -> bool:
+        """Return whether it has been built."""
+        return self._built is not None
+
     def get(self) -> Any:
         """Return the model. Raises ModelError; a later call then tries again."""
         with self._lock:

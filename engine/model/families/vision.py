@@ -33,6 +33,9 @@ def build_vision(
     Raises:
         ModelError: files that cannot be read, or tensors that are missing.
     """
+    if family.has_vision:
+        _imports.start(family, config)
+        _imports.wait()
     shorter = copy.deepcopy(config)
     text_config = config.get_text_config()
     whole = {
@@ -56,29 +59,56 @@ def build_vision(
     return model
 
 
+class _Imports:
+    """Imports transformers' modules of one model after the other, in a thread.
+
+    The main thread can leave it to Ctrl-C while it waits: a module whose import is broken off may
+    not be importable again.
+    """
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+
+    def start(self, family: type[Family], config: Any) -> None:
+        """Start to import what reads the pictures of this model."""
+        self.wait()
+        self._thread = threading.Thread(
+            target=_import_vision, args=(family, config), name="import vision", daemon=True
+        )
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Wait until nothing is being imported."""
+        if (thread := self._thread) is not None:
+            thread.join()
+
+
+_imports = _Imports()
+
+
+def _import_vision(family: type[Family], config: Any) -> None:
+    """Import transformers' modules of this model; what fails is reported when it is used."""
+    with contextlib.suppress(Exception):
+        for auto, part in (
+            (family.auto_class, config),
+            ("AutoModel", config.vision_config),
+            ("AutoModel", config.get_text_config()),
+        ):
+            getattr(transformers, auto)._model_mapping[type(part)]
+
+
 @contextmanager
 def import_beside(family: type[Family], config: Any, wanted: bool) -> Iterator[None]:
     """Import transformers' modules of this model in a thread, while the block does other work.
 
     The block must import nothing itself: modules that import each other from two threads would
-    find one another half made. A module that cannot be imported is reported when it is used.
+    find one another half made. Ctrl-C in the block does not wait for the thread.
     """
-    if not (wanted and family.has_vision):
-        yield
-        return
-
-    def work() -> None:
-        with contextlib.suppress(Exception):
-            for auto, part in (
-                (family.auto_class, config),
-                ("AutoModel", config.vision_config),
-                ("AutoModel", config.get_text_config()),
-            ):
-                getattr(transformers, auto)._model_mapping[type(part)]
-
-    thread = threading.Thread(target=work, name="import vision", daemon=True)
-    thread.start()
+    if wanted and family.has_vision:
+        _imports.start(family, config)
     try:
         yield
-    finally:
-        thread.join()
+    except Exception:
+        _imports.wait()
+        raise
+    _imports.wait()

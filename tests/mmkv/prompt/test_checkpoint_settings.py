@@ -17,6 +17,7 @@ from eval.fuzz.targets.checkpoints import Checkpoints
 from mmkv.api import Engine
 from mmkv.prompt import sandbox
 from mmkv.prompt.processing import load_processor
+from tests.support.chat_models import picture
 
 Save = Callable[[Path], Path]
 
@@ -83,12 +84,20 @@ def test_end_tokens_are_ids(tmp_path: Path, ids: Any) -> None:
         Engine.from_pretrained(model)
 
 
+def _show_picture(model: Path) -> None:
+    """Read a picture, for which the picture settings are first needed."""
+    processor = load_processor(model)
+    message = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "hi"}]}
+    processor.encode(processor.template.render([message], opening=True), [picture()])
+
+
 @pytest.mark.parametrize("content", ["", "{}", "[]", "null", "{"])
 def test_empty_picture_settings_are_no_text_model(tmp_path: Path, content: str) -> None:
     model = save_vision_model(tmp_path / "model")
     (model / "preprocessor_config.json").write_text(content)
+    assert load_processor(model).sees
     with pytest.raises(ModelError, match=r"preprocessor_config\.json"):
-        load_processor(model)
+        _show_picture(model)
     (model / "preprocessor_config.json").unlink()
     assert not load_processor(model).sees
 
@@ -118,4 +127,4 @@ def test_picture_settings_of_wrong_values_are_refused(
             json.dumps({k: v for k, v in whole.items() if not k.endswith("_pixels")})
         )
     with pytest.raises(ModelError, match=rf"{name} is .*; get the original file"):
-        load_processor(model)
+        _show_picture(model)
