@@ -12,6 +12,7 @@ from mmkv.sampling import Sampling
 from mmkv.server import reply_json
 from mmkv.server.conversation import digest_of
 from mmkv.server.errors import ApiError
+from mmkv.server.grammar import grammar_of
 from mmkv.server.reply_json import Head
 from mmkv.server.request_media import RequestMedia, source
 from mmkv.server.schema import (
@@ -190,4 +191,9 @@ def _extras(request: ChatRequest, facts: Facts) -> Extras:
     if request.top_logprobs is not None and not request.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs", "invalid_value", "top_logprobs")
     top = (request.top_logprobs or 0) if request.logprobs else None
-    return Extras(top, bias, request.presence_penalty or 0.0, request.frequency_penalty or 0.0)
+    try:
+        grammar = grammar_of(request.response_format)
+    except MmkvError as error:
+        raise ApiError(400, str(error), "invalid_value", "response_format") from error
+    penalties = request.presence_penalty or 0.0, request.frequency_penalty or 0.0
+    return Extras(top, bias, *penalties, grammar)

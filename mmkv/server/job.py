@@ -22,6 +22,7 @@ from mmkv.server.writer import ScoredWriter
 if TYPE_CHECKING:
     from engine.prefill import Prefill
     from mmkv.api import Engine
+    from mmkv.server.grammar import Grammars
     from mmkv.server.snapshots import Snapshots
     from mmkv.server.work import ChatWork
     from mmkv.session import Session
@@ -61,10 +62,12 @@ class ChatJob:
         engine: Engine,
         work: ChatWork,
         snapshots: Snapshots,
+        grammars: Grammars,
         chunk: int,
         admitted: Callable[[], None],
     ) -> None:
-        self.engine, self.work, self.snapshots, self.chunk = engine, work, snapshots, chunk
+        self.engine, self.work, self.chunk = engine, work, chunk
+        self.snapshots, self.grammars = snapshots, grammars
         self.budget = engine._checked(work.budget)
         self._admitted = admitted
         self._keys: list[str] = []
@@ -229,15 +232,16 @@ class ChatJob:
     def _begin_replies(self, logits: torch.Tensor) -> None:
         engine, sampling, session = self.engine, self.work.sampling, self.live
         assert session is not None
-        sessions = [session, *(session.fork() for _ in range(self.work.choices - 1))]
-        for at, one in enumerate(sessions):
+        extras, tokenizer = self.work.extras, engine.processor.tokenizer
+        for at in range(self.work.choices):
             seed = None if sampling.seed is None else (sampling.seed + at) % 2**63
             own = replace(sampling, seed=seed)
-            tokenizer = engine.processor.tokenizer
-            writer = ScoredWriter(tokenizer, own, engine.eos_token_ids, self.work.extras)
-            self.writers.append(writer)
+            grammar = None if extras.grammar is None else self.grammars.begin(extras.grammar)
+            writer = ScoredWriter(tokenizer, own, engine.eos_token_ids, extras, grammar)
             token = writer.advance(logits)
-            self.growing.append(Growing(one, writer, -1 if token is None else token))
+            fork = session if at == 0 else session.fork()
+            self.growing.append(Growing(fork, writer, -1 if token is None else token))
+            self.writers.append(writer)
 
     def roll_back(self) -> None:
         """Return all pages."""

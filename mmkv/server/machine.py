@@ -11,6 +11,7 @@ from mmkv.sampling import Sampling
 from mmkv.scheduler import Limits, Scheduler
 from mmkv.scheduler.replies import EngineExecutor
 from mmkv.server.conversation import digest_of
+from mmkv.server.grammar import Grammars
 from mmkv.server.job import ChatJob
 from mmkv.server.settings import Facts
 from mmkv.server.snapshots import Snapshots
@@ -44,12 +45,15 @@ class Machine:
         self.snapshots = Snapshots(
             self.scheduler, None if most is None else most // pool.page_bytes
         )
+        tokenizer = engine.processor.tokenizer
+        self.grammars = Grammars(tokenizer, engine.spec.vocab_size, engine.eos_token_ids)
         self.facts = _facts(engine, lookahead)
         self._require_room()
 
     def job(self, work: ChatWork, admitted: Callable[[], None]) -> ChatJob:
         """Return the job of a request. Raises MmkvError."""
-        return ChatJob(self.engine, work, self.snapshots, self.engine.prefill_chunk, admitted)
+        chunk = self.engine.prefill_chunk
+        return ChatJob(self.engine, work, self.snapshots, self.grammars, chunk, admitted)
 
     def _require_room(self) -> None:
         """Refuse to start where not even one request has room. Raises BudgetError."""

@@ -138,8 +138,8 @@ class ChatRequest(_Strict):
     prompt_cache_retention: str | None = None
     service_tier: str | None = None
     verbosity: str | None = None
-    # Refused unless they ask for what happens anyway; see ``refuse_unsupported``.
     response_format: Any = None
+    # Refused unless they ask for what happens anyway; see ``refuse_unsupported``.
     tools: Any = None
     tool_choice: Any = None
     parallel_tool_calls: Any = None
@@ -156,7 +156,6 @@ class ChatRequest(_Strict):
 
 # By field, the values that change nothing.
 _HARMLESS: dict[str, tuple[Any, ...]] = {
-    "response_format": ({"type": "text"},),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "parallel_tool_calls": (True, False),

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     import torch
 
     from mmkv.sampling import Sampling
+    from mmkv.server.grammar import GrammarState
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,7 @@ class Extras:
     Attributes:
         top_logprobs: how many of the likeliest tokens are reported; None: no log probabilities.
         bias: added to logits, by token id.
+        grammar: what the reply has to follow; see :func:`mmkv.server.grammar.grammar_of`.
         presence, frequency: taken from the logit of a token that the reply has, once and for each
             time it has it.
     """
@@ -29,11 +31,12 @@ class Extras:
     bias: dict[int, float] = field(default_factory=dict)
     presence: float = 0.0
     frequency: float = 0.0
+    grammar: str | None = None
 
     @property
     def changes(self) -> bool:
         """Whether another token may be drawn."""
-        return bool(self.bias or self.presence or self.frequency)
+        return bool(self.bias or self.presence or self.frequency or self.grammar)
 
 
 @dataclass(frozen=True)
@@ -50,14 +53,19 @@ class ScoredWriter(ReplyWriter):
 
     Attributes:
         scored: a row per token of the reply, when log probabilities were asked for. They are those
-            of the model: before bias, penalties, temperature, top-p and top-k.
+            of the model: before bias, penalties, grammar, temperature, top-p and top-k.
     """
 
     def __init__(
-        self, tokenizer: Any, sampling: Sampling, eos: Collection[int], extras: Extras
+        self,
+        tokenizer: Any,
+        sampling: Sampling,
+        eos: Collection[int],
+        extras: Extras,
+        grammar: GrammarState | None = None,
     ) -> None:
         super().__init__(tokenizer, sampling, eos)
-        self._extras = extras
+        self._extras, self._grammar = extras, grammar
         self._looks |= extras.changes or extras.top_logprobs is not None
         self.scored: list[Scored] = []
 
@@ -69,6 +77,8 @@ class ScoredWriter(ReplyWriter):
             best = logprobs.topk(min(self._extras.top_logprobs, logprobs.numel()))
             top = zip(best.indices.tolist(), best.values.tolist(), strict=True)
             self.scored.append(Scored(token, float(logprobs[token]), tuple(top)))
+        if self._grammar is not None:
+            self._grammar.take(token)
         return token
 
     def _changed(self, logits: torch.Tensor) -> torch.Tensor:
@@ -79,4 +89,4 @@ class ScoredWriter(ReplyWriter):
             for token in set(self.token_ids):
                 changed[token] -= extras.presence
                 changed[token] -= extras.frequency * self.token_ids.count(token)
-        return changed
+        return changed if self._grammar is None else self._grammar.allowed(changed)

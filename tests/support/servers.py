@@ -90,7 +90,7 @@ def picture_part(picture: Image) -> dict[str, Any]:
 @contextmanager
 def serving(load: Callable[[], Engine], **settings: Any) -> Iterator[Server]:
     """Serve on a free port of the loopback; in the end nothing may be held."""
-    with opened(load, Settings(**{"name": MODEL, "keep_alive": 0.05} | settings)) as room:
+    with opened(load, Settings(**{"name": MODEL} | settings)) as room:
         config = uvicorn.Config(make_app(room), "127.0.0.1", 0, log_level="error")
         server = uvicorn.Server(config)
         thread = threading.Thread(target=server.run)

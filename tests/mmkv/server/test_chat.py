@@ -127,6 +127,31 @@ def test_sampling_follows_the_request(server: Server) -> None:
     assert text_of(once) != text_of(replied(server, "go on", max_tokens=20))
 
 
+def test_replies_follow_a_schema(server: Server) -> None:
+    """The model is random; what it says is JSON of the schema all the same."""
+    schema = {
+        "type": "object",
+        "properties": {
+            "colour": {"enum": ["red", "green", "blue"]},
+            "count": {"type": "integer", "minimum": 0, "maximum": 9},
+        },
+        "required": ["colour", "count"],
+        "additionalProperties": False,
+    }
+    form = {"type": "json_schema", "json_schema": {"name": "thing", "schema": schema}}
+    for seed in range(4):
+        answer = replied(
+            server, "what?", response_format=form, max_tokens=80, temperature=2, seed=seed, n=2
+        )
+        for choice in (0, 1):
+            said = json.loads(text_of(answer, choice))
+            assert said.keys() == {"colour", "count"} and 0 <= said["count"] <= 9
+            assert said["colour"] in ("red", "green", "blue")
+            assert answer["choices"][choice]["finish_reason"] == "stop"
+    plain = {"type": "json_object"}
+    assert text_of(replied(server, "what?", response_format=plain, max_tokens=9))[0] == "{"
+
+
 BAD: list[tuple[dict[str, Any], int, str, str | None]] = [
     ({"model": "other"}, 404, "model_not_found", "model"),
     ({"messages": []}, 400, "invalid_request", "messages"),
@@ -139,7 +164,13 @@ BAD: list[tuple[dict[str, Any], int, str, str | None]] = [
     ({"top_logprobs": 2}, 400, "invalid_value", "top_logprobs"),
     ({"logit_bias": {"x": 1}}, 400, "invalid_value", "logit_bias"),
     ({"tools": [{"type": "function"}]}, 400, "unsupported_parameter", "tools"),
-    ({"response_format": {"type": "json_object"}}, 400, "unsupported_parameter", "response_format"),
+    ({"response_format": {"type": "xml"}}, 400, "invalid_value", "response_format"),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "no"}}}},
+        400,
+        "invalid_value",
+        "response_format",
+    ),
     ({"modalities": ["text", "audio"]}, 400, "unsupported_parameter", "modalities"),
     ({"mmkv": {"policy": "h2o"}}, 400, "unsupported_parameter", "mmkv.policy"),
     ({"mmkv": {"budget": 0.001}}, 400, "invalid_value", None),

@@ -45,7 +45,7 @@ def server(folder: Path) -> Iterator[Server]:
         )
 
     # Nothing ends by itself while a test looks.
-    with serving(slow, max_running=1, max_queue=2) as made:
+    with serving(slow, max_running=1, max_queue=2, keep_alive=0.05) as made:
         yield made
 
 

@@ -1,0 +1,103 @@
+"""Replies in JSON: ``response_format`` as a mask over the next tokens (llguidance)."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Any
+
+from engine.errors import InputError
+
+if TYPE_CHECKING:
+    import torch
+    from llguidance import LLMatcher, LLTokenizer
+
+LONGEST_SCHEMA = 64 * 2**10  # characters of JSON
+
+
+def grammar_of(response_format: Any) -> str | None:
+    """Return the grammar of a request's ``response_format``, None for plain text.
+
+    Raises:
+        InputError: it is none of OpenAI's, or llguidance cannot follow the schema.
+    """
+    kind = response_format.get("type") if isinstance(response_format, dict) else None
+    if response_format is None or response_format == {"type": "text"}:
+        return None
+    if kind == "json_object":
+        schema: Any = {"type": "object"}
+    elif kind == "json_schema":
+        named = response_format.get("json_schema")
+        schema = named.get("schema") if isinstance(named, dict) else None
+    else:
+        raise InputError("response_format has to be of type text, json_object or json_schema")
+    if not isinstance(schema, dict):
+        raise InputError("response_format.json_schema.schema has to be an object")
+    if len(json.dumps(schema)) > LONGEST_SCHEMA:
+        raise InputError(f"the schema is longer than {LONGEST_SCHEMA:,} characters; shorten it")
+    return _grammar(schema)
+
+
+def _grammar(schema: dict[str, Any]) -> str:
+    from llguidance import LLMatcher
+
+    try:
+        # Small models would go on with blank space; there is none between JSON's marks.
+        grammar = LLMatcher.grammar_from_json_schema(
+            schema, overrides={"whitespace_flexible": False}
+        )
+        wrong = LLMatcher.validate_grammar(grammar)
+    except ValueError as error:
+        wrong = str(error)
+    if wrong:
+        first = wrong.strip().splitlines()[0][:300]
+        raise InputError(f"the schema cannot be followed: {first}; simplify it")
+    return grammar
+
+
+class Grammars:
+    """Makes the state of a grammar for each reply, on one tokenizer.
+
+    Args:
+        vocabulary: tokens that the model's logits stand for; eos: those that end a reply.
+    """
+
+    def __init__(self, tokenizer: Any, vocabulary: int, eos: Collection[int]) -> None:
+        self._tokenizer, self._vocabulary, self._eos = tokenizer, vocabulary, sorted(eos)
+
+    @functools.cached_property
+    def _known(self) -> LLTokenizer:
+        from llguidance.hf import from_tokenizer
+
+        most = max(self._vocabulary, len(self._tokenizer))
+        return from_tokenizer(self._tokenizer, most, self._eos)
+
+    def begin(self, grammar: str) -> GrammarState:
+        """Return the state before a reply's first token. Raises InputError."""
+        from llguidance import LLMatcher
+
+        matcher = LLMatcher(self._known, grammar)
+        if matcher.is_error():
+            raise InputError(f"the schema cannot be followed: {matcher.get_error()[:300]}")
+        return GrammarState(matcher)
+
+
+class GrammarState:
+    """Where one reply stands in its grammar."""
+
+    def __init__(self, matcher: LLMatcher) -> None:
+        self._matcher = matcher
+
+    def allowed(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return ``logits`` [vocab] with -inf for tokens that may not come next."""
+        import torch
+
+        # A byte per token: 0 for one that may not come.
+        flags = torch.frombuffer(bytearray(self._matcher.compute_logit_bias()), dtype=torch.uint8)
+        flags = flags[: logits.numel()].to(logits.device)
+        return logits.float().masked_fill(flags == 0, -torch.inf)
+
+    def take(self, token: int) -> None:
+        """Go on by a token that was allowed."""
+        self._matcher.consume_token(token)
