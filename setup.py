@@ -17,7 +17,17 @@ FLAGS = ["-std=gnu11", "-O3", "-fno-math-errno", "-fno-trapping-math", "-fvisibi
 # Apple's clang has no OpenMP runtime; the step then uses one thread.
 OPENMP = [] if sys.platform == "darwin" else ["-fopenmp"]
 FOLDER = "engine/backends/cpu"
-NAMES = ("step", "linear", "attention", "pages", "evict", "fast_select", "window", "levels")
+NAMES = (
+    "step",
+    "linear",
+    "attention",
+    "forms",
+    "pages",
+    "evict",
+    "fast_select",
+    "window",
+    "levels",
+)
 
 # What vector code uses of x86-64-v3 and x86-64-v4: older compilers know these, but not the levels.
 V3 = ["-mavx2", "-mfma", "-mbmi", "-mbmi2"]

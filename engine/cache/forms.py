@@ -58,7 +58,7 @@ class Codec:
         if self.bits == 8:
             scale = _at_least(torch.maximum(-low, high) / 127)
             return _steps(x, scale).clamp(-127, 127).to(torch.int8), scale
-        zero = -_at_least(-low)
+        zero = -_at_least(-(low + 0.0))  # not -0
         scale = _at_least((high - zero.float()) / 15)
         steps = _steps(x - zero.float(), scale).clamp(0, 15).to(torch.uint8)
         first, second = steps.chunk(2, -1)  # feature i beside feature i + D / 2

@@ -188,10 +188,10 @@ def test_files_from_before_there_were_forms_load(folders: dict[str, Path], tmp_p
         load(folders["vl"], kv="int4").load_session(tmp_path / "session")
 
 
-def test_backends_say_that_they_cannot(folders: dict[str, Path]) -> None:
-    engine = load(folders["vl"], kv="int8")
-    assert engine.decode_path == "torch: kv 'int8'"
-    assert load(folders["vl"], kv="auto").decode_path == "native"
+@pytest.mark.parametrize("kv", FORMS)
+def test_steps_in_c_run_in_every_form(kv: str, folders: dict[str, Path]) -> None:
+    engine = load(folders["vl"], kv=kv)
+    assert (engine.decode_path, engine.evict_path) == ("native", "native")
 
 
 def test_policies_read_the_model_s_keys_as_far_as_they_are_kept(

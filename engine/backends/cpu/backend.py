@@ -30,9 +30,6 @@ class CpuBackend:
         self.engine = engine
         weights, gates, policy = engine.decoder.weights, engine.decoder.gates, engine.policy
         self._reason = NativeDecoder.unsupported_reason(weights, gates)
-        form = engine.cache.pool.form
-        if not form.plain:
-            self._reason = self._reason or f"kv {form.name!r}"
         self.decoder: NativeDecoder | None = None
         self.evictor: NativeEvictor | None = None
         if not self._reason:

@@ -79,6 +79,7 @@ class Cache(Structure):
                 "state_size",
                 "key_bits",
                 "value_bits",
+                "rotated",
             )
         ),
     ]
@@ -153,6 +154,7 @@ class Step(Structure):
 _FUNCTIONS = {
     "mmkv_scratch": (c_int64, [POINTER(Model), c_int64, c_int64, c_int64]),
     "mmkv_step": (None, [POINTER(Model), POINTER(Cache), POINTER(Step)]),
+    "mmkv_store": (None, [POINTER(Cache), c_int64, c_void_p, c_void_p]),
     "mmkv_evict_scratch": (c_int64, [c_int64, c_int64]),
     "mmkv_window": (None, [POINTER(Cache), POINTER(Window), c_int64]),
     "mmkv_window_scratch": (c_int64, [POINTER(Window), c_int64, c_int64, c_int64]),

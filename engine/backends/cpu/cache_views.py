@@ -63,6 +63,7 @@ class CacheViews:
             state_size=pool.state_size,
             key_bits=_bits(pool.form.key, pool.dtype),
             value_bits=_bits(pool.form.value, pool.dtype),
+            rotated=pool.form.rotated,
         )
 
 

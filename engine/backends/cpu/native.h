@@ -48,6 +48,7 @@ struct cache {
     int64_t *stack;                  /* free page ids; the last `free` pushed are on top */
     int64_t free, rows, width, page_size, head_dim, state_size;
     int64_t key_bits, value_bits; /* of a code: 32 (float), 16 (bfloat16), 8 or 4 */
+    int64_t rotated;              /* whether keys, values and queries are turned by turn_features */
 };
 
 /* One sequence's part of a step. */
@@ -131,6 +132,26 @@ struct vectors {
     float *at;
     int64_t stride;
 };
+
+#define DECODED 16 /* entries that are decoded at a time: they stay in the nearest cache */
+
+/* Floats that DECODED entries take, where they have to be decoded at all. */
+static inline int64_t decoded_room(const struct cache *cache)
+{
+    return cache->key_bits < 32 || cache->value_bits < 32 ? DECODED * cache->head_dim : 1;
+}
+
+/* Entries to take at a time of `left` ones that lie side by side with codes of `bits`. */
+static inline int64_t at_a_time(int64_t bits, int64_t left)
+{
+    return bits < 32 && left > DECODED ? DECODED : left;
+}
+
+/* forms.c */
+const float *keys_at(const struct cache *cache, int64_t slot, int64_t count, float *wide);
+const float *values_at(const struct cache *cache, int64_t slot, int64_t count, float *wide);
+void turn_features(const struct cache *cache, float *x);
+void mmkv_store(const struct cache *cache, int64_t slot, float *key, float *value);
 
 /* linear.c */
 void linear_rows(const struct linear *map, struct vectors x, struct vectors y, int64_t batch_slots,

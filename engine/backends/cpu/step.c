@@ -155,7 +155,7 @@ static void attend_head(const struct model *model, const struct layer *layer, st
     float *qkv = of_batch_slot(me->qkv, batch_slot);
     float *query = qkv + head * group * dim;
     float *key = qkv + (model->heads + head) * dim;
-    const float *value = qkv + (model->heads + model->kv_heads + head) * dim;
+    float *value = qkv + (model->heads + model->kv_heads + head) * dim;
     for (int64_t i = 0; i <= group; i++) {
         float *x = i < group ? query + i * dim : key;
         int64_t of = i < group ? head * group + i : model->heads + head;
@@ -163,16 +163,19 @@ static void attend_head(const struct model *model, const struct layer *layer, st
             rms_norm(x, layer->qk_norm + of * dim, dim, (float)model->eps, x);
         rotate(x, of_batch_slot(me->cos, batch_slot), of_batch_slot(me->sin, batch_slot),
                model->rotary / 2);
+        if (i < group)
+            turn_features(cache, x);
     }
     const struct batch_slot *mine = me->step->batch_slot + batch_slot;
     for (int64_t i = 0, size = me->step->window; mine->queries && i < group; i++)
         memcpy(mine->queries + ((row * group + i) * size + mine->position % size) * dim,
                query + i * dim, sizeof(float) * dim);
     int64_t slot = slot_of(cache, row, cache->length[row] - 1);
-    memcpy((float *)cache->keys + slot * dim, key, sizeof(float) * dim);
-    memcpy((float *)cache->values + slot * dim, value, sizeof(float) * dim);
-    attend_row(cache, row, query, group, me->step->mass, me->scores,
-               of_batch_slot(me->mixed, batch_slot) + head * group * dim);
+    float *mixed = of_batch_slot(me->mixed, batch_slot) + head * group * dim;
+    mmkv_store(cache, slot, key, value);
+    attend_row(cache, row, query, group, me->step->mass, me->scores, mixed);
+    for (int64_t i = 0; i < group; i++)
+        turn_features(cache, mixed + i * dim);
 }
 
 static void silu(float *x, int64_t from, int64_t to)

@@ -166,9 +166,13 @@ static void attend(const struct cache *cache, const struct window *what, int64_t
         left.group = 1;
     turn(what->queries + row * count * dim, count, dim, queries, turned);
     const int64_t *page = cache->table + row * cache->width;
-    for (int64_t at = 0; at < length; at += size) {
-        int64_t live = length - at < size ? length - at : size, slot = page[at / size] * size;
-        multiply((const float *)cache->keys + slot * dim, live, dim, turned, queries, score + at * queries);
+    float wide[decoded_room(cache)];
+    for (int64_t at = 0, live; at < length; at += live) {
+        int64_t left_over = length - at, inside = size - at % size;
+        int64_t slot = page[at / size] * size + at % size;
+        live = at_a_time(cache->key_bits, left_over < inside ? left_over : inside);
+        multiply(keys_at(cache, slot, live, wide), live, dim, turned, queries,
+                 score + at * queries);
         for (int64_t i = 0; i < live; i++) {
             float *mine = score + (at + i) * queries;
             for (int64_t q = 0; what->logits && q < what->size; q++)
