@@ -39,8 +39,8 @@ _NAMES = (
     "training rows",
     "Python API",
 )
-# Shares of a run's inputs: checkpoints take a hundred times as long as pictures.
-_SHARES = (12, 22, 18, 14, 2, 8, 6, 8, 10)
+# Percent of a run's inputs: checkpoints take a hundred times as long as pictures.
+_SHARES = (8, 28, 14, 16, 2, 5, 5, 11, 11)
 _HANG_SECONDS = 10
 _DEAD_SECONDS = 60  # without a word: the process does not even see its alarm
 _START_SECONDS = 300

@@ -94,6 +94,8 @@ class Worker:
         started = time.monotonic()
         failure = self._tried(target, case)
         seconds = time.monotonic() - started
+        if failure is not None and failure.kind == "hang":
+            failure = self._tried(target, case)  # others may have had the processor: once more
         line: dict[str, Any] = {"class": name, "number": number, "seconds": round(seconds, 3)}
         if failure is not None:
             line |= vars(failure) | {"file": self._keep(target, case, failure, number)}
