@@ -61,6 +61,11 @@ def one_line(message: str) -> str:
     return " ".join(words)
 
 
+def printable(message: str) -> str:
+    """Return a message that can be written anywhere: lone surrogates become escapes."""
+    return message.encode("utf-8", "backslashreplace").decode()
+
+
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's text, at most 200 characters, or else its type."""
     text = str(error).strip()

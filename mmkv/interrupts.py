@@ -6,10 +6,30 @@ token in some layers' rows and not in others, so steps run with SIGINT delayed.
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any
+
+
+@contextmanager
+def quiet_imports(wanted: bool = True) -> Iterator[None]:
+    """End the process at once, with code 130, at a Ctrl-C within the block.
+
+    For imports at the start of a program, where nothing is begun yet and a traceback would only
+    show how far they had come. A handler of somebody else's stays.
+    """
+    if not wanted or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 class CtrlC:

@@ -11,10 +11,13 @@ import sys
 from collections.abc import Sequence
 from typing import Annotated, Any
 
-import typer
-from safetensors import SafetensorError
+from mmkv.interrupts import quiet_imports
 
-from engine.errors import InputError, MmkvError, one_line
+with quiet_imports(__name__ == "__main__"):
+    import typer
+    from safetensors import SafetensorError
+
+    from engine.errors import InputError, MmkvError, one_line
 
 app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)
 
@@ -219,4 +222,9 @@ def _fail(message: str, code: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    from mmkv.cli.entry import leave
+
+    code = main()
+    if code == 130:  # a Ctrl-C within an import would make Python end by the signal
+        leave(code)
+    sys.exit(code)

@@ -66,7 +66,7 @@ class Report:
             inputs = sum(self.inputs[each] for each in mine)
             slowest = max(self.slowest[each] for each in mine)
             rows.append((name, f"{inputs:,}", *counts, f"{slowest:.1f} s"))
-        head = ("class", "inputs", "tracebacks", "hangs", "leaks", "files harmed", "slowest")
+        head = ("class", "inputs", "tracebacks", "hangs", "leaks", "files harmed", "slowest, CPU")
         lines = [pipe_table(head, rows)]
         for found in sorted(self.failures.values(), key=lambda each: -each["times"]):
             lines.append(

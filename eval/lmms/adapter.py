@@ -22,6 +22,7 @@ from engine.errors import InputError
 from eval.lmms.cause import reported_to_parent
 from eval.lmms.counts import Rounds, answer
 from eval.lmms.gen_kwargs import checkpoint_defaults, sampling_of
+from eval.lmms.journal import Journal
 from eval.lmms.scheduler import Ask, Script, run
 from eval.lmms.settings import Settings
 from mmkv.reply import Reply
@@ -61,6 +62,7 @@ class Adapter(lmms):
         self.opening = self.settings.opening()
         self._sampling_defaults = checkpoint_defaults(self.settings.pretrained)
         self._reported: set[str] = set()
+        self._journal = Journal.of_parent()
         if self.engine.policy_note:
             logger.warning(self.engine.policy_note)
 
@@ -107,8 +109,10 @@ class Adapter(lmms):
     ) -> list[GenerationResult]:
         records = [Record() for _ in requests]
         scripts = (
-            (self._name(request), script(request, self._sampling(request, repeat), record))
-            for request, repeat, record in zip(requests, _repeats(requests), records, strict=True)
+            (self._name(request), self._kept(request, record, script(request, sampling, record)))
+            for request, sampling, record in zip(
+                requests, map(self._sampling, requests, _repeats(requests)), records, strict=True
+            )
         )
         started = time.perf_counter()
         with tqdm(total=len(requests), disable=self.rank != 0, desc="mmkv") as bar:
@@ -116,6 +120,13 @@ class Adapter(lmms):
         made = [answer(text(record), record.replies, self._facts()) for record in records]
         _log_throughput(made, time.perf_counter() - started, self.rank)
         return made
+
+    def _kept(self, request: Instance, record: Record, script: Script) -> Script:
+        """Return the script; its texts are written down when it ends."""
+        yield from script
+        row = {"task": request.task_name, "doc_id": request.doc_id, "replies": record.texts}
+        if note := self._journal.add(row):
+            logger.warning(note)
 
     def _sampling(self, request: Instance, repeat: int) -> Any:
         """Return the sampling of a request; repeats of a question differ, runs do not.

@@ -12,6 +12,8 @@ import os
 import sys
 import threading
 
+from mmkv.interrupts import quiet_imports
+
 
 def entry() -> None:
     """Run the command line and end the process with its exit code."""
@@ -19,7 +21,8 @@ def entry() -> None:
         # Importing makes objects by the hundred thousand, and no garbage; mmkv.chat.run switches
         # the collector on again when the model is loaded.
         gc.disable()
-    from mmkv.cli.app import run
+    with quiet_imports():
+        from mmkv.cli.app import run
 
     leave(run())
 

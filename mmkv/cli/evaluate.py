@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -129,13 +130,28 @@ class Job:
 
     def run(self) -> int:
         """Run it and check what it wrote. Raises InputError before, EvaluationError after."""
-        from eval.lmms.cause import VARIABLE, cause
-        from eval.lmms.tasks import find, shipped_folder, write
+        from eval.lmms import journal
         from mmkv.measure.outputs import require_output
 
         if not self.tasks:
             raise InputError("no task is named; give --tasks NAME,NAME")
         require_output(self.output)
+        name = f"replies-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.jsonl"
+        kept = (self.output / name).resolve()
+        try:
+            code = self._run({journal.VARIABLE: str(kept)})
+        except BaseException:
+            for place in journal.found(kept)[:1]:
+                print(f"mmkv: the replies that were finished are in {place}", file=sys.stderr)
+            raise
+        for place in journal.found(kept):  # what it holds is in the samples, too
+            place.unlink()
+        return code
+
+    def _run(self, variables: dict[str, str]) -> int:
+        from eval.lmms.cause import VARIABLE, cause
+        from eval.lmms.tasks import find, shipped_folder, write
+
         before = self._results()
         with tempfile.TemporaryDirectory(prefix="mmkv-eval-") as folder:
             names = write(self.tasks, Path(folder), self.data)
@@ -150,7 +166,7 @@ class Job:
                     f"lmms-eval would take the folder ./{joined} for the tasks; run elsewhere"
                 )
             cause_file = Path(folder) / "cause.txt"
-            env = {**_environment(), VARIABLE: str(cause_file)}
+            env = {**_environment(), **variables, VARIABLE: str(cause_file)}
             code = subprocess.run(
                 self._command(joined, folder), env=env, preexec_fn=_CHILD_IGNORES_CTRL_C
             ).returncode
@@ -178,7 +194,8 @@ class Job:
         ]
 
     def _results(self) -> set[Path]:
-        return set(self.output.rglob("*_results.json"))
+        # lmms-eval makes a folder for each model. Further down there may be a whole disk.
+        return {*self.output.glob("*_results.json"), *self.output.glob("*/*_results.json")}
 
 
 def problems(results: Path, names: Sequence[str]) -> list[str]:
@@ -193,8 +210,11 @@ def problems(results: Path, names: Sequence[str]) -> list[str]:
         wrong.append("no task gave a result")
     for name, count in counts.items():
         samples = results.name.removesuffix("results.json") + f"samples_{name}.jsonl"
-        if not count.get("effective") or not _lines(results.with_name(samples)):
+        wanted, there = count.get("effective") or 0, _lines(results.with_name(samples))
+        if not wanted or not there:
             wrong.append(f"task {name} has no samples")
+        elif there < wanted:
+            wrong.append(f"task {name} has {there} of {wanted} samples")
         elif not any(map(_is_score, scores.get(name, {}).items())):
             wrong.append(f"task {name} has no score")
     return wrong

@@ -52,7 +52,7 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any,
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setitem(worker.TARGETS, "scripted", Scripted)
     monkeypatch.setattr(worker.gc, "freeze", lambda: None)
-    before = signal.getsignal(signal.SIGALRM)
+    before = {number: signal.getsignal(number) for number in (signal.SIGALRM, signal.SIGPROF)}
     answer = io.StringIO()
     plan = {
         "seed": 1,
@@ -67,7 +67,8 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any,
         yield runner, answer
     finally:
         runner.close()
-        signal.signal(signal.SIGALRM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def test_every_kind_of_failure_is_found(made: tuple[Any, io.StringIO]) -> None:

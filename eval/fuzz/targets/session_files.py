@@ -127,7 +127,7 @@ def _one_value(tensor: Tensor, rng: Random) -> Tensor:
         odd: Any = rng.choice((0, -1, 1, 7, 2**31 - 1, 2**62, -(2**62)))
         if made.dtype.is_floating_point:
             odd = rng.choice((float("nan"), float("inf"), 1e38, -1e38))
-        elif made.dtype != torch.bool:
+        elif made.dtype != torch.bool and not made.dtype.is_complex:
             limit = torch.iinfo(made.dtype)
             odd = max(limit.min, min(limit.max, odd))
         made.view(-1)[rng.randrange(made.numel())] = odd
