@@ -15,6 +15,7 @@ from fastapi.responses import JSONResponse
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from starlette.exceptions import HTTPException
 
+from engine.errors import MmkvError
 from mmkv import __version__
 from mmkv.server.answer import Answer, error_response
 from mmkv.server.body import LimitBody
@@ -43,6 +44,7 @@ def make_app(room: Room) -> FastAPI:
     app.state.room = room
     app.add_middleware(LimitBody, most=room.settings.body)
     app.add_exception_handler(ApiError, _on_error)
+    app.add_exception_handler(MmkvError, _on_error)
     app.add_exception_handler(RequestValidationError, _on_invalid)
     app.add_exception_handler(HTTPException, _on_http)
     app.add_exception_handler(Exception, _on_error)

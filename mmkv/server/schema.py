@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, model_validator
 
 from engine.budget import Budget
 from engine.errors import MmkvError
@@ -152,6 +152,28 @@ class ChatRequest(_Strict):
     web_search_options: Any = None
     store: Any = None
     moderation: Any = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_whole_characters(cls, given: Any) -> Any:
+        require_whole_characters(given)
+        return given
+
+
+def require_whole_characters(given: Any) -> None:
+    """Raise ValueError for JSON with a text that UTF-8 cannot write (half a surrogate pair)."""
+    if isinstance(given, str) and not given.isascii():
+        try:
+            given.encode()
+        except UnicodeEncodeError:
+            raise ValueError("a text has half of a surrogate pair; send whole characters") from None
+    elif isinstance(given, dict):
+        for name, value in given.items():
+            require_whole_characters(name)
+            require_whole_characters(value)
+    elif isinstance(given, list):
+        for value in given:
+            require_whole_characters(value)
 
 
 # By field, the values that change nothing.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -43,7 +44,9 @@ class Server:
 
     def chat(self, *messages: Any, **fields: Any) -> httpx.Response:
         """Ask for a reply; texts are the user's and the assistant's in turn."""
-        return self.client.post("/v1/chat/completions", json=asked(*messages, **fields))
+        body = json.dumps(asked(*messages, **fields))  # in ASCII: also what UTF-8 cannot write
+        kind = {"Content-Type": "application/json"}
+        return self.client.post("/v1/chat/completions", content=body, headers=kind)
 
     def wait_for(self, what: Callable[[Machine], bool], turns: int | None = None) -> None:
         """Wait until something holds on the engine's thread, within so many turns.

@@ -152,6 +152,8 @@ def test_replies_follow_a_schema(server: Server) -> None:
     assert text_of(replied(server, "what?", response_format=plain, max_tokens=9))[0] == "{"
 
 
+FILE = {"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}
+OWN = {"type": "image_url", "image_url": {"url": "http://127.0.0.1/picture.png"}}
 BAD: list[tuple[dict[str, Any], int, str, str | None]] = [
     ({"model": "other"}, 404, "model_not_found", "model"),
     ({"messages": []}, 400, "invalid_request", "messages"),
@@ -159,6 +161,10 @@ BAD: list[tuple[dict[str, Any], int, str, str | None]] = [
     ({"messages": [{"role": "king", "content": "a"}]}, 400, "invalid_request", "messages.0.role"),
     ({"temperature": 3}, 400, "invalid_request", "temperature"),
     ({"nonsense": 1}, 400, "invalid_request", "nonsense"),
+    ({"messages": [{"role": "user", "content": "\ud800"}]}, 400, "invalid_request", None),
+    ({"logit_bias": {"\ud800": 1}}, 400, "invalid_request", None),
+    ({"messages": [{"role": "user", "content": [FILE]}]}, 400, "media_url", None),
+    ({"messages": [{"role": "user", "content": [OWN]}]}, 403, "media_refused", None),
     ({"n": 100}, 400, "invalid_value", "n"),
     ({"max_tokens": 10**6}, 400, "context_length_exceeded", "max_tokens"),
     ({"top_logprobs": 2}, 400, "invalid_value", "top_logprobs"),
@@ -191,6 +197,14 @@ def test_errors_have_openais_shape(
     if code == "too_large_for_memory":
         assert error["needed"] > error["limit"] > 0
     assert server.held == 0
+
+
+def test_bodies_that_are_no_requests(server: Server) -> None:
+    for body in (b"[" * 100_000, b'{"a":' * 50_000, b"\xff\xfe", b"null", b"", b"3", b"[]"):
+        answer = server.client.post(
+            "/v1/chat/completions", content=body, headers={"content-type": "application/json"}
+        )
+        assert answer.status_code == 400 and answer.json()["error"]["message"], body[:9]
 
 
 def test_audio_is_refused_by_name(server: Server) -> None:
