@@ -2,7 +2,8 @@
 
 ``python -m eval.bench.memory_bound`` prefills prompts of 1k .. 128k tokens into a small random
 model and decodes a few tokens. Each prompt has its own process, because a process has one peak. It
-prints a table and writes ``eval/results/memory-cpu.json``.
+prints a table and writes ``eval/results/memory-cpu.json``. With ``--generate`` transformers'
+``generate`` runs under ``mmkv.hf.retain`` instead; name another output file then.
 """
 
 from __future__ import annotations
@@ -44,7 +45,9 @@ def build_model(folder: Path) -> None:
     Qwen3ForCausalLM(config).save_pretrained(folder)
 
 
-def measure(folder: str, policy: str, budget: float, chunk: int, length: int) -> dict[str, Any]:
+def measure(
+    folder: str, policy: str, budget: float, chunk: int, length: int, generate: bool = False
+) -> dict[str, Any]:
     """Run one prompt in this process: measure memory at the end and the peak resident set.
 
     Returns:
@@ -55,20 +58,39 @@ def measure(folder: str, policy: str, budget: float, chunk: int, length: int) ->
     from engine.runtime import Runtime
 
     torch.set_num_threads(1)
-    engine = Runtime.from_pretrained(
-        folder, policy=policy, budget=budget, prefill_chunk=chunk, gates="random"
-    )
-    warm = engine.session()
-    warm.prefill({"input_ids": torch.zeros(1, 64, dtype=torch.int64)})
-    warm.close()
+    options: dict[str, Any] = {
+        "policy": policy,
+        "budget": budget,
+        "prefill_chunk": chunk,
+        "gates": "random",
+    }
+    model: Any = None
+    if generate:
+        from transformers import AutoModelForCausalLM
+
+        from mmkv.hf import RetainedCache, retain
+
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype="float32")
+        engine = retain(model, **options).engine
+        model.generate(torch.zeros(1, 64, dtype=torch.int64), max_new_tokens=2, do_sample=False)
+    else:
+        engine = Runtime.from_pretrained(folder, **options)
+        with engine.session() as warm:
+            warm.prefill({"input_ids": torch.zeros(1, 64, dtype=torch.int64)})
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     generator = torch.Generator().manual_seed(length)
     prompt = torch.randint(0, 256, (1, length), generator=generator)
-    session = engine.session()
-    token = int(session.prefill({"input_ids": prompt}).argmax())
-    for _ in range(DECODED):
-        token = int(session.decode(token).argmax())
-    memory = session.memory()
+    if generate:
+        cache = RetainedCache()
+        options = {"max_new_tokens": DECODED + 1, "do_sample": False, "past_key_values": cache}
+        model.generate(prompt, **options)
+        (memory,) = cache.memory()
+    else:
+        session = engine.session()
+        token = int(session.prefill({"input_ids": prompt}).argmax())
+        for _ in range(DECODED):
+            token = int(session.decode(token).argmax())
+        memory = session.memory()
     entry_bytes = engine.cache.pool.kv_page_bytes // engine.cache.pool.page_size
     logical = memory.entries * entry_bytes
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -123,6 +145,9 @@ def main() -> None:
     parser.add_argument("--chunk", type=int, default=1024, help="prefill chunk, tokens")
     parser.add_argument("--longest", type=int, default=LENGTHS[-1], help="longest prompt, tokens")
     parser.add_argument("--policies", nargs="+", default=["dbtrimkv", "full"])
+    parser.add_argument(
+        "--generate", action="store_true", help="transformers' generate under mmkv.hf.retain"
+    )
     parser.add_argument("--output", type=Path, default=Path("eval/results/memory-cpu.json"))
     args = parser.parse_args()
     console = Console(width=120)
@@ -133,7 +158,7 @@ def main() -> None:
         for policy in args.policies:
             for length in (n for n in LENGTHS if n <= args.longest):
                 with context.Pool(1) as pool:
-                    job = (folder, policy, args.budget, args.chunk, length)
+                    job = (folder, policy, args.budget, args.chunk, length, args.generate)
                     rows.append(pool.apply(measure, job))
                 console.print(json.dumps(rows[-1]), style="dim", soft_wrap=True)
     show(rows, console)

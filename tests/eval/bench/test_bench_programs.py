@@ -15,6 +15,7 @@ from engine.errors import BudgetError
 from eval.bench import admission as bench_admission
 from eval.bench import capacity as bench_capacity
 from eval.bench import decode as bench_decode
+from eval.bench import generate_cpu as bench_generate
 from eval.bench import kernels as bench_kernels
 from eval.bench import prefill as bench_prefill
 from eval.bench.kernel_cases import TINY as TINY_CASES
@@ -26,6 +27,7 @@ from eval.bench.process import PeerProcess
 from eval.bench.shapes import SHAPES, build_engine
 from eval.bench.synthetic_cache import synthetic_sessions
 from eval.bench.targets import checks
+from tests.support.chat_models import save_llama
 from tests.support.kernels import DEVICE
 
 if TYPE_CHECKING:
@@ -264,3 +266,13 @@ def test_admission(tmp_path: Path) -> None:
     methods = results(tmp_path, "admission-cpu")["methods"]
     assert list(methods) == [bench_admission.FULL, "1 admitted", "0.2 admitted"]
     assert methods["1 admitted"]["held"] == 1 > methods["0.2 admitted"]["held"] > 16 / 96
+
+
+def test_generate_with_and_without_a_bound(tmp_path: Path) -> None:
+    folder = save_llama(tmp_path / "model")
+    few = ["--tokens", "3", "--prompt", "40", "--batch", "2", "--rounds", "1", "--budget", "8"]
+    bench_generate.main([str(folder), *few, "--output", str(tmp_path)])
+    found = results(tmp_path, "generate-cpu-model")
+    for part in ("decode", "whole_call"):
+        ours, theirs = (found[part][name]["median"] for name in ("mmkv", "transformers"))
+        assert found[part]["ratio"]["median"] == pytest.approx(ours / theirs)

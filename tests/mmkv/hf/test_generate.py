@@ -6,8 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from torch import Tensor
 
 import mmkv
+from engine.page_bound import page_bound
 from mmkv.hf import RetainedCache, retain
 from tests.support.factories import checkpoint, pad_left
 from tests.support.hf_models import TOKENS, greedy, model_of, prompts_of
@@ -90,3 +93,33 @@ def test_a_cache_of_its_own_is_not_kept() -> None:
         handle.trim()
         assert handle.memory().pool_bytes == 0
     assert handle.memory().pool_bytes == 0
+
+
+def test_a_long_prompt_stays_within_its_bound() -> None:
+    """8,192 and 8,000 tokens: the pool is looked at in every layer of every chunk and step."""
+    shape = {"hidden_size": 32, "intermediate_size": 32, "vocab_size": 160, "head_dim": 8}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
+    positions = {"max_position_embeddings": 8400, "bos_token_id": None, "eos_token_id": None}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape, **heads, **positions))
+    ids = torch.randint(3, 150, (2, 8192), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[1, :192] = 0
+    taken: list[int] = []
+    with retain(model, gates="random", budget=32, prefill_chunk=512) as handle:
+        engine = handle.engine
+        pool = engine.cache.pool
+
+        def look(*_: Any, **__: Any) -> Tensor:
+            taken.append(pool.num_pages)
+            return torch.zeros(2, dtype=torch.bool)
+
+        engine.decoder.on_gate_input = look
+        criteria = transformers.StoppingCriteriaList([look])
+        inputs = {"input_ids": ids, "attention_mask": mask}
+        greedy(model, inputs, stopping_criteria=criteria)
+        bound = page_bound(engine, engine.budget, 8192, TOKENS)
+        whole = 8192 * engine.spec.rows // pool.page_size
+        assert len(taken) >= 2 * 16 * 2 + TOKENS
+        assert max(taken) <= 2 * bound.steady + bound.chunk < whole // 4
+        assert [row.tokens_seen for row in handle.memory().rows] == [8203, 8011]
+        assert all(row.entries == 32 * engine.spec.rows for row in handle.memory().rows)

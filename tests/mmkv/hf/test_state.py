@@ -99,13 +99,13 @@ def test_two_models_in_two_threads() -> None:
     wanted = {}
     for name in names:
         with retain(models[name], **options):
-            wanted[name] = greedy(models[name], prompts_of(name)[0], max_new_tokens=40)
+            wanted[name] = greedy(models[name], prompts_of(name)[0], max_new_tokens=24)
 
     def work(name: str) -> None:
         with retain(models[name], **options):
             meet.wait()
             said[name] = [
-                greedy(models[name], prompts_of(name)[0], max_new_tokens=40) for _ in range(3)
+                greedy(models[name], prompts_of(name)[0], max_new_tokens=24) for _ in range(3)
             ]
 
     meet = threading.Barrier(2)
