@@ -80,6 +80,23 @@ def serve(
         Path | None,
         typer.Option(help="Folder that file: URLs may name.", rich_help_panel=_SERVER),
     ] = None,
+    session_folder: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder where sessions are saved, and hibernate (default: they hibernate in a "
+            "temporary one).",
+            rich_help_panel=_SERVER,
+        ),
+    ] = None,
+    max_sessions: Annotated[
+        int, typer.Option(help="Sessions that may be open.", min=0, rich_help_panel=_SERVER)
+    ] = 1000,
+    store: Annotated[
+        str,
+        typer.Option(
+            help="Most memory of stored responses, in files too.", rich_help_panel=_SERVER
+        ),
+    ] = "1GiB",
     name: Annotated[
         str | None,
         typer.Option(
@@ -117,6 +134,9 @@ def serve(
         max_tokens=max_tokens,
         body=body,
         snapshot_bytes=copies,
+        session_folder=session_folder,
+        max_sessions=max_sessions,
+        store_bytes=_bytes("--store", store),
         media_folder=allowed_local_media_path,
         drain=drain,
     )

@@ -150,6 +150,27 @@ class Scheduler:
         residents.keep_spare(spare, lambda: dropped(spare))
         return spare
 
+    @property
+    def sessions(self) -> frozenset[KeptSession]:
+        """Return the sessions that are kept, wherever they lie."""
+        return frozenset(self._sessions)
+
+    def adopt(self, session: KeptSession) -> None:
+        """Count an idle session that was made elsewhere, or another time, as used last."""
+        self._moved = True
+        self._sessions.add(session)
+        self.residents.rest(session)
+
+    def free_up(self, pages: int) -> None:
+        """Let spares and idle sessions go until there is room. Raises CapacityError."""
+        limit = self.executor.limit()
+        if limit is None:
+            return
+        self._moved = True
+        short = self.ledger.committed + pages - limit
+        if short > self.residents.movable(None) or not self.residents.make_room(short, None):
+            raise self._refusal(Price(pages), limit)
+
     def hibernate(self, session: KeptSession) -> None:
         """Move an idle session to its file now. Raises SessionError."""
         self._require_idle(session)

@@ -89,9 +89,11 @@ def error_response(error: Exception) -> JSONResponse:
 
 
 def event_line(data: dict[str, Any] | str) -> bytes:
-    """Return a server-sent event."""
-    text = data if isinstance(data, str) else json.dumps(data, separators=(",", ":"))
-    return f"data: {text}\n\n".encode()
+    """Return a server-sent event; one that has a type names it before the data, too."""
+    if isinstance(data, str):
+        return f"data: {data}\n\n".encode()
+    kind = f"event: {data['type']}\n" if "type" in data else ""
+    return f"{kind}data: {json.dumps(data, separators=(',', ':'))}\n\n".encode()
 
 
 def _start() -> dict[str, Any]:

@@ -22,8 +22,10 @@ from mmkv.server.body import LimitBody
 from mmkv.server.chat import ChatCall
 from mmkv.server.errors import ApiError
 from mmkv.server.metrics import CONTENT_TYPE
+from mmkv.server.responses import responses_router
 from mmkv.server.room import Caller, Room
 from mmkv.server.schema import ChatRequest, MmkvOptions
+from mmkv.server.sessions import sessions_router
 
 
 def make_app(room: Room) -> FastAPI:
@@ -50,6 +52,8 @@ def make_app(room: Room) -> FastAPI:
     app.add_exception_handler(Exception, _on_error)
     keyed = APIRouter(prefix="/v1", dependencies=[Depends(_Caller(room))])
     _add_keyed(keyed, room)
+    keyed.include_router(sessions_router(room))
+    keyed.include_router(responses_router(room))
     app.include_router(keyed)
     _add_open(app, room)
     return app

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import TYPE_CHECKING, Any
 
 from engine.errors import MmkvError
@@ -27,6 +28,8 @@ from mmkv.server.worker import Admitted, Delta, Done, Failed, Request
 from mmkv.server.writer import Extras
 
 if TYPE_CHECKING:
+    from engine.budget import Budget
+    from mmkv.server.kept import Kept
     from mmkv.server.room import Caller, Room
     from mmkv.server.settings import Facts, Settings
     from mmkv.server.spelling import Spelled
@@ -40,12 +43,26 @@ class ChatCall:
     Args:
         caller: whose memory it may resume, and whose turn it takes; a request that names a
             ``user`` takes that user's turn.
+        start: the memory that it goes on from; the request's messages come after those.
+        keep: whether the memory after the reply stays.
+        budget: of the reply's session; None: the request's, or else the server's.
+
+    Attributes:
+        work: what the engine is asked for; done: whether it has been answered.
 
     Raises:
         ApiError: what can be said before the engine is asked.
     """
 
-    def __init__(self, room: Room, request: ChatRequest, caller: Caller) -> None:
+    def __init__(
+        self,
+        room: Room,
+        request: ChatRequest,
+        caller: Caller,
+        start: Kept | None = None,
+        keep: bool = False,
+        budget: Budget | None = None,
+    ) -> None:
         facts, settings = room.facts, room.settings
         refuse_unsupported(request)
         if request.model != settings.name:
@@ -59,21 +76,36 @@ class ChatCall:
         self.room, self.request, self.caller = room, request, caller
         messages = conversation(request.messages, facts.sees, facts.watches)
         room.media.check([source(part) for message in messages for part in message.media])
-        budget = budget_of(request.mmkv)
-        chosen = (budget or facts.budget).describe()
+        budget = budget_of(request.mmkv) or budget
         resume = None if request.mmkv is None else request.mmkv.resume
+        root = None
+        if start is not None:
+            if budget not in (None, start.budget) or resume == "never":
+                raise ApiError(
+                    400,
+                    f"the memory that is gone on from has a budget of {start.budget.describe()} "
+                    "and is resumed; leave out mmkv.budget and mmkv.resume",
+                    "invalid_value",
+                    "mmkv",
+                )
+            messages, root = [*start.facets.messages, *messages], start.facets.root
+            budget = start.budget
+        chosen = (budget or facts.budget).describe()
         self.choices = request.n or 1
         if self.choices > settings.max_choices:
             raise ApiError(400, f"n is at most {settings.max_choices} here", "invalid_value", "n")
-        self._work = ChatWork(
+        self.done = False
+        self.work = ChatWork(
             messages,
-            digest_of([facts.root, chosen, caller.tenant, request.cache_salt]),
+            root or digest_of([facts.root, chosen, caller.tenant, request.cache_salt]),
             _sampling(request, settings, facts),
             _extras(request, facts),
             self.choices,
             budget,
             resume or "auto",
             asked=resume is not None,
+            start=start,
+            keep=keep,
         )
         self.head = Head(f"chatcmpl-{secrets.token_hex(12)}", int(time.time()), settings.name)
 
@@ -82,7 +114,7 @@ class ChatCall:
         texts = [""] * self.choices
         reasons = [""] * self.choices
         spelled: list[list[Spelled]] = [[] for _ in texts]
-        async for event in self._events():
+        async for event in self.events():
             if isinstance(event, Done):
                 said = spelled if self.request.logprobs else None
                 return reply_json.completion(self.head, texts, reasons, said, event.usage)
@@ -91,33 +123,34 @@ class ChatCall:
             reasons[event.index] = event.finish_reason or ""
         raise AssertionError("a request ends with Done or an error")
 
-    async def stream(self) -> AsyncIterator[dict[str, Any] | str]:
+    async def stream(self) -> AsyncGenerator[dict[str, Any] | str]:
         """Yield the events of a stream."""
         begun: set[int] = set()
         options = self.request.stream_options
-        async for event in self._events():
-            if isinstance(event, Done):
-                if options is not None and options.include_usage:
-                    yield reply_json.usage_chunk(self.head, event.usage)
-                yield "[DONE]"
-                return
-            if event.index not in begun:
-                begun.add(event.index)
-                opening = {"role": "assistant", "content": "", "refusal": None}
-                yield reply_json.chunk(self.head, event.index, opening)
-            spelled = event.spelled if self.request.logprobs else None
-            if event.text or event.spelled:
-                delta = {"content": event.text}
-                yield reply_json.chunk(self.head, event.index, delta, None, spelled)
-            if event.finish_reason is not None:
-                yield reply_json.chunk(self.head, event.index, {}, event.finish_reason)
+        async with contextlib.aclosing(self.events()) as events:
+            async for event in events:
+                if isinstance(event, Done):
+                    if options is not None and options.include_usage:
+                        yield reply_json.usage_chunk(self.head, event.usage)
+                    yield "[DONE]"
+                    return
+                if event.index not in begun:
+                    begun.add(event.index)
+                    opening = {"role": "assistant", "content": "", "refusal": None}
+                    yield reply_json.chunk(self.head, event.index, opening)
+                spelled = event.spelled if self.request.logprobs else None
+                if event.text or event.spelled:
+                    delta = {"content": event.text}
+                    yield reply_json.chunk(self.head, event.index, delta, None, spelled)
+                if event.finish_reason is not None:
+                    yield reply_json.chunk(self.head, event.index, {}, event.finish_reason)
 
-    async def _events(self) -> AsyncIterator[Delta | Done]:
+    async def events(self) -> AsyncGenerator[Delta | Done]:
         """Run the request; whoever stops listening cancels it."""
         asked = self.request
         user = f"{self.caller.name} {asked.user or asked.safety_identifier or ''}"
         with self.room.entered(self.caller):
-            request = await self.room.worker.submit(self._work, user)
+            request = await self.room.worker.submit(self.work, user)
             try:
                 while True:
                     event = await request.events.get()
@@ -126,8 +159,9 @@ class ChatCall:
                     if isinstance(event, Admitted):
                         await self._supply(request)
                         continue
+                    self.done = isinstance(event, Done)
                     yield event
-                    if isinstance(event, Done):
+                    if self.done:
                         return
             finally:
                 request.cancel()
@@ -135,7 +169,7 @@ class ChatCall:
     async def _supply(self, request: Request) -> None:
         """Fetch and decode the media that the engine wants, now that their pages are committed."""
         media = RequestMedia(self.room.media)
-        named = await media.named(self._work.messages)
+        named = await media.named(self.work.messages)
         held = await request.on_engine(lambda job: job.resume_from(named))
         contents = await media.contents(named[held:])
         await request.on_engine(lambda job: job.supply(contents))

@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from engine.errors import InputError
 from engine.page_bound import lasting_bound, page_bound
 from engine.sequence import MODALITIES, Memory
 from mmkv.scheduler.contract import Price
 from mmkv.scheduler.replies import Growing
 from mmkv.server.conversation import Message, chain, link, reply_message
 from mmkv.server.errors import ApiError
+from mmkv.server.kept import Facets, Kept, Shelf
 from mmkv.server.prompts import Segment, segments
 from mmkv.server.work import Usage
 from mmkv.server.writer import ScoredWriter
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
     from engine.prefill import Prefill
     from mmkv.api import Engine
     from mmkv.server.grammar import Grammars
-    from mmkv.server.snapshots import Snapshots
+    from mmkv.server.snapshots import Snapshot, Snapshots
     from mmkv.server.work import ChatWork
     from mmkv.session import Session
 
@@ -62,12 +64,13 @@ class ChatJob:
         engine: Engine,
         work: ChatWork,
         snapshots: Snapshots,
+        shelf: Shelf,
         grammars: Grammars,
         chunk: int,
         admitted: Callable[[], None],
     ) -> None:
         self.engine, self.work, self.chunk = engine, work, chunk
-        self.snapshots, self.grammars = snapshots, grammars
+        self.snapshots, self.grammars, self._shelf = snapshots, grammars, shelf
         self.budget = engine._checked(work.budget)
         self._admitted = admitted
         self._keys: list[str] = []
@@ -135,18 +138,28 @@ class ChatJob:
         work, engine = self.work, self.engine
         work.messages = messages
         self._keys = chain(work.root, messages)
-        found = self.snapshots.find(self._keys) if self._shares else None
+        found: tuple[int, Snapshot | Kept] | None = None
+        if work.start is not None:
+            found = len(work.start.facets.messages), work.start
+            self._shelf.used(work.start)
+        elif self._shares:
+            found = self.snapshots.find(self._keys)
         if found is not None:
             held, snapshot = found
             shown = [message.for_template() for message in messages]
             rest = segments(engine.processor.template, shown, held, snapshot.replied)
             if rest:
                 self.held, self._replied = held, snapshot.replied
-                self.live, self._seen = snapshot.session.fork(), list(snapshot.seen)
+                self.live, self._seen = snapshot.open(), list(snapshot.seen)
                 self.resumed, self._segments = self.live.seen, rest
                 memory = self.live.memory().by_modality
                 self._gone_before = self._gone(self._seen, memory)
         if self.live is None:
+            if work.start is not None:
+                raise InputError(
+                    "the model's chat template shows earlier messages in another way now, so the "
+                    "memory cannot be gone on from; send the whole conversation"
+                )
             if work.resume == "required":
                 raise ApiError(
                     409,
@@ -225,7 +238,11 @@ class ChatJob:
         messages, session = self.work.messages, self.live
         leading = next((i for i, one in enumerate(messages) if one.role != "system"), 0)
         assert session is not None
-        if self._shares and count in {leading, len(messages) - 1, len(messages)} - {0}:
+        if (
+            self._shares
+            and self.work.start is None
+            and count in {leading, len(messages) - 1, len(messages)} - {0}
+        ):
             key, pages = self._keys[count - 1], self.engine.cache.held_pages(session.seq)
             self.snapshots.keep((key,), pages, session.fork, False, tuple(self._seen))
 
@@ -271,10 +288,18 @@ class ChatJob:
                 session.close()
 
     def leave(self) -> None:
-        """Keep each session as a snapshot after its reply, or close it; after :meth:`end`."""
+        """Keep each session after its reply, or close it; after :meth:`end`."""
         for one, choice in zip(self.growing, self.choices, strict=True):
-            if not one.session.closed and not self._keep_reply(one.session, choice.text):
+            if self.work.keep and not one.session.closed:
+                self._keep_whole(one.session, choice)
+            elif not one.session.closed and not self._keep_reply(one.session, choice.text):
                 one.session.close()
+
+    def _keep_whole(self, session: Session, choice: Choice) -> None:
+        assert choice.memory is not None
+        messages = (*self.work.messages, reply_message(choice.text))
+        facets = Facets(messages, self.work.root, self._seen_by(session), choice.memory)
+        self.work.kept = self._shelf.keep(session, facets)
 
     def _keep_reply(self, session: Session, text: str) -> bool:
         if not self._shares:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from engine.errors import BudgetError
+from engine.errors import BudgetError, SessionError
 from mmkv.sampling import Sampling
 from mmkv.scheduler import Limits, Scheduler
 from mmkv.scheduler.replies import EngineExecutor
 from mmkv.server.conversation import digest_of
 from mmkv.server.grammar import Grammars
 from mmkv.server.job import ChatJob
+from mmkv.server.kept import Shelf
 from mmkv.server.settings import Facts
 from mmkv.server.snapshots import Snapshots
 from mmkv.server.work import ChatWork
@@ -40,20 +43,28 @@ class Machine:
     ) -> None:
         self.engine, self.metrics = engine, metrics
         limits = Limits(settings.max_queue, settings.max_running, engine.prefill_chunk)
-        self.scheduler = Scheduler(EngineExecutor(engine), limits)
+        self.scheduler = Scheduler(EngineExecutor(engine), limits, to_files=True)
         most, pool = settings.snapshot_bytes, engine.cache.pool
         self.snapshots = Snapshots(
             self.scheduler, None if most is None else most // pool.page_bytes
         )
         tokenizer = engine.processor.tokenizer
         self.grammars = Grammars(tokenizer, engine.spec.vocab_size, engine.eos_token_ids)
+        self._folder = _folder(settings)
+        self.shelf = Shelf(engine, self.scheduler, Path(self._folder.name))
         self.facts = _facts(engine, lookahead)
         self._require_room()
 
     def job(self, work: ChatWork, admitted: Callable[[], None]) -> ChatJob:
         """Return the job of a request. Raises MmkvError."""
         chunk = self.engine.prefill_chunk
-        return ChatJob(self.engine, work, self.snapshots, self.grammars, chunk, admitted)
+        kept = (self.snapshots, self.shelf, self.grammars)
+        return ChatJob(self.engine, work, *kept, chunk, admitted)
+
+    def close(self) -> None:
+        """Cancel what is left, and return all pages and files."""
+        self.scheduler.close()
+        self._folder.cleanup()
 
     def _require_room(self) -> None:
         """Refuse to start where not even one request has room. Raises BudgetError."""
@@ -80,7 +91,11 @@ class Machine:
         metrics.snapshot_bytes.set(self.snapshots.pages * pool.page_bytes)
         metrics.sessions.labels("running").set(scheduler.running)
         metrics.sessions.labels("snapshot").set(len(scheduler.residents.spares))
-        leaked = 0 if scheduler.running else held - scheduler.residents.spare_pages
+        kept = scheduler.sessions
+        idle = sum(one.resident for one in kept)
+        metrics.sessions.labels("idle").set(idle)
+        metrics.sessions.labels("file").set(len(kept) - idle)
+        leaked = 0 if scheduler.running else held - committed
         metrics.page_leaks.set(max(leaked, 0))
 
     def observe(self, request: Request, events: list[Event]) -> None:
@@ -118,6 +133,20 @@ class Machine:
 
 
 REASONS = {"eos": "stop", "stop": "stop", "length": "length", "context": "length"}
+
+
+def _folder(settings: Settings) -> tempfile.TemporaryDirectory[str]:
+    """Make the folder where memories hibernate. Raises SessionError."""
+    within = settings.session_folder
+    try:
+        if within is not None:
+            within.mkdir(parents=True, exist_ok=True)
+        return tempfile.TemporaryDirectory(prefix=".hibernated-", dir=within)
+    except OSError as error:
+        raise SessionError(
+            f"cannot write to {within or 'the folder for temporary files'} ({error.strerror}); "
+            "name another --session-folder"
+        ) from error
 
 
 def _facts(engine: Engine, lookahead: float) -> Facts:

@@ -42,7 +42,7 @@ class Metrics:
         )
         self.kv_bytes_committed = gauge("kv_bytes_committed", "Most bytes that may come in use.")
         self.evicted = counter("entries_evicted", "Cache entries dropped.", "modality")
-        self.sessions = gauge("sessions", "Sessions that hold pages.", "state")
+        self.sessions = gauge("sessions", "Sessions, stored responses among them.", "state")
         self.snapshot_bytes = gauge("snapshot_bytes", "Bytes of copies by which chats resume.")
         self.page_leaks = self._gauge("page_leaks_total", "Pages held by nobody; 0 is right.")
 

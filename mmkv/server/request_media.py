@@ -27,8 +27,11 @@ class RequestMedia:
         self._contents: dict[Part, Any] = {}
 
     async def named(self, messages: Sequence[Message]) -> list[Message]:
-        """Return the messages with the digests of their media. Raises MediaError."""
-        parts = [part for message in messages for part in message.media]
+        """Return the messages with the digests of their media. Raises MediaError.
+
+        Media of messages that a kept memory holds have theirs already.
+        """
+        parts = [part for one in messages for part in one.media if part.digest is None]
         digests = await asyncio.to_thread(_digests, [one for one in parts if _inside(one)])
         far = [one for one in parts if not _inside(one)]
         for part, medium in zip(far, await self._resolve(far), strict=True):
@@ -38,7 +41,7 @@ class RequestMedia:
             dataclasses.replace(
                 message,
                 parts=tuple(
-                    part if part.kind == "text" else dataclasses.replace(part, digest=digests[part])
+                    dataclasses.replace(part, digest=digests[part]) if part in digests else part
                     for part in message.parts
                 ),
             )

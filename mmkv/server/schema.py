@@ -14,39 +14,41 @@ from mmkv.server.errors import ApiError
 Number = Annotated[float, Field(allow_inf_nan=False)]
 
 
-class _Strict(BaseModel):
+class Strict(BaseModel):
+    """An object without fields beyond those that are named."""
+
     model_config = ConfigDict(extra="forbid")
 
 
-class TextPart(_Strict):
+class TextPart(Strict):
     """A text."""
 
     type: Literal["text"]
     text: str
 
 
-class RefusalPart(_Strict):
+class RefusalPart(Strict):
     """A refusal of an earlier reply; read as text."""
 
     type: Literal["refusal"]
     refusal: str
 
 
-class ImageUrl(_Strict):
+class ImageUrl(Strict):
     """Where a picture is: data:, http(s):, or file: where the server allows it."""
 
     url: str
     detail: Literal["auto", "low", "high", "original"] | None = None
 
 
-class ImagePart(_Strict):
+class ImagePart(Strict):
     """A picture. ``detail`` makes no difference: pictures are read at the model's size."""
 
     type: Literal["image_url"]
     image_url: ImageUrl | str
 
 
-class VideoUrl(_Strict):
+class VideoUrl(Strict):
     """Where a video is, and how many of its frames are taken."""
 
     url: str
@@ -54,7 +56,7 @@ class VideoUrl(_Strict):
     num_frames: Annotated[int, Field(ge=1)] | None = None
 
 
-class VideoPart(_Strict):
+class VideoPart(Strict):
     """A video."""
 
     type: Literal["video_url"]
@@ -70,7 +72,7 @@ class OtherPart(BaseModel):
 Content = str | list[TextPart | RefusalPart | ImagePart | VideoPart | OtherPart]
 
 
-class ChatMessage(_Strict):
+class ChatMessage(Strict):
     """One message."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
@@ -85,14 +87,14 @@ class ChatMessage(_Strict):
     reasoning_content: Any = None
 
 
-class StreamOptions(_Strict):
+class StreamOptions(Strict):
     """Options of a stream."""
 
     include_usage: StrictBool | None = None
     include_obfuscation: StrictBool | None = None
 
 
-class MmkvOptions(_Strict):
+class MmkvOptions(Strict):
     """What mmkv adds to OpenAI's requests.
 
     Attributes:
@@ -108,7 +110,7 @@ class MmkvOptions(_Strict):
     lookahead: float | None = None
 
 
-class ChatRequest(_Strict):
+class ChatRequest(Strict):
     """A request for replies to a conversation."""
 
     model: str
@@ -281,9 +283,14 @@ def _require_taken(part: Part, role: str, sees: bool, watches: bool, where: str)
 
 def budget_of(options: MmkvOptions | None) -> Budget | None:
     """Return the budget that a request names, None for the server's. Raises ApiError."""
-    if options is None or options.budget is None:
+    return None if options is None else parse_budget(options.budget, "mmkv.budget")
+
+
+def parse_budget(given: float | str | None, param: str) -> Budget | None:
+    """Return the budget that a field names, None for none. Raises ApiError."""
+    if given is None:
         return None
     try:
-        return Budget.of(options.budget)
+        return Budget.of(given)
     except MmkvError as error:
-        raise ApiError(400, str(error), "invalid_value", "mmkv.budget") from error
+        raise ApiError(400, str(error), "invalid_value", param) from error

@@ -23,6 +23,8 @@ class Settings:
         max_choices: replies to one request (``n``).
         max_tokens: of a reply whose request does not say; body: most bytes of a request.
         snapshot_bytes: most bytes of the copies by which chats resume; None: what is free.
+        session_folder: where sessions are saved, and idle ones hibernate; None: none are saved.
+        max_sessions: most sessions that are open; store_bytes: most bytes of stored responses.
         media_folder: where file: URLs may point; None: nowhere.
         keep_alive: seconds after which a stream without news sends a comment.
         drain: seconds that replies under way have when the server is told to stop.
@@ -37,6 +39,9 @@ class Settings:
     max_tokens: int = 512
     body: int = 32 * 2**20
     snapshot_bytes: int | None = None
+    session_folder: Path | None = None
+    max_sessions: int = 1000
+    store_bytes: int = 2**30
     media_folder: Path | None = None
     keep_alive: float = 15.0
     drain: float = 30.0

@@ -30,6 +30,10 @@ class Snapshot:
         """Count the pages that it holds."""
         return self.session.engine.cache.held_pages(self.session.seq)
 
+    def open(self) -> Session:
+        """Return a session that goes on from here."""
+        return self.session.fork()
+
     def close(self) -> None:
         """Return its pages."""
         self.session.close()

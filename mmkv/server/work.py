@@ -11,6 +11,7 @@ from mmkv.server.writer import Extras
 if TYPE_CHECKING:
     from engine.budget import Budget
     from mmkv.server.conversation import Message
+    from mmkv.server.kept import Kept
 
 Resume = Literal["auto", "never", "required"]
 
@@ -24,6 +25,8 @@ class ChatWork:
             :func:`mmkv.server.conversation.chain`.
         budget: of each reply's session; None: the engine's.
         asked: whether the request itself says how to resume.
+        start: the memory that the request goes on from; ``messages`` begin with its own.
+        keep: whether the memory after the reply stays, in ``kept`` when the request is done.
     """
 
     messages: list[Message]
@@ -34,6 +37,9 @@ class ChatWork:
     budget: Budget | None = None
     resume: Resume = "auto"
     asked: bool = False
+    start: Kept | None = None
+    keep: bool = False
+    kept: Kept | None = None
 
 
 @dataclass

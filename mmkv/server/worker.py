@@ -206,7 +206,7 @@ class Worker(threading.Thread):
             while not self._ending:
                 self._take_commands(self._idle())
                 self._turn()
-            self.machine.scheduler.close()
+            self.machine.close()
             self._publish()
         except BaseException as error:
             log.critical("the engine's thread has failed", exc_info=error)

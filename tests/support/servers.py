@@ -114,3 +114,30 @@ def serving(load: Callable[[], Engine], **settings: Any) -> Iterator[Server]:
     pool = machine.engine.cache.pool
     assert pool.free_pages == pool.num_pages, "pages are held by nobody"
     assert machine.scheduler.ledger.committed == 0
+
+
+@contextmanager
+def paused_in_a_reply(server: Server) -> Iterator[threading.Event]:
+    """Stop the engine's thread after the first tokens of a reply, until the end.
+
+    The event that is given is set then.
+    """
+    reached, over = threading.Event(), threading.Event()
+
+    def hold(machine: Machine) -> None:
+        report = machine.report
+
+        def reporting() -> None:
+            report()
+            if machine.scheduler.decoding:
+                reached.set()
+                over.wait(60)
+
+        machine.report = reporting  # type: ignore[method-assign]
+
+    server.inside(hold)
+    try:
+        yield reached
+    finally:
+        server.room.worker.post(lambda: delattr(server.room.worker.machine, "report"))
+        over.set()

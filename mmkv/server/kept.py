@@ -1,0 +1,229 @@
+"""Memories of conversations that stay until they are deleted, in memory or in files."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from engine.errors import SessionError
+from engine.sequence import MODALITIES
+from mmkv.server.conversation import Message, Part
+
+if TYPE_CHECKING:
+    from engine.sequence import Memory
+    from mmkv.api import Engine
+    from mmkv.scheduler import Scheduler
+    from mmkv.session import Session
+
+SUFFIX = ".mmkv"
+_OWN = "mmkv.server"  # what a file holds beside what every session file does
+
+
+@dataclass
+class Facets:
+    """What is known of a memory wherever it lies.
+
+    Attributes:
+        messages: of the conversation, with the digests of their media; the last is a reply.
+        root: what else the memory depends on, see :func:`mmkv.server.conversation.chain`.
+        seen: tokens that it has seen, by modality.
+        memory: its numbers.
+    """
+
+    messages: tuple[Message, ...]
+    root: str
+    seen: tuple[int, ...]
+    memory: Memory
+
+
+class Kept:
+    """The memory of a conversation as it stood after a reply. It never changes.
+
+    A turn goes on from a copy, so a turn that is cut off changes nothing. All methods belong to the
+    engine's thread; the attributes may be read by any.
+
+    Args:
+        session: taken over; path: where it hibernates.
+
+    Attributes:
+        facets: what is known of it; budget: of its session; bytes: of its pages.
+        references: how many sessions and responses go on from it.
+    """
+
+    replied = True
+
+    def __init__(self, session: Session, facets: Facets, path: Path) -> None:
+        self.facets, self.budget, self.path = facets, session.budget, path
+        self.seen, self.references = facets.seen, 1  # who asked for it
+        pool = session.engine.cache.pool
+        self._pages = session.engine.cache.held_pages(session.seq)
+        self.bytes = self._pages * pool.page_bytes
+        self._engine, self._in_file = session.engine, False
+        self._live: Session | None = session
+        session.history = [_plain(message) for message in facets.messages]
+
+    @property
+    def resident(self) -> bool:
+        """See :class:`mmkv.scheduler.contract.KeptSession`."""
+        return self._live is not None
+
+    def resting(self) -> int:
+        """Return the pages that it holds."""
+        return self._pages
+
+    def open(self) -> Session:
+        """Return a session that goes on from here. Raises SessionError."""
+        if self._live is not None:
+            return self._live.fork()
+        if not self._in_file:
+            raise SessionError("the memory of this conversation is gone; begin a new one")
+        return self._engine.load_session(self.path)[0]
+
+    def hibernate(self) -> None:
+        """Move it to its file. Raises SessionError; it stays in memory then."""
+        live = self._live
+        if live is None:
+            return
+        if not self._in_file:
+            live.save(self.path, self._extra())
+            self._in_file = True
+        self._live = None
+        live.close()
+
+    def save(self, path: Path) -> None:
+        """Write it to another file, whole or not at all. Raises SessionError."""
+        if self._live is not None:
+            self._live.save(path, self._extra())
+            return
+        try:
+            with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".part", delete=False) as to:
+                draft = Path(to.name)
+            try:
+                shutil.copyfile(self.path, draft)
+                draft.replace(path)
+            finally:
+                draft.unlink(missing_ok=True)
+        except OSError as error:
+            raise SessionError(
+                f"cannot write {path.name}: {error.strerror}; the old file is untouched"
+            ) from error
+
+    def close(self) -> None:
+        """Return its pages and remove its file."""
+        if self._live is not None:
+            self._live.close()
+        self._live, self._in_file = None, False
+        self.path.unlink(missing_ok=True)
+
+    def _extra(self) -> dict[str, str]:
+        return {_OWN: json.dumps({"seen": self.seen, "root": self.facets.root})}
+
+
+class Shelf:
+    """What is kept, on the engine's thread; idle ones hibernate when room is short.
+
+    Args:
+        folder: where they hibernate.
+    """
+
+    def __init__(self, engine: Engine, scheduler: Scheduler, folder: Path) -> None:
+        self._engine, self._scheduler, self._folder = engine, scheduler, folder
+
+    def keep(self, session: Session, facets: Facets) -> Kept:
+        """Take over a session that no request uses any more."""
+        kept = Kept(session, facets, self._folder / f"{uuid.uuid4().hex}{SUFFIX}")
+        self._scheduler.adopt(kept)
+        return kept
+
+    def used(self, kept: Kept) -> None:
+        """Note that it was used last."""
+        self._scheduler.adopt(kept)
+
+    def hold(self, kept: Kept) -> None:
+        """Count one that goes on from it."""
+        kept.references += 1
+
+    def release(self, kept: Kept) -> None:
+        """Count one less; the last one closes it."""
+        kept.references -= 1
+        if not kept.references:
+            self._scheduler.close_session(kept)
+
+    def load(self, path: Path, name: str, root: str) -> Kept:
+        """Read a session file, whole or not at all.
+
+        Args:
+            name: of the file, for messages.
+
+        Raises:
+            SessionError: it is not there, damaged, or of another model; CapacityError: there is no
+                room now.
+        """
+        self._scheduler.free_up(self._most_pages(path, name))
+        try:
+            session, extra = self._engine.load_session(path)
+        except SessionError as error:
+            raise SessionError(str(error).replace(str(path), name)) from error
+        try:
+            return self.keep(session, _facets(session, extra, root))
+        except BaseException:
+            session.close()
+            raise
+
+    def _most_pages(self, path: Path, name: str) -> int:
+        """Bound the pages of a file by its size: a page may be nearly empty once in each row."""
+        try:
+            size = path.stat().st_size
+        except OSError as error:
+            raise SessionError(f"there is no session file {name}; check the name") from error
+        engine = self._engine
+        return size // engine.cache.pool.kv_page_bytes + engine.spec.rows + 1
+
+
+def _facets(session: Session, extra: dict[str, str], root: str) -> Facets:
+    """Return what a session file says of its session.
+
+    Files that ``mmkv chat`` wrote lack the number of tokens by modality: the entries that are left
+    are the least that there can have been.
+    """
+    memory = session.memory()
+    messages = tuple(_message(one) for one in session.history)
+    if not messages or messages[-1].role != "assistant":
+        raise SessionError("the session file holds no finished turn; save it after a reply")
+    try:
+        seen = [int(count) for count in json.loads(extra.get(_OWN, "{}")).get("seen", ())]
+    except (ValueError, TypeError, AttributeError) as error:
+        raise SessionError("the session file is damaged; use another one") from error
+    if len(seen) != len(MODALITIES) or sum(seen) != session.seen:
+        rows = session.engine.spec.rows
+        seen = [-(-memory.by_modality[name] // rows) for name in MODALITIES]
+        seen[0] = session.seen - sum(seen[1:])
+    return Facets(messages, root, tuple(seen), memory)
+
+
+def _message(stored: Mapping[str, Any]) -> Message:
+    """Return a message of a session's history; its media are known by nothing but a mark."""
+    content = stored["content"]
+    texts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    parts = [
+        Part("text", one["text"])
+        if one["type"] == "text"
+        else Part("image" if one["type"] == "image" else "video", digest=uuid.uuid4().hex)
+        for one in texts
+    ]
+    return Message(
+        stored["role"], tuple(part for part in parts if part.kind != "text" or part.text)
+    )
+
+
+def _plain(message: Message) -> dict[str, Any]:
+    """Return a message as a session's history has it."""
+    if message.media:
+        return message.for_template()
+    return {"role": message.role, "content": "".join(part.text for part in message.parts)}

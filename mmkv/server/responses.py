@@ -1,0 +1,203 @@
+"""/v1/responses: replies that a later request goes on from by their id."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+from collections import OrderedDict
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from fastapi import APIRouter, Response
+
+from mmkv.server.answer import Answer
+from mmkv.server.chat import ChatCall
+from mmkv.server.errors import ApiError, api_error
+from mmkv.server.responses_json import Shape
+from mmkv.server.responses_schema import ResponseRequest, chat_request, input_items
+from mmkv.server.room import Caller, Room
+from mmkv.server.turns import Asking, Turn, release
+from mmkv.server.worker import Delta
+
+if TYPE_CHECKING:
+    from mmkv.server.kept import Kept
+
+
+@dataclass
+class Stored:
+    """A response that can be gone on from.
+
+    Attributes:
+        shown: as the API shows it; items: its input; instructions: those of its conversation.
+    """
+
+    tenant: str
+    kept: Kept
+    shown: dict[str, Any]
+    items: list[dict[str, Any]]
+    instructions: str | None
+
+
+class Responses:
+    """The stored responses of a server, within a limit of bytes; in the event loop.
+
+    Those used longest ago go first.
+    """
+
+    def __init__(self, room: Room) -> None:
+        self._room = room
+        self._stored: OrderedDict[str, Stored] = OrderedDict()
+        self._bytes = 0
+
+    def find(self, name: str, caller: Caller) -> Stored:
+        """Return a response, which counts as used. Raises ApiError (404), also for another's."""
+        stored = self._stored.get(name)
+        if stored is None or stored.tenant != caller.tenant:
+            raise ApiError(
+                404,
+                f"there is no response {name[:60]!r}: it was deleted, not stored, or made way for "
+                "others; send the whole conversation",
+                "response_not_found",
+            )
+        self._stored.move_to_end(name)
+        return stored
+
+    def keep(self, name: str, stored: Stored) -> None:
+        """Store a response; others make way for it."""
+        self._stored[name] = stored
+        self._bytes += stored.kept.bytes
+        while self._bytes > self._room.settings.store_bytes and self._stored:
+            self.delete(next(iter(self._stored)))
+
+    def delete(self, name: str) -> None:
+        """Let a response go."""
+        stored = self._stored.pop(name)
+        self._bytes -= stored.kept.bytes
+        release(self._room, stored.kept)
+
+
+class ResponseCall:
+    """One request for a response. Raises ApiError: what can be said before the engine is asked."""
+
+    def __init__(
+        self, room: Room, responses: Responses, asked: ResponseRequest, caller: Caller
+    ) -> None:
+        self._room, self._responses, self._asked, self._caller = room, responses, asked, caller
+        self._store = asked.store is not False
+        name, before = f"resp_{secrets.token_hex(16)}", None
+        if asked.previous_response_id is not None:
+            try:
+                before = responses.find(asked.previous_response_id, caller)
+            except ApiError as error:
+                error.status, error.param = 400, "previous_response_id"
+                error.code = "previous_response_not_found"
+                raise
+        self._instructions = _instructions(asked, before)
+        if before is not None:
+            asked = asked.model_copy(update={"instructions": None})
+        request = chat_request(asked)
+        kept = None if before is None else before.kept
+        self._call = ChatCall(room, request, caller, kept, self._store)
+        self._name = name
+        self._shape = Shape(
+            name, self._asked, self._store, self._instructions, bool(request.logprobs)
+        )
+
+    async def whole(self) -> dict[str, Any]:
+        """Return the response."""
+        shape, reason = self._shape, ""
+        async with Turn(self._room, self._call) as turn:
+            async for event in self._call.events():
+                if isinstance(event, Delta):
+                    shape.add(event.text, event.spelled)
+                    reason = event.finish_reason or reason
+                    continue
+                made = shape.whole(reason, event.usage)
+                self._keep(turn, made)
+                return made
+        raise AssertionError("a request ends with Done or an error")
+
+    async def stream(self) -> AsyncGenerator[dict[str, Any] | str]:
+        """Yield the events of a stream."""
+        shape, reason, begun = self._shape, "", False
+        async with (
+            Turn(self._room, self._call) as turn,
+            contextlib.aclosing(self._call.events()) as events,
+        ):
+            try:
+                async for event in events:
+                    if not begun:
+                        begun = True
+                        for opening in shape.opening():
+                            yield opening
+                    if isinstance(event, Delta):
+                        shape.add(event.text, event.spelled)
+                        reason = event.finish_reason or reason
+                        if event.text or event.spelled:
+                            yield shape.piece(event.text, event.spelled)
+                        continue
+                    closing = list(shape.closing(reason, event.usage))
+                    self._keep(turn, closing[-1]["response"])
+                    for one in closing:
+                        yield one
+            except Exception as error:
+                if not begun:
+                    raise
+                yield shape.failed(str(api_error(error)))
+            yield "[DONE]"
+
+    def _keep(self, turn: Turn, made: dict[str, Any]) -> None:
+        if not self._store:
+            return
+        items = input_items(self._asked, self._name)
+        stored = Stored(self._caller.tenant, turn.claim(), made, items, self._instructions)
+        self._responses.keep(self._name, stored)
+
+
+def _instructions(asked: ResponseRequest, before: Stored | None) -> str | None:
+    """Return the instructions that the conversation has.
+
+    They stand at its beginning, and what a memory holds cannot be exchanged.
+    """
+    if before is None:
+        return asked.instructions
+    if asked.instructions not in (None, before.instructions):
+        raise ApiError(
+            400,
+            "the conversation has other instructions, which its memory holds; leave them out, or "
+            "send the whole conversation without previous_response_id",
+            "invalid_value",
+            "instructions",
+        )
+    return before.instructions
+
+
+def responses_router(room: Room) -> APIRouter:
+    """Return the routes; who asks has to be known by then."""
+    responses = Responses(room)
+    router = APIRouter(prefix="/responses", tags=["responses"])
+
+    @router.post("", summary="Reply to a conversation, or go on with an earlier response")
+    async def create(body: ResponseRequest, who: Asking) -> Response:
+        call = ResponseCall(room, responses, body, who)
+        work: Any = call.stream if body.stream else call.whole
+        return Answer(work, bool(body.stream), room.settings.keep_alive)
+
+    @router.get("/{name}", summary="A stored response")
+    async def one(name: str, who: Asking) -> dict[str, Any]:
+        return responses.find(name, who).shown
+
+    @router.get("/{name}/input_items", summary="What a stored response replied to")
+    async def items(name: str, who: Asking) -> dict[str, Any]:
+        data = responses.find(name, who).items
+        ends = {"first_id": data[0]["id"], "last_id": data[-1]["id"], "has_more": False}
+        return {"object": "list", "data": data} | ends
+
+    @router.delete("/{name}", summary="Let a stored response go")
+    async def delete(name: str, who: Asking) -> dict[str, Any]:
+        responses.find(name, who)
+        responses.delete(name)
+        return {"id": name, "object": "response", "deleted": True}
+
+    return router

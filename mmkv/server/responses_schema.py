@@ -1,0 +1,229 @@
+"""The requests of /v1/responses: what is understood, and what is refused by name."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, Field, StrictBool
+
+from mmkv.server.schema import (
+    ChatMessage,
+    ChatRequest,
+    ImagePart,
+    ImageUrl,
+    MmkvOptions,
+    Number,
+    OtherPart,
+    RefusalPart,
+    Strict,
+    TextPart,
+    VideoPart,
+    unsupported,
+)
+
+LOGPROBS = "message.output_text.logprobs"
+
+
+class InputText(Strict):
+    """A text of the user, or of an earlier reply."""
+
+    type: Literal["input_text", "output_text", "text"]
+    text: str
+    annotations: Any = None
+    logprobs: Any = None
+
+
+class InputImage(Strict):
+    """A picture. ``detail`` makes no difference: pictures are read at the model's size."""
+
+    type: Literal["input_image"]
+    image_url: str | None = None
+    detail: Literal["auto", "low", "high", "original"] | None = None
+    file_id: str | None = None
+
+
+class InputVideo(Strict):
+    """A video, as Open Responses has it."""
+
+    type: Literal["input_video"]
+    video_url: str
+
+
+InputPart = InputText | RefusalPart | InputImage | InputVideo | OtherPart
+
+
+class InputMessage(Strict):
+    """One message of the input."""
+
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[InputPart]
+    id: str | None = None
+    status: str | None = None
+    phase: str | None = None
+
+
+class OtherItem(BaseModel):
+    """Calls of tools, references and what else there is; refused."""
+
+    type: str
+
+
+class TextOptions(Strict):
+    """How the text looks."""
+
+    format: dict[str, Any] | None = None
+    verbosity: str | None = None
+
+
+class ResponseRequest(Strict):
+    """A request for a response."""
+
+    model: str
+    input: str | Annotated[list[InputMessage | OtherItem], Field(min_length=1)]
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    store: StrictBool | None = None
+    stream: StrictBool | None = None
+    max_output_tokens: Annotated[int, Field(ge=1)] | None = None
+    temperature: Annotated[Number, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[Number, Field(gt=0, le=1)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    presence_penalty: Annotated[Number, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[Number, Field(ge=-2, le=2)] | None = None
+    include: list[str] | None = None
+    metadata: dict[str, str] | None = None
+    text: TextOptions | None = None
+    mmkv: MmkvOptions | None = None
+    # Of no consequence here, or hints that are free to be followed. Nothing is ever truncated.
+    truncation: Literal["auto", "disabled"] | None = None
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    service_tier: str | None = None
+    stream_options: Any = None
+    max_tool_calls: int | None = None
+    # Refused unless they ask for what happens anyway.
+    background: Any = None
+    conversation: Any = None
+    prompt: Any = None
+    reasoning: Any = None
+    tools: Any = None
+    tool_choice: Any = None
+    parallel_tool_calls: Any = None
+
+
+_HARMLESS: dict[str, tuple[Any, ...]] = {
+    "background": (False,),
+    "conversation": (),
+    "prompt": (),
+    "reasoning": ({}, {"effort": "none"}, {"effort": None, "summary": None}),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "parallel_tool_calls": (True, False),
+}
+
+
+def chat_request(asked: ResponseRequest) -> ChatRequest:
+    """Return the chat request that asks for the same reply; instructions open it.
+
+    Raises:
+        ApiError: it asks for what this server cannot do.
+    """
+    for name, harmless in _HARMLESS.items():
+        value = getattr(asked, name)
+        if value is not None and not any(value == one for one in harmless):
+            raise unsupported(name, f"{name} is not supported by this server; leave it out")
+    for name in asked.include or ():
+        if name != LOGPROBS:
+            raise unsupported("include", f"include: {name[:60]!r} is not supported")
+    said = asked.input
+    items = [InputMessage(role="user", content=said)] if isinstance(said, str) else said
+    messages = [_message(item, f"input[{index}]") for index, item in enumerate(items)]
+    if asked.instructions:
+        messages.insert(0, ChatMessage(role="system", content=asked.instructions))
+    logprobs = LOGPROBS in (asked.include or ()) or bool(asked.top_logprobs)
+    return ChatRequest(
+        model=asked.model,
+        messages=messages,
+        max_tokens=asked.max_output_tokens,
+        temperature=asked.temperature,
+        top_p=asked.top_p,
+        presence_penalty=asked.presence_penalty,
+        frequency_penalty=asked.frequency_penalty,
+        logprobs=logprobs,
+        top_logprobs=asked.top_logprobs if logprobs else None,
+        response_format=_format(asked.text),
+        user=asked.user,
+        safety_identifier=asked.safety_identifier,
+        mmkv=asked.mmkv,
+    )
+
+
+def _format(text: TextOptions | None) -> dict[str, Any] | None:
+    """Return the format of the text as chat requests name it."""
+    given = None if text is None else text.format
+    if given is None or given.get("type") != "json_schema":
+        return given
+    inside = {name: value for name, value in given.items() if name != "type"}
+    return {"type": "json_schema", "json_schema": inside}
+
+
+def _message(item: InputMessage | OtherItem, where: str) -> ChatMessage:
+    if isinstance(item, OtherItem):
+        raise unsupported(where, f"items of type {item.type[:40]!r} are not supported")
+    if isinstance(item.content, str):
+        return ChatMessage(role=item.role, content=item.content)
+    parts: list[Any] = [_part(one, f"{where}.content[{at}]") for at, one in enumerate(item.content)]
+    return ChatMessage(role=item.role, content=parts)
+
+
+def _part(part: InputPart, where: str) -> TextPart | RefusalPart | ImagePart | VideoPart:
+    if isinstance(part, InputText):
+        return TextPart(type="text", text=part.text)
+    if isinstance(part, InputImage):
+        if part.image_url is None:
+            raise unsupported(where, "pictures are given by image_url; file_id is not supported")
+        return ImagePart(type="image_url", image_url=ImageUrl(url=part.image_url))
+    if isinstance(part, InputVideo):
+        return VideoPart(type="video_url", video_url=part.video_url)
+    if isinstance(part, RefusalPart):
+        return part
+    raise unsupported(
+        where, f"a part of type {part.type[:40]!r} is not supported; use input_text or input_image"
+    )
+
+
+def input_items(asked: ResponseRequest, name: str) -> list[dict[str, Any]]:
+    """Return the input as the API lists it.
+
+    Args:
+        name: of the response; the items' ids are made from it.
+    """
+    said = asked.input
+    items = [InputMessage(role="user", content=said)] if isinstance(said, str) else said
+    found = []
+    for index, item in enumerate(items):
+        assert isinstance(item, InputMessage)
+        own = "output_text" if item.role == "assistant" else "input_text"
+        parts: list[Any] = (
+            [{"type": own, "text": item.content}]
+            if isinstance(item.content, str)
+            else [part.model_dump(exclude_none=True) for part in item.content]
+        )
+        for part in parts:
+            if part["type"] == "output_text":
+                part.setdefault("annotations", [])
+            elif part["type"] == "input_image":
+                part.setdefault("detail", "auto")
+        found.append(
+            {
+                "id": item.id or f"msg_{name}_{index}",
+                "type": "message",
+                "role": item.role,
+                "status": "completed",
+                "content": parts,
+            }
+        )
+    return found

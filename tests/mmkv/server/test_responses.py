@@ -1,0 +1,304 @@
+"""/v1/responses over HTTP: replies that are gone on from by their id."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from openai import OpenAI
+from openai.types.responses import Response, ResponseStreamEvent
+from openai.types.responses.response_item_list import ResponseItemList
+from pydantic import TypeAdapter
+
+from mmkv import Engine
+from tests.support.chat_models import picture, save_qwen3_vl
+from tests.support.servers import MODEL, Server, asked, paused_in_a_reply, picture_part, serving
+
+EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
+URL = picture_part(picture("red", (48, 40)))["image_url"]["url"]
+SCENE = [
+    {"type": "input_image", "image_url": URL},
+    {"type": "input_text", "text": "what is red here?"},
+]
+TURNS = ("and what is left of it, and right of it?", "so how many are there?")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_qwen3_vl(tmp_path_factory.mktemp("qwen"))
+
+
+def load(folder: Path) -> Engine:
+    options = {"gates": "random", "policy": "dbtrimkv", "budget": 24, "dtype": "float32"}
+    return Engine.from_pretrained(folder, kv_limit=8 * 2**20, prefill_chunk=64, **options)
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[Server]:
+    with serving(lambda: load(folder)) as made:
+        yield made
+
+
+def body(said: Any, **fields: Any) -> dict[str, Any]:
+    given = said if isinstance(said, str) else [{"role": "user", "content": said}]
+    return {"model": MODEL, "input": given, "temperature": 0, "max_output_tokens": 12} | fields
+
+
+def post(server: Server, said: Any, **fields: Any) -> httpx.Response:
+    return server.client.post("/v1/responses", json=body(said, **fields))
+
+
+def responded(server: Server, said: Any, **fields: Any) -> dict[str, Any]:
+    """Return a response, of OpenAI's type."""
+    answer = post(server, said, **fields)
+    assert answer.status_code == 200, answer.text
+    Response.model_validate(answer.json(), strict=True)
+    return answer.json()
+
+
+def streamed(server: Server, said: Any, **fields: Any) -> list[dict[str, Any]]:
+    """Return a stream's events, each of OpenAI's type and named before its data."""
+    given = body(said, stream=True, **fields)
+    with server.client.stream("POST", "/v1/responses", json=given) as answer:
+        assert answer.status_code == 200, answer.read()
+        blocks = [one for one in "".join(answer.iter_text()).split("\n\n") if one]
+    assert blocks.pop() == "data: [DONE]"
+    found = []
+    for block in blocks:
+        if block.startswith(":"):
+            continue
+        name, data = block.split("\n")
+        event = json.loads(data.removeprefix("data: "))
+        assert name == f"event: {event['type']}"
+        EVENT.validate_python(event, strict=True)
+        found.append(event)
+    return found
+
+
+def text_of(response: dict[str, Any]) -> str:
+    (message,) = response["output"]
+    return message["content"][0]["text"]
+
+
+def test_responses_that_go_on_are_those_of_a_chat_that_is_sent_whole(server: Server) -> None:
+    messages: list[Any] = []
+    shown = {"type": "image_url", "image_url": {"url": URL}}
+    before = None
+    for said in (SCENE, *TURNS):
+        response = responded(server, said, previous_response_id=before)
+        content = [shown, {"type": "text", "text": SCENE[1]["text"]}] if said is SCENE else said
+        messages.append({"role": "user", "content": content})
+        whole = server.chat(*messages, max_tokens=12).json()
+        assert text_of(response) == whole["choices"][0]["message"]["content"]
+        usage = response["usage"]
+        assert usage["input_tokens"] == whole["usage"]["prompt_tokens"]
+        assert usage["mmkv"]["evicted"] == whole["usage"]["mmkv"]["evicted"]
+        if before is not None:
+            assert usage["input_tokens_details"]["cached_tokens"] > 0
+        assert response["previous_response_id"] == before
+        messages.append(whole["choices"][0]["message"])
+        before = response["id"]
+    assert usage["mmkv"]["evicted"] > 0
+
+
+def test_the_events_of_a_stream(server: Server) -> None:
+    first = responded(server, SCENE)
+    wanted = responded(server, TURNS[0], previous_response_id=first["id"])
+    logprobs = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
+    found = streamed(server, TURNS[0], previous_response_id=first["id"], **logprobs)
+    assert [one["sequence_number"] for one in found] == list(range(len(found)))
+    kinds = [one["type"].removeprefix("response.") for one in found]
+    assert kinds[:4] == ["created", "in_progress", "output_item.added", "content_part.added"]
+    assert kinds[-4:-1] == ["output_text.done", "content_part.done", "output_item.done"]
+    pieces = [one for one in found if one["type"] == "response.output_text.delta"]
+    assert len(pieces) == len(found) - 8 > 1
+    last = found[-1]["response"]
+    assert found[-1]["type"] == f"response.{last['status']}"
+    assert "".join(one["delta"] for one in pieces) == text_of(last) == text_of(wanted)
+    rows = last["output"][0]["content"][0]["logprobs"]
+    assert rows == [row for one in pieces for row in one["logprobs"]]
+    assert len(rows) == last["usage"]["output_tokens"] and len(rows[0]["top_logprobs"]) == 2
+    assert server.client.get(f"/v1/responses/{last['id']}").json() == last
+    again = responded(server, TURNS[1], previous_response_id=last["id"])
+    other = responded(server, TURNS[1], previous_response_id=wanted["id"])
+    assert text_of(again) == text_of(other)
+
+
+def test_the_openai_package(server: Server) -> None:
+    client = OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+    given: Any = [{"role": "user", "content": SCENE}]
+    first = client.responses.create(model=MODEL, input=given, max_output_tokens=4)
+    assert first.usage is not None and first.usage.output_tokens
+    events = list(
+        client.responses.create(
+            model=MODEL,
+            input="go on",
+            previous_response_id=first.id,
+            max_output_tokens=4,
+            stream=True,
+        )
+    )
+    assert events[0].type == "response.created"
+    assert events[-1].type in ("response.completed", "response.incomplete")
+    last = events[-1].response
+    assert client.responses.retrieve(last.id).output_text == last.output_text
+    assert client.responses.input_items.list(last.id).data[0].type == "message"
+    client.responses.delete(last.id)
+
+
+def test_a_schema_is_followed(server: Server) -> None:
+    schema = {"type": "object", "properties": {"red": {"type": "boolean"}}, "required": ["red"]}
+    schema["additionalProperties"] = False
+    form = {"type": "json_schema", "name": "answer", "schema": schema, "strict": True}
+    found = responded(server, SCENE, text={"format": form}, max_output_tokens=40)
+    assert found["text"]["format"] == form
+    assert isinstance(json.loads(text_of(found))["red"], bool)
+
+
+def test_two_ways_on_from_one_response(server: Server) -> None:
+    first = responded(server, SCENE)
+    one = responded(server, TURNS[0], previous_response_id=first["id"])
+    responded(server, "something else", previous_response_id=first["id"])
+    again = responded(server, TURNS[0], previous_response_id=first["id"])
+    assert text_of(one) == text_of(again) and one["id"] != again["id"]
+
+
+def test_items_and_deletion(server: Server) -> None:
+    response = responded(
+        server,
+        "",
+        input=[
+            {"role": "developer", "content": "be short"},
+            {"type": "message", "role": "user", "content": SCENE},
+            {"role": "assistant", "content": [{"type": "output_text", "text": "a red thing"}]},
+            {"role": "user", "content": [{"type": "input_text", "text": "sure?"}]},
+        ],
+    )
+    path = f"/v1/responses/{response['id']}"
+    items = server.client.get(f"{path}/input_items").json()
+    ResponseItemList.model_validate(items)
+    assert [one["role"] for one in items["data"]] == ["developer", "user", "assistant", "user"]
+    assert server.client.delete(path).json()["deleted"]
+    for answer in (
+        server.client.get(path),
+        server.client.delete(path),
+        server.client.get(f"{path}/input_items"),
+    ):
+        assert answer.status_code == 404
+    gone = post(server, "go on", previous_response_id=response["id"])
+    assert gone.status_code == 400
+    assert gone.json()["error"]["code"] == "previous_response_not_found"
+
+
+def kept(server: Server) -> int:
+    return server.inside(lambda machine: len(machine.scheduler.sessions))
+
+
+def test_what_is_not_stored(server: Server) -> None:
+    before = kept(server)
+    response = responded(server, "hello", store=False)
+    assert response["store"] is False and kept(server) == before
+    assert server.client.get(f"/v1/responses/{response['id']}").status_code == 404
+    gone = post(server, "go on", previous_response_id=response["id"])
+    assert gone.json()["error"]["param"] == "previous_response_id"
+
+
+def test_a_response_that_is_cut_short_is_incomplete_and_goes_on(server: Server) -> None:
+    response = responded(server, SCENE, max_output_tokens=2)
+    assert response["status"] == response["output"][0]["status"] == "incomplete"
+    assert response["incomplete_details"] == {"reason": "max_output_tokens"}
+    assert streamed(server, SCENE, max_output_tokens=2)[-1]["type"] == "response.incomplete"
+    assert text_of(responded(server, "go on", previous_response_id=response["id"]))
+
+
+def test_instructions_stand_at_the_beginning(server: Server) -> None:
+    first = responded(server, "hello", instructions="be kind")
+    whole = server.client.post(
+        "/v1/chat/completions",
+        json=asked(
+            {"role": "system", "content": "be kind"},
+            {"role": "user", "content": "hello"},
+            max_tokens=12,
+        ),
+    )
+    assert text_of(first) == whole.json()["choices"][0]["message"]["content"]
+    for given in ({}, {"instructions": "be kind"}):
+        after = responded(server, "go on", previous_response_id=first["id"], **given)
+        assert after["instructions"] == "be kind"
+    other = post(server, "go on", previous_response_id=first["id"], instructions="be rude")
+    assert other.status_code == 400 and other.json()["error"]["param"] == "instructions"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tools": [{"type": "function", "name": "f", "parameters": {}}]},
+        {"tool_choice": "required"},
+        {"background": True},
+        {"conversation": "conv_1"},
+        {"prompt": {"id": "p"}},
+        {"reasoning": {"effort": "high"}},
+        {"include": ["file_search_call.results"]},
+        {"text": {"format": {"type": "no such format"}}},
+        {"text": {"format": {"type": "json_schema", "schema": {"type": "no such type"}}}},
+        {"input": [{"type": "function_call_output", "call_id": "1", "output": "x"}]},
+        {"input": [{"type": "item_reference", "id": "x"}]},
+        {"input": [{"role": "user", "content": [{"type": "input_file", "file_id": "x"}]}]},
+        {"input": [{"role": "user", "content": [{"type": "input_image", "file_id": "x"}]}]},
+        {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "/etc/x"}]}]},
+        {"input": []},
+        {"input": [{"role": "assistant", "content": "hello"}]},
+        {"colour": 1},
+        {"max_output_tokens": 0},
+        {"previous_response_id": "resp_none"},
+    ],
+)
+def test_what_is_refused(server: Server, fields: dict[str, Any]) -> None:
+    answer = post(server, "hello", **fields)
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["message"]
+
+
+def test_another_model(server: Server) -> None:
+    assert post(server, "hello", model="gpt").status_code == 404
+
+
+def test_a_response_that_is_cut_off_leaves_nothing(server: Server) -> None:
+    first = responded(server, SCENE)
+    before, held = kept(server), server.held
+    given = body("what?", stream=True, previous_response_id=first["id"], max_output_tokens=200)
+    with (
+        paused_in_a_reply(server) as reached,
+        server.client.stream("POST", "/v1/responses", json=given),
+    ):
+        assert reached.wait(60)
+    server.wait_for(lambda machine: machine.scheduler.running == 0)
+    server.wait_for(lambda machine: len(machine.scheduler.sessions) == before)
+    assert server.held == held
+
+
+def test_stored_responses_have_a_limit(folder: Path) -> None:
+    with serving(lambda: load(folder), snapshot_bytes=0, store_bytes=1) as tight:
+        response = responded(tight, "hello")
+        assert tight.client.get(f"/v1/responses/{response['id']}").status_code == 404
+        assert kept(tight) == 0
+    with serving(lambda: load(folder), snapshot_bytes=0) as roomy:
+        size = roomy.inside(lambda machine: machine.engine.cache.pool.page_bytes)
+        first, second = responded(roomy, "hello"), responded(roomy, "hello")
+        one = max(kept_bytes(roomy))
+    with serving(lambda: load(folder), snapshot_bytes=0, store_bytes=2 * one + size) as made:
+        first, second = responded(made, "hello"), responded(made, "hello")
+        responded(made, "go on", previous_response_id=first["id"])
+        assert kept(made) == 2
+        assert made.client.get(f"/v1/responses/{first['id']}").status_code == 200
+        assert made.client.get(f"/v1/responses/{second['id']}").status_code == 404
+
+
+def kept_bytes(server: Server) -> list[int]:
+    return server.inside(
+        lambda machine: [one.bytes for one in machine.scheduler.sessions]  # type: ignore[attr-defined]
+    )

@@ -1,0 +1,322 @@
+"""/v1/sessions over HTTP: turns, forks, files, hibernation."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from openai import OpenAI
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from safetensors import safe_open
+
+from mmkv import Engine, Sampling
+from mmkv.server.machine import Machine
+from mmkv.server.work import ChatWork
+from tests.support.chat_models import picture, save_qwen3_vl
+from tests.support.servers import (
+    MODEL,
+    Server,
+    asked,
+    paused_in_a_reply,
+    picture_part,
+    serving,
+)
+
+SCENE = picture_part(picture("red", (48, 40)))
+TURNS: list[Any] = [
+    {"role": "user", "content": [SCENE, {"type": "text", "text": "what is red here?"}]},
+    "and what is left of it, and right of it?",
+    "so how many are there?",
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_qwen3_vl(tmp_path_factory.mktemp("qwen"))
+
+
+def load(folder: Path, memory: int = 8 * 2**20) -> Engine:
+    options = {"gates": "random", "policy": "dbtrimkv", "budget": 24, "dtype": "float32"}
+    return Engine.from_pretrained(folder, kv_limit=memory, prefill_chunk=64, **options)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("saved")
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path, saved: Path) -> Iterator[Server]:
+    with serving(lambda: load(folder), session_folder=saved, max_sessions=6) as made:
+        yield made
+
+
+@pytest.fixture(autouse=True)
+def _all_deleted(server: Server) -> Iterator[None]:
+    yield
+    for one in server.client.get("/v1/sessions").json()["data"]:
+        assert server.client.delete(f"/v1/sessions/{one['id']}").json()["deleted"]
+
+
+def created(server: Server, **fields: Any) -> str:
+    answer = server.client.post("/v1/sessions", json=fields)
+    assert answer.status_code == 200, answer.text
+    return answer.json()["id"]
+
+
+def post(server: Server, name: str, *messages: Any, **fields: Any) -> httpx.Response:
+    path = f"/v1/sessions/{name}/chat/completions"
+    return server.client.post(path, json=asked(*messages, **{"max_tokens": 12} | fields))
+
+
+def turn(server: Server, name: str, *messages: Any, **fields: Any) -> dict[str, Any]:
+    """Return the answer to a turn, of OpenAI's type."""
+    answer = post(server, name, *messages, **fields)
+    assert answer.status_code == 200, answer.text
+    ChatCompletion.model_validate(answer.json(), strict=True)
+    return answer.json()
+
+
+def said(server: Server, name: str, *messages: Any, **fields: Any) -> str:
+    return turn(server, name, *messages, **fields)["choices"][0]["message"]["content"]
+
+
+def shown(server: Server, name: str, what: str = "") -> dict[str, Any]:
+    return server.client.get(f"/v1/sessions/{name}{what}").json()
+
+
+def caches(machine: Machine) -> list[dict[str, torch.Tensor]]:
+    """Return what each kept memory holds, those in files too, the one used last at the end."""
+    found = []
+    for kept in [one for one in machine.scheduler.sessions]:  # type: ignore[attr-defined]
+        session = kept.open()  # type: ignore[attr-defined]
+        found.append(machine.engine.cache.export(session.seq))
+        session.close()
+    return found
+
+
+def test_turns_are_those_of_a_chat_that_is_sent_whole(server: Server) -> None:
+    name = created(server)
+    messages: list[Any] = []
+    for asks in TURNS:
+        answer = turn(server, name, asks)
+        messages.append({"role": "user", "content": asks} if isinstance(asks, str) else asks)
+        whole = server.chat(*messages, max_tokens=12).json()
+        assert answer["choices"] == whole["choices"]
+        own, other = answer["usage"], whole["usage"]
+        assert own["prompt_tokens"] == other["prompt_tokens"]
+        assert {**own["mmkv"], "resumed": 0} == {**other["mmkv"], "resumed": 0}
+        messages.append(whole["choices"][0]["message"])
+    assert own["mmkv"]["evicted"] > 0 and own["mmkv"]["resumed"] > 0
+    record = shown(server, name)
+    assert (record["turns"], record["messages"], record["state"]) == (3, 6, "memory")
+    memory = shown(server, name, "/memory")
+    assert memory["entries"] == own["mmkv"]["kept"]
+    assert sum(memory["seen_by_modality"].values()) == memory["tokens_seen"]
+    assert sum(memory["by_modality"].values()) == memory["entries"]
+
+
+def test_a_streamed_turn_stands_as_a_whole_one(server: Server) -> None:
+    whole, streamed = created(server), created(server)
+    texts = [said(server, whole, asks) for asks in TURNS[:2]]
+    said(server, streamed, TURNS[0])
+    path = f"/v1/sessions/{streamed}/chat/completions"
+    body = asked(TURNS[1], max_tokens=12, stream=True)
+    with server.client.stream("POST", path, json=body) as answer:
+        lines = [line for line in answer.iter_lines() if line.startswith("data: ")]
+    assert lines.pop() == "data: [DONE]"
+    pieces = [
+        ChatCompletionChunk.model_validate(json.loads(line[6:]), strict=True) for line in lines
+    ]
+    assert "".join(one.choices[0].delta.content or "" for one in pieces) == texts[1]
+    assert said(server, whole, TURNS[2]) == said(server, streamed, TURNS[2])
+    one, two = server.inside(caches)
+    assert all(torch.equal(one[key], two[key]) for key in one)
+
+
+def test_the_openai_package_speaks_to_a_session(server: Server) -> None:
+    name = created(server)
+    client = OpenAI(base_url=f"{server.url}/v1/sessions/{name}", api_key="none", max_retries=0)
+    for asks in ("one", "two"):
+        reply = client.chat.completions.create(
+            model=MODEL, messages=[{"role": "user", "content": asks}], max_tokens=3
+        )
+        assert reply.usage is not None and reply.usage.completion_tokens
+    assert shown(server, name)["turns"] == 2
+
+
+def test_forks_go_on_alone(server: Server) -> None:
+    name = created(server, metadata={"of": "ann"})
+    said(server, name, TURNS[0])
+    other = server.client.post(f"/v1/sessions/{name}/fork").json()
+    assert other["turns"] == 1 and other["metadata"] == {"of": "ann"}
+    turn(server, other["id"], "something else altogether")
+    assert shown(server, name)["turns"] == 1
+    fresh = created(server)
+    said(server, fresh, TURNS[0])
+    assert said(server, name, TURNS[1]) == said(server, fresh, TURNS[1])
+    server.client.delete(f"/v1/sessions/{name}")
+    assert said(server, other["id"], "go on")
+    empty = server.client.post(f"/v1/sessions/{created(server)}/fork").json()
+    assert empty["state"] == "empty" and said(server, empty["id"], "begin")
+
+
+def test_a_saved_session_goes_on_from_its_file(server: Server, saved: Path) -> None:
+    name = created(server)
+    said(server, name, TURNS[0])
+    save = f"/v1/sessions/{name}/save"
+    assert server.client.post(save, json={"name": "scene.1"}).json()["file"] == "scene.1"
+    assert server.client.post(save, json={"name": "scene.1"}).status_code == 409
+    wanted = said(server, name, TURNS[1])
+    again = created(server, file="scene.1")
+    assert shown(server, again)["messages"] == 2
+    assert shown(server, again, "/memory")["seen_by_modality"]["image"] > 0
+    assert said(server, again, TURNS[1]) == wanted
+    one, two = server.inside(caches)
+    assert all(torch.equal(one[key], two[key]) for key in one)
+    # The library reads the file, too.
+    engine = load(server.inside(lambda machine: machine.engine._source))
+    session, _ = engine.load_session(saved / "public" / "scene.1.mmkv")
+    assert "".join(session.send(TURNS[1], sampling=Sampling(max_new_tokens=12)))
+    assert len(session.history) == 4
+    session.save(saved / "public" / "chat.mmkv")
+    session.close()
+    assert said(server, created(server, file="chat"), "and now?")
+
+
+def test_a_session_file_is_read_whole_or_not_at_all(server: Server, saved: Path) -> None:
+    name = created(server)
+    said(server, name, TURNS[0])
+    server.client.post(f"/v1/sessions/{name}/save", json={"name": "good"})
+    content = (saved / "public" / "good.mmkv").read_bytes()
+    held = server.inside(lambda machine: machine.scheduler.ledger.committed)
+    at = len(content) // 2
+    for wrong in (content[:at], content[:at] + b"x" + content[at + 1 :], b"", b"{}"):
+        (saved / "public" / "bad.mmkv").write_bytes(wrong)
+        answer = server.client.post("/v1/sessions", json={"file": "bad"})
+        assert answer.status_code == 409 and str(saved) not in answer.text, answer.text
+    assert server.inside(lambda machine: machine.scheduler.ledger.committed) == held
+    assert len(server.client.get("/v1/sessions").json()["data"]) == 1
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["../public/good", "/etc/passwd", "a/b", "..", ".hidden", "", "a\0b", "a\nb", "~", "%2e%2e"],
+)
+def test_a_name_that_is_no_plain_name(server: Server, name: str) -> None:
+    session = created(server)
+    said(server, session, "hello")
+    for path, body in (
+        ("/v1/sessions", {"file": name}),
+        (f"/v1/sessions/{session}/save", {"name": name}),
+    ):
+        answer = server.client.post(path, json=body)
+        assert answer.status_code == 400, answer.text
+
+
+def test_what_a_session_refuses(server: Server) -> None:
+    name = created(server)
+    assert post(server, name, "hello", n=2).status_code == 400
+    assert post(server, name, "hello", mmkv={"budget": 8}).status_code == 400
+    assert post(server, name, "hello", mmkv={"resume": "never"}).status_code == 400
+    assert post(server, "sess_none", "hello").status_code == 404
+    save = server.client.post(f"/v1/sessions/{name}/save", json={"name": "empty"})
+    assert save.status_code == 400 and "empty" in save.json()["error"]["message"]
+    for fields in ({"budget": "no"}, {"budget": 8, "file": "x"}, {"colour": 1}):
+        assert server.client.post("/v1/sessions", json=fields).status_code == 400
+    assert server.client.post("/v1/sessions", json={"file": "never-saved"}).status_code == 409
+    for _ in range(5):
+        created(server)
+    full = server.client.post("/v1/sessions", json={})
+    assert full.status_code == 503 and full.headers["retry-after"]
+
+
+def test_a_turn_that_is_cut_off_is_taken_back(server: Server) -> None:
+    name, control = created(server), created(server)
+    for one in (name, control):
+        said(server, one, TURNS[0])
+    path, held = f"/v1/sessions/{name}/chat/completions", server.held
+    never = {str(one): -100 for one in server.inside(lambda machine: machine.engine.eos_token_ids)}
+    body = asked("tell me everything", max_tokens=200, stream=True, logit_bias=never)
+    with paused_in_a_reply(server) as reached, server.client.stream("POST", path, json=body):
+        assert reached.wait(60) and shown(server, name)["busy"]
+        assert post(server, name, "me too").status_code == 409
+        assert server.client.delete(f"/v1/sessions/{name}").status_code == 409
+    server.wait_for(lambda machine: machine.scheduler.running == 0)
+    server.wait_for(lambda _: not shown(server, name)["busy"])
+    assert server.held == held and shown(server, name)["turns"] == 1
+    assert said(server, name, TURNS[1]) == said(server, control, TURNS[1])
+    one, two = server.inside(caches)
+    assert all(torch.equal(one[key], two[key]) for key in one)
+
+
+def test_sessions_belong_to_their_key(folder: Path, tmp_path: Path) -> None:
+    keys = ("first-key", "second-key")
+    with serving(lambda: load(folder), api_keys=keys, session_folder=tmp_path) as made:
+        heads = [{"Authorization": f"Bearer {key}"} for key in (*keys, "third-key")]
+        made.client.headers = heads[0]
+        name = created(made)
+        said(made, name, "a secret")
+        made.client.post(f"/v1/sessions/{name}/save", json={"name": "mine"})
+        made.client.headers = heads[1]
+        assert made.client.get("/v1/sessions").json()["data"] == []
+        for method, path in (
+            ("GET", ""),
+            ("GET", "/memory"),
+            ("DELETE", ""),
+            ("POST", "/fork"),
+        ):
+            answer = made.client.request(method, f"/v1/sessions/{name}{path}")
+            assert answer.status_code == 404, answer.text
+        assert post(made, name, "tell me").status_code == 404
+        assert made.client.post("/v1/sessions", json={"file": "mine"}).status_code == 409
+        for head in ({}, heads[2]):
+            made.client.headers = head
+            assert made.client.get("/v1/sessions").status_code == 401
+        made.client.headers = heads[0]
+        assert created(made, file="mine")
+
+
+def conversations(server: Server, count: int) -> list[str]:
+    """Hold some conversations side by side; what was replied, and each session's file."""
+    names = [created(server) for _ in range(count)]
+    texts = [
+        said(server, name, f"{at} {asks}")
+        for asks in ("who?", "where?", "when?")
+        for at, name in enumerate(names)
+    ]
+    for at, name in enumerate(names):
+        save = server.client.post(f"/v1/sessions/{name}/save", json={"name": f"hibernated{at}"})
+        assert save.status_code == 200, save.text
+    return texts
+
+
+def digest(path: Path) -> str:
+    """Return the hash over a session file's tensors, conversation and state."""
+    with safe_open(path, framework="pt") as file:
+        return file.metadata()["digest"]
+
+
+def test_idle_sessions_hibernate_and_come_back_bit_for_bit(
+    server: Server, saved: Path, folder: Path, tmp_path: Path
+) -> None:
+    """A server with room for about one session leaves what one with room for all of them does."""
+    wanted = conversations(server, 3)
+    work = ChatWork([], "", Sampling())
+    need = server.inside(lambda machine: machine.job(work, lambda: None).price().total)
+    size = server.inside(lambda machine: machine.engine.cache.pool.page_bytes)
+    with serving(lambda: load(folder, (need + 2) * size), session_folder=tmp_path) as small:
+        assert conversations(small, 3) == wanted
+        states = [one["state"] for one in small.client.get("/v1/sessions").json()["data"]]
+        assert "file" in states and list(tmp_path.glob(".hibernated-*/*.mmkv"))
+    assert not list(tmp_path.glob(".hibernated-*"))
+    for at in range(3):
+        one, two = (
+            digest(place / "public" / f"hibernated{at}.mmkv") for place in (saved, tmp_path)
+        )
+        assert one == two
