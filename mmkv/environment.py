@@ -6,7 +6,9 @@ import platform
 from importlib import metadata
 from importlib.util import find_spec
 
+from engine.errors import ModelError
 from mmkv import __version__
+from mmkv.resources import BUNDLED_MODEL, asset
 
 _CORE = ("torch", "transformers", "tokenizers", "safetensors", "huggingface_hub", "pillow", "numpy")
 _EXTRAS = {"triton": "cuda", "qwen_vl_utils": "qwen", "lmms_eval": "eval", "accelerate": "train"}
@@ -33,7 +35,7 @@ def describe() -> str:
         f"{name}: {'present' if find_spec(name) else f'absent (extra: {extra})'}"
         for name, extra in _EXTRAS.items()
     ]
-    lines.append(f"bundled model: {_bundled()}")
+    lines += [f"bundled model: {_asset(BUNDLED_MODEL)}", f"picture for it: {_asset('scene.png')}"]
     lines += _added()
     return "\n".join(lines)
 
@@ -86,11 +88,8 @@ def _video_readers() -> list[str]:
     return lines
 
 
-def _bundled() -> str:
-    from engine.errors import ModelError
-    from mmkv.resources import bundled_model
-
+def _asset(name: str) -> str:
     try:
-        return str(bundled_model())
+        return str(asset(name))
     except ModelError:
         return "not found"

@@ -200,7 +200,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail(str(error), 1)
     except typer.BadParameter.__mro__[1] as error:  # type: ignore[misc]
         text = error.format_message() if hasattr(error, "format_message") else str(error)
-        return _fail(f"{text}; see --help", 2)
+        return _fail(f"{text.rstrip('.')}; see --help", 2)
     except (OSError, SafetensorError) as error:
         # A disk that is full, most of all; torch and safetensors have errors of their own for it.
         reason = getattr(error, "strerror", None) or error

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -40,11 +39,11 @@ class Display:
 
     def say(self, text: str) -> None:
         """Print a line that was asked for, such as a command's answer."""
-        self.console.print(Text(text), soft_wrap=True)
+        self.console.print(Text(text), soft_wrap=not self.console.is_terminal)
 
     def error(self, error: Exception) -> None:
         """Print an error that does not end the conversation, in one line."""
-        print(f"mmkv: error: {one_line(error)}", file=sys.stderr, flush=True)
+        self.say(f"mmkv: error: {one_line(error)}")
 
     def show(self, content: RenderableType) -> None:
         """Print a table or chart."""

@@ -69,6 +69,8 @@ def load_engine(options: ChatOptions, display: Display) -> Engine:
     if not gc.isenabled():
         gc.freeze()  # what is imported by now stays
         gc.enable()
+    if options.engine.model is None:
+        display.note("the bundled model answers, which knows drawn scenes alone; see mmkv models")
     if engine.policy_note:
         display.note(engine.policy_note)
     return engine

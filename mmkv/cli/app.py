@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from engine.config import EngineConfig
 from engine.errors import MmkvError, one_line
@@ -26,8 +27,19 @@ from mmkv.cli.mmdu import app as mmdu
 from mmkv.cli.models import models, pull
 from mmkv.cli.serve import serve
 
+
+class _Ordered(TyperGroup):
+    """Lists the commands in the order in which one comes to need them."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        order = "chat models pull serve policies env distill bench eval mmdu".split()
+        names = super().list_commands(ctx)
+        return sorted(names, key=lambda name: order.index(name) if name in order else len(order))
+
+
 app = typer.Typer(
     name="mmkv",
+    cls=_Ordered,
     help="Vision-language decoding with a bounded KV cache.",
     pretty_exceptions_show_locals=False,
     rich_markup_mode="rich",
@@ -65,7 +77,9 @@ def run(arguments: Sequence[str] | None = None) -> int:
         code = app(args=given or ["--help"], prog_name="mmkv", standalone_mode=False)
     except (UsageError, _CLICK_USAGE_ERROR) as error:
         text = error.format_message() if hasattr(error, "format_message") else str(error)
-        return _fail(f"{text.strip().rstrip('.')}; see mmkv --help", 2)
+        place = getattr(getattr(error, "ctx", None), "command_path", "mmkv")
+        joint = " See" if text.endswith("?") else "; see"
+        return _fail(f"{text.strip().rstrip('.')}{joint} {place} --help", 2)
     except MmkvError as error:
         return _fail(str(error), 1)
     except (KeyboardInterrupt, typer.Abort):

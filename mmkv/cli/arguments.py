@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable
 from functools import wraps
 from typing import Annotated, Any
@@ -14,7 +15,7 @@ from engine.config import EngineConfig, options
 from engine.errors import BudgetError, SessionError
 from engine.paths import user_path
 from mmkv.chat.options import UsageError
-from mmkv.resources import gates_source
+from mmkv.resources import BUNDLED_MODEL, bundled_model, gates_source
 
 MEDIA, CACHE = "Pictures and videos", "Model and cache"
 
@@ -197,4 +198,6 @@ def _config(given: dict[str, Any]) -> EngineConfig:
         budget = named["budget"]
     if given.get("gates") is not None:
         given["gates"] = gates_source(given["gates"])
+    if given.get("model") == BUNDLED_MODEL and not os.path.exists(BUNDLED_MODEL):
+        given["model"] = str(bundled_model())
     return EngineConfig(**given, budget=budget)

@@ -131,6 +131,34 @@ def test_the_bundled_model_names_what_it_sees(mmkv: Callable[..., Ran]) -> None:
     ran = mmkv("chat", "--image", str(scene), "-p", "what is at row 2, column 3?", "--budget", "24")
     assert ran.code == 0 and ran.out.strip() == "frog"
     assert "kept 432 of " in ran.err and "policy dbtrimkv" in ran.err
+    assert ran.err.count("the bundled model answers") == 1  # nobody had named it
+
+
+def test_the_bundled_model_has_the_name_that_is_listed(mmkv: Callable[..., Ran]) -> None:
+    ran = mmkv("chat", "tiny-vlm", "-p", "hello", *FEW)
+    assert ran.code == 0 and "the bundled model answers" not in ran.err
+    assert ran.out == mmkv("chat", "-p", "hello", *FEW).out
+
+
+def test_help_begins_with_what_one_needs_first(mmkv: Callable[..., Ran]) -> None:
+    shown = re.findall(r"^\W*(\w+)  ", mmkv("--help").out.split("Commands")[1], re.M)
+    assert shown[:3] == ["chat", "models", "pull"]
+    assert sorted(shown) == sorted({*shown} | {"eval", "mmdu", "policies", "distill"})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "end"),
+    [
+        (("chat", "--fsp", "1"), "; see mmkv chat --help"),
+        (("chta",), "Did you mean 'chat'? See mmkv --help"),
+        (("distill",), "'--model'; see --help"),
+    ],
+)
+def test_usage_errors_name_the_help_that_explains_them(
+    mmkv: Callable[..., Ran], arguments: tuple[str, ...], end: str
+) -> None:
+    ran = mmkv(*arguments)
+    assert ran.code == 2 and ran.err.strip().endswith(end)
 
 
 def test_amounts() -> None:
@@ -147,3 +175,5 @@ def test_version_and_environment(mmkv: Callable[..., Ran]) -> None:
     assert mmkv("--version").out == f"mmkv {__version__}\n"
     report = mmkv("env")
     assert report.code == 0 and "video reader decord: " in report.out and "torch: " in report.out
+    picture = re.search(r"^picture for it: (.*)$", report.out, re.M)
+    assert picture is not None and Path(picture[1]).is_file()
