@@ -7,6 +7,7 @@ distill`` or ``accelerate launch --no_python mmkv distill``, options as for one.
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -22,6 +23,7 @@ with quiet_imports(__name__ == "__main__"):
 app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)
 
 _RESUME = "the same command with --resume continues from the last checkpoint in --output"
+_THREADS_PER_CORE = 4
 _DATA, _GATES, _LOSS, _RUN = "Data", "Gates", "Loss", "Run"
 
 
@@ -152,6 +154,9 @@ def distill(
     for name, value in (("--threads", threads), ("--eval-samples", eval_samples)):
         if value < 0:
             raise InputError(f"{name} is {value}; give 0 or more")
+    most = _THREADS_PER_CORE * (os.cpu_count() or 1)
+    if threads > most:  # OpenMP ends the process when it cannot start so many
+        raise InputError(f"--threads is {threads}; give {most} or fewer on this machine")
     if threads:
         torch.set_num_threads(threads)
     given = {}

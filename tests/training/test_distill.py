@@ -367,6 +367,7 @@ def test_the_card_says_what_decides_the_gates(tmp_path: Path) -> None:
         (["--model", MODEL, "--data", "scenes:dense", "--capacity-rates", "2"], 1, "4 or more"),
         (["--model", MODEL, "--data", "scenes:dense", "--log-every", "0"], 1, "--log-every"),
         (["--model", MODEL, "--data", "scenes:dense", "--threads", "-1"], 1, "--threads"),
+        (["--model", MODEL, "--data", "scenes:dense", "--threads", "10000000"], 1, "or fewer"),
         (["--model", MODEL, "--data", "scenes:dense", "--warmup", "7"], 1, "--warmup"),
         (["--model", MODEL, "--data", "scenes:dense", "--lambda-cap", "nan"], 1, "--lambda-cap"),
         (
