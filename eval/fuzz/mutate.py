@@ -153,7 +153,7 @@ def edit(rng: Random, tree: Any, most: int = 3) -> Any:
         elif isinstance(holder[key], str):
             holder[key] = rng.choice((holder[key] + text(rng), holder[key][::-1], text(rng)))
         elif isinstance(holder, list):
-            holder += [copy.deepcopy(holder[key])] * rng.choice((1, 3, 300))
+            holder += [copy.deepcopy(holder[key])] * rng.choice((1, 3, 100))
         else:
             holder[key] = [holder[key]]
     return made

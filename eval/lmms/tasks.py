@@ -21,6 +21,7 @@ from typing import Any
 import yaml
 
 from engine.errors import InputError, MmkvError
+from engine.paths import is_folder
 from eval.lmms.media import FOLDER
 from eval.lmms.mmdu import check
 from mmkv.resources import bundled_dialogues
@@ -131,7 +132,7 @@ def _require(name: str) -> None:
 
 def _files(name: str, data: Path, patterns: Sequence[str]) -> tuple[Path, list[str]]:
     """Return the task's folder, and its files by the first pattern that finds any."""
-    if not data.is_dir():
+    if not is_folder(data):
         raise InputError(f"no folder {data}; --data names the folder that holds {patterns[0]}")
     for pattern in patterns:
         if files := sorted(map(str, data.glob(pattern))):

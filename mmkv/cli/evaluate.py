@@ -23,6 +23,7 @@ import typer
 
 from engine.errors import InputError, MmkvError
 from engine.model.source import locate
+from engine.paths import is_folder
 from mmkv.cli import arguments
 
 _RUN, _MODEL = "Run", arguments.CACHE
@@ -161,7 +162,7 @@ class Job:
                 if given != name:
                     print(f"mmkv: task {given} runs as {name}", file=sys.stderr)
             joined = ",".join(names)
-            if Path(joined).is_dir():
+            if is_folder(Path(joined)):
                 raise InputError(
                     f"lmms-eval would take the folder ./{joined} for the tasks; run elsewhere"
                 )

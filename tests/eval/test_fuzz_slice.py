@@ -10,12 +10,18 @@ from pathlib import Path
 
 import pytest
 
+from eval.fuzz.__main__ import CLASSES
+
+# Calls of the Python API with arguments of other types are tried by tests of their own.
+_NAMES = [name for name in CLASSES if name != "Python API"]
+
 pytest.importorskip("resource", reason="limits of POSIX")
 
 
 def test_a_slice_of_every_class_leads_to_no_failure(tmp_path: Path) -> None:
     counts = tmp_path / "fuzz.json"
-    options = ["--inputs", "400", "--seed", "1", "--memory", "6", "--cases", str(tmp_path)]
+    options = ["--inputs", "300", "--seed", "1", "--memory", "6", "--cases", str(tmp_path)]
+    options += ["--classes", *_NAMES]
     ran = subprocess.run(
         [sys.executable, "-m", "eval.fuzz", *options, "--output", str(counts)],
         env={**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])},
@@ -24,5 +30,5 @@ def test_a_slice_of_every_class_leads_to_no_failure(tmp_path: Path) -> None:
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr
     classes = json.loads(counts.read_text())["results"]["classes"]
-    assert sum(each["inputs"] for each in classes.values()) > 390
-    assert all(each["inputs"] >= 8 for each in classes.values())
+    assert sum(each["inputs"] for each in classes.values()) > 290
+    assert all(each["inputs"] >= 3 for each in classes.values())
