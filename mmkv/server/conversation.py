@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 Kind = Literal["text", "image", "video"]
@@ -38,6 +38,10 @@ class Message:
     def media(self) -> list[Part]:
         """Return its pictures and videos."""
         return [part for part in self.parts if part.kind != "text"]
+
+    def without_urls(self) -> Message:
+        """Return it as a memory needs it: URLs can be megabytes, and the media were read."""
+        return Message(self.role, tuple(replace(part, url="") for part in self.parts))
 
     def for_template(self) -> dict[str, Any]:
         """Return it as chat templates take it, pictures and videos as bare placeholders."""

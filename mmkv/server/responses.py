@@ -38,6 +38,19 @@ class Stored:
     items: list[dict[str, Any]]
     instructions: str | None
 
+    @property
+    def bytes(self) -> int:
+        """Count what it holds: its pages, and its input with the pictures inside."""
+        return self.kept.bytes + _length(self.items)
+
+
+def _length(value: Any) -> int:
+    """Count the characters of all texts in a JSON value."""
+    if isinstance(value, str):
+        return len(value)
+    inner = value.values() if isinstance(value, dict) else value
+    return sum(map(_length, inner)) if isinstance(value, (dict, list)) else 0
+
 
 class Responses:
     """The stored responses of a server, within a limit of bytes; in the event loop.
@@ -66,14 +79,14 @@ class Responses:
     def keep(self, name: str, stored: Stored) -> None:
         """Store a response; others make way for it."""
         self._stored[name] = stored
-        self._bytes += stored.kept.bytes
+        self._bytes += stored.bytes
         while self._bytes > self._room.settings.store_bytes and self._stored:
             self.delete(next(iter(self._stored)))
 
     def delete(self, name: str) -> None:
         """Let a response go."""
         stored = self._stored.pop(name)
-        self._bytes -= stored.kept.bytes
+        self._bytes -= stored.bytes
         release(self._room, stored.kept)
 
 
@@ -183,6 +196,15 @@ def responses_router(room: Room) -> APIRouter:
         call = ResponseCall(room, responses, body, who)
         work: Any = call.stream if body.stream else call.whole
         return Answer(work, bool(body.stream), room.settings.keep_alive)
+
+    @router.post("/compact", include_in_schema=False)
+    async def compact() -> Response:
+        raise ApiError(
+            404,
+            "there is nothing to compact: a memory keeps to its budget by itself; go on with "
+            "previous_response_id",
+            "not_supported",
+        )
 
     @router.get("/{name}", summary="A stored response")
     async def one(name: str, who: Asking) -> dict[str, Any]:

@@ -267,6 +267,10 @@ def test_another_model(server: Server) -> None:
     assert post(server, "hello", model="gpt").status_code == 404
 
 
+def test_nothing_is_compacted(server: Server) -> None:
+    assert server.client.post("/v1/responses/compact", json=body("hello")).status_code == 404
+
+
 def test_a_response_that_is_cut_off_leaves_nothing(server: Server) -> None:
     first = responded(server, SCENE)
     before, held = kept(server), server.held
@@ -296,6 +300,28 @@ def test_stored_responses_have_a_limit(folder: Path) -> None:
         assert kept(made) == 2
         assert made.client.get(f"/v1/responses/{first['id']}").status_code == 200
         assert made.client.get(f"/v1/responses/{second['id']}").status_code == 404
+
+
+def test_pictures_that_were_sent_count_in_the_limit(folder: Path) -> None:
+    """What was sent is listed by input_items; the memory itself holds no URL."""
+    with serving(lambda: load(folder), snapshot_bytes=0) as made:
+        size = made.inside(lambda machine: machine.engine.cache.pool.page_bytes)
+        responded(made, SCENE)
+        (pages,) = kept_bytes(made)
+        urls = made.inside(
+            lambda machine: [
+                part.url
+                for kept in machine.scheduler.sessions
+                for message in kept.facets.messages  # type: ignore[attr-defined]
+                for part in message.media
+            ]
+        )
+        assert urls == [""]
+    padded = URL + "\n" * size  # spaces mean nothing in base64
+    said = [{"type": "input_image", "image_url": padded}, SCENE[1]]
+    with serving(lambda: load(folder), snapshot_bytes=0, store_bytes=pages + size) as made:
+        assert made.client.get(f"/v1/responses/{responded(made, SCENE)['id']}").status_code == 200
+        assert made.client.get(f"/v1/responses/{responded(made, said)['id']}").status_code == 404
 
 
 def kept_bytes(server: Server) -> list[int]:
