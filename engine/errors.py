@@ -1,5 +1,9 @@
 """Errors a user can cause: each message is one line that names the cause and the remedy."""
 
+from __future__ import annotations
+
+from collections.abc import Sequence
+
 _LONGEST_WORD = 250
 
 
@@ -59,6 +63,25 @@ def one_line(message: str) -> str:
     """Return a message without line breaks, words of any length (names of files) cut."""
     words = (w if len(w) <= _LONGEST_WORD else f"{w[:_LONGEST_WORD]}..." for w in message.split())
     return " ".join(words)
+
+
+BROKEN = -2  # stands for a token where the logits were not finite
+
+
+class NotFiniteError(MmkvError):
+    """The model's logits hold NaN or infinity, so no token can be chosen.
+
+    Attributes:
+        generated: of a burst, per session the tokens up to there; :data:`BROKEN` ends those that
+            cannot go on.
+    """
+
+    def __init__(self, generated: Sequence[list[int]] = ()) -> None:
+        super().__init__(
+            "the model's logits are not finite numbers, so no token can be chosen; load it with "
+            "dtype='float32', or get the complete checkpoint again"
+        )
+        self.generated = [list(row) for row in generated]
 
 
 def printable(message: str) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from engine.errors import InputError, SessionError
+from engine.errors import InputError, NotFiniteError, SessionError
 from engine.eviction import cut_to_budgets
 
 if TYPE_CHECKING:
@@ -78,6 +78,7 @@ class Prefill:
 
         Raises:
             SessionError: closed, or used for something else since the last chunk.
+            NotFiniteError: the logits are no numbers; the last chunk is taken back where it can be.
         """
         session, turn, start = self._session, self._turn, self.done
         if self.logits is not None:
@@ -90,11 +91,17 @@ class Prefill:
             stop = start + self.next_chunk
             last = stop == self.tokens
             next_position = turn.next_position if last else self._highest[stop - 1] + 1
+            before = session.state()
             hidden = session._run_chunk(turn, start, stop, next_position)
             self.done = stop
+            logits = session.engine.decoder.logits(hidden[-1:])[0] if last else None
+            if logits is not None and not logits.sum().isfinite():
+                if session.rewind(before):  # nothing has been evicted yet
+                    self.done = start
+                raise NotFiniteError
             cut_to_budgets(session.engine, [session])
             if last:
-                self.logits = session.engine.decoder.logits(hidden[-1:])[0]
+                self.logits = logits
                 self._forget_snapshot()
             return last
 

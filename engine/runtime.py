@@ -14,12 +14,12 @@ from torch import Tensor
 from engine.backends.base import Backend, Backends
 from engine.backends.cpu import CpuBackend
 from engine.backends.cuda import CudaBackend
-from engine.backends.cuda.kernels.sample import Draw, columns_of, sample, uniform
+from engine.backends.cuda.kernels.sample import Draw, columns_of, guard, sample, uniform
 from engine.backends.torch.backend import TorchBackend
 from engine.backends.torch.write_step import WriteStep, admitting
 from engine.cache import Form, PagePool, RaggedCache
 from engine.config import EngineConfig
-from engine.errors import GateError, InputError, SessionError
+from engine.errors import BROKEN, GateError, InputError, NotFiniteError, SessionError
 from engine.eviction import cut_to_budgets
 from engine.lock import FairLock
 from engine.model.decoder import Decoder
@@ -112,6 +112,9 @@ class Runtime:
         memory = sequence_memory(policy, spec, self.dtype)
         self.cache = RaggedCache(pool, spec.num_layers, spec.num_kv_heads, memory)
         self.policy_note: str | None = None
+        # No text says what a picture's placeholder stands for: replies must not hold one.
+        media = [token for token in family.placeholder.values() if token < len(weights.head)]
+        self.never_chosen = torch.tensor(media, dtype=torch.int64, device=self.device)
         reference = TorchBackend(self)
         self.backends = Backends(reference, CpuBackend(self), CudaBackend(self, reference))
         # A budget that can never hold is the user's mistake now, not at the first eviction.
@@ -311,6 +314,7 @@ class Runtime:
         Raises:
             InputError, SessionError, ContextError: before anything has changed.
             BudgetError: the pool would pass its limit; what was appended before that stays.
+            NotFiniteError: logits were not finite; holds what was generated before.
         """
         with self._claimed(sessions):
             with self.lock:
@@ -334,18 +338,22 @@ class Runtime:
         token, going = list(token_ids), list(range(len(sessions)))
         for _ in range(steps):
             logits = self.decode([sessions[i] for i in going], [token[i] for i in going])
+            broken = guard(logits, self.never_chosen)
             if draws is None:
                 chosen_ids = logits.argmax(-1)
             else:
                 columns, seed = columns_of([draws[i] for i in going], self.device)
                 seen = torch.tensor([sessions[i].seen for i in going], device=self.device)
                 chosen_ids = sample(logits, columns, uniform(seed, seen))
+            chosen_ids = chosen_ids.masked_fill(broken, BROKEN)
             for index, chosen in zip(going, chosen_ids.tolist(), strict=True):
                 token[index] = chosen
                 generated[index].append(chosen)
-            going = [index for index in going if token[index] not in stop]
+            going = [index for index in going if token[index] not in (*stop, BROKEN)]
             if not going:
                 break
+        if BROKEN in token:
+            raise NotFiniteError(generated)
         return generated
 
     @torch.inference_mode()

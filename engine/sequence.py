@@ -373,6 +373,24 @@ class CachedSequence:
         for name in _STATE:
             setattr(self, name, state[name])
 
+    @torch.inference_mode()
+    def rewind(self, before: Mapping[str, Any]) -> bool:
+        """Go back to where :meth:`state` gave ``before``, if the cache still holds it all.
+
+        Returns:
+            whether it does: the sequence was empty then, or nothing has been evicted since and
+            the policy keeps nothing beside plain entries.
+        """
+        cache = self.engine.cache
+        if not before["seen"]:
+            self.adopt(cache.open(), before)
+            return True
+        if self.evicted != before["evicted"] or cache.memory or cache.pool.state_size:
+            return False
+        self.restore(before)
+        self.roll_back()
+        return True
+
     def is_due(self, slack: int) -> bool:
         """Whether a group of rows stands above its share by more than its part of ``slack``."""
         policy, spec = self.engine.policy, self.engine.spec

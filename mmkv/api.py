@@ -134,6 +134,11 @@ class Engine(Runtime):
         """Open an empty session that talks. Raises BudgetError below one entry per row."""
         return self._open(self._checked(budget))
 
+    @property
+    def media_token_ids(self) -> frozenset[int]:
+        """Return the ids that stand for pictures and videos; no reply holds one."""
+        return frozenset(self.family.placeholder.values())
+
     def load_session(self, path: str | Path) -> tuple[Session, dict[str, str]]:
         """Open a saved session with its conversation. Raises SessionError."""
         session, extra = super().load_session(path)

@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from engine.errors import BROKEN, MmkvError, NotFiniteError
 from mmkv.detokenizer import Detokenizer, StopStrings
 from mmkv.sampling import Sampler, Sampling
 
@@ -41,11 +42,21 @@ class ReplyWriter:
     """Samples the tokens of one reply, turns them into text, and ends it.
 
     ``unfed`` is the token that was sampled but that the session does not hold yet: part of the
-    reply, so it must be appended before the next turn.
+    reply, so it must be appended before the next turn. ``failure``: why the reply ended where no
+    token could be chosen; ``finish_reason`` is ``interrupted`` then.
+
+    Args:
+        eos: token ids that end it; never: those that are not to be drawn.
     """
 
-    def __init__(self, tokenizer: Any, sampling: Sampling, eos: Collection[int]) -> None:
-        self._sampler, self._eos = Sampler(sampling), frozenset(eos)
+    def __init__(
+        self,
+        tokenizer: Any,
+        sampling: Sampling,
+        eos: Collection[int],
+        never: Collection[int] = (),
+    ) -> None:
+        self._sampler, self._eos = Sampler(sampling, never), frozenset(eos)
         self._detokenizer, self._stops = Detokenizer(tokenizer), StopStrings(sampling.stop)
         self._tokenizer, self._limit = tokenizer, sampling.max_new_tokens
         self._looks = bool(sampling.stop)  # at every token, for stop strings
@@ -57,6 +68,7 @@ class ReplyWriter:
         self.token_ids: list[int] = []
         self.unfed: int | None = None
         self.finish_reason: str | None = None
+        self.failure: MmkvError | None = None
 
     def start_clock(self, at: float) -> None:
         """Count the time to the first token from ``at`` (time.perf_counter())."""
@@ -67,8 +79,15 @@ class ReplyWriter:
         return self.put(self.choose(logits))
 
     def choose(self, logits: torch.Tensor) -> int:
-        """Sample a token from ``logits`` [vocab]."""
-        return self._sampler.draw(logits)
+        """Sample a token from ``logits`` [vocab]; BROKEN where they are not finite."""
+        try:
+            return self._sampler.draw(logits, self.changed(logits))
+        except NotFiniteError:
+            return BROKEN
+
+    def changed(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return what a token is drawn from: the model's logits [vocab], here as they are."""
+        return logits
 
     @property
     def ahead(self) -> int:
@@ -101,6 +120,10 @@ class ReplyWriter:
             self._first = now - self._started
         else:
             self._decoding += now - self._mark
+        if token == BROKEN:
+            self.failure = NotFiniteError()
+            self.finish("interrupted")
+            return None
         if token in self._eos:
             self.finish("eos")
             return None

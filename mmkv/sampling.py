@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import math
 import secrets
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from engine.checks import require_real, require_type, require_whole
-from engine.errors import InputError
+from engine.errors import InputError, NotFiniteError
 
 if TYPE_CHECKING:
     import torch
@@ -66,30 +68,52 @@ def _require(holds: bool, name: str, value: object, wanted: str) -> None:
 
 
 class Sampler:
-    """Draws token ids for one reply, with a random state of its own.
+    """Draws token ids for one reply, with a random state of its own; none that is in ``never``.
 
     The generator is private, so two replies (or a batch and a single run) with the same seed draw
     the same tokens whatever else runs in the process.
     """
 
-    def __init__(self, sampling: Sampling) -> None:
-        self.sampling = sampling
+    def __init__(self, sampling: Sampling, never: Collection[int] = ()) -> None:
+        self.sampling, self._never = sampling, sorted(never)
         self._generator: torch.Generator | None = None
 
-    def draw(self, logits: torch.Tensor) -> int:
-        """Draw a token id for ``logits`` [vocab] (any float dtype, any device)."""
+    def draw(self, logits: torch.Tensor, changed: torch.Tensor | None = None) -> int:
+        """Draw a token id for ``logits`` [vocab] (any float dtype, any device).
+
+        Args:
+            changed: what to draw from in their place; it may hold minus infinity.
+
+        Raises:
+            NotFiniteError: the logits hold NaN or infinity.
+        """
         import torch
 
+        # A sum is finite only if all its terms are; it is read together with the token.
+        total = logits.sum(dtype=torch.float64)[None]
+        logits = logits if changed is None else changed
         if self.sampling.temperature == 0:
-            return int(logits.argmax())
+            token, read = torch.cat([logits.argmax()[None].double(), total]).tolist()
+            _require_finite(read)
+            return int(token) if token not in self._never else int(self._allowed(logits).argmax())
         if self._generator is None:
             self._generator = torch.Generator()  # on the CPU: the same draws for every device
             if self.sampling.seed is None:
                 self._generator.seed()
             else:
                 self._generator.manual_seed(self.sampling.seed)
-        probabilities = distribution(logits, self.sampling).cpu()
-        return int(torch.multinomial(probabilities, 1, generator=self._generator))
+        probabilities = distribution(self._allowed(logits), self.sampling)
+        *_, read = both = torch.cat([probabilities, total.float()]).cpu()
+        _require_finite(float(read))
+        return int(torch.multinomial(both[:-1], 1, generator=self._generator))
+
+    def _allowed(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return logits with those of tokens that are never drawn at minus infinity."""
+        import torch
+
+        if not self._never:
+            return logits
+        return logits.index_fill(0, torch.tensor(self._never, device=logits.device), -torch.inf)
 
     @functools.cached_property
     def draw_on_device(self) -> Draw:
@@ -99,6 +123,11 @@ class Sampler:
         chosen = self.sampling
         seed = secrets.randbits(63) if chosen.seed is None else chosen.seed
         return Draw(chosen.temperature, chosen.top_k, chosen.top_p, seed=seed)
+
+
+def _require_finite(total: float) -> None:
+    if not math.isfinite(total):
+        raise NotFiniteError
 
 
 def distribution(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:

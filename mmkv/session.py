@@ -49,6 +49,17 @@ class _Turn:
         return self.inputs["input_ids"].shape[-1]
 
 
+@dataclass(frozen=True)
+class TurnStart:
+    """Where a session stood before a turn: its state, and how many messages it had."""
+
+    state: dict[str, Any]
+    messages: int
+    unfed: tuple[int, ...]
+    last: Reply | None
+    note: str | None
+
+
 class Session(CachedSequence):
     """One conversation.
 
@@ -98,7 +109,8 @@ class Session(CachedSequence):
         Nothing changes until the first piece is asked for, and an error before that piece leaves
         the session as it was. Ctrl-C, or closing the iterator, ends the reply where it stands
         (Ctrl-C while a prompt of several chunks is prefilled takes the turn back); the session
-        holds what was shown. A stream that is no longer referred to is closed. Raises MmkvError.
+        holds what was shown. A stream that is no longer referred to is closed. Raises MmkvError;
+        NotFiniteError takes the turn back where :meth:`take_back` can.
         """
         with self.claimed():
             turn = self._compose(text, images, videos, system, fps, num_frames)
@@ -264,14 +276,14 @@ class Session(CachedSequence):
     def _reply(
         self, turn: _Turn, sampling: Sampling, progress: Progress | None
     ) -> Generator[str, None, None]:
-        engine = self.engine
-        writer = ReplyWriter(engine.processor.tokenizer, sampling, engine.eos_token_ids)
+        engine, start = self.engine, self.turn_start()
+        writer = ReplyWriter(
+            engine.processor.tokenizer, sampling, engine.eos_token_ids, engine.media_token_ids
+        )
         writer.start_clock(turn.started)
         with CtrlC() as control:
             logits = self._append(turn, control, progress)
-            self.history += [*turn.messages, {"role": "assistant", "content": ""}]
-            self._unfed, self.note, self.last = [], turn.note, None
-            self._turn_mark = object()
+            self.begin_reply(turn.messages, turn.note)
         try:
             with CtrlC():
                 token = writer.advance(logits)
@@ -284,13 +296,48 @@ class Session(CachedSequence):
             writer.finish("context")
         finally:
             writer.finish("interrupted")
-            self._unfed = [] if writer.unfed is None else [writer.unfed]
-            self.history[-1]["content"] = writer.held_text()
-            with engine.lock:
-                memory = None if self.closed else self.memory()
-            self.last = writer.reply(turn.tokens, memory)
+            if writer.failure is None or not self.take_back(start):
+                self.end_reply(writer, turn.tokens)
+        if writer.failure is not None:
+            raise writer.failure
         if piece := writer.take():
             yield piece
+
+    def turn_start(self) -> TurnStart:
+        """Return where the session stands, for :meth:`take_back`."""
+        return TurnStart(self.state(), len(self.history), tuple(self._unfed), self.last, self.note)
+
+    def begin_reply(self, messages: Sequence[Message], note: str | None) -> None:
+        """Note that a turn of ``messages`` is in the cache, and that an empty reply follows."""
+        self.history += [*messages, {"role": "assistant", "content": ""}]
+        self._unfed, self.note, self.last = [], note, None
+        self._turn_mark = object()  # a stream that was composed before this turn is out of date
+
+    def end_reply(self, writer: ReplyWriter, prompt_tokens: int) -> Reply:
+        """Put the reply that ``writer`` has finished into the history."""
+        self._unfed = [] if writer.unfed is None else [writer.unfed]
+        self.history[-1]["content"] = writer.held_text()
+        with self.engine.lock:
+            memory = None if self.closed else self.memory()
+        self.last = reply = writer.reply(prompt_tokens, memory)
+        return reply
+
+    def take_back(self, start: TurnStart) -> bool:
+        """Leave out all since ``start``, where that can be; whether it could.
+
+        It can with a snapshot (``undo_depth``), and without one as :meth:`rewind` says.
+        """
+        with self.engine.lock:
+            if self.closed:
+                return False
+            if self.undo_depth and self._snapshots:
+                self._become(self._snapshots.pop())
+            elif not self.rewind(start.state):
+                return False
+            del self.history[start.messages :]
+            self._unfed, self.last, self.note = list(start.unfed), start.last, start.note
+            self._turn_mark = object()
+            return True
 
     def _append(self, turn: _Turn, control: CtrlC, progress: Progress | None) -> torch.Tensor:
         """Prefill a turn whole, or leave the session as it was."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from engine.errors import NotFiniteError
+
 if TYPE_CHECKING:
     from engine.sequence import CachedSequence
     from mmkv.api import Engine
@@ -24,7 +26,7 @@ def step(
         going: session, writer and the token that the session does not hold yet.
 
     Returns:
-        per reply the token to feed next, None where it has ended.
+        per reply the token to feed next, None where it has ended (or failed: see its writer).
 
     Raises:
         ContextError: a session has no position left; nothing has changed.
@@ -44,13 +46,16 @@ def step(
             following.append(writer.put(token))
         return following
     draws = [writer.draw for writer in writers]
-    generated = engine.decode_many(
-        sessions,
-        tokens,
-        steps,
-        sorted(engine.eos_token_ids),
-        draws if any(draw.temperature > 0 for draw in draws) else None,
-    )
+    try:
+        generated = engine.decode_many(
+            sessions,
+            tokens,
+            steps,
+            sorted(engine.eos_token_ids),
+            draws if any(draw.temperature > 0 for draw in draws) else None,
+        )
+    except NotFiniteError as error:  # of some of them, which their writers will say
+        generated = error.generated
     return [writer.take_burst(row) for writer, row in zip(writers, generated, strict=True)]
 
 

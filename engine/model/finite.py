@@ -7,6 +7,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from engine.errors import ModelError
+
 
 def find_not_finite(tensors: Iterable[tuple[str, Tensor]]) -> str | None:
     """Return the name of the first tensor that holds NaN or an infinity, None where none does.
@@ -17,3 +19,16 @@ def find_not_finite(tensors: Iterable[tuple[str, Tensor]]) -> str | None:
         if not torch.isfinite(tensor.detach().sum(dtype=torch.float32)):
             return name
     return None
+
+
+def require_finite(tensors: Iterable[tuple[str, Tensor]], checkpoint: str) -> None:
+    """Check weights of a checkpoint, in one pass over their bytes.
+
+    Raises:
+        ModelError: one holds NaN or an infinity, so that every answer would be noise.
+    """
+    if odd := find_not_finite(tensors):
+        raise ModelError(
+            f"the weights of {checkpoint} hold NaN or infinity (in {odd}); get the complete "
+            "checkpoint again, or load it in another dtype"
+        )

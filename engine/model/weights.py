@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from engine.errors import ModelError
-from engine.model.finite import find_not_finite
 from engine.model.spec import DecoderSpec
 
 _EXPECTED = {
@@ -120,24 +119,13 @@ class DecoderWeights:
         embed = text_model.embed_tokens.weight.data
         return cls(embed, layers, text_model.norm.weight.data, head.data), views
 
-    def require_finite(self, name: str) -> None:
-        """Check every weight of the checkpoint ``name``, in one pass over their bytes.
-
-        Raises:
-            ModelError: one holds NaN or an infinity, so that every answer would be noise.
-        """
-        named = [("embed_tokens", self.embed), ("norm", self.norm), ("lm_head", self.head)]
+    def named(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield every tensor with its name; a tied head is the embedding again."""
+        yield from (("embed_tokens", self.embed), ("norm", self.norm), ("lm_head", self.head))
         for index, layer in enumerate(self.layers):
-            named += [
-                (f"layers.{index}.{part}", tensor)
-                for part, tensor in vars(layer).items()
-                if tensor is not None
-            ]
-        if odd := find_not_finite(named):
-            raise ModelError(
-                f"the weights of {name} hold NaN or infinity (in {odd}); get the complete "
-                "checkpoint again, or load it in another dtype"
-            )
+            for part, tensor in vars(layer).items():
+                if tensor is not None:
+                    yield f"layers.{index}.{part}", tensor
 
     def nbytes(self) -> int:
         """Return the bytes of all weights; a tied head counts once."""

@@ -110,6 +110,7 @@ class Retained:
             )
         try:
             engine = Runtime.from_parts(config, family_type(model), spec, weights, loaded)
+            engine.never_chosen = engine.never_chosen[:0]  # transformers chooses from all tokens
             self._engine: Runtime | None = engine
             self.note = engine.policy_note
             self._stock = model.generate

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from engine.errors import MmkvError
+
 
 @dataclass(frozen=True)
 class Price:
@@ -81,6 +83,11 @@ class Job(Protocol):
     @property
     def finished(self) -> bool:
         """Whether the reply is complete."""
+        ...
+
+    @property
+    def failure(self) -> MmkvError | None:
+        """Why a finished reply is none; None where it is one."""
         ...
 
     @property

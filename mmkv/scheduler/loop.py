@@ -302,8 +302,7 @@ class Scheduler:
             self.decoding.append(ticket)
             ticket.state = "decode"
             self.ledger.commit(_owner(ticket), Price(self.ledger.of(_owner(ticket)).steady))
-            if job.finished:
-                self._end(ticket, "done")
+            self._end_finished(ticket)
         return True
 
     def _decode(self) -> None:
@@ -316,8 +315,13 @@ class Scheduler:
             for ticket in tickets:
                 self._end(ticket, "failed", error)
         for ticket in tickets:
-            if not ticket.over and ticket.job.finished:
-                self._end(ticket, "done")
+            if not ticket.over:
+                self._end_finished(ticket)
+
+    def _end_finished(self, ticket: Ticket[Any]) -> None:
+        if ticket.job.finished:
+            error = ticket.job.failure
+            self._end(ticket, "done" if error is None else "failed", error)
 
     def _decode_alone(self, tickets: list[Ticket[Any]], error: MmkvError) -> None:
         """Find out which of the requests cannot be decoded, and end those."""

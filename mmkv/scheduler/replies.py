@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from engine.errors import InputError, SessionError
+from engine.errors import InputError, MmkvError, SessionError
 from engine.page_bound import Extent, lasting_bound, page_bound
 from mmkv.reply import Reply, ReplyWriter
 from mmkv.sampling import Sampling
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from mmkv.api import Engine
     from mmkv.prompt.template import Message
     from mmkv.scheduler.stored import StoredSession
-    from mmkv.session import Session
+    from mmkv.session import Session, TurnStart
 
 
 @dataclass
@@ -118,6 +118,7 @@ class ReplyJob:
         self.live: Session | None = None
         self.growing: list[Growing] = []
         self._before: Session | None = None  # for undo
+        self._start: TurnStart | None = None
         self._prompt: Prompt | None = None
         self._prefill: Prefill | None = None
 
@@ -143,6 +144,11 @@ class ReplyJob:
 
     def prepare(self) -> None:
         """Do nothing: the prompt is made with its first chunk."""
+
+    @property
+    def failure(self) -> MmkvError | None:
+        """See :class:`mmkv.scheduler.contract.Job`."""
+        return None if self.writer is None else self.writer.failure
 
     def price(self) -> Price:
         """Bound the pages by the budget, and those of a session of its own by its tokens, too.
@@ -181,9 +187,7 @@ class ReplyJob:
             return False
         session, prompt, writer = self.live, self._prompt, self.writer
         assert session is not None and prompt is not None and writer is not None
-        session.history += [*prompt.messages, {"role": "assistant", "content": ""}]
-        session._unfed, session.note, session.last = [], prompt.note, None
-        session._turn_mark = object()  # a stream that was composed before this turn is out of date
+        session.begin_reply(prompt.messages, prompt.note)
         assert self._prefill.logits is not None
         token = writer.advance(self._prefill.logits)
         self.growing = [] if token is None else [Growing(session, writer, token)]
@@ -214,11 +218,11 @@ class ReplyJob:
         """Put the reply together, and into the session's history if that is kept."""
         session, writer, prefill = self.live, self.writer, self._prefill
         assert session is not None and writer is not None and prefill is not None
-        session._unfed = [] if writer.unfed is None else [writer.unfed]
-        session.history[-1]["content"] = writer.held_text()
-        self.reply = session.last = writer.reply(prefill.tokens, session.memory())
+        self.reply = session.end_reply(writer, prefill.tokens)
         if self._kept is None:
             session.close()
+        elif writer.failure is not None and self._before is None and self._start is not None:
+            session.take_back(self._start)
         elif writer.finish_reason == "interrupted":
             self._return()
         elif self._before is not None:
@@ -233,7 +237,13 @@ class ReplyJob:
     def _begin(self) -> None:
         engine = self.engine
         self.live = engine.session(self.budget) if self._kept is None else self._kept.wake()
-        self.writer = ReplyWriter(engine.processor.tokenizer, self.sampling, engine.eos_token_ids)
+        self._start = self.live.turn_start()
+        self.writer = ReplyWriter(
+            engine.processor.tokenizer,
+            self.sampling,
+            engine.eos_token_ids,
+            engine.media_token_ids,
+        )
         given = self._given
         prompt = self._prompt = given if isinstance(given, Prompt) else given(self.live)
         if self.prompt_tokens is not None and prompt.tokens > self.prompt_tokens:

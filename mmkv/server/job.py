@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from engine.errors import InputError
+from engine.errors import InputError, MmkvError
 from engine.page_bound import lasting_bound, page_bound
 from engine.sequence import MODALITIES, Memory
 from mmkv.scheduler.contract import Price
@@ -102,6 +102,11 @@ class ChatJob:
     def finished(self) -> bool:
         """Whether all replies are complete."""
         return bool(self.writers) and all(one.finish_reason is not None for one in self.writers)
+
+    @property
+    def failure(self) -> MmkvError | None:
+        """See :class:`mmkv.scheduler.contract.Job`."""
+        return next((one.failure for one in self.writers if one.failure is not None), None)
 
     def price(self) -> Price:
         """Bound the pages of all replies by the budget, or else by the model's context."""
@@ -254,7 +259,9 @@ class ChatJob:
             seed = None if sampling.seed is None else (sampling.seed + at) % 2**63
             own = replace(sampling, seed=seed)
             grammar = None if extras.grammar is None else self.grammars.begin(extras.grammar)
-            writer = ScoredWriter(tokenizer, own, engine.eos_token_ids, extras, grammar)
+            writer = ScoredWriter(
+                tokenizer, own, engine.eos_token_ids, extras, grammar, engine.media_token_ids
+            )
             token = writer.advance(logits)
             fork = session if at == 0 else session.fork()
             self.growing.append(Growing(fork, writer, -1 if token is None else token))

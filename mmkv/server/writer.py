@@ -6,6 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from engine.errors import BROKEN
 from mmkv.reply import ReplyWriter
 
 if TYPE_CHECKING:
@@ -63,15 +64,18 @@ class ScoredWriter(ReplyWriter):
         eos: Collection[int],
         extras: Extras,
         grammar: GrammarState | None = None,
+        never: Collection[int] = (),
     ) -> None:
-        super().__init__(tokenizer, sampling, eos)
+        super().__init__(tokenizer, sampling, eos, never)
         self._extras, self._grammar = extras, grammar
         self._looks |= extras.changes or extras.top_logprobs is not None
         self.scored: list[Scored] = []
 
     def choose(self, logits: torch.Tensor) -> int:
         """Sample a token from ``logits`` [vocab]."""
-        token = super().choose(self._changed(logits) if self._extras.changes else logits)
+        token = super().choose(logits)
+        if token == BROKEN:
+            return token
         if self._extras.top_logprobs is not None:
             logprobs = logits.float().log_softmax(-1)
             best = logprobs.topk(min(self._extras.top_logprobs, logprobs.numel()))
@@ -81,7 +85,10 @@ class ScoredWriter(ReplyWriter):
             self._grammar.take(token)
         return token
 
-    def _changed(self, logits: torch.Tensor) -> torch.Tensor:
+    def changed(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return logits ``[vocab]`` with :class:`Extras` applied."""
+        if not self._extras.changes:
+            return logits
         changed, extras = logits.float().clone(), self._extras
         for token, bias in extras.bias.items():
             changed[token] += bias

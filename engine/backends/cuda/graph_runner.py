@@ -9,7 +9,7 @@ import torch
 
 from engine.backends.cuda.kernels.sample import Draw, columns_of
 from engine.backends.cuda.static_step import StaticStep
-from engine.errors import BudgetError
+from engine.errors import BROKEN, BudgetError, NotFiniteError
 
 if TYPE_CHECKING:
     from engine.runtime import Runtime
@@ -50,6 +50,7 @@ class GraphRunner:
 
         Raises:
             BudgetError: the pool would pass its limit; the steps before that are kept.
+            NotFiniteError: logits were not finite; holds what was generated.
         """
         generated: list[list[int]] = [[] for _ in sessions]
         going = list(range(len(sessions)))
@@ -65,9 +66,11 @@ class GraphRunner:
             for index, tokens in zip(going, part, strict=True):
                 generated[index] += tokens
                 token[index] = tokens[-1]
-            going = [index for index in going if generated[index][-1] not in stop]
+            going = [index for index in going if generated[index][-1] not in (*stop, BROKEN)]
             if not going:
                 break
+        if any(row[-1:] == [BROKEN] for row in generated):
+            raise NotFiniteError(generated)
         return generated
 
     def _replay(
@@ -105,7 +108,7 @@ class GraphRunner:
                 "above its budget; this is a bug in mmkv, decode it step by step"
             )
         rows = step.generated[: len(sessions), :steps].tolist()
-        return [[token for token in row if token >= 0] for row in rows]
+        return [[token for token in row if token != -1] for row in rows]
 
     def _make_room(self, sessions: Sequence[CachedSequence], steps: int) -> int:
         """Pages and table columns for all steps, so that nothing has to grow in between.

@@ -19,7 +19,7 @@ from engine.backends.cuda.kernels.append import Rows, empty_room, make_room
 from engine.backends.cuda.kernels.decode_attention import decode_attention, empty_partials
 from engine.backends.cuda.kernels.evict import empty_eviction, evict
 from engine.backends.cuda.kernels.norm import rms_norm
-from engine.backends.cuda.kernels.sample import SamplingColumns, sample, uniform
+from engine.backends.cuda.kernels.sample import SamplingColumns, guard, sample, uniform
 from engine.backends.cuda.kernels.store import Readout, store_layer
 from engine.backends.cuda.kernels.swiglu import swiglu
 from engine.backends.cuda.kernels.worklist import (
@@ -28,6 +28,7 @@ from engine.backends.cuda.kernels.worklist import (
     empty_worklist,
     tile_entries,
 )
+from engine.errors import BROKEN
 from engine.policies import Budget
 
 if TYPE_CHECKING:
@@ -45,8 +46,9 @@ class StaticStep:
         seen: ``[B]`` int64 tokens seen; rope_position: ``[B]`` int64 of the next token.
         allowed: ``[B]`` int64 entries that may stay; share: ``[B]`` float64, above 0 for budgets
             that are a fraction of the tokens seen.
-        generated: ``[B, steps]`` int64, the tokens chosen, -1 where a batch slot was idle; index:
-            ``[1]``.
+        generated: ``[B, steps]`` int64, the tokens chosen, -1 where a batch slot was idle, and
+            BROKEN where its logits were not finite, after which it is idle; index: ``[1]``.
+        broken: ``[B]`` bool, of the latest step.
         least_dropped: ``[B]`` int64, the smallest result of an eviction since it was zeroed: -1
             where a batch slot had to evict and could not.
         seed: ``[B]`` int64; columns: settings of the draw, or None for greedy decoding.
@@ -93,6 +95,7 @@ class StaticStep:
         self.generated, self.index = integers(batch, most_steps), integers(1)
         self.stop = torch.tensor(list(stop) or [-1], device=device)
         self.seed = integers(batch)
+        self.broken = torch.zeros(batch, dtype=torch.bool, device=device)
         self.columns: SamplingColumns | None = None
         if drawn:
             ones = torch.ones(batch, device=device)
@@ -170,13 +173,13 @@ class StaticStep:
     def _choose(self, logits: Tensor, live: Tensor) -> None:
         self.seen += live
         self.rope_position += live
+        torch.logical_and(guard(logits, self.engine.never_chosen), live, out=self.broken)
         if self.columns is None:
             token = logits.argmax(-1)
         else:
             token = sample(logits, self.columns, uniform(self.seed, self.seen))
-        self.generated.scatter_(
-            1, self.index.expand(self.batch)[:, None], token.where(live, -1)[:, None]
-        )
+        said = token.where(~self.broken, BROKEN).where(live, -1)
+        self.generated.scatter_(1, self.index.expand(self.batch)[:, None], said[:, None])
         self.index += 1
         self.token.copy_(token.where(live, self.token))
 
@@ -197,5 +200,5 @@ class StaticStep:
                 (engine.evict_every - 1) * rows,
             )
             torch.minimum(self.least_dropped, dropped, out=self.least_dropped)
-        stopped = (self.token[:, None] == self.stop).any(-1)
+        stopped = (self.token[:, None] == self.stop).any(-1) | self.broken
         self.seqs.copy_(self.seqs.where(~stopped, -1))

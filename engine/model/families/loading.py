@@ -23,6 +23,7 @@ from engine.model.families.base import end_tokens
 from engine.model.families.config import read_config, whole_config
 from engine.model.families.deferred import DeferredModel
 from engine.model.families.vision import build_vision, import_beside
+from engine.model.finite import require_finite
 from engine.model.settings import require_sizes
 from engine.model.source import checkpoint_file, files_of, locate
 from engine.model.spec import DecoderSpec, RopeSpec
@@ -94,13 +95,15 @@ def _load(
             weights = _stored_weights(source, family_type, config, spec, precision, where)
         if weights is not None:
             say("preparing the decoder")
-            weights.require_finite(name)
+            require_finite(weights.named(), name)
             ends = end_tokens(_generation_config(source).get("eos_token_id"), config)
 
             @_explaining(name, source)
             def build(shared: DecoderWeights) -> Any:
                 whole = whole_config(config, source, local)
-                return build_vision(family_type, whole, shared, precision, where, load_whole)
+                model = build_vision(family_type, whole, shared, precision, where, load_whole)
+                _require_finite_rest(model, shared, name)
+                return model
 
             model = DeferredModel(config, ends, spec.vocab_size, functools.partial(build, weights))
             return family_type(model), spec, weights
@@ -110,8 +113,22 @@ def _load(
     family = family_type(hf_model)
     spec = DecoderSpec.from_hf(text_model)
     weights = DecoderWeights.take(text_model, family_type.output_head(hf_model), spec)
-    weights.require_finite(name)
+    require_finite(weights.named(), name)
+    _require_finite_rest(hf_model, weights, name)
     return family, spec, weights
+
+
+def _require_finite_rest(model: Any, text: DecoderWeights, name: str) -> None:
+    """Check the weights that are not the decoder's: the vision tower's. Raises ModelError."""
+    known = {tensor.data_ptr() for _, tensor in text.named()}
+    require_finite(
+        (
+            (part, tensor)
+            for part, tensor in model.named_parameters()
+            if not tensor.is_meta and tensor.data_ptr() not in known
+        ),
+        name,
+    )
 
 
 def resolve_device(device: str | torch.device = "auto") -> torch.device:

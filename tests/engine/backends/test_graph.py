@@ -45,11 +45,12 @@ def opened(engine: Runtime, count: int) -> list[CachedSequence]:
 def eager(
     engine: Runtime, sessions: list[CachedSequence], tokens: list[int], steps: int
 ) -> list[Any]:
-    """Greedy decoding step by step, in torch."""
+    """Greedy decoding step by step, in torch; placeholders of media are left out."""
     engine.backends.cpu.switch_off()
     generated = []
     for _ in range(steps):
-        tokens = engine.decode(sessions, tokens).argmax(-1).tolist()
+        logits = engine.decode(sessions, tokens)
+        tokens = logits.index_fill(1, engine.never_chosen, -torch.inf).argmax(-1).tolist()
         generated.append(tokens)
     return [list(row) for row in zip(*generated, strict=True)]
 

@@ -110,6 +110,8 @@ class FakeJob:
     def next_chunk(self) -> int:
         return min(CHUNK, len(self.prompt) - self.read)
 
+    failure = None
+
     @property
     def finished(self) -> bool:
         return self.stopped or self.said >= self.reply

@@ -56,6 +56,22 @@ _DTYPES = {
 }
 
 
+def guard(logits: Tensor, never: Tensor) -> Tensor:
+    """Make logits fit to choose a token from, in place.
+
+    Args:
+        logits: ``[B, vocab]`` float32; rows with NaN or infinity become 0.
+        never: int64 ids of tokens that are not to be chosen.
+
+    Returns:
+        bool ``[B]``: which rows were not finite. A sum is finite only if all its terms are.
+    """
+    broken = ~logits.sum(-1).isfinite()
+    logits.masked_fill_(broken[:, None], 0.0)
+    logits.index_fill_(-1, never, -torch.inf)
+    return broken
+
+
 def uniform(seed: Tensor, counter: Tensor) -> Tensor:
     """Draw the noise for :func:`sample`: a float64 in [0, 1) for each (seed, counter), both ``[B]``
     int64.
