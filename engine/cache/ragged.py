@@ -205,9 +205,9 @@ class RaggedCache:
             slot = self.entries(seq).slot
             for name, column in zip(COLUMNS, self.pool.columns(), strict=True):
                 if name in tensors:  # older files lack some that hold nothing
-                    column.flatten(0, 1)[slot] = tensors[name].to(column.device)
+                    column.flatten(0, 1)[slot] = tensors[name].to(column)
             for name, kept in self.memory.items():
-                kept[seq] = tensors[f"memory.{name}"].to(kept.device)
+                kept[seq] = tensors[f"memory.{name}"].to(kept)
         return seq
 
     def layout(self, entries: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
