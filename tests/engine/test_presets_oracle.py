@@ -284,7 +284,9 @@ def follow_in_fewer_bits(
     report(record_property, f"{name} {kv}", found)
 
 
-@pytest.mark.parametrize(("name", "kv"), READ)
+@pytest.mark.parametrize(
+    ("name", "kv"), slow_but([("dbtrimkv", "int8"), ("h2o", "int4")], READ, "the other presets")
+)
 def test_presets_follow_their_references_in_fewer_bits(
     name: str, kv: str, record_property: Callable[[str, object], None]
 ) -> None:

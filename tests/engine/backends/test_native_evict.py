@@ -31,8 +31,18 @@ BETAS = st.sampled_from(
 )
 LEVELS = st.lists(BETAS, min_size=1, max_size=4)
 AGES = st.sampled_from([0, 1, 2, 3])
-# Of the instruction set; test_native_levels has each of them in the fast tier.
-EACH_LEVEL = slow_but(levels()[:1], levels(), "hundreds of examples at each level")
+
+
+def drawn(few: int, many: int) -> list[Any]:
+    """(level of the instruction set, examples): few in the fast tier, many at each level.
+
+    test_native_levels has each level in the fast tier.
+    """
+    quick = [(level, few) for level in levels()[:1]]
+    every = quick + [(level, many) for level in levels()]
+    return slow_but(quick, every, "hundreds of examples at each level")
+
+
 ENDS = st.sampled_from([(0, 0), (4, 0), (0, 10), (4, 10), (SEEN, 0), (0, SEEN)])
 
 
@@ -106,10 +116,14 @@ def evictor_at(level: str, policy: Policy) -> NativeEvictor:
 
 
 @needs_native
-@pytest.mark.parametrize("level", EACH_LEVEL)
-@settings(max_examples=250, deadline=None)
-@given(LENGTHS, LEVELS, st.sampled_from(POLICIES[1:]), AGES, ENDS, st.integers(0, 130))
-def test_victims_and_pages_are_those_of_torch(
+@pytest.mark.parametrize(("level", "examples"), drawn(40, 250))
+def test_victims_and_pages_are_those_of_torch(level: str, examples: int) -> None:
+    policies, budgets = st.sampled_from(POLICIES[1:]), st.integers(0, 130)
+    drawn_from = given(st.just(level), LENGTHS, LEVELS, policies, AGES, ENDS, budgets)
+    settings(max_examples=examples, deadline=None)(drawn_from(assert_evicts_as_torch))()
+
+
+def assert_evicts_as_torch(
     level: str,
     lengths: list[int],
     betas: list[float],
@@ -137,17 +151,22 @@ def test_victims_and_pages_are_those_of_torch(
 
 
 @needs_native
-@pytest.mark.parametrize("level", EACH_LEVEL)
-@settings(max_examples=100, deadline=None)
-@given(
-    st.floats(-7.5, 0.5),
-    st.integers(1, 40),
-    st.sampled_from([2, 2, 2, 1, 5, math.inf]),
-    AGES,
-    st.sampled_from([(0, 0), (4, 0), (0, 4)]),
-    st.integers(0, 2**31),
-)
-def test_scores_that_differ_by_one_rounding(
+@pytest.mark.parametrize(("level", "examples"), drawn(15, 100))
+def test_scores_that_differ_by_one_rounding(level: str, examples: int) -> None:
+    """Steps of a decode loop, whose search is in single precision where nothing hangs on it."""
+    drawn_from = given(
+        st.just(level),
+        st.floats(-7.5, 0.5),
+        st.integers(1, 40),
+        st.sampled_from([2, 2, 2, 1, 5, math.inf]),
+        AGES,
+        st.sampled_from([(0, 0), (4, 0), (0, 4)]),
+        st.integers(0, 2**31),
+    )
+    settings(max_examples=examples, deadline=None)(drawn_from(assert_close_scores_evict_alike))()
+
+
+def assert_close_scores_evict_alike(
     level: str,
     exponent: float,
     apart: int,
@@ -156,7 +175,6 @@ def test_scores_that_differ_by_one_rounding(
     ends: tuple[int, int],
     seed: int,
 ) -> None:
-    """Steps of a decode loop, whose search is in single precision where nothing hangs on it."""
     betas = [-(10**exponent)]
     for _ in range(12 * apart):
         betas.append(float(np.nextafter(np.float32(betas[-1]), np.float32(-9))))
