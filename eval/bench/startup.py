@@ -2,9 +2,9 @@
 
 ``python -m eval.bench.startup`` starts each command in a process of its own, from files that the
 system has read before. The commands take turns, and ``--before DIR`` runs the same commands from
-another checkout of mmkv between them. Wall and processor seconds are kept; the ratios are to the best
-import of torch of the same run. Compiled modules are kept from run to run, as an installation has
-them. On a busy machine only the ratio of processor times means something.
+another checkout of mmkv between them. Wall and processor seconds are kept; the ratios are to the
+best import of torch of the same run. Compiled modules are kept from run to run, as an installation
+has them. On a busy machine only the ratio of processor times means something.
 """
 
 from __future__ import annotations
@@ -175,7 +175,8 @@ def show(found: dict[str, Any]) -> None:
         for name, sides in found.items()
         for checkout, figures in sides.items()
     ]
-    columns = ["command", "checkout", "best, s", "median, s", "ratio", "of medians", "CPU, s", "ratio"]
+    columns = ["command", "checkout", "best, s", "median, s", "ratio", "of medians"]
+    columns += ["CPU, s", "ratio"]
     table("Start-up, and its ratio to an import of torch", columns, rows)
 
 
