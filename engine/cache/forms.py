@@ -11,6 +11,7 @@ computed there, and its output is turned back.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 
 import torch
@@ -43,6 +44,10 @@ class Codec:
     def width(self, head_dim: int) -> int:
         """Count the numbers that hold ``head_dim`` codes: two codes of 4 bits share a byte."""
         return head_dim // 2 if self.bits == 4 else head_dim
+
+    def head_dim(self, width: int) -> int:
+        """Return what :meth:`width` makes ``width`` of."""
+        return width * 2 if self.bits == 4 else width
 
     def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Round vectors ``x [..., D]`` to codes ``[..., width]`` and scales float16 ``[..., n]``.
@@ -132,15 +137,22 @@ def hadamard(x: Tensor) -> Tensor:
     """Multiply ``x [..., D]`` with an orthonormal Hadamard matrix, its own inverse, in float32.
 
     Where D is no power of two, features are turned in blocks of the largest that divides it. Sums
-    are made by butterflies from neighbours outwards: C makes the same, bit for bit.
+    are made by butterflies from neighbours outwards on a CPU: C makes the same, bit for bit.
     """
     size = x.shape[-1] & -x.shape[-1]
+    if x.is_cuda:  # one launch instead of dozens
+        return (x.float().unflatten(-1, (-1, size)) @ _matrix(size, x.device)).flatten(-2)
     y, step = x.float().unflatten(-1, (-1, size)), 1
     while step < size:
         first, second = y.unflatten(-1, (-1, 2, step)).unbind(-2)
         y = torch.stack([first + second, first - second], -2).flatten(-3)
         step *= 2
     return (y * size**-0.5).flatten(-2)
+
+
+@functools.cache
+def _matrix(size: int, device: torch.device) -> Tensor:
+    return hadamard(torch.eye(size)).to(device)
 
 
 class Stored:
@@ -150,15 +162,20 @@ class Stored:
     """
 
     def __init__(self, codes: Tensor, scales: Tensor, codec: Codec, dtype: torch.dtype) -> None:
-        self._codes, self._scales, self._codec, self._dtype = codes, scales, codec, dtype
+        self.codes, self.scales, self.codec, self.dtype = codes, scales, codec, dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """``[..., D]``, as of what it gives."""
+        return (*self.codes.shape[:-1], self.codec.head_dim(self.codes.shape[-1]))
 
     def __getitem__(self, index: Tensor) -> Tensor:
-        return self._codec.decode(self._codes[index], self._scales[index], self._dtype)
+        return self.codec.decode(self.codes[index], self.scales[index], self.dtype)
 
     def flatten(self, start: int, end: int) -> Stored:
         """Flatten leading dimensions, as of ``[pages, P, D]`` to ``[slots, D]``."""
-        codes, scales = (x.flatten(start, end) for x in (self._codes, self._scales))
-        return Stored(codes, scales, self._codec, self._dtype)
+        codes, scales = (x.flatten(start, end) for x in (self.codes, self.scales))
+        return Stored(codes, scales, self.codec, self.dtype)
 
 
 AUTO = Form("auto", Codec(0), Codec(0))

@@ -89,6 +89,8 @@ class Columns:
             (:attr:`engine.policies.Needs.state`); K is 0 for most.
     """
 
+    form = AUTO  # of a pool: its own
+
     keys: Annotated[Tensor, Column(None, "codes")]
     values: Annotated[Tensor, Column(None, "codes", values=True)]
     key_scale: Annotated[Tensor, Column(torch.float16, "scales")]
@@ -101,6 +103,31 @@ class Columns:
     def columns(self) -> list[Tensor]:
         """Return the tensors in the order of :data:`COLUMNS`."""
         return [getattr(self, name) for name in COLUMNS]
+
+    def store(self, slots: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Put keys and values ``[..., D]`` of the model into flat ``slots [...]``.
+
+        Returns:
+            both as attention reads them from now on: rounded, and rotated where the form is.
+        """
+        if self.form.plain:
+            where = slots.flatten()
+            self.keys.flatten(0, 1).index_copy_(0, where, key.flatten(0, -2))
+            self.values.flatten(0, 1).index_copy_(0, where, value.flatten(0, -2))
+            return key, value
+        form = self.form
+        return (
+            self._store(self.keys, self.key_scale, form.key, slots, form.rotate(key)),
+            self._store(self.values, self.value_scale, form.value, slots, form.rotate(value)),
+        )
+
+    def _store(
+        self, column: Tensor, scale_column: Tensor, codec: Codec, slots: Tensor, x: Tensor
+    ) -> Tensor:
+        codes, scales = codec.encode(x)
+        column.flatten(0, 1)[slots] = codes
+        scale_column.flatten(0, 1)[slots] = scales
+        return codec.decode(codes, scales, x.dtype)
 
 
 COLUMNS: dict[str, Column] = {

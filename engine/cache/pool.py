@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine.cache.forms import AUTO, Codec, Form, Stored
+from engine.cache.forms import AUTO, Form, Stored
 from engine.cache.layout import COLUMNS, Columns, Layout
 from engine.errors import BudgetError
 from engine.memory import free_bytes
@@ -149,31 +149,6 @@ class PagePool(Columns):
     def free_list(self) -> Tensor:
         """Return the ids of all free pages, for the invariant checks."""
         return self._stack[: self._free]
-
-    def store(self, slots: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Put keys and values ``[..., D]`` of the model into flat ``slots [...]``.
-
-        Returns:
-            both as attention reads them from now on: rounded, and rotated where the form is.
-        """
-        if self.form.plain:
-            where = slots.flatten()
-            self.keys.flatten(0, 1).index_copy_(0, where, key.flatten(0, -2))
-            self.values.flatten(0, 1).index_copy_(0, where, value.flatten(0, -2))
-            return key, value
-        form = self.form
-        return (
-            self._store(self.keys, self.key_scale, form.key, slots, form.rotate(key)),
-            self._store(self.values, self.value_scale, form.value, slots, form.rotate(value)),
-        )
-
-    def _store(
-        self, column: Tensor, scale_column: Tensor, codec: Codec, slots: Tensor, x: Tensor
-    ) -> Tensor:
-        codes, scales = codec.encode(x)
-        column.flatten(0, 1)[slots] = codes
-        scale_column.flatten(0, 1)[slots] = scales
-        return codec.decode(codes, scales, self.dtype)
 
     @property
     def stored_keys(self) -> Tensor | Stored:

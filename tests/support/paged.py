@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+
+from engine.cache import Stored
+from engine.cache.forms import Codec
 
 
 @dataclass(frozen=True)
 class Paged:
     """Pools ``[pages, P, D]``, ``length [S, L, H]``, ``table [S, L, H, W]`` on one device."""
 
-    keys: Tensor
-    values: Tensor
+    keys: Tensor | Stored
+    values: Tensor | Stored
     length: Tensor
     table: Tensor
 
@@ -23,7 +26,7 @@ class Paged:
         pages = self.table[seq, layer, head].tolist()
         slots = [(pages[i // size], i % size) for i in range(count)]
         index = (
-            torch.tensor(slots, dtype=torch.int64, device=self.keys.device).view(-1, 2).unbind(1)
+            torch.tensor(slots, dtype=torch.int64, device=self.table.device).view(-1, 2).unbind(1)
         )
         return self.keys[index].double(), self.values[index].double()
 
@@ -52,6 +55,17 @@ def paged(
                 pool[seat, used:] = torch.nan
         pools.append(pool.to(device))
     return Paged(pools[0], pools[1], length.to(device), table.to(device))
+
+
+def rounded(cache: Paged, key_bits: int, value_bits: int) -> Paged:
+    """The same rows with their keys and values in codes; NaN stays NaN, or -inf."""
+
+    def stored(pool: Tensor, bits: int) -> Stored:
+        codec = Codec(bits)
+        return Stored(*codec.encode(pool), codec, pool.dtype)
+
+    keys, values = stored(cache.keys, key_bits), stored(cache.values, value_bits)
+    return replace(cache, keys=keys, values=values)
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor]:

@@ -72,12 +72,14 @@ void attend_row(const struct cache *cache, int64_t row, const float *query, int6
     const int64_t *page = cache->table + row * cache->width;
     int64_t length = cache->length[row], size = cache->page_size, dim = cache->head_dim;
     float scale = 1.0f / sqrtf((float)dim), wide[decoded_room(cache)];
-    for (int64_t at = 0, count; at < length; at += count) {
-        int64_t left = length - at, inside = size - at % size;
-        count = at_a_time(cache->key_bits, left < inside ? left : inside);
-        const float *key = keys_at(cache, page[at / size] * size + at % size, count, wide);
-        for (int64_t g = 0; g < group; g++)
-            dot_rows(key, count, dim, query + g * dim, scores + g * length + at);
+    for (int64_t at = 0; at < length; at += size) {
+        int64_t live = length - at < size ? length - at : size, slot = page[at / size] * size;
+        for (int64_t from = 0, count; from < live; from += count) {
+            count = at_a_time(cache->key_bits, live - from);
+            const float *key = keys_at(cache, slot + from, count, wide);
+            for (int64_t g = 0; g < group; g++)
+                dot_rows(key, count, dim, query + g * dim, scores + g * length + at + from);
+        }
     }
     for (int64_t g = 0; g < group; g++) {
         float share = 1.0f / soften(scores + g * length, length, scale);
@@ -88,11 +90,13 @@ void attend_row(const struct cache *cache, int64_t row, const float *query, int6
     }
     if (mass)
         add_mass(cache, row, group, mass - 1, scores);
-    for (int64_t at = 0, count; at < length; at += count) {
-        int64_t left = length - at, inside = size - at % size;
-        count = at_a_time(cache->value_bits, left < inside ? left : inside);
-        const float *value = values_at(cache, page[at / size] * size + at % size, count, wide);
-        for (int64_t g = 0; g < group; g++)
-            mix_rows(value, scores + g * length + at, count, dim, out + g * dim);
+    for (int64_t at = 0; at < length; at += size) {
+        int64_t live = length - at < size ? length - at : size, slot = page[at / size] * size;
+        for (int64_t from = 0, count; from < live; from += count) {
+            count = at_a_time(cache->value_bits, live - from);
+            const float *value = values_at(cache, slot + from, count, wide);
+            for (int64_t g = 0; g < group; g++)
+                mix_rows(value, scores + g * length + at + from, count, dim, out + g * dim);
+        }
     }
 }

@@ -41,8 +41,6 @@ class CudaBackend:
             return "Triton is not installed"
         if any(engine.spec.sliding_window):
             return "sliding-window layers"
-        if not engine.cache.pool.form.plain:
-            return f"kv {engine.cache.pool.form.name!r}"
         if self.policy_reason(policy):
             return self.policy_reason(policy)
         if gates is not None and any(not gate.trunk for gate in gates.layers):

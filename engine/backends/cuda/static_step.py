@@ -144,8 +144,8 @@ class StaticStep:
             )
             decode_attention(
                 query,
-                pool.keys,
-                pool.values,
+                pool.stored_keys,
+                pool.stored_values,
                 self.rows.table,
                 self._work,
                 index,
@@ -153,7 +153,8 @@ class StaticStep:
                 spec.head_dim**-0.5,
                 self._mixed,
             )
-            x = F.linear(self._mixed.flatten(1), layer.out, layer.out_bias)
+            mixed = pool.form.rotate(self._mixed).flatten(1)
+            x = F.linear(mixed, layer.out, layer.out_bias)
             normed, residual = rms_norm(x, residual, layer.post_norm, eps)
             wide = F.linear(normed, layer.gate_up, layer.gate_up_bias)
             x = F.linear(swiglu(wide), layer.down, layer.down_bias)

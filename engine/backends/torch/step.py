@@ -54,7 +54,7 @@ class PrefillChunk:
         count = position.numel()
         self.past: list[LayerWork] | None = None
         self.length = cache.length[seq].clone()  # of what was retained before this chunk
-        self.paged = on_triton(cache.pool.keys) and cache.pool.form.plain
+        self.paged = on_triton(cache.pool.keys)
         if self.retained and not self.paged:
             self.past = build_worklist(
                 cache.length[ids], cache.table[ids], page_size, cache.pool.dtype
@@ -136,12 +136,12 @@ class PrefillChunk:
         pool = self.cache.pool
         if not self.retained:
             return None
+        keys, values = pool.stored_keys, pool.stored_values
         if self.paged:
             return prefill_attention(
-                query, pool.keys, pool.values, self.length[layer], self.table[layer], scale
+                query, keys, values, self.length[layer], self.table[layer], scale
             )
         assert self.past is not None
-        keys, values = pool.stored_keys, pool.stored_values
         out, lse = ragged_attention(grouped, keys, values, self.past[layer], scale)
         return out.view(query.shape), lse.view(query.shape[:2])
 

@@ -67,6 +67,15 @@ def same(left: list[CachedSequence], right: list[CachedSequence]) -> None:
     left[0].engine.cache.check()
 
 
+@pytest.mark.parametrize(("model", "kv"), [("qwen3_vl", "k8v4"), ("odd", "int4")])
+def test_the_static_step_is_the_eager_step_in_fewer_bits(model: str, kv: str) -> None:
+    ours, reference = (engine_for(model, kv=kv) for _ in range(2))
+    one, two = opened(ours, 2), opened(reference, 2)
+    generated = GraphRunner(ours).decode(one, [5, 6], 12)
+    assert generated == eager(reference, two, [5, 6], 12)
+    same(one, two)
+
+
 MATRIX = [(m, *p) for m in MODELS for p in [*POLICIES, ("dbtrimkv", 5)]]
 # Every model, and with one of them every policy.
 QUICK = [case for case in MATRIX if case[0] == "odd" or case[1:] == ("dbtrimkv", 2)]

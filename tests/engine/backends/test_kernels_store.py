@@ -17,7 +17,7 @@ from torch import Tensor
 
 from engine.backends.cuda.kernels.store import Readout, store_layer
 from engine.backends.torch.step import DecodeStep
-from engine.cache import COLUMNS, PagePool, RaggedCache
+from engine.cache import COLUMNS, Form, PagePool, RaggedCache
 from engine.model.decoder import Decoder
 from engine.model.gates import Gates
 from engine.model.gates.module import LayerGate
@@ -377,7 +377,7 @@ def test_store_fits_a_hopper_sm(group: int, tmp_path: Path) -> None:
     constants = store_triton.sizes(group, 128, 512)
     warps = constants.pop("num_warps")
     constants |= {"HEADS": 32 // group, "GROUP": group, "DIM": 128, "ROT": 128, "NORM": True}
-    constants |= {"TRUNK": 512, "STATE": 0}
+    constants |= {"TRUNK": 512, "STATE": 0, "BESIDE": False}
     report = compile_for_hopper(
         store_triton.__name__, "store_kernel", types, constants, warps, tmp_path
     )
@@ -385,3 +385,39 @@ def test_store_fits_a_hopper_sm(group: int, tmp_path: Path) -> None:
     # 16 bytes per thread and access, in and out; and bfloat16 is rounded in between.
     assert "ld.global.v4.b32" in report.ptx and "st.global.v4.b32" in report.ptx
     assert "cvt.rn.bf16" in report.ptx
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("kv", ["bf16", "int8", "k8v4", "int4"])
+@pytest.mark.parametrize("dim", [32, 96])
+def test_fewer_bits_are_those_of_torch(form: Callable[..., Tensor], kv: str, dim: int) -> None:
+    """What is stored rounds the key and value that the plain form stores; idle slots do not."""
+    if kv == "bf16" and is_triton(form) and DEVICE.type == "cpu":
+        pytest.skip("the interpreter cuts bfloat16 off")
+    case = Case.make(dim, 2, 2, dim, torch.float32, True)
+    pool = PagePool(8, dim, 60, device=DEVICE, form=Form.of(kv, torch.float32, dim))
+    slots = torch.tensor([[3, 70], [-1, -1], [11, 200]], device=DEVICE)
+    qkv, rope, position = case.qkv()[:3], tuple(x[:3] for x in case.rope), case.position[:3]
+    assert len(qkv) == 3
+    gain = case.layer.qk_norm
+    query = form(qkv, rope, gain, EPS, pool, slots, position)
+    plain = PagePool(8, dim, 60, device=DEVICE)
+    want = store_layer(qkv, rope, gain, EPS, plain, slots, position)
+    torch.testing.assert_close(query[[0, 2]], want[[0, 2]], rtol=0, atol=1e-5)
+    live = slots[slots >= 0]
+    for name in ("key", "value"):
+        codec = getattr(pool.form, name)
+        exact = pool.form.rotate(getattr(plain, f"{name}s").flatten(0, 1)[live])
+        codes, scales = codec.encode(exact)
+        found = getattr(pool, f"{name}s").flatten(0, 1)
+        # Keys of both differ in their last bits; one between two steps may go to either side.
+        ours = codec.decode(
+            found[live], getattr(pool, f"{name}_scale").flatten(0, 1)[live], torch.float32
+        )
+        step = (codec.decode(codes, scales, torch.float32) - exact).abs().max() * 2.2 + 1e-6
+        assert (ours - exact).abs().max() <= step
+        same = (found[live] == codes).float().mean()
+        assert same > 0.98, f"{name}: {same:.3f} of the codes are the same"
+        left = torch.ones(60 * 8, dtype=torch.bool, device=DEVICE)
+        left[live] = False
+        assert not found[left].any(), "an idle batch slot has stored something"

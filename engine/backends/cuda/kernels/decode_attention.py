@@ -9,6 +9,7 @@ from torch import Tensor
 
 from engine.backends.cuda.kernels.available import on_triton
 from engine.backends.cuda.kernels.worklist import WorkList
+from engine.cache import Stored
 
 
 @dataclass(frozen=True)
@@ -46,8 +47,8 @@ def empty_partials(work: WorkList, group: int, head_dim: int) -> Partials:
 
 def decode_attention_reference(
     query: Tensor,
-    keys: Tensor,
-    values: Tensor,
+    keys: Tensor | Stored,
+    values: Tensor | Stored,
     table: Tensor,
     work: WorkList,
     layer: int,
@@ -73,8 +74,8 @@ def decode_attention_reference(
 
 def decode_attention(
     query: Tensor,
-    keys: Tensor,
-    values: Tensor,
+    keys: Tensor | Stored,
+    values: Tensor | Stored,
     table: Tensor,
     work: WorkList,
     layer: int,
@@ -90,7 +91,7 @@ def decode_attention(
 
     Args:
         query: ``[B, Hq, D]`` float16, bfloat16 or float32, contiguous along D; G from 1 to 8.
-        keys, values: ``[pages, P, D]``, the pool; P a power of two.
+        keys, values: ``[pages, P, D]``, the pool as attention reads it; P a power of two.
         table: ``[S, L, H, W]`` int64 page ids.
         work: what ``build_worklist`` made of this step's lengths.
         layer: its index in ``work`` and ``table``.

@@ -20,7 +20,9 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.backends.cuda.kernels.decode_attention import Partials
+from engine.backends.cuda.kernels.forms_triton import load_codes, load_scale, load_zero, parts
 from engine.backends.cuda.kernels.worklist import WorkList
+from engine.cache import Stored
 
 # 3 stages: a tile in use and two on their way, 48 KiB of shared memory in half precision. With at
 # most 128 registers per thread (the compile test says so) four programs share a multiprocessor,
@@ -35,8 +37,8 @@ MERGE_ELEMENTS = tl.constexpr(4096)  # partial outputs a program has in flight w
 
 def decode_attention(
     query: Tensor,
-    keys: Tensor,
-    values: Tensor,
+    keys: Tensor | Stored,
+    values: Tensor | Stored,
     table: Tensor,
     work: WorkList,
     layer: int,
@@ -47,10 +49,14 @@ def decode_attention(
 ) -> None:
     """See :func:`engine.backends.cuda.kernels.decode_attention.decode_attention`; one launch."""
     heads, head_dim, group = work.heads, query.shape[2], query.shape[1] // work.heads
+    key_codes, key_scales, key_bits = parts(keys)
+    value_codes, value_scales, value_bits = parts(values)
     decode_kernel[(work.runs.shape[1],)](
         query,
-        keys,
-        values,
+        key_codes,
+        value_codes,
+        key_scales,
+        value_scales,
         table,
         work.rows[layer],
         work.runs[layer],
@@ -69,7 +75,9 @@ def decode_attention(
         GROUP=triton.next_power_of_2(group),
         D=head_dim,
         BLOCK_D=triton.next_power_of_2(head_dim),
-        P=keys.shape[1],
+        P=key_codes.shape[1],
+        KEY_BITS=key_bits,
+        VALUE_BITS=value_bits,
         TILE=work.tile,
         WRITE_LSE=lse is not None,
         num_warps=WARPS,
@@ -149,6 +157,8 @@ def decode_kernel(
     query,
     keys,
     values,
+    key_scale,
+    value_scale,
     table,
     rows,
     runs,
@@ -168,6 +178,8 @@ def decode_kernel(
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     P: tl.constexpr,
+    KEY_BITS: tl.constexpr,
+    VALUE_BITS: tl.constexpr,
     TILE: tl.constexpr,
     WRITE_LSE: tl.constexpr,
 ):
@@ -208,9 +220,21 @@ def decode_kernel(
             mask=live,
             other=0.0,
         )
-        key = tl.load(keys + slot[:, None] + d[None, :], mask=mask, other=0.0)
-        value = tl.load(values + slot[:, None] + d[None, :], mask=mask, other=0.0)
+        entry = pages.to(tl.int64) * P + (at + batch_slot) % P
+        if KEY_BITS == 0:
+            key = tl.load(keys + slot[:, None] + d[None, :], mask=mask, other=0.0)
+        else:
+            key = load_codes(keys, entry, d, mask, q.dtype, D, KEY_BITS)
+        if VALUE_BITS == 0:
+            value = tl.load(values + slot[:, None] + d[None, :], mask=mask, other=0.0)
+        else:
+            value = load_codes(values, entry, d, mask, q.dtype, D, VALUE_BITS)
         scores = tl.dot(q, tl.trans(key), input_precision="ieee")
+        if (KEY_BITS == 8) | (KEY_BITS == 4):
+            scores *= load_scale(key_scale, entry, there, KEY_BITS)[None, :]
+        if KEY_BITS == 4:
+            summed_query = tl.sum(q.to(tl.float32), 1)
+            scores += summed_query[:, None] * load_zero(key_scale, entry, there)[None, :]
         scores = tl.where(there[None, :], scores, float("-inf"))
         high = tl.maximum(peak, tl.max(scores, 1))
         # In a row without entries nothing is above -inf; -inf - -inf must not come up.
@@ -218,7 +242,13 @@ def decode_kernel(
         shrink = tl.exp2((peak - base) * factor)
         weight = tl.exp2((scores - base[:, None]) * factor)
         total = total * shrink[:, None] + weight
-        acc = tl.dot(weight.to(value.dtype), value, acc * shrink[:, None], input_precision="ieee")
+        share = weight
+        if (VALUE_BITS == 8) | (VALUE_BITS == 4):
+            share = weight * load_scale(value_scale, entry, there, VALUE_BITS)[None, :]
+        acc = tl.dot(share.to(value.dtype), value, acc * shrink[:, None], input_precision="ieee")
+        if VALUE_BITS == 4:
+            zero = load_zero(value_scale, entry, there)
+            acc += tl.sum(weight * zero[None, :], 1)[:, None]
         peak = high
 
         ends = at + TILE >= entries

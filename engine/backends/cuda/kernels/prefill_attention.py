@@ -6,10 +6,16 @@ import torch
 from torch import Tensor
 
 from engine.backends.cuda.kernels.available import on_triton
+from engine.cache import Stored
 
 
 def prefill_attention_reference(
-    query: Tensor, keys: Tensor, values: Tensor, length: Tensor, table: Tensor, scale: float
+    query: Tensor,
+    keys: Tensor | Stored,
+    values: Tensor | Stored,
+    length: Tensor,
+    table: Tensor,
+    scale: float,
 ) -> tuple[Tensor, Tensor]:
     """Compute :func:`prefill_attention` in torch: one KV head after the other, in float32."""
     group = query.shape[0] // length.shape[0]
@@ -27,7 +33,12 @@ def prefill_attention_reference(
 
 
 def prefill_attention(
-    query: Tensor, keys: Tensor, values: Tensor, length: Tensor, table: Tensor, scale: float
+    query: Tensor,
+    keys: Tensor | Stored,
+    values: Tensor | Stored,
+    length: Tensor,
+    table: Tensor,
+    scale: float,
 ) -> tuple[Tensor, Tensor]:
     """Attend from every query of a chunk to all retained entries of its KV head, no causality.
 
@@ -37,7 +48,7 @@ def prefill_attention(
     Args:
         query: ``[Hq, C, D]`` float16, bfloat16 or float32, contiguous along D (a transposed
             ``[C, Hq, D]`` will do).
-        keys, values: ``[pages, P, D]``, the pool; P a power of two.
+        keys, values: ``[pages, P, D]``, the pool as attention reads it; P a power of two.
         length: ``[H]`` int64 entries per KV head of one sequence and layer, from before the
             chunk was appended; table: ``[H, W]`` int64 page ids, contiguous along W.
         scale: factor on the logits, above 0.

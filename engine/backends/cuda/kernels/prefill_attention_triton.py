@@ -13,6 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.backends.cuda.kernels.forms_triton import load_codes, load_scale, load_zero, parts
+from engine.cache import Stored
+
 STAGES = 3
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -32,19 +35,28 @@ def blocks(dtype: torch.dtype, head_dim: int, queries: int) -> tuple[int, int, i
 
 
 def prefill_attention(
-    query: Tensor, keys: Tensor, values: Tensor, length: Tensor, table: Tensor, scale: float
+    query: Tensor,
+    keys: Tensor | Stored,
+    values: Tensor | Stored,
+    length: Tensor,
+    table: Tensor,
+    scale: float,
 ) -> tuple[Tensor, Tensor]:
     """See :func:`engine.backends.cuda.kernels.prefill_attention.prefill_attention`; one launch."""
     query_heads, count, head_dim = query.shape
     heads = length.shape[0]
+    key_codes, key_scales, key_bits = parts(keys)
+    value_codes, value_scales, value_bits = parts(values)
     group = query_heads // heads
     out = torch.empty_like(query)
     lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
     block, tile, warps = blocks(query.dtype, head_dim, group * count)
     prefill_kernel[(triton.cdiv(group * count, block), heads)](
         query,
-        keys,
-        values,
+        key_codes,
+        value_codes,
+        key_scales,
+        value_scales,
         length,
         table,
         out,
@@ -60,7 +72,9 @@ def prefill_attention(
         G=group,
         D=head_dim,
         BLOCK_D=triton.next_power_of_2(head_dim),
-        P=keys.shape[1],
+        P=key_codes.shape[1],
+        KEY_BITS=key_bits,
+        VALUE_BITS=value_bits,
         BLOCK=block,
         TILE=tile,
         num_warps=warps,
@@ -74,6 +88,8 @@ def prefill_kernel(
     query,
     keys,
     values,
+    key_scale,
+    value_scale,
     length,
     table,
     out,
@@ -90,6 +106,8 @@ def prefill_kernel(
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     P: tl.constexpr,
+    KEY_BITS: tl.constexpr,
+    VALUE_BITS: tl.constexpr,
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
 ):
@@ -117,15 +135,33 @@ def prefill_kernel(
         there = at + batch_slot < entries
         mask = there[:, None] & in_head
         slot = pages.to(tl.int64) * (P * D) + (at + batch_slot) % P * D
-        key = tl.load(keys + slot[:, None] + d[None, :], mask=mask, other=0.0)
-        value = tl.load(values + slot[:, None] + d[None, :], mask=mask, other=0.0)
+        entry = pages.to(tl.int64) * P + (at + batch_slot) % P
+        if KEY_BITS == 0:
+            key = tl.load(keys + slot[:, None] + d[None, :], mask=mask, other=0.0)
+        else:
+            key = load_codes(keys, entry, d, mask, q.dtype, D, KEY_BITS)
+        if VALUE_BITS == 0:
+            value = tl.load(values + slot[:, None] + d[None, :], mask=mask, other=0.0)
+        else:
+            value = load_codes(values, entry, d, mask, q.dtype, D, VALUE_BITS)
         scores = tl.dot(q, tl.trans(key), input_precision="ieee")
+        if (KEY_BITS == 8) | (KEY_BITS == 4):
+            scores *= load_scale(key_scale, entry, there, KEY_BITS)[None, :]
+        if KEY_BITS == 4:
+            summed_query = tl.sum(q.to(tl.float32), 1)
+            scores += summed_query[:, None] * load_zero(key_scale, entry, there)[None, :]
         scores = tl.where(there[None, :], scores, float("-inf"))
         high = tl.maximum(peak, tl.max(scores, 1) * factor)  # above -inf: a tile has an entry
         shrink = tl.exp2(peak - high)
         weight = tl.exp2(scores * factor - high[:, None])
         total = total * shrink + tl.sum(weight, 1)
-        acc = tl.dot(weight.to(value.dtype), value, acc * shrink[:, None], input_precision="ieee")
+        share = weight
+        if (VALUE_BITS == 8) | (VALUE_BITS == 4):
+            share = weight * load_scale(value_scale, entry, there, VALUE_BITS)[None, :]
+        acc = tl.dot(share.to(value.dtype), value, acc * shrink[:, None], input_precision="ieee")
+        if VALUE_BITS == 4:
+            zero = load_zero(value_scale, entry, there)
+            acc += tl.sum(weight * zero[None, :], 1)[:, None]
         peak = high
         ahead = at + TILE + batch_slot
         pages = tl.load(mine + ahead // P, mask=ahead < entries, other=0).to(tl.int32)

@@ -53,14 +53,14 @@ def store_layer(
         rope: cos and signed sin ``[B, rot]`` in the model's dtype (``Rope``);
             features past ``rot`` pass through.
         qk_norm: ``[Hq + H, D]`` gains of the per-head RMSNorm of q and k, or None; eps: of it.
-        pool: written at ``slots``, with modality 0 (text) and state 0.
+        pool: written at ``slots``, rounded as its form says, with modality 0 (text) and state 0.
         slots: ``[B, H]`` int64 flat slots ``page * P + offset``, all different; or -1. May be
             ``[:, layer]`` of those of all layers.
         position: ``[B]`` int64 token indices.
         readout: the layer's gate, or None: ``log_beta`` is left alone then.
 
     Returns:
-        queries ``[B, Hq, D]``, normalised and rotated.
+        queries ``[B, Hq, D]``, normalised and rotated; and turned where the pool's form is.
     """
     if on_triton(qkv):
         from engine.backends.cuda.kernels import store_triton
@@ -68,7 +68,7 @@ def store_layer(
         run = store_triton.store_layer
     else:
         run = store_layer_reference
-    return run(qkv, rope, qk_norm, eps, pool, slots, position, readout)
+    return pool.form.rotate(run(qkv, rope, qk_norm, eps, pool, slots, position, readout))
 
 
 def store_layer_reference(
@@ -83,7 +83,7 @@ def store_layer_reference(
 ) -> Tensor:
     """Compute :func:`store_layer` by the eager decoder's own operations: the reference."""
     batch_slots, heads = slots.shape
-    head_dim = pool.keys.shape[-1]
+    head_dim = pool.form.key.head_dim(pool.keys.shape[-1])
     fused = qkv.reshape(batch_slots, -1, head_dim)
     rotated = fused.shape[1] - heads
     turned, value = fused[:, :rotated], fused[:, rotated:]
@@ -93,8 +93,7 @@ def store_layer_reference(
     query, key = turned[:, :-heads], turned[:, -heads:]
     live = slots >= 0
     where = slots[live]
-    pool.keys.flatten(0, 1)[where] = key[live]
-    pool.values.flatten(0, 1)[where] = value[live]
+    pool.store(where, key[live], value[live])
     pool.position.view(-1)[where] = position.int()[:, None].expand_as(slots)[live]
     pool.modality.view(-1)[where] = 0
     pool.state.flatten(0, 1)[where] = 0

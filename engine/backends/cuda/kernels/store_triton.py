@@ -10,11 +10,14 @@ between threads.
 
 from __future__ import annotations
 
+import copy
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.backends.cuda.kernels.forms_triton import encode
 from engine.backends.cuda.kernels.store import Readout
 from engine.cache import Columns
 
@@ -36,7 +39,11 @@ def store_layer(
 ) -> Tensor:
     """See :func:`engine.backends.cuda.kernels.store.store_layer`."""
     batch_slots, heads = slots.shape
-    head_dim = pool.keys.shape[-1]
+    head_dim = pool.form.key.head_dim(pool.keys.shape[-1])
+    rounded = pool
+    if not pool.form.plain:  # the kernel leaves them beside the pool, one per batch slot and head
+        pool = copy.copy(pool)
+        pool.keys, pool.values = qkv.new_empty(2, batch_slots, heads, head_dim).unbind(0)
     group = qkv.shape[1] // (head_dim * heads) - 2
     query = torch.empty(batch_slots, heads * group, head_dim, dtype=qkv.dtype, device=qkv.device)
     cos, sin = (x.contiguous() for x in rope)
@@ -68,8 +75,14 @@ def store_layer(
         NORM=qk_norm is not None,
         TRUNK=trunk.shape[1] if readout else 0,
         STATE=pool.state.shape[-1],
+        BESIDE=pool is not rounded,
         **shape,
     )
+    if pool is not rounded:
+        form = rounded.form
+        key, value = form.rotate(pool.keys), form.rotate(pool.values)
+        encode(key, slots, rounded.keys, rounded.key_scale, form.key)
+        encode(value, slots, rounded.values, rounded.value_scale, form.value)
     return query
 
 
@@ -115,6 +128,7 @@ def store_kernel(
     NORM: tl.constexpr,
     TRUNK: tl.constexpr,
     STATE: tl.constexpr,
+    BESIDE: tl.constexpr,
     ROWS: tl.constexpr,
     DIM_BLOCK: tl.constexpr,
     TRUNK_BLOCK: tl.constexpr,
@@ -173,7 +187,10 @@ def store_kernel(
     tl.store(
         query + (batch_slot * HEADS * GROUP + source) * DIM + feature[None, :], turned, is_query
     )
-    here = tl.broadcast_to(slot * DIM + feature[None, :], (ROWS, DIM_BLOCK))
+    to = slot
+    if BESIDE:
+        to = batch_slot * HEADS + head
+    here = tl.broadcast_to(to * DIM + feature[None, :], (ROWS, DIM_BLOCK))
     tl.store(pool_keys + here, turned, inside & (row == GROUP)[:, None])
     tl.store(pool_values + here, plain.to(dtype), inside & (row == GROUP + 1)[:, None])
     tl.store(pool_position + slot, at.to(tl.int32))
