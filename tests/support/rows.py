@@ -6,19 +6,26 @@ import torch
 from torch import Tensor
 
 from engine.backends.cuda.kernels.append import Rows
-from engine.cache import COLUMNS, Columns, PagePool, RaggedCache
+from engine.cache import COLUMNS, Columns, Form, PagePool, RaggedCache
+from engine.cache.forms import AUTO
 from tests.support.kernels import DEVICE
 
 
 def eager_cache(
-    lengths: Tensor, page: int, pages: int, width: int, dim: int = 4, seed: int = 0
+    lengths: Tensor,
+    page: int,
+    pages: int,
+    width: int,
+    dim: int = 4,
+    seed: int = 0,
+    form: Form = AUTO,
 ) -> RaggedCache:
     """Sequences with rows of ``lengths [S, L, H]``; free pages in random order, random content.
 
     Positions of a row are different and below its sequence's longest row; their order is random.
     """
     source = torch.Generator().manual_seed(seed)
-    pool = PagePool(page, dim, pages)
+    pool = PagePool(page, dim, pages, form=form)
     pool._stack.copy_(torch.randperm(pages, generator=source))
     pool.limit = pages
     cache = RaggedCache(pool, *lengths.shape[1:])
@@ -26,9 +33,13 @@ def eager_cache(
         rows = length.flatten().tolist()
         total, seen = sum(rows), max(max(rows), 1)
         places = [torch.randperm(seen, generator=source)[:count] for count in rows]
-        content = {name: torch.randn(total, dim, generator=source) for name in ("keys", "values")}
-        content |= {"log_beta": -torch.rand(total, generator=source), "position": torch.cat(places)}
-        content |= {"modality": torch.randint(3, (total,), generator=source)}
+        content = {}
+        for name in ("key", "value"):
+            x = torch.randn(total, dim, generator=source)
+            content[f"{name}s"], content[f"{name}_scale"] = getattr(form, name).encode(x)
+        content |= {"log_beta": -torch.rand(total, generator=source)}
+        content |= {"position": torch.cat(places).int()}
+        content |= {"modality": torch.randint(3, (total,), generator=source).to(torch.uint8)}
         cache.import_({"length": length, **content})
     assert lengths.max() <= width * page, "the test's rows are longer than its table"
     table = torch.zeros(*lengths.shape, width, dtype=torch.int64)

@@ -22,6 +22,7 @@ from engine.backends.cuda.kernels.evict import (
     unsupported_reason,
 )
 from engine.cache import RaggedCache
+from engine.cache.forms import FORMS as KV
 from engine.policies import CacheView, Policy, make_policy
 from engine.policies.allocation import GlobalAllocation
 from engine.policies.score import lookahead_log_score
@@ -94,10 +95,14 @@ def eager_counts(
 class Machine:
     """The eager cache and its copy on the device, taken through the same steps."""
 
-    def __init__(self, policy: Policy, levels: str, seed: int, page: int = 8) -> None:
+    def __init__(
+        self, policy: Policy, levels: str, seed: int, page: int = 8, kv: str = "auto"
+    ) -> None:
         self.policy, self.levels = policy, LEVELS[levels]
         self.random = torch.Generator().manual_seed(seed)
-        self.cache = eager_cache(LENGTHS * page // 8, page, pages=160, width=12, seed=seed)
+        self.cache = eager_cache(
+            LENGTHS * page // 8, page, pages=160, width=12, seed=seed, form=KV[kv]
+        )
         pool = self.cache.pool
         pool.log_beta.copy_(self.rates(pool.log_beta.numel()).view_as(pool.log_beta))
         self.rows, self.columns = to_device(self.cache)
@@ -229,6 +234,15 @@ def test_slack_and_budgets_at_their_edges(form: Any, name: str) -> None:
     gone = machine.evict(form, [0, 1, 2], allowed, 4)
     assert gone == [2 if name == "trimkv" else 7, 0, everything]
     machine.cache.check()
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("kv", ["int8", "k8v4", "int4"])
+def test_codes_and_scales_move_with_their_entries(form: Any, kv: str) -> None:
+    machine = Machine(make_policy("dbtrimkv"), "all different", seed=5, kv=kv)
+    held = [int(machine.cache.length[seq].sum()) for seq in range(3)]
+    gone = machine.evict(form, [0, 1, 2], [n - n // 3 for n in held], 0)
+    assert gone == [n // 3 for n in held]
 
 
 @pytest.mark.parametrize("form", FORMS)
