@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from eval.bench.startup import write_text_model
 from tests.support.chat_models import save_llama
 
@@ -54,6 +56,7 @@ def test_help_and_mistakes_import_nothing_heavy() -> None:
     assert found == [f"{code} []" for code in (0, 0, 0, 2, 2, 1, 1, 0, 1)]
 
 
+@pytest.mark.slow(reason="a process that starts torch")
 def test_a_text_model_needs_no_modelling_code(tmp_path: Path) -> None:
     qwen, llama = write_text_model(tmp_path / "qwen"), save_llama(tmp_path / "llama")
     few = ("-p", "hi", "--max-new-tokens", "2")
@@ -61,6 +64,7 @@ def test_a_text_model_needs_no_modelling_code(tmp_path: Path) -> None:
     assert imported(MODELLING, *answers) == ["0 []", "0 []"]
 
 
+@pytest.mark.slow(reason="a process that starts torch")
 def test_a_picture_model_needs_none_before_its_first_picture() -> None:
     answer = ("chat", "-p", "hi", "--max-new-tokens", "2")
     assert imported(f"{MODELLING},transformers.processing_utils", answer) == ["0 []"]

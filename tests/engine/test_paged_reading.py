@@ -14,10 +14,13 @@ from engine.policies import make_policy
 from tests.engine.backends.test_native import engine_for
 from tests.support.policies import KINDS
 from tests.support.sessions import assert_same_rows, text_ids
+from tests.support.tiers import slow_but
 
 
 @pytest.mark.parametrize("policy", KINDS)
-@pytest.mark.parametrize("model", ["qwen3_vl", "llama_biased", "odd", "mistral"])
+@pytest.mark.parametrize(
+    "model", slow_but(["odd"], ["qwen3_vl", "llama_biased", "odd", "mistral"], "the other models")
+)
 def test_chunks_and_window_scores_read_pages(
     model: str, policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,7 +18,15 @@ from torch import Tensor
 
 from engine.runtime import Runtime
 from engine.sequence import CachedSequence
-from tests.support.factories import CHECKPOINTS, Piece, checkpoint, join_turns, make_turn, pad_left
+from tests.support.factories import (
+    CHECKPOINTS,
+    FAMILIES,
+    Piece,
+    checkpoint,
+    join_turns,
+    make_turn,
+    pad_left,
+)
 from tests.support.tiers import slow_but
 
 STEPS = 64
@@ -90,9 +98,6 @@ def prompt(name: str, seed: int = 0) -> dict[str, Tensor]:
 
 
 # The first checkpoint of each family; the others are its variants.
-FAMILIES = {spec.model_type: name for name, spec in reversed(CHECKPOINTS.items())}.values()
-
-
 @pytest.mark.parametrize("name", slow_but(FAMILIES, CHECKPOINTS, "a variant of a family"))
 def test_one_turn(name: str) -> None:
     """Several pictures of different sizes where the family sees."""

@@ -20,7 +20,9 @@ from tests.support.oracle import METHODS, Oracle
 from tests.support.oracle.methods import attention
 from tests.support.oracle.methods.base import Method
 from tests.support.oracle.methods.frozen import PromptKept
+from tests.support.policies import EVICTING_KINDS
 from tests.support.sessions import save_checkpoint, text_ids
+from tests.support.tiers import slow_but
 
 # Small enough that every method has entries to choose from at a budget of 12.
 SMALL: dict[str, dict[str, Any]] = {
@@ -73,7 +75,7 @@ def talk(name: str, budget: float = 12.5) -> Iterator[Oracle]:
         yield oracle
 
 
-@pytest.mark.parametrize("name", EVICTING)
+@pytest.mark.parametrize("name", slow_but(EVICTING_KINDS, EVICTING, "the other presets"))
 def test_budgets_hold_and_are_used(name: str) -> None:
     """Groups never hold more than their shares, which are never more than was promised."""
     for oracle in talk(name):

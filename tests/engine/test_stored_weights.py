@@ -18,7 +18,8 @@ from engine.model.families import Family, family_for, loading
 from engine.model.families.deferred import DeferredModel
 from engine.model.spec import DecoderSpec, RopeSpec
 from engine.model.weights import DecoderWeights
-from tests.support.factories import CHECKPOINTS, checkpoint
+from tests.support.factories import CHECKPOINTS, FAMILIES, checkpoint
+from tests.support.tiers import slow_but
 
 
 def through_transformers(
@@ -72,7 +73,7 @@ def assert_loads_alike(folder: Path, dtype: torch.dtype, direct: bool = True) ->
     assert family.hf.config.get_text_config().num_hidden_layers == spec.num_layers
 
 
-@pytest.mark.parametrize("name", CHECKPOINTS)
+@pytest.mark.parametrize("name", slow_but(FAMILIES, CHECKPOINTS, "a variant of a family"))
 def test_every_family(name: str) -> None:
     assert_loads_alike(checkpoint(name), torch.float32)
 

@@ -18,6 +18,7 @@ from engine.lock import FairLock
 from mmkv import Engine, Sampling
 from mmkv.session import Session
 from tests.support.chat_models import picture, save_qwen3_vl, script
+from tests.support.tiers import slow_but
 
 THREADS = 8
 
@@ -99,7 +100,7 @@ def life(engine: Engine, number: int, folder: Path) -> list[Any]:
     return seen
 
 
-@pytest.mark.parametrize("backend", ["native", "torch"])
+@pytest.mark.parametrize("backend", slow_but(["native"], ["native", "torch"], "the other path"))
 def test_eight_threads_say_what_they_say_one_after_the_other(
     backend: str, qwen: Path, tmp_path: Path, quick_switches: None
 ) -> None:

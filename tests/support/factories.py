@@ -109,6 +109,9 @@ CHECKPOINTS: dict[str, Checkpoint] = {
     "phi3_sliding": Checkpoint("phi3", 6, 2, 32, tied=True, text={"sliding_window": 24}),
 }
 
+# One checkpoint of each family.
+FAMILIES = {spec.model_type: name for name, spec in reversed(CHECKPOINTS.items())}.values()
+
 
 @functools.cache
 def checkpoint(name: str) -> Path:

@@ -116,7 +116,7 @@ def evictor_at(level: str, policy: Policy) -> NativeEvictor:
 
 
 @needs_native
-@pytest.mark.parametrize(("level", "examples"), drawn(40, 250))
+@pytest.mark.parametrize(("level", "examples"), drawn(20, 250))
 def test_victims_and_pages_are_those_of_torch(level: str, examples: int) -> None:
     policies, budgets = st.sampled_from(POLICIES[1:]), st.integers(0, 130)
     drawn_from = given(st.just(level), LENGTHS, LEVELS, policies, AGES, ENDS, budgets)
@@ -151,7 +151,7 @@ def assert_evicts_as_torch(
 
 
 @needs_native
-@pytest.mark.parametrize(("level", "examples"), drawn(15, 100))
+@pytest.mark.parametrize(("level", "examples"), drawn(8, 100))
 def test_scores_that_differ_by_one_rounding(level: str, examples: int) -> None:
     """Steps of a decode loop, whose search is in single precision where nothing hangs on it."""
     drawn_from = given(

@@ -30,6 +30,7 @@ from engine.query_window import QUERIES, window_attention
 from engine.runtime import Runtime
 from tests.engine.test_policies import make_view
 from tests.support.sessions import LATER, PICTURES, load, text_ids
+from tests.support.tiers import slow_but
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,7 @@ def pair(folder: Path, policy: Policy, **options: Any) -> list[Runtime]:
     return engines
 
 
-@pytest.mark.parametrize("evict_every", [1, 3])
+@pytest.mark.parametrize("evict_every", slow_but([1], [1, 3], "the same, evicting less often"))
 @pytest.mark.parametrize("name", POLICIES)
 def test_c_and_torch_keep_the_same(name: str, evict_every: int, folders: dict[str, Path]) -> None:
     """Turns with pictures, batches of three with budgets of their own, and a fork."""

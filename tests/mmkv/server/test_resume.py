@@ -16,6 +16,7 @@ from mmkv.server.machine import Machine
 from mmkv.server.prompts import segments
 from tests.support.chat_models import picture, save_qwen3_vl
 from tests.support.servers import Server, picture_part, serving
+from tests.support.tiers import slow_but
 
 LONG = "a text that is long enough to be read in several chunks of sixteen tokens each"
 PICTURE = picture_part(picture("red", (40, 32)))
@@ -66,7 +67,7 @@ def usage(answer: Any) -> dict[str, Any]:
     return answer.json()["usage"]
 
 
-@pytest.mark.parametrize("policy", CAUSAL)
+@pytest.mark.parametrize("policy", slow_but(CAUSAL[:3], CAUSAL, "the other policies"))
 def test_a_resumed_memory_is_that_of_a_fresh_run(
     policy: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
