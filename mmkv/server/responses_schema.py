@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field, StrictBool
 
 from mmkv.server.schema import (
+    Body,
     ChatMessage,
     ChatRequest,
     ImagePart,
@@ -76,7 +77,7 @@ class TextOptions(Strict):
     verbosity: str | None = None
 
 
-class ResponseRequest(Strict):
+class ResponseRequest(Body):
     """A request for a response."""
 
     model: str

@@ -110,7 +110,17 @@ class MmkvOptions(Strict):
     lookahead: float | None = None
 
 
-class ChatRequest(Strict):
+class Body(Strict):
+    """A whole request."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_whole_characters(cls, given: Any) -> Any:
+        require_whole_characters(given)
+        return given
+
+
+class ChatRequest(Body):
     """A request for replies to a conversation."""
 
     model: str
@@ -154,12 +164,6 @@ class ChatRequest(Strict):
     web_search_options: Any = None
     store: Any = None
     moderation: Any = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _has_whole_characters(cls, given: Any) -> Any:
-        require_whole_characters(given)
-        return given
 
 
 def require_whole_characters(given: Any) -> None:

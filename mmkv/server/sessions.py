@@ -21,7 +21,7 @@ from mmkv.server.chat import ChatCall
 from mmkv.server.conversation import digest_of
 from mmkv.server.errors import ApiError
 from mmkv.server.room import Caller, Room
-from mmkv.server.schema import ChatRequest, Number, Strict, parse_budget
+from mmkv.server.schema import Body, ChatRequest, Number, parse_budget
 from mmkv.server.turns import Asking, Turn, hold, release
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}"
 
 
-class NewSession(Strict):
+class NewSession(Body):
     """What a session is made with.
 
     Attributes:
@@ -44,7 +44,7 @@ class NewSession(Strict):
     metadata: dict[str, str] = Field(default_factory=dict)
 
 
-class SavedName(Strict):
+class SavedName(Body):
     """Where a session is saved, by a name in the server's own folder."""
 
     name: str

@@ -267,6 +267,18 @@ def test_another_model(server: Server) -> None:
     assert post(server, "hello", model="gpt").status_code == 404
 
 
+def test_half_characters_are_refused(server: Server) -> None:
+    halves = {"metadata": {"a": "\ud800"}}
+    for path, given in (
+        ("/v1/responses", body("hello", **halves)),
+        ("/v1/responses", body("\udfff")),
+        ("/v1/sessions", halves),
+    ):
+        kind = {"Content-Type": "application/json"}
+        answer = server.client.post(path, content=json.dumps(given), headers=kind)
+        assert answer.status_code == 400 and "surrogate" in answer.json()["error"]["message"]
+
+
 def test_nothing_is_compacted(server: Server) -> None:
     assert server.client.post("/v1/responses/compact", json=body("hello")).status_code == 404
 
