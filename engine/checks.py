@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numbers
+from collections.abc import Sequence
 from typing import Any
 
 
@@ -22,6 +23,12 @@ def require_type(name: str, value: Any, kinds: type | tuple[type, ...], wanted: 
     """Raise TypeError unless ``value`` is of ``kinds``, in words ``wanted``."""
     if not isinstance(value, kinds):
         raise TypeError(f"{name} must be {wanted}, not {_a(value)}")
+
+
+def require_list(name: str, value: Any, of: str) -> None:
+    """Raise TypeError unless ``value`` is a list, tuple or other sequence that is no text."""
+    if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
+        raise TypeError(f"{name} must be a list of {of}, not {_a(value)}")
 
 
 def shown(value: Any, most: int = 80) -> str:

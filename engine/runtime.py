@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -18,6 +19,7 @@ from engine.backends.cuda.kernels.sample import Draw, columns_of, guard, sample,
 from engine.backends.torch.backend import TorchBackend
 from engine.backends.torch.write_step import WriteStep, admitting
 from engine.cache import Form, PagePool, RaggedCache
+from engine.checks import require_list
 from engine.config import EngineConfig
 from engine.errors import BROKEN, GateError, InputError, NotFiniteError, SessionError
 from engine.eviction import cut_to_budgets
@@ -439,16 +441,30 @@ class Runtime:
         return made
 
     def _check_step(self, sessions: Sequence[CachedSequence], token_ids: Sequence[int]) -> None:
+        require_list("sessions", sessions, "sessions")
+        if not isinstance(token_ids, torch.Tensor) or token_ids.dim() != 1:
+            require_list("token_ids", token_ids, "token ids")
         if not sessions or len(sessions) != len(token_ids):
             raise InputError(
                 f"{len(sessions)} sessions and {len(token_ids)} tokens; give one token a session"
             )
         if len({id(session) for session in sessions}) != len(sessions):
             raise InputError("a session stands twice in the batch; fork it to decode it twice")
-        for session, token in zip(sessions, token_ids, strict=True):
+        for session, token in zip(sessions, map(_token_id, token_ids), strict=True):
             if session.engine is not self:
                 raise SessionError("a session of another engine; decode it with its own engine")
             session._require_open()
             session._require_context(1, session.next_position + 1)
             if not 0 <= token < self.decoder.weights.embed.shape[0]:
                 raise InputError(f"token id {token} is outside the vocabulary")
+
+
+def _token_id(token: Any) -> int:
+    """Return a token id as an int. Raises TypeError: it is no whole number."""
+    try:
+        made = operator.index(token)
+    except TypeError:
+        made = None
+    if made is None or isinstance(token, bool):
+        raise TypeError(f"a token id must be a whole number, not a {type(token).__name__}")
+    return made

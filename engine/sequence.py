@@ -274,10 +274,11 @@ class CachedSequence:
 
     def save(self, path: str | Path, extra: dict[str, str] | None = None) -> None:
         """Write the whole memory to one safetensors file, atomically. See session_file."""
-        from engine.sequence_file import save_session
+        from engine.sequence_file import checked_extra, save_session
 
+        target = user_path(path)
         with self.claimed():
-            save_session(self, user_path(path), extra or {})
+            save_session(self, target, checked_extra(extra))
 
     @torch.inference_mode()
     def close(self) -> None:

@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from engine.checks import shown
+from engine.checks import require_type, shown
 from engine.errors import BudgetError, SessionError
 from engine.policies import Budget
 
@@ -57,6 +57,15 @@ def save_session(session: CachedSequence, path: Path, extra: dict[str, str]) -> 
         raise SessionError(f"cannot write {path}: {error}; the old file is untouched") from error
     finally:
         Path(temporary).unlink(missing_ok=True)
+
+
+def checked_extra(extra: dict[str, str] | None) -> dict[str, str]:
+    """Return what is to be kept beside a session. Raises TypeError: it is no dict of texts."""
+    require_type("extra", {} if extra is None else extra, dict, "a dict of texts")
+    for name, text in (extra or {}).items():
+        require_type("a key of extra", name, str, "a text")
+        require_type(f"extra[{name!r}]", text, str, "a text")
+    return extra or {}
 
 
 @torch.inference_mode()

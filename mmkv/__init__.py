@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         InputError,
         MmkvError,
         ModelError,
+        NotFiniteError,
         PolicyError,
         SessionError,
     )
@@ -61,6 +62,7 @@ _HOMES = {
     "ModelError": "engine.errors",
     "Needs": "engine.policies",
     "NewTokens": "engine.policies",
+    "NotFiniteError": "engine.errors",
     "Parameter": "engine.policies",
     "Policy": "engine.policies",
     "PolicyError": "engine.errors",
@@ -93,6 +95,7 @@ __all__ = [
     "ModelError",
     "Needs",
     "NewTokens",
+    "NotFiniteError",
     "Parameter",
     "Policy",
     "PolicyError",

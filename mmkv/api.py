@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 
 from engine.budget import Budget
+from engine.checks import require_list
 from engine.config import EngineConfig
 from engine.errors import InputError
 from engine.runtime import Runtime
@@ -20,7 +21,7 @@ from mmkv.prompt.messages import is_blank, take_media
 from mmkv.prompt.processing import Processor, load_processor
 from mmkv.prompt.video import load_video
 from mmkv.reply import Reply
-from mmkv.sampling import Sampling
+from mmkv.sampling import Sampling, checked
 from mmkv.scheduler.batch import answer_all
 from mmkv.scheduler.replies import Prompt, ReplyJob
 from mmkv.session import Session
@@ -163,6 +164,8 @@ class Engine(Runtime):
         is what the conversation alone would get. Conversations for which ``kv_limit`` leaves no
         room wait for those before them. Raises MmkvError; no session stays open.
         """
+        require_list("conversations", conversations, "conversations or messages")
+        sampling = checked(sampling)
         batch: list[Any] = list(conversations)
         if batch and isinstance(batch[0], dict):
             batch = [batch]

@@ -62,6 +62,13 @@ class Sampling:
         _require(all(stop), "stop", "an empty string", "at least one character")
 
 
+def checked(sampling: Sampling | None) -> Sampling:
+    """Return the settings, greedy decoding for None. Raises TypeError: they are none."""
+    if sampling is not None:
+        require_type("sampling", sampling, Sampling, "a mmkv.Sampling")
+    return sampling or Sampling()
+
+
 def _require(holds: bool, name: str, value: object, wanted: str) -> None:
     if not holds:
         raise InputError(f"{name} is {value}; it must be {wanted}")

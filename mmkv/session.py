@@ -13,14 +13,16 @@ from typing import TYPE_CHECKING, Any, Self, cast
 
 import torch
 
+from engine.checks import require_list
 from engine.errors import ContextError, InputError, SessionError
 from engine.sequence import CachedSequence
+from engine.sequence_file import checked_extra
 from mmkv.interrupts import CtrlC
 from mmkv.prompt.media import load_image
 from mmkv.prompt.messages import is_blank, take_media
 from mmkv.prompt.video import load_video
 from mmkv.reply import Reply, ReplyWriter
-from mmkv.sampling import Sampling
+from mmkv.sampling import Sampling, checked
 from mmkv.stepping import step
 from mmkv.stream import ReplyStream
 
@@ -112,9 +114,10 @@ class Session(CachedSequence):
         holds what was shown. A stream that is no longer referred to is closed. Raises MmkvError;
         NotFiniteError takes the turn back where :meth:`take_back` can.
         """
+        settings = checked(sampling)
         with self.claimed():
             turn = self._compose(text, images, videos, system, fps, num_frames)
-        return ReplyStream(self, lambda: self._stream(turn, sampling or Sampling(), progress))
+        return ReplyStream(self, lambda: self._stream(turn, settings, progress))
 
     def undo(self) -> bool:
         """Take back the latest turn (question and reply); False when there is none to take back."""
@@ -145,12 +148,13 @@ class Session(CachedSequence):
 
     def save(self, path: str | Path, extra: dict[str, str] | None = None) -> None:
         """Write cache and conversation to one file, atomically. Raises SessionError."""
+        kept = checked_extra(extra)
         with self.claimed():
             dialogue = {
                 "mmkv.history": json.dumps(self.history),
                 "mmkv.unfed": json.dumps(self._unfed),
             }
-            super().save(path, (extra or {}) | dialogue)
+            super().save(path, kept | dialogue)
 
     @classmethod
     def load(cls, engine: Engine, path: str | Path) -> Session:
@@ -224,6 +228,10 @@ class Session(CachedSequence):
         started = time.perf_counter()
         if system is not None and self.history:
             raise InputError("a system message opens a conversation; start a new session for it")
+        if not isinstance(text, str):
+            require_list("text", text, "parts, or a text")
+        require_list("images", images, "pictures")
+        require_list("videos", videos, "videos")
         parts = [{"type": "text", "text": text}] if isinstance(text, str) else list(text)
         media = [{"type": "image", "image": image} for image in images]
         media += [{"type": "video", "video": video} for video in videos]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 from engine.errors import InputError, MmkvError, SessionError
 from engine.page_bound import Extent, lasting_bound, page_bound
 from mmkv.reply import Reply, ReplyWriter
-from mmkv.sampling import Sampling
+from mmkv.sampling import Sampling, checked
 from mmkv.scheduler.contract import Job, Price
 from mmkv.stepping import step
 
@@ -106,7 +106,7 @@ class ReplyJob:
         chunk: int | None = None,
         undo: bool = False,
     ) -> None:
-        self.engine, self.sampling, self._kept = engine, sampling or Sampling(), session
+        self.engine, self.sampling, self._kept = engine, checked(sampling), session
         if isinstance(prompt, Prompt) and prompt_tokens is None:
             prompt_tokens = prompt.tokens
         self._given, self.prompt_tokens = prompt, prompt_tokens

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,8 @@ import mmkv
 from engine.cache import PagePool
 from engine.errors import BudgetError, InputError, MmkvError, PolicyError
 from engine.memory import free_bytes
+from eval.fuzz.judge import failure_of
+from eval.fuzz.targets.api import PythonApi
 from mmkv.prompt.messages import take_media
 from mmkv.sampling import distribution
 
@@ -157,3 +160,29 @@ def test_a_conversation_is_no_text() -> None:
             take_media(odd)  # type: ignore[arg-type]
     with pytest.raises(InputError, match="empty"):
         take_media([])
+
+
+def test_odd_arguments_of_any_call_lead_to_one_sentence(tmp_path: Path) -> None:
+    target, rng = PythonApi(), Random(21)
+    target.prepare(tmp_path)
+    refused = 0
+    for _ in range(150):
+        case = target.make(rng)
+        try:
+            target.run(case)
+        except Exception as error:
+            assert failure_of(error) is None, f"{case}: {type(error).__name__}: {error}"
+            refused += 1
+        assert target.leaked() is None
+    assert refused > 60
+
+
+def test_every_error_is_exported() -> None:
+    import engine.errors
+
+    public = {
+        name
+        for name, value in vars(engine.errors).items()
+        if isinstance(value, type) and issubclass(value, engine.errors.MmkvError)
+    }
+    assert public <= {*mmkv.__all__}
