@@ -60,8 +60,8 @@ def answer(
             for piece in pieces:
                 bar.close()
                 if not whole:
-                    view.feed(piece)
                     line_open = True
+                    view.feed(piece)
         except KeyboardInterrupt:
             finished = False
         except Exception:
@@ -71,6 +71,8 @@ def answer(
         finally:
             pieces.close()
     if len(session.history) == before:  # stopped while the prompt was read: nothing was appended
+        if line_open:
+            view.close()
         return False
     if options.json and session.last is not None:
         _write(json.dumps(record(engine, session, options.model), indent=indent) + "\n")

@@ -41,7 +41,7 @@ class Editor:
         self._session: PromptSession[str] = PromptSession(
             ">>> ",
             multiline=True,
-            prompt_continuation="... ",
+            prompt_continuation=continuation,
             key_bindings=_bindings(),
             completer=_Completions(branches),
             complete_while_typing=False,
@@ -66,6 +66,15 @@ class Editor:
             return is_yes(asked.prompt(f"{question} [y/N] "))
         except EOFError:
             return False
+
+
+def continuation(width: int, line: int, wraps: int) -> str:
+    """Return what stands before a line: dots for one of the message, nothing for a wrapped one.
+
+    Args:
+        wraps: how often the terminal's edge has broken this line before.
+    """
+    return " " * width if wraps else "... "
 
 
 def _closes(block: str) -> bool:

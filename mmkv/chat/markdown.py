@@ -8,7 +8,11 @@ scrolled away is right. Nothing is hidden: HTML, references and the addresses of
 from __future__ import annotations
 
 import re
+import sys
+import termios
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from itertools import chain
 from typing import ClassVar
 
@@ -44,6 +48,7 @@ class MarkdownStream:
             redirect_stderr=False,
         )
         self._open, self._printed, self._rest_until = "", False, 0.0
+        self._drawing = ExitStack()
 
     def feed(self, piece: str) -> None:
         """Take the next piece of the reply. Control characters are dropped."""
@@ -54,6 +59,7 @@ class MarkdownStream:
         if begun < self._rest_until:
             return
         if not self._live.is_started:
+            self._drawing.enter_context(_no_echo())
             self._live.start()
         height = max(self._console.height - 2, 1)
         lines = self._gap() + self._lines(self._open)
@@ -63,8 +69,9 @@ class MarkdownStream:
 
     def close(self) -> None:
         """Print the rest; the cursor is then at the start of a line."""
-        self._live.update(SegmentLines([]))
-        self._live.stop()
+        with self._drawing:
+            self._live.update(SegmentLines([]))
+            self._live.stop()
         if lines := self._lines(self._open):
             self._print(lines)
         elif not self._printed:
@@ -96,6 +103,26 @@ class MarkdownStream:
         while lines and not lines[-1]:
             lines.pop()
         return lines[next((i for i, line in enumerate(lines) if line), 0) :]
+
+
+@contextmanager
+def _no_echo() -> Iterator[None]:
+    """Keep the terminal from echoing keys, which would move the cursor while blocks are drawn.
+
+    What is typed is not lost: the next prompt reads it.
+    """
+    try:
+        before = termios.tcgetattr(sys.stdin)
+        quiet = list(before)
+        quiet[3] &= ~termios.ECHO
+        termios.tcsetattr(sys.stdin, termios.TCSANOW, quiet)
+    except (OSError, ValueError, termios.error):  # no terminal to read from
+        yield
+        return
+    try:
+        yield
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSANOW, before)
 
 
 class _Heading(Heading):

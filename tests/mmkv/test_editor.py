@@ -16,7 +16,7 @@ from prompt_toolkit.application import create_app_session
 from prompt_toolkit.input.base import PipeInput
 from prompt_toolkit.input.defaults import create_pipe_input
 
-from mmkv.chat.editor import KEPT, Editor, open_history
+from mmkv.chat.editor import KEPT, Editor, continuation, open_history
 from mmkv.chat.places import state_folder
 
 ENTER, NEW_LINE, UP, TAB = "\r", "\x1b\r", "\x1b[A", "\t"
@@ -70,6 +70,10 @@ def test_lines_are_joined_as_they_are_from_a_pipe(editor: Editor, keys: PipeInpu
     assert typed(editor, keys, f"what\\{ENTER}is it?{ENTER}") == "what\nis it?"
     assert typed(editor, keys, f'"""several{ENTER}lines"""{ENTER}') == "several\nlines"
     assert typed(editor, keys, f'"""{ENTER}a\\{ENTER}b{ENTER}"""{ENTER}') == "a\nb"
+
+
+def test_only_lines_of_the_message_have_dots() -> None:
+    assert [continuation(4, 0, 1), continuation(4, 1, 0)] == ["    ", "... "]
 
 
 def test_ctrl_c_and_ctrl_d(editor: Editor, keys: PipeInput) -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import io
+import os
+import pty
 import random
 import re
 import sys
+import termios
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -130,6 +133,23 @@ def test_control_characters_do_not_reach_the_terminal() -> None:
     view.feed("a\x1b]0;title\x07b\x9b2Jc\rd")
     view.close()
     assert "a]0;titleb2Jcd" in stream.getvalue()
+
+
+def test_keys_are_not_echoed_into_a_reply(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = pty.openpty()
+    view = MarkdownStream(console(io.StringIO(), 40))
+
+    def echoes() -> bool:
+        return bool(termios.tcgetattr(theirs)[3] & termios.ECHO)
+
+    with open(theirs) as keyboard:
+        monkeypatch.setattr(sys, "stdin", keyboard)
+        assert echoes()
+        view.feed("text")
+        assert not echoes()
+        view.close()
+        assert echoes()
+    os.close(ours)
 
 
 # --- in the chat ---
