@@ -181,17 +181,6 @@ class DecoderSpec:
                 "(hidden_act 'silu') models"
             )
         layers = config.num_hidden_layers
-        kinds = getattr(config, "layer_types", None) or [None] * layers
-        unknown = set(kinds) - {None, "full_attention", "sliding_attention"}
-        if unknown:
-            raise ModelError(
-                f"layer types {sorted(unknown)} are not supported; use a checkpoint with full or "
-                "sliding-window attention only"
-            )
-        window = getattr(config, "sliding_window", None)
-        if getattr(config, "use_sliding_window", True) is False:
-            window = None
-        windows = tuple(None if kind == "full_attention" else window for kind in kinds)
         heads = config.num_attention_heads
         return cls(
             vocab_size=config.vocab_size,
@@ -202,6 +191,25 @@ class DecoderSpec:
             head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
             rms_eps=config.rms_norm_eps,
             max_position=config.max_position_embeddings,
-            sliding_window=windows,
+            sliding_window=attention_windows(config, layers),
             rope=rope(),
         )
+
+
+def attention_windows(config: Any, layers: int) -> tuple[int | None, ...]:
+    """Return the sliding window of each layer of a text model; None: all tokens.
+
+    Raises:
+        ModelError: for layers of another kind.
+    """
+    kinds = getattr(config, "layer_types", None) or [None] * layers
+    unknown = set(kinds) - {None, "full_attention", "sliding_attention"}
+    if unknown:
+        raise ModelError(
+            f"layer types {sorted(unknown)} are not supported; use a checkpoint with full or "
+            "sliding-window attention only"
+        )
+    window = getattr(config, "sliding_window", None)
+    if getattr(config, "use_sliding_window", True) is False:
+        window = None
+    return tuple(None if kind == "full_attention" else window for kind in kinds)

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tests.support.factories import CHECKPOINTS, Piece, checkpoint, make_turn
 
@@ -36,3 +38,9 @@ def prompts_of(name: str) -> list[dict[str, Tensor]]:
 
 def greedy(model: Any, inputs: dict[str, Tensor], **options: Any) -> Any:
     return model.generate(**inputs, **({"max_new_tokens": TOKENS, "do_sample": False} | options))
+
+
+def registered() -> list[dict[str, Any]]:
+    """Return transformers' tables of attention and mask functions."""
+    tables = (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS)
+    return [{key: table[key] for key in table.valid_keys()} for table in tables]

@@ -98,6 +98,8 @@ class NativeDecoder:
         loaded = library()
         if isinstance(loaded, str):
             return loaded
+        if not weights.layers:
+            return "the forward pass is transformers'"
         if weights.embed.device.type != "cpu":
             return f"weights on {weights.embed.device}"
         if gates is not None and any(len(gate.trunk) > MAX_TRUNK for gate in gates.layers):

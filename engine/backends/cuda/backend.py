@@ -49,6 +49,8 @@ class CudaBackend:
             return "on_gate_input is set"
         if engine.spec.rope.switch_at is not None:
             return "longrope"
+        if not engine.decoder.weights.layers:
+            return "the forward pass is transformers'"
         return ""
 
     @staticmethod

@@ -11,7 +11,7 @@ import transformers
 from torch import nn
 
 from mmkv import InputError, MmkvError, ModelError
-from mmkv.hf import generate, loop, refusals, retain
+from mmkv.hf import generate, hosted, loop, refusals, retain
 from tests.support.factories import CHECKPOINTS, make_model
 from tests.support.hf_models import greedy, model_of, prompts_of
 
@@ -98,10 +98,9 @@ def test_models_that_cannot_be_retained() -> None:
     refused(ModelError, "lies on cpu, meta", model)
     model.config.quantization_config = {}
     refused(ModelError, "quantised", model)
-    tiny = {"vocab_size": 8, "n_embd": 8, "n_layer": 1, "n_head": 1, "n_positions": 8}
-    unknown = transformers.GPT2LMHeadModel(transformers.GPT2Config(**tiny))
-    with pytest.raises(MmkvError, match=r"'gpt2' is not supported; mmkv runs .*qwen3_vl"):
-        retain(unknown)
+    tiny = transformers.BloomConfig(vocab_size=8, hidden_size=8, n_layer=1, n_head=1)
+    unknown = transformers.BloomForCausalLM(tiny)
+    refused(MmkvError, "'bloom' is not supported: mmkv runs .*qwen3_vl", unknown)
 
 
 def test_what_is_used_of_transformers_is_there() -> None:
@@ -132,4 +131,11 @@ def test_what_is_used_of_transformers_is_there() -> None:
     assert loop.TemperatureLogitsWarper(0.5).temperature == 0.5
     assert loop.TopKLogitsWarper(3).top_k == 3 and loop.TopPLogitsWarper(0.5).top_p == 0.5
     assert Cache(layers=[]).layers == [] and hasattr(Cache, "is_croppable")
-    assert hasattr(transformers.PreTrainedModel, "can_generate")
+    # For models that run themselves.
+    assert {"can_generate", "_can_set_attn_implementation"} <= set(
+        dir(transformers.PreTrainedModel)
+    )
+    assert hosted.AttentionInterface.register and hosted.AttentionMaskInterface.register
+    assert model_of("llama").config._attn_implementation == "sdpa"
+    taken = list(inspect.signature(hosted.sdpa_attention_forward).parameters)
+    assert taken[:5] == ["module", "query", "key", "value", "attention_mask"]

@@ -12,13 +12,11 @@ import torch
 import transformers
 from torch import Tensor
 from transformers.generation import GenerationMixin
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from mmkv import MmkvError
 from mmkv.hf import retain
 from tests.support.factories import CHECKPOINTS, make_model, pad_left
-from tests.support.hf_models import greedy, model_of, prompts_of
+from tests.support.hf_models import greedy, model_of, prompts_of, registered
 
 
 def attributes(model: Any) -> dict[str, set[str]]:
@@ -76,11 +74,6 @@ def test_the_model_is_put_back(name: str, end: type[BaseException] | None, tmp_p
     assert attributes(model) == wanted and own_memory(model)
     assert torch.equal(greedy(model, inputs), plain)
     assert GenerationMixin.generate is method and registered() == tables
-
-
-def registered() -> list[dict[str, Any]]:
-    tables = (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS)
-    return [{key: table[key] for key in table.valid_keys()} for table in tables]
 
 
 def test_a_model_that_cannot_be_retained_is_as_it_was() -> None:

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from engine.budget import Budget
 from engine.config import EngineConfig
 from engine.errors import InputError, ModelError, SessionError
-from engine.model.families import Family, family_for
+from engine.model.families import Family, family_for, find
 from engine.model.gates import Gates, WriteGates
 from engine.model.spec import DecoderSpec
 from engine.model.weights import DecoderWeights, separate
@@ -25,6 +25,7 @@ from engine.runtime import Runtime
 from engine.sequence import Memory
 from mmkv.hf.cache import RetainedCache
 from mmkv.hf.generate import Call
+from mmkv.hf.hosted import Host, HostedFamily, HostedRuntime
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _OWN = {"model", "device", "dtype"}
@@ -101,15 +102,10 @@ class Retained:
         self.model, self._lock = model, threading.Lock()
         self._memory: tuple[Memory, ...] = ()
         self._caches: weakref.WeakSet[RetainedCache] = weakref.WeakSet()
-        text_model: Any = family_type.text_model(model)
-        spec = DecoderSpec.from_hf(text_model)
-        # Views that were made in inference mode could not be trained.
-        with torch.inference_mode(False):
-            weights, self._views = DecoderWeights.share(
-                text_model, family_type.output_head(model), spec
-            )
+        self._host: Host | None = None
+        self._views: list[Tensor] = []
         try:
-            engine = Runtime.from_parts(config, family_type(model), spec, weights, loaded)
+            engine = self._build(family_type, config, loaded)
             engine.never_chosen = engine.never_chosen[:0]  # transformers chooses from all tokens
             self._engine: Runtime | None = engine
             self.note = engine.policy_note
@@ -123,6 +119,22 @@ class Retained:
         except BaseException:
             self._put_back()
             raise
+
+    def _build(self, family_type: type[Family] | None, config: EngineConfig, gates: Any) -> Runtime:
+        """Make the engine: mmkv's own over the model's weights, or one that runs the model."""
+        model = self.model
+        if family_type is None:
+            self._host = Host(model)
+            family = HostedFamily(model)
+            spec, weights = self._host.spec, self._host.weights
+            return HostedRuntime.from_parts(config, family, spec, weights, gates)
+        text_model: Any = family_type.text_model(model)
+        spec = DecoderSpec.from_hf(text_model)
+        # Views that were made in inference mode could not be trained.
+        with torch.inference_mode(False):
+            head = family_type.output_head(model)
+            weights, self._views = DecoderWeights.share(text_model, head, spec)
+        return Runtime.from_parts(config, family_type(model), spec, weights, gates)
 
     @property
     def engine(self) -> Runtime:
@@ -162,6 +174,8 @@ class Retained:
         self.close()
 
     def _put_back(self) -> None:
+        if self._host is not None:
+            self._host.release()
         with torch.inference_mode(False):
             separate(self._views)
         self._views = []
@@ -175,8 +189,12 @@ class Retained:
         return made
 
 
-def _checked(model: object) -> type[Family]:
-    """Return the family that runs this model. Raises InputError, ModelError."""
+def _checked(model: object) -> type[Family] | None:
+    """Return the family that runs this model, None where it has to run itself.
+
+    Raises:
+        InputError, ModelError: it cannot be retained.
+    """
     if not isinstance(model, PreTrainedModel):
         raise InputError(
             f"retain takes a transformers model, not a {type(model).__name__}; of a PEFT model "
@@ -186,31 +204,39 @@ def _checked(model: object) -> type[Family]:
         raise InputError(
             "this model's generate has been replaced already; close the other retain first"
         )
-    family = family_for(model.config)
+    family = find(model.config.model_type)
+    if family is not None:
+        family = family_for(model.config)
     head: Any = model.get_output_embeddings()
     if head is None or not model.can_generate():
         raise ModelError(
             f"a {type(model).__name__} does not generate; load the checkpoint with "
-            f"{family.auto_class}"
+            f"{'AutoModelForCausalLM' if family is None else family.auto_class}"
         )
-    if getattr(head, "bias", None) is not None:
-        raise ModelError("the language-model head has a bias, which mmkv does not run")
     places = {str(parameter.device) for parameter in model.parameters()}
     if len(places) > 1 or "meta" in places:
         raise ModelError(
             f"the model lies on {', '.join(sorted(places))}; load it whole on one device"
         )
-    text_model: Any = family.text_model(model)
+    text_model: Any = model if family is None else family.text_model(model)
     kinds = {parameter.dtype for parameter in text_model.parameters()}
     if len(kinds) > 1 or not kinds <= set(_DTYPES):
         raise ModelError(
             f"the text weights are of {', '.join(sorted(map(str, kinds)))}; load the model in "
             "float32, bfloat16 or float16"
         )
+    if family is not None:
+        _check_parts(text_model, head)
+    return family
+
+
+def _check_parts(text_model: Any, head: Any) -> None:
+    """Check that matrices are plain ones: the engine reads nothing else. Raises ModelError."""
+    if getattr(head, "bias", None) is not None:
+        raise ModelError("the language-model head has a bias, which mmkv does not run")
     for name, module in text_model.layers.named_modules():
         if name.rpartition(".")[2].endswith("_proj") and type(module) is not nn.Linear:
             raise ModelError(
                 f"layers.{name} is a {type(module).__name__} of {type(module).__module__}, not a "
                 "plain matrix; merge adapters into the model first (merge_and_unload)"
             )
-    return family
