@@ -89,6 +89,8 @@ def _add_open(app: FastAPI, room: Room) -> None:
 
     @app.get("/metrics", summary="Numbers in Prometheus' format")
     async def metrics() -> Response:
+        if not room.worker.failed:
+            await room.worker.report()
         return Response(room.metrics.text(), media_type=CONTENT_TYPE)
 
 

@@ -164,6 +164,15 @@ class Worker(threading.Thread):
 
         return self.post(read).result()
 
+    async def report(self) -> None:
+        """Have the metrics that show a state set. Raises what the thread failed with."""
+
+        def run() -> None:
+            assert self.machine is not None
+            self.machine.report()
+
+        await self.call(run)
+
     def wake(self) -> None:
         """Have the thread look whether there is something to do."""
         self._commands.put(None)
@@ -241,7 +250,6 @@ class Worker(threading.Thread):
         assert machine is not None
         machine.scheduler.turn()
         self._publish()
-        machine.report()
 
     def _publish(self) -> None:
         """Tell each request what has happened to it; let those that are over leave."""

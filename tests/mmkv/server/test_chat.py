@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.model import Model
@@ -205,6 +207,33 @@ def test_bodies_that_are_no_requests(server: Server) -> None:
             "/v1/chat/completions", content=body, headers={"content-type": "application/json"}
         )
         assert answer.status_code == 400 and answer.json()["error"]["message"], body[:9]
+
+
+def test_openais_clients_talk_with_it(server: Server) -> None:
+    """Two turns with a picture: at once, as a stream, and from asyncio."""
+    url = f"{server.url}/v1"
+    asked: dict[str, Any] = {"model": MODEL, "temperature": 0, "max_tokens": 6}
+    shown = [picture_part(picture("green", (32, 32))), {"type": "text", "text": "what?"}]
+    messages: list[Any] = [{"role": "user", "content": shown}]
+    with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
+        first = client.chat.completions.create(messages=messages, **asked).choices[0].message
+        messages += [first.model_dump(exclude_none=True), {"role": "user", "content": "why?"}]
+        whole = client.chat.completions.create(messages=messages, **asked)
+        pieces = client.chat.completions.create(messages=messages, stream=True, **asked)
+        text = "".join(piece.choices[0].delta.content or "" for piece in pieces)
+        with pytest.raises(openai.NotFoundError, match="not served"):
+            client.chat.completions.create(messages=messages, model="other")
+        assert [one.id for one in client.models.list()] == [MODEL]
+    assert text == whole.choices[0].message.content
+    assert whole.usage is not None and whole.usage.prompt_tokens_details is not None
+    assert whole.usage.prompt_tokens_details.cached_tokens
+
+    async def later() -> str | None:
+        async with openai.AsyncOpenAI(base_url=url, api_key="none") as client:
+            answer = await client.chat.completions.create(messages=messages, **asked)
+            return answer.choices[0].message.content
+
+    assert asyncio.run(later()) == text
 
 
 def test_audio_is_refused_by_name(server: Server) -> None:

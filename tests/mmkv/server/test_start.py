@@ -1,0 +1,67 @@
+"""What keeps a server from starting, and policies without a bound."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.errors import BudgetError, ModelError
+from mmkv import Engine
+from mmkv.cli.app import run
+from mmkv.server.run import opened
+from mmkv.server.settings import Settings
+from tests.support.chat_models import save_qwen3_vl
+from tests.support.servers import MODEL, serving
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_qwen3_vl(tmp_path_factory.mktemp("qwen"))
+
+
+def test_a_missing_package_names_the_extra(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "uvicorn" else found(name)
+    )
+    assert run(["serve"]) == 1
+    said = capsys.readouterr().err
+    assert "uvicorn" in said and "pip install 'mmkv[serve]'" in said and said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [(["--memory", "much"], "--memory"), (["--memory", "1KiB", "--quiet"], "raise --memory")],
+)
+def test_memory_that_cannot_be(
+    options: list[str], says: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["serve", str(folder), "--policy", "streamingllm", *options]) in (1, 2)
+    said = capsys.readouterr().err
+    assert says in said and said.count("\n") == 1
+
+
+def test_an_engine_that_cannot_be_loaded_ends_the_start() -> None:
+    def load() -> Engine:
+        raise ModelError("no such model; name another")
+
+    with pytest.raises(ModelError, match="no such model"), opened(load, Settings(MODEL)):
+        pass
+
+
+@pytest.mark.parametrize("options", [{"policy": "full"}, {"budget": "25%"}], ids=str)
+def test_what_has_no_bound_is_priced_by_the_context(folder: Path, options: dict[str, Any]) -> None:
+    def load(limit: int) -> Engine:
+        given = {"policy": "streamingllm", "budget": 24} | options
+        return Engine.from_pretrained(folder, dtype="float32", kv_limit=limit, **given)
+
+    with pytest.raises(BudgetError, match="raise --memory"), serving(lambda: load(2**16)):
+        pass
+    with serving(lambda: load(2**26)) as server:
+        usage = server.chat("hello").json()["usage"]
+        assert usage["mmkv"]["kv_bytes"] <= usage["mmkv"]["bound_bytes"]
