@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from mmkv import Engine
+from mmkv.scheduler import Ticket
 from mmkv.server.machine import Machine
 from tests.support.chat_models import picture, save_qwen3_vl
 from tests.support.servers import Server, asked, held_pages, picture_part, serving
@@ -70,9 +71,13 @@ class Client:
         self.socket.close()
 
 
-def states(machine: Machine) -> list[str]:
+def open_ones(machine: Machine) -> list[Ticket[Any]]:
     scheduler = machine.scheduler
-    return [one.state for one in [*scheduler.queues, *scheduler.preparing, *scheduler.decoding]]
+    return [*scheduler.queues, *scheduler.preparing, *scheduler.decoding]
+
+
+def states(machine: Machine) -> list[str]:
+    return [one.state for one in open_ones(machine)]
 
 
 def nothing_held(machine: Machine) -> bool:
@@ -80,21 +85,29 @@ def nothing_held(machine: Machine) -> bool:
 
 
 def returned(server: Server, leave: Callable[[], None], left: int = 0) -> None:
-    """Leave; then count the turns from the one that sees it."""
-    cancelled: list[int] = []
+    """Leave, and check that the turn that finds it out ends the request and returns its pages."""
+    late: list[str] = []
+    ended: list[int] = []
 
-    def gone(machine: Machine) -> bool:
+    def watch(machine: Machine) -> None:
         scheduler = machine.scheduler
-        open_ones = [*scheduler.queues, *scheduler.preparing, *scheduler.decoding]
-        if not cancelled and any(one.cancel_asked for one in open_ones):
-            cancelled.append(scheduler.turns)
-        over = len(open_ones) == left and (left or nothing_held(machine))
-        if over and cancelled:
-            assert scheduler.turns <= cancelled[0] + 2
-        return bool(over)
 
+        def turn() -> bool:
+            before = open_ones(machine)
+            asked = [one for one in before if one.cancel_asked]
+            more = type(scheduler).turn(scheduler)
+            late.extend(one.state for one in asked if not one.over)
+            if any(one.state == "cancelled" for one in before):
+                ended.append(held_pages(machine))
+            return more
+
+        scheduler.turn = turn  # type: ignore[method-assign]
+
+    server.inside(watch)
     leave()
-    server.wait_for(gone)
+    server.wait_for(lambda machine: len(open_ones(machine)) == left and bool(ended))
+    server.inside(lambda machine: delattr(machine.scheduler, "turn"))
+    assert late == [] and (left or ended[-1] == 0)
 
 
 @pytest.mark.parametrize("stream", [False, True])
