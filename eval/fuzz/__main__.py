@@ -57,10 +57,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--memory", type=float, default=6.0, help="limit of the process in GiB")
     parser.add_argument("--cases", type=Path, default=Path("fuzz-cases"), help="for failing cases")
     parser.add_argument("--output", type=Path, help="JSON file for the counts")
+    parser.add_argument("--join", type=Path, nargs="+", help="add up the --output of other runs")
     parser.add_argument("--replay", type=Path, help="run the case in this file, and nothing else")
     options = parser.parse_args(arguments)
     if options.replay is not None:
         return _replay(options.replay, options)
+    if options.join is not None:
+        return _join(options.join, options.output)
     report = Report(options.seed, options.memory, options.classes)
     with suppress(KeyboardInterrupt):  # what there is by then is shown
         _run(options, report)
@@ -68,6 +71,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.output is not None:
         settings = {"seed": options.seed, "memory_gib": options.memory}
         write_results(options.output, settings, report.as_json())
+    return 1 if report.failures else 0
+
+
+def _join(files: Sequence[Path], output: Path | None) -> int:
+    pages = [json.loads(file.read_text()) for file in files]
+    report = Report.joined(pages)
+    print(report.table())
+    if output is not None:
+        runs = [{"commit": page["commit"], **page["settings"]} for page in pages]
+        write_results(output, {"runs": runs}, report.as_json())
     return 1 if report.failures else 0
 
 

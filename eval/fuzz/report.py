@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,27 @@ class Report:
         self.seconds: Counter[str] = Counter()
         self.counts: Counter[tuple[str, str]] = Counter()
         self.failures: dict[tuple[str, str, str], dict[str, Any]] = {}
-        self._started = time.monotonic()
+        self._started, self.minutes = time.monotonic(), 0.0
+
+    @classmethod
+    def joined(cls, pages: Sequence[dict[str, Any]]) -> Report:
+        """Add up result files of several runs."""
+        results = [page["results"] for page in pages]
+        classes = list(dict.fromkeys(name for each in results for name in each["classes"]))
+        made = cls(pages[0]["settings"]["seed"], pages[0]["settings"]["memory_gib"], classes)
+        for each in results:
+            made.minutes += each["minutes"]
+            for name, counts in each["classes"].items():
+                made.inputs[name] += counts["inputs"]
+                made.seconds[name] += counts["seconds"]
+                made.slowest[name] = max(made.slowest[name], counts["slowest_s"])
+                for kind in _KINDS:
+                    made.counts[name, kind] += counts[f"{kind}s"]
+            for found in each["failures"]:
+                key = (found["class"], found["kind"], found["place"])
+                known = made.failures.setdefault(key, found | {"file": "", "times": 0})
+                known["times"] += found["times"]
+        return made
 
     def add(self, line: dict[str, Any]) -> None:
         """Count one input as the worker reports it."""
@@ -79,7 +100,7 @@ class Report:
     def as_json(self) -> dict[str, Any]:
         """Return the counts, without what the run was asked to do."""
         return {
-            "minutes": round((time.monotonic() - self._started) / 60, 1),
+            "minutes": round(self.minutes or (time.monotonic() - self._started) / 60, 1),
             "classes": {
                 name: {
                     "inputs": self.inputs[name],

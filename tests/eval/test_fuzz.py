@@ -15,8 +15,11 @@ import pytest
 
 from engine.errors import InputError
 from eval.fuzz import mutate, worker
+from eval.fuzz.__main__ import main
 from eval.fuzz.judge import failure_of
+from eval.fuzz.report import Report
 from eval.fuzz.target import Case, Target
+from mmkv.measure.record import write_results
 
 
 class Scripted(Target):
@@ -82,6 +85,29 @@ def test_every_kind_of_failure_is_found(made: tuple[Any, io.StringIO]) -> None:
     assert Path("picture.png").read_text() == "keep me"
     kept = json.loads(Path(lines[2]["file"]).read_text())["case"]
     assert kept["what"] == "raised" and len(kept["noise"]) < 10 and kept["more"] == []
+
+
+def test_runs_add_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = []
+    for seed, kinds in ((1, (None, "leak")), (2, ("leak", "hang", None))):
+        report = Report(seed, 1.0, ["gates"])
+        for number, kind in enumerate(kinds):
+            line = {"class": "gates", "number": number, "seconds": seed, "file": "case.json"}
+            report.add(line | ({} if kind is None else {"kind": kind, "place": "p", "message": ""}))
+        files.append(tmp_path / f"{seed}.json")
+        write_results(files[-1], {"seed": seed, "memory_gib": 1.0}, report.as_json())
+    assert main(["--join", *map(str, files), "--output", str(tmp_path / "all.json")]) == 1
+    page = json.loads((tmp_path / "all.json").read_text())
+    counts = page["results"]["classes"]["gates"]
+    assert (counts["inputs"], counts["leaks"], counts["hangs"], counts["tracebacks"]) == (
+        5,
+        2,
+        1,
+        0,
+    )
+    assert [run["seed"] for run in page["settings"]["runs"]] == [1, 2]
+    assert {f["kind"]: f["times"] for f in page["results"]["failures"]} == {"leak": 2, "hang": 1}
+    assert "| gates | 5 | 0 | 1 | 2 | 0 | 2.0 s |" in capsys.readouterr().out
 
 
 def test_only_an_own_refusal_is_none() -> None:
