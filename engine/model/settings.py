@@ -79,10 +79,15 @@ def _require_rope(text: Any) -> None:
     if not _real(theta) or not theta > 0:
         raise _wrong("rope_parameters.rope_theta", theta, "a number above 0")
     section = rope.get("mrope_section")
+    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     if section is not None and not (
-        isinstance(section, (list, tuple)) and all(_whole(n, 2**14) for n in section)
+        isinstance(section, (list, tuple))
+        and len(section) == 3
+        and all(_whole(n, 2**14) for n in section)
+        and 2 * sum(section) == width
     ):
-        raise _wrong("rope_parameters.mrope_section", section, "a list of three counts")
+        wanted = f"three counts that make {width // 2}, half of head_dim"
+        raise _wrong("rope_parameters.mrope_section", section, wanted)
 
 
 def _require(config: Any, bounds: dict[str, int], where: str) -> None:

@@ -64,6 +64,8 @@ def _changed(folder: Path, file: str, *path: str, to: Any) -> None:
         (("max_position_embeddings",), 0),
         (("rope_parameters",), {"rope_type": "default", "rope_theta": -1.0}),
         (("rope_parameters",), {"rope_type": "default", "mrope_section": 3.5}),
+        (("rope_parameters",), {"rope_type": "default", "mrope_section": [1, 1]}),
+        (("rope_parameters",), {"rope_type": "default", "mrope_section": [9, 9, 9]}),
     ],
 )
 def test_sizes_beyond_any_model_are_refused_before_use(
