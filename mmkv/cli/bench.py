@@ -23,12 +23,14 @@ if TYPE_CHECKING:
 @arguments.engine_options()
 def bench(
     engine: EngineConfig,
-    batch: Annotated[int, typer.Option(min=1, help="Sequences decoded together.")] = 1,
+    batch: Annotated[int, typer.Option(min=1, max=4096, help="Sequences decoded together.")] = 1,
     context: Annotated[
         int | None, typer.Option(min=1, help="Prompt tokens of each (default 2048, if they fit).")
     ] = None,
-    steps: Annotated[int, typer.Option(min=1, help="Decode steps of a timed run.")] = 64,
-    rounds: Annotated[int, typer.Option(min=1, help="Timed runs.")] = 5,
+    steps: Annotated[
+        int, typer.Option(min=1, max=100_000, help="Decode steps of a timed run.")
+    ] = 64,
+    rounds: Annotated[int, typer.Option(min=1, max=1000, help="Timed runs.")] = 5,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Time a decode step on this machine, beside the floor of its bytes."""

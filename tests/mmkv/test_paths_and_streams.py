@@ -112,6 +112,12 @@ def test_a_reader_that_has_gone_ends_the_command(
     assert "Traceback" not in capfd.readouterr().err
 
 
+@pytest.mark.parametrize("option", ["--batch", "--rounds", "--steps"])
+def test_a_bench_without_end_is_refused(mmkv: Callable[..., Ran], model: str, option: str) -> None:
+    ran = mmkv("bench", model, option, "9" * 20)
+    assert ran.code == 2 and option in ran.error_line()
+
+
 def test_a_base_model_is_offered_raw(mmkv: Callable[..., Ran], tmp_path: Path) -> None:
     base = str(save_llama(tmp_path, template=None))
     refused = mmkv("chat", base, "-p", "once upon a")
