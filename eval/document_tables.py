@@ -262,6 +262,18 @@ def _speed(results: Path) -> Rows:
         ]
 
 
+def _startup(results: Path) -> Rows:
+    yield ["CPU seconds (times an import of torch)", "now", "before"]
+    for name, found in _results(results, "startup-cpu").items():
+        yield [
+            f"`{name}`" if name.startswith(("mmkv", "python")) else name,
+            *(
+                f"{at['processor_best']:.2f} ({at['processor_ratio']:.2f})" if at else ""
+                for at in map(found.get, ("now", "before"))
+            ),
+        ]
+
+
 def _leaderboard(name: str) -> Callable[[Path], Rows]:
     """Return all policies of a comparison, the most accurate at the first budget first."""
 
@@ -304,6 +316,7 @@ TABLES: dict[str, Callable[[Path], Rows]] = {
     "mmdu": _mmdu,
     "memory": _memory,
     "speed": _speed,
+    "startup": _startup,
     "compare-dense": _leaderboard("compare-tiny-vlm-dense"),
     "compare-sparse": _leaderboard("compare-tiny-vlm-sparse"),
 }
