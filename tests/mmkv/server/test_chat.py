@@ -292,6 +292,9 @@ def test_keys_and_long_bodies(folder: Path) -> None:
             answer = server.client.get("/v1/models", headers=headers)
             assert answer.status_code == 401
             assert answer.json()["error"]["code"] == "invalid_api_key"
+        for path in ("/v1/chat/completions", "/v1/responses"):  # no stranger's body is parsed
+            answer = server.client.post(path, content=b"{" + b" " * 3000)
+            assert answer.status_code == 401
         assert server.client.get("/health").status_code == 200
         server.client.headers["Authorization"] = "Bearer two"
         assert server.chat("hi", max_tokens=1).status_code == 200

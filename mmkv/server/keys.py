@@ -1,0 +1,59 @@
+"""Tell who asks by the key of a request, before its body is read."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Sequence
+
+from starlette.requests import Request
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from mmkv.server.answer import error_response
+from mmkv.server.errors import ApiError
+from mmkv.server.room import Caller
+
+# What tells nothing about anybody's requests. All else wants a key.
+_OPEN = frozenset(("/health", "/metrics", "/docs", "/docs/oauth2-redirect", "/openapi.json"))
+
+
+class CheckKey:
+    """Notes a :class:`Caller` in the request's state, and answers 401 to a stranger.
+
+    Args:
+        keys: those that are known; with none, everybody may ask and is told by the address.
+    """
+
+    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
+        self._app, self._known = app, [_digest(key) for key in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on whose key fits."""
+        if scope["type"] != "http" or scope["path"] in _OPEN:
+            await self._app(scope, receive, send)
+            return
+        request = Request(scope)
+        if not self._known:
+            address = request.client.host if request.client else ""
+            request.state.caller = Caller("", address)
+        elif (name := self._fitting(request.headers.get("authorization", ""))) is not None:
+            request.state.caller = Caller(name, name)
+        else:
+            error = ApiError(
+                401, "no valid API key; send Authorization: Bearer KEY", "invalid_api_key"
+            )
+            await error_response(error)(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+    def _fitting(self, shown: str) -> str | None:
+        """Return the key's digest when one of the known ones is shown."""
+        scheme, _, key = shown.partition(" ")
+        given = _digest(key.strip() if scheme.lower() == "bearer" else "")
+        # All are compared, whichever fits, in a time that says nothing.
+        fits = [hmac.compare_digest(given, known) for known in self._known]
+        return given.hex() if any(fits) else None
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
