@@ -248,9 +248,13 @@ class Session(CachedSequence):
         if (seen or clips) and processor.sees:
             _ = self.engine.family.hf  # Ctrl-C ends it here, and not while the turn is appended
         inputs = processor.encode(addition.text, seen, clips, addition.continuing)
-        return _Turn(messages, self._with_unfed(inputs), addition.note, started, self._basis)
+        return _Turn(messages, self.with_unfed(inputs), addition.note, started, self._basis)
 
-    def _with_unfed(self, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def set_unfed(self, token: int | None) -> None:
+        """Note which token of the latest reply the cache lacks; the next turn puts it first."""
+        self._unfed = [] if token is None else [token]
+
+    def with_unfed(self, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Put the tokens of the latest reply that the cache lacks before the new ones."""
         if not self._unfed:
             return inputs
@@ -323,7 +327,7 @@ class Session(CachedSequence):
 
     def end_reply(self, writer: ReplyWriter, prompt_tokens: int) -> Reply:
         """Put the reply that ``writer`` has finished into the history."""
-        self._unfed = [] if writer.unfed is None else [writer.unfed]
+        self.set_unfed(writer.unfed)
         self.history[-1]["content"] = writer.held_text()
         with self.engine.lock:
             memory = None if self.closed else self.memory()

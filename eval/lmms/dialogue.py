@@ -69,4 +69,4 @@ class Dialogue:
             [self.frames.load(video, processor.size_rule) for video in videos],
             addition.continuing,
         )
-        return Prompt(session._with_unfed(inputs), plain)
+        return Prompt(session.with_unfed(inputs), plain)

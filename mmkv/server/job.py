@@ -201,7 +201,7 @@ class ChatJob:
         segment = self._segments[0]
         if self._prefill is None:
             self._prefill = session.begin_prefill(self._inputs(segment), self.chunk, undoable=False)
-            session._unfed = []
+            session.set_unfed(None)
         before = self._prefill.done
         complete = self._prefill.advance()
         self.prefilled += self._prefill.done - before
@@ -236,7 +236,7 @@ class ChatJob:
             [one for kind, one in pairs if kind == "video"],
             continuing=session.seen > 0,
         )
-        return session._with_unfed(inputs)
+        return session.with_unfed(inputs)
 
     def _keep_at(self, count: int) -> None:
         """Keep a snapshot after ``count`` messages, where other requests are likely to go on."""
@@ -286,7 +286,7 @@ class ChatJob:
         """
         for one in self.growing:
             writer, session = one.writer, one.session
-            session._unfed = [] if writer.unfed is None else [writer.unfed]
+            session.set_unfed(writer.unfed)
             reply = writer.reply(self.prompt_tokens, session.memory())
             self.choices.append(
                 Choice(reply.text, len(reply.token_ids), reply.finish_reason, reply.memory)
