@@ -119,19 +119,22 @@ def paused_in_a_reply(server: Server) -> Iterator[threading.Event]:
     reached, over = threading.Event(), threading.Event()
 
     def hold(machine: Machine) -> None:
-        report = machine.report
+        turn = machine.scheduler.turn
 
-        def reporting() -> None:
-            report()
+        def held() -> None:
             if machine.scheduler.decoding:
                 reached.set()
                 over.wait(60)
+            turn()
 
-        machine.report = reporting  # type: ignore[method-assign]
+        machine.scheduler.turn = held  # type: ignore[method-assign]
+
+    def release(machine: Machine) -> None:
+        del machine.scheduler.turn
 
     server.inside(hold)
     try:
         yield reached
     finally:
-        server.room.worker.post(lambda: delattr(server.room.worker.machine, "report"))
         over.set()
+        server.inside(release)
