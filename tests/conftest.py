@@ -41,6 +41,15 @@ def quiet_on_one_thread() -> None:
     logging.disable_progress_bar()
 
 
+@pytest.fixture(autouse=True)
+def one_thread_again() -> Iterator[None]:
+    """Undo what a program under test does to torch's threads."""
+    import torch
+
+    yield
+    torch.set_num_threads(1)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def own_home(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Keep the user's defaults out of the tests, and the tests' chats out of the user's."""
