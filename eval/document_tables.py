@@ -319,6 +319,7 @@ TABLES: dict[str, Callable[[Path], Rows]] = {
     "startup": _startup,
     "compare-dense": _leaderboard("compare-tiny-vlm-dense"),
     "compare-sparse": _leaderboard("compare-tiny-vlm-sparse"),
+    "compare-smollm2": _leaderboard("compare-smollm2-recall"),
 }
 
 
