@@ -51,11 +51,12 @@ format: $(READY)
 
 # lmms-eval's own dependencies would bring CUDA and a torchvision that breaks beside a CPU torch;
 # what the tests need of them is the extra eval-light, which dev includes.
+# --no-compile: Python compiles what is imported; pip would compile all of torch and transformers.
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("mmkv needs Python 3.11 or newer; set PYTHON=...") if sys.version_info < (3, 11) else None'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
-	$(BIN)/python -m pip install --quiet --no-deps lmms-eval==0.7.3
+	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --no-compile --no-deps lmms-eval==0.7.3
 	touch $@
 
 clean:
