@@ -24,7 +24,7 @@ test: $(READY)
 test-fast: $(READY)
 	$(PYTEST) -m "not triton and not slow and not drawn"
 
-# Every preset beside its reference under 50 drawn settings: half an hour of two cores, before a release.
+# Every preset beside its reference under 50 drawn settings, and seven long runs: half an hour of two cores, before a release.
 test-drawn: $(READY)
 	$(PYTEST) -m drawn
 

@@ -177,6 +177,7 @@ def test_several_gpus_do_not_split_documents(
     assert _arguments(settings(tmp_path), tmp_path).n_gpu == 1
 
 
+@pytest.mark.drawn("long, and its parts are tested apart; keeps CI within its time")
 @pytest.mark.slow(reason="six processes, launchers with them, load torch and transformers")
 def test_two_processes_give_the_loss_curve_of_one(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
