@@ -110,8 +110,8 @@ class Sampler:
             else:
                 self._generator.manual_seed(self.sampling.seed)
         probabilities = distribution(self._allowed(logits), self.sampling)
-        *_, read = both = torch.cat([probabilities, total.float()]).cpu()
-        _require_finite(float(read))
+        both = torch.cat([probabilities, total.float()]).cpu()
+        _require_finite(float(both[-1]))
         return int(torch.multinomial(both[:-1], 1, generator=self._generator))
 
     def _allowed(self, logits: torch.Tensor) -> torch.Tensor:

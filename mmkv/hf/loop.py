@@ -169,8 +169,8 @@ class _Burst:
             return None
         if not how.do_sample:
             return None if how.processors else cls(how, None)
-        said = {type(one): one for one in how.processors}
-        warmth, best, mass = (said.get(kind) for kind in kinds)
+        given = {type(one): one for one in how.processors}
+        warmth, best, mass = (given.get(kind) for kind in kinds)
         # From torch's own generator, so that torch.manual_seed decides.
         seeds = torch.randint(2**62, (rows,)).tolist()
         return cls(
@@ -192,18 +192,18 @@ class _Burst:
         ids = loop.made.ids
         left = BURST if self._most is None else self._most - ids.shape[1]
         room = min(engine.spec.max_position - row.session.next_position for row in rows)
-        said = engine.decode_many(
+        generated = engine.decode_many(
             [row.session for row in rows],
             [_pending(row) for row in rows],
             max(1, min(BURST, left, room)),
             self._stop,
             None if self._draws is None else [self._draws[i] for i in going],
         )
-        for row, tokens in zip(rows, said, strict=True):
+        for row, tokens in zip(rows, generated, strict=True):
             for token in [_pending(row), *tokens[:-1]]:
                 row.fed(token)
-        block = torch.zeros((max(map(len, said)), ids.shape[0]), dtype=torch.long)
-        for i, tokens in zip(going, said, strict=True):
+        block = torch.zeros((max(map(len, generated)), ids.shape[0]), dtype=torch.long)
+        for i, tokens in zip(going, generated, strict=True):
             block[: len(tokens), i] = torch.tensor(tokens)
         return list(block.to(ids.device))
 

@@ -116,8 +116,8 @@ class ChatCall:
         spelled: list[list[Spelled]] = [[] for _ in texts]
         async for event in self.events():
             if isinstance(event, Done):
-                said = spelled if self.request.logprobs else None
-                return reply_json.completion(self.head, texts, reasons, said, event.usage)
+                scored = spelled if self.request.logprobs else None
+                return reply_json.completion(self.head, texts, reasons, scored, event.usage)
             texts[event.index] += event.text
             spelled[event.index] += event.spelled
             reasons[event.index] = event.finish_reason or ""

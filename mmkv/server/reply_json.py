@@ -77,11 +77,11 @@ def usage_chunk(head: Head, usage: Usage) -> dict[str, Any]:
 def usage_json(usage: Usage) -> dict[str, Any]:
     """Return OpenAI's usage, with what mmkv adds under ``mmkv``."""
     own = dataclasses.asdict(usage)
-    prompt, said = own.pop("prompt_tokens"), own.pop("completion_tokens")
+    prompt, reply = own.pop("prompt_tokens"), own.pop("completion_tokens")
     return {
         "prompt_tokens": prompt,
-        "completion_tokens": said,
-        "total_tokens": prompt + said,
+        "completion_tokens": reply,
+        "total_tokens": prompt + reply,
         "prompt_tokens_details": {"cached_tokens": usage.resumed},
         "mmkv": own,
     }

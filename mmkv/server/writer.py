@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -90,10 +91,10 @@ class ScoredWriter(ReplyWriter):
         if not self._extras.changes:
             return logits
         changed, extras = logits.float().clone(), self._extras
-        for token, bias in extras.bias.items():
-            changed[token] += bias
+        added = defaultdict(float, extras.bias)
         if extras.presence or extras.frequency:
-            for token in set(self.token_ids):
-                changed[token] -= extras.presence
-                changed[token] -= extras.frequency * self.token_ids.count(token)
+            for token, times in Counter(self.token_ids).items():
+                added[token] -= extras.presence + extras.frequency * times
+        if added:
+            changed[list(added)] += changed.new_tensor(list(added.values()))
         return changed if self._grammar is None else self._grammar.allowed(changed)

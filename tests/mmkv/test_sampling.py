@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.errors import InputError
 from mmkv.detokenizer import Detokenizer, StopStrings
@@ -85,6 +86,26 @@ def test_draws_follow_the_distribution_and_the_seed() -> None:
     Sampler(Sampling(temperature=1.0, seed=3)).draw(logits)
     assert torch.rand(1) == before  # the process-wide random state is not used
     assert Sampler(Sampling()).draw(logits) == 2
+
+
+class _Parts(TorchDispatchMode):
+    """Counts the most tensors that one operation returns."""
+
+    most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        self.most = max(self.most, len(made) if isinstance(made, (tuple, list)) else 1)
+        return made
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_no_tensor_is_taken_apart_to_draw_a_token(temperature: float) -> None:
+    """A tensor that Python iterates becomes one tensor for each token of the vocabulary."""
+    sampler = Sampler(Sampling(temperature=temperature, top_k=5, top_p=0.9, seed=1), never=[2])
+    with _Parts() as parts:
+        sampler.draw(torch.randn(1000, generator=torch.Generator().manual_seed(0)))
+    assert 1 <= parts.most <= 2
 
 
 @pytest.mark.parametrize(

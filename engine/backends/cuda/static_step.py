@@ -179,8 +179,8 @@ class StaticStep:
             token = logits.argmax(-1)
         else:
             token = sample(logits, self.columns, uniform(self.seed, self.seen))
-        said = token.where(~self.broken, BROKEN).where(live, -1)
-        self.generated.scatter_(1, self.index.expand(self.batch)[:, None], said[:, None])
+        chosen = token.where(~self.broken, BROKEN).where(live, -1)
+        self.generated.scatter_(1, self.index.expand(self.batch)[:, None], chosen[:, None])
         self.index += 1
         self.token.copy_(token.where(live, self.token))
 

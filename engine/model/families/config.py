@@ -17,7 +17,7 @@ _FLOAT: set[type] = {int, float}
 _NONE: set[type] = {type(None)}
 # What an ordinary config says, and of which types. Without one of these, the config relies on
 # defaults of transformers' class; with other types, that class says what is wrong.
-_SAID: _Types = {
+_REQUIRED: _Types = {
     "eos_token_id": {int, list} | _NONE,
     "hidden_act": {str},
     "hidden_size": _INT,
@@ -30,8 +30,8 @@ _SAID: _Types = {
     "tie_word_embeddings": {bool},
     "vocab_size": _INT,
 }
-# What it may say besides; other names mean nothing here.
-_MORE: _Types = {
+# What may stand there besides; other names mean nothing here.
+_OPTIONAL: _Types = {
     "architectures": {list},
     "attention_bias": {bool},
     "attention_dropout": _FLOAT,
@@ -102,15 +102,15 @@ def _whole(source: str | Path, local_files_only: bool) -> Any:
 
 def _plain_llama(raw: dict[str, Any], source: str | Path) -> Any | None:
     """Return the config of an ordinary Llama checkpoint, None where only its own class can tell."""
-    said = raw.keys()
-    if raw.get("model_type") != "llama" or not _SAID.keys() <= said or _UNUSUAL & said:
+    names = raw.keys()
+    if raw.get("model_type") != "llama" or not _REQUIRED.keys() <= names or _UNUSUAL & names:
         return None
-    types = _SAID | _MORE
+    types = _REQUIRED | _OPTIONAL
     raw = {key: value for key, value in raw.items() if key in types}
     if not all(type(value) in types[key] for key, value in raw.items()):
         return None
     dtype, rope = raw.get("dtype", raw.get("torch_dtype")), _rope(raw)
-    sizes = [raw[key] for key, kinds in _SAID.items() if kinds == _INT]
+    sizes = [raw[key] for key, kinds in _REQUIRED.items() if kinds == _INT]
     sizes.append(raw.get("head_dim") or 1)
     if dtype not in _DTYPES or rope is None or min(sizes) < 1 or not 0 < raw["rms_norm_eps"] < 1:
         return None
