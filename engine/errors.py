@@ -43,8 +43,8 @@ class CapacityError(BudgetError):
 
     @property
     def final(self) -> bool:
-        """Whether it would not fit if it were alone."""
-        return self.needed > self.limit
+        """Whether it would not fit if it were alone; a full queue has room later."""
+        return self.unit == "pages" and self.needed > self.limit
 
 
 class ContextError(MmkvError):

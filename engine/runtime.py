@@ -270,7 +270,7 @@ class Runtime:
             InputError, SessionError, ContextError, BudgetError: before anything has changed.
         """
         with self._claimed(sessions), self.lock:
-            self._check_step(sessions, token_ids)
+            token_ids = self._check_step(sessions, token_ids)
             for session in sessions:
                 if session.long_rope is None:
                     session.long_rope = False
@@ -320,7 +320,7 @@ class Runtime:
         """
         with self._claimed(sessions):
             with self.lock:
-                self._check_step(sessions, token_ids)
+                token_ids = self._check_step(sessions, token_ids)
                 for session in sessions:
                     session._require_context(steps, session.next_position + steps)
                 if self.many_path == "graph":
@@ -338,6 +338,7 @@ class Runtime:
         """:meth:`decode_many` without a graph."""
         generated: list[list[int]] = [[] for _ in sessions]
         token, going = list(token_ids), list(range(len(sessions)))
+        ends = {*stop, BROKEN}
         for _ in range(steps):
             logits = self.decode([sessions[i] for i in going], [token[i] for i in going])
             broken = guard(logits, self.never_chosen)
@@ -351,7 +352,7 @@ class Runtime:
             for index, chosen in zip(going, chosen_ids.tolist(), strict=True):
                 token[index] = chosen
                 generated[index].append(chosen)
-            going = [index for index in going if token[index] not in (*stop, BROKEN)]
+            going = [index for index in going if token[index] not in ends]
             if not going:
                 break
         if BROKEN in token:
@@ -440,9 +441,14 @@ class Runtime:
         made.entries(self.spec.rows, 0, pool.page_size, pool.page_bytes)
         return made
 
-    def _check_step(self, sessions: Sequence[CachedSequence], token_ids: Sequence[int]) -> None:
+    def _check_step(
+        self, sessions: Sequence[CachedSequence], token_ids: Sequence[int]
+    ) -> list[int]:
+        """Return the token ids, once everything about a step is right."""
         require_list("sessions", sessions, "sessions")
-        if not isinstance(token_ids, torch.Tensor) or token_ids.dim() != 1:
+        if isinstance(token_ids, torch.Tensor) and token_ids.dim() == 1:
+            token_ids = token_ids.tolist()
+        else:
             require_list("token_ids", token_ids, "token ids")
         if not sessions or len(sessions) != len(token_ids):
             raise InputError(
@@ -450,13 +456,15 @@ class Runtime:
             )
         if len({id(session) for session in sessions}) != len(sessions):
             raise InputError("a session stands twice in the batch; fork it to decode it twice")
-        for session, token in zip(sessions, map(_token_id, token_ids), strict=True):
+        checked = [_token_id(token) for token in token_ids]
+        for session, token in zip(sessions, checked, strict=True):
             if session.engine is not self:
                 raise SessionError("a session of another engine; decode it with its own engine")
             session._require_open()
             session._require_context(1, session.next_position + 1)
             if not 0 <= token < self.decoder.weights.embed.shape[0]:
                 raise InputError(f"token id {token} is outside the vocabulary")
+        return checked
 
 
 def _token_id(token: Any) -> int:

@@ -207,8 +207,13 @@ class CachedSequence:
         return True
 
     def decode(self, token_id: int) -> Tensor:
-        """Append one token; float32 logits ``[vocab]`` of the next."""
-        return self.engine.decode([self], [int(token_id)])[0]
+        """Append one token; float32 logits ``[vocab]`` of the next.
+
+        Raises:
+            TypeError, InputError, SessionError, ContextError, BudgetError: as
+            :meth:`engine.runtime.Runtime.decode`.
+        """
+        return self.engine.decode([self], [token_id])[0]
 
     def retained(self) -> list[list[Tensor]]:
         """Token indices kept, ``[layer][kv_head]``, each ascending int64 on the CPU."""

@@ -29,6 +29,7 @@ class RetainedCache(Cache):
         super().__init__(layers=[])
         self.rows: list[Row] = []
         self._use = threading.Lock()
+        self.owner: weakref.WeakSet[RetainedCache] | None = None  # closes it, with the others
         weakref.finalize(self, close_rows, self.rows)
 
     def __repr__(self) -> str:
@@ -37,7 +38,11 @@ class RetainedCache(Cache):
     def __deepcopy__(self, memo: dict[int, Any]) -> RetainedCache:
         made = RetainedCache()
         with self.in_use():
-            made.rows[:] = [row.fork() for row in self.rows]
+            for row in self.rows:  # one by one: what was forked before an error is closed
+                made.rows.append(row.fork())
+        if self.owner is not None:
+            made.owner = self.owner
+            self.owner.add(made)
         return made
 
     def get_seq_length(self, layer_idx: int = 0) -> int:

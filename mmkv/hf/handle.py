@@ -185,6 +185,7 @@ class Retained:
         made = call.run()
         self._memory = call.memory
         if call.cache is not None:
+            call.cache.owner = self._caches
             self._caches.add(call.cache)
         return made
 

@@ -162,9 +162,11 @@ class _Burst:
     def of(cls, engine: Runtime, how: Settings, rows: int) -> _Burst | None:
         """Return None where each token has to be looked at, or nothing is gained."""
         kinds = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper)
-        plain = all(type(one) in kinds for one in how.processors) and all(
-            type(one) in (MaxLengthCriteria, EosTokenCriteria) for one in how.criteria
-        )
+        # The sampler of bursts has one order: a user's own warpers may come in another.
+        order = [kinds.index(type(one)) if type(one) in kinds else -1 for one in how.processors]
+        plain = -1 not in order and order == sorted(set(order))
+        plain &= all(getattr(one, "min_tokens_to_keep", 1) == 1 for one in how.processors)
+        plain &= all(type(one) in (MaxLengthCriteria, EosTokenCriteria) for one in how.criteria)
         if not plain or how.keep_scores or how.keep_logits or not in_bursts(engine):
             return None
         if not how.do_sample:

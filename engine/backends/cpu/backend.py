@@ -82,7 +82,7 @@ class CpuBackend:
             logits = decoder.step(
                 engine.cache,
                 [session.seq for session in sessions],
-                [int(token) for token in token_ids],
+                list(token_ids),
                 positions,
                 [session.next_position for session in sessions],
                 [bool(session.long_rope) for session in sessions],

@@ -159,7 +159,7 @@ class GraphRunner:
         idle = [0] * (step.batch - len(sessions))
         columns = {
             "seqs": [session.seq for session in sessions] + [-1] * len(idle),
-            "token": [int(token) for token in token_ids] + idle,
+            "token": [*token_ids, *idle],
             "seen": [session.seen for session in sessions] + idle,
             "rope_position": [session.next_position for session in sessions] + idle,
         }

@@ -41,7 +41,7 @@ class TorchBackend:
         seqs = torch.tensor([session.seq for session in sessions], device=device)
         position = torch.tensor([session.seen for session in sessions], device=device)
         rope = self.rope(sessions)
-        ids = torch.tensor([int(token) for token in token_ids], device=device)
+        ids = torch.tensor(list(token_ids), device=device)
         seen = max(session.seen for session in sessions) + 1
         step = self.make_step(engine.cache, engine.spec, seqs, position, seen, engine.needs)
         tapped: list[Tensor] = []
