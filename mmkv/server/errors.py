@@ -60,7 +60,7 @@ def api_error(error: BaseException) -> ApiError:
         return error
     if isinstance(error, CapacityError):
         numbers = {"needed": error.needed, "committed": error.committed, "limit": error.limit}
-        final = error.unit == "pages" and error.final
+        final = error.final
         code = "too_large_for_memory" if final else "no_room"
         return ApiError(400 if final else 503, str(error), code, None, unit=error.unit, **numbers)
     if isinstance(error, ContextError):

@@ -304,8 +304,8 @@ class ChatJob:
 
     def _keep_whole(self, session: Session, choice: Choice) -> None:
         assert choice.memory is not None
-        said = [message.without_urls() for message in self.work.messages]
-        messages = (*said, reply_message(choice.text))
+        read = [message.without_urls() for message in self.work.messages]
+        messages = (*read, reply_message(choice.text))
         facets = Facets(messages, self.work.root, self._seen_by(session), choice.memory)
         self.work.kept = self._shelf.keep(session, facets)
 

@@ -16,6 +16,7 @@ from mmkv.server.conversation import digest_of
 from mmkv.server.grammar import Grammars
 from mmkv.server.job import ChatJob
 from mmkv.server.kept import Shelf
+from mmkv.server.reply_json import FINISH
 from mmkv.server.settings import Facts
 from mmkv.server.snapshots import Snapshots
 from mmkv.server.work import ChatWork
@@ -107,18 +108,21 @@ class Machine:
         if times.admitted is None and ticket.state not in ("waiting", "cancelled", "failed"):
             times.admitted = now
             metrics.queue_time.observe(now - times.submitted)
-        tokens = sum(len(writer.token_ids) for writer in job.writers)
+        lengths = [len(writer.token_ids) for writer in job.writers]
+        tokens, longest = sum(lengths), max(lengths, default=0)
+        new = longest - request.longest  # of one reply: a turn may bring several
         if times.first is None and job.writers:
             times.first = times.latest = now
             metrics.first_token.observe(now - times.submitted)
             metrics.prefill_time.observe(now - (times.admitted or times.submitted))
             metrics.prompt_tokens.inc(job.prefilled)
             metrics.resumed_tokens.inc(job.resumed)
-        elif times.latest is not None and tokens > request.counted:
-            metrics.inter_token.observe(now - times.latest)
+        elif times.latest is not None and new:
+            for _ in range(new):
+                metrics.inter_token.observe((now - times.latest) / new)
             times.latest = now
         metrics.generated_tokens.inc(tokens - request.counted)
-        request.counted = tokens
+        request.counted, request.longest = tokens, longest
         if not ticket.over:
             return
         metrics.whole_time.observe(now - times.submitted)
@@ -126,13 +130,10 @@ class Machine:
             metrics.decode_time.observe(now - times.first)
         reasons = [one.finish_reason for one in job.choices] or [ticket.state]
         for reason in reasons if ticket.state == "done" else [ticket.state]:
-            metrics.finished.labels(REASONS.get(reason, reason)).inc()
+            metrics.finished.labels(FINISH.get(reason, reason)).inc()
         if any(isinstance(event, Done) for event in events):
             for name, count in job.evicted_here().items():
                 metrics.evicted.labels(name).inc(count)
-
-
-REASONS = {"eos": "stop", "stop": "stop", "length": "length", "context": "length"}
 
 
 def _folder(settings: Settings) -> tempfile.TemporaryDirectory[str]:

@@ -22,8 +22,8 @@ class RequestMedia:
     is not decoded. Others are fetched and decoded to know them, once.
     """
 
-    def __init__(self, door: MediaResolver) -> None:
-        self._door = door
+    def __init__(self, resolver: MediaResolver) -> None:
+        self._resolver = resolver
         self._contents: dict[Part, Any] = {}
 
     async def named(self, messages: Sequence[Message]) -> list[Message]:
@@ -49,7 +49,7 @@ class RequestMedia:
         ]
 
     async def _resolve(self, parts: Sequence[Part]) -> list[Medium]:
-        return await self._door.resolve([source(part) for part in parts]) if parts else []
+        return await self._resolver.resolve([source(part) for part in parts]) if parts else []
 
     async def contents(self, messages: Sequence[Message]) -> list[Any]:
         """Return the pictures and videos of some messages, decoded. Raises MediaError."""

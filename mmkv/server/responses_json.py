@@ -20,7 +20,7 @@ class Shape:
     Args:
         name: its id; stored: whether it can be gone on from.
         instructions: those that stand in the conversation.
-        most: tokens that it may have.
+        logprobs: whether the tokens' log probabilities are shown.
 
     Attributes:
         text: of the reply so far; spelled: its tokens, if log probabilities are wanted.

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field, StrictBool
 
 from mmkv.server.schema import (
+    MOST_MESSAGES,
     Body,
     ChatMessage,
     ChatRequest,
@@ -81,7 +82,10 @@ class ResponseRequest(Body):
     """A request for a response."""
 
     model: str
-    input: str | Annotated[list[InputMessage | OtherItem], Field(min_length=1)]
+    input: (
+        str
+        | Annotated[list[InputMessage | OtherItem], Field(min_length=1, max_length=MOST_MESSAGES)]
+    )
     instructions: str | None = None
     previous_response_id: str | None = None
     store: StrictBool | None = None
@@ -139,8 +143,7 @@ def chat_request(asked: ResponseRequest) -> ChatRequest:
     for name in asked.include or ():
         if name != LOGPROBS:
             raise unsupported("include", f"include: {name[:60]!r} is not supported")
-    said = asked.input
-    items = [InputMessage(role="user", content=said)] if isinstance(said, str) else said
+    items = _items(asked)
     messages = [_message(item, f"input[{index}]") for index, item in enumerate(items)]
     if asked.instructions:
         messages.insert(0, ChatMessage(role="system", content=asked.instructions))
@@ -196,14 +199,18 @@ def _part(part: InputPart, where: str) -> TextPart | RefusalPart | ImagePart | V
     )
 
 
+def _items(asked: ResponseRequest) -> list[InputMessage | OtherItem]:
+    given = asked.input
+    return [InputMessage(role="user", content=given)] if isinstance(given, str) else given
+
+
 def input_items(asked: ResponseRequest, name: str) -> list[dict[str, Any]]:
     """Return the input as the API lists it.
 
     Args:
         name: of the response; the items' ids are made from it.
     """
-    said = asked.input
-    items = [InputMessage(role="user", content=said)] if isinstance(said, str) else said
+    items = _items(asked)
     found = []
     for index, item in enumerate(items):
         assert isinstance(item, InputMessage)

@@ -60,8 +60,8 @@ class Room:
         try:
             yield
         except CapacityError as error:
-            final = error.unit == "pages" and error.final
-            reason = "too_large" if final else "queue" if error.unit == "requests" else "memory"
+            waits = "queue" if error.unit == "requests" else "memory"
+            reason = "too_large" if error.final else waits
             self.metrics.rejected.labels(reason).inc()
             raise
         finally:

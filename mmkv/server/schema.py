@@ -120,11 +120,15 @@ class Body(Strict):
         return given
 
 
+# Finding where each ends renders all before it, on the thread that decodes for everybody.
+MOST_MESSAGES = 512
+
+
 class ChatRequest(Body):
     """A request for replies to a conversation."""
 
     model: str
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MOST_MESSAGES)]
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     temperature: Annotated[Number, Field(ge=0, le=2)] | None = None

@@ -117,10 +117,10 @@ class Sessions:
 
     async def create(self, asked: NewSession, caller: Caller) -> Record:
         """Open a session, empty or from a saved one."""
-        self._require_room(caller)
+        self._require_room()
         budget = parse_budget(asked.budget, "budget") or self._room.facts.budget
         if asked.file is None:
-            return self._add(caller, budget, asked.metadata)
+            return self._add(caller.tenant, budget, asked.metadata)
         if asked.budget is not None:
             raise ApiError(400, "a saved session has its own budget", "invalid_value", "budget")
         path, machine = self._path(asked.file, caller), self._room.worker.machine
@@ -129,14 +129,14 @@ class Sessions:
         root = digest_of([self._room.facts.root, secrets.token_hex(16)])
         name, shelf = asked.file, machine.shelf
         kept = await self._room.worker.call(lambda: shelf.load(path, name, root))
-        record = self._add(caller, kept.budget, asked.metadata)
+        record = self._add(caller.tenant, kept.budget, asked.metadata)
         record.kept = kept
         return record
 
     def fork(self, record: Record) -> Record:
         """Open another session that goes on from where this one stands."""
-        self._require_room(Caller(record.tenant, ""))
-        made = self._add(Caller(record.tenant, ""), record.budget, dict(record.metadata))
+        self._require_room()
+        made = self._add(record.tenant, record.budget, dict(record.metadata))
         made.kept, made.turns = record.kept, record.turns
         if made.kept is not None:
             hold(self._room, made.kept)
@@ -175,12 +175,12 @@ class Sessions:
             }
         )
 
-    def _add(self, caller: Caller, budget: Budget, metadata: dict[str, str]) -> Record:
+    def _add(self, tenant: str, budget: Budget, metadata: dict[str, str]) -> Record:
         name = f"sess_{secrets.token_hex(12)}"
-        self._records[name] = made = Record(name, caller.tenant, budget, metadata)
+        self._records[name] = made = Record(name, tenant, budget, metadata)
         return made
 
-    def _require_room(self, caller: Caller) -> None:
+    def _require_room(self) -> None:
         most = self._room.settings.max_sessions
         if len(self._records) >= most:
             raise ApiError(

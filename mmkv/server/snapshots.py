@@ -17,18 +17,14 @@ class Snapshot:
 
     Attributes:
         keys: those it is found by; replied: whether it ends with a reply that was sampled.
-        seen: tokens that it has seen, by modality.
+        seen: tokens that it has seen, by modality; pages: that it holds, which does not change.
     """
 
     keys: tuple[str, ...]
     session: Session
     replied: bool
     seen: tuple[int, ...]
-
-    @property
-    def pages(self) -> int:
-        """Count the pages that it holds."""
-        return self.session.engine.cache.held_pages(self.session.seq)
+    pages: int
 
     def open(self) -> Session:
         """Return a session that goes on from here."""
@@ -50,16 +46,10 @@ class Snapshots:
         self._scheduler, self._most = scheduler, most
         self._found: dict[str, Snapshot] = {}
 
-    def __len__(self) -> int:
-        return len(set(self._found.values()))
-
     @property
     def pages(self) -> int:
         """Count the pages that they hold."""
         return self._scheduler.residents.spare_pages
-
-    def __contains__(self, key: str) -> bool:
-        return key in self._found
 
     def find(self, keys: Iterable[str]) -> tuple[int, Snapshot] | None:
         """Return the snapshot of the longest conversation.
@@ -93,7 +83,7 @@ class Snapshots:
             return False
 
         def make() -> Snapshot:
-            return Snapshot(fresh, session(), replied, seen)
+            return Snapshot(fresh, session(), replied, seen, pages)
 
         made = self._scheduler.keep_spare(pages, make, self._dropped, self._most)
         if made is not None:

@@ -62,8 +62,9 @@ class Request:
     """A chat request that the engine's thread has taken on; made by :meth:`Worker.submit`.
 
     Attributes:
-        events: what happens to it, in order; the last one is Done or Failed.
-        counted: tokens that the metrics have.
+        events: what happens to it, in order; the last one is Done or Failed; none
+            follows a cancellation.
+        counted: tokens that the metrics have; longest: of one reply.
     """
 
     def __init__(self, worker: Worker) -> None:
@@ -71,7 +72,7 @@ class Request:
         self.events: asyncio.Queue[Event] = asyncio.Queue()
         self.loop = asyncio.get_running_loop()
         self.ticket: Ticket[ChatJob] | None = None
-        self.times, self.counted = Times(), 0
+        self.times, self.counted, self.longest = Times(), 0, 0
         self._sent: list[int] = []  # per reply, log probabilities that were sent
         self._told: set[int] = set()  # replies whose end was sent
 

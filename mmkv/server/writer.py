@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -71,6 +70,8 @@ class ScoredWriter(ReplyWriter):
         self._extras, self._grammar = extras, grammar
         self._looks |= extras.changes or extras.top_logprobs is not None
         self.scored: list[Scored] = []
+        self._added: torch.Tensor | None = None  # to the logits [vocab]: bias less penalties
+        self._drawn: set[int] = set()
 
     def choose(self, logits: torch.Tensor) -> int:
         """Sample a token from ``logits`` [vocab]."""
@@ -82,19 +83,23 @@ class ScoredWriter(ReplyWriter):
             best = logprobs.topk(min(self._extras.top_logprobs, logprobs.numel()))
             top = zip(best.indices.tolist(), best.values.tolist(), strict=True)
             self.scored.append(Scored(token, float(logprobs[token]), tuple(top)))
+        if self._added is not None:
+            first = token not in self._drawn
+            self._added[token] -= self._extras.frequency + first * self._extras.presence
+            self._drawn.add(token)
         if self._grammar is not None:
             self._grammar.take(token)
         return token
 
     def changed(self, logits: torch.Tensor) -> torch.Tensor:
         """Return logits ``[vocab]`` with :class:`Extras` applied."""
+        import torch
+
         if not self._extras.changes:
             return logits
-        changed, extras = logits.float().clone(), self._extras
-        added = defaultdict(float, extras.bias)
-        if extras.presence or extras.frequency:
-            for token, times in Counter(self.token_ids).items():
-                added[token] -= extras.presence + extras.frequency * times
-        if added:
-            changed[list(added)] += changed.new_tensor(list(added.values()))
+        if self._added is None:
+            self._added = torch.zeros_like(logits, dtype=torch.float32)
+            for token, bias in self._extras.bias.items():
+                self._added[token] += bias
+        changed = logits + self._added
         return changed if self._grammar is None else self._grammar.allowed(changed)

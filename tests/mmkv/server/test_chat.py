@@ -280,6 +280,7 @@ def test_metrics_count_what_was_done(server: Server) -> None:
         ("mmkv_generation_tokens_total", 4),
         ('mmkv_request_success_total{finished_reason="length"}', 1),
         ("mmkv_time_to_first_token_seconds_count", 1),
+        ("mmkv_inter_token_latency_seconds_count", 2),  # the first turn brings two of the four
         ("mmkv_e2e_request_latency_seconds_count", 1),
     ):
         assert after[name] - before.get(name, 0) == value, name
