@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _replay(options.replay, options)
     if options.join is not None:
         return _join(options.join, options.output)
-    report = Report(options.seed, options.memory, options.classes)
+    report = Report(options.seed, options.classes)
     with suppress(KeyboardInterrupt):  # what there is by then is shown
         _run(options, report)
     print(report.table())

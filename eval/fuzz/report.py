@@ -17,8 +17,8 @@ _KINDS = ("traceback", "hang", "leak", "harm")
 class Report:
     """The counts of a run, per class."""
 
-    def __init__(self, seed: int, memory: float, classes: list[str]) -> None:
-        self.seed, self.memory, self.classes = seed, memory, classes
+    def __init__(self, seed: int, classes: list[str]) -> None:
+        self.seed, self.classes = seed, classes
         self.inputs: Counter[str] = Counter()
         self.slowest: dict[str, float] = dict.fromkeys(classes, 0.0)
         self.seconds: Counter[str] = Counter()
@@ -31,7 +31,7 @@ class Report:
         """Add up result files of several runs."""
         results = [page["results"] for page in pages]
         classes = list(dict.fromkeys(name for each in results for name in each["classes"]))
-        made = cls(pages[0]["settings"]["seed"], pages[0]["settings"]["memory_gib"], classes)
+        made = cls(pages[0]["settings"]["seed"], classes)
         for each in results:
             made.minutes += each["minutes"]
             for name, counts in each["classes"].items():

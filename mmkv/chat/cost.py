@@ -34,6 +34,7 @@ def cost_line(engine: Engine, session: Session, conversation: list[dict[str, Any
         None,
         make_policy("full"),
         prefill_chunk=engine.prefill_chunk,
+        kv=engine.cache.pool.form.name,
     )
     ended = session.last.finish_reason == "eos"
     full, full_bytes = _replay(whole, inputs, tokens, ended)

@@ -48,16 +48,19 @@ class MarkdownStream:
             redirect_stderr=False,
         )
         self._open, self._printed, self._rest_until = "", False, 0.0
+        self._line_ended = False
         self._drawing = ExitStack()
 
     def feed(self, piece: str) -> None:
         """Take the next piece of the reply. Control characters are dropped."""
         self._open += _CONTROL.sub("", piece)
         begun = time.monotonic()
-        if "\n" in piece:
-            self._print_closed()
+        self._line_ended |= "\n" in piece
         if begun < self._rest_until:
             return
+        if self._line_ended:
+            self._line_ended = False
+            self._print_closed()
         if not self._live.is_started:
             self._drawing.enter_context(_no_echo())
             self._live.start()
@@ -86,7 +89,6 @@ class MarkdownStream:
             lines = self._open.split("\n")
             self._open = "\n".join(lines[starts[-1] :])
             self._live.update(SegmentLines([]))  # the open block follows with the next drawing
-            self._rest_until = 0.0
             self._print(self._lines("\n".join(lines[: starts[-1]])))
 
     def _print(self, lines: list[list[Segment]]) -> None:

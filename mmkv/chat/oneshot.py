@@ -40,14 +40,15 @@ def answer_once(
         )
         if finished:
             display.note(memory_line(engine, session))
-            if options.cost and session.last is not None and session.last.token_ids:
-                from mmkv.chat.cost import cost_line
-
-                turn = _conversation(options.system, prompt, images, videos)
-                display.note(cost_line(engine, session, turn))
         if options.save is not None and session.history:
             session.save(options.save, chat_extra(engine, options.engine, options.model))
             display.note(f"saved to {options.save}")
+        last = session.last
+        if finished and options.cost and last is not None and last.token_ids:
+            from mmkv.chat.cost import cost_line
+
+            turn = _conversation(options.system, prompt, images, videos)
+            display.note(cost_line(engine, session, turn))
     return 0 if finished else 130
 
 

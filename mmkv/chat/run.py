@@ -14,7 +14,7 @@ from engine.errors import InputError
 from engine.model.source import locate
 from engine.paths import is_folder, user_path
 from mmkv.chat.display import Display
-from mmkv.chat.options import ChatOptions
+from mmkv.chat.options import ChatOptions, UsageError
 from mmkv.chat.saved import is_session
 from mmkv.chat.targets import checked_target
 from mmkv.chat.trouble import require_utf8
@@ -29,6 +29,8 @@ def run_chat(options: ChatOptions) -> int:
     """Run ``mmkv chat`` and return the exit code. Raises MmkvError."""
     display = Display(options)
     prompt = _prompt(options)
+    if options.cost and prompt is None:
+        raise UsageError("--cost is of one answer to one prompt; give it with -p")
     # Check everything that needs no model before the model is loaded.
     images = [load_image(source) for source in options.image]
     check_sampling(options.fps, options.num_frames)

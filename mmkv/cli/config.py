@@ -10,12 +10,14 @@ from typing import Annotated, Any, get_args, get_origin
 
 from typer.core import TyperCommand
 
-from engine.errors import InputError
+from engine.errors import InputError, one_line
 from mmkv.chat.places import config_file
 from mmkv.cli.arguments import on_command_line
 
 # What belongs to one call alone.
-_CALL = {"prompt", "interactive", "image", "video", "load", "resume", "save", "help"}
+_CALL = {
+    *("prompt", "interactive", "image", "video", "load", "resume", "save", "cost", "raw", "help")
+}
 # Options of which a call has one; the command line's replaces the file's.
 _EITHER = (("budget", "budget_bytes", "budget_fraction"), ("fps", "num_frames"))
 
@@ -60,7 +62,7 @@ def described() -> str:
     try:
         held = defaults()
     except InputError as error:
-        return f"config file: {' '.join(str(error).split())}"
+        return f"config file: {one_line(str(error))}"
     if not file.exists():
         return f"config file: {file} (absent)"
     values = ", ".join(f"{name} {value}" for name, value in held.items())

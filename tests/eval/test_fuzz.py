@@ -90,7 +90,7 @@ def test_every_kind_of_failure_is_found(made: tuple[Any, io.StringIO]) -> None:
 def test_runs_add_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files = []
     for seed, kinds in ((1, (None, "leak")), (2, ("leak", "hang", None))):
-        report = Report(seed, 1.0, ["gates"])
+        report = Report(seed, ["gates"])
         for number, kind in enumerate(kinds):
             line = {"class": "gates", "number": number, "seconds": seed, "file": "case.json"}
             report.add(line | ({} if kind is None else {"kind": kind, "place": "p", "message": ""}))

@@ -119,8 +119,9 @@ def test_blocks_that_are_over_are_written_once() -> None:
     stream = io.StringIO()
     view = MarkdownStream(console(stream, 40))
     for piece in ("first\n\n", "second\n\n", "third\n"):
+        view._rest_until = 0.0  # it is time to draw
         view.feed(piece)
-    before = len(stream.getvalue())
+    before, view._rest_until = len(stream.getvalue()), float("inf")
     view.feed(" and more\n" * 30)
     view.close()
     later = stream.getvalue()[before:]
