@@ -189,6 +189,16 @@ def test_a_copied_cache_goes_on_by_itself() -> None:
         assert pool.free_pages == pool.num_pages
 
 
+def test_a_copy_that_was_never_passed_is_counted_and_closed_with_the_others() -> None:
+    model, turns, held = model_of(NAME), conversation(), RetainedCache()
+    with retain(model, **SMALL) as handle:
+        greedy(model, turns[0], max_new_tokens=1, past_key_values=held)
+        alone, copied = handle.memory().kv_bytes, copy.deepcopy(held)
+        assert handle.memory().kv_bytes == 2 * alone > 0 and copied.rows
+        pool = handle.engine.cache.pool
+    assert pool.free_pages == pool.num_pages
+
+
 def test_what_cannot_be_a_continuation_is_refused() -> None:
     model, turns, held = model_of(NAME), conversation(), RetainedCache()
     with retain(model, **SMALL) as handle:
