@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.mmkv-installed
+# Without its cache of compiled modules, every process that the tests start compiles torch anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo serve-demo test test-fast test-triton test-drawn test-pages wheel-test lint format clean
 
