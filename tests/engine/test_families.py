@@ -372,6 +372,11 @@ def test_dtypes_and_devices() -> None:
         with pytest.raises(ModelError) as error:
             resolve_device(bad)
         one_line(error)
+    for odd in (torch.zeros(3), torch.tensor([[1, 2]]), None, b"cpu", 0.5):
+        with pytest.raises(TypeError, match=r"must be a string or a torch\.device"):
+            resolve_device(odd)
+        with pytest.raises(TypeError, match=r"must be a string or a torch\.dtype"):
+            resolve_dtype(odd, config, CPU)
 
 
 def test_progress_is_reported() -> None:

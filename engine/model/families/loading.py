@@ -136,8 +136,11 @@ def resolve_device(device: str | torch.device = "auto") -> torch.device:
 
     Raises:
         ModelError: for a device that is unknown or absent.
+        TypeError: for what is no device and no name of one.
     """
-    if isinstance(device, str) and device == "auto":
+    if not isinstance(device, (str, torch.device)):
+        raise TypeError(f"device must be a string or a torch.device, not {type(device).__name__}")
+    if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         made = torch.device(device)
@@ -159,7 +162,10 @@ def resolve_dtype(dtype: str | torch.dtype, config: Any, device: torch.device) -
 
     Raises:
         ModelError: for another name.
+        TypeError: for what is no dtype and no name of one.
     """
+    if not isinstance(dtype, (str, torch.dtype)):
+        raise TypeError(f"dtype must be a string or a torch.dtype, not {type(dtype).__name__}")
     if isinstance(dtype, torch.dtype):
         chosen = dtype
     elif dtype != "auto":
