@@ -6,7 +6,7 @@ READY := $(VENV)/.mmkv-installed
 # Without its cache of compiled modules, every process that the tests start compiles torch anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo serve-demo test test-fast test-triton test-drawn test-pages wheel-test lint format clean
+.PHONY: demo serve-demo test test-fast test-triton test-drawn test-pages test-page wheel-test lint format clean
 
 demo: $(READY)
 	$(BIN)/mmkv chat --image assets/scene.png --budget 8 --prefill-chunk 12 --cost -p "what is at row 2, column 3?"
@@ -33,6 +33,11 @@ test-drawn: $(READY)
 # A million operations on the page pool, all invariants after each: half an hour of one core. PAGES="--seed N" repeats a run.
 test-pages: $(READY)
 	$(BIN)/python -m tests.engine.page_operations $(PAGES)
+
+# The page of mmkv serve in headless Chromium (of the system: apt-get install chromium); make test has it where both are.
+test-page: $(READY)
+	$(BIN)/pip install -q --constraint constraints.txt 'playwright>=1.50'
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest tests/mmkv/server/test_page.py
 
 # The Triton kernels in Triton's interpreter, on the CPU, and compiled for Hopper (no GPU needed).
 test-triton: $(READY)

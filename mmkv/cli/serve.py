@@ -103,6 +103,12 @@ def serve(
             "--served-model-name", help="The model's name in requests.", rich_help_panel=_SERVER
         ),
     ] = None,
+    page: Annotated[
+        bool,
+        typer.Option(
+            "--page/--no-page", help="A page to chat with, at /.", rich_help_panel=_SERVER
+        ),
+    ] = True,
     drain: Annotated[
         float,
         typer.Option(
@@ -138,6 +144,7 @@ def serve(
         max_sessions=max_sessions,
         store_bytes=_bytes("--store", store),
         media_folder=allowed_local_media_path,
+        page=page,
         drain=drain,
     )
     from mmkv.chat.display import Display

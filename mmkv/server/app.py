@@ -21,6 +21,7 @@ from mmkv.server.chat import ChatCall
 from mmkv.server.errors import ApiError
 from mmkv.server.keys import CheckKey
 from mmkv.server.metrics import CONTENT_TYPE
+from mmkv.server.page import page_router
 from mmkv.server.responses import responses_router
 from mmkv.server.room import Room
 from mmkv.server.schema import ChatRequest, MmkvOptions
@@ -57,6 +58,8 @@ def make_app(room: Room) -> FastAPI:
     keyed.include_router(responses_router(room))
     app.include_router(keyed)
     _add_open(app, room)
+    if room.settings.page:
+        app.include_router(page_router())
     return app
 
 

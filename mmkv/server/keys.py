@@ -11,10 +11,13 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from mmkv.server.answer import error_response
 from mmkv.server.errors import ApiError
+from mmkv.server.page import FILES
 from mmkv.server.room import Caller
 
 # What tells nothing about anybody's requests. All else wants a key.
-_OPEN = frozenset(("/health", "/metrics", "/docs", "/docs/oauth2-redirect", "/openapi.json"))
+_OPEN = frozenset(
+    ("/health", "/metrics", "/docs", "/docs/oauth2-redirect", "/openapi.json", *FILES)
+)
 
 
 class CheckKey:

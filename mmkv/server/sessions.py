@@ -285,6 +285,12 @@ def sessions_router(room: Room) -> APIRouter:
     async def memory(name: str, who: Asking) -> dict[str, Any]:
         return sessions.memory(sessions.find(name, who))
 
+    @router.get("/{name}/messages", summary="What was said; pictures and videos as marks")
+    async def messages(name: str, who: Asking) -> dict[str, Any]:
+        kept = sessions.find(name, who).kept
+        said = () if kept is None else kept.facets.messages
+        return {"object": "list", "data": [one.for_template() for one in said]}
+
     @router.post("/{name}/chat/completions", summary="A turn: messages that are new, and a reply")
     async def turn(name: str, body: ChatRequest, who: Asking) -> Response:
         made = SessionTurn(room, sessions, sessions.find(name, who, idle=True), body, who)

@@ -27,6 +27,7 @@ class Settings:
         max_sessions: most sessions that are open; store_bytes: most bytes of stored responses.
         media_folder: where file: URLs may point; None: nowhere.
         keep_alive: seconds after which a stream without news sends a comment.
+        page: whether ``/`` is a page to chat with.
         drain: seconds that replies under way have when the server is told to stop.
     """
 
@@ -43,6 +44,7 @@ class Settings:
     max_sessions: int = 1000
     store_bytes: int = 2**30
     media_folder: Path | None = None
+    page: bool = True
     keep_alive: float = 15.0
     drain: float = 30.0
 
