@@ -59,6 +59,8 @@ def commands(text_model: str, picture: str) -> dict[str, Command]:
 
     few = ("--max-new-tokens", "8", "-p")
     return {
+        # What every chat imports: transformers' config classes, without its models.
+        'python -c "import torch, transformers"': Command(("-c", "import torch, transformers")),
         "mmkv --help": mmkv("--help"),
         "mmkv --version": mmkv("--version"),
         "an argument error": mmkv("chat", "--fps", "x", code=2),
