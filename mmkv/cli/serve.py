@@ -146,6 +146,7 @@ def serve(
         media_folder=allowed_local_media_path,
         page=page,
         drain=drain,
+        warm=True,
     )
     from mmkv.chat.display import Display
     from mmkv.chat.run import load_engine

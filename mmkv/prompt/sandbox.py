@@ -31,14 +31,18 @@ _SLOW_INPUT = 2**14
 # Filters whose time or output grows faster than their input.
 _SLOW = frozenset(("pprint", "striptags", "sum", "urlize", "wordwrap", "xmlattr"))
 _LONG_WIDTH = re.compile(r"%(\([^)]*\))?[-+ #0]*(\d*\.)?(\d{5,}|\*)")
-_JOIN, _EACH, _KEEP = "mmkv_join", "mmkv_each", "mmkv_keep"
+_JOIN, _EACH, _KEEP, _AT = "mmkv_join", "mmkv_each", "mmkv_keep", "mmkv_at"
 
 
-def render(source: str, given: int, values: Mapping[str, Any]) -> str:
+def render(
+    source: str, given: int, values: Mapping[str, Any], begins: dict[int, int] | None = None
+) -> str:
     """Render the template ``source`` with ``values``.
 
     Args:
         given: characters of the messages in ``values``.
+        begins: by the id of an object, how many characters stood before it when a loop came to it,
+            the last time; filled in for the ids that it has.
 
     Raises:
         InputError: a limit was passed. Otherwise whatever the template leads to.
@@ -46,7 +50,7 @@ def render(source: str, given: int, values: Mapping[str, Any]) -> str:
     template = _compiled(source)
     environment = template.environment
     assert isinstance(environment, _Limited)
-    with environment.meter.started(given):
+    with environment.meter.started(given, begins):
         return template.render(**values)
 
 
@@ -77,6 +81,9 @@ def _guarded(tree: nodes.Template) -> nodes.Template:
         inner(node)
         if isinstance(node, nodes.For):
             node.iter = through(_EACH, node.iter)
+            if isinstance(node.target, nodes.Name):  # prints nothing
+                named = nodes.Name(node.target.name, "load", lineno=node.lineno)
+                node.body.insert(0, nodes.Output([through(_AT, named)], lineno=node.lineno))
         elif isinstance(node, nodes.Concat):
             return through(_JOIN, nodes.List(node.nodes, lineno=node.lineno))
         elif isinstance(node, (nodes.List, nodes.Dict, nodes.Tuple)):
@@ -96,9 +103,12 @@ class _Meter(threading.local):
 
     end = float("inf")
     largest = made = 0
+    depth = written = 0  # texts that are being put together, one in another; of the outer one
+    begins: dict[int, int] | None = None
 
-    def started(self, given: int) -> _Meter:
+    def started(self, given: int, begins: dict[int, int] | None = None) -> _Meter:
         self.largest, self.made = _OUTPUT + 8 * given, _MADE + 1024 * given
+        self.begins, self.depth, self.written = begins, 0, 0
         return self
 
     def __enter__(self) -> None:
@@ -153,6 +163,7 @@ class _Limited(ImmutableSandboxedEnvironment):
         self.globals["namespace"] = _namespace(theirs.globals["namespace"])
         self.filters = {name: self._filter(name, use) for name, use in theirs.filters.items()}
         self.filters |= {_JOIN: self._join, _EACH: self._each, _KEEP: self.meter.keep}
+        self.filters[_AT] = self._at
         tests: dict[str, Any] = theirs.tests
         self.tests = {name: self._ticking(test) for name, test in tests.items()}
 
@@ -199,14 +210,25 @@ class _Limited(ImmutableSandboxedEnvironment):
         return formatted
 
     def _concat(self, pieces: Iterable[str]) -> str:
-        kept, size = [], 0
+        kept, size, meter = [], 0, self.meter
+        outer = not meter.depth
+        meter.depth += 1
         for piece in pieces:
             size += len(piece)
-            if size > self.meter.largest:
-                self.meter.expect(size)
-            self.meter.tick()
+            if outer:
+                meter.written = size
+            if size > meter.largest:
+                meter.expect(size)
+            meter.tick()
             kept.append(piece)
-        return self.meter.keep("".join(kept))
+        meter.depth -= 1
+        return meter.keep("".join(kept))
+
+    def _at(self, value: Any) -> str:
+        begins = self.meter.begins
+        if begins is not None and id(value) in begins:
+            begins[id(value)] = self.meter.written
+        return ""
 
     def _each(self, values: Iterable[Any]) -> Iterator[Any]:
         for value in values:

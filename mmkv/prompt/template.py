@@ -88,26 +88,37 @@ class ChatTemplate:
         stable = before == self.render(history[:latest], opening=True)
         return Addition(after, True, None if stable else REWRITES)
 
-    def render(self, messages: list[Message], opening: bool) -> str:
-        """Render the template; ``opening`` adds the beginning of the assistant's reply."""
+    def render(
+        self, messages: list[Message], opening: bool, begins: list[int] | None = None
+    ) -> str:
+        """Render the template; ``opening`` adds the beginning of the assistant's reply.
+
+        Args:
+            begins: gets, per message, how many characters stand before what the template's loop
+                over messages makes of it; -1 where no loop came to it.
+        """
         messages = self._cut(messages)
         if self.source is None:
+            if begins is not None:
+                begins[:] = [-1] * len(messages)
             return "".join(self._plain(message) for message in messages)
         from jinja2 import TemplateError
 
         from mmkv.prompt import sandbox
 
         parts = [part for message in messages for part in as_parts(message["content"])]
+        shaped = [self._shape(message) for message in messages]
+        found = None if begins is None else dict.fromkeys(map(id, shaped), -1)
         values = {
             **self._tokenizer.special_tokens_map,
-            "messages": [self._shape(message) for message in messages],
+            "messages": shaped,
             "tools": None,
             "documents": None,
             "add_generation_prompt": opening,
         }
         given = sum(len(part.get("text", "")) for part in parts)
         try:
-            return sandbox.render(self.source, given, values)
+            text = sandbox.render(self.source, given, values, found)
         except InputError:
             raise
         except TemplateError as error:
@@ -121,6 +132,9 @@ class ChatTemplate:
                 f"the model's chat template is broken ({type(error).__name__}: "
                 f"{first_line(error)}); use another model, or --raw"
             ) from error
+        if begins is not None and found is not None:
+            begins[:] = [found[id(message)] for message in shaped]
+        return text
 
     def _cut(self, messages: list[Message]) -> list[Message]:
         """Return the messages, their contents as parts, with special tokens in texts cut."""

@@ -33,6 +33,8 @@ def make_app(room: Room) -> FastAPI:
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        if room.settings.warm and room.facts.sees:
+            await room.media.warm()
         yield
         await room.media.aclose()
         await asyncio.to_thread(room.worker.stop)

@@ -12,6 +12,8 @@ from mmkv.prompt.special import new_marker
 if TYPE_CHECKING:
     from mmkv.prompt.template import ChatTemplate
 
+_FEW = 3  # messages, up to which each is rendered to find its end
+
 
 @dataclass(frozen=True)
 class Segment:
@@ -49,7 +51,8 @@ def segments(
     marker = new_marker()
     if replied:
         shown[held - 1] = {"role": "assistant", "content": marker}
-    whole = template.render(shown, opening=True)
+    begins: list[int] = []
+    whole = template.render(shown, True, begins)
     done = 0
     if replied:
         before, found, _ = whole.rpartition(marker)
@@ -62,14 +65,63 @@ def segments(
             return None
         done = len(before)
     found_segments, first = [], held
-    for last in range(held + 1, len(shown) + 1):
-        try:
-            text = template.render(shown[:last], opening=False)
-        except InputError:  # a template may want a user's message after the system's
-            continue
-        if len(text) > done and whole.startswith(text):
-            found_segments.append(Segment(text[done:], first, last))
-            done, first = len(text), last
+    for last, end in _ends(template, shown, held, whole, begins):
+        if end > done:
+            found_segments.append(Segment(whole[done:end], first, last))
+            done, first = end, last
     if done < len(whole):
         found_segments.append(Segment(whole[done:], first, len(shown)))
     return found_segments
+
+
+def _ends(
+    template: ChatTemplate,
+    shown: list[dict[str, Any]],
+    held: int,
+    whole: str,
+    begins: Sequence[int],
+) -> list[tuple[int, int]]:
+    """Return how many messages end where in ``whole``, of those after the ``held`` ones."""
+    if len(shown) - held > _FEW:
+        found = _ends_by_loop(template, shown, whole, begins)
+        if found is not None:
+            return [(last, end) for last, end in enumerate(found, 1) if last > held and end > 0]
+    each = range(held + 1, len(shown) + 1)
+    found = [_length(template, shown[:last], whole) for last in each]
+    return [(last, end) for last, end in zip(each, found, strict=True) if end > 0]
+
+
+def _ends_by_loop(
+    template: ChatTemplate, shown: list[dict[str, Any]], whole: str, begins: Sequence[int]
+) -> list[int] | None:
+    """Return where each message ends, by where the template's loop began the next one.
+
+    So a long conversation is not rendered once for each of its messages. Trusted if it is true of
+    the last two messages and of the system's, and if the last one changes nothing before it.
+
+    Returns:
+        0 for messages of the system that do not end by themselves; None where it is not so.
+    """
+    before: list[int] = []
+    try:
+        text = template.render(shown[:-1], False, before)
+    except InputError:
+        return None
+    ends = [*begins[1:], _length(template, shown, whole)]
+    if len(text) != ends[-2] or not whole.startswith(text):
+        return None
+    if before[1:] != list(begins[1:-1]) or min(ends) < 0 or sorted(ends) != ends:
+        return None
+    leading = next((i for i, one in enumerate(shown) if one["role"] != "system"), len(shown))
+    if leading and _length(template, shown[:leading], whole) != ends[leading - 1]:
+        ends[:leading] = [0] * leading
+    return ends
+
+
+def _length(template: ChatTemplate, messages: list[dict[str, Any]], whole: str) -> int:
+    """Return the length of the messages' text if ``whole`` begins with it, else 0."""
+    try:
+        text = template.render(messages, opening=False)
+    except InputError:  # a template may want a user's message after the system's
+        return 0
+    return len(text) if whole.startswith(text) else 0

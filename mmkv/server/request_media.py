@@ -12,6 +12,7 @@ from engine.errors import InputError
 from mmkv.prompt.media import data_uri_content
 from mmkv.server.conversation import Message, Part
 from mmkv.server.media.errors import BAD_FORM, MediaError
+from mmkv.server.media.limits import Allowance
 from mmkv.server.media.resolver import MediaResolver, Medium, Source
 
 
@@ -19,11 +20,12 @@ class RequestMedia:
     """Finds the media of one request.
 
     The digest of a data: URL is that of its content, so that a picture that need not be read again
-    is not decoded. Others are fetched and decoded to know them, once.
+    is not decoded. Others are fetched and decoded to know them, once. What all of them take counts
+    against one allowance.
     """
 
     def __init__(self, resolver: MediaResolver) -> None:
-        self._resolver = resolver
+        self._resolver, self._allowance = resolver, Allowance(resolver.limits)
         self._contents: dict[Part, Any] = {}
 
     async def named(self, messages: Sequence[Message]) -> list[Message]:
@@ -49,7 +51,9 @@ class RequestMedia:
         ]
 
     async def _resolve(self, parts: Sequence[Part]) -> list[Medium]:
-        return await self._resolver.resolve([source(part) for part in parts]) if parts else []
+        if not parts:
+            return []
+        return await self._resolver.resolve([source(part) for part in parts], self._allowance)
 
     async def contents(self, messages: Sequence[Message]) -> list[Any]:
         """Return the pictures and videos of some messages, decoded. Raises MediaError."""

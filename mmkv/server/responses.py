@@ -5,20 +5,26 @@ from __future__ import annotations
 import contextlib
 import secrets
 from collections import OrderedDict
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Response
 
+from engine.errors import MmkvError
 from mmkv.server.answer import Answer
 from mmkv.server.chat import ChatCall
 from mmkv.server.errors import ApiError, api_error
 from mmkv.server.responses_json import Shape
-from mmkv.server.responses_schema import ResponseRequest, chat_request, input_items
+from mmkv.server.responses_schema import (
+    ResponseRequest,
+    chat_request,
+    input_items,
+    named_as_asked,
+)
 from mmkv.server.room import Caller, Room
 from mmkv.server.turns import Asking, Turn, release
-from mmkv.server.worker import Delta
+from mmkv.server.worker import Delta, Done
 
 if TYPE_CHECKING:
     from mmkv.server.kept import Kept
@@ -111,17 +117,33 @@ class ResponseCall:
             asked = asked.model_copy(update={"instructions": None})
         request = chat_request(asked)
         kept = None if before is None else before.kept
-        self._call = ChatCall(room, request, caller, kept, self._store)
+        self._instructed = bool(asked.instructions)
+        with self._own_names():
+            self._call = ChatCall(room, request, caller, kept, self._store)
         self._name = name
         self._shape = Shape(
             name, self._asked, self._store, self._instructions, bool(request.logprobs)
         )
 
+    @contextlib.contextmanager
+    def _own_names(self) -> Iterator[None]:
+        """Have errors name the fields of this API, and not those of the chat request."""
+        try:
+            yield
+        except (ApiError, MmkvError) as error:
+            raise named_as_asked(api_error(error), self._instructed) from error
+
+    async def _events(self) -> AsyncGenerator[Delta | Done]:
+        with self._own_names():
+            async with contextlib.aclosing(self._call.events()) as events:
+                async for event in events:
+                    yield event
+
     async def whole(self) -> dict[str, Any]:
         """Return the response."""
         shape, reason = self._shape, ""
         async with Turn(self._room, self._call) as turn:
-            async for event in self._call.events():
+            async for event in self._events():
                 if isinstance(event, Delta):
                     shape.add(event.text, event.spelled)
                     reason = event.finish_reason or reason
@@ -136,7 +158,7 @@ class ResponseCall:
         shape, reason, begun = self._shape, "", False
         async with (
             Turn(self._room, self._call) as turn,
-            contextlib.aclosing(self._call.events()) as events,
+            contextlib.aclosing(self._events()) as events,
         ):
             try:
                 async for event in events:

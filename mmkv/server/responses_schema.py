@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, StrictBool
 
+from mmkv.server.errors import ApiError
 from mmkv.server.schema import (
     MOST_MESSAGES,
     Body,
@@ -23,6 +25,8 @@ from mmkv.server.schema import (
     unsupported,
 )
 
+_MESSAGE = re.compile(r"\bmessages\[(-?\d+)\]")
+_NAMES = {"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text.format"}
 LOGPROBS = "message.output_text.logprobs"
 
 
@@ -163,6 +167,28 @@ def chat_request(asked: ResponseRequest) -> ChatRequest:
         safety_identifier=asked.safety_identifier,
         mmkv=asked.mmkv,
     )
+
+
+def named_as_asked(error: ApiError, instructions: bool) -> ApiError:
+    """Return the error with the names of this API's fields, in place of a chat request's.
+
+    Args:
+        instructions: whether they stand before the input as the first message.
+    """
+
+    def own(found: re.Match[str]) -> str:
+        index = int(found[1])
+        if index < 0:
+            return f"input[{index}]"
+        return f"input[{index - instructions}]" if index >= instructions else "instructions"
+
+    def renamed(text: str) -> str:
+        return _MESSAGE.sub(own, text)
+
+    made = ApiError(error.status, renamed(str(error)), error.code, error.param, **error.extra)
+    if error.param is not None:
+        made.param = _NAMES.get(error.param, renamed(error.param))
+    return made
 
 
 def _format(text: TextOptions | None) -> dict[str, Any] | None:

@@ -120,7 +120,7 @@ class Body(Strict):
         return given
 
 
-# Finding where each ends renders all before it, on the thread that decodes for everybody.
+# With some chat templates, finding where each ends renders all before it, on the engine's thread.
 MOST_MESSAGES = 512
 
 

@@ -29,6 +29,7 @@ class Settings:
         keep_alive: seconds after which a stream without news sends a comment.
         page: whether ``/`` is a page to chat with.
         drain: seconds that replies under way have when the server is told to stop.
+        warm: whether a decoding process is started with the server, before the first picture.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Settings:
     page: bool = True
     keep_alive: float = 15.0
     drain: float = 30.0
+    warm: bool = False
 
 
 @dataclass(frozen=True)

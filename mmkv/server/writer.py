@@ -75,14 +75,20 @@ class ScoredWriter(ReplyWriter):
 
     def choose(self, logits: torch.Tensor) -> int:
         """Sample a token from ``logits`` [vocab]."""
+        import torch
+
         token = super().choose(logits)
         if token == BROKEN:
             return token
         if self._extras.top_logprobs is not None:
             logprobs = logits.float().log_softmax(-1)
             best = logprobs.topk(min(self._extras.top_logprobs, logprobs.numel()))
-            top = zip(best.indices.tolist(), best.values.tolist(), strict=True)
-            self.scored.append(Scored(token, float(logprobs[token]), tuple(top)))
+            # All in one read: float64 holds token ids and float32 as they are.
+            own, *rest = torch.cat(
+                [logprobs[token, None].double(), best.values.double(), best.indices.double()]
+            ).tolist()
+            values, tokens = rest[: len(rest) // 2], map(int, rest[len(rest) // 2 :])
+            self.scored.append(Scored(token, own, tuple(zip(tokens, values, strict=True))))
         if self._added is not None:
             first = token not in self._drawn
             self._added[token] -= self._extras.frequency + first * self._extras.presence

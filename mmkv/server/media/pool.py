@@ -63,6 +63,11 @@ class DecodePool:
             raise MediaError(result["status"], result["error"])
         return result, pixels
 
+    async def warm(self) -> None:
+        """Start a process now; it is used first."""
+        async with self._free, self._worker():
+            pass
+
     async def aclose(self) -> None:
         """End every process."""
         for process in list(self._all):

@@ -102,14 +102,24 @@ class MediaResolver:
             except InputError as error:
                 raise MediaError(BAD_FORM, str(error)) from error
 
-    async def resolve(self, sources: Sequence[Source]) -> list[Medium]:
+    async def warm(self) -> None:
+        """Start a decoding process, so that the first picture need not wait for it."""
+        await self.pool.warm()
+
+    async def resolve(
+        self, sources: Sequence[Source], allowance: Allowance | None = None
+    ) -> list[Medium]:
         """Return the media in the order of ``sources``.
+
+        Args:
+            allowance: what is left of a request that has resolved others before.
 
         Raises:
             MediaError: the first that is wrong; the others are dropped then.
         """
         self.check(sources)
-        allowance, turn = Allowance(self.limits), asyncio.Semaphore(self.limits.fetches)
+        allowance = allowance or Allowance(self.limits)
+        turn = asyncio.Semaphore(self.limits.fetches)
 
         async def one(source: Source) -> Medium:
             async with turn:

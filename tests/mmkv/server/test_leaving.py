@@ -142,7 +142,7 @@ def test_while_its_picture_comes(
 ) -> None:
     started, stopped = threading.Event(), threading.Event()
 
-    async def never(_: Any) -> Any:
+    async def never(*_: Any) -> Any:
         started.set()
         try:
             await asyncio.sleep(3600)
@@ -162,7 +162,7 @@ def test_while_its_picture_comes(
 def test_a_full_queue_is_said_before_pictures_are_decoded(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def refuse(_: Any) -> Any:
+    async def refuse(*_: Any) -> Any:
         raise AssertionError("decoded although there is no room")
 
     clients = [Client(server, asked(f"fill {at}", max_tokens=FOREVER)) for at in range(3)]

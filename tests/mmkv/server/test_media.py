@@ -18,11 +18,13 @@ from PIL import Image
 from mmkv.prompt.media import load_image
 from mmkv.prompt.qwen_vision import VideoRules
 from mmkv.prompt.video import Clip, load_video
+from mmkv.server.conversation import Message, Part
 from mmkv.server.media.addresses import is_public
 from mmkv.server.media.errors import MediaError
 from mmkv.server.media.limits import MediaLimits
 from mmkv.server.media.local import _open_below
 from mmkv.server.media.resolver import MediaResolver, Medium, Source
+from mmkv.server.request_media import RequestMedia
 from tests.support.media import data_url, encoded, png_bomb, two_colours, write_clip
 
 T = TypeVar("T")
@@ -432,8 +434,10 @@ def test_a_bomb_costs_little(
     assert 4_900_000 < len(content) < 5_100_000
     made = resolver()
     runner.run(made.pool.aclose())
-    runner.run(made.resolve([Source("image", data_url(PICTURE))]))
+    runner.run(made.warm())
     (pid,) = made.pool.processes
+    runner.run(made.resolve([Source("image", data_url(PICTURE))]))
+    assert made.pool.processes == [pid], "the process that was started ahead is not used"
     before, url = status_of(pid, "VmHWM"), data_url(content)
     tracemalloc.start()
     error = refusal(runner, made, url)
@@ -453,6 +457,22 @@ def test_sums_over_a_request(
         made = resolver(**limits)
         assert len(runner.run(made.resolve([Source("image", url)] * 2))) == 2
         assert refusal(runner, made, url, url, url).status == 413
+
+
+def test_sums_over_what_a_request_fetches_to_know_and_to_read(
+    runner: asyncio.Runner, resolver: Callable[..., MediaResolver], tmp_path: Path
+) -> None:
+    """A file is read to know the conversation again, a data: URL when its turn is read."""
+    (tmp_path / "a.png").write_bytes(PICTURE)
+    parts = (Part("image", url=f"file://{tmp_path}/a.png"), Part("image", url=data_url(PICTURE)))
+
+    async def read(pixels: int) -> int:
+        media = RequestMedia(resolver(tmp_path, pixels=pixels))
+        return len(await media.contents(await media.named([Message("user", parts)])))
+
+    assert runner.run(read(16)) == 2
+    with pytest.raises(MediaError, match="over the limit"):
+        runner.run(read(15))
 
 
 def test_a_picture_beyond_the_process_memory(runner: asyncio.Runner) -> None:

@@ -263,6 +263,21 @@ def test_what_is_refused(server: Server, fields: dict[str, Any]) -> None:
     assert answer.json()["error"]["message"]
 
 
+def test_errors_name_the_fields_of_this_api(server: Server) -> None:
+    """And not those of the chat request that it becomes."""
+    at = {"input": [{"role": "user", "content": "a"}, {"role": "user", "content": []}]}
+    for instructions in (None, "be brief"):
+        error = post(server, "", instructions=instructions, **at).json()["error"]
+        assert error["param"] == "input[1].content" and error["message"].startswith("input[1]")
+    for fields, param in (
+        ({"text": {"format": {"type": "no such format"}}}, "text.format"),
+        ({"max_output_tokens": 10**6}, "max_output_tokens"),
+        ({"input": "long " * 2000}, "input"),
+    ):
+        error = post(server, "hello", **fields).json()["error"]
+        assert (error["param"], "messages" in error["message"]) == (param, False), error
+
+
 def test_another_model(server: Server) -> None:
     assert post(server, "hello", model="gpt").status_code == 404
 

@@ -10,11 +10,15 @@ from typing import Any
 import pytest
 import torch
 
+from engine.policies import make_policy
 from mmkv import Engine
+from mmkv.prompt.template import ChatTemplate
+from mmkv.server import prompts
 from mmkv.server.job import ChatJob
 from mmkv.server.machine import Machine
 from mmkv.server.prompts import segments
-from tests.support.chat_models import picture, save_qwen3_vl
+from tests.support.chat_models import CHATML, byte_tokenizer, picture, save_qwen3_vl
+from tests.support.policies import EVICTING
 from tests.support.servers import Server, picture_part, serving
 from tests.support.tiers import slow_but
 
@@ -22,6 +26,8 @@ LONG = "a text that is long enough to be read in several chunks of sixteen token
 PICTURE = picture_part(picture("red", (40, 32)))
 SYSTEM = {"role": "system", "content": f"you answer questions. {LONG}"}
 CAUSAL = ["dbtrimkv", "trimkv", "streamingllm", "gkv", "h2o", "lagkv", "morphkv", "snapkv:window=4"]
+# Each of the other presets has the same score or needs as one of those.
+REST = [name for name in EVICTING if name not in [*CAUSAL, "snapkv"]]
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +73,13 @@ def usage(answer: Any) -> dict[str, Any]:
     return answer.json()["usage"]
 
 
-@pytest.mark.parametrize("policy", slow_but(CAUSAL[:3], CAUSAL, "the other policies"))
+@pytest.mark.parametrize(
+    "policy",
+    [
+        *slow_but(CAUSAL[:3], CAUSAL, "the other policies"),
+        *(pytest.param(name, marks=pytest.mark.drawn(reason="a second each")) for name in REST),
+    ],
+)
 def test_a_resumed_memory_is_that_of_a_fresh_run(
     policy: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -86,7 +98,8 @@ def test_a_resumed_memory_is_that_of_a_fresh_run(
     own, other = usage(resumed), usage(fresh)
     assert own["mmkv"]["resumed"] > other["mmkv"]["resumed"] == 0
     assert usage(system)["mmkv"]["resumed"] > 0
-    assert own["mmkv"]["evicted"] == other["mmkv"]["evicted"] > 0
+    assert own["mmkv"]["evicted"] == other["mmkv"]["evicted"]
+    assert (own["mmkv"]["evicted"] > 0) != make_policy(policy).keeps_prompt
     assert same(watch.seen[1], watch.seen[2]) and same(watch.seen[3], watch.seen[4])
     assert resumed.json()["choices"] == fresh.json()["choices"]
     assert watch.seen[1][2] == own["prompt_tokens"] - own["mmkv"]["resumed"]
@@ -212,9 +225,67 @@ def test_segments_end_with_messages_and_add_up(server: Server) -> None:
     assert found is not None and found[0].text.startswith("<|im_end|>\n<|im_start|>user")
 
 
+# Templates that say something else as soon as more messages follow, or refuse beginnings.
+TEMPLATES = {
+    "chatml": CHATML,
+    "plain": None,
+    "system apart": "{% if messages[0].role == 'system' %}[{{ messages[0].content }}]\n"
+    "{% set rest = messages[1:] %}{% else %}{% set rest = messages %}{% endif %}"
+    "{% for m in rest %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}",
+    "system folded into a question": "{% if messages[0].role == 'system' %}"
+    "{% if messages | length < 2 %}{{ raise_exception('ask something') }}{% endif %}"
+    "{% set system = messages[0].content + ' ' %}{% set rest = messages[1:] %}"
+    "{% else %}{% set system = '' %}{% set rest = messages %}{% endif %}<s>"
+    "{% for m in rest %}{{ m.role }}: {{ (system if loop.first else '') + m.content }}\n"
+    "{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}",
+    "the last looks different": "{% for m in messages %}{% if loop.last %}>{% endif %}"
+    "{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}it:{% endif %}",
+    "replies look ahead": "{% for m in messages %}{{ m.role }}: {% if m.role == 'assistant' and "
+    "loop.nextitem is defined %}{% endif %}{{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}it:{% endif %}",
+    "in a macro": "{% macro all() %}{% for m in messages %}{{ m.content }};{% endfor %}"
+    "{% endmacro %}{{ all() }}{% if add_generation_prompt %}it:{% endif %}",
+    "read twice": "{% for m in messages[::-1] %}{% endfor %}{% for m in messages %}"
+    "{{ m.content }};{% endfor %}{% if add_generation_prompt %}it:{% endif %}",
+    "closed": "{% for m in messages %}{{ m.content }};{% endfor %}"
+    "{% if add_generation_prompt %}it:{% else %}end{% endif %}",
+}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_long_conversation_is_cut_where_each_of_its_beginnings_ends(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By where the template's loop stands as by rendering every beginning of the conversation."""
+    template = ChatTemplate(byte_tokenizer(), TEMPLATES[name], parts=False)
+    roles = ["system", *["user", "assistant"] * 4, "user"]
+    messages = [{"role": role, "content": f"<{at}>"} for at, role in enumerate(roles)]
+    rendered = 0
+    render = ChatTemplate.render
+
+    def counted(*arguments: Any, **named: Any) -> str:
+        nonlocal rendered
+        rendered += 1
+        return render(*arguments, **named)
+
+    monkeypatch.setattr(ChatTemplate, "render", counted)
+    for first, held in ((0, 0), (1, 0), (0, 3)):
+        shown = messages[first:]
+        rendered = 0
+        cut = segments(template, shown, held)
+        times, often = rendered, prompts._FEW
+        monkeypatch.setattr(prompts, "_FEW", len(shown))
+        assert cut == segments(template, shown, held)
+        monkeypatch.setattr(prompts, "_FEW", often)
+        if name in ("chatml", "system apart", "read twice"):
+            assert times <= 5 and cut is not None
+            assert len(cut) == len(shown) - held + 1
+
+
 def test_a_template_that_forgets_replies_is_not_resumed_after_them() -> None:
     class Forgetful:
-        def render(self, messages: list[Any], opening: bool) -> str:
+        def render(self, messages: list[Any], opening: bool, begins: Any = None) -> str:
             shown = [m for m in messages if m["role"] == "user"]
             return "".join(f"[{m['content']}]" for m in shown) + ">" * opening
 
