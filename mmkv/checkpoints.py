@@ -27,15 +27,65 @@ _RANDOM = "random weights"
 # Model type -> its name, and what tests ran it with, against transformers, token for token.
 FAMILIES: dict[str, tuple[str, str]] = {
     "qwen3_vl": ("Qwen3-VL (dense)", f"{_RANDOM}; the bundled model"),
+    "qwen3_vl_moe": ("Qwen3-VL with experts, such as 30B-A3B", _RANDOM),
+    "qwen2_5_vl": ("Qwen2.5-VL", _RANDOM),
     "llava": ("LLaVA-1.5", _RANDOM),
     "llava_next": ("LLaVA-NeXT", _RANDOM),
     "llava_onevision": ("LLaVA-OneVision", _RANDOM),
+    "internvl": ("InternVL3 (-hf)", _RANDOM),
     "llama": ("Llama (text)", f"{_RANDOM}; SmolLM2-135M"),
     "mistral": ("Mistral (text)", _RANDOM),
     "qwen2": ("Qwen2, Qwen2.5 (text)", _RANDOM),
     "qwen3": ("Qwen3 (text)", _RANDOM),
+    "qwen3_moe": ("Qwen3 with experts, such as 30B-A3B (text)", _RANDOM),
     "phi3": ("Phi-3 (text)", _RANDOM),
 }
+
+
+@dataclass(frozen=True)
+class Published:
+    """Gates that their authors published on the hub; ``--gates NAME`` fetches them.
+
+    Attributes:
+        base: the checkpoint that they were trained for. policy: the method.
+        budget: M of the training. context: tokens of the training, at most.
+    """
+
+    name: str
+    base: str
+    policy: str
+    budget: int
+    context: int
+
+
+def _published(policy: str, *rows: tuple[str, str, int, int]) -> list[Published]:
+    return [Published(f"ngocbh/{name}", base, policy, m, c * 1024) for name, base, m, c in rows]
+
+
+# The list of the papers' own release, github.com/ngocbh/trimkv, as it stood in November 2026.
+PUBLISHED: list[Published] = [
+    *_published(
+        "dbtrimkv",
+        ("DBTrimKV-Qwen3-VL-4B-Instruct", "Qwen/Qwen3-VL-4B-Instruct", 32, 32),
+        ("DBTrimKV-Qwen3-VL-8B-Thinking", "Qwen/Qwen3-VL-8B-Thinking", 32, 32),
+        ("DBTrimKV-Qwen3-4B-Instruct-2507", "Qwen/Qwen3-4B-Instruct-2507", 512, 128),
+        ("DBTrimKV-Qwen3-4B-Math", "Qwen/Qwen3-4B", 128, 32),
+    ),
+    *_published(
+        "trimkv",
+        ("TrimKV-Qwen3-4B-Instruct-2507", "Qwen/Qwen3-4B-Instruct-2507", 4096, 128),
+        ("TrimKV-Qwen3-1.7B-Math", "Qwen/Qwen3-1.7B", 512, 16),
+        ("TrimKV-Qwen3-4B-Math", "Qwen/Qwen3-4B", 512, 16),
+        ("TrimKV-Qwen3-8B-Math", "Qwen/Qwen3-8B", 512, 16),
+        ("TrimKV-Qwen3-14B-Math", "Qwen/Qwen3-14B", 512, 16),
+        (
+            "TrimKV-Phi-3-mini-128k-instruct",
+            "microsoft/Phi-3-mini-128k-instruct",
+            2048,
+            128,
+        ),
+    ),
+]
 _GATE_FILES = ("gates.safetensors", "trimkv_weights.pth")
 _DEEPEST = 2  # folders below the present one
 _MOST_FOLDERS = 2000
@@ -88,12 +138,13 @@ class Listing:
     gates: list[Gates]
 
     def as_json(self) -> dict[str, Any]:
-        """Return it as JSON can hold it, with the families."""
+        """Return it as JSON can hold it, with the families and the published gates."""
         families = [
             {"model_type": kind, "name": name, "tested_with": tested}
             for kind, (name, tested) in families_with_added().items()
         ]
-        return {**asdict(self), "families": families}
+        published = [asdict(one) for one in PUBLISHED]
+        return {**asdict(self), "families": families, "published_gates": published}
 
 
 def listed() -> Listing:
@@ -144,9 +195,15 @@ def table(listing: Listing) -> RenderableType:
     )
     for kind, (name, tested) in families_with_added().items():
         families.add_row(kind, name, tested)
-    for made in (models, gates, families):
+    published = Table(title="published gates (--gates NAME fetches them; their form is tested)")
+    published.add_column("gates", no_wrap=True)
+    published.add_column("trained for", overflow="fold")
+    published.add_column("at M", no_wrap=True)
+    for known in PUBLISHED:
+        published.add_row(known.name, known.base, str(known.budget))
+    for made in (models, gates, families, published):
         made.title_justify = "left"
-    return Group(models, *([gates] if listing.gates else []), families)
+    return Group(models, *([gates] if listing.gates else []), families, published)
 
 
 def _folders(top: Path, depth: int) -> Iterator[Path]:
@@ -184,6 +241,7 @@ def _checkpoint(name: str, folder: Path, where: str, size: int, sets: list[Gates
     others = [one for one in sets if one.fingerprint and Path(one.path) != own]
     ours = fingerprint(str(folder)) if others else None
     gates += [one.name for one in others if one.fingerprint == ours]
+    gates += [known.name for known in PUBLISHED if known.base == name]
     problem = ""
     if family not in families_with_added():
         problem = "this family does not run"
@@ -195,8 +253,9 @@ def _checkpoint(name: str, folder: Path, where: str, size: int, sets: list[Gates
 def _gates(name: str, folder: Path, where: str) -> Gates:
     info = _json(folder / "gates.json")
     kind = "write" if info.get("kind") == "write" else "retention"
-    facts = (str(info.get(key) or "") for key in ("base_model", "base_fingerprint"))
-    return Gates(name, str(folder), where, kind, *facts)
+    base, weights = (str(info.get(key) or "") for key in ("base_model", "base_fingerprint"))
+    known = {one.name: one.base for one in PUBLISHED}
+    return Gates(name, str(folder), where, kind, base or known.get(name, ""), weights)
 
 
 def _json(file: Path) -> dict[str, Any]:

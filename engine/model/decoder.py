@@ -1,4 +1,4 @@
-"""The one decoder of all families: pre-norm, RoPE, grouped-query attention, SwiGLU."""
+"""The one decoder of all families: pre-norm, RoPE, grouped-query attention, SwiGLU or experts."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from engine.model.families.base import Turn
 from engine.model.gates import Gates
+from engine.model.mixture import mixture
 from engine.model.rope import rotate
 from engine.model.spec import DecoderSpec
 from engine.model.weights import DecoderWeights, LayerWeights
@@ -131,9 +132,7 @@ class Decoder:
         query, key, value = self._project(x, layer, rope, on_keys)
         mixed = step.attend(index, query, key, value)
         hidden = hidden + F.linear(mixed, layer.out, layer.out_bias)
-        x = self._norm(hidden, layer.post_norm)
-        gate, up = F.linear(x, layer.gate_up, layer.gate_up_bias).chunk(2, -1)
-        hidden = hidden + F.linear(F.silu(gate) * up, layer.down, layer.down_bias)
+        hidden = hidden + self._mlp(self._norm(hidden, layer.post_norm), layer)
         if index < len(deepstack):
             where, features = deepstack[index]
             hidden = hidden.index_add(0, where, features)
@@ -142,6 +141,12 @@ class Decoder:
     def logits(self, hidden: Tensor) -> Tensor:
         """Compute float32 logits ``[T, vocab]`` of states ``[T, d]``."""
         return F.linear(self._norm(hidden, self.weights.norm), self.weights.head).float()
+
+    def _mlp(self, x: Tensor, layer: LayerWeights) -> Tensor:
+        if layer.router is not None and self.spec.routing is not None:
+            return mixture(x, layer.router, layer.gate_up, layer.down, self.spec.routing)
+        gate, up = F.linear(x, layer.gate_up, layer.gate_up_bias).chunk(2, -1)
+        return F.linear(F.silu(gate) * up, layer.down, layer.down_bias)
 
     def _project(
         self,

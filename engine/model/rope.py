@@ -1,4 +1,4 @@
-"""Rotary position embedding: one axis, or interleaved M-RoPE (t, h, w)."""
+"""Rotary position embedding: one axis, or M-RoPE (t, h, w)."""
 
 from __future__ import annotations
 
@@ -21,19 +21,16 @@ class Rope:
         self._inv_freq = {False: spec.inv_freq.to(device)}
         if spec.long_inv_freq is not None:
             self._inv_freq[True] = spec.long_inv_freq.to(device)
+        self._axes = torch.tensor(spec.mrope_axes or (), device=device)
 
     def at(self, positions: Tensor, long: bool = False) -> tuple[Tensor, Tensor]:
         """Compute cos and signed sin at the rope positions ``[A, T]`` (A = 1 or 3), each ``[T,
         rot]``.
         """
         freqs = positions[..., None].float() * self._inv_freq[long]
-        angle = freqs[0]
-        if self.spec.mrope_section and positions.shape[0] == 3:
-            # Frequencies alternate t, h, w up to the section lengths; the rest stay temporal.
-            for axis in (1, 2):
-                columns = slice(axis, self.spec.mrope_section[axis] * 3, 3)
-                angle[:, columns] = freqs[axis][:, columns]
-        return self._finish(angle)
+        if self.spec.mrope_axes and positions.shape[0] == 3:
+            return self._finish(freqs.gather(0, self._axes.expand(1, *freqs.shape[1:]))[0])
+        return self._finish(freqs[0])
 
     def text(self, positions: Tensor, long: bool = False) -> tuple[Tensor, Tensor]:
         """As :meth:`at` for text tokens at ``positions [T]``, whose axes are all equal.

@@ -18,6 +18,9 @@ _TEXT = {
     "head_dim": 2**14,
     "max_position_embeddings": 2**31,
     "sliding_window": 2**31,
+    "num_experts": 2**12,
+    "num_experts_per_tok": 2**12,
+    "moe_intermediate_size": 2**22,
 }
 _VISION = {
     "depth": 2**10,

@@ -24,7 +24,8 @@ class RopeSpec:
         kind: transformers' name of the scaling (``default``, ``yarn``, ``longrope`` ...).
         inv_freq: ``[rot/2]`` float32, in radians per position.
         scale: factor on cos and sin (yarn, longrope).
-        mrope_section: frequencies per axis (t, h, w) for interleaved M-RoPE, else None.
+        mrope_axes: ``[rot/2]``, the axis (0 t, 1 h, 2 w) that turns each frequency of M-RoPE, else
+            None.
         long_inv_freq: ``[rot/2]`` float32, used instead of ``inv_freq`` by sequences that
             reach beyond ``switch_at`` positions (longrope only).
         switch_at: first position the short frequencies were not trained for.
@@ -33,14 +34,14 @@ class RopeSpec:
     kind: str
     inv_freq: Tensor
     scale: float = 1.0
-    mrope_section: tuple[int, ...] | None = None
+    mrope_axes: tuple[int, ...] | None = None
     long_inv_freq: Tensor | None = None
     switch_at: int | None = None
 
     @property
     def axes(self) -> int:
         """Return the position components per token: 3 for M-RoPE (t, h, w), else 1."""
-        return 3 if self.mrope_section else 1
+        return 3 if self.mrope_axes else 1
 
     @classmethod
     def from_rotary(cls, rotary: Any) -> RopeSpec:
@@ -50,19 +51,22 @@ class RopeSpec:
             ModelError: for scalings whose frequencies change with every new token, which
                 would invalidate the keys already cached.
         """
-        section = getattr(rotary, "mrope_section", None)
+        axes = _axes_of(rotary)
         found = None
         if _kind(rotary.config) != "longrope":
             found = (rotary.inv_freq, rotary.attention_scaling)
-        return cls._read(rotary.config, section, found)
+        return cls._read(rotary.config, axes, found)
 
     @classmethod
-    def from_config(cls, config: Any, section: tuple[int, ...] | None = None) -> RopeSpec:
+    def from_config(
+        cls, config: Any, section: tuple[int, ...] | None = None, interleaved: bool = True
+    ) -> RopeSpec:
         """Compute the frequencies as transformers' rotary module of this config would.
 
         Args:
             config: of one of mmkv's own text models.
             section: frequencies per axis where the config names none, for M-RoPE.
+            interleaved: see :func:`mrope_axes`.
 
         Raises:
             ModelError: as :meth:`from_rotary`.
@@ -73,19 +77,20 @@ class RopeSpec:
             found = (_default_frequencies(config), 1.0)
         elif kind != "longrope":
             found = ROPE_INIT_FUNCTIONS[kind](config, device=torch.device("cpu"))
-        return cls._read(config, section, found)
+        section = section and (config.rope_parameters.get("mrope_section") or section)
+        axes = mrope_axes(section, interleaved) if section else None
+        return cls._read(config, axes, found)
 
     @classmethod
     def _read(
         cls,
         config: Any,
-        section: Sequence[int] | None,
+        axes: tuple[int, ...] | None,
         found: tuple[Tensor, float] | None,
     ) -> RopeSpec:
         """Complete frequencies and scale with what the config says; None: it has two sets."""
         parameters = config.rope_parameters
         kind = parameters["rope_type"]
-        section = parameters.get("mrope_section") or section
         long_inv_freq, switch_at = None, None
         if found is None:
             switch_at = parameters.get("original_max_position_embeddings") or getattr(
@@ -101,10 +106,36 @@ class RopeSpec:
             kind=kind,
             inv_freq=inv_freq.detach().float().cpu().clone(),
             scale=float(scale),
-            mrope_section=tuple(section) if section else None,
+            mrope_axes=axes,
             long_inv_freq=None if long_inv_freq is None else long_inv_freq.float().cpu(),
             switch_at=switch_at,
         )
+
+
+def mrope_axes(section: Sequence[int], interleaved: bool) -> tuple[int, ...]:
+    """Return the axis (0 t, 1 h, 2 w) that turns each frequency.
+
+    Args:
+        section: frequencies per axis (t, h, w).
+        interleaved: t, h, w take turns as far as a section reaches, and the rest is t (Qwen3-VL);
+            otherwise the sections lie one behind the other (Qwen2.5-VL).
+    """
+    if not interleaved:
+        return tuple(axis for axis, count in enumerate(section) for _ in range(count))
+    ends = [0, *(3 * count for count in section[1:])]
+    return tuple(i % 3 if i < ends[i % 3] else 0 for i in range(sum(section)))
+
+
+def _axes_of(rotary: Any) -> tuple[int, ...] | None:
+    """Return the axis of each frequency of a transformers rotary module, None without M-RoPE."""
+    section = getattr(rotary, "mrope_section", None)
+    if not section:
+        return None
+    if not hasattr(rotary, "recomposition_frequencies"):
+        return mrope_axes(section, interleaved=True)
+    shown = torch.arange(3.0).view(3, 1, 1, 1).expand(-1, 1, 1, sum(section)).clone()
+    mixed = rotary.recomposition_frequencies(shown)[0, 0, : sum(section)]
+    return tuple(int(axis) for axis in mixed)
 
 
 def _kind(config: Any) -> str:
@@ -127,8 +158,51 @@ def _default_frequencies(config: Any) -> Tensor:
 
 
 @dataclass(frozen=True)
+class Routing:
+    """How a mixture of experts chooses for a token.
+
+    Attributes:
+        experts: of each sparse layer. chosen: of these for one token.
+        normalized: the weights of the chosen ones sum to 1.
+        inner: width f of an expert.
+    """
+
+    experts: int
+    chosen: int
+    normalized: bool
+    inner: int
+
+    @classmethod
+    def of(cls, config: Any) -> Routing | None:
+        """Read it off the config of a text model; None for a dense one."""
+        experts = getattr(config, "num_experts", None)
+        if config.model_type not in SPARSE_TYPES or not experts:
+            return None
+        # transformers' Qwen3-VL router always normalizes, whatever the config says.
+        normalized = config.model_type != "qwen3_moe" or bool(config.norm_topk_prob)
+        return cls(experts, config.num_experts_per_tok, normalized, config.moe_intermediate_size)
+
+
+# Text models with experts that this decoder runs.
+SPARSE_TYPES = ("qwen3_moe", "qwen3_vl_moe_text")
+
+
+def sparse_layers(config: Any) -> tuple[bool, ...]:
+    """Return for each layer of a text model whether its MLP is a mixture of experts."""
+    layers = config.num_hidden_layers
+    if Routing.of(config) is None:
+        return (False,) * layers
+    dense, every = config.mlp_only_layers or (), config.decoder_sparse_step
+    return tuple(i not in dense and (i + 1) % every == 0 for i in range(layers))
+
+
+@dataclass(frozen=True)
 class DecoderSpec:
-    """Sizes of one decoder. ``max_position`` counts rope positions; the rest are plain sizes."""
+    """Sizes of one decoder. ``max_position`` counts rope positions; the rest are plain sizes.
+
+    Attributes:
+        routing: of a mixture of experts; None: every layer is dense.
+    """
 
     vocab_size: int
     hidden_size: int
@@ -140,6 +214,7 @@ class DecoderSpec:
     max_position: int
     sliding_window: tuple[int | None, ...]
     rope: RopeSpec
+    routing: Routing | None = None
 
     @property
     def rows(self) -> int:
@@ -151,11 +226,16 @@ class DecoderSpec:
         """Return the number of query heads that share one KV head."""
         return self.num_heads // self.num_kv_heads
 
-    def matrix_numbers(self, intermediate_size: int) -> int:
-        """Count the numbers of embedding and matrices of a SwiGLU model of these sizes."""
+    def matrix_numbers(self, config: Any) -> int:
+        """Count the numbers of embedding and matrices of the text model of this config."""
         attention = 2 * (self.num_heads + self.num_kv_heads) * self.head_dim
-        layer = self.hidden_size * (attention + 3 * intermediate_size)
-        return self.vocab_size * self.hidden_size + self.num_layers * layer
+        width = self.vocab_size + self.num_layers * attention
+        for sparse in sparse_layers(config):
+            if sparse and self.routing is not None:
+                width += self.routing.experts * (1 + 3 * self.routing.inner)
+            else:
+                width += 3 * config.intermediate_size
+        return width * self.hidden_size
 
     @classmethod
     def from_hf(cls, text_model: Any) -> DecoderSpec:
@@ -193,6 +273,7 @@ class DecoderSpec:
             max_position=config.max_position_embeddings,
             sliding_window=attention_windows(config, layers),
             rope=rope(),
+            routing=Routing.of(config),
         )
 
 

@@ -16,12 +16,13 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from engine.model.spec import DecoderSpec
+from engine.model.spec import DecoderSpec, Routing, sparse_layers
 from engine.model.weights import DecoderWeights, LayerWeights
 
 _FLOATS = {"F16", "BF16", "F32", "F64"}
 # Buffers that older checkpoints hold and that follow from the config.
 _COMPUTED = ("rotary_emb.inv_freq",)
+_STACK = "experts.gate_up_proj"
 
 
 @dataclass(frozen=True)
@@ -48,9 +49,9 @@ class Layout:
                 return cls(qkv_bias=bias, out_bias=bias, mlp_bias=mlp)
             case "mistral":
                 return cls()
-            case "qwen2":
+            case "qwen2" | "qwen2_5_vl_text":
                 return cls(qkv_bias=True)
-            case "qwen3" | "qwen3_vl_text":
+            case "qwen3" | "qwen3_vl_text" | "qwen3_moe" | "qwen3_vl_moe_text":
                 return cls(qkv_bias=bias, out_bias=bias, qk_norm=True)
             case "phi3":
                 return cls(fused=True)
@@ -95,6 +96,14 @@ class StoredTensors:
             part.copy_(self._home[name].get_tensor(name))
         return made
 
+    def read_stack(
+        self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        """Return matrices ``shape [E, rows, columns]`` that may be stored transposed."""
+        stored = self._home[name].get_tensor(name)
+        made = torch.empty(shape, dtype=dtype, device=device)
+        return made.copy_(stored if stored.shape == made.shape else stored.transpose(1, 2))
+
 
 @torch.no_grad()
 def read_text_weights(
@@ -135,7 +144,11 @@ def _read(
     dtype: torch.dtype,
     device: torch.device,
 ) -> DecoderWeights | None:
-    shapes = {f"{prefix}{name}": shape for name, shape in _shapes(layout, config, spec).items()}
+    # transformers saves the matrices of each expert; older checkpoints stack them.
+    stacked = any(name.endswith(_STACK) for name in stored.names)
+    shapes = {
+        f"{prefix}{name}": shape for name, shape in _shapes(layout, config, spec, stacked).items()
+    }
     if head in stored.names or not tied:
         shapes[head] = (spec.vocab_size, spec.hidden_size)
     present = {
@@ -144,25 +157,67 @@ def _read(
         if (name.startswith(prefix) or name == head) and not name.endswith(_COMPUTED)
     }
     if present != set(shapes) or any(
-        stored.shape(name) != shape or not stored.is_float(name) for name, shape in shapes.items()
+        stored.shape(name) not in (shape, _turned(shape)) or not stored.is_float(name)
+        for name, shape in shapes.items()
     ):
         return None
 
     def read(*names: str) -> Tensor:
         return stored.read([f"{prefix}{name}" for name in names], dtype, device)
 
+    def read_stack(name: str) -> Tensor:
+        return stored.read_stack(f"{prefix}{name}", shapes[f"{prefix}{name}"], dtype, device)
+
     embed = read("embed_tokens.weight")
     output = stored.read([head], dtype, device) if head in shapes else embed
     if tied and torch.equal(output, embed):
         output = embed
-    layers = [_layer(read, f"layers.{i}.", layout, spec) for i in range(spec.num_layers)]
+    layers = []
+    for index, sparse in enumerate(sparse_layers(config)):
+        at, experts = f"layers.{index}.", None
+        if sparse and spec.routing is not None:
+            experts = _experts(read, read_stack if stacked else None, f"{at}mlp.", spec.routing)
+        layers.append(_layer(read, at, layout, spec, experts))
     return DecoderWeights(embed, layers, read("norm.weight"), output)
 
 
-def _layer(read: Callable[..., Tensor], at: str, layout: Layout, spec: DecoderSpec) -> LayerWeights:
+def _turned(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape of transposed matrices where some are stacked, else the shape itself."""
+    return (shape[0], shape[2], shape[1]) if len(shape) == 3 else shape
+
+
+def _experts(
+    read: Callable[..., Tensor],
+    read_stack: Callable[[str], Tensor] | None,
+    mlp: str,
+    routing: Routing,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return router, gate_up and down of a mixture of experts."""
+    router, each = read(f"{mlp}gate.weight"), routing.experts
+    if read_stack is not None:
+        return router, read_stack(f"{mlp}{_STACK}"), read_stack(f"{mlp}experts.down_proj")
+    pairs = [(e, part) for e in range(each) for part in ("gate_proj", "up_proj")]
+    gate_up = read(*(f"{mlp}experts.{e}.{part}.weight" for e, part in pairs))
+    down = read(*(f"{mlp}experts.{e}.down_proj.weight" for e in range(each)))
+    return router, gate_up.unflatten(0, (each, -1)), down.unflatten(0, (each, -1))
+
+
+def _layer(
+    read: Callable[..., Tensor],
+    at: str,
+    layout: Layout,
+    spec: DecoderSpec,
+    experts: tuple[Tensor, Tensor, Tensor] | None,
+) -> LayerWeights:
     attention, mlp = f"{at}self_attn.", f"{at}mlp."
     qkv = ("qkv_proj",) if layout.fused else ("q_proj", "k_proj", "v_proj")
-    gate_up = ("gate_up_proj",) if layout.fused else ("gate_proj", "up_proj")
+    wide = ("gate_up_proj",) if layout.fused else ("gate_proj", "up_proj")
+    router, gate_up, down = experts or (
+        None,
+        read(*(f"{mlp}{part}.weight" for part in wide)),
+        read(f"{mlp}down_proj.weight"),
+    )
+    mlp_bias = layout.mlp_bias and router is None
 
     def joined(where: str, parts: Sequence[str], kind: str, there: bool = True) -> Tensor | None:
         return read(*(f"{where}{part}.{kind}" for part in parts)) if there else None
@@ -180,42 +235,62 @@ def _layer(read: Callable[..., Tensor], at: str, layout: Layout, spec: DecoderSp
         out=read(f"{attention}o_proj.weight"),
         out_bias=joined(attention, ["o_proj"], "bias", layout.out_bias),
         post_norm=read(f"{at}post_attention_layernorm.weight"),
-        gate_up=read(*(f"{mlp}{part}.weight" for part in gate_up)),
-        gate_up_bias=joined(mlp, gate_up, "bias", layout.mlp_bias),
-        down=read(f"{mlp}down_proj.weight"),
-        down_bias=joined(mlp, ["down_proj"], "bias", layout.mlp_bias),
+        gate_up=gate_up,
+        gate_up_bias=joined(mlp, wide, "bias", mlp_bias),
+        down=down,
+        down_bias=joined(mlp, ["down_proj"], "bias", mlp_bias),
+        router=router,
     )
 
 
-def _shapes(layout: Layout, config: Any, spec: DecoderSpec) -> dict[str, tuple[int, ...]]:
+def _shapes(
+    layout: Layout, config: Any, spec: DecoderSpec, stacked: bool
+) -> dict[str, tuple[int, ...]]:
     """Return the shape of every tensor of the text model, the head left out."""
     hidden, inner, dim = spec.hidden_size, config.intermediate_size, spec.head_dim
     query, pair = spec.num_heads * dim, spec.num_kv_heads * dim
     attention = {"q_proj": query, "k_proj": pair, "v_proj": pair}
-    mlp = {"gate_proj": inner, "up_proj": inner}
+    wide = {"gate_proj": inner, "up_proj": inner}
     if layout.fused:
-        attention, mlp = {"qkv_proj": query + 2 * pair}, {"gate_up_proj": 2 * inner}
+        attention, wide = {"qkv_proj": query + 2 * pair}, {"gate_up_proj": 2 * inner}
     layer: dict[str, tuple[int, ...]] = {
         "input_layernorm.weight": (hidden,),
         "post_attention_layernorm.weight": (hidden,),
         "self_attn.o_proj.weight": (hidden, query),
-        "mlp.down_proj.weight": (hidden, inner),
     }
+    dense: dict[str, tuple[int, ...]] = {"mlp.down_proj.weight": (hidden, inner)}
     for part, rows in attention.items():
         layer[f"self_attn.{part}.weight"] = (rows, hidden)
         if layout.qkv_bias:
             layer[f"self_attn.{part}.bias"] = (rows,)
-    for part, rows in mlp.items():
-        layer[f"mlp.{part}.weight"] = (rows, hidden)
+    for part, rows in wide.items():
+        dense[f"mlp.{part}.weight"] = (rows, hidden)
         if layout.mlp_bias:
-            layer[f"mlp.{part}.bias"] = (rows,)
+            dense[f"mlp.{part}.bias"] = (rows,)
     if layout.out_bias:
         layer["self_attn.o_proj.bias"] = (hidden,)
     if layout.mlp_bias:
-        layer["mlp.down_proj.bias"] = (hidden,)
+        dense["mlp.down_proj.bias"] = (hidden,)
     if layout.qk_norm:
         layer |= {"self_attn.q_norm.weight": (dim,), "self_attn.k_norm.weight": (dim,)}
+    sparse = {} if spec.routing is None else _sparse_shapes(spec.routing, hidden, stacked)
     shapes = {
-        f"layers.{i}.{k}": shape for i in range(spec.num_layers) for k, shape in layer.items()
+        f"layers.{i}.{k}": shape
+        for i, mixed in enumerate(sparse_layers(config))
+        for k, shape in (layer | (sparse if mixed else dense)).items()
     }
     return shapes | {"embed_tokens.weight": (spec.vocab_size, hidden), "norm.weight": (hidden,)}
+
+
+def _sparse_shapes(routing: Routing, hidden: int, stacked: bool) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a mixture of experts."""
+    experts, inner = routing.experts, routing.inner
+    shapes: dict[str, tuple[int, ...]] = {"mlp.gate.weight": (experts, hidden)}
+    if stacked:
+        shapes[f"mlp.{_STACK}"] = (experts, 2 * inner, hidden)
+        shapes["mlp.experts.down_proj"] = (experts, hidden, inner)
+        return shapes
+    for e in range(experts):
+        shapes |= {f"mlp.experts.{e}.{p}_proj.weight": (inner, hidden) for p in ("gate", "up")}
+        shapes[f"mlp.experts.{e}.down_proj.weight"] = (hidden, inner)
+    return shapes

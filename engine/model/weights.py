@@ -22,6 +22,8 @@ _EXPECTED = {
     "resid_attn_dropout",
     "resid_mlp_dropout",
 }
+# Parts of an MLP that is a mixture of experts.
+_SPARSE = {"gate", "experts"}
 
 
 @dataclass
@@ -32,6 +34,8 @@ class LayerWeights:
         qkv: ``[(Hq + 2 H) D, d]`` with rows ordered q, k, v; ``qkv_bias`` likewise or None.
         qk_norm: ``[Hq + H, D]`` per-head RMSNorm gains of q and k, or None.
         out: ``[d, Hq D]``; gate_up: ``[2 f, d]`` with gate first; down: ``[d, f]``.
+        router: ``[E, d]`` of a mixture of E experts, whose gate_up is ``[E, 2 f, d]`` and down
+            ``[E, d, f]``, without biases; None: the layer is dense.
     """
 
     input_norm: Tensor
@@ -45,6 +49,7 @@ class LayerWeights:
     gate_up_bias: Tensor | None
     down: Tensor
     down_bias: Tensor | None
+    router: Tensor | None = None
 
 
 @dataclass
@@ -140,7 +145,10 @@ class DecoderWeights:
         """Return a short hash that tells two checkpoints apart, from a sample of every matrix."""
         digest = hashlib.sha256()
         for tensor in [self.embed, self.norm, self.head] + [
-            t for layer in self.layers for t in (layer.qkv, layer.out, layer.gate_up, layer.down)
+            t
+            for layer in self.layers
+            for t in (layer.qkv, layer.out, layer.gate_up, layer.down, layer.router)
+            if t is not None
         ]:
             flat = tensor.reshape(-1)
             sample = flat[:: max(1, flat.numel() // 257)].float().cpu().contiguous()
@@ -175,18 +183,21 @@ def _take_layer(
 ) -> LayerWeights:
     extra = {name for name, _ in layer.named_children()} - _EXPECTED
     attention, mlp = layer.self_attn, layer.mlp
-    if extra or not (hasattr(mlp, "gate_proj") or hasattr(mlp, "gate_up_proj")):
+    sparse = spec.routing is not None and {n for n, _ in mlp.named_children()} == _SPARSE
+    if extra or not (sparse or hasattr(mlp, "gate_proj") or hasattr(mlp, "gate_up_proj")):
         raise ModelError(
             f"layers of type {type(layer).__name__} have parts this decoder does not run "
-            f"({', '.join(sorted(extra)) or type(mlp).__name__}); use a dense checkpoint of a "
-            "supported family"
+            f"({', '.join(sorted(extra)) or type(mlp).__name__}); use a checkpoint of a supported "
+            "family"
         )
     if hasattr(attention, "qkv_proj"):
         qkv, qkv_bias = attention.qkv_proj.weight.data, _bias(attention.qkv_proj)
     else:
         parts = [attention.q_proj, attention.k_proj, attention.v_proj]
         qkv, qkv_bias = fuse(parts)
-    if hasattr(mlp, "gate_up_proj"):
+    if sparse:
+        gate_up, gate_up_bias = mlp.experts.gate_up_proj.data, None
+    elif hasattr(mlp, "gate_up_proj"):
         gate_up, gate_up_bias = mlp.gate_up_proj.weight.data, _bias(mlp.gate_up_proj)
     else:
         gate_up, gate_up_bias = fuse([mlp.gate_proj, mlp.up_proj])
@@ -205,8 +216,9 @@ def _take_layer(
         post_norm=layer.post_attention_layernorm.weight.data,
         gate_up=gate_up,
         gate_up_bias=gate_up_bias,
-        down=mlp.down_proj.weight.data,
-        down_bias=_bias(mlp.down_proj),
+        down=mlp.experts.down_proj.data if sparse else mlp.down_proj.weight.data,
+        down_bias=None if sparse else _bias(mlp.down_proj),
+        router=mlp.gate.weight.data if sparse else None,
     )
 
 

@@ -31,6 +31,7 @@ MEDIA = (
     "pixel_values_videos",
     "image_grid_thw",
     "video_grid_thw",
+    "second_per_grid_ts",
     "image_sizes",
     "image_sizes_videos",
     "batch_num_images",

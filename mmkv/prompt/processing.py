@@ -88,7 +88,7 @@ class Processor:
         if images and not self.sees:
             raise InputError("this model reads text only; drop the pictures or name another model")
         if clips and not self.watches:
-            raise InputError("this model takes no videos here; use a Qwen3-VL model or pictures")
+            raise InputError("this model takes no videos here; use a Qwen-VL model or pictures")
         for token, media, kind in (
             (self.image_token, images, "picture"),
             (self.video_token, clips, "video"),
@@ -138,7 +138,7 @@ class Processor:
 
 
 class QwenProcessor(Processor):
-    """Qwen3-VL without transformers' combined processor (see mmkv.prompt.qwen_vision)."""
+    """Qwen-VL models without transformers' combined processor (see mmkv.prompt.qwen_vision)."""
 
     watches = True
 
@@ -252,7 +252,9 @@ def _load(name: str | Path, min_pixels: int | None, max_pixels: int | None) -> P
     family = find(str(config.model_type))
     tokenizer = AutoTokenizer.from_pretrained(name, config=config)
     if family is not None and issubclass(family, Qwen3VLFamily):
-        return _load_qwen(name, tokenizer, config.vision_config, min_pixels, max_pixels)
+        return _load_qwen(
+            name, tokenizer, config.vision_config, min_pixels, max_pixels, family.frames_apart
+        )
     if min_pixels is not None or max_pixels is not None:
         raise InputError(
             "this model does not take pictures of any size; drop --min-pixels and --max-pixels"
@@ -270,8 +272,9 @@ def _load_qwen(
     vision: Any,
     min_pixels: int | None,
     max_pixels: int | None,
+    frames_apart: bool,
 ) -> QwenProcessor:
-    from mmkv.prompt.qwen_vision import FRAME_END, FRAME_START, IMAGE, VIDEO, VideoRules
+    from mmkv.prompt.qwen_vision import FRAME_END, FRAME_START, IMAGE, VIDEO, RunRules, VideoRules
 
     load = partial(_load_qwen_pictures, name, vision) if _has_image_processor(name) else None
     size = None
@@ -289,6 +292,9 @@ def _load_qwen(
                 "no size between them; give 0 < min <= max"
             )
     config = _read_json(name, _VIDEOS) or _read_json(name, _BOTH).get("video_processor") or {}
+    rules = VideoRules if frames_apart else RunRules
+    if not config and rules is RunRules:  # older checkpoints; the bounds are of pictures alone
+        config = _without_bounds(_read_json(name, _PICTURES))
     if not isinstance(config, dict):
         raise ModelError(f"{_BOTH}: video_processor is no object; get the original file")
     require_settings(config, _VIDEOS, vision, pixels=True)
@@ -298,7 +304,12 @@ def _load_qwen(
     }
     tokens = (IMAGE, VIDEO, FRAME_START, FRAME_END)
     template = ChatTemplate(tokenizer, _template(name, tokenizer), True, placeholders, tokens)
-    return QwenProcessor(tokenizer, template, load, VideoRules.from_config(config), size)
+    return QwenProcessor(tokenizer, template, load, rules.from_config(config), size)
+
+
+def _without_bounds(settings: dict[str, Any]) -> dict[str, Any]:
+    bounds = {"size", "min_pixels", "max_pixels"}
+    return {key: value for key, value in settings.items() if key not in bounds}
 
 
 def _load_qwen_pictures(name: str | Path, vision: Any) -> Any:

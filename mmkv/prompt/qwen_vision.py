@@ -1,6 +1,6 @@
-"""Convert pictures and videos for Qwen3-VL: patches, grids and expanded placeholders.
+"""Convert pictures and videos for Qwen-VL models: patches, grids and expanded placeholders.
 
-transformers' processor of this family needs torchvision even for plain pictures, because it
+transformers' processor of these families needs torchvision even for plain pictures, because it
 loads a video processor. Its image processor does not, so the pictures go through that one; video
 frames are cut into patches here by the same rules and give the same numbers on every machine.
 """
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from engine.errors import InputError
-from mmkv.prompt.video import Clip, FrameMap
+from mmkv.prompt.video import DEFAULT_FPS, Clip, FrameMap
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -25,9 +25,16 @@ IMAGE, VIDEO = "<|image_pad|>", "<|video_pad|>"
 FRAME_START, FRAME_END = "<|vision_start|>", "<|vision_end|>"
 
 
+# What older files call the bounds.
+_EDGES = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
+_CLIP_MEAN, _CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+
+
 @dataclass(frozen=True)
 class VideoRules:
-    """The settings that turn frames into patches; defaults as in transformers' processor."""
+    """The settings that turn frames into patches for Qwen3-VL; defaults as in transformers'
+    processor.
+    """
 
     patch_size: int = 16
     temporal_patch_size: int = 2
@@ -42,9 +49,9 @@ class VideoRules:
         """Read a ``video_preprocessor_config.json`` (unknown keys do not matter here)."""
         size = config.get("size") or {}
         named: dict[str, Any] = {
-            key: tuple(value) if isinstance(value, list) else value
+            _EDGES.get(key, key): tuple(value) if isinstance(value, list) else value
             for key, value in {**config, **size}.items()
-            if key in cls.__dataclass_fields__ and value is not None
+            if _EDGES.get(key, key) in cls.__dataclass_fields__ and value is not None
         }
         return cls(**named)
 
@@ -56,13 +63,17 @@ class VideoRules:
         if height < factor or width < factor:
             grow = max(factor / height, factor / width)
             height, width = int(height * grow), int(width * grow)
-        if max(height, width) > 200 * min(height, width):
-            raise InputError(f"video frames of {width} x {height} are too thin; crop them")
-        rows, columns = round(height / factor) * factor, round(width / factor) * factor
         step = self.temporal_patch_size
         frames = max(frames, step)  # a single frame is repeated to fill its patch
-        volume = round(frames / step) * step * rows * columns
-        ideal = frames * height * width
+        return self._bounded(height, width, frames, round(frames / step) * step)
+
+    def _bounded(self, height: int, width: int, frames: int, filled: int) -> tuple[int, int]:
+        """Round to merged patches; ``filled``: frames that the rounded volume counts."""
+        if max(height, width) > 200 * min(height, width):
+            raise InputError(f"video frames of {width} x {height} are too thin; crop them")
+        factor = self.patch_size * self.merge_size
+        rows, columns = round(height / factor) * factor, round(width / factor) * factor
+        volume, ideal = filled * rows * columns, frames * height * width
         if volume > self.longest_edge:
             shrink = math.sqrt(ideal / self.longest_edge)
             rows = max(factor, math.floor(height / shrink / factor) * factor)
@@ -135,6 +146,44 @@ class VideoRules:
             for seconds in self.timestamps(clip)
         )
 
+    def times(self, clips: Sequence[Clip]) -> dict[str, list[float]]:
+        """Return what else the model is told of the videos' times."""
+        return {}
+
+
+@dataclass(frozen=True)
+class RunRules(VideoRules):
+    """The same for Qwen2.5-VL, whose videos are one run of tokens without timestamps.
+
+    The bounds are those of a frame. Where a checkpoint has no video settings they are the defaults
+    of transformers' video processor, not the wider ones of its pictures.
+    """
+
+    patch_size: int = 14
+    shortest_edge: int = 128 * 28 * 28
+    longest_edge: int = 768 * 28 * 28
+    image_mean: tuple[float, ...] = _CLIP_MEAN
+    image_std: tuple[float, ...] = _CLIP_STD
+
+    def size(self, frames: int, height: int, width: int) -> tuple[int, int]:
+        """Compute the height and width to scale to: multiples of a merged patch, within the pixel
+        bounds of a frame.
+        """
+        return self._bounded(height, width, 1, 1)
+
+    def expand(self, clip: Clip, grid: tuple[int, int, int]) -> str:
+        """Write the text for one video placeholder: the tokens of all temporal patches."""
+        return VIDEO * (math.prod(grid) // self.merge_size**2)
+
+    def times(self, clips: Sequence[Clip]) -> dict[str, list[float]]:
+        """Return the seconds between two temporal patches of each video."""
+        apart = []
+        for clip in clips:
+            seconds = clip.timestamps
+            between = (seconds[-1] - seconds[0]) / (len(seconds) - 1) if len(seconds) > 1 else 0
+            apart.append(self.temporal_patch_size * (between or 1 / DEFAULT_FPS))
+        return {"second_per_grid_ts": apart}
+
 
 def prepare(
     text: str,
@@ -163,6 +212,7 @@ def prepare(
         cut = [rules.patches(clip) for clip in clips]
         pixels["pixel_values_videos"] = torch.from_numpy(np.concatenate([part for part, _ in cut]))
         pixels["video_grid_thw"] = torch.tensor([grid for _, grid in cut])
+        pixels |= {key: torch.tensor(values) for key, values in rules.times(clips).items()}
         fills[VIDEO] = [
             rules.expand(clip, grid) for clip, (_, grid) in zip(clips, cut, strict=True)
         ]

@@ -234,7 +234,7 @@ def test_video_for_llava() -> None:
         )
 
 
-@pytest.mark.parametrize("name", ["qwen3_vl", "llava_next", "qwen2", "phi3"])
+@pytest.mark.parametrize("name", ["qwen3_vl", "llava_next", "qwen2", "qwen3_moe", "phi3"])
 def test_text_weights_are_not_copied(name: str) -> None:
     reader, spec, weights = load(checkpoint(name), "float32", "cpu")
     assert len(reader.text_model(reader.hf).layers) == 0
@@ -258,7 +258,7 @@ def test_end_tokens() -> None:
     assert family_for(model.config)(model).eos_token_ids == (3, 4)
 
 
-@pytest.mark.parametrize("kind", ["qwen3_vl_moe", "gpt2", "qwen3_moe", "gemma3"])
+@pytest.mark.parametrize("kind", ["gpt2", "mixtral", "gemma3"])
 def test_unsupported_types_are_named(kind: str) -> None:
     with pytest.raises(ModelError) as error:
         family_for(transformers.CONFIG_MAPPING[kind]())
@@ -326,7 +326,7 @@ def configured(**values: Any) -> Callable[[Path], None]:
         (lambda folder: (folder / "config.json").unlink(), "no config.json"),
         (lambda folder: (folder / "config.json").write_text("{"), "not a readable checkpoint"),
         (configured(model_type="no_such_model"), "no_such_model"),
-        (configured(model_type="qwen3_moe"), "'qwen3_moe' is not supported"),
+        (configured(model_type="mixtral"), "'mixtral' is not supported"),
         (configured(hidden_act="gelu"), "'gelu' is not supported"),
         (configured(rope_parameters={"rope_type": "no_such_rope"}), "no_such_rope"),
     ],
@@ -400,7 +400,9 @@ def assert_same_turn(found: Any, wanted: Any) -> None:
             torch.testing.assert_close(one, two)
 
 
-@pytest.mark.parametrize("name", ["qwen3_vl", "llava", "llava_next", "llava_onevision"])
+@pytest.mark.parametrize(
+    "name", ["qwen3_vl", "qwen2_5_vl", "llava", "llava_next", "llava_onevision", "internvl"]
+)
 def test_the_rows_of_a_batch_get_their_own_pictures(name: str) -> None:
     reader = family(name)
     pictures = [
@@ -430,6 +432,22 @@ def test_pixels_of_the_whole_conversation_give_the_new_turn_its_own(qwen: Family
     assert_same_turn(alone[0], made[0])
     text = qwen.turns([ids_of(second)], first, [5], CPU, [ids_of(first)])
     assert_same_turn(text[0], qwen.turn(second, 5, CPU))
+
+
+def test_videos_of_a_batch_keep_their_seconds() -> None:
+    """Qwen2.5-VL: the whole conversation's videos, of which the new turns have one each."""
+    name, reader = "qwen2_5_vl", family("qwen2_5_vl")
+    turns = [make_turn(name, [3, ("video", 4, 16, 16), 2], seed=i) for i in range(4)]
+    for i, turn in enumerate(turns):
+        turn["second_per_grid_ts"] = torch.tensor([1.0 + i])
+    everything = pad_left([join_turns(*turns[:2]), join_turns(*turns[2:])])
+    new, seen = [ids_of(turns[1]), ids_of(turns[3])], [ids_of(turns[0]), ids_of(turns[2])]
+    made = reader.turns(new, everything, [9, 4], CPU, seen)
+    for found, turn, offset in zip(made, (turns[1], turns[3]), (9, 4), strict=True):
+        assert_same_turn(found, reader.turn(turn, offset, CPU))
+    turns[0]["second_per_grid_ts"] = torch.ones(2)
+    with pytest.raises(InputError, match=r"second_per_grid_ts has shape \[2\] for 1 videos"):
+        reader.turn(turns[0], 0, CPU)
 
 
 def test_pixels_that_cover_one_kind_of_what_was_seen(qwen: Family) -> None:

@@ -114,6 +114,14 @@ CASES = [
 ]
 
 
+# Late pictures and videos in the other families that take them.
+CASES += [
+    Case("qwen2_5_vl", "dbtrimkv", 2, 1, 16, "late"),
+    Case("qwen2_5_vl_dim128", "dbtrimkv", 2, 8, 9, "video"),
+    Case("qwen3_vl_moe", "trimkv", 2, 1, 9, "video"),
+    Case("internvl", "dbtrimkv", 2, 1, 7, "late"),
+]
+
 # One dialogue for each other family and for sliding windows; test_parity has all their variants.
 FAMILIES = [
     "llava_qwen2",
@@ -122,6 +130,7 @@ FAMILIES = [
     "qwen2_sliding",
     "mistral",
     "qwen3",
+    "qwen3_moe_mixed",
     "phi3_sliding",
     "llama_biased",
 ]

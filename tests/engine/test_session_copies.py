@@ -17,6 +17,7 @@ from engine.policies import GlobalAllocation, HeadAllocation, Policy
 from engine.policies.scoring import Retention
 from engine.runtime import Runtime
 from engine.sequence import CachedSequence
+from tests.support.factories import checkpoint, make_turn
 from tests.support.policies import ALL
 from tests.support.sessions import LATER, PICTURES, assert_same_rows, load, run, text_ids, turn
 from tests.support.tiers import slow_but
@@ -61,6 +62,26 @@ def test_a_copy_continues_bit_identically(
     for x, y in zip(ours, later_life(copy), strict=True):
         assert torch.equal(x, y)
     assert_same_rows(session, copy)
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl_moe", "internvl"])
+def test_each_family_goes_on_from_its_file(name: str, tmp_path: Path) -> None:
+    """With a late picture; its positions follow those of the file's dialogue."""
+    first = make_turn(name, [6, ("image", 16, 32), 4], seed=1)
+    late = make_turn(name, [3, ("image", 32, 16), 2], seed=2)
+    session = load(checkpoint(name), budget=9).session()
+    session.prefill(first)
+    run(session, text_ids(5, 10))
+    session.save(tmp_path / "s.mmkv")
+    copy, _ = load(checkpoint(name), budget=9).load_session(tmp_path / "s.mmkv")
+    assert copy.evicted > 0 and copy.next_position == session.next_position
+    for one, two in zip(*(later(each, late) for each in (session, copy)), strict=True):
+        assert torch.equal(one, two)
+    assert_same_rows(session, copy)
+
+
+def later(session: CachedSequence, late: dict[str, Tensor]) -> list[Tensor]:
+    return [session.prefill(late), run(session, text_ids(6, 12))]
 
 
 def test_a_fork_is_independent(engine: Runtime) -> None:

@@ -15,7 +15,7 @@ from engine.model.spec import DecoderSpec
 from engine.model.weights import DecoderWeights, separate
 from tests.support.factories import CHECKPOINTS, make_model, make_turn
 
-NAMES = ["qwen3_vl", "llava_qwen2", "llama_biased", "phi3"]
+NAMES = ["qwen3_vl", "llava_qwen2", "llama_biased", "phi3", "qwen3_moe_mixed"]
 
 
 def parts(model: Any) -> tuple[Any, Tensor, DecoderSpec]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -113,6 +114,41 @@ def newer_llava(folder: Path) -> None:
     rewrite(folder, tensors)
 
 
+def newer_qwen(folder: Path) -> None:
+    """Write the names of transformers' own modules; it saves Qwen2.5-VL under those of old."""
+    found = load_file(folder / "model.safetensors")
+    tensors = {
+        name.replace("model.", "model.language_model.").replace("visual.", "model.visual."): tensor
+        for name, tensor in found.items()
+    }
+    assert {"model.visual.merger.ln_q.weight"} <= tensors.keys() - found.keys()
+    rewrite(folder, tensors)
+
+
+def stacked(turned: bool) -> Callable[[Path], None]:
+    """Return a change to the matrices of all experts in one tensor, as on the hub or not turned."""
+
+    def change(folder: Path) -> None:
+        tensors = load_file(folder / "model.safetensors")
+        at = "model.language_model.layers.{}.mlp.experts.{}"
+        for layer, part in itertools.product(range(2), ("gate_up_proj", "down_proj")):
+            whole = tensors.pop(at.format(layer, part), None)
+            if whole is None:
+                names = ("gate_proj", "up_proj") if part == "gate_up_proj" else ("down_proj",)
+                each = [
+                    torch.cat([tensors.pop(at.format(layer, f"{e}.{n}.weight")) for n in names])
+                    for e in range(8)
+                ]
+                whole = torch.stack(each)
+            inputs = 128 if part == "gate_up_proj" else 48
+            if (whole.shape[1] == inputs) != turned:
+                whole = whole.transpose(1, 2).contiguous()
+            tensors[at.format(layer, part)] = whole
+        rewrite(folder, tensors)
+
+    return change
+
+
 def shards(folder: Path) -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
     (folder / "model.safetensors").unlink()
@@ -145,6 +181,9 @@ def rewrite(folder: Path, tensors: dict[str, Tensor]) -> None:
         ("llama", computed_buffer, True),
         ("llama_biased", shards, True),
         ("llava", newer_llava, True),
+        ("qwen2_5_vl_dim128", newer_qwen, True),
+        ("qwen3_vl_moe", stacked(turned=True), True),
+        ("qwen3_vl_moe", stacked(turned=False), True),
         ("llama", base_model, False),
         ("llama", foreign_part, False),
     ],

@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 import huggingface_hub.constants
 import pytest
+import torch
 
 from engine.model import families
 from engine.model.fingerprint import fingerprint
 from engine.model.gates import make_random_gates, save_gates
 from engine.runtime import Runtime
 from mmkv.checkpoints import FAMILIES
+from tests.engine.test_gates import published
 from tests.support import fake_hub
 
 if TYPE_CHECKING:
@@ -66,6 +68,35 @@ def test_the_families_are_those_of_the_engine(mmkv: Callable[..., Ran]) -> None:
     own = [name for family in families.FAMILIES for name in family.model_types]
     assert sorted(FAMILIES) == sorted(own)
     assert [row["model_type"] for row in listed(mmkv)["families"]] == list(FAMILIES)
+
+
+def test_published_gates_are_named_for_their_models(
+    mmkv: Callable[..., Ran],
+    model: str,
+    hub: tuple[fake_hub.Repositories, list[str]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    name, base = "ngocbh/DBTrimKV-Qwen3-VL-4B-Instruct", "Qwen/Qwen3-VL-4B-Instruct"
+    repositories, _ = hub
+    repositories[base] = files_of(model)
+    spec = Runtime.from_pretrained(model, policy="full").spec
+    torch.save(published(spec, "rg10"), "trimkv_weights.pth")
+    repositories[name] = {
+        "config.json": b"{}",
+        "trimkv_weights.pth": Path("trimkv_weights.pth").read_bytes(),
+    }
+    assert mmkv("pull", base, "--quiet").code == mmkv("pull", name, "--quiet").code == 0
+    found = listed(mmkv)
+    assert [row["gates"] for row in found["models"] if row["name"] == base] == [[name]]
+    assert {"name": name, "base": base, "policy": "dbtrimkv", "budget": 32, "context": 32768} in (
+        found["published_gates"]
+    )
+    assert [row["base"] for row in found["gates"] if row["name"] == name] == [base]
+    shown = mmkv("models")
+    assert name in shown.out and "TrimKV-Phi-3-mini-128k-instruct" in shown.out
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    said = mmkv("chat", base, "--gates", name, "-p", "hello", "--max-new-tokens", "2", "--json")
+    assert said.code == 0 and json.loads(said.out)["policy"].startswith("dbtrimkv")
 
 
 def test_folders_are_found_with_family_size_and_gates(mmkv: Callable[..., Ran], model: str) -> None:

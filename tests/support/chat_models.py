@@ -11,6 +11,8 @@ import torch
 from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForImageTextToText,
     LlamaConfig,
     LlamaForCausalLM,
     LlavaConfig,
@@ -18,8 +20,6 @@ from transformers import (
     LlavaOnevisionConfig,
     LlavaOnevisionForConditionalGeneration,
     PreTrainedTokenizerFast,
-    Qwen3VLConfig,
-    Qwen3VLForConditionalGeneration,
 )
 
 import mmkv.reply
@@ -86,10 +86,12 @@ def save_llama(folder: Path, template: str | None = CHATML, seed: int = 0) -> Pa
     return folder
 
 
-def save_qwen3_vl(folder: Path, seed: int = 0, positions: int = 2048) -> Path:
-    """Return a Qwen3-VL checkpoint: 8-pixel patches, 2 x 2 of them a token.
+def save_qwen3_vl(
+    folder: Path, seed: int = 0, positions: int = 2048, kind: str = "qwen3_vl"
+) -> Path:
+    """Return a Qwen-VL checkpoint: 8-pixel patches, 2 x 2 of them a token.
 
-    Pictures of any size.
+    Pictures of any size. ``kind``: ``qwen3_vl``, ``qwen3_vl_moe`` or ``qwen2_5_vl``.
     """
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
@@ -117,8 +119,14 @@ def save_qwen3_vl(folder: Path, seed: int = 0, positions: int = 2048) -> Path:
         "num_position_embeddings": 64,
         "deepstack_visual_indexes": [0],
     }
+    if kind == "qwen3_vl_moe":
+        text |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    if kind == "qwen2_5_vl":
+        vision |= {"window_size": 32, "fullatt_block_indexes": [1]}
+        rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
+        text |= {"bos_token_id": None, "rope_parameters": rope}
     torch.manual_seed(seed)
-    config = Qwen3VLConfig(
+    config = CONFIG_MAPPING[kind](
         text_config=text,
         vision_config=vision,
         image_token_id=ids["<|image_pad|>"],
@@ -126,7 +134,7 @@ def save_qwen3_vl(folder: Path, seed: int = 0, positions: int = 2048) -> Path:
         vision_start_token_id=ids["<|vision_start|>"],
         vision_end_token_id=ids["<|vision_end|>"],
     )
-    Qwen3VLForConditionalGeneration(config).save_pretrained(folder)
+    AutoModelForImageTextToText.from_config(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     sizes = {"patch_size": 8, "temporal_patch_size": 2, "merge_size": 2}
     Qwen2VLImageProcessorPil(
@@ -136,8 +144,19 @@ def save_qwen3_vl(folder: Path, seed: int = 0, positions: int = 2048) -> Path:
         image_std=[0.5] * 3,
     ).save_pretrained(folder)
     rules = sizes | {"size": {"shortest_edge": 2 * 16 * 16, "longest_edge": 8 * 32 * 32}}
-    (folder / "video_preprocessor_config.json").write_text(json.dumps(rules))
+    if kind != "qwen2_5_vl":  # on the hub it has none
+        (folder / "video_preprocessor_config.json").write_text(json.dumps(rules))
     return folder
+
+
+def save_qwen2_5_vl(folder: Path, seed: int = 0) -> Path:
+    """Return a Qwen2.5-VL checkpoint, see :func:`save_qwen3_vl`."""
+    return save_qwen3_vl(folder, seed, kind="qwen2_5_vl")
+
+
+def save_qwen3_vl_moe(folder: Path, seed: int = 0) -> Path:
+    """Return a Qwen3-VL checkpoint with experts, see :func:`save_qwen3_vl`."""
+    return save_qwen3_vl(folder, seed, kind="qwen3_vl_moe")
 
 
 LLAVA_TEMPLATE = (
@@ -221,6 +240,42 @@ def save_llava_onevision(folder: Path, seed: int = 0) -> Path:
         "num_image_tokens": 16,
         "vision_feature_select_strategy": "full",
     }
+    (folder / "processor_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def save_internvl(folder: Path, seed: int = 0) -> Path:
+    """Return an InternVL checkpoint without its video processor: 4 tokens a tile of 32 pixels."""
+    from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
+
+    marks = {"start_image_token": "<img>", "end_image_token": "</img>"}
+    marks |= {"context_image_token": "<IMG_CONTEXT>", "video_token": "<video>"}
+    tokenizer = byte_tokenizer(LLAVA_TEMPLATE.replace("<image>", "<IMG_CONTEXT>"))
+    tokenizer.add_special_tokens({"additional_special_tokens": list(marks.values())})
+    vision = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "image_size": [32, 32],
+        "patch_size": [8, 8],
+    }
+    torch.manual_seed(seed)
+    config = CONFIG_MAPPING["internvl"](
+        text_config=_text_sizes(len(tokenizer)) | {"model_type": "qwen2"},
+        vision_config=vision,
+        image_token_id=tokenizer.convert_tokens_to_ids("<IMG_CONTEXT>"),
+        image_seq_length=4,
+        tie_word_embeddings=False,
+    )
+    AutoModelForImageTextToText.from_config(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    file = folder / "tokenizer_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "extra_special_tokens": marks}))
+    GotOcr2ImageProcessorPil(
+        size={"height": 32, "width": 32}, crop_to_patches=True, max_patches=4
+    ).save_pretrained(folder)
+    settings = {"processor_class": "InternVLProcessor", "image_seq_length": 4}
     (folder / "processor_config.json").write_text(json.dumps(settings))
     return folder
 

@@ -69,10 +69,21 @@ _YARN = {
     }
 }
 
+# Three experts of eight; the first layer of the variant is dense.
+_MIXED: dict[str, Any] = {
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 48,
+    "mlp_only_layers": [],
+}
+
 CHECKPOINTS: dict[str, Checkpoint] = {
     "qwen3_vl": Checkpoint("qwen3_vl", 6, 2, 32, layers=3, tied=True),
     "qwen3_vl_group8": Checkpoint("qwen3_vl", 8, 1, 64, layers=3, seed=1),
     "qwen3_vl_dim128": Checkpoint("qwen3_vl", 2, 2, 128, layers=3, seed=2),
+    "qwen3_vl_moe": Checkpoint("qwen3_vl_moe", 4, 2, 32, text=_MIXED),
+    "qwen2_5_vl": Checkpoint("qwen2_5_vl", 6, 2, 32, layers=2, tied=True),
+    "qwen2_5_vl_dim128": Checkpoint("qwen2_5_vl", 2, 1, 128, seed=2),
     "llava": Checkpoint("llava", 8, 2, 64, text_type="llama"),
     "llava_mistral": Checkpoint(
         "llava",
@@ -89,6 +100,11 @@ CHECKPOINTS: dict[str, Checkpoint] = {
         "llava_next", 8, 2, 32, text_type="mistral", text={"sliding_window": None}
     ),
     "llava_onevision": Checkpoint("llava_onevision", 6, 2, 32, tied=True, text_type="qwen2"),
+    "internvl": Checkpoint("internvl", 6, 2, 32, text_type="qwen2", seed=1),
+    "qwen3_moe": Checkpoint("qwen3_moe", 4, 2, 32, text=_MIXED | {"norm_topk_prob": True}),
+    "qwen3_moe_mixed": Checkpoint(
+        "qwen3_moe", 4, 1, 32, tied=True, text=_MIXED | {"mlp_only_layers": [0]}
+    ),
     "qwen3": Checkpoint("qwen3", 4, 1, 128, tied=True),
     "qwen3_yarn": Checkpoint("qwen3", 2, 2, 64, text=_YARN),
     "qwen2": Checkpoint("qwen2", 4, 4, 64),
@@ -108,6 +124,8 @@ CHECKPOINTS: dict[str, Checkpoint] = {
     "phi3_long": Checkpoint("phi3", 3, 1, 32, text=_long_rope(16, original=16), seed=1),
     "phi3_sliding": Checkpoint("phi3", 6, 2, 32, tied=True, text={"sliding_window": 24}),
 }
+
+QWEN_VL = ("qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl")
 
 # One checkpoint of each family.
 FAMILIES = {spec.model_type: name for name, spec in reversed(CHECKPOINTS.items())}.values()
@@ -148,7 +166,8 @@ def enliven(model: Any, seed: int) -> None:
             weight.copy_(0.1 * noise)
         else:
             sharp = any(part in name for part in ("q_proj", "k_proj", "qkv_proj"))
-            weight.copy_((1.5 if sharp else 1.0) * noise / math.sqrt(weight[0].numel()))
+            inputs = weight.shape[-1] if "experts" in name else weight[0].numel()
+            weight.copy_((1.5 if sharp else 1.0) * noise / math.sqrt(inputs))
 
 
 # A turn is written as pieces: 12 (so many text tokens), ("image", height, width) in pixels,
@@ -176,7 +195,7 @@ def make_turn(name: str, pieces: Sequence[Piece], seed: int = 0) -> dict[str, Te
     tokens = torch.tensor([ids])
     turn = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
     noise = functools.partial(torch.randn, generator=source)
-    if family == "qwen3_vl":
+    if family in QWEN_VL:
         # As the processor does, also for text.
         kinds = (tokens == IMAGE_ID).int() + 2 * (tokens == VIDEO_ID).int()
         turn["mm_token_type_ids"] = kinds
@@ -186,10 +205,17 @@ def make_turn(name: str, pieces: Sequence[Piece], seed: int = 0) -> dict[str, Te
             # Two frames make one temporal patch.
             grids = [(frames // 2, high, wide) for frames, high, wide in videos]
             turn |= _patches(grids, "pixel_values_videos", "video", noise)
+            if family == "qwen2_5_vl":
+                # Of one and a half frames a second: 4/3 s between two patches.
+                turn["second_per_grid_ts"] = torch.full((len(videos),), 2 / 1.5)
         return turn
     if pictures:
         turn |= _tiles(family, pictures, lone, noise)
-    if videos:
+    if videos and family == "internvl":
+        pixels = [turn[key] for key in ("pixel_values",) if key in turn]
+        pixels += [noise(count, 3, TILE, TILE) for count, _, _ in videos]
+        turn["pixel_values"] = torch.cat(pixels)
+    elif videos:
         frames = [noise(count, 3, TILE, TILE) for count, _, _ in videos]
         turn["pixel_values_videos"] = torch.stack(frames)
     return turn
@@ -225,9 +251,12 @@ def pad_left(turns: Sequence[dict[str, Tensor]], pad_id: int = 0) -> dict[str, T
 
 def _image_ids(spec: Checkpoint, size: tuple[int, int], lone: bool) -> list[int]:
     family = spec.model_type
-    if family == "qwen3_vl":
+    if family in QWEN_VL:
         count = (size[0] // PATCH // 2) * (size[1] // PATCH // 2)
         return [VISION_START, *[IMAGE_ID] * count, VISION_END]
+    if family == "internvl":
+        whole = _tile_count(size) * SIDE * SIDE // 4
+        return [VISION_START, *[IMAGE_ID] * whole, VISION_END]
     if family == "llava":
         whole = spec.extra.get("vision_feature_select_strategy") == "full"
         return [IMAGE_ID] * (SIDE * SIDE + whole)
@@ -240,6 +269,12 @@ def _video_ids(family: str, size: tuple[int, int, int], source: torch.Generator)
     frames, high, wide = size
     if family == "llava_onevision":
         return [VIDEO_ID] * (frames * math.ceil(SIDE / 2) ** 2 + 1)
+    if family == "internvl":
+        frame = [VISION_START, *[IMAGE_ID] * (SIDE * SIDE // 4), VISION_END]
+        return [token for index in range(frames) for token in (3 + index, *frame)]
+    if family == "qwen2_5_vl":
+        count = (frames // 2) * (high // PATCH // 2) * (wide // PATCH // 2)
+        return [VISION_START, *[VIDEO_ID] * count, VISION_END]
     ids: list[int] = []
     for _ in range(frames // 2):
         # A timestamp of a few text tokens stands before each temporal patch.
@@ -264,6 +299,8 @@ def _tiles(
 ) -> dict[str, Tensor]:
     if family == "llava":
         return {"pixel_values": noise(len(sizes), 3, TILE, TILE)}
+    if family == "internvl":  # tiles behind one another; their number is in that of the tokens
+        return {"pixel_values": noise(sum(map(_tile_count, sizes)), 3, TILE, TILE)}
     tiled = family == "llava_next" or lone
     counts = [_tile_count(size) if tiled else 1 for size in sizes]
     pixels = [noise(1, count, 3, TILE, TILE) for count in counts]

@@ -12,13 +12,14 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tests.support.factories import CHECKPOINTS, Piece, checkpoint, make_turn
+from tests.support.model_configs import config_of
 
 TOKENS = 12
 
 
 @functools.cache
 def model_of(name: str) -> Any:
-    sees = CHECKPOINTS[name].model_type in ("qwen3_vl", "llava", "llava_next", "llava_onevision")
+    sees = hasattr(config_of(CHECKPOINTS[name]), "vision_config")
     kind = transformers.AutoModelForImageTextToText if sees else transformers.AutoModelForCausalLM
     return kind.from_pretrained(checkpoint(name), dtype=torch.float32).eval()
 

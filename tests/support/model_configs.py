@@ -42,6 +42,9 @@ def config_of(spec: Checkpoint) -> Any:
     """Return the transformers configuration of a checkpoint."""
     build = {
         "qwen3_vl": _qwen3_vl,
+        "qwen3_vl_moe": _qwen3_vl,
+        "qwen2_5_vl": _qwen2_5_vl,
+        "internvl": _internvl,
         "llava": _llava,
         "llava_next": _llava_next,
         "llava_onevision": _llava_onevision,
@@ -124,10 +127,67 @@ def _llava_onevision(spec: Checkpoint) -> Any:
     )
 
 
+def _internvl(spec: Checkpoint) -> Any:
+    vision = transformers.InternVLVisionConfig(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        image_size=TILE,
+        patch_size=PATCH,
+    )
+    return transformers.InternVLConfig(
+        vision_config=vision,
+        text_config=_text_config(spec, spec.text_type),
+        image_token_id=IMAGE_ID,
+        image_seq_length=SIDE * SIDE // 4,
+        tie_word_embeddings=spec.tied,
+        **spec.extra,
+    )
+
+
+def _qwen2_5_vl(spec: Checkpoint) -> Any:
+    half = spec.head_dim // 2
+    side = half // 3
+    text = _text_config(spec, "qwen2_5_vl_text")
+    text.rope_parameters = {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "mrope_section": [half - 2 * side, side, side],
+    }
+    vision = {
+        "depth": 2,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_heads": 2,
+        "patch_size": PATCH,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+        "tokens_per_second": 2,
+        "out_hidden_size": spec.heads * spec.head_dim,
+        # One of the layers sees windows of 2 x 2 merged patches.
+        "window_size": 4 * PATCH,
+        "fullatt_block_indexes": [1],
+    }
+    return transformers.Qwen2_5_VLConfig(
+        text_config=text.to_dict(), vision_config=vision, **_qwen_tokens(spec)
+    )
+
+
+def _qwen_tokens(spec: Checkpoint) -> dict[str, Any]:
+    return {
+        "image_token_id": IMAGE_ID,
+        "video_token_id": VIDEO_ID,
+        "vision_start_token_id": VISION_START,
+        "vision_end_token_id": VISION_END,
+        "tie_word_embeddings": spec.tied,
+    }
+
+
 def _qwen3_vl(spec: Checkpoint) -> Any:
     half = spec.head_dim // 2
     side = half // 3
-    text = _text_config(spec, "qwen3_vl_text")
+    text = _text_config(spec, f"{spec.model_type}_text")
     text.rope_parameters = {
         "rope_type": "default",
         "rope_theta": 10000.0,
@@ -146,12 +206,5 @@ def _qwen3_vl(spec: Checkpoint) -> Any:
         "num_position_embeddings": 64,
         "deepstack_visual_indexes": [0, 1],
     }
-    return transformers.Qwen3VLConfig(
-        text_config=text.to_dict(),
-        vision_config=vision,
-        image_token_id=IMAGE_ID,
-        video_token_id=VIDEO_ID,
-        vision_start_token_id=VISION_START,
-        vision_end_token_id=VISION_END,
-        tie_word_embeddings=spec.tied,
-    )
+    kind = transformers.CONFIG_MAPPING[spec.model_type]
+    return kind(text_config=text.to_dict(), vision_config=vision, **_qwen_tokens(spec))

@@ -23,6 +23,7 @@ from training.student import student_states
 from training.trainable import TrainableGates
 
 PICTURE = {"qwen3_vl": [6, ("image", 32, 16), 9], "llava_next": [5, ("image", 32, 16), 8]}
+PICTURE |= dict.fromkeys(["qwen2_5_vl", "qwen3_vl_moe", "internvl"], PICTURE["qwen3_vl"])
 
 
 def load(name: str) -> Runtime:
@@ -99,7 +100,7 @@ def test_gates_on_keys_and_values_read_what_transformers_projects(name: str) -> 
 
 
 @pytest.mark.slow(reason="compares all families with transformers")
-@pytest.mark.parametrize("name", ["qwen3", "llama_biased", "qwen2"])
+@pytest.mark.parametrize("name", ["qwen3", "llama_biased", "qwen2", "qwen3_moe_mixed"])
 def test_student_is_transformers_with_a_bias(name: str) -> None:
     engine = load(name)
     inputs = document(name, 23, 1)
@@ -112,7 +113,7 @@ def test_student_is_transformers_with_a_bias(name: str) -> None:
 
 
 @pytest.mark.slow(reason="compares all families with transformers")
-@pytest.mark.parametrize("name", ["qwen3_vl", "llava_next", "llama"])
+@pytest.mark.parametrize("name", [*PICTURE, "llama"])
 def test_teacher_is_the_engine_without_eviction(name: str) -> None:
     engine = load(name)
     inputs = make_turn(name, PICTURE.get(name, [17]), 2)

@@ -100,6 +100,8 @@ class NativeDecoder:
             return loaded
         if not weights.layers:
             return "the forward pass is transformers'"
+        if any(layer.router is not None for layer in weights.layers):
+            return "a mixture of experts"
         if weights.embed.device.type != "cpu":
             return f"weights on {weights.embed.device}"
         if gates is not None and any(len(gate.trunk) > MAX_TRUNK for gate in gates.layers):

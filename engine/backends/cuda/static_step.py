@@ -29,6 +29,7 @@ from engine.backends.cuda.kernels.worklist import (
     tile_entries,
 )
 from engine.errors import BROKEN
+from engine.model.mixture import mixture
 from engine.policies import Budget
 
 if TYPE_CHECKING:
@@ -156,6 +157,10 @@ class StaticStep:
             mixed = pool.form.rotate(self._mixed).flatten(1)
             x = F.linear(mixed, layer.out, layer.out_bias)
             normed, residual = rms_norm(x, residual, layer.post_norm, eps)
+            if layer.router is not None and spec.routing is not None:
+                matrices = (layer.router, layer.gate_up, layer.down)
+                x = mixture(normed, *matrices, spec.routing, captured=True)
+                continue
             wide = F.linear(normed, layer.gate_up, layer.gate_up_bias)
             x = F.linear(swiglu(wide), layer.down, layer.down_bias)
         normed, _ = rms_norm(x, residual, weights.norm, eps)

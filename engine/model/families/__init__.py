@@ -9,23 +9,33 @@ from transformers import PreTrainedConfig
 
 from engine.errors import ModelError
 from engine.model.families.base import IMAGE, TEXT, VIDEO, Family, Features, Turn
+from engine.model.families.internvl import InternVLFamily
 from engine.model.families.llava import LlavaFamily
 from engine.model.families.llava_next import LlavaNextFamily
 from engine.model.families.llava_onevision import LlavaOnevisionFamily
 from engine.model.families.phi3 import Phi3Family
+from engine.model.families.qwen2_5_vl import Qwen25VLFamily
 from engine.model.families.qwen3_vl import Qwen3VLFamily
 from engine.model.families.text import TextFamily
 from engine.registry import Registry
 
 FAMILIES: tuple[type[Family], ...] = (
     Qwen3VLFamily,
+    Qwen25VLFamily,
     LlavaFamily,
     LlavaNextFamily,
     LlavaOnevisionFamily,
+    InternVLFamily,
     TextFamily,
     Phi3Family,
 )
-_TEXT_TYPES = {"qwen3_vl_text", *TextFamily.model_types, *Phi3Family.model_types}
+_TEXT_TYPES = {
+    "qwen2_5_vl_text",
+    "qwen3_vl_text",
+    "qwen3_vl_moe_text",
+    *TextFamily.model_types,
+    *Phi3Family.model_types,
+}
 _REGISTRY: Registry[type[Family]] = Registry(
     "model family",
     "mmkv.families",
@@ -122,11 +132,13 @@ __all__ = [
     "VIDEO",
     "Family",
     "Features",
+    "InternVLFamily",
     "LlavaFamily",
     "LlavaNextFamily",
     "LlavaOnevisionFamily",
     "Phi3Family",
     "Qwen3VLFamily",
+    "Qwen25VLFamily",
     "TextFamily",
     "Turn",
     "describe_added",

@@ -80,7 +80,8 @@ class Family:
             name of the head).
         pixel_keys: processor outputs that carry pictures and videos.
         eos_token_ids: tokens that end a reply, from the generation config or the config.
-        mrope_section: frequencies per axis (t, h, w) where the config names none.
+        mrope_section: of M-RoPE, frequencies per axis (t, h, w) where the config names none.
+        mrope_interleaved: see :func:`engine.model.spec.mrope_axes`.
     """
 
     model_types: ClassVar[tuple[str, ...]] = ()
@@ -93,6 +94,7 @@ class Family:
     pixel_keys: ClassVar[dict[int, str]] = {IMAGE: "pixel_values"}
     rope_axes: ClassVar[int] = 1
     mrope_section: ClassVar[tuple[int, ...] | None] = None
+    mrope_interleaved: ClassVar[bool] = True
 
     def __init__(self, hf_model: Any) -> None:
         self._hf = hf_model

@@ -64,10 +64,11 @@ class LlavaFamily(Family):
                 "dimensions with 3 colours; use this checkpoint's processor"
             )
         size = getattr(self.config.vision_config, "image_size", None)
+        size = (size, size) if isinstance(size, int) else size
         fixed = self.config.vision_config.model_type != "pixtral"
-        if fixed and isinstance(size, int) and tuple(pixels.shape[-2:]) != (size, size):
+        if fixed and size is not None and tuple(pixels.shape[-2:]) != tuple(size):
             raise InputError(
                 f"{key} holds pictures of {pixels.shape[-2]}x{pixels.shape[-1]} pixels and the "
-                f"vision tower reads {size}x{size}; use this checkpoint's processor"
+                f"vision tower reads {size[0]}x{size[1]}; use this checkpoint's processor"
             )
         return pixels.to(device=device, dtype=self.hf.model.vision_tower.dtype)

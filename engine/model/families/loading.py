@@ -89,7 +89,10 @@ def _load(
     if family_type in FAMILIES:
         text_config = config.get_text_config()
         spec = DecoderSpec.from_config(
-            text_config, lambda: RopeSpec.from_config(text_config, family_type.mrope_section)
+            text_config,
+            lambda: RopeSpec.from_config(
+                text_config, family_type.mrope_section, family_type.mrope_interleaved
+            ),
         )
         with import_beside(family_type, config, pictures):
             weights = _stored_weights(source, family_type, config, spec, precision, where)
@@ -195,7 +198,7 @@ def _stored_weights(
     text_config, places = config.get_text_config(), family_type.text_places
     stored = StoredTensors(files)
     found = read_text_weights(stored, text_config, spec, places, tied, dtype, device)
-    if found is None and spec.matrix_numbers(text_config.intermediate_size) > 2 * stored.numbers:
+    if found is None and spec.matrix_numbers(text_config) > 2 * stored.numbers:
         # transformers would fill what is not there with random numbers, whatever its size.
         raise ModelError(
             f"config.json describes a text model of more numbers than the {stored.numbers:,} of "

@@ -1,4 +1,6 @@
-"""Qwen3-VL: pictures and videos of any size, M-RoPE positions (t, h, w), deepstack features."""
+"""Qwen3-VL, dense and with experts: pictures and videos of any size, M-RoPE positions (t, h, w),
+deepstack features.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +23,16 @@ class Qwen3VLFamily(Family):
     Shifting all three axes alike leaves the relative positions of M-RoPE unchanged, so a turn
     indexed from 0 and shifted equals the same turn indexed inside the whole conversation. The
     model's own ``rope_deltas`` (one for the whole process) is never read.
+
+    Attributes:
+        frames_apart: text stands between the frames of a video.
     """
 
-    model_types: ClassVar[tuple[str, ...]] = ("qwen3_vl",)
+    model_types: ClassVar[tuple[str, ...]] = ("qwen3_vl", "qwen3_vl_moe")
     pixel_keys: ClassVar[dict[int, str]] = {IMAGE: "pixel_values", VIDEO: "pixel_values_videos"}
     rope_axes: ClassVar[int] = 3
     mrope_section: ClassVar[tuple[int, ...] | None] = (24, 20, 20)
+    frames_apart: ClassVar[bool] = True
 
     def positions(self, token_ids: Tensor, modality: Tensor, inputs: Mapping[str, Any]) -> Tensor:
         """Return the rope positions int64 ``[3, T]`` of this turn alone, counted from 0.
@@ -45,8 +51,13 @@ class Qwen3VLFamily(Family):
             mm_token_type_ids=modality[None].int(),
             image_grid_thw=grids[IMAGE],
             video_grid_thw=grids[VIDEO],
+            **self.video_times(inputs, grids[VIDEO]),
         )
         return positions[:, 0].long()
+
+    def video_times(self, inputs: Mapping[str, Any], grid: Tensor | None) -> dict[str, Tensor]:
+        """Return what else the rope index reads of the videos with ``grid [n, 3]``."""
+        return {}
 
     def split(self, inputs: Mapping[str, Any], spans: Sequence[Tensor]) -> list[Mapping[str, Any]]:
         """Return per span of tokens the grids of its pictures and videos.
@@ -90,7 +101,7 @@ class Qwen3VLFamily(Family):
         output = getattr(self.hf.model, reader)(**arguments, return_dict=True)
         return Features(
             rows_of(output.pooler_output),
-            tuple(rows_of(level) for level in output.deepstack_features),
+            tuple(rows_of(level) for level in getattr(output, "deepstack_features", None) or ()),
         )
 
     def _grid(self, inputs: Mapping[str, Any], kind: int) -> Tensor | None:
@@ -111,8 +122,7 @@ class Qwen3VLFamily(Family):
         wanted: dict[int, list[int]] = {IMAGE: [], VIDEO: []}
         for kind, grid in grids.items():
             for time, height, width in [] if grid is None else grid.tolist():
-                # A picture is one run; the frames of a video stand apart, behind timestamps.
-                runs = time if kind == VIDEO else 1
+                runs = time if kind == VIDEO and self.frames_apart else 1
                 wanted[kind] += [time * height * width // merged // runs] * runs
         found: dict[int, list[int]] = {IMAGE: [], VIDEO: []}
         for kind, group in groupby(modality.tolist()):

@@ -1,4 +1,4 @@
-"""Text-only models: Llama, Mistral, Qwen2/2.5, Qwen3."""
+"""Text-only models: Llama, Mistral, Qwen2/2.5, Qwen3, Qwen3-MoE."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from engine.model.families.base import Family
 class TextFamily(Family):
     """Models whose every token is text, at rope position = token index."""
 
-    model_types: ClassVar[tuple[str, ...]] = ("llama", "mistral", "qwen2", "qwen3")
+    model_types: ClassVar[tuple[str, ...]] = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
     auto_class: ClassVar[str] = "AutoModelForCausalLM"
     text_places: ClassVar[tuple[tuple[str, str], ...]] = (("model.", "lm_head.weight"),)
     has_vision: ClassVar[bool] = False

@@ -33,12 +33,7 @@ UNKNOWN: dict[str, dict[str, Any]] = {
     "olmo2": {},
     "cohere": {"logit_scale": 0.5},
     "gemma": {"head_dim": 32},
-    "qwen3_moe": {
-        "head_dim": 16,
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 32,
-    },
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
     "starcoder2": {"sliding_window": 20},
 }
 

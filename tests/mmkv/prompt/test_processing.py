@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -20,10 +21,13 @@ from mmkv.prompt.template import NO_TEMPLATE, REWRITES, ChatTemplate
 from tests.support.chat_models import (
     byte_tokenizer,
     picture,
+    save_internvl,
     save_llama,
     save_llava,
     save_llava_onevision,
+    save_qwen2_5_vl,
     save_qwen3_vl,
+    save_qwen3_vl_moe,
     script,
     watch,
 )
@@ -120,18 +124,27 @@ def test_llava_talks_about_pictures_in_several_turns(
     assert engine.processor.tokenizer.decode(fed) == wanted
 
 
-@pytest.mark.parametrize("save", [save_llava, save_llava_onevision])
-def test_llava_answers_as_with_transformers(tmp_path: Path, save: Callable[[Path], Path]) -> None:
+SAVES = [save_llava, save_llava_onevision, save_internvl, save_qwen2_5_vl, save_qwen3_vl_moe]
+
+
+@pytest.mark.parametrize("save", SAVES)
+def test_pictures_are_answered_as_with_transformers(
+    tmp_path: Path, save: Callable[[Path], Path]
+) -> None:
     from transformers import AutoModelForImageTextToText
 
     engine = Engine.from_pretrained(save(tmp_path), policy="full", dtype="float32")
     model = AutoModelForImageTextToText.from_pretrained(tmp_path, dtype=torch.float32)
+    rng = np.random.default_rng(0)
     for sizes in ([(50, 70)], [(50, 70), (90, 40)]):
-        parts = [{"type": "image", "image": Image.effect_noise(size, 60)} for size in sizes]
+        noise = [rng.integers(0, 256, (*size, 3), dtype=np.uint8) for size in sizes]
+        parts = [{"type": "image", "image": Image.fromarray(pixels)} for pixels in noise]
         talk = [{"role": "user", "content": [*parts, {"type": "text", "text": "what?"}]}]
         reply = engine.generate(talk, Sampling(max_new_tokens=8))[0]
         inputs = engine.inputs(talk)
-        made = model.generate(**inputs, max_new_tokens=8, do_sample=False)
+        # A reply never holds a placeholder.
+        never = {"suppress_tokens": engine.never_chosen.tolist()}
+        made = model.generate(**inputs, max_new_tokens=8, do_sample=False, **never)
         theirs = made[0, inputs["input_ids"].shape[1] :].tolist()
         assert theirs[: len(reply.token_ids)] == reply.token_ids
 

@@ -20,6 +20,7 @@ from tests.support.chat_models import (
     SPECIAL,
     byte_tokenizer,
     picture,
+    save_internvl,
     save_llama,
     save_llava,
     save_llava_onevision,
@@ -32,6 +33,7 @@ SAVES: dict[str, Callable[[Path], Path]] = {
     "qwen3_vl": save_qwen3_vl,
     "llava": save_llava,
     "llava_onevision": save_llava_onevision,
+    "internvl": save_internvl,
 }
 WORDS = ("a", " ", "\n", "<", "|", ">", "im_end", "<|im_", "end|>", "image>", "é", "漢", "42", "<<")
 

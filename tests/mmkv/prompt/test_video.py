@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import mmkv.environment
 from engine.errors import InputError
-from mmkv.prompt.qwen_vision import VideoRules
+from mmkv.prompt.qwen_vision import RunRules, VideoRules
 from mmkv.prompt.video import Clip, load_video, sample_indices
 from tests.support.media import RATE, write_clip
 
@@ -115,18 +115,23 @@ def test_readers_are_not_imported_before_a_video_is() -> None:
 @given(st.integers(2, 40), st.integers(1, 2000), st.integers(1, 2000), st.sampled_from([8, 14, 16]))
 @settings(max_examples=300, deadline=None)
 def test_sizes_are_those_of_transformers(frames: int, height: int, width: int, patch: int) -> None:
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import (
+        smart_resize as of_a_frame,  # the frames of a video are sized alike
+    )
     from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize
 
-    rules = VideoRules(patch_size=patch)
-    try:
-        wanted = smart_resize(
-            frames, height, width, 2, 2 * patch, rules.shortest_edge, rules.longest_edge
-        )
-    except ValueError:
-        with pytest.raises(InputError):
-            rules.size(frames, height, width)
-    else:
-        assert rules.size(frames, height, width) == wanted
+    for rules in (VideoRules(patch_size=patch), RunRules(patch_size=patch)):
+        bounds = (rules.shortest_edge, rules.longest_edge)
+        try:
+            if isinstance(rules, RunRules):
+                wanted = of_a_frame(height, width, 2 * patch, *bounds)
+            else:
+                wanted = smart_resize(frames, height, width, 2, 2 * patch, *bounds)
+        except ValueError:
+            with pytest.raises(InputError):
+                rules.size(frames, height, width)
+        else:
+            assert rules.size(frames, height, width) == wanted
 
 
 @given(st.integers(1, 5000), st.sampled_from([8.0, 23.976, 25.0, 60.0]), st.integers(1, 50))
@@ -146,6 +151,7 @@ def test_frame_numbers_are_those_of_transformers(total: int, rate: float, count:
 
 @pytest.mark.parametrize("frames", [1, 2, 5])
 def test_patches_and_text_are_those_of_transformers(frames: int) -> None:
+    from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProcessor
     from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
     from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
 
@@ -172,3 +178,8 @@ def test_patches_and_text_are_those_of_transformers(frames: int) -> None:
     }
     theirs = Qwen3VLProcessor.replace_video_token(processor, made, 0)
     assert rules.expand(clip, grid) == theirs
+    run = RunRules(patch_size=8)
+    older = Qwen2_5_VLProcessor.replace_video_token
+    processor.video_processor.merge_size = run.merge_size
+    assert run.expand(clip, grid) == older(processor, made, 0)
+    assert run.times([clip])["second_per_grid_ts"] == [2 * 3 / 8.0 if frames > 1 else 1.0]

@@ -125,7 +125,7 @@ class Simulation:
             return torch.arange(ids.shape[1])[None, -new:]
         config = self.hf.config
         kinds = (ids == config.image_token_id) + 2 * (ids == config.video_token_id)
-        names = ("image_grid_thw", "video_grid_thw")
+        names = ("image_grid_thw", "video_grid_thw", "second_per_grid_ts")
         grids = {name: torch.cat(self.past[name]) for name in names if name in self.past}
         whole, _ = self.hf.model.get_rope_index(ids, mm_token_type_ids=kinds.int(), **grids)
         return whole[:, 0, -new:]
@@ -171,7 +171,7 @@ class Simulation:
             self.weights[index] = weights
             mixed = weights @ self.value[index].repeat_interleave(self.group, 0)
             hidden = hidden + attention.o_proj(mixed.transpose(0, 1).reshape(new, -1))
-            hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+            hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden)[None])[0]
             if index < len(deepstack):
                 hidden = hidden + deepstack[index]
             self.residual[index] = torch.cat([self.residual[index], hidden])
