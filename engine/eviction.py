@@ -24,9 +24,13 @@ def cut_to_budgets(
     torch cuts what C refuses.
 
     Args:
-        sessions: different open sequences of ``engine``.
+        sessions: different open sequences of ``engine``. Where they share a budget, all that do
+            are cut by it.
         refused_by: a backend that has refused these sequences, and is not asked again.
     """
+    if engine.shared is not None:
+        engine.shared.cut(slack)
+        return
     if engine.policy.admission is not None:
         for session in sessions:
             engine.backends.torch.drop_refused(session)

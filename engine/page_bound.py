@@ -69,6 +69,8 @@ def page_bound(
 
 def lasting_bound(engine: Runtime, budget: Budget) -> int | None:
     """Bound the pages of a sequence of any length, between its chunks; None: there is no bound."""
+    if engine.shared is not None:
+        return engine.shared.pages_each  # beside the pages of all together
     if not engine.policy.evicts or engine.policy.keeps_prompt or budget.kind == "fraction":
         return None
     rows, pool = engine.spec.rows, engine.cache.pool

@@ -42,6 +42,7 @@ from engine.policies.registry import check_policy
 from engine.policy_choice import choose, require_named_gates
 from engine.sequence import CachedSequence
 from engine.sequence_file import load_session
+from engine.shared_budget import SharedBudget
 
 
 class Runtime:
@@ -114,6 +115,7 @@ class Runtime:
         memory = sequence_memory(policy, spec, self.dtype)
         self.cache = RaggedCache(pool, spec.num_layers, spec.num_kv_heads, memory)
         self.policy_note: str | None = None
+        self.shared: SharedBudget | None = None
         # No text says what a picture's placeholder stands for: replies must not hold one.
         media = [token for token in family.placeholder.values() if token < len(weights.head)]
         self.never_chosen = torch.tensor(media, dtype=torch.int64, device=self.device)
@@ -224,6 +226,23 @@ class Runtime:
         """The gates on this device; a policy that does not read them takes no memory for them."""
         return None if self._gates is None else self._gates.to(self.device, self.dtype)
 
+    def share(self, budget: Budget | float | str, floor: float = 0.0) -> None:
+        """Have all sessions of this engine compete for one budget from now on.
+
+        What a session keeps then depends on the others (:class:`SharedBudget`), and its own
+        budget binds no more.
+
+        Args:
+            budget: entries per row, of all sessions together.
+            floor: entries per row that each session is sure of, while an equal share has as many.
+
+        Raises:
+            BudgetError, PolicyError, SessionError: it cannot be; nothing has changed.
+        """
+        with self.lock:
+            made = Budget.of(budget)
+            self.shared, self.budget = SharedBudget(self, made, floor), made
+
     def session(self, budget: Budget | float | None = None) -> CachedSequence:
         """Open an empty session.
 
@@ -288,7 +307,7 @@ class Runtime:
             if self.has_revise:
                 for session in sessions:
                     revise_state(session)
-            if uncut:
+            if uncut or self.shared is not None:
                 cut_to_budgets(self, uncut, self.slack, backend if refused else None)
             return logits
 
@@ -379,6 +398,8 @@ class Runtime:
     def many_path(self) -> str:
         """``graph``, or ``step by step: `` and why: what :meth:`decode_many` runs on."""
         why = self.backends.cuda.unsupported_reason()
+        if self.shared is not None:
+            why = why or "sessions share a budget"
         return f"step by step: {why}" if why else "graph"
 
     @property

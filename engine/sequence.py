@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -15,12 +16,13 @@ from torch import Tensor
 from engine.backends.torch.step import PrefillChunk
 from engine.cache import Entries
 from engine.entry_source import CacheEntries
-from engine.errors import ContextError, SessionError
+from engine.errors import BudgetError, ContextError, SessionError
 from engine.eviction import cut_to_budgets
 from engine.new_entries import write_state
 from engine.page_bound import Extent, page_bound
 from engine.paths import user_path
 from engine.policies import Budget, CacheView
+from engine.policies.selection import MOST_ENTRIES
 from engine.prefill import Prefill, run_whole
 
 if TYPE_CHECKING:
@@ -87,6 +89,8 @@ class CachedSequence:
         self.closed = False
         with engine.lock:
             self.seq = engine.cache.open()
+            if engine.shared is not None:
+                engine.shared.join(self)
 
     @contextmanager
     def claimed(self) -> Iterator[None]:
@@ -134,7 +138,12 @@ class CachedSequence:
         return self.budget_at(seen) + kept
 
     def budget_at(self, seen: int) -> int:
-        """Entries that the budget alone allows once ``seen`` tokens have been read."""
+        """Entries that the budget alone allows once ``seen`` tokens have been read.
+
+        One that is shared does not bind a sequence by itself.
+        """
+        if self.engine.shared is not None:
+            return MOST_ENTRIES
         if self._fixed_entries is not None:
             return self._fixed_entries
         pool, rows = self.engine.cache.pool, self.engine.spec.rows
@@ -264,6 +273,8 @@ class CachedSequence:
         Raises:
             BudgetError: for a budget below one entry per row; the old one stays then.
         """
+        if self.engine.shared is not None:
+            raise BudgetError("the session shares a budget; it has none of its own to change")
         with self.claimed(), self.engine.lock:
             self._set_budget(Budget.of(budget))
             cut_to_budgets(self.engine, [self])
@@ -275,6 +286,8 @@ class CachedSequence:
             seq = self.engine.cache.fork(self.seq)
             other = self._sibling()
             other.adopt(seq, self.state())
+            if self.engine.shared is not None:
+                self.engine.shared.join(other, self.engine.shared.weight(self))
             return other
 
     def save(self, path: str | Path, extra: dict[str, str] | None = None) -> None:
@@ -292,6 +305,8 @@ class CachedSequence:
             if not self.closed:
                 self.engine.cache.close(self.seq)
                 self.closed = True
+                if self.engine.shared is not None:
+                    self.engine.shared.leave(self)
 
     def __enter__(self) -> CachedSequence:
         return self
@@ -449,8 +464,12 @@ class CachedSequence:
 
     def reserve(self, total: int, chunk: int | None = None) -> None:
         """Have pages ready for a prompt of ``total`` tokens. Raises BudgetError."""
-        bound = page_bound(self.engine, self.budget, total, 0, self.extent, chunk)
-        cache = self.engine.cache
+        engine, cache = self.engine, self.engine.cache
+        if engine.shared is not None:  # chunk after chunk, the same pages come free again
+            entries = min(chunk or engine.prefill_chunk, total) * engine.spec.rows
+            cache.pool.reserve(engine.spec.rows + math.ceil(entries / cache.pool.page_size))
+            return
+        bound = page_bound(engine, self.budget, total, 0, self.extent, chunk)
         cache.pool.reserve(bound.steady + bound.chunk - cache.held_pages(self.seq))
 
     def _require_open(self) -> None:

@@ -111,9 +111,11 @@ def load_session(engine: Runtime, path: Path) -> tuple[CachedSequence, dict[str,
             "with more, or begin a new session"
         ) from error
     with engine.lock:
-        session = engine.session(budget)
+        session = engine.session(budget if engine.shared is None else None)
         try:
             session.adopt(engine.cache.import_(tensors), header.state.model_dump())
+            if engine.shared is not None:
+                engine.shared.cut(engine.slack)
         except BaseException:
             session.close()
             raise

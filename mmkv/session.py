@@ -358,6 +358,8 @@ class Session(CachedSequence):
             # delivered once the turn stands in the history, as an interrupted empty reply.
             return self.prefill(turn.inputs, progress)
         snapshot = self.fork()
+        if self.engine.shared is not None:
+            self.engine.shared.leave(snapshot)  # what is gone back to competes with nobody
 
         def report(done: int, total: int) -> None:
             control.check()

@@ -163,7 +163,9 @@ class ReplyJob:
         snapshot = kept.pages if kept is not None and several and not self.undo else 0
         copy = kept.pages if kept is not None and self.undo else 0
         lasting = lasting_bound(engine, self.budget)
-        if lasting is not None and (kept is not None or tokens is None):
+        if engine.shared is not None and kept is not None and not kept.resident:
+            snapshot = kept.pages  # woken, it holds what it held until all are cut
+        if lasting is not None and (kept is not None or tokens is None or engine.shared):
             rows, size = engine.spec.rows, engine.cache.pool.page_size
             return Price(lasting + copy, math.ceil(self.chunk * rows / size), snapshot)
         if tokens is not None:
@@ -253,6 +255,8 @@ class ReplyJob:
             )
         if self.undo:
             self._before = self.live.fork()
+            if engine.shared is not None:
+                engine.shared.leave(self._before)  # what is gone back to competes with nobody
         undoable = self._kept is not None and not self.undo
         self._prefill = self.live.begin_prefill(prompt.inputs, self.chunk, undoable)
 
@@ -268,9 +272,13 @@ class EngineExecutor:
         self._others = pool.num_pages - pool.free_pages
 
     def limit(self) -> int | None:
-        """Return the pool's limit (``kv_limit``) without the pages of other sessions."""
-        limit = self.engine.cache.pool.limit
-        return None if limit is None else max(limit - self._others, 0)
+        """Return the pool's limit (``kv_limit``) without the pages of other sessions.
+
+        Nor with those of a budget that sessions share, which they hold together.
+        """
+        limit, shared = self.engine.cache.pool.limit, self.engine.shared
+        others = self._others + (0 if shared is None else shared.fixed_pages)
+        return None if limit is None else max(limit - others, 0)
 
     def step(self, jobs: Sequence[Job]) -> None:
         """See :class:`mmkv.scheduler.contract.Executor`."""

@@ -82,7 +82,9 @@ class TorchBackend:
     def scores(self, session: CachedSequence, entries: Entries, view: CacheView) -> Tensor:
         """Score the entries ``[N]`` of one sequence; keep the state that the scorer hands back."""
         engine = self.engine
-        scores = engine.policy.scores(view, session.allowed_entries)
+        shared = engine.shared
+        budget = session.allowed_entries if shared is None else shared.entries
+        scores = engine.policy.scores(view, budget)
         if scores.state is not None:
             engine.cache.pool.state.flatten(0, 1)[entries.slot] = scores.state
         return scores.value

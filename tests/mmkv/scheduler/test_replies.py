@@ -56,8 +56,13 @@ def scheduler(engine: Engine) -> Iterator[Scheduler]:
     made.close()
 
 
-def watch(monkeypatch: pytest.MonkeyPatch, engine: Engine, scheduler: Scheduler) -> list[int]:
-    """Check at each taking of pages that no more are held than committed; what was held."""
+def watch(
+    monkeypatch: pytest.MonkeyPatch, engine: Engine, scheduler: Scheduler, beside: int = 0
+) -> list[int]:
+    """Check at each taking of pages that no more are held than committed; what was held.
+
+    ``beside``: pages that the scheduler's limit leaves out.
+    """
     held: list[int] = []
     take, pool = type(engine.cache.pool).take, engine.cache.pool
 
@@ -65,14 +70,14 @@ def watch(monkeypatch: pytest.MonkeyPatch, engine: Engine, scheduler: Scheduler)
         pages = take(self, count)
         if self is pool:
             held.append(pool.num_pages - pool.free_pages)
-            assert held[-1] <= scheduler.ledger.committed
+            assert held[-1] <= scheduler.ledger.committed + beside
         return pages
 
     monkeypatch.setattr(type(pool), "take", watched)
     return held
 
 
-def ask(session: Session, turn: int) -> dict[str, Any]:
+def ask(session: Session | None, turn: int) -> dict[str, Any]:
     """Return what is asked in a turn: pictures in some."""
     images = [picture("red", (40 + 8 * turn, 24))] if turn % 2 == 0 else []
     return {"text": f"turn {turn}: {LONG if turn != 1 else 'short'}?", "images": images}
@@ -311,3 +316,34 @@ def test_a_file_that_is_gone_fails_its_request_alone(
     while scheduler.turn():
         pass
     assert isinstance(lost.error, SessionError) and other.state == "done"
+
+
+def test_sessions_that_share_a_budget_stay_within_its_bound(
+    qwen: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seven sessions where not all have room beside the shared pages: some move to files."""
+    engine = load(qwen, evict_every=2, page_size=16)
+    engine.share(24, floor=4)
+    shared, pool, rows = engine.shared, engine.cache.pool, engine.spec.rows
+    assert shared is not None
+    scheduler = Scheduler(EngineExecutor(engine), Limits(quantum=CHUNK), to_files=True)
+    stored = [StoredSession(engine, folder=tmp_path) for _ in range(7)]
+    price = ReplyJob(engine, message("?"), session=stored[0]).price()
+    assert price.steady == rows
+    # Room for three, a chunk, and the copy that one of them may go back to.
+    pool.limit = shared.fixed_pages + 3 * rows + price.chunk + shared.fixed_pages + rows
+    held = watch(monkeypatch, engine, scheduler, shared.fixed_pages)
+    moved = 0
+    for turn in range(2):
+        tickets = [
+            scheduler.submit(ReplyJob(engine, message(**ask(None, turn)), REPLY, session=each), "u")
+            for each in stored
+        ]
+        tickets[turn].cancel()
+        while scheduler.turn():
+            moved += sum(one.path is not None and one.path.exists() for one in stored)
+            assert shared.held <= shared.entries + engine.slack + 7 * rows
+        assert [one.state for one in tickets if one is not tickets[turn]] == ["done"] * 6
+    assert moved and max(held) <= pool.limit
+    scheduler.close()
+    assert pool.free_pages == pool.num_pages and shared.held == 0

@@ -1,0 +1,230 @@
+"""One budget for several sequences: what is kept, beside a plain selection in numpy."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from engine.errors import BudgetError, PolicyError, SessionError
+from engine.runtime import Runtime
+from engine.sequence import CachedSequence
+from tests.support.sessions import LATER, PICTURES, load, qwen3_vl, save_checkpoint, text_ids
+
+Key = tuple[int, int, int]  # position, layer, head
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_checkpoint(qwen3_vl(), tmp_path_factory.mktemp("qwen"))
+
+
+class Plain:
+    """What each sequence should hold: lists of entries, one sort of all scores after each pass."""
+
+    def __init__(self, budget: int, floor: int, lookahead: int = 2) -> None:
+        self.budget, self.floor, self.lookahead = budget, floor, lookahead
+        self.held: list[dict[Key, float]] = []
+        self.seen: list[int] = []
+        self.weight: list[float] = []
+        self.recent = 0
+
+    def open(self, weight: float = 1.0) -> int:
+        self.held.append({})
+        self.seen.append(0)
+        self.weight.append(weight)
+        return len(self.held) - 1
+
+    def score(self, at: int, key: Key) -> float:
+        """DBTrimKV, equation 9, times the weight: sum over n of exp(age * log beta)."""
+        age = self.seen[at] - key[0]
+        if age <= self.recent:
+            return math.inf
+        beta = self.held[at][key]
+        gained = [np.exp((age + n) * np.float64(beta)) for n in range(self.lookahead)]
+        return float(np.log(np.sum(gained)) + np.log(self.weight[at]))
+
+    def cut(self, slack: int = 0) -> None:
+        total = sum(map(len, self.held))
+        if total <= self.budget + slack:
+            return
+        there = [at for at in range(len(self.held)) if self.held[at]]
+        order = {
+            at: sorted(self.held[at], key=lambda key, at=at: (self.score(at, key), key))
+            for at in there
+        }
+        floor = min(self.floor, self.budget // len(there))
+        ranked = []
+        for at in there:
+            guarded = order[at][max(len(order[at]) - floor, 0) :]
+            for key in order[at]:
+                ranked.append((key in guarded, self.score(at, key), key, at))
+        for _, _, key, at in sorted(ranked)[: total - self.budget]:
+            del self.held[at][key]
+
+
+def entries_of(session: CachedSequence) -> dict[Key, float]:
+    view, heads = session.view(), session.engine.spec.num_kv_heads
+    rows, positions, betas = view.row.tolist(), view.position.tolist(), view.log_beta.tolist()
+    return {
+        (position, row // heads, row % heads): beta
+        for row, position, beta in zip(rows, positions, betas, strict=True)
+    }
+
+
+class Both:
+    """An engine and the plain selection, which gets each new entry's gate from the engine."""
+
+    def __init__(self, engine: Runtime, plain: Plain) -> None:
+        self.engine, self.plain = engine, plain
+        self.sessions: list[CachedSequence] = []
+        self.new: dict[Key, float] = {}
+        assert engine.shared is not None
+        cut = engine.shared.cut
+
+        def watched(slack: int = 0) -> None:
+            self.feed()
+            cut(slack)
+            plain.cut(slack)
+            self.compare()
+
+        engine.shared.cut = watched  # type: ignore[method-assign]
+
+    def open(self, weight: float = 1.0) -> CachedSequence:
+        session = self.engine.session()
+        assert self.engine.shared is not None
+        self.engine.shared.join(session, weight)
+        self.sessions.append(session)
+        self.plain.open(weight)
+        return session
+
+    def feed(self) -> None:
+        """Take over what was appended since the last cut."""
+        for at, session in enumerate(self.sessions):
+            for key, beta in entries_of(session).items():
+                if key[0] >= self.plain.seen[at]:
+                    self.plain.held[at][key] = beta
+            self.plain.seen[at] = session.seen
+
+    def compare(self) -> None:
+        for at, session in enumerate(self.sessions):
+            assert set(entries_of(session)) == set(self.plain.held[at]), f"sequence {at}"
+            assert session.entries == len(self.plain.held[at])
+
+
+@pytest.mark.parametrize(
+    ("budget", "floor", "evict_every", "policy"),
+    [
+        (12, 0, 1, "dbtrimkv"),
+        (12, 3, 1, "dbtrimkv:recent=2"),
+        (10, 4, 3, "dbtrimkv"),
+        (6, 1, 1, "dbtrimkv:recent=7"),  # more is protected than fits: ties decide
+    ],
+)
+def test_what_is_kept_is_the_best_of_all(
+    folder: Path, budget: int, floor: int, evict_every: int, policy: str
+) -> None:
+    engine = load(folder, policy=policy, evict_every=evict_every)
+    engine.share(budget, floor)
+    rows = engine.spec.rows
+    both = Both(engine, Plain(budget * rows, floor * rows))
+    both.plain.recent = engine.policy.protect_recent
+    first, second, third = both.open(), both.open(0.25), both.open(3.0)
+    first.prefill(PICTURES)
+    second.prefill(LATER)
+    tokens = text_ids(8, seed=5).tolist()
+    for token in tokens[:4]:
+        engine.decode([first, second], [token, token + 1])
+    third.prefill(PICTURES)
+    for token in tokens[4:]:
+        engine.decode([third, first, second], [token, token + 2, token + 3])
+    assert sum(one.evicted for one in both.sessions) > 0
+    lengths = [one.entries for one in both.sessions]
+    assert len(set(lengths)) > 1, "no session had more than another"
+    assert sum(lengths) <= budget * rows + engine.slack
+    if not engine.slack:
+        assert min(lengths) >= floor * rows
+    second.close()
+    assert engine.shared is not None and engine.shared.held == first.entries + third.entries
+    both.sessions.remove(second)
+    del both.plain.held[1], both.plain.seen[1], both.plain.weight[1]
+    engine.decode([first], [7])
+    for one in (first, third):
+        one.close()
+
+
+def test_alone_a_session_keeps_what_it_would_under_its_own_budget(folder: Path) -> None:
+    alone, shared = load(folder), load(folder)
+    shared.share(10, floor=4)
+    sessions = [engine.session() for engine in (alone, shared)]
+    for session in sessions:
+        session.prefill(PICTURES)
+        for token in text_ids(6, seed=3).tolist():
+            session.decode(token)
+    kept = [entries_of(session) for session in sessions]
+    assert kept[0] == kept[1] and sessions[0].evicted > 0
+
+
+def test_copies_take_part_and_files_come_back(folder: Path, tmp_path: Path) -> None:
+    engine = load(folder)
+    engine.share(10)
+    shared, rows = engine.shared, engine.spec.rows
+    assert shared is not None
+    one = engine.session()
+    shared.join(one, 2.0)
+    one.prefill(PICTURES)
+    other = one.fork()
+    assert shared.weight(other) == 2.0 and shared.held == 2 * one.entries
+    before = entries_of(one)
+    shared.leave(one)  # stands as it is while the other goes on
+    other.decode(5)
+    assert entries_of(one) == before
+    one.save(tmp_path / "one.mmkv")
+    again, _ = engine.load_session(tmp_path / "one.mmkv")
+    assert shared.held == again.entries + other.entries <= 10 * rows
+    for session in (one, other, again):
+        session.close()
+    assert shared.held == 0 and engine.cache.pool.free_pages == engine.cache.pool.num_pages
+
+
+def test_no_more_pages_than_the_bound_says(folder: Path) -> None:
+    engine = load(folder, evict_every=2)
+    engine.share(10, floor=2)
+    shared, pool, rows = engine.shared, engine.cache.pool, engine.spec.rows
+    assert shared is not None
+    sessions = [engine.session() for _ in range(4)]
+    chunk = math.ceil(engine.prefill_chunk * rows / pool.page_size)
+    pool.limit = shared.fixed_pages + len(sessions) * shared.pages_each + chunk
+    for session in sessions:  # a BudgetError says that the bound is none
+        session.prefill(PICTURES)
+        session.prefill(LATER)
+    for token in text_ids(24, seed=9).tolist():
+        engine.decode(sessions, [token] * len(sessions))
+        held = pool.num_pages - pool.free_pages
+        assert held <= shared.fixed_pages + len(sessions) * shared.pages_each
+    for session in sessions:
+        session.close()
+
+
+def test_what_cannot_share_is_refused(folder: Path) -> None:
+    engine = load(folder)
+    with pytest.raises(BudgetError, match="entries per row"):
+        engine.share("64KiB")
+    with pytest.raises(BudgetError, match="floor"):
+        engine.share(8, floor=9)
+    with engine.session() as session, pytest.raises(SessionError, match="budgets of their own"):
+        session.prefill(PICTURES)
+        engine.share(8)
+    assert engine.shared is None
+    engine.share(8)
+    with engine.session() as session:
+        with pytest.raises(BudgetError, match="none of its own"):
+            session.set_budget(4)
+        assert engine.shared is not None
+        with pytest.raises(BudgetError, match="positive"):
+            engine.shared.join(session, 0.0)
+    for policy in ("trimkv", "balanced", "streamingllm"):
+        with pytest.raises(PolicyError, match="across sessions"):
+            load(folder, policy=policy).share(8)
