@@ -1,0 +1,166 @@
+"""Send ``mmkv serve`` more requests than it can answer, whether or not it answers.
+
+``python -m eval.serving.overload`` first finds out how many requests a second the server answers
+when as many wait as it takes at a time. Then requests arrive at random (Poisson) at shares of that
+rate, from half to four times. Each shows a picture that the server has not seen. Those that are
+admitted have to get their first token about as soon as below capacity; the others have to be
+refused at once, with 503 and before their picture is decoded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import httpx
+
+from engine.errors import MmkvError
+from eval.bench.output import BenchError, save, table
+from eval.serving.client import Streamed, picture_url, quantiles, question, stream_chat, words
+from eval.serving.servers import mmkv_serve
+from mmkv.measure.record import RESULTS
+
+BELOW = 0.8  # the share of capacity that the others are compared with
+_OPTIONS: dict[str, Any] = {
+    "timeout": 120,
+    "trust_env": False,
+    "limits": httpx.Limits(max_connections=None, max_keepalive_connections=256),
+}
+
+
+def bodies(seed: int, count: int, tokens: int) -> list[dict[str, Any]]:
+    """Draw requests, each about a picture of its own."""
+    rng = Random(seed)
+    return [
+        {
+            "model": "tiny-vlm",
+            "messages": [question(words(rng, 24), picture_url(rng.randrange(2**32)))],
+            "temperature": 0,
+            "max_tokens": tokens,
+            "mmkv": {"resume": "never"},
+            "user": f"{seed}-{at}",  # a user's prompts are read one after the other
+        }
+        for at in range(count)
+    ]
+
+
+async def capacity(url: str, at_a_time: int, count: int, tokens: int) -> float:
+    """Return how many requests a second are answered when the server has always enough of them."""
+    waiting = bodies(1, count, tokens)
+
+    async def work(client: httpx.AsyncClient) -> None:
+        while waiting:
+            body = waiting.pop()
+            while (reply := await stream_chat(client, body)).status == 503:
+                await asyncio.sleep(0.01)
+            if reply.status != 200:
+                raise BenchError(f"the server answered {reply.status}: {reply.error}")
+
+    async with httpx.AsyncClient(base_url=url, **_OPTIONS) as client:
+        started = time.perf_counter()
+        await asyncio.gather(*(work(client) for _ in range(at_a_time)))
+        return count / (time.perf_counter() - started)
+
+
+async def arrive(url: str, rate: float, count: int, tokens: int, seed: int) -> list[Streamed]:
+    """Send ``count`` requests at random moments, ``rate`` a second on average."""
+    rng, given = Random(seed), bodies(seed, count, tokens)
+    async with httpx.AsyncClient(base_url=url, **_OPTIONS) as client:
+        tasks, at = [], time.perf_counter()
+        for body in given:
+            at += rng.expovariate(rate)
+            await asyncio.sleep(max(0.0, at - time.perf_counter()))
+            tasks.append(asyncio.create_task(stream_chat(client, body)))
+        return await asyncio.gather(*tasks)
+
+
+def summary(replies: list[Streamed]) -> dict[str, Any]:
+    """Return the figures of one rate."""
+    statuses = Counter(reply.status for reply in replies)
+    if set(statuses) - {200, 503}:
+        raise BenchError(f"the server answered {dict(statuses)}")
+    refused = [reply for reply in replies if reply.status == 503]
+    admitted = [reply for reply in replies if reply.status == 200]
+    return {
+        "requests": len(replies),
+        "refused": len(refused),
+        "codes": dict(Counter((reply.error or {}).get("code") for reply in refused)),
+        "first_token_s": quantiles([one.first or one.whole for one in admitted]),
+        "whole_s": quantiles([one.whole for one in admitted]),
+        "refused_s": quantiles([one.whole for one in refused]),
+    }
+
+
+def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Find the capacity, then send at each share of it, in turns."""
+    options = ["--budget", "64", "--memory", "64MiB", "--max-running", str(args.running)]
+    options += ["--max-queue", str(args.queue)]
+    with mmkv_serve(None, folder / "mmkv.log", *options) as server:
+        asyncio.run(capacity(server.url, args.running, 4 * args.running, args.tokens))
+        rates = []
+        found: dict[float, list[Streamed]] = {share: [] for share in args.shares}
+        for round_ in range(args.rounds):
+            most = args.running + args.queue
+            rates.append(asyncio.run(capacity(server.url, most, 8 * args.running, args.tokens)))
+            for share in args.shares:
+                rate = share * rates[-1]
+                count = max(20, round(rate * args.seconds))
+                seed = hash((round_, share)) % 2**31
+                found[share] += asyncio.run(arrive(server.url, rate, count, args.tokens, seed))
+                print(f"{share} x {rates[-1]:.1f} requests/s: sent", flush=True)
+    page = {str(share): summary(replies) for share, replies in found.items()}
+    below = page[str(BELOW)]["first_token_s"]["p99"]
+    for one in page.values():
+        one["p99_over_below_capacity"] = one["first_token_s"]["p99"] / below
+    return {"capacity_per_s": {"median": statistics.median(rates), "rounds": rates}, "shares": page}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure, print the table and write the result file; return the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m eval.serving.overload",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--shares", nargs="+", type=float, default=[0.5, BELOW, 1.0, 2.0, 4.0])
+    parser.add_argument("--seconds", type=float, default=15, help="of each share, in each round")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--tokens", type=int, default=8, help="of each reply, at most")
+    parser.add_argument("--running", type=int, default=4, help="requests served at a time")
+    parser.add_argument("--queue", type=int, default=2, help="requests that may wait")
+    parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the result file")
+    parser.add_argument("--name", default=None, help="name of the result file, without .json")
+    args = parser.parse_args(arguments)
+    if BELOW not in args.shares:
+        parser.error(f"--shares needs {BELOW}, which the others are compared with")
+    folder = Path(tempfile.mkdtemp(prefix="mmkv-serving-"))
+    try:
+        found = measure(args, folder)
+    except MmkvError as error:
+        print(f"serving: error: {error}; logs are in {folder}", file=sys.stderr)
+        return 1
+    shutil.rmtree(folder)
+    columns = ["share of capacity", "requests", "refused", "first token, p50 ms", "p99"]
+    columns += ["p99 / at 0.8", "refusal, p50 ms", "p99"]
+    rows = []
+    for share, one in found["shares"].items():
+        times = [one["first_token_s"], one["refused_s"] or {"p50": 0.0, "p99": 0.0}]
+        first, refused = [[f"{1e3 * each[q]:.0f}" for q in ("p50", "p99")] for each in times]
+        ratio = f"{one['p99_over_below_capacity']:.2f}"
+        rows.append([share, one["requests"], one["refused"], *first, ratio, *refused])
+    table(f"{found['capacity_per_s']['median']:.1f} requests/s", columns, rows)
+    print(f"written to {save(args, 'serving-overload', found)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,123 @@
+"""Start and stop real servers on the loopback."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Self
+
+import httpx
+
+from eval.bench.output import BenchError
+from mmkv.measure.record import ROOT
+
+PATIENCE_S = 180
+
+
+class ServerProcess:
+    """A server in a process of its own; a context manager that ends it.
+
+    Args:
+        command: after the interpreter; ``{port}`` stands for the port.
+        threads: of its tensors; log: a file for what it prints.
+
+    Attributes:
+        url: where it answers.
+
+    Raises:
+        BenchError: it did not come up.
+    """
+
+    def __init__(self, command: Sequence[str], log: Path, threads: int = 1) -> None:
+        port = _free_port()
+        self.url, self.log = f"http://127.0.0.1:{port}", log
+        path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        given = {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(threads)}
+        with log.open("ab") as said:
+            self.process = subprocess.Popen(
+                [sys.executable, *(part.replace("{port}", str(port)) for part in command)],
+                cwd=log.parent,
+                stdin=subprocess.DEVNULL,
+                stdout=said,
+                stderr=said,
+                env=os.environ | given,
+                start_new_session=True,
+            )
+        self._about = Path(f"/proc/{self.process.pid}")
+        try:
+            self._wait()
+        except BaseException:
+            self.kill()
+            raise
+
+    def _wait(self) -> None:
+        until = time.monotonic() + PATIENCE_S
+        while time.monotonic() < until:
+            if self.process.poll() is not None:
+                last = (self.log.read_text(errors="replace").strip().splitlines() or [""])[-1]
+                raise BenchError(f"the server ended with {self.process.returncode}: {last[:200]}")
+            try:
+                if httpx.get(f"{self.url}/health", trust_env=False, timeout=5).status_code == 200:
+                    return
+            except httpx.TransportError:
+                time.sleep(0.1)
+        raise BenchError(f"the server was not up within {PATIENCE_S} s")
+
+    def cpu_seconds(self) -> float:
+        """Return the processor seconds of the server's own process so far."""
+        numbers = (self._about / "stat").read_text().rpartition(")")[2].split()
+        return (int(numbers[11]) + int(numbers[12])) / os.sysconf("SC_CLK_TCK")
+
+    def rss(self) -> int:
+        """Return the bytes that are resident in the server's own process."""
+        return int((self._about / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    def kill(self) -> None:
+        """End it as a power cut would."""
+        self._signal(signal.SIGKILL)
+
+    def close(self) -> None:
+        """Let it end by itself, and kill it if it does not."""
+        self._signal(signal.SIGTERM)
+
+    def _signal(self, number: signal.Signals) -> None:
+        if self.process.poll() is None:
+            self.process.send_signal(number)
+            try:
+                self.process.wait(60)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+        self.process.wait()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def mmkv_serve(model: str | None, log: Path, *options: str, threads: int = 1) -> ServerProcess:
+    """Start ``mmkv serve``; None: the bundled model."""
+    named = [] if model is None else [model]
+    command = ["-m", "mmkv", "serve", *named, "--port", "{port}", "--quiet", *options]
+    return ServerProcess(command, log, threads)
+
+
+def transformers_serve(model: str, log: Path, *options: str, threads: int = 1) -> ServerProcess:
+    """Start ``transformers serve`` of the same environment."""
+    start = "import sys; from transformers.cli.transformers import main; sys.exit(main())"
+    command = ["-c", start, "serve", model, "--host", "127.0.0.1", "--port", "{port}"]
+    return ServerProcess([*command, "--device", "cpu", *options], log, threads)
+
+
+def _free_port() -> int:
+    with socket.socket() as made:
+        made.bind(("127.0.0.1", 0))
+        port: int = made.getsockname()[1]
+        return port

@@ -1,0 +1,99 @@
+"""A small part of the programs of eval/serving, on a server in this process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eval.serving.client import stream_chat
+from eval.serving.long_dialogue import CHAT, RESPONSES, dialogue
+from eval.serving.overload import arrive, summary
+from eval.serving.servers import mmkv_serve
+from eval.serving.soak import MODEL, kill_while_saving, slope, soak
+from mmkv import Engine
+from mmkv.server.machine import Machine
+from tests.support.chat_models import save_qwen3_vl
+from tests.support.servers import Server, serving
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_qwen3_vl(tmp_path_factory.mktemp("qwen"), positions=8192)
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[Server]:
+    def load() -> Engine:
+        options = {"gates": "random", "policy": "dbtrimkv", "budget": 24, "dtype": "float32"}
+        return Engine.from_pretrained(folder, kv_limit=4 * 2**20, prefill_chunk=64, **options)
+
+    with serving(load, name=MODEL, max_queue=4, store_bytes=2**20) as made:
+        made.rss = lambda: 0  # type: ignore[attr-defined]
+        yield made
+
+
+def test_nothing_is_lost_when_clients_misbehave(server: Server) -> None:
+    found = asyncio.run(soak(server, 60, 6, 30, 1))  # type: ignore[arg-type]
+    answers = found["answers"]
+    assert sum(answers.values()) >= 60 and answers["left"] > 5
+    codes = {kind.split()[-1] for kind in answers} - {"left"}
+    assert "200" in codes and not codes & {"500", "501", "502", "504"}
+    assert [stop["pages_lost"] for stop in found["stops"]] == [0, 0]
+    assert all(stop["pages_held"] > 0 for stop in found["stops"])
+
+    def held_by_something(machine: Machine) -> bool:
+        machine.engine.cache.check()
+        pool, residents = machine.engine.cache.pool, machine.scheduler.residents
+        kept = sum(one.resting() for one in machine.scheduler.sessions if one.resident)
+        return pool.num_pages - pool.free_pages == residents.spare_pages + kept
+
+    assert server.inside(held_by_something)
+
+
+@pytest.mark.parametrize("way", [CHAT, RESPONSES])
+def test_a_turn_reads_its_own_tokens(server: Server, way: str) -> None:
+    rows = dialogue(server, way, 7, 4, 3)  # type: ignore[arg-type]
+    assert all(row["read"] == row["own"] > 0 for row in rows[1:])
+    assert [row["prompt"] for row in rows] == sorted({row["prompt"] for row in rows})
+
+
+def test_what_cannot_be_taken_on_is_refused(server: Server) -> None:
+    """Forty requests at once: so many are answered, the others refused, none fails."""
+    found = summary(asyncio.run(arrive(server.url, 1e6, 40, 2, 0)))
+    assert 0 < found["refused"] < 40 and found["codes"] == {"no_room": found["refused"]}
+
+
+def test_what_a_client_notes_of_a_stream(server: Server) -> None:
+    import httpx
+
+    async def ask(**fields: Any) -> Any:
+        body = {"model": MODEL, "messages": [{"role": "user", "content": "a"}], "max_tokens": 5}
+        async with httpx.AsyncClient(base_url=server.url, trust_env=False) as client:
+            return await stream_chat(client, body | {"seed": 1} | fields)
+
+    found = asyncio.run(ask(stream_options={"include_usage": True}))
+    assert found.status == 200 and found.error is None and found.first <= found.whole
+    assert found.usage["completion_tokens"] >= len(found.gaps)
+    wrong = asyncio.run(ask(model="another"))
+    assert (wrong.status, wrong.error["code"], wrong.first) == (404, "model_not_found", None)
+
+
+def test_the_slope_of_memory() -> None:
+    stops = [{"requests": at, "rss": 5000 + 3 * at} for at in (500, 1000, 2000, 3000)]
+    stops[0]["rss"] = 0  # while it warms up
+    assert slope(stops) == pytest.approx(3)
+    assert slope(stops[:2]) is None
+
+
+@pytest.mark.drawn(reason="starts the program three times")
+def test_files_are_whole_after_a_server_was_killed(tmp_path: Path) -> None:
+    options = ["--budget", "24", "--memory", "24MiB", "--session-folder", str(tmp_path / "saved")]
+    counts = asyncio.run(
+        kill_while_saving(lambda: mmkv_serve(None, tmp_path / "log", *options), 2, 0)
+    )
+    assert counts["kills"] == 2 and counts["saves_answered"] > 0 and counts["files_read"] > 0
+    assert counts["files_unreadable"] == counts["files_missing"] == 0
