@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 # The defaults of lmms-eval's own Qwen3-VL adapter, so that scores are comparable.
 SYSTEM_PROMPT = "You are a helpful assistant."
+# Whose lmms-eval adapter is followed.
+_QWEN = ("qwen3_vl", "qwen3_vl_moe")
 FRAMES = 32
 # Arguments of that adapter that are not taken here, with the remedy.
 _ELSEWHERE = {
@@ -85,7 +87,7 @@ class Settings:
         import mmkv
         from eval.lmms.pixels import apply_frame_rule
 
-        qwen = model_type(self.pretrained) == "qwen3_vl"
+        qwen = model_type(self.pretrained) in _QWEN
         least, most = self.min_pixels, self.max_pixels
         if qwen:
             least, most = least or images[0], most or images[1]
@@ -103,7 +105,7 @@ class Settings:
         """Return the system prompt to use, empty for none."""
         if self.system_prompt is not None:
             return self.system_prompt
-        return SYSTEM_PROMPT if model_type(self.pretrained) == "qwen3_vl" else ""
+        return SYSTEM_PROMPT if model_type(self.pretrained) in _QWEN else ""
 
     def _device(self) -> str:
         """Return the device; ``auto`` gives each process of a run its own GPU."""

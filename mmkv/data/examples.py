@@ -146,9 +146,11 @@ class Encoder:
             clips,
         )
         fills = _video_fills(processor, clips, inputs)
+        framed = processor.image_token.join(processor.image_frame)
 
         def render(some: list[Message], opening: bool) -> str:
-            return _fill(processor.template.render(some, opening), processor.video_token, fills)
+            text = _fill(processor.template.render(some, opening), processor.video_token, fills)
+            return text.replace(processor.image_token, framed) if any(framed) else text
 
         short, turns = self._turns.find(plain, render)
         ids = inputs.pop("input_ids")[0]

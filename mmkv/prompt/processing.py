@@ -38,6 +38,7 @@ class Processor:
     sees = False
     watches = False
     image_token = video_token = ""
+    image_frame = ("", "")  # what is put before and behind the tokens of a picture
 
     def __init__(self, tokenizer: Any, template: ChatTemplate) -> None:
         self.tokenizer, self.template = tokenizer, template
@@ -200,6 +201,9 @@ class HubProcessor(Processor):
         super().__init__(processor.tokenizer, template)
         self.processor = processor
         self.image_token = processor.image_token
+        ends = ("start_image_token", "end_image_token")
+        if all(isinstance(getattr(processor, end, None), str) for end in ends):
+            self.image_frame = (processor.start_image_token, processor.end_image_token)
 
     def _inputs(
         self, text: str, images: Sequence[Image], clips: Sequence[Clip], continuing: bool

@@ -21,7 +21,13 @@ from mmkv.prompt.template import ChatTemplate
 from mmkv.prompt.video import Clip
 from mmkv.resources import bundled_model
 from tests.mmkv.data.test_training_data import image, turns
-from tests.support.chat_models import CHATML, save_llava, save_qwen3_vl
+from tests.support.chat_models import (
+    CHATML,
+    save_internvl,
+    save_llava,
+    save_qwen2_5_vl,
+    save_qwen3_vl,
+)
 
 LLAMA3 = (
     "{{ '<s>' }}{% for m in messages %}<|start|>{{ m.role }}<|end|>\n\n{{ m.content | trim }}"
@@ -193,7 +199,7 @@ def test_labels_with_pictures_of_the_bundled_model(bundled: Processor, tmp_path:
     assert "attention_mask" not in shapes
 
 
-@pytest.mark.parametrize("save", [save_qwen3_vl, save_llava])
+@pytest.mark.parametrize("save", [save_qwen3_vl, save_llava, save_internvl])
 def test_labels_with_pictures_of_other_families(
     tmp_path: Path, save: Callable[[Path], Path]
 ) -> None:
@@ -210,11 +216,13 @@ def test_labels_after_a_video(tmp_path: Path, bundled: Processor, monkeypatch: A
     ask = [{"type": "video", "video": "v.mp4"}, {"type": "text", "text": "What is it?"}]
     messages = turns("", "a red circle", "", "yes")
     messages[0]["content"] = messages[2]["content"] = ask
-    for processor in (bundled, load_processor(save_qwen3_vl(tmp_path))):
+    older = load_processor(save_qwen2_5_vl(tmp_path / "older"))
+    for processor in (bundled, load_processor(save_qwen3_vl(tmp_path / "newer")), older):
         made = encode(processor, messages)
         assert answers_of(processor, made) == "a red circle<|im_end|>yes<|im_end|>"
         assert made.media["video_grid_thw"].shape == (2, 3)
-        assert "seconds>" in processor.tokenizer.decode(made.input_ids)
+        stamped = "seconds>" in processor.tokenizer.decode(made.input_ids)
+        assert stamped == ("second_per_grid_ts" not in made.media) == (processor is not older)
 
 
 def test_plain_text_is_all_targets_and_cut_into_pieces(bundled: Processor) -> None:
