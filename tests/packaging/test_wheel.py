@@ -85,11 +85,16 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def mmkv(installed: Path, tmp_path: Path) -> Callable[..., str]:
-    """Return the command, in a folder with packages of the same names."""
+def traps(tmp_path: Path) -> None:
+    """Write packages of the same names into the folder where commands run."""
     for name in PACKAGES:
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text(f"raise ImportError('not the {name} of mmkv')")
+
+
+@pytest.fixture
+def mmkv(installed: Path, traps: None, tmp_path: Path) -> Callable[..., str]:
+    """Return the command, in that folder."""
 
     def command(*arguments: str) -> str:
         return run(installed / "mmkv", *arguments, cwd=tmp_path)
@@ -121,19 +126,28 @@ def test_the_version_model_and_compiled_step_are_the_wheels(
         assert lines["decode step on the CPU"].startswith("native (level")
 
 
-def test_chat(mmkv: Callable[..., str], tmp_path: Path) -> None:
+# Runs commands in turn within one process, which imports torch once; prints what each wrote.
+COMMANDS = """
+import contextlib, io, json, sys
+from mmkv.cli.app import run
+for arguments in json.loads(sys.argv[1]):
+    with contextlib.redirect_stdout(io.StringIO()) as wrote:
+        code = run(arguments)
+    print(json.dumps([code, wrote.getvalue()]))
+"""
+
+
+def test_chat_bench_and_mmdu(installed: Path, traps: None, tmp_path: Path) -> None:
+    """Without the folder itself on the path, as the installed command has it."""
     shutil.copy(ROOT / "assets" / "scene.png", tmp_path / "picture.png")
-    question = "what is at row 2, column 3?"
-    assert mmkv("chat", "--image", "picture.png", "--budget", "256", "-p", question).strip()
-
-
-def test_bench(mmkv: Callable[..., str]) -> None:
-    found = json.loads(mmkv("bench", "--steps", "2", "--rounds", "1", "--context", "64", "--json"))
-    assert found["model"] == "tiny-vlm"
-
-
-def test_mmdu(mmkv: Callable[..., str], tmp_path: Path) -> None:
-    mmkv("mmdu", "--limit", "1", "--output", "answers")
+    chat = [*"chat --image picture.png --budget 256 -p".split(), "what is at row 2, column 3?"]
+    bench = ["bench", "--steps", "2", "--rounds", "1", "--context", "64", "--json"]
+    mmdu = ["mmdu", "--limit", "1", "--output", "answers"]
+    commands = json.dumps([chat, bench, mmdu])
+    wrote = run(installed / "python", "-P", "-c", COMMANDS, commands, cwd=tmp_path)
+    (chatted, answer), (benched, report), (answered, _) = map(json.loads, wrote.splitlines())
+    assert (chatted, benched, answered) == (0, 0, 0)
+    assert answer.strip() and json.loads(report)["model"] == "tiny-vlm"
     assert any((tmp_path / "answers").iterdir())
 
 
