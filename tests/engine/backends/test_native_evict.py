@@ -33,14 +33,18 @@ LEVELS = st.lists(BETAS, min_size=1, max_size=4)
 AGES = st.sampled_from([0, 1, 2, 3])
 
 
-def drawn(few: int, many: int) -> list[Any]:
-    """(level of the instruction set, examples): few in the fast tier, many at each level.
+def drawn(few: int, more: int, most: int) -> list[Any]:
+    """(level of the instruction set, examples) for each tier; each run draws others.
 
     test_native_levels has each level in the fast tier.
     """
     quick = [(level, few) for level in levels()[:1]]
-    every = quick + [(level, many) for level in levels()]
-    return slow_but(quick, every, "hundreds of examples at each level")
+    every = quick + [(level, more) for level in levels()]
+    mark = pytest.mark.drawn(reason="hundreds of examples at each level")
+    return [
+        *slow_but(quick, every, "many examples at each level"),
+        *(pytest.param(level, most, marks=mark) for level in levels()),
+    ]
 
 
 ENDS = st.sampled_from([(0, 0), (4, 0), (0, 10), (4, 10), (SEEN, 0), (0, SEEN)])
@@ -116,7 +120,7 @@ def evictor_at(level: str, policy: Policy) -> NativeEvictor:
 
 
 @needs_native
-@pytest.mark.parametrize(("level", "examples"), drawn(20, 250))
+@pytest.mark.parametrize(("level", "examples"), drawn(20, 80, 500))
 def test_victims_and_pages_are_those_of_torch(level: str, examples: int) -> None:
     policies, budgets = st.sampled_from(POLICIES[1:]), st.integers(0, 130)
     drawn_from = given(st.just(level), LENGTHS, LEVELS, policies, AGES, ENDS, budgets)
@@ -151,7 +155,7 @@ def assert_evicts_as_torch(
 
 
 @needs_native
-@pytest.mark.parametrize(("level", "examples"), drawn(8, 100))
+@pytest.mark.parametrize(("level", "examples"), drawn(8, 30, 200))
 def test_scores_that_differ_by_one_rounding(level: str, examples: int) -> None:
     """Steps of a decode loop, whose search is in single precision where nothing hangs on it."""
     drawn_from = given(
