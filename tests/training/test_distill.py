@@ -70,15 +70,15 @@ def held_out(count: int) -> list[dict[str, Tensor]]:
     return [watched[index] for index in range(count)]
 
 
-@pytest.mark.slow(reason="the one test that shows a whole distillation to be worth it: 45 steps")
-def test_a_minute_of_distillation_beats_random_gates_and_recency(tmp_path: Path) -> None:
+@pytest.mark.slow(reason="the one test that shows a whole distillation to be worth it: 40 steps")
+def test_a_short_distillation_beats_random_gates_and_recency(tmp_path: Path) -> None:
     """KL to the full cache on held-out dialogues, evicting at M = 64 of 370 to 600 tokens.
 
-    Seen when written: 0.17 trained, 2.4 and 3.3 random, 2.2 recency.
+    Seen with seeds 0 to 2: 0.18 to 0.32 trained; 4.4 and 2.1 random, 2.7 recency.
     """
-    chosen = settings(tmp_path, steps=45, batch=3)
+    chosen = settings(tmp_path, steps=40, batch=1, lr=6e-3)
     engine, described = train(chosen, source="scenes:sparse")
-    data = HeldOutData(engine, held_out(8))
+    data = HeldOutData(engine, held_out(4))
     trained = load_gates(tmp_path, engine.spec)
     kl = {"trained": summary(data.read(trained, "dbtrimkv", 64))["kl"]}
     for seed in (0, 1):
@@ -98,7 +98,7 @@ def test_a_minute_of_distillation_beats_random_gates_and_recency(tmp_path: Path)
 @pytest.mark.slow(reason="trains the gates for several steps")
 def test_the_capacity_term_meets_its_budget(tmp_path: Path) -> None:
     """With only that term, soft entries per head fall to M and stay near it."""
-    train(settings(tmp_path, steps=30, loss="kl", lambda_cap=1000.0, lr=2e-2, warmup=0.0))
+    train(settings(tmp_path, steps=30, batch=1, loss="kl", lambda_cap=1000.0, lr=2e-2, warmup=0.0))
     history = [json.loads(line) for line in (tmp_path / HISTORY).read_text().splitlines()]
     kept = [line["kept"] for line in history if "kept" in line]
     assert kept[0] > 48 and 8 < kept[-1] < 30, kept
@@ -125,38 +125,38 @@ def test_a_resumed_run_ends_where_an_uninterrupted_one_does(tmp_path: Path) -> N
 
 @pytest.mark.slow(reason="trains the gates for several steps")
 def test_resuming_a_finished_run_keeps_its_figures(tmp_path: Path) -> None:
-    _, first = train(settings(tmp_path, steps=2, save_every=1, held_out_budget=16.0), held=1)
-    _, again = train(
-        settings(tmp_path, steps=2, save_every=1, held_out_budget=16.0, resume=True), held=1
-    )
+    short: dict[str, Any] = dict(steps=2, batch=1, save_every=1, held_out_budget=16.0)
+    _, first = train(settings(tmp_path, **short), held=1)
+    _, again = train(settings(tmp_path, **short, resume=True), held=1)
     assert first["results"]["held_out_kl"] > 0 and again["results"] == first["results"]
     assert "No held-out data" not in (tmp_path / "README.md").read_text()
 
 
 @pytest.mark.slow(reason="trains the gates for several steps")
 def test_a_checkpoint_that_was_cut_off_is_passed_over(tmp_path: Path) -> None:
-    train(settings(tmp_path, steps=4, save_every=2))
+    train(settings(tmp_path, steps=4, batch=1, save_every=2))
     (tmp_path / "checkpoint-4" / "trainer_state.json").unlink()
-    train(settings(tmp_path, steps=4, save_every=2, resume=True))
+    train(settings(tmp_path, steps=4, batch=1, save_every=2, resume=True))
     assert [line["step"] for line in history(tmp_path) if "loss" in line] == [1, 2, 3, 4]
 
 
 @pytest.mark.slow(reason="trains the gates for several steps")
 def test_runs_do_not_mix(tmp_path: Path) -> None:
-    train(settings(tmp_path, steps=2, save_every=1))
+    short: dict[str, Any] = dict(steps=2, batch=1, save_every=1)
+    train(settings(tmp_path, **short))
     written = (tmp_path / "gates.json").read_bytes()
     with pytest.raises(InputError, match=r"checkpoint-2 of an earlier run; .*--resume"):
-        train(settings(tmp_path, steps=2))
+        train(settings(tmp_path, steps=2, batch=1))
     for change in ({"bias": 3.0}, {"d_gate": 96}, {"seed": 9}, {"steps": 4}):
         (name,) = change
         option = name.replace("_", "-")
         with pytest.raises(InputError, match=f"--{option} is .*the run in .* has"):
-            train(settings(tmp_path, **({"steps": 2, "save_every": 1} | change), resume=True))
+            train(settings(tmp_path, **(short | change), resume=True))
     assert (tmp_path / "gates.json").read_bytes() == written
-    train(settings(tmp_path, steps=2, log_every=2, store="float16", resume=True))
+    train(settings(tmp_path, steps=2, batch=1, log_every=2, store="float16", resume=True))
     (tmp_path / ASKED).unlink()
     with pytest.raises(InputError, match="does not say what its run was asked"):
-        train(settings(tmp_path, steps=2, resume=True))
+        train(settings(tmp_path, steps=2, batch=1, resume=True))
 
 
 def test_each_process_takes_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,7 +177,6 @@ def test_several_gpus_do_not_split_documents(
     assert _arguments(settings(tmp_path), tmp_path).n_gpu == 1
 
 
-@pytest.mark.drawn("long, and its parts are tested apart; keeps CI within its time")
 @pytest.mark.slow(reason="six processes, launchers with them, load torch and transformers")
 def test_two_processes_give_the_loss_curve_of_one(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
