@@ -16,7 +16,8 @@ serve-demo: $(READY)
 	$(BIN)/python examples/serve.py
 
 # Tests run in parallel: a worker a core, at most 8 (PYTEST_XDIST_AUTO_NUM_WORKERS changes that).
-PYTEST = HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal
+# A file stays with one worker, which builds its wheel or runs its lmms-eval once; slow files first.
+PYTEST = HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
 # Everything but the Triton kernels.
 test: $(READY)
@@ -26,7 +27,7 @@ test: $(READY)
 test-fast: $(READY)
 	$(PYTEST) -m "not triton and not slow and not drawn"
 
-# Every preset beside its reference under 50 drawn settings, and seven long runs: half an hour of two cores, before a release.
+# Every preset beside its reference under 50 drawn settings, and more: half an hour of two cores, before a release.
 test-drawn: $(READY)
 	$(PYTEST) -m drawn
 

@@ -118,7 +118,6 @@ def test_stale_answers_turn_to_the_old_value_at_the_first_wrong_token() -> None:
 METHODS = ["--method", "streamingllm", "--method", "snapkv", "--name", "d", "--output"]
 
 
-@pytest.mark.drawn("long, and its parts are tested apart; keeps CI within its time")
 @pytest.mark.slow(reason="the same run twice, once cut short")
 def test_killed_sessions_give_the_same_files(tmp_path: Path, capfd: Any) -> None:
     options = [MODEL, "--domain", "scenes", "--budgets", "24", "1/3", *METHODS]
@@ -164,7 +163,6 @@ def test_the_stream_asks_what_its_frames_show() -> None:
         assert number == 1 and asked.answer == beginning[row - 1][column - 1]
 
 
-@pytest.mark.drawn("long, and its parts are tested apart; keeps CI within its time")
 @pytest.mark.slow(reason="the same run twice, once cut short")
 def test_a_stopped_stream_continues_with_the_same_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

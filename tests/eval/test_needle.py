@@ -189,7 +189,6 @@ OPTIONS = [
 ]
 
 
-@pytest.mark.drawn("long, and its parts are tested apart; keeps CI within its time")
 @pytest.mark.slow(reason="the same run twice, once cut short")
 def test_a_killed_run_gives_the_same_files(tmp_path: Path, capfd: Any) -> None:
     """Stopped in the middle of the first length, in the middle of a line."""

@@ -1,4 +1,9 @@
-"""Real runs of lmms-eval in their own processes, and the files they write."""
+"""Real runs of lmms-eval in their own processes, and the files they write.
+
+A start of lmms-eval reads all of its 2,000 task files, which takes longer than these runs. They see
+its own code with the folders of the tasks that have a local form and no others, as links;
+``tests/packaging/test_wheel.py`` runs it whole.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from eval.lmms.tasks import HERE, local_names, read, shipped_folder
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "assets" / "tiny-vlm"
@@ -42,15 +49,27 @@ class Written:
         return [sample["filtered_resps"] for sample in self.samples(task)]
 
 
+def few_tasks(modules: Path) -> None:
+    """Write ``lmms_eval`` below a folder: links to the installed one, with few tasks."""
+    installed = shipped_folder().parent
+    local = [read(HERE / f"{name}.yaml").get("include", "") for name in local_names()]
+    wanted = {include.split("/")[0] for include in local}
+    (modules / "lmms_eval" / "tasks").mkdir(parents=True)
+    for path in (*installed.iterdir(), *(installed / "tasks").iterdir()):
+        of_task = path.parent != installed and path.is_dir() and path.name[0] != "_"
+        if path.name not in ("tasks", "__pycache__") and (not of_task or path.name in wanted):
+            (modules / "lmms_eval" / path.relative_to(installed)).symlink_to(path)
+
+
 def run(arguments: list[str], home: Path) -> subprocess.CompletedProcess[str]:
     """Run ``python -m ...`` offline, on one thread, with its own cache folder."""
-    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
-    if importlib.util.find_spec("cv2") is None:
-        # Video-MME's task file imports OpenCV (60 MB) at its top and needs it for subtitles alone.
-        stand_in = home / "modules"
-        stand_in.mkdir(parents=True, exist_ok=True)
-        (stand_in / "cv2.py").touch()
-        paths.insert(0, str(stand_in))
+    modules = home / "modules"
+    if not modules.exists():
+        few_tasks(modules)
+        if importlib.util.find_spec("cv2") is None:
+            # Video-MME's task file imports OpenCV (60 MB) at its top, for subtitles alone.
+            (modules / "cv2.py").touch()
+    paths = [str(modules), str(ROOT), os.environ.get("PYTHONPATH", "")]
     env = {
         **os.environ,
         "HF_HUB_OFFLINE": "1",

@@ -240,7 +240,6 @@ def test_mmdu_is_answered_and_scored_as_by_its_own_command(
     assert ours.results["mmdu_local"]["answered,none"] == 1
 
 
-@pytest.mark.drawn("long, and its parts are tested apart; keeps CI within its time")
 def test_two_processes_write_what_one_does(
     ours: Written, data: Path, home: Path, tmp_path: Path
 ) -> None:
@@ -268,7 +267,6 @@ def test_two_processes_write_what_one_does(
         assert theirs.results[task] == pytest.approx(ours.results[task])
 
 
-@pytest.mark.drawn("long, and its parts are tested apart; keeps CI within its time")
 def test_replies_are_those_of_lmms_evals_own_adapter(
     ours: Written, data: Path, home: Path, tmp_path: Path
 ) -> None:
@@ -297,7 +295,6 @@ def test_replies_are_those_of_lmms_evals_own_adapter(
         assert theirs.results[name] == ours.results[name]
 
 
-@pytest.mark.drawn("long, and its parts are tested apart; keeps CI within its time")
 def test_a_failed_evaluation_fails_the_command(data: Path, home: Path, tmp_path: Path) -> None:
     """lmms-eval itself ends with exit code 0 here."""
     done = run(
