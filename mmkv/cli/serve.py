@@ -88,6 +88,15 @@ def serve(
             rich_help_panel=_SERVER,
         ),
     ] = None,
+    keep_sessions: Annotated[
+        bool,
+        typer.Option(
+            "--keep-sessions",
+            help="Write each session to --session-folder after its turns: sessions outlast the "
+            "server, and servers with one folder share them.",
+            rich_help_panel=_SERVER,
+        ),
+    ] = False,
     max_sessions: Annotated[
         int, typer.Option(help="Sessions that may be open.", min=0, rich_help_panel=_SERVER)
     ] = 1000,
@@ -126,6 +135,8 @@ def serve(
     from mmkv.server.settings import Settings
 
     require_packages()
+    if keep_sessions and session_folder is None:
+        raise UsageError("--keep-sessions needs a --session-folder to keep them in")
     limit, body = _bytes("--memory", memory), _bytes("--max-body", max_body)
     copies = None if snapshots is None else _bytes("--snapshots", snapshots)
     model = ChatOptions(engine).model
@@ -141,6 +152,7 @@ def serve(
         body=body,
         snapshot_bytes=copies,
         session_folder=session_folder,
+        lasting=keep_sessions,
         max_sessions=max_sessions,
         store_bytes=_bytes("--store", store),
         media_folder=allowed_local_media_path,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 import re
@@ -12,23 +13,25 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
+from engine.budget import Budget
 from engine.sequence import MODALITIES
 from mmkv.server.answer import Answer
 from mmkv.server.chat import ChatCall
 from mmkv.server.conversation import digest_of
 from mmkv.server.errors import ApiError
+from mmkv.server.lasting import Lasting, Note
 from mmkv.server.room import Caller, Room
 from mmkv.server.schema import Body, ChatRequest, Number, parse_budget
 from mmkv.server.turns import Asking, Turn, hold, release
 
 if TYPE_CHECKING:
-    from engine.budget import Budget
     from mmkv.server.kept import Kept
 
 _NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}"
+_NAMED = "named by letters, digits, dots, dashes and underscores"
 
 
 class NewSession(Body):
@@ -56,7 +59,9 @@ class Record:
     """One session.
 
     Attributes:
-        kept: its memory after the latest turn; None before the first.
+        kept: its memory after the latest turn; None before the first, or while it lies in the
+            folder that servers share.
+        note: what that folder says of it; None without.
         busy: whether a turn is under way.
     """
 
@@ -68,12 +73,20 @@ class Record:
     busy: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
     turns: int = 0
+    note: Note | None = None
+
+    @property
+    def messages(self) -> int:
+        """Count the messages that it holds."""
+        if self.kept is not None:
+            return len(self.kept.facets.messages)
+        return 0 if self.note is None else self.note.messages
 
     @property
     def state(self) -> Literal["empty", "memory", "file"]:
         """Where its memory lies."""
         if self.kept is None:
-            return "empty"
+            return "empty" if self.note is None or self.note.memory is None else "file"
         return "memory" if self.kept.resident else "file"
 
     def shown(self) -> dict[str, Any]:
@@ -85,66 +98,118 @@ class Record:
             "metadata": self.metadata,
             "budget": self.budget.describe(),
             "turns": self.turns,
-            "messages": 0 if self.kept is None else len(self.kept.facets.messages),
+            "messages": self.messages,
             "busy": self.busy,
             "state": self.state,
         }
 
 
 class Sessions:
-    """The sessions of a server; all methods run in the event loop."""
+    """The sessions of a server; all methods run in the event loop.
+
+    Where they last, a session's note decides: one that another server has changed is read anew.
+    """
 
     def __init__(self, room: Room) -> None:
         self._room = room
-        self._records: dict[str, Record] = {}
+        self._records: dict[tuple[str, str], Record] = {}
+        folder = room.settings.session_folder
+        lasts = room.settings.lasting and folder is not None
+        self._lasting = Lasting(folder) if lasts and folder is not None else None
 
-    def of(self, caller: Caller) -> list[Record]:
+    async def of(self, caller: Caller) -> list[Record]:
         """Return the sessions of a caller, oldest first."""
-        return [one for one in self._records.values() if one.tenant == caller.tenant]
+        tenant = caller.tenant
+        if self._lasting is not None:
+            lasting = self._lasting
+            notes = await asyncio.to_thread(lambda: list(lasting.notes(tenant)))
+            for note in notes:
+                self._take_note(tenant, note.id, note)
+        return [one for one in self._records.values() if one.tenant == tenant]
 
-    def find(self, name: str, caller: Caller, idle: bool = False) -> Record:
+    async def find(self, name: str, caller: Caller, idle: bool = False) -> Record:
         """Return a session. Raises ApiError: 404, also for another's; 409 if it has to be idle."""
-        record = self._records.get(name)
-        if record is None or record.tenant != caller.tenant:
-            raise ApiError(
-                404, f"there is no session {name[:60]!r}; create one", "session_not_found"
-            )
-        if idle and record.busy:
+        if self._lasting is not None and re.fullmatch(_NAME, name):
+            note = await asyncio.to_thread(self._lasting.note, caller.tenant, name)
+            self._take_note(caller.tenant, name, note)
+        record = self._records.get((caller.tenant, name))
+        if record is None:
+            raise _gone(name)
+        if idle:
+            self.require_idle(record)
+        return record
+
+    def require_idle(self, record: Record) -> None:
+        """Raise ApiError: a turn is under way, or the session is gone."""
+        if self._records.get((record.tenant, record.id)) is not record:
+            raise _gone(record.id)
+        if record.busy:
             raise ApiError(
                 409, "a turn of the session is under way; wait for it or end it", "session_busy"
             )
-        return record
 
-    async def create(self, asked: NewSession, caller: Caller) -> Record:
-        """Open a session, empty or from a saved one."""
+    async def memory_of(self, record: Record) -> Kept | None:
+        """Return a session's memory, from the shared folder if it lies there alone."""
+        note, lasting = record.note, self._lasting
+        if record.kept is None and lasting is not None and note is not None and note.memory:
+            kept = await self._load(lasting.memory(record.tenant, note), record.id)
+            if record.kept is None and record.note is note:
+                record.kept = kept
+            else:  # another request was faster
+                release(self._room, kept)
+        return record.kept
+
+    async def stands(self, record: Record, kept: Kept, turns: int) -> None:
+        """Write down that a session stands at another memory, where sessions last.
+
+        Raises:
+            SessionError: it cannot be written; the session stands where it stood.
+        """
+        lasting = self._lasting
+        if lasting is None or record.note is None:
+            return
+        path = lasting.new_memory(record.tenant, record.id)
+        note = dataclasses.replace(
+            record.note, memory=path.name, messages=len(kept.facets.messages), turns=turns
+        )
+        await self._room.worker.call(lambda: kept.save(path))
+        try:
+            record.note = await asyncio.to_thread(lasting.commit, record.tenant, note)
+        except BaseException:
+            path.unlink(missing_ok=True)
+            raise
+
+    async def create(self, asked: NewSession, caller: Caller, name: str | None = None) -> Record:
+        """Open a session, empty or from a saved one.
+
+        Args:
+            name: its id, if the caller names it. Raises ApiError (409): there is one.
+        """
         self._require_room()
+        if name is not None:
+            await self._require_new(name, caller)
         budget = parse_budget(asked.budget, "budget") or self._room.facts.budget
         if asked.file is None:
-            return self._add(caller.tenant, budget, asked.metadata)
+            return await self._add(caller.tenant, budget, asked.metadata, name)
         if asked.budget is not None:
             raise ApiError(400, "a saved session has its own budget", "invalid_value", "budget")
-        path, machine = self._path(asked.file, caller), self._room.worker.machine
-        assert machine is not None
-        # What other settings or cuts it was made with is not known: it resumes nothing else.
-        root = digest_of([self._room.facts.root, secrets.token_hex(16)])
-        name, shelf = asked.file, machine.shelf
-        kept = await self._room.worker.call(lambda: shelf.load(path, name, root))
-        record = self._add(caller.tenant, kept.budget, asked.metadata)
-        record.kept = kept
-        return record
+        path = self._path(asked.file, caller)
+        kept = await self._load(path, asked.file)
+        return await self._add(caller.tenant, kept.budget, asked.metadata, name, kept)
 
-    def fork(self, record: Record) -> Record:
+    async def fork(self, record: Record) -> Record:
         """Open another session that goes on from where this one stands."""
         self._require_room()
-        made = self._add(record.tenant, record.budget, dict(record.metadata))
-        made.kept, made.turns = record.kept, record.turns
-        if made.kept is not None:
-            hold(self._room, made.kept)
-        return made
+        kept = await self.memory_of(record)
+        if kept is not None:
+            hold(self._room, kept)
+        return await self._add(
+            record.tenant, record.budget, dict(record.metadata), None, kept, record.turns
+        )
 
     async def save(self, record: Record, asked: SavedName, caller: Caller) -> None:
         """Write a session to a file of the server's folder."""
-        kept, path = record.kept, self._path(asked.name, caller)
+        kept, path = await self.memory_of(record), self._path(asked.name, caller)
         if kept is None:
             raise ApiError(400, "the session is empty; save it after a turn", "invalid_value")
         if path.exists() and not asked.overwrite:
@@ -154,31 +219,92 @@ class Sessions:
         path.parent.mkdir(parents=True, exist_ok=True)
         await self._room.worker.call(lambda: kept.save(path))
 
-    def delete(self, record: Record) -> None:
+    async def delete(self, record: Record) -> None:
         """Close a session; its saved files stay."""
-        del self._records[record.id]
-        if record.kept is not None:
-            release(self._room, record.kept)
+        self._forget(record)
+        if self._lasting is not None:
+            await asyncio.to_thread(self._lasting.delete, record.tenant, record.id)
 
-    def memory(self, record: Record) -> dict[str, Any]:
+    async def memory(self, record: Record) -> dict[str, Any]:
         """Return what a session remembers, and what that takes."""
+        kept = await self.memory_of(record)
         shown = {"id": record.id, "object": "session.memory", "state": record.state}
-        if record.kept is None:
+        if kept is None:
             return shown
-        facets = record.kept.facets
+        facets = kept.facets
         return (
             shown
             | dataclasses.asdict(facets.memory)
             | {
                 "seen_by_modality": dict(zip(MODALITIES, facets.seen, strict=True)),
-                "bytes": record.kept.bytes,
+                "bytes": kept.bytes,
             }
         )
 
-    def _add(self, tenant: str, budget: Budget, metadata: dict[str, str]) -> Record:
-        name = f"sess_{secrets.token_hex(12)}"
-        self._records[name] = made = Record(name, tenant, budget, metadata)
+    async def _add(
+        self,
+        tenant: str,
+        budget: Budget,
+        metadata: dict[str, str],
+        name: str | None = None,
+        kept: Kept | None = None,
+        turns: int = 0,
+    ) -> Record:
+        """Register a session, which takes over ``kept``."""
+        name = name or f"sess_{secrets.token_hex(12)}"
+        made = Record(name, tenant, budget, metadata, kept, turns=turns)
+        self._records[tenant, name] = made
+        if self._lasting is None:
+            return made
+        made.note = Note(name, made.created, (budget.kind, budget.value), metadata)
+        try:
+            if kept is None:
+                made.note = await asyncio.to_thread(self._lasting.commit, tenant, made.note)
+            else:
+                await self.stands(made, kept, turns)
+        except BaseException:
+            self._forget(made)
+            raise
         return made
+
+    def _forget(self, record: Record) -> None:
+        """Close a session here."""
+        del self._records[record.tenant, record.id]
+        if record.kept is not None:
+            release(self._room, record.kept)
+
+    def _take_note(self, tenant: str, name: str, note: Note | None) -> None:
+        """Follow what the shared folder says of a session; one that is busy decides at its end."""
+        record = self._records.get((tenant, name))
+        if record is not None and (record.busy or record.note == note):
+            return
+        if record is not None and (record.note is None or record.note.version):
+            self._forget(record)
+        elif record is not None:
+            return  # it is being written for the first time
+        if note is not None:
+            made = Record(name, tenant, Budget(*note.budget), note.metadata, created=note.created)  # type: ignore[arg-type]
+            made.note, made.turns = note, note.turns
+            self._records[tenant, name] = made
+
+    async def _load(self, path: Path, name: str) -> Kept:
+        """Read a session file."""
+        machine = self._room.worker.machine
+        assert machine is not None
+        shelf = machine.shelf
+        # What other settings or cuts it was made with is not known: it resumes nothing else.
+        root = digest_of([self._room.facts.root, secrets.token_hex(16)])
+        return await self._room.worker.call(lambda: shelf.load(path, name, root))
+
+    async def _require_new(self, name: str, caller: Caller) -> None:
+        """Raise ApiError: the name cannot be one, or is a session's."""
+        if not re.fullmatch(_NAME, name):
+            raise ApiError(400, f"X-Session-Id is {_NAMED}", "invalid_value")
+        try:
+            await self.find(name, caller)
+        except ApiError:
+            return
+        raise ApiError(409, f"there is a session {name!r} already", "session_exists")
 
     def _require_room(self) -> None:
         most = self._room.settings.max_sessions
@@ -199,11 +325,15 @@ class Sessions:
         if not re.fullmatch(_NAME, name):
             raise ApiError(
                 400,
-                "a file is named by letters, digits, dots, dashes and underscores",
+                f"a file is {_NAMED}",
                 "invalid_value",
                 "name",
             )
         return folder / (caller.tenant[:32] or "public") / f"{name}.mmkv"
+
+
+def _gone(name: str) -> ApiError:
+    return ApiError(404, f"there is no session {name[:60]!r}; create one", "session_not_found")
 
 
 class SessionTurn:
@@ -231,7 +361,7 @@ class SessionTurn:
         """Return the answer."""
         async with self._begun() as turn:
             answer = await self._call.whole()
-            self._stand(turn)
+            await self._stand(turn)
             return answer | {"session": self._record.shown()}
 
     async def stream(self) -> AsyncGenerator[dict[str, Any] | str]:
@@ -240,14 +370,16 @@ class SessionTurn:
             stands = False
             async for event in events:
                 if self._call.done and not stands:
-                    self._stand(turn)
+                    await self._stand(turn)
                     stands = True
                 yield event
 
     @contextlib.asynccontextmanager
     async def _begun(self) -> AsyncIterator[Turn]:
         record = self._record
-        self._sessions.find(record.id, self._call.caller, idle=True)  # others may have come first
+        self._sessions.require_idle(record)  # others may have come first
+        if record.kept is not self._call.work.start:
+            raise ApiError(409, "the session went on meanwhile; send the turn again", "conflict")
         record.busy = True
         try:
             async with Turn(self._room, self._call) as turn:
@@ -255,9 +387,11 @@ class SessionTurn:
         finally:
             record.busy = False
 
-    def _stand(self, turn: Turn) -> None:
+    async def _stand(self, turn: Turn) -> None:
         """Let the session go on from the memory after this turn."""
-        record, before = self._record, self._record.kept
+        record, before, kept = self._record, self._record.kept, self._call.work.kept
+        assert kept is not None
+        await self._sessions.stands(record, kept, record.turns + 1)
         record.kept = turn.claim()
         record.turns += 1
         if before is not None:
@@ -270,46 +404,50 @@ def sessions_router(room: Room) -> APIRouter:
     router = APIRouter(prefix="/sessions", tags=["sessions"])
 
     @router.post("", summary="Open a session, empty or from a saved one")
-    async def create(asked: NewSession, who: Asking) -> dict[str, Any]:
-        return (await sessions.create(asked, who)).shown()
+    async def create(asked: NewSession, who: Asking, request: Request) -> dict[str, Any]:
+        """Open a session; ``X-Session-Id`` names it."""
+        name = request.headers.get("x-session-id")
+        return (await sessions.create(asked, who, name)).shown()
 
     @router.get("", summary="The caller's sessions")
     async def listed(who: Asking) -> dict[str, Any]:
-        return {"object": "list", "data": [one.shown() for one in sessions.of(who)]}
+        return {"object": "list", "data": [one.shown() for one in await sessions.of(who)]}
 
     @router.get("/{name}", summary="One session")
     async def one(name: str, who: Asking) -> dict[str, Any]:
-        return sessions.find(name, who).shown()
+        return (await sessions.find(name, who)).shown()
 
     @router.get("/{name}/memory", summary="What a session remembers, and what that takes")
     async def memory(name: str, who: Asking) -> dict[str, Any]:
-        return sessions.memory(sessions.find(name, who))
+        return await sessions.memory(await sessions.find(name, who))
 
     @router.get("/{name}/messages", summary="What was said; pictures and videos as marks")
     async def messages(name: str, who: Asking) -> dict[str, Any]:
-        kept = sessions.find(name, who).kept
+        kept = await sessions.memory_of(await sessions.find(name, who))
         said = () if kept is None else kept.facets.messages
         return {"object": "list", "data": [one.for_template() for one in said]}
 
     @router.post("/{name}/chat/completions", summary="A turn: messages that are new, and a reply")
     async def turn(name: str, body: ChatRequest, who: Asking) -> Response:
-        made = SessionTurn(room, sessions, sessions.find(name, who, idle=True), body, who)
+        record = await sessions.find(name, who, idle=True)
+        await sessions.memory_of(record)
+        made = SessionTurn(room, sessions, record, body, who)
         work: Any = made.stream if body.stream else made.whole
         return Answer(work, bool(body.stream), room.settings.keep_alive)
 
     @router.post("/{name}/fork", summary="Another session that goes on from the same memory")
     async def fork(name: str, who: Asking) -> dict[str, Any]:
-        return sessions.fork(sessions.find(name, who, idle=True)).shown()
+        return (await sessions.fork(await sessions.find(name, who, idle=True))).shown()
 
     @router.post("/{name}/save", summary="Write a session to a file of the server")
     async def save(name: str, asked: SavedName, who: Asking) -> dict[str, Any]:
-        record = sessions.find(name, who, idle=True)
+        record = await sessions.find(name, who, idle=True)
         await sessions.save(record, asked, who)
         return record.shown() | {"file": asked.name}
 
     @router.delete("/{name}", summary="Close a session; its saved files stay")
     async def delete(name: str, who: Asking) -> dict[str, Any]:
-        sessions.delete(sessions.find(name, who, idle=True))
+        await sessions.delete(await sessions.find(name, who, idle=True))
         return {"id": name, "object": "session", "deleted": True}
 
     return router

@@ -24,6 +24,7 @@ class Settings:
         max_tokens: of a reply whose request does not say; body: most bytes of a request.
         snapshot_bytes: most bytes of the copies by which chats resume; None: what is free.
         session_folder: where sessions are saved, and idle ones hibernate; None: none are saved.
+        lasting: whether sessions outlast the server, in that folder, for all servers that share it.
         max_sessions: most sessions that are open; store_bytes: most bytes of stored responses.
         media_folder: where file: URLs may point; None: nowhere.
         keep_alive: seconds after which a stream without news sends a comment.
@@ -42,6 +43,7 @@ class Settings:
     body: int = 32 * 2**20
     snapshot_bytes: int | None = None
     session_folder: Path | None = None
+    lasting: bool = False
     max_sessions: int = 1000
     store_bytes: int = 2**30
     media_folder: Path | None = None
