@@ -24,15 +24,16 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 _RANDOM = "random weights"
+_PICTURES, _VIDEOS = f"pictures; {_RANDOM}", f"pictures, videos; {_RANDOM}"
 # Model type -> its name, and what tests ran it with, against transformers, token for token.
 FAMILIES: dict[str, tuple[str, str]] = {
-    "qwen3_vl": ("Qwen3-VL (dense)", f"{_RANDOM}; the bundled model"),
-    "qwen3_vl_moe": ("Qwen3-VL with experts, such as 30B-A3B", _RANDOM),
-    "qwen2_5_vl": ("Qwen2.5-VL", _RANDOM),
-    "llava": ("LLaVA-1.5", _RANDOM),
-    "llava_next": ("LLaVA-NeXT", _RANDOM),
-    "llava_onevision": ("LLaVA-OneVision", _RANDOM),
-    "internvl": ("InternVL3 (-hf)", _RANDOM),
+    "qwen3_vl": ("Qwen3-VL (dense)", f"{_VIDEOS}; the bundled model"),
+    "qwen3_vl_moe": ("Qwen3-VL with experts, such as 30B-A3B", _VIDEOS),
+    "qwen2_5_vl": ("Qwen2.5-VL", _VIDEOS),
+    "llava": ("LLaVA-1.5", _PICTURES),
+    "llava_next": ("LLaVA-NeXT", _PICTURES),
+    "llava_onevision": ("LLaVA-OneVision", _VIDEOS),
+    "internvl": ("InternVL3 (-hf)", _VIDEOS),
     "llama": ("Llama (text)", f"{_RANDOM}; SmolLM2-135M"),
     "mistral": ("Mistral (text)", _RANDOM),
     "qwen2": ("Qwen2, Qwen2.5 (text)", _RANDOM),

@@ -19,9 +19,9 @@ from mmkv.data.mixture import Mixture
 from mmkv.data.readers import Report
 from mmkv.prompt.media import load_image
 from mmkv.prompt.messages import take_media
-from mmkv.prompt.processing import Processor, QwenProcessor
+from mmkv.prompt.processing import Processor
 from mmkv.prompt.template import Message
-from mmkv.prompt.video import Clip, load_video
+from mmkv.prompt.video import load_video
 
 LONG_CHATS = ("drop", "cut")
 SHORTEST = 16  # least max_length: shorter pieces of a text teach nothing
@@ -145,12 +145,14 @@ class Encoder:
             [load_image(image) for image in images],
             clips,
         )
-        fills = _video_fills(processor, clips, inputs)
+        fills = processor.video_texts(clips, inputs)
         framed = processor.image_token.join(processor.image_frame)
 
         def render(some: list[Message], opening: bool) -> str:
-            text = _fill(processor.template.render(some, opening), processor.video_token, fills)
-            return text.replace(processor.image_token, framed) if any(framed) else text
+            text = processor.template.render(some, opening)
+            if processor.sees:
+                text = text.replace(processor.image_token, framed)
+            return _fill(text, processor.video_token, fills)
 
         short, turns = self._turns.find(plain, render)
         ids = inputs.pop("input_ids")[0]
@@ -235,20 +237,6 @@ class Examples(Dataset[dict[str, Tensor]]):
             f"no usable row in {_ATTEMPTS} draws ({self.encoder.summary()}); the last was "
             f"{self.encoder.last_note}"
         )
-
-
-def _video_fills(
-    processor: Processor, clips: Sequence[Clip], inputs: dict[str, Tensor]
-) -> list[str]:
-    """Return the text that the processor put in place of each video."""
-    if not clips:
-        return []
-    assert isinstance(processor, QwenProcessor)  # no other takes videos
-    grids = inputs["video_grid_thw"].tolist()
-    return [
-        processor.rules.expand(clip, (grid[0], grid[1], grid[2]))
-        for clip, grid in zip(clips, grids, strict=True)
-    ]
 
 
 def _fill(text: str, token: str, fills: Sequence[str]) -> str:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.errors import InputError, MmkvError, ModelError, first_line
 from mmkv.prompt.picture_settings import require_settings
-from mmkv.prompt.special import CUT, CuttingTokenizer, tokenize
+from mmkv.prompt.special import CUT, tokenize
 from mmkv.prompt.template import ChatTemplate
 from mmkv.prompt.video import Clip
 
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 # Text put before a continuation and cut off again after tokenizing, so that a tokenizer that
 # treats the start of a text specially (SentencePiece adds a space) sees no start there.
 _ANCHOR = "a"
-_PICTURES, _VIDEOS = "preprocessor_config.json", "video_preprocessor_config.json"
-_BOTH = "processor_config.json"
+PICTURES, _VIDEOS = "preprocessor_config.json", "video_preprocessor_config.json"
+BOTH = "processor_config.json"
 
 
 class Processor:
@@ -83,13 +83,19 @@ class Processor:
             return inputs
         return self._without_anchor(inputs, text)
 
+    def video_texts(self, clips: Sequence[Clip], inputs: dict[str, torch.Tensor]) -> list[str]:
+        """Return the text that :meth:`encode` put in place of each video."""
+        return []
+
     def _check(self, text: str, images: Sequence[Image], clips: Sequence[Clip]) -> None:
         if not text:
             raise InputError("the prompt is empty; write a question")
         if images and not self.sees:
             raise InputError("this model reads text only; drop the pictures or name another model")
         if clips and not self.watches:
-            raise InputError("this model takes no videos here; use a Qwen-VL model or pictures")
+            raise InputError(
+                "this model takes no videos here; use a Qwen-VL or InternVL model or pictures"
+            )
         for token, media, kind in (
             (self.image_token, images, "picture"),
             (self.video_token, clips, "video"),
@@ -177,6 +183,14 @@ class QwenProcessor(Processor):
         """Return the rule that scales frames to the model's size while they are read."""
         return self.rules.scaler
 
+    def video_texts(self, clips: Sequence[Clip], inputs: dict[str, torch.Tensor]) -> list[str]:
+        """See :meth:`Processor.video_texts`."""
+        grids = inputs["video_grid_thw"].tolist() if clips else []
+        return [
+            self.rules.expand(clip, (grid[0], grid[1], grid[2]))
+            for clip, grid in zip(clips, grids, strict=True)
+        ]
+
     def _inputs(
         self, text: str, images: Sequence[Image], clips: Sequence[Clip], continuing: bool
     ) -> dict[str, torch.Tensor]:
@@ -190,39 +204,6 @@ class QwenProcessor(Processor):
         image, video = self.tokenizer.convert_tokens_to_ids([self.image_token, self.video_token])
         inputs["mm_token_type_ids"] = (ids == image).long() + 2 * (ids == video).long()
         return inputs | pixels
-
-
-class HubProcessor(Processor):
-    """Any family whose transformers processor can be used as it is (the LLaVA models)."""
-
-    sees = True
-
-    def __init__(self, processor: Any, template: ChatTemplate) -> None:
-        super().__init__(processor.tokenizer, template)
-        self.processor = processor
-        self.image_token = processor.image_token
-        ends = ("start_image_token", "end_image_token")
-        if all(isinstance(getattr(processor, end, None), str) for end in ends):
-            self.image_frame = (processor.start_image_token, processor.end_image_token)
-
-    def _inputs(
-        self, text: str, images: Sequence[Image], clips: Sequence[Clip], continuing: bool
-    ) -> dict[str, torch.Tensor]:
-        special = not continuing and not self._starts_itself(text)
-        if CUT in text:  # one caller at a time: see encode
-            self.processor.tokenizer = CuttingTokenizer(self.tokenizer)
-        try:
-            return dict(
-                self.processor(
-                    text=[text],
-                    # Nested: all of one prompt (LLaVA-OneVision cuts a lone picture into tiles).
-                    images=[list(images)] if images else None,
-                    add_special_tokens=special,
-                    return_tensors="pt",
-                )
-            )
-        finally:
-            self.processor.tokenizer = self.tokenizer
 
 
 def load_processor(
@@ -265,9 +246,11 @@ def _load(name: str | Path, min_pixels: int | None, max_pixels: int | None) -> P
         )
     if getattr(config, "vision_config", None) is None:
         return Processor(
-            tokenizer, ChatTemplate(tokenizer, _template(name, tokenizer), parts=False)
+            tokenizer, ChatTemplate(tokenizer, template_of(name, tokenizer), parts=False)
         )
-    return _load_hub(name, tokenizer, config)
+    from mmkv.prompt.hub_processor import load_hub
+
+    return load_hub(name, tokenizer, config)
 
 
 def _load_qwen(
@@ -278,7 +261,7 @@ def _load_qwen(
     max_pixels: int | None,
     frames_apart: bool,
 ) -> QwenProcessor:
-    from mmkv.prompt.qwen_vision import FRAME_END, FRAME_START, IMAGE, VIDEO, RunRules, VideoRules
+    from mmkv.prompt.qwen_vision import FRAME_END, FRAME_START, IMAGE, RUN, VIDEO, VideoRules
 
     load = partial(_load_qwen_pictures, name, vision) if _has_image_processor(name) else None
     size = None
@@ -295,38 +278,34 @@ def _load_qwen(
                 f"min-pixels {size['shortest_edge']} and max-pixels {size['longest_edge']} leave "
                 "no size between them; give 0 < min <= max"
             )
-    config = _read_json(name, _VIDEOS) or _read_json(name, _BOTH).get("video_processor") or {}
-    rules = VideoRules if frames_apart else RunRules
-    if not config and rules is RunRules:  # older checkpoints; the bounds are of pictures alone
-        config = _without_bounds(_read_json(name, _PICTURES))
+    config = read_json(name, _VIDEOS) or read_json(name, BOTH).get("video_processor") or {}
+    rules = VideoRules() if frames_apart else RUN
+    if not config and not frames_apart:  # older checkpoints; the bounds are of pictures alone
+        bounds = {"size", "min_pixels", "max_pixels"}
+        config = {k: v for k, v in read_json(name, PICTURES).items() if k not in bounds}
     if not isinstance(config, dict):
-        raise ModelError(f"{_BOTH}: video_processor is no object; get the original file")
+        raise ModelError(f"{BOTH}: video_processor is no object; get the original file")
     require_settings(config, _VIDEOS, vision, pixels=True)
     placeholders = {
         "image": f"{FRAME_START}{IMAGE}{FRAME_END}",
         "video": f"{FRAME_START}{VIDEO}{FRAME_END}",
     }
     tokens = (IMAGE, VIDEO, FRAME_START, FRAME_END)
-    template = ChatTemplate(tokenizer, _template(name, tokenizer), True, placeholders, tokens)
-    return QwenProcessor(tokenizer, template, load, rules.from_config(config), size)
-
-
-def _without_bounds(settings: dict[str, Any]) -> dict[str, Any]:
-    bounds = {"size", "min_pixels", "max_pixels"}
-    return {key: value for key, value in settings.items() if key not in bounds}
+    template = ChatTemplate(tokenizer, template_of(name, tokenizer), True, placeholders, tokens)
+    return QwenProcessor(tokenizer, template, load, rules.changed(config), size)
 
 
 def _load_qwen_pictures(name: str | Path, vision: Any) -> Any:
-    image_processor = _load_image_processor(name)
-    require_settings(image_processor, _PICTURES, vision, pixels=True)
+    image_processor = load_image_processor(name)
+    require_settings(image_processor, PICTURES, vision, pixels=True)
     return image_processor
 
 
 def _has_image_processor(name: str | Path) -> bool:
-    return bool(_path(name, _PICTURES) or _read_json(name, _BOTH).get("image_processor"))
+    return bool(_path(name, PICTURES) or read_json(name, BOTH).get("image_processor"))
 
 
-def _load_image_processor(name: str | Path) -> Any | None:
+def load_image_processor(name: str | Path) -> Any | None:
     """Load the image processor in its PIL form (the same pixels with and without torchvision)."""
     # transformers 5.17 hides the name at its top level when torchvision is absent; the class itself
     # does not need torchvision in either version.
@@ -338,61 +317,14 @@ def _load_image_processor(name: str | Path) -> Any | None:
         return AutoImageProcessor.from_pretrained(name, backend="pil")
     except Exception as error:
         raise ModelError(
-            f"cannot read the picture settings in {_PICTURES} of {name} ({first_line(error)}); "
+            f"cannot read the picture settings in {PICTURES} of {name} ({first_line(error)}); "
             "get the original file, or remove it to use the model for text only"
         ) from error
 
 
-def _load_hub(name: str | Path, tokenizer: Any, config: Any) -> HubProcessor:
-    from transformers import AutoProcessor
-
-    try:
-        processor = AutoProcessor.from_pretrained(name, backend="pil")
-    # Without torchvision the video processor of LLaVA-OneVision refuses to load, with it broken
-    # transformers raises RuntimeError; the rest of the processor works without it.
-    except (ImportError, RuntimeError, ValueError, OSError) as error:
-        processor = _without_video(name, tokenizer, error)
-    vision = config.vision_config
-    require_settings(processor.image_processor, _PICTURES, vision, pixels=False)
-    template = _template(name, tokenizer) or getattr(processor, "chat_template", None)
-    placeholders = {"image": processor.image_token + "\n"}
-    tokens = [processor.image_token]
-    return HubProcessor(
-        processor, ChatTemplate(processor.tokenizer, template, True, placeholders, tokens)
-    )
-
-
-def _without_video(name: str | Path, tokenizer: Any, cause: Exception) -> Any:
-    """Assemble a transformers processor from its parts, leaving out the video processor."""
-    import transformers
-
-    config = _read_json(name, _BOTH)
-    settings = _read_json(name, _PICTURES) | config
-    base = getattr(transformers, str(settings.get("processor_class")), None)
-    image_processor = _load_image_processor(name)
-    if base is None or image_processor is None:
-        raise ModelError(
-            f"cannot load the picture processor of {name}: {first_line(cause)}; check "
-            f"{_PICTURES} and {_BOTH}"
-        ) from cause
-
-    class PicturesOnly(base):  # type: ignore[misc, valid-type]
-        def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
-            if argument is None:
-                return type(None)
-            return super().check_argument_for_proper_class(argument_name, argument)
-
-    known = {
-        key: value
-        for key, value in config.items()
-        if key not in ("processor_class", "image_processor", "video_processor")
-    }
-    return PicturesOnly(image_processor, tokenizer, None, **known)
-
-
-def _template(name: str | Path, tokenizer: Any) -> str | None:
+def template_of(name: str | Path, tokenizer: Any) -> str | None:
     """Read the chat template: the tokenizer's, or that of the older separate file."""
-    found = tokenizer.chat_template or _read_json(name, "chat_template.json").get("chat_template")
+    found = tokenizer.chat_template or read_json(name, "chat_template.json").get("chat_template")
     if isinstance(found, dict):  # several, by name
         found = found.get("default")
     if found is not None and not isinstance(found, str):
@@ -400,7 +332,7 @@ def _template(name: str | Path, tokenizer: Any) -> str | None:
     return found or None
 
 
-def _read_json(name: str | Path, file: str) -> dict[str, Any]:
+def read_json(name: str | Path, file: str) -> dict[str, Any]:
     """Read the object in a JSON file of the checkpoint, {} when it has none."""
     path = _path(name, file)
     try:

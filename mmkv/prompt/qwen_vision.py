@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,38 +27,47 @@ FRAME_START, FRAME_END = "<|vision_start|>", "<|vision_end|>"
 
 # What older files call the bounds.
 _EDGES = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
-_CLIP_MEAN, _CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+_SETTINGS = {"patch_size", "temporal_patch_size", "merge_size", "image_mean", "image_std"}
+_SETTINGS |= {*_EDGES.values()}
 
 
 @dataclass(frozen=True)
 class VideoRules:
-    """The settings that turn frames into patches for Qwen3-VL; defaults as in transformers'
-    processor.
+    """The settings that turn frames into patches; defaults as in transformers' processor of
+    Qwen3-VL.
+
+    Attributes:
+        shortest_edge, longest_edge: bounds on frames x height x width, in pixels; of height x
+            width where ``frames_apart`` is False.
+        frames_apart: the frames stand behind timestamps. Otherwise a video is one run of tokens,
+            and the model is told the seconds between them (Qwen2.5-VL).
     """
 
     patch_size: int = 16
     temporal_patch_size: int = 2
     merge_size: int = 2
-    shortest_edge: int = 128 * 32 * 32  # bounds on frames x height x width, in pixels
+    shortest_edge: int = 128 * 32 * 32
     longest_edge: int = 768 * 32 * 32
     image_mean: tuple[float, ...] = (0.5, 0.5, 0.5)
     image_std: tuple[float, ...] = (0.5, 0.5, 0.5)
+    frames_apart: bool = True
 
-    @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> VideoRules:
+    def changed(self, config: Mapping[str, Any]) -> VideoRules:
         """Read a ``video_preprocessor_config.json`` (unknown keys do not matter here)."""
         size = config.get("size") or {}
         named: dict[str, Any] = {
             _EDGES.get(key, key): tuple(value) if isinstance(value, list) else value
             for key, value in {**config, **size}.items()
-            if _EDGES.get(key, key) in cls.__dataclass_fields__ and value is not None
+            if _EDGES.get(key, key) in _SETTINGS and value is not None
         }
-        return cls(**named)
+        return replace(self, **named)
 
     def size(self, frames: int, height: int, width: int) -> tuple[int, int]:
         """Compute the height and width to scale to: multiples of a merged patch, within the pixel
         bounds.
         """
+        if not self.frames_apart:
+            return self._bounded(height, width, 1, 1)
         factor = self.patch_size * self.merge_size
         if height < factor or width < factor:
             grow = max(factor / height, factor / width)
@@ -139,7 +148,11 @@ class VideoRules:
         return [(times[i] + times[i + step - 1]) / 2 for i in range(0, len(times), step)]
 
     def expand(self, clip: Clip, grid: tuple[int, int, int]) -> str:
-        """Write the text for one video placeholder: each temporal patch's time and tokens."""
+        """Write the text for one video placeholder: each temporal patch's time and tokens, or the
+        tokens alone.
+        """
+        if not self.frames_apart:
+            return VIDEO * (math.prod(grid) // self.merge_size**2)
         tokens = VIDEO * (grid[1] * grid[2] // self.merge_size**2)
         return "".join(
             f"<{seconds:.1f} seconds>{FRAME_START}{tokens}{FRAME_END}"
@@ -147,42 +160,27 @@ class VideoRules:
         )
 
     def times(self, clips: Sequence[Clip]) -> dict[str, list[float]]:
-        """Return what else the model is told of the videos' times."""
-        return {}
-
-
-@dataclass(frozen=True)
-class RunRules(VideoRules):
-    """The same for Qwen2.5-VL, whose videos are one run of tokens without timestamps.
-
-    The bounds are those of a frame. Where a checkpoint has no video settings they are the defaults
-    of transformers' video processor, not the wider ones of its pictures.
-    """
-
-    patch_size: int = 14
-    shortest_edge: int = 128 * 28 * 28
-    longest_edge: int = 768 * 28 * 28
-    image_mean: tuple[float, ...] = _CLIP_MEAN
-    image_std: tuple[float, ...] = _CLIP_STD
-
-    def size(self, frames: int, height: int, width: int) -> tuple[int, int]:
-        """Compute the height and width to scale to: multiples of a merged patch, within the pixel
-        bounds of a frame.
-        """
-        return self._bounded(height, width, 1, 1)
-
-    def expand(self, clip: Clip, grid: tuple[int, int, int]) -> str:
-        """Write the text for one video placeholder: the tokens of all temporal patches."""
-        return VIDEO * (math.prod(grid) // self.merge_size**2)
-
-    def times(self, clips: Sequence[Clip]) -> dict[str, list[float]]:
-        """Return the seconds between two temporal patches of each video."""
+        """Return the seconds between two temporal patches of each video, if the model asks."""
+        if self.frames_apart:
+            return {}
         apart = []
         for clip in clips:
             seconds = clip.timestamps
             between = (seconds[-1] - seconds[0]) / (len(seconds) - 1) if len(seconds) > 1 else 0
             apart.append(self.temporal_patch_size * (between or 1 / DEFAULT_FPS))
         return {"second_per_grid_ts": apart}
+
+
+# Of Qwen2.5-VL. Where a checkpoint has no video settings the bounds are the defaults of
+# transformers' video processor, not the wider ones of its pictures.
+RUN = VideoRules(
+    patch_size=14,
+    shortest_edge=128 * 28 * 28,
+    longest_edge=768 * 28 * 28,
+    image_mean=(0.48145466, 0.4578275, 0.40821073),
+    image_std=(0.26862954, 0.26130258, 0.27577711),
+    frames_apart=False,
+)
 
 
 def prepare(

@@ -250,7 +250,8 @@ def save_internvl(folder: Path, seed: int = 0) -> Path:
 
     marks = {"start_image_token": "<img>", "end_image_token": "</img>"}
     marks |= {"context_image_token": "<IMG_CONTEXT>", "video_token": "<video>"}
-    tokenizer = byte_tokenizer(LLAVA_TEMPLATE.replace("<image>", "<IMG_CONTEXT>"))
+    shown = "{{ '<IMG_CONTEXT>\n' if p.type == 'image' else '<video>\n' if p.type == 'video'"
+    tokenizer = byte_tokenizer(LLAVA_TEMPLATE.replace("{{ '<image>\n' if p.type == 'image'", shown))
     tokenizer.add_special_tokens({"additional_special_tokens": list(marks.values())})
     vision = {
         "hidden_size": 32,

@@ -33,10 +33,10 @@ def _vision_info(conversations: Any, **_: Any) -> tuple[Any, None, dict[str, Any
 def _processor(name: str, **_: Any) -> Any:
     from transformers import AutoTokenizer
 
-    from mmkv.prompt.processing import _without_video
+    from mmkv.prompt.hub_processor import without_video
 
     tokenizer = AutoTokenizer.from_pretrained(name)
-    made = _without_video(name, tokenizer, ImportError("torchvision"))
+    made = without_video(name, tokenizer, ImportError("torchvision"))
     made.chat_template = tokenizer.chat_template
     return made
 

@@ -225,6 +225,17 @@ def test_labels_after_a_video(tmp_path: Path, bundled: Processor, monkeypatch: A
         assert stamped == ("second_per_grid_ts" not in made.media) == (processor is not older)
 
 
+def test_labels_after_a_video_of_frames(tmp_path: Path, monkeypatch: Any) -> None:
+    clip = Clip(np.zeros((3, 32, 32, 3), np.uint8), (0, 12, 24), 24.0)
+    monkeypatch.setattr("mmkv.data.examples.load_video", lambda *_, **__: clip)
+    messages = turns("", "a red circle", "", "yes")
+    messages[0]["content"] = [{"type": "video", "video": "v.mp4"}]
+    messages[2]["content"] = seen_talk(tmp_path)[0]["content"]
+    processor = load_processor(save_internvl(tmp_path / "model"))
+    made = encode(processor, messages)
+    assert answers_of(processor, made) == "a red circle<|im_end|>yes<|im_end|>"
+
+
 def test_plain_text_is_all_targets_and_cut_into_pieces(bundled: Processor) -> None:
     text = "What is at row 1? " * 40
     reported: list[str] = []

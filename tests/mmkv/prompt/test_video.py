@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,11 +15,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from PIL import Image
 
 import mmkv.environment
 from engine.errors import InputError
-from mmkv.prompt.qwen_vision import RunRules, VideoRules
+from mmkv.prompt.processing import load_processor
+from mmkv.prompt.qwen_vision import RUN, VideoRules
 from mmkv.prompt.video import Clip, load_video, sample_indices
+from tests.support.chat_models import save_internvl
 from tests.support.media import RATE, write_clip
 
 pytest.importorskip("av")
@@ -120,10 +124,10 @@ def test_sizes_are_those_of_transformers(frames: int, height: int, width: int, p
     )
     from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize
 
-    for rules in (VideoRules(patch_size=patch), RunRules(patch_size=patch)):
+    for rules in (VideoRules(patch_size=patch), replace(RUN, patch_size=patch)):
         bounds = (rules.shortest_edge, rules.longest_edge)
         try:
-            if isinstance(rules, RunRules):
+            if not rules.frames_apart:
                 wanted = of_a_frame(height, width, 2 * patch, *bounds)
             else:
                 wanted = smart_resize(frames, height, width, 2, 2 * patch, *bounds)
@@ -178,8 +182,35 @@ def test_patches_and_text_are_those_of_transformers(frames: int) -> None:
     }
     theirs = Qwen3VLProcessor.replace_video_token(processor, made, 0)
     assert rules.expand(clip, grid) == theirs
-    run = RunRules(patch_size=8)
+    run = replace(RUN, patch_size=8)
     older = Qwen2_5_VLProcessor.replace_video_token
     processor.video_processor.merge_size = run.merge_size
     assert run.expand(clip, grid) == older(processor, made, 0)
     assert run.times([clip])["second_per_grid_ts"] == [2 * 3 / 8.0 if frames > 1 else 1.0]
+
+
+def test_frames_of_internvl_are_pictures_in_one_tile(tmp_path: Path) -> None:
+    """Text as transformers' processor writes it; pixels of frames that need no scaling."""
+    from transformers.models.internvl.processing_internvl import InternVLProcessor
+
+    processor = load_processor(save_internvl(tmp_path))
+    theirs = processor.processor
+    rng = np.random.default_rng(0)
+    clip = Clip(rng.integers(0, 256, (3, 32, 32, 3), dtype=np.uint8), (0, 4, 8), 8.0)
+    message = {"role": "user", "content": [{"type": k} for k in ("video", "image", "video")]}
+    text = processor.template.render([message], opening=True)
+    made = processor.encode(text, [Image.new("RGB", (64, 32))], [clip, clip])
+    shape = {"pixel_values_videos": [clip.frames]}
+    wanted = text.replace("<video>", InternVLProcessor.replace_video_token(theirs, shape, 0))
+    cells = f"<img>{'<IMG_CONTEXT>' * 4 * 3}</img>"  # two tiles and the whole
+    wanted = wanted.replace("\n<IMG_CONTEXT>\n", f"\n{cells}\n")
+    assert processor.tokenizer.decode(made["input_ids"][0]) == wanted
+    images = theirs.image_processor
+    mean, std = np.array(images.image_mean), np.array(images.image_std)
+    frames = torch.tensor((clip.frames / 255 - mean) / std).permute(0, 3, 1, 2).float()
+    assert made["pixel_values"].shape == (3 + 3 + 3, 3, 32, 32)
+    for found in (made["pixel_values"][:3], made["pixel_values"][6:]):
+        torch.testing.assert_close(found, frames, rtol=1e-5, atol=1e-5)
+    assert processor.size_rule(3, 48, 64)(np.zeros((48, 64, 3), np.uint8)).shape == (32, 32, 3)
+    alone = processor.encode("x<video>", [], [clip])["input_ids"]
+    assert processor.video_texts([clip], {}) == [processor.tokenizer.decode(alone[0])[1:]]

@@ -560,7 +560,15 @@ def clip_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_clip(tmp_path_factory.mktemp("clips") / "steps.mp4")
 
 
-@pytest.mark.parametrize("rules", [None, VideoRules(shortest_edge=4096, longest_edge=16384)])
+@pytest.mark.parametrize(
+    "rules",
+    [
+        None,
+        VideoRules(shortest_edge=4096, longest_edge=16384),
+        # The same bounds are those of a frame: another size.
+        VideoRules(shortest_edge=4096, longest_edge=16384, frames_apart=False),
+    ],
+)
 def test_videos_are_those_that_load_video_makes(
     rules: VideoRules | None,
     clip_file: Path,
