@@ -21,6 +21,7 @@ _TEXT = {
     "num_experts": 2**12,
     "num_experts_per_tok": 2**12,
     "moe_intermediate_size": 2**22,
+    "decoder_sparse_step": 2**12,
 }
 _VISION = {
     "depth": 2**10,
@@ -53,6 +54,9 @@ def require_sizes(config: Any) -> None:
     pairs = getattr(text, "num_key_value_heads", None) or heads
     if heads % pairs:
         raise _wrong("num_key_value_heads", pairs, f"a divisor of num_attention_heads ({heads})")
+    chosen, experts = (getattr(text, n, None) for n in ("num_experts_per_tok", "num_experts"))
+    if experts is not None and chosen is not None and chosen > experts:
+        raise _wrong("num_experts_per_tok", chosen, f"at most num_experts ({experts})")
     epsilon = getattr(text, "rms_norm_eps", 1e-6)
     if not _real(epsilon) or not 0 <= epsilon <= 1:
         raise _wrong("rms_norm_eps", epsilon, "a number from 0 to 1")

@@ -279,9 +279,13 @@ def copy_of(name: str, folder: Path) -> Path:
     return Path(shutil.copytree(checkpoint(name), folder / "model"))
 
 
-def lose_a_tensor(folder: Path) -> None:
+def lose_an_expert(folder: Path) -> None:
+    lose_a_tensor(folder, "model.layers.1.mlp.experts.3.up_proj.weight")
+
+
+def lose_a_tensor(folder: Path, name: str = "model.layers.1.mlp.up_proj.weight") -> None:
     tensors = load_file(folder / "model.safetensors")
-    tensors.pop("model.layers.1.mlp.up_proj.weight")
+    tensors.pop(name)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
@@ -333,6 +337,27 @@ def configured(**values: Any) -> Callable[[Path], None]:
 )
 def test_damaged_checkpoints(tmp_path: Path, damage: Callable[[Path], Any], message: str) -> None:
     folder = copy_of("llama", tmp_path)
+    damage(folder)
+    with pytest.raises(ModelError) as error:
+        load(folder, "auto", "cpu")
+    assert message in one_line(error)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lose_an_expert, "lacks weights of experts"),
+        (
+            configured(num_experts_per_tok=9),
+            "num_experts_per_tok is 9, not at most num_experts (8)",
+        ),
+        (configured(num_local_experts=10**9), "num_experts is 1000000000, not a whole number"),
+        (configured(num_local_experts=4000), "describes a text model of more numbers than"),
+        (configured(decoder_sparse_step=0), "decoder_sparse_step is 0, not a whole number"),
+    ],
+)
+def test_damaged_experts(tmp_path: Path, damage: Callable[[Path], Any], message: str) -> None:
+    folder = copy_of("qwen3_moe", tmp_path)
     damage(folder)
     with pytest.raises(ModelError) as error:
         load(folder, "auto", "cpu")

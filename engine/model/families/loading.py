@@ -275,6 +275,11 @@ def _explained(name: str, source: str, error: Exception) -> Exception:
         return ModelError(
             f"the weights of {name} are corrupt ({first}); copy or download them again"
         )
+    if "conversion of the weights" in first:  # of experts that are stored one by one
+        return ModelError(
+            f"{name} lacks weights of experts, or they have other shapes than config.json says; "
+            "get the complete checkpoint"
+        )
     unknown = re.search(r"model type `([^`]+)`", str(error))
     if unknown:
         return ModelError(
