@@ -35,10 +35,10 @@ test-drawn: $(READY)
 test-pages: $(READY)
 	$(BIN)/python -m tests.engine.page_operations $(PAGES)
 
-# The page of mmkv serve in headless Chromium (of the system: apt-get install chromium); make test has it where both are.
+# The pages of mmkv serve and mmkv explain in headless Chromium (of the system: apt-get install chromium); make test has it where both are.
 test-page: $(READY)
 	$(BIN)/pip install -q --constraint constraints.txt 'playwright>=1.50'
-	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest tests/mmkv/server/test_page.py
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest tests/mmkv/server/test_page.py tests/mmkv/explain/test_page.py
 
 # The Triton kernels in Triton's interpreter, on the CPU, and compiled for Hopper (no GPU needed).
 test-triton: $(READY)

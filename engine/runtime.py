@@ -290,9 +290,11 @@ class Runtime:
         """
         with self._claimed(sessions), self.lock:
             token_ids = self._check_step(sessions, token_ids)
-            for session in sessions:
+            for session, token in zip(sessions, token_ids, strict=True):
                 if session.long_rope is None:
                     session.long_rope = False
+                if session.recorder is not None:
+                    session.recorder.expect(token)
             backends = self.backends
             backend: Backend = backends.torch
             if not backends.cpu.unsupported_reason(sessions):
@@ -342,7 +344,8 @@ class Runtime:
                 token_ids = self._check_step(sessions, token_ids)
                 for session in sessions:
                     session._require_context(steps, session.next_position + steps)
-                if self.many_path == "graph":
+                recorded = any(session.recorder is not None for session in sessions)
+                if self.many_path == "graph" and not recorded:
                     return self.backends.cuda.decode_many(sessions, token_ids, steps, stop, draws)
             return self._decode_each(sessions, token_ids, steps, stop, draws)
 

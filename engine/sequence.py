@@ -24,6 +24,7 @@ from engine.paths import user_path
 from engine.policies import Budget, CacheView
 from engine.policies.selection import MOST_ENTRIES
 from engine.prefill import Prefill, run_whole
+from engine.trace import PRUNED, Recorder
 
 if TYPE_CHECKING:
     from engine.model.families.base import Turn
@@ -70,6 +71,7 @@ class CachedSequence:
     """Appends turns and tokens to one sequence; made by :meth:`Runtime.session`.
 
     Attributes:
+        recorder: what :meth:`record` has begun, or None.
         seen: tokens so far; next_position: rope position of the next text token. Their
             difference is this sequence's M-RoPE delta: it belongs to the session, never to
             the model. prompt_tokens: those of them that came in prompts.
@@ -87,6 +89,7 @@ class CachedSequence:
         self.long_rope: bool | None = None
         self._claim = threading.RLock()
         self.closed = False
+        self.recorder: Recorder | None = None
         with engine.lock:
             self.seq = engine.cache.open()
             if engine.shared is not None:
@@ -201,6 +204,21 @@ class CachedSequence:
             turn = engine.family.turn(inputs, self.next_position, engine.device)
             return Prefill(self, turn, chunk, undoable)
 
+    def record(self, limit: int = Recorder.LIMIT) -> Recorder:
+        """Record from now on which entries stay and which go; the same recorder when asked again.
+
+        Forks record on, each for itself. A session file holds no record. While it records, a
+        session decodes step by step on a GPU, too.
+
+        Args:
+            limit: bytes that its list of evicted entries may take; beyond, the oldest steps go.
+        """
+        with self.engine.lock:
+            self._require_open()
+            if self.recorder is None:
+                self.recorder = Recorder(self, limit)
+            return self.recorder
+
     @property
     def decode_path(self) -> str:
         """What :meth:`decode` runs on now; as :attr:`engine.runtime.Runtime.decode_path`."""
@@ -277,6 +295,8 @@ class CachedSequence:
             raise BudgetError("the session shares a budget; it has none of its own to change")
         with self.claimed(), self.engine.lock:
             self._set_budget(Budget.of(budget))
+            if self.recorder is not None:
+                self.recorder.step(self, "budget")
             cut_to_budgets(self.engine, [self])
 
     @torch.inference_mode()
@@ -288,6 +308,7 @@ class CachedSequence:
             other.adopt(seq, self.state())
             if self.engine.shared is not None:
                 self.engine.shared.join(other, self.engine.shared.weight(self))
+            other.recorder = None if self.recorder is None else self.recorder.fork()
             return other
 
     def save(self, path: str | Path, extra: dict[str, str] | None = None) -> None:
@@ -350,8 +371,12 @@ class CachedSequence:
             self.roll_back()
             raise
         self.prompt_tokens += stop - start
+        if self.recorder is not None:
+            self.recorder.expect((turn.token_ids[part], turn.modality[part]))
         self.count_appended(stop - start, next_position)
         self.count_evicted(pruned, 0)
+        if self.recorder is not None and pruned:
+            self.recorder.missing(self.view(), stop - start, PRUNED)
         return hidden
 
     def count_appended(self, tokens: int, next_position: int | None = None) -> None:
@@ -363,6 +388,8 @@ class CachedSequence:
         self.seen += tokens
         self.next_position = self.next_position + tokens if next_position is None else next_position
         self.entries += tokens * self.engine.spec.rows
+        if self.recorder is not None:
+            self.recorder.step(self)
 
     def count_evicted(self, entries: int, nan: int) -> None:
         """Count entries that have been dropped, ``nan`` of them with a score that is NaN."""
@@ -393,6 +420,8 @@ class CachedSequence:
         """Take over what :meth:`state` gave; it has to fit the entries in the cache."""
         for name in _STATE:
             setattr(self, name, state[name])
+        if self.recorder is not None:
+            self.recorder.rewind(self.seen)
 
     @torch.inference_mode()
     def rewind(self, before: Mapping[str, Any]) -> bool:

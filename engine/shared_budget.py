@@ -117,9 +117,10 @@ class SharedBudget:
         cache, torch_side = self._engine.cache, self._engine.backends.torch
         members = [one for one in self._weights if one.entries]
         held = [cache.entries(one.seq) for one in members]
+        views = [one.view(entries) for one, entries in zip(members, held, strict=True)]
         scores = [
-            torch_side.scores(one, entries, one.view(entries)) + math.log(self._weights[one])
-            for one, entries in zip(members, held, strict=True)
+            torch_side.scores(one, entries, view) + math.log(self._weights[one])
+            for one, entries, view in zip(members, held, views, strict=True)
         ]
         victims = self._victims(held, scores)
         counts = [one.numel() for one in scores]
@@ -133,6 +134,9 @@ class SharedBudget:
             if own.numel():
                 cache.drop(session.seq, own, entries)
                 session.count_evicted(own.numel(), int(scores[index][own].isnan().sum()))
+                if session.recorder is not None:  # others' entries may be the reason
+                    session.recorder.step(session, "shared")
+                    session.recorder.died(views[index], own, scores[index])
 
     def _victims(self, held: list[Entries], scores: list[Tensor]) -> Tensor:
         """Indices ``[K]`` into the entries of all sequences, one after the other.

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from mmkv.chat.display import Display
     from mmkv.chat.markdown import MarkdownStream
     from mmkv.chat.options import ChatOptions
+    from mmkv.chat.watch import Watch
     from mmkv.sampling import Sampling
 
 
@@ -34,16 +35,22 @@ def answer(
     system: str | None,
     sampling: Sampling,
     indent: int | None = None,
+    watching: bool = False,
 ) -> bool:
     """Send a turn and print the reply; False when Ctrl-C stopped it.
 
     stdout gets the reply's text (as it comes, or whole) or its JSON (``indent``), and nothing
     else; on a terminal the text's Markdown is rendered, unless ``options`` say plain.
 
+    ``watching``: a panel on stderr shows the memory meanwhile; a reply to the same terminal is
+    printed when it is whole.
+
     Raises OutputClosed, MmkvError, or whatever else fails; the session may hold the
     turn then.
     """
     whole = options.no_stream or options.json
+    watch = _watch(engine, session, display) if watching else None
+    late = watch is not None and sys.stdout.isatty() and not whole
     finished, line_open = True, False
     view = _view(options)
     with display.prefilling() as bar:
@@ -59,7 +66,9 @@ def answer(
         try:
             for piece in pieces:
                 bar.close()
-                if not whole:
+                if watch is not None:
+                    watch.feed(piece)
+                if not whole and not late:
                     line_open = True
                     view.feed(piece)
         except KeyboardInterrupt:
@@ -70,13 +79,15 @@ def answer(
             raise
         finally:
             pieces.close()
+            if watch is not None:
+                watch.close()
     if len(session.history) == before:  # stopped while the prompt was read: nothing was appended
         if line_open:
             view.close()
         return False
     if options.json and session.last is not None:
         _write(json.dumps(record(engine, session, options.model), indent=indent) + "\n")
-    elif whole and session.last is not None:
+    elif (whole or late) and session.last is not None:
         view.feed(session.last.text)
         view.close()
     elif finished or line_open:
@@ -94,6 +105,12 @@ def _prepare_to_see(engine: Engine, options: ChatOptions, display: Display) -> N
         with display.loading(options.model) as progress:
             progress("what reads pictures")
             _ = engine.family.hf
+
+
+def _watch(engine: Engine, session: Session, display: Display) -> Watch:
+    from mmkv.chat.watch import Watch
+
+    return Watch(engine, session, display.console, echo=sys.stdout.isatty())
 
 
 class _Plain:

@@ -14,9 +14,11 @@ from engine.budget import Budget
 from engine.errors import InputError
 from engine.paths import user_path
 from mmkv.chat.display import memory_line, statistics
+from mmkv.chat.explained import figures_folder, report_target, write_figures, write_report
 from mmkv.chat.saved import is_session
 from mmkv.chat.targets import checked_target
 from mmkv.chat.transcript import export, is_transcript, spoken
+from mmkv.chat.watch import panel
 from mmkv.prompt.media import load_image
 from mmkv.prompt.video import check_sampling
 
@@ -181,6 +183,35 @@ def _export(repl: Repl, name: str, force: bool = False) -> None:
     repl.display.say(f"exported to {path}")
 
 
+def _explain(repl: Repl, name: str, force: bool = False) -> None:
+    name = _named(name, "/explain", "report.html")
+    recorder = repl.session.recorder
+    trace = repl.session.trace()
+    if recorder is None:
+        repl.display.say("recording begins now: ask something, then give /explain again")
+        return
+    if name.endswith("/") or Path(name).is_dir():
+        repl.display.say(write_figures(trace, figures_folder(name)))
+        return
+    path = report_target(
+        name,
+        lambda path: repl.agrees(f"{path} exists; overwrite it?"),
+        None if force else f"/explain! {name} overwrites it",
+    )
+    repl.display.say(write_report(trace, path))
+
+
+def _watch(repl: Repl, _: str) -> None:
+    if not repl.display.animated:
+        raise InputError("/watch draws on a terminal, and stderr is none; /stats shows the same")
+    repl.watching = not repl.watching
+    if repl.watching:
+        repl.display.show(panel(repl.engine, repl.session, 0.0))
+        repl.display.say("shown while replies are made; /watch again hides it")
+    else:
+        repl.display.say("hidden")
+
+
 def _fork(repl: Repl, name: str) -> None:
     if name and name in repl.branches:
         repl.branch, repl.session = name, repl.branches[name]
@@ -225,6 +256,8 @@ COMMANDS = {
     "save": Command("PATH", "save the conversation with its cache (/save! overwrites)", _save),
     "load": Command("PATH", "continue a saved conversation", _load),
     "export": Command("PATH.md", "write the conversation as Markdown", _export),
+    "explain": Command("PATH.html", "write a page of what was kept, when and why", _explain),
+    "watch": Command("", "show the memory while replies are made; again: hide it", _watch),
     "fork": Command("[NAME]", "copy the conversation under a name, or go to that one", _fork),
     "help": Command("", "this list", _help),
     "exit": Command("", "leave (also /quit, Ctrl-D)", _exit),
@@ -233,5 +266,6 @@ COMMANDS = {
 HIDDEN = {
     "quit": Command("", "leave", _exit),
     "save!": Command("PATH", "save over any file", partial(_save, force=True)),
+    "explain!": Command("PATH.html", "write over any file", partial(_explain, force=True)),
     "export!": Command("PATH.md", "export over any file", partial(_export, force=True)),
 }

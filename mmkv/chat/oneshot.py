@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.paths import user_path
 from mmkv.chat.answer import answer
 from mmkv.chat.display import memory_line
+from mmkv.chat.explained import write_figures, write_report
 from mmkv.chat.saved import chat_extra
 
 if TYPE_CHECKING:
@@ -26,6 +28,7 @@ def answer_once(
 ) -> int:
     """Answer ``prompt`` and return the exit code (130 after Ctrl-C). Raises MmkvError."""
     with _opened(engine, options) as session:
+        trace = session.trace() if options.report is not None else None
         finished = answer(
             engine,
             session,
@@ -40,6 +43,10 @@ def answer_once(
         )
         if finished:
             display.note(memory_line(engine, session))
+        if trace is not None and options.report is not None and session.history:
+            display.note(write_report(trace, Path(options.report)))
+            if options.figures is not None:
+                display.note(write_figures(trace, Path(options.figures)))
         if options.save is not None and session.history:
             session.save(options.save, chat_extra(engine, options.engine, options.model))
             display.note(f"saved to {options.save}")

@@ -22,7 +22,8 @@ class ChatOptions:
 
     ``load``, ``save``: session files to begin with and to write at the end; ``rebudget``: the
     budget was given beside a session file, which has one of its own. ``raw``: texts go to the model
-    as they are, without the chat template.
+    as they are, without the chat template. ``report``, ``figures``: the page and the folder that
+    ``mmkv explain`` writes.
     """
 
     engine: EngineConfig = field(default_factory=EngineConfig)
@@ -52,6 +53,8 @@ class ChatOptions:
     json: bool = False
     cost: bool = False
     quiet: bool = False
+    report: str | None = None
+    figures: str | None = None
 
     @property
     def model(self) -> str:

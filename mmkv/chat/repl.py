@@ -54,6 +54,7 @@ class Repl:
         self.images, self.videos = list(images), list(videos)
         self.extra = chat_extra(engine, options.engine, options.model)
         self.autosave = Autosave(self.extra, display.say) if options.autosave else None
+        self.watching = False
         self.sent: WeakKeyDictionary[Session, list[Sent]] = WeakKeyDictionary()
         self.session = self.new_session()
         self.branches: dict[str, Session] = {"main": self.session}
@@ -143,6 +144,7 @@ class Repl:
                 self.videos,
                 system,
                 self.sampling,
+                watching=self.watching,
             )
         except Exception:
             if len(self.session.history) > before:
@@ -221,13 +223,21 @@ class Repl:
         """Open an empty conversation under the present budget."""
         current = getattr(self, "session", None)
         session = self.engine.session(None if current is None else current.budget)
+        return self._prepared(session)
+
+    def _prepared(self, session: Session) -> Session:
+        """Let turns be taken back, and /explain show them from here on.
+
+        On a GPU a record costs bursts of steps, so that there /explain has to ask for it.
+        """
         session.undo_depth = UNDO_DEPTH
+        if self.engine.device.type == "cpu":
+            session.record()
         return session
 
     def switch(self, session: Session) -> None:
         """Put ``session`` in the place of the present conversation, which is closed."""
-        session.undo_depth = UNDO_DEPTH
-        old, self.session = self.session, session
+        old, self.session = self.session, self._prepared(session)
         self.branches[self.branch] = session
         old.close()
 

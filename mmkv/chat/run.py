@@ -14,6 +14,7 @@ from engine.errors import InputError
 from engine.model.source import locate
 from engine.paths import is_folder, user_path
 from mmkv.chat.display import Display
+from mmkv.chat.explained import figures_folder, report_target
 from mmkv.chat.options import ChatOptions, UsageError
 from mmkv.chat.saved import is_session
 from mmkv.chat.targets import checked_target
@@ -31,6 +32,8 @@ def run_chat(options: ChatOptions) -> int:
     prompt = _prompt(options)
     if options.cost and prompt is None:
         raise UsageError("--cost is of one answer to one prompt; give it with -p")
+    if options.report is not None and prompt is None:
+        raise UsageError("mmkv explain shows one answer to one prompt; give it with -p")
     # Check everything that needs no model before the model is loaded.
     images = [load_image(source) for source in options.image]
     check_sampling(options.fps, options.num_frames)
@@ -38,6 +41,10 @@ def run_chat(options: ChatOptions) -> int:
         check_source(source)
     if options.save is not None:
         options.save = str(_save_target(options))
+    if options.report is not None:
+        options.report = str(report_target(options.report))
+    if options.figures is not None:
+        options.figures = str(figures_folder(options.figures))
     engine = load_engine(options, display)
     _choose_template(engine, options)
     rule = engine.processor.size_rule

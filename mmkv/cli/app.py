@@ -1,5 +1,5 @@
-"""The ``mmkv`` command: ``chat``, ``distill``, ``eval``, ``mmdu``, ``bench``, ``models``, ``pull``,
-``serve``, ``policies`` and ``env``.
+"""The ``mmkv`` command: ``chat``, ``explain``, ``distill``, ``eval``, ``mmdu``, ``bench``,
+``models``, ``pull``, ``serve``, ``policies`` and ``env``.
 
 Exit codes: 0 done, 1 failed (one line on stderr says why and what to do), 2 wrong usage,
 130 stopped with Ctrl-C. Nothing here imports torch: help and usage errors come at once.
@@ -23,6 +23,7 @@ from mmkv.cli import arguments
 from mmkv.cli.bench import bench
 from mmkv.cli.config import ChatCommand, described
 from mmkv.cli.evaluate import evaluate
+from mmkv.cli.explain import explain
 from mmkv.cli.mmdu import app as mmdu
 from mmkv.cli.models import models, pull
 from mmkv.cli.serve import serve
@@ -32,7 +33,7 @@ class _Ordered(TyperGroup):
     """Lists the commands in the order in which one comes to need them."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        order = "chat models pull serve policies env distill bench eval mmdu".split()
+        order = "chat explain models pull serve policies env distill bench eval mmdu".split()
         names = super().list_commands(ctx)
         return sorted(names, key=lambda name: order.index(name) if name in order else len(order))
 
@@ -48,6 +49,7 @@ app = typer.Typer(
 app.add_typer(mmdu, name="mmdu")
 app.command(name="eval")(evaluate)
 app.command()(bench)
+app.command()(explain)
 app.command()(models)
 app.command()(pull)
 app.command()(serve)

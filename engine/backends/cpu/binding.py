@@ -121,7 +121,7 @@ class Eviction(Structure):
         ("nan", c_int64),
         ("given", c_void_p),
         ("groups", c_int64),
-        *((name, c_void_p) for name in ("first_row", "share", "floor", "scratch")),
+        *((name, c_void_p) for name in ("first_row", "share", "floor", "scratch", "trace")),
     ]
 
 

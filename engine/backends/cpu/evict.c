@@ -379,6 +379,25 @@ static void find_victims(const struct cache *cache, struct eviction *what)
     qsort(victims, (size_t)wanted, sizeof *victims, by_index);
 }
 
+/* Write down the victims listed, with the scores that they had. */
+static void note_deaths(const struct cache *cache, const struct eviction *what)
+{
+    const int64_t *victim = victims_of(what), *end = victim + what->found;
+    struct death *note = what->trace;
+    int64_t start = 0;
+    for (int64_t row = 0; row < cache->rows; start += cache->length[row++])
+        for (; victim < end && *victim < start + cache->length[row]; victim++, note++) {
+            int64_t slot = slot_of(cache, row, *victim - start);
+            float score = INFINITY;
+            if (what->scorer == SCORE_RETENTION)
+                score = retention_of(what, cache->log_beta[slot], cache->position[slot]);
+            else if (!is_protected(what, cache->position[slot]))
+                copy_scores(cache, what, slot, 1, *victim, &score);
+            *note = (struct death){(int32_t)row, cache->position[slot], cache->log_beta[slot],
+                                   score, 0};
+        }
+}
+
 /* Cut each sequence in which a group of rows stands above its share and slack down to the shares, or,
  * where refused, change nothing of it. The caches share one stack of free pages, as to mmkv_step; it
  * is filled sequence after sequence. */
@@ -396,6 +415,8 @@ EXPORT void mmkv_evict(struct cache *caches, struct eviction *requests, int64_t 
         find_victims(caches + batch_slot, requests + batch_slot);
     for (int64_t batch_slot = 0; batch_slot < batch_slots; batch_slot++) {
         caches[batch_slot].free = caches[batch_slot ? batch_slot - 1 : 0].free;
+        if (requests[batch_slot].found > 0 && requests[batch_slot].trace)
+            note_deaths(caches + batch_slot, requests + batch_slot);
         if (requests[batch_slot].found > 0)
             drop_entries(caches + batch_slot, victims_of(requests + batch_slot),
                          requests[batch_slot].found);

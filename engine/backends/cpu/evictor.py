@@ -90,6 +90,9 @@ class NativeEvictor:
                 kept.append(self._set_shares(request))
             if self._method.recent_share is not None:
                 request.protect_recent = self._method.recent(session.budget_at(seen) // self._rows)
+            recorder = session.recorder
+            if recorder is not None or request.trace:
+                request.trace = None if recorder is None else recorder.room(_MOST_VICTIMS)
         self._kept = kept  # C reads them where they lie
         return self._requests
 
@@ -105,6 +108,12 @@ class NativeEvictor:
                 left.append(session)
             elif found:
                 session.count_evicted(found, request.nan)
+                if session.recorder is not None:
+                    session.recorder.filled(found)
+                    if not self.given and session.recorder.samples_next:
+                        view = session.view()
+                        budget = session.allowed_entries
+                        session.recorder.sample(view, self._method.scores(view, budget).value)
         return left
 
     def evict(

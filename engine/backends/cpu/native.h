@@ -107,6 +107,14 @@ struct eviction {
     int64_t groups;
     const int64_t *first_row, *share, *floor;
     void *scratch;
+    struct death *trace; /* room for `most` of them, or NULL: nobody wants to know */
+};
+
+/* An entry that an eviction has dropped; engine/trace.py reads it. */
+struct death {
+    int32_t row, position;
+    float log_beta, score;
+    int32_t cause; /* 0: its score */
 };
 
 /* Numbers beside the codes of one key or value: a scale, and a zero point for 4 bits. */

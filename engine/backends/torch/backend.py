@@ -13,6 +13,7 @@ from engine.backends.torch.step import DecodeStep
 from engine.cache import Entries
 from engine.new_entries import write_state
 from engine.policies import CacheView
+from engine.trace import REFUSED
 
 if TYPE_CHECKING:
     from engine.runtime import Runtime
@@ -78,6 +79,8 @@ class TorchBackend:
         refused = admission.refused(view.position, log_g, view.seen).nonzero().flatten()
         cache.drop(session.seq, refused, entries)
         session.count_evicted(refused.numel(), int(log_g[refused].isnan().sum()))
+        if session.recorder is not None:
+            session.recorder.died(view, refused, log_g, REFUSED)
 
     def scores(self, session: CachedSequence, entries: Entries, view: CacheView) -> Tensor:
         """Score the entries ``[N]`` of one sequence; keep the state that the scorer hands back."""
@@ -87,6 +90,8 @@ class TorchBackend:
         scores = engine.policy.scores(view, budget)
         if scores.state is not None:
             engine.cache.pool.state.flatten(0, 1)[entries.slot] = scores.state
+        if session.recorder is not None:
+            session.recorder.sample(view, scores.value)
         return scores.value
 
     def drop_lowest(
@@ -97,6 +102,8 @@ class TorchBackend:
         victims = engine.policy.lowest(scores, view, session.allowed_entries)
         engine.cache.drop(session.seq, victims, entries)
         session.count_evicted(victims.numel(), int(scores[victims].isnan().sum()))
+        if session.recorder is not None:
+            session.recorder.died(view, victims, scores)
 
     def rope(self, sessions: Sequence[CachedSequence]) -> tuple[Tensor, Tensor]:
         rope, device = self.engine.rope, self.engine.device

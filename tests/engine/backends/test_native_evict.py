@@ -103,6 +103,7 @@ class Held:
     seq: int = 1
     evicted: int = 0
     evicted_nan: int = 0
+    recorder: None = None
 
     def allowed_at(self, seen: int) -> int:
         return self.budget

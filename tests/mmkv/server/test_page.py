@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import io
 import re
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import pytest
 
 from mmkv import Engine
 from mmkv.server.page import FILES
+from tests.support.browser import browsing
 from tests.support.chat_models import picture, save_qwen3_vl
 from tests.support.servers import Server, paused_in_a_reply, serving
 
@@ -84,19 +84,8 @@ def test_the_messages_of_a_session_are_told(server: Server) -> None:
 @pytest.fixture(scope="module")
 def context() -> Iterator[Any]:
     """Return a browser's context, or skip."""
-    api = pytest.importorskip(
-        "playwright.sync_api", reason="no playwright here; pip install 'mmkv[browser]'"
-    )
-    names = ("chromium", "chromium-browser", "google-chrome")
-    binary = next((found for name in names if (found := shutil.which(name))), None)
-    if binary is None:
-        pytest.skip(f"no browser here ({', '.join(names)})")
-    with api.sync_playwright() as play:
-        browser = play.chromium.launch(executable_path=binary, args=["--no-sandbox"])
-        made = browser.new_context()
-        made.set_default_timeout(30_000)
+    with browsing() as made:
         yield made
-        browser.close()
 
 
 @pytest.fixture

@@ -1,0 +1,304 @@
+"""The page of a trace: one HTML file with its data, that needs no network and sends nothing.
+
+All that it draws follows from three matrices: after which step each entry was gone, each entry's
+log beta, and the highest score that went at each step. They are compressed; what is too much for
+the page's size is left out, in an order that :func:`_levels` fixes, and the page says so.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import io
+import json
+import math
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.resources import files
+from typing import Any
+
+import numpy as np
+
+from engine.trace import KINDS
+from mmkv.explain.trace import Snapshot
+
+MOST_BYTES = 2_900_000  # of a page
+_MOST_CELLS = 1_500_000  # (row, token) pairs
+_MOST_STEPS, _MOST_TOKENS = 4096, 2**16
+_FEW_CELLS = 50_000  # so many may have numbers of four bytes each
+_PICTURE_BYTES, _MOST_PICTURES = 900_000, 256
+_EDGES = (512, 384, 256, 192, 128, 96, 64)
+_NEVER = 65535
+
+
+@dataclass(frozen=True)
+class _Detail:
+    """How much of a trace goes on a page; ``levels`` of log beta, 0: as they are."""
+
+    cells: int
+    steps: int
+    levels: int = 0
+
+
+def render(snapshot: Snapshot) -> str:
+    """Return the page. The same snapshot gives the same bytes."""
+    pictures = _pictures(snapshot)
+    page = ""
+    for detail in _levels(snapshot):
+        page = _page(_data(snapshot, detail) | pictures)
+        if len(page) <= MOST_BYTES:
+            break
+    return page
+
+
+def _levels(snapshot: Snapshot) -> Iterator[_Detail]:
+    """Ever less to show, until it fits."""
+    cells = snapshot.rows * min(snapshot.tokens, _MOST_TOKENS)
+    if cells <= _FEW_CELLS:
+        yield _Detail(cells, _MOST_STEPS)
+    for levels in (255, 63, 15) if snapshot.rule.kernel == "retention" else (15,):
+        yield _Detail(_MOST_CELLS, _MOST_STEPS, levels)
+    for part in (2, 4, 8, 16, 32):
+        yield _Detail(min(cells, _MOST_CELLS) // part, min(_MOST_STEPS, 1024), 15)
+
+
+def _page(data: dict[str, Any]) -> str:
+    folder = files("mmkv.explain")
+    style = (folder / "page.css").read_text("utf-8")
+    script = "".join((folder / name).read_text("utf-8") for name in ("model.js", "view.js"))
+
+    def allowed(text: str) -> str:
+        return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+    policy = (
+        f"default-src 'none'; img-src data:; script-src {allowed(script)}; style-src "
+        f"{allowed(style)}; base-uri 'none'; form-action 'none'"
+    )
+    # No text of a prompt can end the element that it lies in.
+    text = json.dumps(data, ensure_ascii=True, separators=(",", ":")).replace("<", "\\u003c")
+    page = (folder / "page.html").read_text("utf-8")
+    parts = {"policy": policy, "style": style, "script": script, "data": text}
+    head, *rest = page.split("{{")
+    pieces = [head]
+    for part in rest:
+        name, _, after = part.partition("}}")
+        pieces += [parts[name], after]
+    return "".join(pieces)
+
+
+def _data(snapshot: Snapshot, detail: _Detail) -> dict[str, Any]:
+    record, rule = snapshot.record, snapshot.rule
+    first = max(snapshot.tokens - _MOST_TOKENS, 0)
+    tokens, heads = snapshot.tokens - first, record.kv_heads
+    steps = _chosen(len(record.seen), detail.steps)
+    per_row = snapshot.per_row(steps)
+    room = max(detail.cells // max(tokens, 1), 1)
+    rows = np.sort(np.argsort(-per_row.sum(1), kind="stable")[:room])
+    cells = _cells(snapshot, rows, first, tokens, steps)
+    few = cells["life"].size <= _FEW_CELLS
+    blobs: dict[str, Any] = {
+        "lives": _blob(cells["life"], "u2"),
+        "curves": _blob(snapshot.counts()[:, steps], "u4"),
+    }
+    scale = None
+    if rule.kernel == "retention":
+        if detail.levels:
+            codes, scale = _coded(cells["log_beta"], detail.levels)
+            blobs["beta"] = _blob(codes, "u1")
+        else:
+            blobs["beta"] = _blob(cells["log_beta"], "f4")
+    elif few:
+        blobs["lastScores"] = _blob(cells["score"], "f4")
+    if cells["cause"].any():
+        blobs["causes"] = _blob(cells["cause"], "u1")
+    cuts = _by_frame(snapshot.cuts(), steps)
+    if cuts.size <= _FEW_CELLS:
+        blobs["cuts"] = _blob(cuts, "f4")
+    samples = _samples(snapshot, rows, first, tokens, steps)
+    if len(samples):
+        blobs["sampled"] = _blob(np.stack([values for _, values in samples]), "f4")
+    return {
+        "facts": _facts(snapshot),
+        "notes": _notes(snapshot, detail, rows, steps, first),
+        "rows": rows.tolist(),
+        "names": [f"layer {row // heads}, head {row % heads}" for row in rows.tolist()],
+        "heads": heads,
+        "seen": record.seen[steps].tolist(),
+        "allowed": record.allowed[steps].tolist(),
+        "kinds": "".join(map(str, record.kind[steps].tolist())),
+        "kindNames": KINDS,
+        "texts": snapshot.texts[first:],
+        "modality": "".join(map(str, record.modality[first:].tolist())),
+        "first": first,
+        "range": scale,
+        "rule": {
+            "kernel": rule.kernel,
+            "lookahead": None if math.isinf(rule.lookahead) else rule.lookahead,
+            "shift": rule.age_shift,
+            "first": rule.first,
+            "recent": rule.recent,
+            "group": rule.group[rows].tolist(),
+        },
+        "sampleSteps": [step for step, _ in samples],
+        "blobs": blobs,
+    }
+
+
+def _chosen(steps: int, most: int) -> np.ndarray:
+    """Return the steps that are shown, ascending, the first and the last among them."""
+    if steps <= most:
+        return np.arange(steps)
+    return np.unique(np.linspace(0, steps - 1, most).round().astype(np.int64))
+
+
+def _cells(
+    snapshot: Snapshot, rows: np.ndarray, first: int, tokens: int, steps: np.ndarray
+) -> dict[str, np.ndarray]:
+    """Return per shown row and token: how long the entry stood, its log beta, score, and cause.
+
+    ``life``: 1 more than the shown steps from the first to the one it was gone at; 0 where it was
+    gone before the recording, :data:`_NEVER` where it still stands.
+    """
+    row, position, log_beta, _, died = snapshot.entries
+    place = np.full(snapshot.rows, -1)
+    place[rows] = np.arange(len(rows))
+    dead = len(snapshot.record.deaths)
+    score, cause = np.zeros(len(row), np.float32), np.zeros(len(row), np.uint8)
+    score[:dead] = snapshot.record.deaths["score"]
+    cause[:dead] = snapshot.record.deaths["cause"]
+    shown = (place[row] >= 0) & (position >= first)
+    at = (place[row[shown]], position[shown] - first)
+    born = np.searchsorted(snapshot.record.seen[steps], position, side="right")
+    life = np.searchsorted(steps, died) - born + 1
+    life[died == len(snapshot.record.seen)] = _NEVER
+    made = {}
+    for name, values, fill, kind in (
+        ("life", life, 0, np.uint16),
+        ("log_beta", log_beta, 0, np.float32),
+        ("score", score, np.nan, np.float32),
+        ("cause", cause, 0, np.uint8),
+    ):
+        made[name] = np.full((len(rows), tokens), fill, kind)
+        made[name][at] = values[shown]
+    return made
+
+
+def _coded(log_beta: np.ndarray, levels: int) -> tuple[np.ndarray, list[float]]:
+    """Round the logarithm of -log beta to ``levels`` steps; code 255 is a log beta of 0."""
+    never = log_beta == 0
+    size = np.log(np.where(never, 1, -log_beta.astype(np.float64)))
+    real = size[~never]
+    low, high = (float(real.min()), float(real.max())) if real.size else (0.0, 0.0)
+    code = np.rint((size - low) / ((high - low) or 1.0) * (levels - 1)).clip(0, levels - 1)
+    return np.where(never, 255, code).astype(np.uint8), [low, high, levels]
+
+
+def _by_frame(cuts: np.ndarray, steps: np.ndarray) -> np.ndarray:
+    """Return ``cuts [G, S]`` by shown step: the highest of those that it stands for."""
+    if len(steps) == cuts.shape[1]:
+        return cuts
+    found = np.full((len(cuts), len(steps)), -np.inf, np.float32)
+    where = np.broadcast_to(np.searchsorted(steps, np.arange(cuts.shape[1])), cuts.shape)
+    group = np.broadcast_to(np.arange(len(cuts))[:, None], cuts.shape)
+    real = ~np.isnan(cuts)
+    np.maximum.at(found, (group[real], where[real]), cuts[real])
+    found[np.isneginf(found)] = np.nan
+    return found
+
+
+def _samples(
+    snapshot: Snapshot, rows: np.ndarray, first: int, tokens: int, steps: np.ndarray
+) -> list[tuple[int, np.ndarray]]:
+    """Return (shown step, scores ``[rows, tokens]``, NaN elsewhere) as far as there is room."""
+    place = np.full(snapshot.rows, -1)
+    place[rows] = np.arange(len(rows))
+    shown = [sample for sample in snapshot.record.samples if sample[0] in steps]
+    room = 3 * _FEW_CELLS // max(len(rows) * tokens, 1)
+    every = max(-(-len(shown) // room), 1) if room else len(shown) + 1
+    found = []
+    for step, row, position, score in shown[::every] if room else []:
+        values = np.full((len(rows), tokens), np.nan, np.float32)
+        inside = (place[row] >= 0) & (position >= first)
+        values[place[row[inside]], position[inside] - first] = score[inside]
+        found.append((int(np.searchsorted(steps, step)), values))
+    return found
+
+
+def _blob(values: np.ndarray, kind: str) -> dict[str, Any]:
+    """Compress numbers, the lowest bytes of all first, then the next."""
+    whole = np.ascontiguousarray(values.astype(f"<{kind}"))
+    width = whole.itemsize
+    planes = whole.view(np.uint8).reshape(-1, width).T.tobytes()
+    packed = base64.b64encode(zlib.compress(planes, 9)).decode()
+    return {"kind": kind, "width": width, "base64": packed}
+
+
+def _pictures(snapshot: Snapshot) -> dict[str, Any]:
+    """Return frames and their JPEGs, smaller ones where there are many."""
+    unique = list(dict.fromkeys(frame.jpeg for frame in snapshot.frames))[:_MOST_PICTURES]
+    made = unique
+    for edge in _EDGES:
+        if sum(map(len, made)) <= _PICTURE_BYTES:
+            break
+        made = [_smaller(jpeg, edge) for jpeg in unique]
+    if sum(map(len, made)) > _PICTURE_BYTES:
+        made = []
+    number = {jpeg: 1 + at for at, jpeg in enumerate(unique[: len(made)])}
+    frames = []
+    for frame in snapshot.frames[:_MOST_PICTURES]:
+        given = {name: value for name, value in vars(frame).items() if name != "jpeg"}
+        frames.append(given | {"jpeg": number.get(frame.jpeg, 0)})
+    return {"frames": frames, "jpegs": [base64.b64encode(jpeg).decode() for jpeg in made]}
+
+
+def _smaller(jpeg: bytes, edge: int) -> bytes:
+    from PIL import Image
+
+    from mmkv.explain.trace import encoded
+
+    return encoded(Image.open(io.BytesIO(jpeg)), edge)
+
+
+def _facts(snapshot: Snapshot) -> str:
+    record = snapshot.record
+    held, total = len(record.row), snapshot.tokens * snapshot.rows
+    return (
+        f"{snapshot.model}, {record.layers} layers of {record.kv_heads} KV heads; policy "
+        f"{snapshot.policy}, budget {snapshot.budget}; {snapshot.tokens:,} tokens seen, {held:,} "
+        f"of {total:,} entries held at the end."
+    )
+
+
+def _notes(
+    snapshot: Snapshot, detail: _Detail, rows: np.ndarray, steps: np.ndarray, first: int
+) -> list[str]:
+    """Say what the page leaves out."""
+    notes, record = [], snapshot.record
+    if record.seen[0]:
+        notes.append(
+            f"The recording begins after {int(record.seen[0]):,} tokens; what was gone by then is "
+            "not shown."
+        )
+    if len(rows) < snapshot.rows:
+        notes.append(
+            f"{len(rows)} of {snapshot.rows} rows are shown, those that hold most; entries by "
+            "modality are of all rows."
+        )
+    if len(steps) < len(record.seen):
+        notes.append(f"{len(steps):,} of {len(record.seen):,} steps are shown.")
+    if first:
+        notes.append(f"The first {first:,} tokens are not shown.")
+    if detail.levels and snapshot.rule.kernel == "retention":
+        notes.append(
+            f"Log beta is rounded to {detail.levels} levels, so that scores on this page are "
+            "approximate; what was kept is exact."
+        )
+    if snapshot.rule.kernel == "other" and len(record.deaths):
+        notes.append(
+            "This policy's scores do not follow from what is recorded: they are known where an "
+            "entry went, and of others at some steps."
+        )
+    if len(snapshot.frames) > _MOST_PICTURES:
+        notes.append(f"The first {_MOST_PICTURES} pictures and video frames are shown.")
+    return notes

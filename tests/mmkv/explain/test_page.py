@@ -1,0 +1,262 @@
+"""The page of a trace: what it holds, and what a browser without a network makes of it."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engine.trace import DEATH, Record
+from mmkv import Engine
+from mmkv.explain import Snapshot, Trace, figures, page
+from mmkv.explain.page import MOST_BYTES, render
+from mmkv.explain.trace import Rule
+from tests.support.browser import browsing
+from tests.support.recorded import DIALOGUES, bundled, recorded, talk
+
+MARKUP = '</script><b>bold</b><!-- $x^2$ & "quoted"'
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    return bundled()
+
+
+@pytest.fixture(scope="module")
+def trace(engine: Engine) -> Iterator[Trace]:
+    session, made = talk(engine)
+    yield made
+    session.close()
+
+
+@pytest.fixture(scope="module")
+def context() -> Iterator[Any]:
+    """Return a browser's context without a network, or skip."""
+    with browsing(offline=True) as made:
+        yield made
+
+
+@pytest.fixture
+def browser(context: Any) -> Iterator[Any]:
+    """Return a tab; in the end it has asked for files alone and reported nothing."""
+    tab, wrong, asked = context.new_page(), [], []
+    tab.on("pageerror", lambda error: wrong.append(str(error)))
+    tab.on("console", lambda line: wrong.append(line.text) if line.type == "error" else None)
+    tab.on("request", lambda one: asked.append(one.url))
+    yield tab
+    tab.close()
+    assert wrong == []
+    assert asked and all(address.startswith(("file:", "data:image/jpeg;")) for address in asked)
+
+
+def shown(browser: Any, snapshot: Snapshot, folder: Path) -> None:
+    """Open the page of ``snapshot``."""
+    path = folder / "report.html"
+    path.write_text(render(snapshot), "utf-8")
+    browser.goto(path.as_uri())
+    browser.locator("html[data-ready]").wait_for(state="attached")
+
+
+def data_of(text: str) -> dict[str, Any]:
+    return json.loads(text.partition('id="data">')[2].partition("</script>")[0])
+
+
+def synthetic(layers: int, heads: int, tokens: int, gated: bool = True) -> Snapshot:
+    """A trace as hard to compress as there can be: deaths and log betas at random, a third kept."""
+    source, rows = np.random.default_rng(0), layers * heads
+    row, position = (x.ravel() for x in np.indices((rows, tokens)))
+    died = source.integers(position + 1, tokens + 1)
+    kept = source.random(row.size) < 1 / 3
+    log_beta = -np.exp(source.normal(-5, 3, row.size)).astype(np.float32)
+    deaths = np.zeros((~kept).sum(), DEATH)
+    order = np.argsort((died * row.size + np.arange(row.size))[~kept])
+    for name, values in (("row", row), ("position", position), ("log_beta", log_beta)):
+        deaths[name] = values[~kept][order]
+    deaths["score"] = source.normal(size=len(deaths))
+    record = Record(
+        layers,
+        heads,
+        np.arange(tokens + 1),
+        np.full(tokens + 1, rows * tokens // 3),
+        np.full(tokens + 1, 2, np.uint8),
+        source.integers(0, 1000, tokens),
+        np.zeros(tokens, np.uint8),
+        deaths,
+        died[~kept][order],
+        row[kept],
+        position[kept],
+        log_beta[kept],
+    )
+    rule = Rule("retention" if gated else "other", 2, 0, 0, 0, np.zeros(rows, np.int64))
+    texts = [f" word{at % 997}" for at in range(tokens)]
+    return Snapshot(record, rule, texts, [], "dbtrimkv", "256 entries per row", "a model")
+
+
+def test_a_page_asks_for_nothing_and_lets_no_text_out(trace: Trace) -> None:
+    text = render(trace.snapshot())
+    assert len(text) < 400_000
+    policy = re.findall(r'http-equiv="Content-Security-Policy" content="([^"]+)"', text)[0]
+    assert policy.startswith("default-src 'none'; img-src data:; script-src 'sha256-")
+    assert "unsafe" not in policy
+    assert not re.findall(r"""https?://|src=["']|href=|@import|url\(|fetch\(|innerHTML""", text)
+    assert text.count("</script>") == 2 and "<b>" not in text
+    data = data_of(text)
+    assert MARKUP in "".join(data["texts"])
+    assert data["notes"] == [] and len(data["frames"]) == 5 and len(data["jpegs"]) == 5
+
+
+def test_the_same_dialogue_gives_the_same_bytes(
+    engine: Engine, trace: Trace, tmp_path: Path
+) -> None:
+    first = trace.report(tmp_path / "a.html").read_bytes()
+    session, again = talk(engine)
+    assert again.report(tmp_path / "b.html").read_bytes() == first
+    for view in (figures._why, figures._rows):
+        drawn = figures._png(view, trace.snapshot())
+        assert drawn.startswith(PNG) and figures._png(view, again.snapshot()) == drawn
+    names = [path.name for path in again.figures(tmp_path / "figures")]
+    session.close()
+    assert sorted(names) == [
+        f"{n}.png" for n in "curves kept pictures rows text tokens why".split()
+    ]
+    assert all((tmp_path / "figures" / name).read_bytes().startswith(PNG) for name in names)
+
+
+def test_a_page_of_4k_tokens_on_a_4b_model_is_below_3_mb() -> None:
+    """36 layers of 8 KV heads; with what has to be left out the page says so."""
+    text = render(synthetic(36, 8, 4096))
+    assert 1_000_000 < len(text) <= MOST_BYTES < 3_000_000
+    data = data_of(text)
+    assert len(data["rows"]) == 288 and len(data["seen"]) == 4096 and len(data["texts"]) == 4096
+    assert any("Log beta is rounded" in note for note in data["notes"])
+    assert "4,096 of 4,097 steps are shown." in data["notes"]
+
+
+def test_more_than_fits_is_left_out_and_said(
+    browser: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows that hold least go first; curves stay those of all rows, steps that are shown exact."""
+    monkeypatch.setattr(page, "MOST_BYTES", 110_000)
+    monkeypatch.setattr(page, "_MOST_STEPS", 500)
+    monkeypatch.setattr(page, "_MOST_TOKENS", 900)
+    monkeypatch.setattr(page, "_MOST_CELLS", 20_000)
+    snapshot = synthetic(8, 4, 1000, gated=False)
+    text = render(snapshot)
+    data = data_of(text)
+    assert len(text) <= 110_000 and len(data["rows"]) < 32
+    notes = " ".join(data["notes"])
+    assert "of 32 rows are shown" in notes and "500 of 1,001 steps are shown" in notes
+    assert "The first 100 tokens are not shown" in notes
+    shown(browser, snapshot, tmp_path)
+    step = 300
+    at = int(np.searchsorted(snapshot.record.seen, data["seen"][step]))
+    whole = [row.tolist() for layer in snapshot.record.retained(at) for row in layer]
+    wanted = [[token for token in whole[row] if token >= 100] for row in data["rows"]]
+    assert browser.evaluate(f"mmkv.keptAt({step})") == wanted
+    held = browser.evaluate(f"(mmkv.go({step}), document.getElementById('held').textContent)")
+    assert held.startswith(f"{sum(map(len, whole)):,} entries")
+
+
+@pytest.mark.parametrize("number", range(len(DIALOGUES)))
+def test_a_browser_keeps_what_the_oracle_keeps(number: int, browser: Any, tmp_path: Path) -> None:
+    """At 20 random steps, with no request but for the page itself and nothing on the console."""
+    found = recorded(number)
+    shown(browser, found.snapshot, tmp_path)
+    steps = range(1, len(found.kept) + 1)
+    chosen = random.Random(number).sample(steps, min(20, len(steps)))
+    got = browser.evaluate(f"{chosen}.map((step) => mmkv.keptAt(step))")
+    wanted = [[r.tolist() for layer in found.kept[s - 1] for r in layer] for s in chosen]
+    assert got == wanted
+    dead = found.snapshot.record.deaths[-1]
+    above = browser.evaluate(f"mmkv.why({dead['row']}, {dead['position']}).above")
+    ours = found.snapshot.just_above(int(found.snapshot.record.died_at[-1]), int(dead["row"]))
+    assert [(one["row"], one["p"]) for one in above] == [(row, token) for row, token, _ in ours]
+    scores = [one["score"] for one in above]
+    np.testing.assert_allclose(scores, [score for *_, score in ours], rtol=1e-4)
+    assert ours or found.snapshot.rule.kernel == "other"
+
+
+def test_a_patch_changes_exactly_when_it_goes(browser: Any, trace: Trace, tmp_path: Path) -> None:
+    """Every patch of a picture and of a video's frame, in one row, at every step."""
+    snapshot = trace.snapshot()
+    shown(browser, snapshot, tmp_path)
+    _, position, _, _, died = snapshot.entries
+    row, steps, changes = 4, len(snapshot.record.seen), 0
+    for number, frame in ((0, snapshot.frames[0]), (2, snapshot.frames[2])):
+        seen = browser.evaluate(f"""(() => {{
+            const rows = document.getElementById("row");
+            rows.value = {row};
+            rows.dispatchEvent(new Event("change"));
+            const canvas = document.querySelectorAll("#frames canvas")[{number}];
+            return Array.from({{ length: mmkv.steps }}, (_, step) => {{
+                mmkv.go(step);
+                const pen = canvas.getContext("2d");
+                const pixels = pen.getImageData(0, 0, {frame.wide}, {frame.high});
+                return Array.from(pixels.data).filter((_, at) => at % 4 === 3);
+            }});
+        }})()""")
+        for cell in range(frame.high * frame.wide):
+            token = frame.start + cell
+            mine = (snapshot.entries[0] == row) & (position == token)
+            born, gone = int(snapshot.entries[3][mine][0]), int(died[mine][0])
+            alpha = [pixels[cell] for pixels in seen]
+            found = {step for step in range(1, steps) if alpha[step] != alpha[step - 1]}
+            assert found == {step for step in (born, gone) if step < steps}, (cell, alpha)
+            changes += gone < steps
+    assert changes > 10
+
+
+def test_the_slider_answers_to_keys_and_texts_stay_texts(
+    browser: Any, trace: Trace, tmp_path: Path
+) -> None:
+    shown(browser, trace.snapshot(), tmp_path)
+    last = browser.evaluate("mmkv.steps") - 1
+    at = "+document.getElementById('when').textContent.split(' ')[0]"
+    assert browser.evaluate("document.activeElement.id") == "time"
+    places = []
+    for key in ("ArrowLeft", "ArrowLeft", "Home", "ArrowRight"):
+        browser.keyboard.press(key)
+        places.append(browser.evaluate(at))
+    assert places == [last - 1, last - 2, 0, 1]
+    browser.keyboard.press("End")
+    assert browser.evaluate(at) == last
+    assert MARKUP in browser.evaluate("document.getElementById('text').textContent")
+    assert browser.evaluate("document.querySelectorAll('b').length") == 0
+    budget = browser.evaluate("document.getElementById('budgets').textContent")
+    assert "144 to 90 entries" in budget
+
+
+def test_clicks_ask_why(browser: Any, trace: Trace, tmp_path: Path) -> None:
+    shown(browser, trace.snapshot(), tmp_path)
+    browser.locator("#text span").first.click()
+    why = browser.evaluate("document.getElementById('why').textContent")
+    assert "lost token 0 " in why and "Its score was" in why and "not known" not in why
+    rows = browser.evaluate("document.querySelectorAll('#above tr').length")
+    assert rows == 6
+    canvas = browser.locator("#frames canvas").first
+    canvas.click(position={"x": canvas.bounding_box()["width"] - 2, "y": 2})
+    assert "patch (1, 4) of picture 1" in browser.evaluate(
+        "document.getElementById('why').textContent"
+    )
+
+
+def test_a_page_of_any_policy_opens(browser: Any, tmp_path: Path) -> None:
+    """Also where scores do not follow from the record, and where nothing is evicted."""
+    for policy in ("full", "h2o", "wgkv:window=4"):
+        options = {"gates": "random"} if policy.startswith("wgkv") else {}
+        engine = bundled(policy=policy, **options)
+        session, trace = talk(engine)
+        shown(browser, trace.snapshot(), tmp_path)
+        wanted = [row.tolist() for layer in session.retained() for row in layer]
+        assert browser.evaluate("mmkv.keptAt(mmkv.steps - 1)") == wanted
+        browser.evaluate("document.querySelectorAll('#text span')[4].click()")
+        if policy == "h2o":
+            assert len(trace.figures(tmp_path / "figures")) == 7
+        session.close()

@@ -1,0 +1,333 @@
+"""The record of a session beside the oracle, and beside the session itself."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from engine.errors import InputError, SessionError
+from engine.sequence import CachedSequence
+from engine.trace import _BLOCK, DEATH, KINDS, PRUNED, REFUSED, Record
+from mmkv import Engine, Sampling
+from mmkv.explain import Trace
+from mmkv.explain.trace import layout, texts_of
+from mmkv.resources import asset
+from tests.support.policies import EVICTING_KINDS
+from tests.support.recorded import DIALOGUES, bundled, recorded, talk
+from tests.support.sessions import LATER, PICTURES, load, text_ids
+
+Sets = list[list[int]]
+
+
+@pytest.fixture(scope="module")
+def engine_of_pictures() -> Engine:
+    return bundled()
+
+
+def kept(session: CachedSequence) -> Sets:
+    return [row.tolist() for layer in session.retained() for row in layer]
+
+
+def known(record: Record, step: int) -> Sets:
+    return [row.tolist() for layer in record.retained(step) for row in layer]
+
+
+class Watched:
+    """Does things to a recorded session and notes what it kept after each."""
+
+    def __init__(self, session: CachedSequence, limit: int = 2**26) -> None:
+        self.session, self.recorder = session, session.record(limit)
+        self.noted: dict[int, Sets] = {}
+
+    def note(self) -> None:
+        record = self.record()
+        self.noted[len(record.seen) - 1] = kept(self.session)
+
+    def record(self) -> Record:
+        assert self.session.recorder is not None
+        return self.session.recorder.read(self.session)
+
+    def decode(self, tokens: int, seed: int) -> None:
+        for token in text_ids(tokens, seed).tolist():
+            self.session.decode(token)
+            self.note()
+
+    def check(self) -> None:
+        record = self.record()
+        assert len(self.noted) > 2
+        for step, sets in self.noted.items():
+            assert known(record, step) == sets, f"step {step}"
+
+
+@pytest.mark.parametrize("number", range(len(DIALOGUES)))
+def test_kept_sets_are_the_oracles_at_20_random_steps(number: int) -> None:
+    found = recorded(number)
+    record = found.snapshot.record
+    assert len(record.seen) == len(found.kept) + 1
+    steps = range(1, len(record.seen))
+    for step in random.Random(number).sample(steps, min(20, len(steps))):
+        wanted = [row.tolist() for layer in found.kept[step - 1] for row in layer]
+        assert known(record, step) == wanted, f"step {step}"
+    assert len(record.deaths) > 50
+
+
+@pytest.mark.parametrize("path", ["native", "torch"])
+@pytest.mark.parametrize("policy", EVICTING_KINDS)
+def test_every_kind_of_policy_is_recorded(path: str, policy: str, folders: dict[str, Path]) -> None:
+    engine = load(folders["vl"], policy=policy)
+    if path == "torch":
+        engine.backends.cpu.switch_off()
+    watched = Watched(engine.session())
+    watched.session.prefill(PICTURES)
+    watched.note()
+    watched.decode(4, 1)
+    watched.session.prefill(LATER)
+    watched.note()
+    watched.session.set_budget(6)
+    watched.note()
+    watched.decode(2, 2)
+    watched.check()
+    record = watched.record()
+    assert len(record.deaths) == watched.session.memory().evicted
+    assert [KINDS[kind] for kind in record.kind[-3:]] == ["budget", "reply", "reply"]
+    assert record.allowed[-1] == watched.session.allowed_entries
+    ids = [*PICTURES["input_ids"][0], *text_ids(4, 1), *LATER["input_ids"][0], *text_ids(2, 2)]
+    assert record.token_ids.tolist() == ids
+    live = watched.session.view()
+    assert record.modality[live.position].tolist() == live.modality.tolist()
+
+
+def test_scores_are_those_that_the_policy_computed(folders: dict[str, Path]) -> None:
+    """C notes the same deaths with the same scores as torch, and both below what stayed."""
+    records = []
+    for native in (True, False):
+        engine = load(folders["vl"])
+        if not native:
+            engine.backends.cpu.switch_off()
+        trace = Trace(engine.session())
+        session = trace._session
+        session.prefill(PICTURES)
+        for token in text_ids(8, 3).tolist():
+            session.decode(token)
+        records.append(trace.snapshot())
+    ours, theirs = (snapshot.record for snapshot in records)
+    for name in ("row", "position", "cause"):
+        np.testing.assert_array_equal(ours.deaths[name], theirs.deaths[name])
+    for name in ("log_beta", "score"):  # the gates are computed in C or in torch
+        np.testing.assert_allclose(ours.deaths[name], theirs.deaths[name], rtol=1e-4)
+    snapshot = records[0]
+    for at in np.unique(ours.died_at):
+        went = ours.deaths[ours.died_at == at]
+        again = snapshot.scores(int(at), went["position"].astype(np.int64), went["log_beta"])
+        assert again is not None
+        np.testing.assert_allclose(again, went["score"], rtol=1e-5)
+        above = snapshot.just_above(int(at), 0)
+        assert above[0][2] >= went["score"].max() == snapshot.cuts()[0, at]
+
+
+def test_scores_that_torch_computes_are_sampled(folders: dict[str, Path]) -> None:
+    """Of a long dialogue fewer, and what stood just above the cut is known from them."""
+    trace = Trace(load(folders["vl"], policy="snapkv:window=4", budget=12).session())
+    trace._session.prefill(PICTURES)
+    for token in text_ids(80, 3).tolist():
+        trace._session.decode(token)
+    snapshot = trace.snapshot()
+    steps = [step for step, *_ in snapshot.record.samples]
+    assert 16 <= len(steps) <= 32 and steps == sorted(steps)
+    step = steps[-1]
+    went = snapshot.record.deaths[(snapshot.record.died_at == step)]
+    for row in range(snapshot.rows):
+        cut = went["score"][went["row"] == row].max()
+        above = snapshot.just_above(step, row)
+        assert [one for one, *_ in above] == [row] * 5 and above[0][2] >= cut
+
+
+def test_what_write_gates_refuse_and_pruners_drop_has_its_cause() -> None:
+    for policy, cause, options in (
+        ("fastv:layer=2", PRUNED, {}),
+        ("wgkv:window=4", REFUSED, {"gates": "random"}),
+    ):
+        engine = bundled(policy=policy, **options)
+        watched = Watched(engine.session())
+        inputs = engine.inputs(
+            [
+                {
+                    "role": "user",
+                    "content": [
+                        {"type": "image", "image": str(asset("scene.png"))},
+                        {"type": "text", "text": "what is this?"},
+                    ],
+                }
+            ]
+        )
+        watched.session.prefill(inputs)
+        watched.note()
+        watched.decode(6, 1)
+        watched.check()
+        assert set(watched.record().deaths["cause"].tolist()) == {cause}, policy
+
+
+def test_undo_forks_and_turns_taken_back_keep_the_record_right(engine_of_pictures: Engine) -> None:
+    session = engine_of_pictures.session()
+    session.undo_depth = 3
+    watched, source = Watched(session), random.Random(5)
+    short = Sampling(max_new_tokens=3)
+    for turn in range(6):
+        pictures = [asset("scene.png")] if turn % 2 else []
+        for _ in session.send(f"what is {turn}?", images=pictures, sampling=short):
+            watched.note()
+        watched.note()
+        media = len(session.recorder.media)  # type: ignore[union-attr]
+        if source.random() < 0.5:
+            before = {s: sets for s, sets in watched.noted.items()}
+            list(session.send("forget this", images=[asset("scene.png")], sampling=short))
+            assert session.undo()
+            watched.noted = before
+            assert len(session.recorder.media) == media  # type: ignore[union-attr]
+            watched.check()
+        fork = session.fork()
+        list(fork.send("and this?", sampling=short))
+        assert known(fork.recorder.read(fork), -1) == kept(fork)  # type: ignore[union-attr]
+        fork.close()
+        watched.check()
+    assert len(watched.record().token_ids) == session.seen
+    session.close()
+
+
+def test_a_record_is_bounded_and_begins_later(folders: dict[str, Path]) -> None:
+    """Of far more deaths than there is room for, the newest stay, and with them later steps."""
+    engine = load(folders["vl"], budget=4)
+    watched = Watched(engine.session(), limit=2 * _BLOCK * DEATH.itemsize)
+    recorder = watched.recorder
+    blocks = 0
+    watched.session.prefill(PICTURES)
+    for token in text_ids(120, 4).tolist():
+        watched.session.decode(token)
+        # As if each block held few.
+        blocks = max(blocks, len(recorder._blocks))
+        if recorder._used[-1] > 40:
+            recorder._blocks.append(np.empty(_BLOCK, DEATH))
+            recorder._used.append(0)
+            if len(recorder._blocks) > 2:
+                recorder._trim()
+        watched.note()
+    record = watched.record()
+    assert record.seen[0] > 40 and blocks <= 3
+    assert recorder.nbytes < 3 * _BLOCK * DEATH.itemsize + 10_000
+    for back in range(1, len(record.seen)):
+        wanted = kept(watched.session) if back == 1 else None
+        got = known(record, len(record.seen) - back)
+        assert wanted is None or got == wanted
+        assert sum(map(len, got)) == engine.spec.rows * 4
+    assert record.kind[0] == 0 and len(record.deaths) == record.died_at.shape[0]
+
+
+def test_recording_may_begin_and_end_anywhere(engine_of_pictures: Engine) -> None:
+    session = engine_of_pictures.session()
+    list(
+        session.send(
+            "what is this?", images=[asset("scene.png")], sampling=Sampling(max_new_tokens=2)
+        )
+    )
+    assert session.recorder is None
+    before = kept(session)
+    with session.trace() as trace:
+        list(session.send("and this?", sampling=Sampling(max_new_tokens=4)))
+        at_end = kept(session)
+    assert session.recorder is None
+    list(session.send("not recorded", sampling=Sampling(max_new_tokens=2)))
+    record = trace.snapshot().record
+    assert known(record, 0) == before and known(record, -1) == at_end != kept(session)
+    assert [row.tolist() for layer in trace.retained(0) for row in layer] == before
+    session.close()
+    with pytest.raises(SessionError, match="closed"):
+        session.trace()
+
+
+def test_sessions_that_share_a_budget_are_recorded(folders: dict[str, Path]) -> None:
+    """What another one's tokens push out is a step of its own, with the right sets around it."""
+    engine = load(folders["vl"])
+    engine.share(12)
+    one, other = Watched(engine.session()), engine.session()
+    one.session.prefill(PICTURES)
+    one.note()
+    other.prefill(LATER)
+    one.note()
+    for token in text_ids(6, 1).tolist():
+        other.decode(token)
+        one.note()
+    one.decode(3, 2)
+    one.check()
+    record = one.record()
+    assert "shared" in {KINDS[kind] for kind in record.kind}
+    assert len(record.deaths) == one.session.memory().evicted
+
+
+def test_bursts_on_a_gpu_are_recorded(
+    engine_of_pictures: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where replies come in bursts, a recorded session keeps the same sets."""
+    plain, trace = talk(engine_of_pictures)
+    wanted = trace.snapshot().record
+    plain.close()
+    monkeypatch.setattr(type(engine_of_pictures), "many_path", "graph")
+    session, trace = talk(engine_of_pictures)
+    record = trace.snapshot().record
+    for name in ("seen", "allowed", "kind", "token_ids", "row", "position"):
+        np.testing.assert_array_equal(getattr(record, name), getattr(wanted, name))
+    np.testing.assert_array_equal(record.deaths["position"], wanted.deaths["position"])
+    session.close()
+
+
+def test_frames_name_the_tokens_of_their_patches(engine_of_pictures: Engine) -> None:
+    session, trace = talk(engine_of_pictures)
+    snapshot = trace.snapshot()
+    cells = [
+        frame.start + y * frame.stride + x
+        for frame in snapshot.frames
+        for y in range(frame.high)
+        for x in range(frame.wide)
+    ]
+    assert cells == np.flatnonzero(snapshot.record.modality).tolist()
+    captions = [frame.caption for frame in snapshot.frames]
+    assert captions == ["picture 1", *(f"video 1 at {s:.1f} s" for s in (0, 0.5, 1, 1.5))]
+    assert "".join(snapshot.texts).count('</script><b>bold</b><!-- $x^2$ & "quoted"') == 1
+    session.close()
+
+
+def test_shapes_of_pictures_without_a_grid() -> None:
+    assert layout(576, 300, 200, 24) == [(0, 24, 24, 24)]
+    # LLaVA-NeXT: a thumbnail of 24 x 24, then 24 rows of 36 and a row end each.
+    assert layout(576 + 24 * 37, 600, 400, 24) == [(0, 24, 24, 24), (576, 24, 36, 37)]
+    assert layout(577, 300, 200, 0) == layout(579, 300, 200, 25) == []
+
+
+def test_texts_join_to_the_whole_text(engine_of_pictures: Engine) -> None:
+    tokenizer = engine_of_pictures.processor.tokenizer
+    text = "what is at row 2, column 3? </script> naïve"
+    ids = tokenizer(text)["input_ids"]
+    assert "".join(texts_of(tokenizer, ids)).startswith("what is at row 2, column 3? </script> na")
+    assert texts_of(None, [3, -1]) == ["3 ", "-1 "]
+
+
+def test_a_file_that_cannot_be_written_is_refused(
+    engine_of_pictures: Engine, tmp_path: Path
+) -> None:
+    session = engine_of_pictures.session()
+    trace = session.trace()
+    with pytest.raises(InputError, match="cannot write"):
+        trace.report(tmp_path / "none" / "report.html")
+    (tmp_path / "file").touch()
+    with pytest.raises(InputError, match="cannot make the folder"):
+        trace.figures(tmp_path / "file")
+    session.close()
+
+
+@pytest.fixture(autouse=True)
+def pools_stay_whole(engine_of_pictures: Engine) -> Iterator[None]:
+    yield
+    engine_of_pictures.cache.check()
