@@ -59,22 +59,32 @@ def mixture(
 def gathered(x: Tensor, ids: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
     """Compute the outputs ``[T, k, d]`` of the experts ``ids [T, k]`` by copies of their matrices.
 
-    For few tokens on a GPU: five kernels, whatever the number of experts.
+    For few tokens on a GPU: the same few kernels, whatever the number of experts.
     """
     flat = ids.flatten()
-    twice = x[:, None].expand(-1, ids.shape[1], -1).reshape(len(flat), -1, 1)
+    twice = x[:, None].expand(-1, ids.shape[1], -1).reshape(len(flat), x.shape[1], 1)
     gate, up = torch.bmm(gate_up[flat], twice).chunk(2, 1)
-    return torch.bmm(down[flat], F.silu(gate) * up).view(*ids.shape, -1)
+    return torch.bmm(down[flat], F.silu(gate) * up).view(*ids.shape, x.shape[1])
 
 
 def grouped(x: Tensor, ids: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
     """Compute the same with the tokens of each expert side by side, so that matrices are not
     copied.
     """
-    order = ids.flatten().argsort(stable=True)
+    flat = ids.flatten()
+    order = flat.argsort(stable=True)
     experts = torch.arange(gate_up.shape[0], device=ids.device)
-    ends = torch.searchsorted(ids.flatten()[order], experts, right=True).int()
-    wide = F.grouped_mm(x[order // ids.shape[1]], gate_up.transpose(1, 2), offs=ends)
+    ends = torch.searchsorted(flat[order], experts, right=True).int()
+    wide = _grouped_product(x[order // ids.shape[1]], gate_up, ends)
     gate, up = wide.chunk(2, -1)
-    narrow = F.grouped_mm(F.silu(gate) * up, down.transpose(1, 2), offs=ends)
-    return narrow[order.argsort()].view(*ids.shape, -1)
+    narrow = _grouped_product(F.silu(gate) * up, down, ends)
+    return narrow[order.argsort()].view(*ids.shape, x.shape[1])
+
+
+def _grouped_product(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    """Compute ``x [S, i]`` by ``weights [E, o, i]``; expert e has the rows up to ``ends[e]``."""
+    if not any(width * x.element_size() % 16 for width in weights.shape[1:]):
+        return F.grouped_mm(x, weights.transpose(1, 2), offs=ends)
+    # torch's takes rows of whole 16 bytes only; those of real models are.
+    rows = x.split(ends.diff(prepend=ends.new_zeros(1)).tolist())
+    return torch.cat([F.linear(row, weight) for row, weight in zip(rows, weights, strict=True)])

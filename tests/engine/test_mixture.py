@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from engine.backends.cpu import available, reason
 from engine.model.families import family_for
 from engine.model.mixture import gathered, grouped, mixture, route
 from engine.model.spec import DecoderSpec, Routing
@@ -43,7 +44,7 @@ def test_it_is_the_block_of_transformers(name: str, captured: bool) -> None:
     """``qwen3_moe_mixed`` does not normalize the weights of the chosen experts."""
     theirs, layer, routing = block(name)
     assert routing.normalized == (name != "qwen3_moe_mixed") and layer.router is not None
-    for tokens in (1, 5, 40):
+    for tokens in (0, 1, 5, 40):
         x = states(layer, tokens)
         with torch.no_grad():
             wanted = theirs(x[None])[0]
@@ -70,6 +71,16 @@ def test_all_forms_agree_in_bfloat16_and_in_gradients() -> None:
     torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_rows_of_any_width(dtype: torch.dtype) -> None:
+    noise = torch.Generator().manual_seed(0)
+    shapes = ((3, 22), (5, 14, 22), (5, 22, 7))
+    x, gate_up, down = (torch.randn(shape, generator=noise).to(dtype) for shape in shapes)
+    ids = torch.tensor([[0, 4], [4, 1], [2, 0]])
+    one, two = (form(x, ids, gate_up, down) for form in (gathered, grouped))
+    torch.testing.assert_close(one, two, rtol=2e-2, atol=2e-2 if dtype == torch.float16 else 1e-4)
+
+
 class NothingReadBack(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         assert not any(name in str(func) for name in READS_BACK), func
@@ -85,6 +96,7 @@ def test_a_captured_step_reads_nothing_back() -> None:
         mixture(states(layer, 33), layer.router, layer.gate_up, layer.down, routing, captured=True)
 
 
+@pytest.mark.skipif(not available(), reason=f"native decode step: {reason()}")
 def test_c_leaves_the_step_to_torch_and_says_why() -> None:
     engine = Runtime.from_pretrained(
         checkpoint("qwen3_moe"), policy="full", dtype="float32", device="cpu"
