@@ -113,6 +113,19 @@ def make_spec(
     )
 
 
+# By mark: a file without any of these words has no test with it.
+WORDS = {"triton": ("triton", "kernels"), "drawn": ("drawn",)}
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Import no file for a mark that it does not name: a worker imports all others first."""
+    words = WORDS.get(config.getoption("markexpr"))
+    if words is None or collection_path.suffix != ".py":
+        return None
+    text = collection_path.read_text("utf-8")
+    return None if any(word in text for word in words) else True
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the files that hold slow tests, so that workers end at about the same time."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
