@@ -26,6 +26,7 @@ from mmkv.server.responses import responses_router
 from mmkv.server.room import Room
 from mmkv.server.schema import ChatRequest, MmkvOptions
 from mmkv.server.sessions import sessions_router
+from mmkv.server.transformers_chat import load_router
 
 
 def make_app(room: Room) -> FastAPI:
@@ -59,6 +60,7 @@ def make_app(room: Room) -> FastAPI:
     keyed.include_router(sessions_router(room))
     keyed.include_router(responses_router(room))
     app.include_router(keyed)
+    app.include_router(load_router(room.settings.name))
     _add_open(app, room)
     if room.settings.page:
         app.include_router(page_router())

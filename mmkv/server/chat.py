@@ -23,6 +23,7 @@ from mmkv.server.schema import (
     refuse_unsupported,
     unsupported,
 )
+from mmkv.server.transformers_chat import take_generation_config
 from mmkv.server.work import ChatWork
 from mmkv.server.worker import Admitted, Delta, Done, Failed, Request
 from mmkv.server.writer import Extras
@@ -65,6 +66,7 @@ class ChatCall:
     ) -> None:
         facts, settings = room.facts, room.settings
         refuse_unsupported(request)
+        take_generation_config(request)
         if request.model != settings.name:
             raise ApiError(
                 404,

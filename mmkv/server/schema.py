@@ -146,6 +146,7 @@ class ChatRequest(Body):
     frequency_penalty: Annotated[Number, Field(ge=-2, le=2)] | None = None
     mmkv: MmkvOptions | None = None
     cache_salt: str | None = None
+    generation_config: str | None = None  # of transformers chat
     # Of no consequence here, or hints that are free to be followed.
     user: str | None = None
     safety_identifier: str | None = None

@@ -209,6 +209,36 @@ def test_bodies_that_are_no_requests(server: Server) -> None:
         assert answer.status_code == 400 and answer.json()["error"]["message"], body[:9]
 
 
+def test_a_field_of_odd_characters_is_named_in_one_line(server: Server) -> None:
+    error = server.chat("hello", **{"a\nb\u202e": 1}).json()["error"]
+    assert error["message"] == "a\\nb\\u202e is not a known field; leave it out"
+
+
+def test_what_transformers_chat_asks_for(server: Server) -> None:
+    """The model is loaded, and a generation config says how to sample."""
+    asked = {"model": MODEL}
+    said = server.client.post("/load_model", json=asked).text
+    assert json.loads(said.removeprefix("data: ")) == asked | {"status": "ready", "cached": True}
+    other = server.client.post("/load_model", json={"model": "other"}).text
+    assert json.loads(other.removeprefix("data: "))["status"] == "error"
+
+    def reply(**fields: Any) -> Any:
+        body = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}]} | fields
+        return server.client.post("/v1/chat/completions", json=body).json()
+
+    config = json.dumps({"max_new_tokens": 3, "do_sample": False, "transformers_version": "5"})
+    own = reply(generation_config=config)
+    assert own["choices"] == reply(max_tokens=3, temperature=0)["choices"]
+    assert reply(generation_config=config, max_tokens=2)["usage"]["completion_tokens"] == 2
+    for wrong, param in (
+        ('{"num_beams": 4}', "generation_config.num_beams"),
+        ('{"max_new_tokens": 0}', "generation_config.max_new_tokens"),
+        ("[" * 100_000, "generation_config"),
+        ("[]", "generation_config"),
+    ):
+        assert reply(generation_config=wrong)["error"]["param"] == param
+
+
 def test_openais_clients_talk_with_it(server: Server) -> None:
     """Two turns with a picture: at once, as a stream, and from asyncio."""
     url = f"{server.url}/v1"
