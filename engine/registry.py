@@ -6,9 +6,12 @@ cannot be taken.
 
 from __future__ import annotations
 
+import os
 import re
+import sys
 from collections.abc import Mapping
-from importlib.metadata import EntryPoint, entry_points
+from functools import lru_cache
+from importlib.metadata import EntryPoint, EntryPoints, entry_points
 from typing import Generic, TypeVar
 
 from engine.errors import MmkvError
@@ -16,6 +19,27 @@ from engine.errors import MmkvError
 T = TypeVar("T")
 # What the command line and lmms-eval's name=value,name=value can carry; + is for suffixes.
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+
+
+def offered(group: str) -> EntryPoints:
+    """Return a group's entry points of the installed packages, of those added just now, too.
+
+    Reading them opens a file of every package; they are read anew only where ``sys.path`` or a
+    folder of it has changed.
+    """
+    return _entry_points(tuple((path, _changed(path)) for path in sys.path)).select(group=group)
+
+
+@lru_cache(maxsize=4)
+def _entry_points(state: tuple[tuple[str, int], ...]) -> EntryPoints:
+    return entry_points()
+
+
+def _changed(path: str) -> int:
+    try:
+        return os.stat(path or ".").st_mtime_ns
+    except OSError:
+        return 0
 
 
 class Registry(Generic[T]):
@@ -59,7 +83,7 @@ class Registry(Generic[T]):
         """
         if name in self.registered:
             return self.registered[name]
-        offers = [entry for entry in entry_points(group=self.group) if entry.name == name]
+        offers = [entry for entry in offered(self.group) if entry.name == name]
         if name in self.built_in:
             if offers:
                 raise self.error(self._clash(name, offers[0]))
@@ -83,13 +107,13 @@ class Registry(Generic[T]):
 
     def names(self) -> list[str]:
         """Return every name that :meth:`find` may know, sorted but for the built-in ones first."""
-        added = {*self.registered, *(entry.name for entry in entry_points(group=self.group))}
+        added = {*self.registered, *(entry.name for entry in offered(self.group))}
         return [*self.built_in, *sorted(added - set(self.built_in))]
 
     def describe_added(self) -> list[str]:
         """Return a line for each name that is not built in, and for each that is refused."""
         lines = [f"{self.noun} {name}: registered here" for name in sorted(self.registered)]
-        for entry in sorted(entry_points(group=self.group), key=lambda entry: entry.name):
+        for entry in sorted(offered(self.group), key=lambda entry: entry.name):
             if entry.name in self.built_in:
                 lines.append(f"{self.noun} {entry.name}: refused, {self._clash(entry.name, entry)}")
             elif entry.name not in self.registered:

@@ -1,7 +1,8 @@
 """``python -m eval.fuzz --seconds N``: odd inputs for every door of mmkv, all made from a seed.
 
 Classes: the command line, picture files with EXIF data, session files (cut, flipped, forged),
-gates, checkpoints, chat templates, rows of MMDU and of training data, and calls of the Python API.
+gates, checkpoints, chat templates, rows of MMDU and of training data, calls of the Python API, and
+requests to the server.
 Most fail, and each has to fail in mmkv's own words. Counted are tracebacks (any other exception, or
 a wrong answer), hangs, page leaks, and files that were changed. Input N of a class depends on the
 seed and N alone.
@@ -39,9 +40,10 @@ CLASSES = (
     "MMDU rows",
     "training rows",
     "Python API",
+    "HTTP bodies",
 )
-# Percent of a run's inputs: checkpoints take a hundred times as long as pictures.
-_SHARES = (6, 34, 14, 20, 1, 5, 2, 9, 9)
+# Shares of a run's inputs: checkpoints take a hundred times as long as pictures.
+_SHARES = (6, 34, 14, 20, 1, 5, 2, 9, 9, 10)
 _HANG_SECONDS = 10
 _DEAD_SECONDS = 60  # without a word: the process does not even see its alarm
 _START_SECONDS = 300

@@ -142,6 +142,8 @@ async def _on_invalid(_: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
     place = ".".join(str(one) for one in first["loc"] if one != "body")
+    if not place.isprintable():  # a field of the request's own making
+        place = ascii(place)[1:-1]
     message = f"{place}: {first['msg']}" if place else str(first["msg"])
     if first["type"] == "extra_forbidden":
         message = f"{place} is not a known field; leave it out"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -167,6 +168,17 @@ SOURCE = """
 
     POLICY = Policy("any", Oldest(), HeadAllocation())
 """
+
+
+def test_a_package_installed_meanwhile_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Entry points are kept until a folder of the path changes."""
+    monkeypatch.syspath_prepend(tmp_path)
+    os.utime(tmp_path, (1, 1))  # a clock may be too coarse for two changes in a row
+    assert "late" not in names()
+    install(tmp_path, "scratch-late", "[mmkv.policies]\nlate = scratch_oldest:POLICY\n")
+    assert "late" in names()
 
 
 def test_a_package_offers_a_policy(

@@ -6,6 +6,7 @@ from eval.fuzz.targets.checkpoints import Checkpoints
 from eval.fuzz.targets.command_line import CommandLine
 from eval.fuzz.targets.dialogues import Benchmark, TrainingRows
 from eval.fuzz.targets.gates import GateFiles
+from eval.fuzz.targets.http import HttpBodies
 from eval.fuzz.targets.pictures import Pictures
 from eval.fuzz.targets.session_files import SessionFiles
 from eval.fuzz.targets.templates import Templates
@@ -22,5 +23,6 @@ TARGETS: dict[str, type[Target]] = {
         Benchmark,
         TrainingRows,
         PythonApi,
+        HttpBodies,
     )
 }

@@ -1,0 +1,288 @@
+"""Requests to the server's routes: bodies, paths and methods changed, the app in this process."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import copy
+import json
+import logging
+from pathlib import Path
+from random import Random
+from typing import Any
+from urllib.parse import quote
+
+import httpx
+
+from engine.errors import MmkvError
+from eval.fuzz import mutate
+from eval.fuzz.models import save_vision_model, small_engine
+from eval.fuzz.target import Case, Target, Wrong, as_bytes, as_text
+from mmkv.resources import asset
+
+_MODEL = "small"
+_ID = "$ID"  # stands for the session or response that was made before
+_METHODS = ("GET", "DELETE", "PUT", "HEAD", "OPTIONS", "POST", "PATCH", "BREW")
+_TYPES = ("application/json",) * 20 + ("", "text/plain", "multipart/form-data; boundary=", "a/b;c")
+
+
+class HttpBodies(Target):
+    """A request to the whole application, most of them with a body that was whole once.
+
+    Answers are JSON or a stream of events, an error is an object of OpenAI's shape, and 503 is the
+    only status from 500 on.
+    """
+
+    name = "HTTP bodies"
+
+    def prepare(self, folder: Path) -> None:
+        super().prepare(folder)
+        from mmkv.server.app import make_app
+        from mmkv.server.machine import Machine
+        from mmkv.server.media.resolver import MediaResolver
+        from mmkv.server.metrics import Metrics
+        from mmkv.server.room import Room
+        from mmkv.server.settings import Settings
+        from mmkv.server.worker import Worker
+
+        model = save_vision_model(folder / "model")
+        settings = Settings(_MODEL, max_tokens=2, session_folder=folder / "saved", body=2**17)
+        metrics = Metrics()
+
+        def start() -> Machine:
+            return Machine(small_engine(model, kv_limit=2**20), settings, metrics, 2.0)
+
+        self._worker = Worker(start)
+        self._worker.start()
+        facts = self._worker.facts()
+        self._room = Room(settings, facts, self._worker, metrics, MediaResolver(rules=facts.rules))
+        self._app = make_app(self._room)
+        self._runner = asyncio.Runner()
+        self._logged = _Errors()
+        log = logging.getLogger("mmkv.server")
+        log.handlers, log.propagate = [self._logged], False
+        picture = base64.b64encode(asset("scene.png").read_bytes()).decode()
+        self._wholes = _wholes(f"data:image/png;base64,{picture}")
+
+    def make(self, rng: Random) -> Case:
+        path = rng.choice(sorted(self._wholes))
+        body: Any = copy.deepcopy(rng.choice(self._wholes[path]))
+        if isinstance(body, dict):
+            options = _OPTIONS if path.endswith("completions") else _RESPONSE_OPTIONS
+            chosen = rng.sample(sorted(options), rng.randrange(4)) if "model" in body else []
+            body |= {name: rng.choice(options[name]) for name in chosen}
+        if rng.random() < 0.95:
+            body = mutate.edit(rng, body)
+        method = "POST"
+        if rng.random() < 0.1:
+            method, path = rng.choice(_METHODS), rng.choice((path, rng.choice(_PATHS)))
+            if rng.random() < 0.3:
+                path += mutate.text(rng)[:200]
+        return {
+            "method": method,
+            "path": path,
+            "type": rng.choice(_TYPES),
+            "body": as_text(mutate.dump(rng, body)),
+        }
+
+    def run(self, case: Case) -> None:
+        self._logged.errors.clear()
+        try:
+            self._runner.run(self._ask(case))
+        except (Wrong, BaseExceptionGroup):
+            raise
+        except (MmkvError, TypeError, ValueError) as error:
+            # Elsewhere these are refusals: here the application let one out.
+            raise Wrong(f"{type(error).__name__}: {error}") from error
+        if self._logged.errors:
+            raise self._logged.errors[0]
+
+    async def _ask(self, case: Case) -> None:
+        transport = httpx.ASGITransport(self._app)
+        # A name that stands nowhere: nothing is looked up.
+        async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+            name = await self._made_before(client, case["path"] + case["body"])
+            path = case["path"].replace(_ID, name)
+            url = httpx.URL("http://server").copy_with(raw_path=_raw(path))
+            body = as_bytes(case["body"].replace(_ID, name))
+            kind = {"Content-Type": case["type"]} if case["type"] else {}
+            try:
+                answer = await client.request(case["method"], url, content=body, headers=kind)
+                _check(answer)
+            finally:
+                await self._clean(client, name)
+
+    async def _made_before(self, client: httpx.AsyncClient, text: str) -> str:
+        if _ID not in text:
+            return ""
+        if "sessions" in text:
+            answer = await client.post("/v1/sessions", json={})
+        else:
+            given = {"model": _MODEL, "input": "what?", "max_output_tokens": 1}
+            answer = await client.post("/v1/responses", json=given)
+        if answer.status_code != 200:
+            raise Wrong(f"a whole request was answered with {answer.status_code}")
+        made: str = answer.json()["id"]
+        return made
+
+    async def _clean(self, client: httpx.AsyncClient, name: str) -> None:
+        for one in (await client.get("/v1/sessions")).json()["data"]:
+            await client.delete(f"/v1/sessions/{one['id']}")
+        if name.startswith("resp_"):
+            await client.delete(f"/v1/responses/{name}")
+
+    def leaked(self) -> str | None:
+        def look() -> str | None:
+            machine = self._worker.machine
+            assert machine is not None
+            scheduler = machine.scheduler
+            scheduler.turn()  # what was cancelled ends
+            while scheduler.residents.spares:
+                scheduler.residents.drop_oldest_spare()
+            # Stored responses that were asked for, and not deleted, are nobody's leak.
+            for session in [one for one in scheduler.sessions if one.resident]:
+                scheduler.hibernate(session)
+            pool = machine.engine.cache.pool
+            held = pool.num_pages - pool.free_pages
+            if held or scheduler.ledger.committed:
+                return f"{held} pages are held, {scheduler.ledger.committed} committed"
+            try:
+                machine.engine.cache.check()
+            except AssertionError as error:
+                return f"the cache is not consistent: {error}"
+            return None
+
+        return self._worker.post(look).result(60)
+
+
+class _Errors(logging.Handler):
+    """Keeps what the server logs as an error of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self.errors: list[BaseException] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.exc_info and record.exc_info[1] is not None:
+            self.errors.append(record.exc_info[1])
+
+
+def _raw(path: str) -> bytes:
+    """Return a path as a client could send it: one line of printable ASCII."""
+    safe = "/?&=%.-_~:@!$'()*+,;"
+    return quote("/" + path.lstrip("/").encode("utf-8", "replace").decode(), safe=safe).encode()
+
+
+def _check(answer: httpx.Response) -> None:
+    """Raise Wrong for an answer that the API does not have."""
+    status = answer.status_code
+    if status >= 500 and status != 503:
+        raise Wrong(f"the status is {status}: {answer.text[:200]}")
+    kind = answer.headers.get("content-type", "")
+    if answer.request.method == "HEAD" or status in (204, 304) or kind.startswith("text/html"):
+        return
+    if kind.startswith("text/event-stream"):
+        lines = [line for line in answer.content.decode().split("\n\n") if line]
+        for line in lines:
+            data = line.partition("data: ")[2]
+            if not line.startswith(":") and data != "[DONE]":
+                json.loads(data)
+        if lines[-1] != "data: [DONE]" and '"error"' not in lines[-1]:
+            raise Wrong(f"a stream ends with {lines[-1][:100]}")
+    elif kind.startswith("application/json"):
+        made = json.loads(answer.content.decode())
+        if status >= 400 and not (
+            made["error"]["message"] and "\n" not in made["error"]["message"]
+        ):
+            raise Wrong(f"an error without a line: {made}")
+
+
+def _wholes(picture: str) -> dict[str, list[Any]]:
+    """Return whole bodies, by the path they are posted to."""
+    shown = [{"type": "image_url", "image_url": {"url": picture}}, {"type": "text", "text": "it?"}]
+    seen = [{"type": "input_image", "image_url": picture}, {"type": "input_text", "text": "it?"}]
+    chats: list[Any] = [
+        {"model": _MODEL, "messages": messages}
+        for messages in (
+            [{"role": "user", "content": "what is red?"}],
+            [
+                {"role": "system", "content": "be brief"},
+                {"role": "user", "content": "what?"},
+                {"role": "assistant", "content": "red"},
+                {"role": "user", "content": [{"type": "text", "text": "and?"}]},
+            ],
+            [{"role": "user", "content": shown}],
+        )
+    ]
+    answers: list[Any] = [
+        {"model": _MODEL, "input": "what?", "instructions": "be brief"},
+        {"model": _MODEL, "input": [{"role": "user", "content": seen}]},
+        {"model": _MODEL, "input": "and?", "previous_response_id": _ID},
+    ]
+    return {
+        "/v1/chat/completions": chats,
+        "/v1/responses": answers,
+        "/v1/sessions": [{}, {"budget": 16, "metadata": {"a": "b"}}, {"file": "saved"}],
+        f"/v1/sessions/{_ID}/chat/completions": chats,
+        f"/v1/sessions/{_ID}/fork": [{}],
+        f"/v1/sessions/{_ID}/save": [{"name": "saved", "overwrite": True}],
+    }
+
+
+_FORMATS = (
+    {"type": "json_object"},
+    {"type": "text"},
+    {
+        "type": "json_schema",
+        "json_schema": {"name": "a", "schema": {"type": "object", "properties": {}}},
+    },
+)
+_OPTIONS: dict[str, tuple[Any, ...]] = {
+    "stream": (True, True, False),
+    "stream_options": ({"include_usage": True},),
+    "n": (1, 2, 3),
+    "logprobs": (True,),
+    "top_logprobs": (0, 2),
+    "logit_bias": ({"3": 5}, {"642": -100}),
+    "stop": ("a", ["b", "\n"]),
+    "seed": (1, -5),
+    "temperature": (0, 0.5, 2),
+    "top_p": (0.1, 1),
+    "top_k": (1, 5),
+    "presence_penalty": (-2, 1.5),
+    "frequency_penalty": (2,),
+    "response_format": _FORMATS,
+    "user": ("ann",),
+    "cache_salt": ("x",),
+    "mmkv": ({"resume": "never"}, {"resume": "required"}, {"budget": 16}, {"budget": "64KiB"}),
+    "max_tokens": (1, 4),
+    "max_completion_tokens": (2,),
+}
+_RESPONSE_OPTIONS: dict[str, tuple[Any, ...]] = {
+    "stream": (True, True, False),
+    "store": (False, True),
+    "include": (["message.output_text.logprobs"],),
+    "top_logprobs": (1,),
+    "max_output_tokens": (1, 3),
+    "temperature": (0, 1.5),
+    "text": ({"format": {"type": "json_object"}}, {"format": {"type": "text"}}),
+    "metadata": ({"a": "b"},),
+    "truncation": ("auto",),
+    "mmkv": ({"budget": 16},),
+}
+_PATHS = (
+    "/",
+    "/health",
+    "/metrics",
+    "/openapi.json",
+    "/v1/models",
+    "/v1/models/small",
+    "/v1/models/%2e%2e/x",
+    "/v1/sessions",
+    f"/v1/sessions/{_ID}",
+    f"/v1/sessions/{_ID}/memory",
+    f"/v1/sessions/{_ID}/messages",
+    f"/v1/responses/{_ID}",
+    f"/v1/responses/{_ID}/input_items",
+    "/v1/responses/compact",
+)
