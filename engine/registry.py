@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping
 from functools import lru_cache
 from importlib.metadata import EntryPoint, EntryPoints, entry_points
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from engine.errors import MmkvError
 
@@ -31,8 +31,8 @@ def offered(group: str) -> EntryPoints:
 
 
 @lru_cache(maxsize=4)
-def _entry_points(state: tuple[tuple[str, int], ...]) -> EntryPoints:
-    return entry_points()
+def _entry_points(state: tuple[tuple[str, int], ...]) -> Any:
+    return entry_points()  # not EntryPoints before Python 3.12, but as good
 
 
 def _changed(path: str) -> int:
