@@ -21,15 +21,15 @@ PYTEST = HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 --dis
 
 # Everything but the Triton kernels.
 test: $(READY)
-	$(PYTEST) -m "not triton and not drawn"
+	$(PYTEST) -m "not triton and not drawn and not long"
 
 # The inner loop: also without the tests marked slow, whose marks give the reasons.
 test-fast: $(READY)
-	$(PYTEST) -m "not triton and not slow and not drawn"
+	$(PYTEST) -m "not triton and not slow and not drawn and not long"
 
-# Every preset beside its reference under 50 drawn settings, and more: half an hour of two cores, before a release.
+# Every preset beside its reference under 50 drawn settings, and what is too long for make test: half an hour of two cores, before a release.
 test-drawn: $(READY)
-	$(PYTEST) -m drawn
+	$(PYTEST) -m "drawn or long"
 
 # A million operations on the page pool, all invariants after each: half an hour of one core. PAGES="--seed N" repeats a run.
 test-pages: $(READY)

@@ -89,7 +89,7 @@ def test_the_slope_of_memory() -> None:
     assert slope(stops[:2]) is None
 
 
-@pytest.mark.drawn(reason="starts the program three times")
+@pytest.mark.long(reason="starts the program three times")
 def test_files_are_whole_after_a_server_was_killed(tmp_path: Path) -> None:
     options = ["--budget", "24", "--memory", "24MiB", "--session-folder", str(tmp_path / "saved")]
     counts = asyncio.run(

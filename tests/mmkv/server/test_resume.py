@@ -77,7 +77,7 @@ def usage(answer: Any) -> dict[str, Any]:
     "policy",
     [
         *slow_but(CAUSAL[:3], CAUSAL, "the other policies"),
-        *(pytest.param(name, marks=pytest.mark.drawn(reason="a second each")) for name in REST),
+        *(pytest.param(name, marks=pytest.mark.long(reason="a second each")) for name in REST),
     ],
 )
 def test_a_resumed_memory_is_that_of_a_fresh_run(
