@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import io
 import struct
 import zlib
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pytest
 from PIL import Image
+
+from mmkv.server.media.errors import MediaError
+from mmkv.server.media.resolver import MediaResolver, Source
 
 FRAMES, RATE = 24, 8
 
@@ -29,6 +35,9 @@ def two_colours() -> Image.Image:
     picture = Image.new("RGB", (4, 2), (255, 0, 0))
     picture.paste((0, 0, 255), (2, 0, 4, 2))
     return picture
+
+
+PICTURE = encoded(two_colours())
 
 
 def png_bomb(side: int = 60_000, size: int = 0) -> bytes:
@@ -66,3 +75,13 @@ def write_clip(path: Path) -> Path:
         for packet in stream.encode():
             container.mux(packet)
     return path
+
+
+def refusal(
+    runner: asyncio.Runner, resolver: MediaResolver, *urls: str, kind: str = "image"
+) -> Any:
+    """Return the error that the media at ``urls`` meet; it is one line."""
+    with pytest.raises(MediaError) as caught:
+        runner.run(resolver.resolve([Source(kind, url) for url in urls]))
+    assert "\n" not in str(caught.value) and ";" in str(caught.value)
+    return caught.value
