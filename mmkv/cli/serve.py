@@ -47,6 +47,20 @@ def serve(
             rich_help_panel=_SERVER,
         ),
     ] = None,
+    shared_budget: Annotated[
+        float | None,
+        typer.Option(
+            help="Entries per row of all sessions together, which compete for them (dbtrimkv); "
+            "instead of --budget for each.",
+            rich_help_panel=_SERVER,
+        ),
+    ] = None,
+    shared_floor: Annotated[
+        float,
+        typer.Option(
+            help="Entries per row that each session is sure of.", min=0, rich_help_panel=_SERVER
+        ),
+    ] = 0.0,
     api_key: Annotated[
         list[str] | None,
         typer.Option(
@@ -112,6 +126,15 @@ def serve(
             "--served-model-name", help="The model's name in requests.", rich_help_panel=_SERVER
         ),
     ] = None,
+    replicas: Annotated[
+        int | None,
+        typer.Option(
+            help="Run as many replicas on Ray Serve (extra ray), each with --memory; sessions "
+            "stick to theirs by X-Session-Id, and go on at another one when it is lost.",
+            min=1,
+            rich_help_panel=_SERVER,
+        ),
+    ] = None,
     page: Annotated[
         bool,
         typer.Option(
@@ -135,8 +158,13 @@ def serve(
     from mmkv.server.settings import Settings
 
     require_packages()
+    keep_sessions = keep_sessions or replicas is not None
     if keep_sessions and session_folder is None:
-        raise UsageError("--keep-sessions needs a --session-folder to keep them in")
+        raise UsageError(
+            "--keep-sessions and --replicas need a --session-folder to keep sessions in"
+        )
+    if shared_budget is not None and arguments.on_command_line(context, "budget"):
+        raise UsageError("--shared-budget stands instead of --budget; give one of them")
     limit, body = _bytes("--memory", memory), _bytes("--max-body", max_body)
     copies = None if snapshots is None else _bytes("--snapshots", snapshots)
     model = ChatOptions(engine).model
@@ -164,15 +192,29 @@ def serve(
     from mmkv.chat.run import load_engine
 
     options = ChatOptions(config, min_pixels=min_pixels, max_pixels=max_pixels, quiet=quiet)
-    display = Display(options)
 
     def load() -> Engine:
-        engine = load_engine(options, display)
+        engine = load_engine(options, Display(options))
         if engine.device.type == "cpu" and not chosen:
             engine.prefill_chunk = CHUNK_ON_CPU
+        if shared_budget is not None:
+            engine.share(shared_budget, shared_floor)
         return engine
 
-    run(load, settings, config.lookahead, host, port, display.note)
+    given = (load, settings, config.lookahead, host, port, Display(options).note)
+    if replicas is None:
+        run(*given)
+    else:
+        from mmkv.server.replicas import serve_replicas
+
+        serve_replicas(*given, replicas, gpus=_gpus(config.device))
+
+
+def _gpus(device: str) -> int:
+    """Return the GPUs that a replica takes."""
+    from engine.model.families.loading import resolve_device
+
+    return int(resolve_device(device).type == "cuda")
 
 
 def _bytes(option: str, text: str) -> int:

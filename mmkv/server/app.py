@@ -107,6 +107,7 @@ def _model(room: Room) -> dict[str, Any]:
     own = {
         "policy": facts.policy,
         "budget": facts.budget.describe(),
+        "shared_budget": facts.shared,
         "lookahead": facts.lookahead,
         "images": facts.sees,
         "videos": facts.watches,

@@ -78,7 +78,10 @@ class ChatCall:
         self.room, self.request, self.caller = room, request, caller
         messages = conversation(request.messages, facts.sees, facts.watches)
         room.media.check([source(part) for message in messages for part in message.media])
-        budget = budget_of(request.mmkv) or budget
+        own = budget_of(request.mmkv)
+        refuse_own(facts, own is not None, "mmkv.budget")
+        refuse_own(facts, (request.n or 1) > 1, "n")
+        budget = own or budget
         resume = None if request.mmkv is None else request.mmkv.resume
         root = None
         if start is not None:
@@ -175,6 +178,14 @@ class ChatCall:
         held = await request.on_engine(lambda job: job.resume_from(named))
         contents = await media.contents(named[held:])
         await request.on_engine(lambda job: job.supply(contents))
+
+
+def refuse_own(facts: Facts, given: bool, field: str) -> None:
+    """Refuse what a session cannot have where all share one budget. Raises ApiError."""
+    if facts.shared and given:
+        raise ApiError(
+            400, "all sessions of this server share one budget; leave this out", "shared", field
+        )
 
 
 def _require_same(request: ChatRequest, facts: Facts) -> None:

@@ -114,7 +114,10 @@ class ChatJob:
         lasting = lasting_bound(engine, self.budget)
         if lasting is not None:
             rows, size = engine.spec.rows, engine.cache.pool.page_size
-            return Price(lasting * count, math.ceil(self.chunk * rows / size))
+            # What it goes on from stays as it is, beside the shared budget, until the turn is over.
+            start = self.work.start if engine.shared is not None else None
+            apart = 0 if start is None else start.pages
+            return Price(lasting * count + apart, math.ceil(self.chunk * rows / size))
         new = min(self.work.sampling.max_new_tokens, engine.spec.max_position - 1)
         most = engine.spec.max_position - new
         bound = page_bound(engine, self.budget, most, new, None, self.chunk)
@@ -156,6 +159,8 @@ class ChatJob:
             if rest:
                 self.held, self._replied = held, snapshot.replied
                 self.live, self._seen = snapshot.open(), list(snapshot.seen)
+                if work.start is not None:
+                    self._shelf.set_apart(work.start, work)
                 self.resumed, self._segments = self.live.seen, rest
                 memory = self.live.memory().by_modality
                 self._gone_before = self._gone(self._seen, memory)
@@ -182,7 +187,7 @@ class ChatJob:
         A policy that scores by the prompt's last queries compresses before the next question is
         known, so it shares snapshots only when asked to.
         """
-        if self.work.resume == "never":
+        if self.work.resume == "never" or self.engine.shared is not None:
             return False
         return self.work.asked or not self.engine.policy.scoring.needs.queries
 
@@ -272,6 +277,12 @@ class ChatJob:
         for session in [self.live, *(one.session for one in self.growing)]:
             if session is not None:
                 session.close()
+        self._let_compete()
+
+    def _let_compete(self) -> None:
+        """Let what the request went on from compete again: its own session is gone."""
+        if self.work.start is not None:
+            self._shelf.let_compete(self.work.start, self.work)
 
     def interrupt(self) -> None:
         """End the replies where they stand; they leave nothing behind."""
@@ -293,6 +304,7 @@ class ChatJob:
             )
             if self._dropped:
                 session.close()
+                self._let_compete()
 
     def leave(self) -> None:
         """Keep each session after its reply, or close it; after :meth:`end`."""
@@ -348,7 +360,8 @@ class ChatJob:
         """Return the request's numbers; after :meth:`end`."""
         memories = [one.memory for one in self.choices if one.memory is not None]
         kept = {name: sum(one.by_modality[name] for one in memories) for name in MODALITIES}
-        page = self.engine.cache.pool.kv_page_bytes
+        page, shared = self.engine.cache.pool.kv_page_bytes, self.engine.shared
+        bound = self.price().steady + (0 if shared is None else shared.fixed_pages)
         return Usage(
             self.prompt_tokens,
             sum(one.tokens for one in self.choices),
@@ -357,5 +370,6 @@ class ChatJob:
             sum(self._evicted().values()),
             kept,
             sum(one.kv_bytes for one in memories),
-            self.price().steady * page,
+            bound * page,
+            shared is not None,
         )

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from engine.errors import SessionError
 from engine.sequence import MODALITIES
 from mmkv.server.conversation import Message, Part
@@ -45,6 +47,7 @@ class Facets:
 class Kept:
     """The memory of a conversation as it stood after a reply. It never changes.
 
+    (Where sessions share a budget, others may evict from it, but for the time of its own turns.)
     A turn goes on from a copy, so a turn that is cut off changes nothing. All methods belong to the
     engine's thread; the attributes may be read by any.
 
@@ -64,6 +67,7 @@ class Kept:
         pool = session.engine.cache.pool
         self._pages = session.engine.cache.held_pages(session.seq)
         self.bytes = self._pages * pool.page_bytes
+        self._apart: set[int] = set()  # turns that go on from it, where it shares a budget
         self._engine, self._in_file = session.engine, False
         self._live: Session | None = session
         session.history = [_plain(message) for message in facets.messages]
@@ -74,8 +78,40 @@ class Kept:
         return self._live is not None
 
     def resting(self) -> int:
-        """Return the pages that it holds."""
-        return self._pages
+        """Return the pages that it holds, or may hold beside those of a shared budget."""
+        shared = self._engine.shared
+        if shared is None or self._live is None:
+            return self._pages
+        return self.pages if self._apart else shared.pages_each
+
+    @property
+    def pages(self) -> int:
+        """Count the pages that it holds, or held when it moved to its file."""
+        if self._live is None:
+            return self._pages
+        return self._engine.cache.held_pages(self._live.seq)
+
+    def look(self) -> None:
+        """Take down what it holds now: where it shares a budget, others change that."""
+        if self._live is not None:
+            self.facets.memory, self._pages = self._live.memory(), self.pages
+            self.bytes = self._pages * self._engine.cache.pool.page_bytes
+
+    def set_apart(self, turn: object) -> None:
+        """Let it compete with no one while a turn's session stands for it."""
+        if self._engine.shared is not None and self._live is not None:
+            self._engine.shared.leave(self._live)
+            self._apart.add(id(turn))
+
+    def let_compete(self, turn: object) -> None:
+        """End what :meth:`set_apart` began; all are cut to the shared budget then."""
+        shared = self._engine.shared
+        self._apart.discard(id(turn))
+        if shared is None or self._live is None or self._apart:
+            return
+        with self._engine.lock, torch.inference_mode():
+            shared.join(self._live)
+            shared.cut(self._engine.slack)
 
     def open(self) -> Session:
         """Return a session that goes on from here. Raises SessionError."""
@@ -91,6 +127,7 @@ class Kept:
         if live is None:
             return
         if not self._in_file:
+            self.look()
             live.save(self.path, self._extra())
             self._in_file = True
         self._live = None
@@ -144,6 +181,18 @@ class Shelf:
     def used(self, kept: Kept) -> None:
         """Note that it was used last."""
         self._scheduler.adopt(kept)
+
+    def set_apart(self, kept: Kept, turn: object) -> None:
+        """Let a memory compete with no one while a turn goes on from it."""
+        if self._engine.shared is not None:
+            kept.set_apart(turn)
+            self._scheduler.adopt(kept)
+
+    def let_compete(self, kept: Kept, turn: object) -> None:
+        """End what :meth:`set_apart` began, unless nobody needs the memory any more."""
+        if self._engine.shared is not None and kept.references:
+            kept.let_compete(turn)
+            self._scheduler.adopt(kept)
 
     def hold(self, kept: Kept) -> None:
         """Count one that goes on from it."""

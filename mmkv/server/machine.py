@@ -81,7 +81,10 @@ class Machine:
     def report(self) -> None:
         """Set the metrics that show a state."""
         pool, scheduler, metrics = self.engine.cache.pool, self.scheduler, self.metrics
-        held, committed = pool.num_pages - pool.free_pages, scheduler.ledger.committed
+        shared = self.engine.shared
+        together = 0 if shared is None else shared.fixed_pages  # of all sessions, beside their own
+        held = pool.num_pages - pool.free_pages
+        committed = scheduler.ledger.committed + together
         metrics.running.set(scheduler.running)
         metrics.waiting.set(scheduler.waiting)
         metrics.kv_pages.labels("held").set(held)
@@ -164,5 +167,6 @@ def _facts(engine: Engine, lookahead: float) -> Facts:
         vocabulary=engine.spec.vocab_size,
         sees=engine.processor.sees,
         watches=engine.processor.watches,
+        shared=engine.shared is not None,
         rules=getattr(engine.processor, "rules", None),
     )

@@ -19,7 +19,7 @@ from pydantic import Field
 from engine.budget import Budget
 from engine.sequence import MODALITIES
 from mmkv.server.answer import Answer
-from mmkv.server.chat import ChatCall
+from mmkv.server.chat import ChatCall, refuse_own
 from mmkv.server.conversation import digest_of
 from mmkv.server.errors import ApiError
 from mmkv.server.lasting import Lasting, Note
@@ -189,6 +189,7 @@ class Sessions:
         if name is not None:
             await self._require_new(name, caller)
         budget = parse_budget(asked.budget, "budget") or self._room.facts.budget
+        refuse_own(self._room.facts, asked.budget is not None, "budget")
         if asked.file is None:
             return await self._add(caller.tenant, budget, asked.metadata, name)
         if asked.budget is not None:
@@ -231,6 +232,8 @@ class Sessions:
         shown = {"id": record.id, "object": "session.memory", "state": record.state}
         if kept is None:
             return shown
+        if self._room.facts.shared:
+            await self._room.worker.call(kept.look)
         facets = kept.facets
         return (
             shown
@@ -283,7 +286,9 @@ class Sessions:
         elif record is not None:
             return  # it is being written for the first time
         if note is not None:
-            made = Record(name, tenant, Budget(*note.budget), note.metadata, created=note.created)  # type: ignore[arg-type]
+            facts = self._room.facts
+            budget = facts.budget if facts.shared else Budget(*note.budget)  # type: ignore[arg-type]
+            made = Record(name, tenant, budget, note.metadata, created=note.created)
             made.note, made.turns = note, note.turns
             self._records[tenant, name] = made
 

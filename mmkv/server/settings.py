@@ -61,6 +61,7 @@ class Facts:
         root: a hash of what the memory of a conversation depends on: weights, gates, policy,
             cuts, template.
         context: most positions; vocabulary: number of tokens.
+        shared: whether all sessions compete for the budget.
         sees, watches: whether the model takes pictures, videos; rules: how it scales videos.
     """
 
@@ -72,4 +73,5 @@ class Facts:
     vocabulary: int
     sees: bool
     watches: bool
+    shared: bool = False
     rules: VideoRules | None = None

@@ -53,6 +53,8 @@ class Turn:
             for kept in (work.start, None if claimed else work.kept):
                 if kept is not None:
                     machine.shelf.release(kept)
+            if work.start is not None and work.kept is not None:
+                machine.shelf.let_compete(work.start, work)  # the turn's end: it is over by itself
 
         self._room.worker.post(end)
 

@@ -52,6 +52,7 @@ class Usage:
         by_modality: entries that are kept.
         kv_bytes: of the keys and values held at the end; bound_bytes: the most that there can be
             between two chunks.
+        shared_pool: whether all sessions compete for one budget: what is kept depends on others.
     """
 
     prompt_tokens: int
@@ -62,3 +63,4 @@ class Usage:
     by_modality: dict[str, int]
     kv_bytes: int
     bound_bytes: int
+    shared_pool: bool = False

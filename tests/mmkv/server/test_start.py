@@ -65,3 +65,17 @@ def test_what_has_no_bound_is_priced_by_the_context(folder: Path, options: dict[
     with serving(lambda: load(2**26)) as server:
         usage = server.chat("hello").json()["usage"]
         assert usage["mmkv"]["kv_bytes"] <= usage["mmkv"]["bound_bytes"]
+
+
+def test_replicas_need_ray_and_a_folder(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert run(["serve", "--replicas", "2"]) == 2
+    assert "--session-folder" in capsys.readouterr().err
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        "mmkv.server.replicas.find_spec", lambda name: None if name == "ray" else found(name)
+    )
+    assert run(["serve", "--replicas", "2", "--session-folder", str(tmp_path)]) == 1
+    said = capsys.readouterr().err
+    assert "pip install 'mmkv[ray]'" in said and said.count("\n") == 1

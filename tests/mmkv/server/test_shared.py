@@ -1,0 +1,160 @@
+"""A server whose sessions compete for one budget."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mmkv import Engine
+from mmkv.cli.app import run
+from mmkv.server.kept import Kept
+from mmkv.server.machine import Machine
+from tests.support.chat_models import picture, save_qwen3_vl
+from tests.support.servers import Server, asked, paused_in_a_reply, picture_part, serving
+
+BUDGET = 24
+LONG = {
+    "role": "user",
+    "content": [picture_part(picture("red", (64, 56))), {"type": "text", "text": "what is it?"}],
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_qwen3_vl(tmp_path_factory.mktemp("qwen"))
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[Server]:
+    def load() -> Engine:
+        options = {"gates": "random", "policy": "dbtrimkv", "page_size": 16, "dtype": "float32"}
+        engine = Engine.from_pretrained(folder, prefill_chunk=32, **options)
+        engine.share(BUDGET, floor=2)
+        shared = engine.shared
+        assert shared is not None
+        # Room for the shared pages twice (a turn may stand beside what it goes on from), a chunk,
+        # and four sessions: a fifth moves to a file. One page more would be a BudgetError.
+        rows = engine.spec.rows
+        engine.cache.pool.limit = 2 * shared.fixed_pages + 4 * rows + 32 * rows // 16
+        return engine
+
+    with serving(load) as made:
+        yield made
+
+
+@pytest.fixture(autouse=True)
+def _all_deleted(server: Server) -> Iterator[None]:
+    yield
+    for one in server.client.get("/v1/sessions").json()["data"]:
+        assert server.client.delete(f"/v1/sessions/{one['id']}").json()["deleted"]
+    assert "mmkv_page_leaks_total 0.0" in server.client.get("/metrics").text
+
+
+def created(server: Server) -> str:
+    return server.client.post("/v1/sessions", json={}).json()["id"]
+
+
+def turn(server: Server, name: str, *messages: Any, **fields: Any) -> dict[str, Any]:
+    path = f"/v1/sessions/{name}/chat/completions"
+    answer = server.client.post(path, json=asked(*messages, **{"max_tokens": 12} | fields))
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def entries(server: Server, name: str) -> int:
+    return server.client.get(f"/v1/sessions/{name}/memory").json()["entries"]
+
+
+def held(machine: Machine) -> int:
+    assert machine.engine.shared is not None
+    return machine.engine.shared.held
+
+
+def cache(server: Server, begins: str) -> dict[str, Tensor]:
+    """Return what the session in memory holds whose first message is ``begins``."""
+
+    def read(machine: Machine) -> dict[str, Tensor]:
+        (found,) = (
+            one._live
+            for one in machine.scheduler.sessions
+            if isinstance(one, Kept) and one.facets.messages[0].parts[0].text == begins
+        )
+        assert found is not None
+        return machine.engine.cache.export(found.seq)
+
+    return server.inside(read)
+
+
+def test_sessions_take_room_from_each_other_and_never_more_than_there_is(server: Server) -> None:
+    rows = server.inside(lambda machine: machine.engine.spec.rows)
+    first, second = created(server), created(server)
+    used = turn(server, first, LONG)["usage"]["mmkv"]
+    assert used["shared_pool"] and used["evicted"] > 0
+    alone = entries(server, first)
+    assert alone <= BUDGET * rows
+    turn(server, second, LONG)
+    both = [entries(server, one) for one in (first, second)]
+    assert both[0] < alone and both[0] >= 2 * rows
+    assert sum(both) == server.inside(held) <= (BUDGET + 1) * rows
+    for asks in ("and left?", "and right?"):
+        for one in (first, second):
+            assert turn(server, one, asks)["usage"]["mmkv"]["resumed"] > 0
+        assert server.inside(held) <= (BUDGET + 1) * rows
+    assert server.chat("without a session").json()["usage"]["mmkv"]["resumed"] == 0
+
+
+def test_a_turn_that_is_cut_off_leaves_its_session_as_it_was(server: Server) -> None:
+    texts = ("first of two that fill it", "second of two that fill it")
+    first, second = created(server), created(server)
+    for name, text in zip((first, second), texts, strict=True):
+        turn(server, name, text, max_tokens=40)
+    before, whole = cache(server, texts[0]), server.inside(held)
+    with paused_in_a_reply(server) as reached:
+        body = asked("a long one", max_tokens=60, stream=True)
+        path = f"/v1/sessions/{first}/chat/completions"
+        with server.client.stream("POST", path, json=body) as answer:
+            assert reached.wait(60)
+            answer.close()
+    server.wait_for(lambda machine: not machine.scheduler.running)
+    # What was gone on from competed with nobody, and the others can only have lost.
+    after = cache(server, texts[0])
+    assert all(torch.equal(before[key], after[key]) for key in before)
+    assert server.inside(held) <= whole
+    assert turn(server, first, "two")["usage"]["mmkv"]["resumed"] > 0
+
+
+def test_those_without_room_move_to_files_and_come_back(server: Server) -> None:
+    names = [created(server) for _ in range(6)]
+    for asks in (LONG, "and left?"):
+        for one in names:
+            turn(server, one, asks)
+    states = {one["state"] for one in server.client.get("/v1/sessions").json()["data"]}
+    assert states == {"memory", "file"}
+
+
+def test_two_answers_to_one_response(server: Server) -> None:
+    body = {"model": "small", "max_output_tokens": 8, "temperature": 0}
+    first = server.client.post("/v1/responses", json=body | {"input": "what is red?"}).json()
+    again = body | {"input": "and blue?", "previous_response_id": first["id"]}
+    answers = [server.client.post("/v1/responses", json=again) for _ in range(2)]
+    assert [one.status_code for one in answers] == [200, 200]
+    for one in (first, *(one.json() for one in answers)):
+        server.client.delete(f"/v1/responses/{one['id']}")
+    assert server.inside(held) == 0
+
+
+def test_what_a_session_cannot_have_of_its_own(
+    server: Server, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for fields in ({"mmkv": {"budget": 8}}, {"n": 2}):
+        answer = server.chat("one", **fields)
+        assert answer.status_code == 400 and "share one budget" in answer.text
+    assert server.client.post("/v1/sessions", json={"budget": 8}).status_code == 400
+    assert server.client.get("/v1/models").json()["data"][0]["mmkv"]["shared_budget"]
+    assert run(["serve", "--shared-budget", "8", "--budget", "8"]) == 2
+    assert "--shared-budget" in capsys.readouterr().err
