@@ -302,6 +302,19 @@ def _leaderboard(name: str) -> Callable[[Path], Rows]:
     return rows
 
 
+def _pool(results: Path) -> Rows:
+    """Yield one budget for 8 sessions beside equal shares."""
+    from eval.pool import table_rows
+
+    return table_rows(_results(results, "pool-tiny-vlm")["summary"])
+
+
+def _replicas(results: Path) -> Rows:
+    """Yield what became of sessions on two replicas of a server."""
+    yield "what", "count"
+    yield from ((name, str(count)) for name, count in _results(results, "replicas").items())
+
+
 TABLES: dict[str, Callable[[Path], Rows]] = {
     "readme": _readme,
     "pictures": _accuracy("dialogues", _PICTURES, _WITH_OURS),
@@ -311,6 +324,8 @@ TABLES: dict[str, Callable[[Path], Rows]] = {
         "quality-trimkv-recipe", {"dense": "dense", "sparse": "sparse"}, _RECIPES
     ),
     "found": _found,
+    "pool": _pool,
+    "replicas": _replicas,
     "scenes": _scenes,
     "dialogues": _dialogues,
     "mmdu": _mmdu,

@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
@@ -28,6 +28,7 @@ from tqdm import tqdm
 from engine.model.families.base import Turn
 from engine.runtime import Runtime
 from engine.sequence import CachedSequence
+from eval.quality.report import interval
 from mmkv.data.scene_data import scene_example, scene_turns
 from mmkv.data.tokenizer import build_tokenizer
 from mmkv.measure.record import RESULTS, write_results
@@ -138,28 +139,19 @@ def _counted(groups: list[list[dict[str, Any]]], part: slice) -> tuple[list[floa
     return sums, [float(sum(len(one) for one in group[0]["right"][part])) for group in groups]
 
 
-def table(summary: Sequence[dict[str, Any]]) -> str:
-    """Return a Markdown table of a :func:`summarise`."""
+def table_rows(summary: Sequence[dict[str, Any]]) -> Iterator[Sequence[str]]:
+    """Yield the head and the lines of a table of a :func:`summarise`."""
 
     def cell(line: dict[str, Any], name: str) -> str:
         one, gap = line[name], line.get(f"{name} less equal")
-        text = f"{one['value']:.3f} [{one['low']:.3f}, {one['high']:.3f}]"
         if gap is None:
-            return text
-        return f"{text}, {gap['value']:+.3f} [{gap['low']:+.3f}, {gap['high']:+.3f}]"
+            return interval(one)
+        return f"{interval(one)}, {interval(gap, sign=True)}"
 
-    lines = [
-        (
-            line["budget"],
-            line["arm"],
-            *(cell(line, name) for name in _PARTS),
-            f"{line['held by the long']:.2f}",
-        )
-        for line in summary
-    ]
-    return pipe_table(
-        ("budget", "sessions have", "all", "2 long", "6 short", "held by the long"), lines
-    )
+    yield ("budget", "sessions have", "all", "2 long", "6 short", "held by the long")
+    for line in summary:
+        cells = (cell(line, name) for name in _PARTS)
+        yield (line["budget"], line["arm"], *cells, f"{line['held by the long']:.2f}")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -206,7 +198,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         {k: v for k, v in vars(args).items() if k != "output"},
         {"summary": summary, "runs": counts},
     )
-    print(table(summary))
+    head, *lines = table_rows(summary)
+    print(pipe_table(head, lines))
 
 
 if __name__ == "__main__":
