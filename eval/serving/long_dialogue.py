@@ -75,6 +75,7 @@ def dialogue(server: ServerProcess, way: str, seed: int, turns: int, tokens: int
     with httpx.Client(base_url=server.url, timeout=600, trust_env=False) as client:
         for turn in range(turns):
             asked, picture = words(rng, 12), picture_url(1000 * seed + turn)
+            before_cpu = server.cpu_seconds()
             messages.append(question(asked, picture))
             body: dict[str, Any] = {"model": "tiny-vlm", "temperature": 0, "stream": True}
             if way == CHAT:
@@ -93,6 +94,7 @@ def dialogue(server: ServerProcess, way: str, seed: int, turns: int, tokens: int
             row["own"] = row["prompt"] - kept
             # The last token of a reply that was cut short is read with the next turn.
             kept = row["prompt"] + row["new"] - row["cut"]
+            row["cpu"] = server.cpu_seconds() - before_cpu
             messages.append({"role": "assistant", "content": row["text"]})
             rows.append(row)
     return rows
@@ -126,6 +128,9 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
             f"first_token_s_turn_{EARLY}": early,
             f"first_token_s_turn_{args.turns}": late,
             "late_over_early": late / early,
+            # The clock of the processor is coarse: means over ten turns of all dialogues.
+            "cpu_s_turns_2_to_11": _mean_cpu(dialogues, slice(1, 11)),
+            "cpu_s_last_10_turns": _mean_cpu(dialogues, slice(-10, None)),
             "first_token_s": firsts,
         }
     texts = [[[row["text"] for row in each] for each in found[way]] for way in found]
@@ -133,6 +138,10 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         a != b for one, two in zip(*texts, strict=True) for a, b in zip(one, two, strict=True)
     )
     return page
+
+
+def _mean_cpu(dialogues: list[list[Any]], turns: slice) -> float:
+    return statistics.fmean(row["cpu"] for each in dialogues for row in each[turns])
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from engine.errors import BudgetError, SessionError
+from engine.errors import BudgetError, MmkvError, SessionError
 from mmkv.sampling import Sampling
 from mmkv.scheduler import Limits, Scheduler
 from mmkv.scheduler.replies import EngineExecutor
@@ -55,6 +56,8 @@ class Machine:
         self.shelf = Shelf(engine, self.scheduler, Path(self._folder.name))
         self.facts = _facts(engine, lookahead)
         self._require_room()
+        if settings.warm and engine.processor.sees:
+            _show_a_picture(engine)
 
     def job(self, work: ChatWork, admitted: Callable[[], None]) -> ChatJob:
         """Return the job of a request. Raises MmkvError."""
@@ -137,6 +140,23 @@ class Machine:
         if any(isinstance(event, Done) for event in events):
             for name, count in job.evicted_here().items():
                 metrics.evicted.labels(name).inc(count)
+
+
+def _show_a_picture(engine: Engine) -> None:
+    """Read a picture, so that the first request with one does not wait for imports.
+
+    They take seconds, in the thread that decodes for everybody.
+    """
+    from PIL import Image
+
+    session = engine.session()
+    try:
+        with contextlib.suppress(MmkvError):
+            picture = Image.new("RGB", (64, 64))
+            for _ in session.send("?", images=[picture], sampling=Sampling(max_new_tokens=1)):
+                pass
+    finally:
+        session.close()
 
 
 def _folder(settings: Settings) -> tempfile.TemporaryDirectory[str]:

@@ -30,7 +30,8 @@ class Settings:
         keep_alive: seconds after which a stream without news sends a comment.
         page: whether ``/`` is a page to chat with.
         drain: seconds that replies under way have when the server is told to stop.
-        warm: whether a decoding process is started with the server, before the first picture.
+        warm: whether the server starts a decoding process and reads a picture before it serves, so
+            that the first one is as fast as others.
     """
 
     name: str

@@ -11,6 +11,7 @@ import pytest
 from engine.errors import BudgetError, ModelError
 from mmkv import Engine
 from mmkv.cli.app import run
+from mmkv.server.machine import Machine
 from mmkv.server.run import opened
 from mmkv.server.settings import Settings
 from tests.support.chat_models import save_qwen3_vl
@@ -52,6 +53,23 @@ def test_an_engine_that_cannot_be_loaded_ends_the_start() -> None:
 
     with pytest.raises(ModelError, match="no such model"), opened(load, Settings(MODEL)):
         pass
+
+
+@pytest.mark.parametrize("warm", [False, True])
+def test_a_server_reads_a_picture_before_it_serves(warm: bool, folder: Path) -> None:
+    """And holds nothing of it."""
+
+    def load() -> Engine:
+        return Engine.from_pretrained(folder, policy="streamingllm", budget=24, dtype="float32")
+
+    def pages(machine: Machine) -> tuple[int, int]:
+        pool = machine.engine.cache.pool
+        return pool.num_pages, pool.num_pages - pool.free_pages
+
+    with serving(load, warm=warm) as server:
+        made, held = server.inside(pages)
+        assert ((made > 0), held) == (warm, 0)
+        assert len(server.room.media.pool.processes) == warm
 
 
 @pytest.mark.parametrize("options", [{"policy": "full"}, {"budget": "25%"}], ids=str)
