@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from engine.config import EngineConfig
+from engine.model.families import loading
+from engine.model.families.base import Family
+from engine.model.spec import DecoderSpec
+from engine.model.weights import DecoderWeights
 from engine.runtime import Runtime
 from engine.sequence import CachedSequence
 from tests.support.factories import Piece, make_model, make_turn
@@ -44,11 +50,22 @@ LATER = turn(3, ("image", 24, 16), 2, seed=2)
 
 
 def load(folder: Path, **settings: Any) -> Runtime:
-    """Return a float32 engine with random gates; chunks of 12 cut every prompt and picture."""
+    """Return a float32 engine with random gates; chunks of 12 cut every prompt and picture.
+
+    Engines of one checkpoint share its weights and its vision side, which nothing changes: reading
+    them takes longer than most tests.
+    """
     defaults = {"policy": "dbtrimkv", "budget": 10, "prefill_chunk": 12, "page_size": 8}
-    return Runtime.from_pretrained(
-        folder, gates="random", device="cpu", dtype="float32", **(defaults | settings)
-    )
+    options = {"gates": "random", "device": "cpu", "dtype": "float32", **(defaults | settings)}
+    stats = [(path.name, path.stat()) for path in sorted(Path(folder).iterdir())]
+    files = tuple((name, stat.st_mtime_ns, stat.st_size) for name, stat in stats)
+    return Runtime.from_parts(EngineConfig(model=folder, **options), *_parts(folder, files))
+
+
+@functools.lru_cache(maxsize=8)
+def _parts(folder: Path, files: tuple[Any, ...]) -> tuple[Family, DecoderSpec, DecoderWeights]:
+    """Read a checkpoint, again where its files have changed."""
+    return loading.load(folder, "float32", "cpu")
 
 
 def run(session: CachedSequence, tokens: Tensor) -> Tensor:
