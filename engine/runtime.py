@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from engine.backends.base import Backend, Backends
-from engine.backends.cpu import CpuBackend
+from engine.backends.cpu import CpuBackend, native_product
 from engine.backends.cuda import CudaBackend
 from engine.backends.cuda.kernels.sample import Draw, columns_of, guard, sample, uniform
 from engine.backends.torch.backend import TorchBackend
@@ -85,13 +85,13 @@ class Runtime:
         if policy.pruner is not None:
             check_pruner(policy.pruner, spec.num_layers, tuple(spec.sliding_window))
         self.family, self.spec, self.policy = family, spec, policy
-        self.device, self.dtype = weights.embed.device, weights.embed.dtype
+        self.device, self.dtype = weights.embed.device, weights.dtype
         self.budget = Budget.of(budget)
         self.evict_every, self.prefill_chunk = config.evict_every, config.prefill_chunk
         self.write_gates: WriteGates | None = None
         if policy.admission is not None:
             policy, write_gates = admitting(policy, gates, spec)
-            self.write_gates = write_gates.to(weights.embed.device, weights.embed.dtype)
+            self.write_gates = write_gates.to(self.device, self.dtype)
             self.policy = policy
         self._gates = gates if isinstance(gates, Gates) else None
         reads_gates = policy.scoring.needs.gates and policy.evicts
@@ -166,7 +166,12 @@ class Runtime:
         name = config.checkpoint()
         require_named_gates(config)
         family, spec, weights = load(
-            name, config.dtype, resolve_device(config.device), progress, pictures
+            name,
+            config.dtype,
+            resolve_device(config.device),
+            progress,
+            pictures,
+            native_product(),
         )
         return cls.from_parts(config, family, spec, weights)
 

@@ -162,4 +162,5 @@ class TrainableWriteGates(nn.Module):
 def _key_value(layer: LayerWeights, spec: DecoderSpec) -> tuple[Tensor, Tensor | None]:
     """Return the fused projection's rows for keys and values, ``[2 H d_h, d]``, and their bias."""
     first = spec.num_heads * spec.head_dim
-    return layer.qkv[first:], None if layer.qkv_bias is None else layer.qkv_bias[first:]
+    rows = layer.qkv[first:].to(layer.input_norm.dtype)
+    return rows, None if layer.qkv_bias is None else layer.qkv_bias[first:]

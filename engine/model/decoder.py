@@ -47,7 +47,7 @@ class Decoder:
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Return the embeddings ``[T, d]`` of ``token_ids [T]``."""
-        return F.embedding(token_ids, self.weights.embed)
+        return F.embedding(token_ids, self.weights.embed).to(self.weights.dtype)
 
     def embed_turn(self, turn: Turn) -> tuple[Tensor, tuple[tuple[Tensor, Tensor], ...]]:
         """Return the input states ``[T, d]`` of a turn and its deepstack as :meth:`forward` takes
@@ -131,7 +131,7 @@ class Decoder:
         layer = self.weights.layers[index]
         query, key, value = self._project(x, layer, rope, on_keys)
         mixed = step.attend(index, query, key, value)
-        hidden = hidden + F.linear(mixed, layer.out, layer.out_bias)
+        hidden = hidden + self.weights.product(mixed, layer.out, layer.out_bias)
         hidden = hidden + self._mlp(self._norm(hidden, layer.post_norm), layer)
         if index < len(deepstack):
             where, features = deepstack[index]
@@ -140,13 +140,15 @@ class Decoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Compute float32 logits ``[T, vocab]`` of states ``[T, d]``."""
-        return F.linear(self._norm(hidden, self.weights.norm), self.weights.head).float()
+        weights = self.weights
+        return weights.product(self._norm(hidden, weights.norm), weights.head).float()
 
     def _mlp(self, x: Tensor, layer: LayerWeights) -> Tensor:
         if layer.router is not None and self.spec.routing is not None:
             return mixture(x, layer.router, layer.gate_up, layer.down, self.spec.routing)
-        gate, up = F.linear(x, layer.gate_up, layer.gate_up_bias).chunk(2, -1)
-        return F.linear(F.silu(gate) * up, layer.down, layer.down_bias)
+        product = self.weights.product
+        gate, up = product(x, layer.gate_up, layer.gate_up_bias).chunk(2, -1)
+        return product(F.silu(gate) * up, layer.down, layer.down_bias)
 
     def _project(
         self,
@@ -156,7 +158,8 @@ class Decoder:
         on_keys: Callable[[Tensor, Tensor], None] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         spec = self.spec
-        fused = F.linear(x, layer.qkv, layer.qkv_bias).view(x.shape[0], -1, spec.head_dim)
+        fused = self.weights.product(x, layer.qkv, layer.qkv_bias)
+        fused = fused.view(x.shape[0], -1, spec.head_dim)
         turned, value = fused[:, : self._rotated], fused[:, self._rotated :]
         if layer.qk_norm is not None:
             turned = F.rms_norm(turned, (spec.head_dim,), eps=spec.rms_eps) * layer.qk_norm

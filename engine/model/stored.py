@@ -6,6 +6,7 @@ names or shapes gives None, and the caller goes the long way, which knows every 
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,10 +17,12 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from engine.model.product import Product, multiply, narrowed
 from engine.model.spec import DecoderSpec, Routing, sparse_layers
 from engine.model.weights import DecoderWeights, LayerWeights
 
 _FLOATS = {"F16", "BF16", "F32", "F64"}
+_STORED_AS = {torch.float16: "F16", torch.bfloat16: "BF16", torch.float32: "F32"}
 # Buffers that older checkpoints hold and that follow from the config.
 _COMPUTED = ("rotary_emb.inv_freq",)
 _STACK = "experts.gate_up_proj"
@@ -59,15 +62,20 @@ class Layout:
 
 
 class StoredTensors:
-    """The tensors of a checkpoint's files, mapped and read when asked for.
+    """The tensors of a checkpoint's files, read when asked for.
 
     Args:
         files: safetensors files; a name may stand in one of them only.
     """
 
     def __init__(self, files: Sequence[Path]) -> None:
-        self._opened = [safe_open(file, framework="pt") for file in files]
-        self._home = {name: file for file in self._opened for name in file.keys()}  # noqa: SIM118
+        self._home: dict[str, Any] = {}
+        self._file: dict[str, Path] = {}
+        for path in files:
+            opened = safe_open(path, framework="pt")
+            for name in opened.keys():  # noqa: SIM118
+                self._home[name], self._file[name] = opened, path
+        self._begin: dict[Path, tuple[int, dict[str, Any]]] = {}
 
     @property
     def names(self) -> set[str]:
@@ -87,14 +95,43 @@ class StoredTensors:
         """Whether it holds plain floating-point numbers."""
         return self._home[name].get_slice(name).get_dtype() in _FLOATS
 
-    def read(self, names: Sequence[str], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return tensors, one below the other along the first axis, in memory of their own."""
+    def read(
+        self,
+        names: Sequence[str],
+        dtype: torch.dtype,
+        device: torch.device,
+        narrow: bool = False,
+    ) -> Tensor:
+        """Return tensors, one below the other along the first axis, in memory of their own.
+
+        Args:
+            narrow: give float32 in bfloat16 where that changes no number.
+        """
         shapes = [self.shape(name) for name in names]
+        kinds = {self._home[name].get_slice(name).get_dtype() for name in names}
         rows = [shape[0] for shape in shapes]
+        if narrow and kinds == {"BF16"}:
+            dtype = torch.bfloat16
         made = torch.empty((sum(rows), *shapes[0][1:]), dtype=dtype, device=device)
         for name, part in zip(names, made.split(rows), strict=True):
-            part.copy_(self._home[name].get_tensor(name))
-        return made
+            if device.type == "cpu" and kinds == {_STORED_AS.get(dtype)}:
+                self._read_into(name, part)
+            else:
+                part.copy_(self._home[name].get_tensor(name))
+        return narrowed(made) if narrow else made
+
+    def _read_into(self, name: str, part: Tensor) -> None:
+        """Fill ``part`` from the file. Through a mapping, the process would seem to hold both."""
+        path = self._file[name]
+        with path.open("rb") as file:
+            if path not in self._begin:
+                size = int.from_bytes(file.read(8), "little")
+                self._begin[path] = 8 + size, json.loads(file.read(size))
+            begin, header = self._begin[path]
+            file.seek(begin + header[name]["data_offsets"][0])
+            read = file.readinto(part.view(torch.uint8).numpy().data)
+        if read != part.nbytes:
+            raise EOFError(f"{path.name} ends in {name}")
 
     def read_stack(
         self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
@@ -114,6 +151,7 @@ def read_text_weights(
     tied: bool,
     dtype: torch.dtype,
     device: torch.device,
+    product: Product | None = None,
 ) -> DecoderWeights | None:
     """Read the text weights in ``dtype`` onto ``device``; fused matrices are written in place.
 
@@ -121,6 +159,7 @@ def read_text_weights(
         config: of the text model.
         places: where text weights may stand: (prefix of the text model, name of the head).
         tied: the head is the embedding, unless another one is stored.
+        product: multiplies states by matrices in bfloat16; None: all are held in ``dtype``.
 
     Returns:
         None when a tensor is missing, has another shape or is none of this model's.
@@ -129,7 +168,7 @@ def read_text_weights(
     for prefix, head in places:
         if layout is None or f"{prefix}embed_tokens.weight" not in stored.names:
             continue
-        return _read(stored, layout, config, spec, prefix, head, tied, dtype, device)
+        return _read(stored, layout, config, spec, prefix, head, tied, dtype, device, product)
     return None
 
 
@@ -143,6 +182,7 @@ def _read(
     tied: bool,
     dtype: torch.dtype,
     device: torch.device,
+    product: Product | None,
 ) -> DecoderWeights | None:
     # transformers saves the matrices of each expert; older checkpoints stack them.
     stacked = any(name.endswith(_STACK) for name in stored.names)
@@ -168,8 +208,12 @@ def _read(
     def read_stack(name: str) -> Tensor:
         return stored.read_stack(f"{prefix}{name}", shapes[f"{prefix}{name}"], dtype, device)
 
-    embed = read("embed_tokens.weight")
-    output = stored.read([head], dtype, device) if head in shapes else embed
+    def matrix(*names: str) -> Tensor:
+        whole = [f"{prefix}{name}" for name in names]
+        return stored.read(whole, dtype, device, product is not None)
+
+    embed = matrix("embed_tokens.weight")
+    output = stored.read([head], dtype, device, product is not None) if head in shapes else embed
     if tied and torch.equal(output, embed):
         output = embed
     layers = []
@@ -177,8 +221,9 @@ def _read(
         at, experts = f"layers.{index}.", None
         if sparse and spec.routing is not None:
             experts = _experts(read, read_stack if stacked else None, f"{at}mlp.", spec.routing)
-        layers.append(_layer(read, at, layout, spec, experts))
-    return DecoderWeights(embed, layers, read("norm.weight"), output)
+        layers.append(_layer(read, matrix, at, layout, spec, experts))
+    norm = read("norm.weight")
+    return DecoderWeights(embed, layers, norm, output, product or multiply)
 
 
 def _turned(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -204,6 +249,7 @@ def _experts(
 
 def _layer(
     read: Callable[..., Tensor],
+    matrix: Callable[..., Tensor],
     at: str,
     layout: Layout,
     spec: DecoderSpec,
@@ -214,8 +260,8 @@ def _layer(
     wide = ("gate_up_proj",) if layout.fused else ("gate_proj", "up_proj")
     router, gate_up, down = experts or (
         None,
-        read(*(f"{mlp}{part}.weight" for part in wide)),
-        read(f"{mlp}down_proj.weight"),
+        matrix(*(f"{mlp}{part}.weight" for part in wide)),
+        matrix(f"{mlp}down_proj.weight"),
     )
     mlp_bias = layout.mlp_bias and router is None
 
@@ -229,10 +275,10 @@ def _layer(
         qk_norm = torch.cat([q_gain, k_gain])
     return LayerWeights(
         input_norm=read(f"{at}input_layernorm.weight"),
-        qkv=read(*(f"{attention}{part}.weight" for part in qkv)),
+        qkv=matrix(*(f"{attention}{part}.weight" for part in qkv)),
         qkv_bias=joined(attention, qkv, "bias", layout.qkv_bias),
         qk_norm=qk_norm,
-        out=read(f"{attention}o_proj.weight"),
+        out=matrix(f"{attention}o_proj.weight"),
         out_bias=joined(attention, ["o_proj"], "bias", layout.out_bias),
         post_norm=read(f"{at}post_attention_layernorm.weight"),
         gate_up=gate_up,

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.errors import ModelError
+from engine.model.product import Product, multiply, narrowed
 from engine.model.spec import DecoderSpec
 
 _EXPECTED = {
@@ -51,15 +52,53 @@ class LayerWeights:
     down_bias: Tensor | None
     router: Tensor | None = None
 
+    def matrix_names(self) -> tuple[str, ...]:
+        """Return the names of the parts that states are multiplied by; experts are no such."""
+        return ("qkv", "out", "gate_up", "down") if self.router is None else ("qkv", "out")
+
 
 @dataclass
 class DecoderWeights:
-    """All text weights: ``embed`` and ``head`` are ``[vocab, d]`` (one tensor when tied)."""
+    """All text weights: ``embed`` and ``head`` are ``[vocab, d]`` (one tensor when tied).
+
+    Attributes:
+        product: multiplies states by a matrix. One that is held in bfloat16, although states are
+            float32, loses nothing by it.
+    """
 
     embed: Tensor
     layers: list[LayerWeights]
     norm: Tensor
     head: Tensor
+    product: Product = multiply
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Return the dtype of states: that of gains and biases."""
+        return self.norm.dtype
+
+    def matrices(self) -> Iterator[Tensor]:
+        """Yield what states are multiplied by, and the embedding; a tied head comes again."""
+        yield from (self.embed, self.head)
+        for layer in self.layers:
+            yield from (getattr(layer, name) for name in layer.matrix_names())
+
+    @torch.no_grad()
+    def narrow(self, product: Product) -> None:
+        """Hold float32 matrices in bfloat16 where that changes no number, one after the other.
+
+        Those of experts stay as they are.
+
+        Args:
+            product: multiplies states by them from now on.
+        """
+        tied = self.head.data_ptr() == self.embed.data_ptr()
+        self.product = product
+        self.embed = narrowed(self.embed)
+        self.head = self.embed if tied else narrowed(self.head)
+        for layer in self.layers:
+            for name in layer.matrix_names():
+                setattr(layer, name, narrowed(getattr(layer, name)))
 
     @classmethod
     @torch.no_grad()
@@ -134,12 +173,15 @@ class DecoderWeights:
 
     def nbytes(self) -> int:
         """Return the bytes of all weights; a tied head counts once."""
-        tensors = [self.embed, self.norm]
-        if self.head.data_ptr() != self.embed.data_ptr():
-            tensors.append(self.head)
-        for layer in self.layers:
-            tensors += [t for t in vars(layer).values() if t is not None]
-        return sum(t.numel() * t.element_size() for t in tensors)
+        return sum(t.nbytes for t in self._tensors())
+
+    def numbers(self) -> int:
+        """Count the numbers of all weights; a tied head counts once."""
+        return sum(t.numel() for t in self._tensors())
+
+    def _tensors(self) -> list[Tensor]:
+        tied = self.head.data_ptr() == self.embed.data_ptr()
+        return [tensor for name, tensor in self.named() if not (tied and name == "lm_head")]
 
     def fingerprint(self) -> str:
         """Return a short hash that tells two checkpoints apart, from a sample of every matrix."""

@@ -17,6 +17,7 @@ from torch import Tensor
 from engine.errors import ModelError
 from engine.model.families import Family, family_for, loading
 from engine.model.families.deferred import DeferredModel
+from engine.model.product import multiply
 from engine.model.spec import DecoderSpec, RopeSpec
 from engine.model.weights import DecoderWeights
 from tests.support.factories import CHECKPOINTS, FAMILIES, checkpoint
@@ -214,3 +215,36 @@ def test_a_tower_that_cannot_be_read_is_refused_when_it_is_needed(tmp_path: Path
     for _ in range(2):
         with pytest.raises(ModelError, match=r"lacks 1 weights \(model.visual.merger.norm"):
             _ = family.hf
+
+
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32, torch.float16])
+def test_matrices_that_bfloat16_holds_are_read_in_it(tmp_path: Path, stored: torch.dtype) -> None:
+    """Of whatever dtype in the file; gains and biases are float32, as is a matrix that is not."""
+    folder = shutil.copytree(checkpoint("qwen2"), tmp_path / "model")
+    file = folder / "model.safetensors"
+    tensors = {name: t.bfloat16().to(stored) for name, t in load_file(file).items()}
+    odd = "model.layers.0.mlp.down_proj.weight"
+    if stored == torch.float32:
+        tensors[odd][0, 0] += 2.0**-20
+    save_file(tensors, file, {"format": "pt"})
+    weights = loading.load(folder, "float32", "cpu", product=multiply)[2]
+    plain = loading.load(folder, "float32", "cpu")[2]
+    assert weights.product is multiply
+    assert weights.fingerprint() == plain.fingerprint()
+    for (name, ours), (_, theirs) in zip(weights.named(), plain.named(), strict=True):
+        assert torch.equal(ours.float(), theirs), name
+    kept = {id(m): m.dtype for m in weights.matrices()}
+    wide = [m for m, dtype in kept.items() if dtype == torch.float32]
+    assert wide == ([id(weights.layers[0].down)] if stored == torch.float32 else [])
+    assert weights.layers[0].qkv_bias.dtype == weights.dtype == torch.float32
+
+
+def test_a_model_of_transformers_is_narrowed_too() -> None:
+    weights = through_transformers(checkpoint("qwen3"), torch.float32)[2]
+    for matrix in weights.matrices():
+        matrix.copy_(matrix.bfloat16())
+    before = dict(weights.named())
+    weights.narrow(multiply)
+    assert all(matrix.dtype == torch.bfloat16 for matrix in weights.matrices())
+    for name, tensor in weights.named():
+        assert torch.equal(tensor.float(), before[name])

@@ -61,13 +61,14 @@ def poison(
         runner = GraphRunner(engine)
         monkeypatch.setattr(type(engine), "many_path", "graph")
         monkeypatch.setattr(engine.backends.cuda, "decode_many", runner.decode)
-        linear = torch.nn.functional.linear
+        weights = engine.decoder.weights
+        product = weights.product
 
         def head(x: torch.Tensor, weight: torch.Tensor, *bias: Any) -> torch.Tensor:
-            made = linear(x, weight, *bias)
-            return odd(made) if weight is engine.decoder.weights.head else made
+            made = product(x, weight, *bias)
+            return odd(made) if weight is weights.head else made
 
-        monkeypatch.setattr("engine.backends.cuda.static_step.F.linear", head)
+        monkeypatch.setattr(weights, "product", head)
         monkeypatch.setattr(engine.decoder, "logits", lambda hidden: odd(real(hidden)))
 
 
@@ -192,18 +193,19 @@ def test_no_placeholder_is_chosen(
         with session.fork() as probe:
             second = rest[int(probe.decode(9)[rest].argmax())]
         real = engine.decoder.logits
-        linear = torch.nn.functional.linear
+        weights = engine.decoder.weights
+        product = weights.product
 
         def loving(logits: torch.Tensor) -> torch.Tensor:
             logits[..., media] = 1e4
             return logits
 
         def static(x: torch.Tensor, weight: torch.Tensor, *bias: Any) -> torch.Tensor:
-            made = linear(x, weight, *bias)
+            made = product(x, weight, *bias)
             return loving(made) if weight is head else made
 
         if run.startswith("graph"):
-            monkeypatch.setattr("engine.backends.cuda.static_step.F.linear", static)
+            monkeypatch.setattr(weights, "product", static)
         else:
             monkeypatch.setattr(engine.decoder, "logits", lambda hidden: loving(real(hidden)))
         draws = [Draw(temperature=1.5, seed=3)] if "drawn" in run else None

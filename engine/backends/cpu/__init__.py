@@ -6,8 +6,18 @@ from engine.backends.cpu.backend import CpuBackend
 from engine.backends.cpu.binding import levels, library
 from engine.backends.cpu.decoder import NativeDecoder
 from engine.backends.cpu.evictor import NativeEvictor
+from engine.backends.cpu.product import native_product
 
-__all__ = ["CpuBackend", "NativeDecoder", "NativeEvictor", "available", "level", "levels", "reason"]
+__all__ = [
+    "CpuBackend",
+    "NativeDecoder",
+    "NativeEvictor",
+    "available",
+    "level",
+    "levels",
+    "native_product",
+    "reason",
+]
 
 
 def available() -> bool:

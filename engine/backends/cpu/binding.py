@@ -56,7 +56,7 @@ class Model(Structure):
             )
         ),
         ("eps", c_double),
-        ("embed", c_void_p),
+        ("embed", Linear),
         ("norm", c_void_p),
         ("head", Linear),
         ("layer", POINTER(Layer)),
@@ -155,6 +155,7 @@ _FUNCTIONS = {
     "mmkv_scratch": (c_int64, [POINTER(Model), c_int64, c_int64, c_int64]),
     "mmkv_step": (None, [POINTER(Model), POINTER(Cache), POINTER(Step)]),
     "mmkv_store": (None, [POINTER(Cache), c_int64, c_void_p, c_void_p]),
+    "mmkv_product": (None, [POINTER(Linear), c_void_p, c_void_p, c_int64, c_int64]),
     "mmkv_evict_scratch": (c_int64, [c_int64, c_int64]),
     "mmkv_window": (None, [POINTER(Cache), POINTER(Window), c_int64]),
     "mmkv_window_scratch": (c_int64, [POINTER(Window), c_int64, c_int64, c_int64]),

@@ -29,10 +29,10 @@ from engine.model.weights import DecoderWeights, LayerWeights
 from engine.policies.base import Group
 from engine.query_window import QUERIES
 
-# With fewer weight bytes per thread and step, a second thread saves less (0.28 against 0.35 ms on
-# two idle cores) than it risks: on a busy machine it may keep the step waiting for milliseconds.
-_BYTES_PER_THREAD = 2**24
-# Copies in bfloat16 come on top of the float32 weights, which prefill reads.
+# With fewer weights per thread and step, a second thread saves less (0.28 against 0.35 ms on two
+# idle cores) than it risks: on a busy machine it may keep the step waiting for milliseconds.
+_NUMBERS_PER_THREAD = 2**22
+# Copies in bfloat16 come on top of weights that a transformers model holds in float32.
 _MOST_BF16_BYTES = 2**31
 
 
@@ -40,8 +40,9 @@ class NativeDecoder:
     """Runs a decode step of one or more sequences in C: embedding rows to logits, cache included.
 
     It reads the tensors where they lie and keeps them alive; a gate's values may change in place,
-    but a tensor put in another's place later is not seen. Projections that bfloat16 holds exactly
-    (most checkpoints are published in it) are copied in that form, which changes no result.
+    but a tensor put in another's place later is not seen. Float32 projections that bfloat16 holds
+    exactly (of a model that transformers loaded, say) are copied in that form, which changes no
+    result; those that are held in it are read as they are.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class NativeDecoder:
             rotary=2 * spec.rope.inv_freq.numel(),
             trunk=0 if gates is None else len(gates.layers[0].trunk),
             eps=spec.rms_eps,
-            embed=weights.embed.data_ptr(),
+            embed=_linear(weights.embed, None),
             norm=weights.norm.data_ptr(),
             head=_linear(weights.head, None, bf16),
             layer=self._layers,
@@ -81,7 +82,7 @@ class NativeDecoder:
         self._frequencies = [tensor.data_ptr() for tensor in self._inv_freq]
         self._views = CacheViews()
         self._vocab = weights.head.shape[0]
-        self._most_threads = max(1, weights.nbytes() // _BYTES_PER_THREAD)
+        self._most_threads = max(1, weights.numbers() // _NUMBERS_PER_THREAD)
         self._scratch, self._scratch_for = torch.empty(0), (0, 0, 0)
         self._tap_layers = torch.tensor(taps, dtype=torch.int64)
         # The residual stream ``[n, B, hidden]`` after the layers of `taps`, of the last step.
@@ -106,11 +107,17 @@ class NativeDecoder:
             return f"weights on {weights.embed.device}"
         if gates is not None and any(len(gate.trunk) > MAX_TRUNK for gate in gates.layers):
             return f"gates with more than {MAX_TRUNK} trunk stages"
-        for tensor in _tensors(weights, gates):
-            if tensor.dtype != torch.float32:
-                return f"{str(tensor.dtype).removeprefix('torch.')} weights"
-            if not tensor.is_contiguous():
-                return "weights that are not contiguous"
+        matrices = list(weights.matrices())
+        forms: list[tuple[list[Tensor], tuple[torch.dtype, ...]]] = [
+            (_vectors(weights, gates), (torch.float32,)),
+            (matrices, (torch.float32, torch.bfloat16)),
+        ]
+        for tensors, dtypes in forms:
+            for tensor in tensors:
+                if tensor.dtype not in dtypes:
+                    return f"{str(tensor.dtype).removeprefix('torch.')} weights"
+                if not tensor.is_contiguous():
+                    return "weights that are not contiguous"
         return ""
 
     @property
@@ -244,13 +251,13 @@ class _Bf16Copies:
 
 
 def _linear(weight: Tensor, bias: Tensor | None, bf16: _Bf16Copies | None = None) -> Linear:
-    rows, width = weight.shape
+    narrow = weight.dtype == torch.bfloat16
+    short = weight.data_ptr() if narrow else None if bf16 is None else bf16.of(weight)
     return Linear(
-        weight.data_ptr(),
+        None if narrow else weight.data_ptr(),
         None if bias is None else bias.data_ptr(),
-        None if bf16 is None else bf16.of(weight),
-        rows,
-        width,
+        short,
+        *weight.shape,
     )
 
 
@@ -271,10 +278,10 @@ def _layer(layer: LayerWeights, gate: LayerGate | None, bf16: _Bf16Copies) -> La
     return made
 
 
-def _tensors(weights: DecoderWeights, gates: Gates | None) -> list[Tensor]:
-    found = [weights.embed, weights.norm, weights.head]
-    for layer in weights.layers:
-        found += [tensor for tensor in vars(layer).values() if tensor is not None]
+def _vectors(weights: DecoderWeights, gates: Gates | None) -> list[Tensor]:
+    """Return what is read as float32: gains, biases and the gates."""
+    matrices = {id(matrix) for matrix in weights.matrices()}
+    found = [tensor for _, tensor in weights.named() if id(tensor) not in matrices]
     for gate in [] if gates is None else gates.layers:
         found += [*(tensor for pair in gate.trunk for tensor in pair), gate.readout, gate.bias]
     return found

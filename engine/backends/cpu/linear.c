@@ -1,12 +1,18 @@
-/* Matrix times one vector per batch slot, and RMSNorm.
+/* Matrix times one vector per batch slot or token, and RMSNorm.
  *
- * Rows go four at a time, and callers cut work between threads at multiples of four: every row
- * is then summed in the same order whatever the number of threads. Four rows are read from memory
- * once for all batch slots, and each batch slot is summed as if it were alone. */
+ * Rows and vectors go in tiles, so that each number that is read serves several products. Every
+ * product is summed as if it were alone, in the same order in any tile: results do not depend, not
+ * in one bit, on the number of threads or on how many vectors there are. */
 #include <math.h>
 #include <string.h>
 
 #include "native.h"
+
+#ifdef __AVX2__
+#include <immintrin.h>
+#endif
+
+#define PRODUCT_WEIGHTS (64 * 1024) /* in a chunk of mmkv_product: they stay in the second cache */
 
 static inline void dot4(const float *weight, int64_t width, const float *restrict x, float *sum)
 {
@@ -51,35 +57,166 @@ void dot_rows(const float *weight, int64_t rows, int64_t width, const float *x, 
     }
 }
 
-/* Rows of a matrix as floats; `wide` has room for them. */
-static inline const float *rows_from(const struct linear *map, int64_t row, int64_t count,
-                                     float *wide)
+/* Vectors of the level's own width; a tile of sums and what it reads fill the registers. */
+#if defined(__AVX512F__)
+#define LANES 16
+#define TILE_SLOTS 6
+#elif defined(__AVX2__)
+#define LANES 8
+#define TILE_SLOTS 3
+#elif defined(__aarch64__)
+#define LANES 4
+#define TILE_SLOTS 6
+#else
+#define LANES 4
+#define TILE_SLOTS 3
+#endif
+#define TILE_ROWS 4
+
+typedef float vector __attribute__((vector_size(4 * LANES)));
+typedef uint32_t wide_bits __attribute__((vector_size(4 * LANES)));
+#ifndef __AVX2__
+typedef uint16_t half_bits __attribute__((vector_size(2 * LANES)));
+#endif
+typedef float quad __attribute__((vector_size(16)));
+
+#define INLINE static inline __attribute__((always_inline))
+
+INLINE vector load(const float *from)
 {
-    if (!map->bf16)
-        return map->weight + row * map->in;
-    const uint16_t *bf16 = map->bf16 + row * map->in;
-#pragma omp simd
-    for (int64_t i = 0; i < count * map->in; i++) {
-        uint32_t bits = (uint32_t)bf16[i] << 16;
-        memcpy(wide + i, &bits, sizeof bits);
-    }
-    return wide;
+    vector made;
+    memcpy(&made, from, sizeof made);
+    return made;
 }
 
-/* y or y += weight x + bias for rows from .. to-1. */
-static inline void map_rows(const struct linear *map, struct vectors x, struct vectors y,
-                            int64_t batch_slots, int64_t from, int64_t to, int add)
+INLINE vector load_bf16(const uint16_t *from)
 {
-    float wide[map->bf16 ? 4 * map->in : 1];
-    for (int64_t row = from; row < to; row += 4) {
-        int64_t count = to - row < 4 ? to - row : 4;
-        const float *weight = rows_from(map, row, count, wide);
-        for (int64_t batch_slot = 0; batch_slot < batch_slots; batch_slot++) {
-            float sum[4], *out = y.at + batch_slot * y.stride + row;
-            dots(weight, count, map->in, x.at + batch_slot * x.stride, sum);
-            for (int64_t i = 0; i < count; i++)
-                out[i] = (add ? out[i] : 0.0f) + (sum[i] + (map->bias ? map->bias[row + i] : 0.0f));
+#if defined(__AVX512F__) /* compilers take three instructions for the general form */
+    wide_bits made = (wide_bits)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const void *)from));
+#elif defined(__AVX2__)
+    wide_bits made = (wide_bits)_mm256_cvtepu16_epi32(_mm_loadu_si128((const void *)from));
+#else
+    half_bits half;
+    memcpy(&half, from, sizeof half);
+    wide_bits made = __builtin_convertvector(half, wide_bits);
+#endif
+    return (vector)(made << 16);
+}
+
+/* Sum of the lanes, always in the same order. */
+INLINE float total(vector sums)
+{
+    quad part[LANES / 4];
+    memcpy(part, &sums, sizeof sums);
+    for (int n = LANES / 8; n > 0; n /= 2)
+        for (int i = 0; i < n; i++)
+            part[i] += part[i + n];
+    return (part[0][0] + part[0][2]) + (part[0][1] + part[0][3]);
+}
+
+/* The last `left` < LANES numbers of a row, then zeros. */
+INLINE vector load_part(const float *from, int64_t left)
+{
+    float full[LANES] = {0};
+    memcpy(full, from, sizeof *full * (size_t)left);
+    return load(full);
+}
+
+INLINE vector load_bf16_part(const uint16_t *from, int64_t left)
+{
+    uint16_t half[LANES] = {0};
+    memcpy(half, from, sizeof *half * (size_t)left);
+    return load_bf16(half);
+}
+
+/* `rows` rows times `slots` vectors. Each product has a vector of sums of its own, so a result does
+ * not depend on the tile that it is computed in. */
+INLINE void tile(const struct linear *map, struct vectors x, struct vectors y, int64_t row, int add,
+                 int bf16, int rows, int slots)
+{
+    vector sum[2 * TILE_ROWS][TILE_SLOTS] = {0}, input[TILE_SLOTS];
+    const float *full = bf16 ? 0 : map->weight + row * map->in;
+    const uint16_t *half = bf16 ? map->bf16 + row * map->in : 0;
+    int64_t at = 0, width = map->in, left = width % LANES;
+    for (; at < width - left; at += LANES) {
+        for (int s = 0; s < slots; s++)
+            input[s] = load(x.at + s * x.stride + at);
+        for (int r = 0; r < rows; r++) {
+            /* the rows that come next: each is too short for the CPU to foresee */
+            __builtin_prefetch(bf16 ? (const void *)(half + (rows + r) * width + at)
+                                    : (const void *)(full + (rows + r) * width + at));
+            vector weight = bf16 ? load_bf16(half + r * width + at) : load(full + r * width + at);
+            for (int s = 0; s < slots; s++)
+                sum[r][s] += weight * input[s];
         }
+    }
+    for (int s = 0; left && s < slots; s++)
+        input[s] = load_part(x.at + s * x.stride + at, left);
+    for (int r = 0; left && r < rows; r++) {
+        vector weight = bf16 ? load_bf16_part(half + r * width + at, left)
+                             : load_part(full + r * width + at, left);
+        for (int s = 0; s < slots; s++)
+            sum[r][s] += weight * input[s];
+    }
+    for (int s = 0; s < slots; s++)
+        for (int r = 0; r < rows; r++) {
+            float *out = y.at + s * y.stride + row + r;
+            *out = (add ? *out : 0.0f) + (total(sum[r][s]) + (map->bias ? map->bias[row + r] : 0.0f));
+        }
+}
+
+/* Rows from .. to-1 for up to TILE_SLOTS vectors. One vector alone takes twice the rows at a time:
+ * its sums would otherwise wait for each other. */
+INLINE void tiles(const struct linear *map, struct vectors x, struct vectors y, int64_t from,
+                  int64_t to, int add, int bf16, int slots)
+{
+    int64_t row = from;
+    for (; slots == 1 && row + 2 * TILE_ROWS <= to; row += 2 * TILE_ROWS)
+        tile(map, x, y, row, add, bf16, 2 * TILE_ROWS, slots);
+    for (; row + TILE_ROWS <= to; row += TILE_ROWS)
+        tile(map, x, y, row, add, bf16, TILE_ROWS, slots);
+    for (; row < to; row++)
+        tile(map, x, y, row, add, bf16, 1, slots);
+}
+
+INLINE void few(const struct linear *map, struct vectors x, struct vectors y, int64_t from,
+                int64_t to, int add, int bf16, int64_t slots)
+{
+    switch (slots) {
+    case 1: tiles(map, x, y, from, to, add, bf16, 1); break;
+    case 2: tiles(map, x, y, from, to, add, bf16, 2); break;
+    case 3: tiles(map, x, y, from, to, add, bf16, 3); break;
+#if TILE_SLOTS > 3
+    case 4: tiles(map, x, y, from, to, add, bf16, 4); break;
+    case 5: tiles(map, x, y, from, to, add, bf16, 5); break;
+    case 6: tiles(map, x, y, from, to, add, bf16, 6); break;
+#endif
+    }
+}
+
+static void few_float(const struct linear *map, struct vectors x, struct vectors y, int64_t from,
+                      int64_t to, int add, int64_t slots)
+{
+    few(map, x, y, from, to, add, 0, slots);
+}
+
+static void few_bf16(const struct linear *map, struct vectors x, struct vectors y, int64_t from,
+                     int64_t to, int add, int64_t slots)
+{
+    few(map, x, y, from, to, add, 1, slots);
+}
+
+/* y or y += weight x + bias for rows from .. to-1: the vectors a few at a time, which stay in the
+ * nearest cache with the rows. */
+static void map_rows(const struct linear *map, struct vectors x, struct vectors y,
+                     int64_t batch_slots, int64_t from, int64_t to, int add)
+{
+    int64_t groups = (batch_slots + TILE_SLOTS - 1) / TILE_SLOTS;
+    for (int64_t group = 0; group < groups; group++) {
+        int64_t first = batch_slots * group / groups, after = batch_slots * (group + 1) / groups;
+        struct vectors in = {x.at + first * x.stride, x.stride};
+        struct vectors out = {y.at + first * y.stride, y.stride};
+        (map->bf16 ? few_bf16 : few_float)(map, in, out, from, to, add, after - first);
     }
 }
 
@@ -93,6 +230,33 @@ void linear_add_rows(const struct linear *map, struct vectors x, struct vectors 
                      int64_t from, int64_t to)
 {
     map_rows(map, x, y, batch_slots, from, to, 1);
+}
+
+/* y [tokens, out] = weight x [tokens, in] + bias. */
+EXPORT void mmkv_product(const struct linear *map, float *x, float *y, int64_t tokens,
+                         int64_t threads)
+{
+    int64_t rows = PRODUCT_WEIGHTS / map->in / TILE_ROWS * TILE_ROWS;
+    rows = rows > TILE_ROWS ? rows : TILE_ROWS;
+    int64_t chunks = (map->out + rows - 1) / rows;
+    struct vectors in = {x, map->in}, out = {y, map->out};
+#pragma omp parallel for num_threads((int)threads) schedule(dynamic) if (threads > 1)
+    for (int64_t chunk = 0; chunk < chunks; chunk++) {
+        int64_t to = (chunk + 1) * rows;
+        map_rows(map, in, out, tokens, chunk * rows, to < map->out ? to : map->out, 0);
+    }
+}
+
+void copy_row(const struct linear *map, int64_t row, float *to)
+{
+    if (!map->bf16) {
+        memcpy(to, map->weight + row * map->in, sizeof *to * (size_t)map->in);
+        return;
+    }
+    for (int64_t i = 0; i < map->in; i++) {
+        uint32_t bits = (uint32_t)map->bf16[row * map->in + i] << 16;
+        memcpy(to + i, &bits, sizeof bits);
+    }
 }
 
 void rms_norm(const float *x, const float *gain, int64_t size, float eps, float *y)

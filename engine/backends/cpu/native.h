@@ -14,7 +14,8 @@
 #define MAX_TRUNK 2 /* stages of a gate's trunk: 1 (rg) or 2 (tied, rg10) */
 
 /* y = weight x + bias; weight [out, in] row-major, bias [out] or NULL. `bf16` holds the upper halves
- * of the weights (bfloat16) where the lower ones are zero, else NULL: half of the bytes to read. */
+ * of the weights (bfloat16) where the lower ones are zero, else NULL: half of the bytes to read.
+ * With it, `weight` is not read. */
 struct linear {
     const float *weight, *bias;
     const uint16_t *bf16;
@@ -31,7 +32,8 @@ struct layer {
 struct model {
     int64_t layers, hidden, heads, kv_heads, head_dim, rotary, trunk; /* trunk 0: no gates */
     double eps;
-    const float *embed, *norm;
+    struct linear embed; /* [vocab, hidden]: its rows are read */
+    const float *norm;
     struct linear head;
     const struct layer *layer;
 };
@@ -166,6 +168,7 @@ void linear_rows(const struct linear *map, struct vectors x, struct vectors y, i
                  int64_t from, int64_t to);
 void linear_add_rows(const struct linear *map, struct vectors x, struct vectors y, int64_t batch_slots,
                      int64_t from, int64_t to);
+void copy_row(const struct linear *map, int64_t row, float *to);
 void dot_rows(const float *weight, int64_t rows, int64_t width, const float *x, float *y);
 void rms_norm(const float *x, const float *gain, int64_t size, float eps, float *y);
 

@@ -115,7 +115,7 @@ static void finish(struct worker *me)
     __atomic_fetch_add(&me->phase->done, 1, __ATOMIC_RELEASE);
 }
 
-/* Rows in one chunk of a matrix; a multiple of four, see linear.c. */
+/* Rows in one chunk of a matrix; a multiple of four: linear.c takes them in tiles. */
 static int64_t chunk_rows(int64_t width)
 {
     int64_t rows = CHUNK_FLOATS / width / 4 * 4;
@@ -354,8 +354,7 @@ static void start_batch_slot(const struct model *model, const struct step *step,
 {
     const struct batch_slot *mine = step->batch_slot + batch_slot;
     float *cos = of_batch_slot(first->cos, batch_slot), *sin = of_batch_slot(first->sin, batch_slot);
-    memcpy(of_batch_slot(first->hidden, batch_slot), model->embed + mine->token * model->hidden,
-           sizeof(float) * model->hidden);
+    copy_row(&model->embed, mine->token, of_batch_slot(first->hidden, batch_slot));
     for (int64_t i = 0; i < model->rotary / 2; i++) {
         float angle = (float)mine->rope_position * mine->inv_freq[i];
         cos[i] = cosf(angle) * (float)step->rope_scale;

@@ -125,6 +125,7 @@ class StaticStep:
         """Append every batch slot's token, choose the next, evict."""
         engine, pool, spec = self.engine, self.engine.cache.pool, self.engine.spec
         weights, eps = engine.decoder.weights, spec.rms_eps
+        product = weights.product
         slots = make_room(self.room, self.rows, self.seqs)
         live = slots[:, 0, 0] >= 0  # not those that are idle, none when the pool was too small
         by_layer = slots.transpose(0, 1).contiguous()
@@ -134,7 +135,7 @@ class StaticStep:
         for index, layer in enumerate(weights.layers):
             normed, residual = rms_norm(x, residual, layer.input_norm, eps)
             query = store_layer(
-                F.linear(normed, layer.qkv, layer.qkv_bias),
+                product(normed, layer.qkv, layer.qkv_bias),
                 rope,
                 layer.qk_norm,
                 eps,
@@ -155,16 +156,16 @@ class StaticStep:
                 self._mixed,
             )
             mixed = pool.form.rotate(self._mixed).flatten(1)
-            x = F.linear(mixed, layer.out, layer.out_bias)
+            x = product(mixed, layer.out, layer.out_bias)
             normed, residual = rms_norm(x, residual, layer.post_norm, eps)
             if layer.router is not None and spec.routing is not None:
                 matrices = (layer.router, layer.gate_up, layer.down)
                 x = mixture(normed, *matrices, spec.routing, captured=True)
                 continue
-            wide = F.linear(normed, layer.gate_up, layer.gate_up_bias)
-            x = F.linear(swiglu(wide), layer.down, layer.down_bias)
+            wide = product(normed, layer.gate_up, layer.gate_up_bias)
+            x = product(swiglu(wide), layer.down, layer.down_bias)
         normed, _ = rms_norm(x, residual, weights.norm, eps)
-        self._choose(F.linear(normed, weights.head).float(), live)
+        self._choose(product(normed, weights.head).float(), live)
         self._evict()
 
     def _readout(self, index: int, normed: Tensor) -> Readout | None:

@@ -24,6 +24,7 @@ from engine.model.families.config import read_config, whole_config
 from engine.model.families.deferred import DeferredModel
 from engine.model.families.vision import build_vision, import_beside
 from engine.model.finite import require_finite
+from engine.model.product import Product
 from engine.model.settings import require_sizes
 from engine.model.source import checkpoint_file, files_of, locate
 from engine.model.spec import DecoderSpec, RopeSpec
@@ -43,6 +44,7 @@ def load(
     device: str | torch.device = "auto",
     progress: Callable[[str], None] | None = None,
     pictures: bool = False,
+    product: Product | None = None,
 ) -> tuple[Family, DecoderSpec, DecoderWeights]:
     """Read a checkpoint: each shard once, into the dtype used.
 
@@ -55,6 +57,8 @@ def load(
         dtype: see :func:`resolve_dtype`. device: see :func:`resolve_device`.
         progress: called with a few words on what is being done.
         pictures: some will come: what reads them is imported beside the weights.
+        product: multiplies float32 states by matrices in bfloat16. With it, matrices that bfloat16
+            holds exactly are held in it where the dtype is float32 and the device a CPU.
 
     Returns:
         The family (which keeps the vision side), the sizes, and the text weights, of which there
@@ -67,7 +71,7 @@ def load(
     source = locate(name)
     # A file with wrong values can make libraries raise nearly anything.
     with _explaining(name, source):
-        return _load(name, source, dtype, where, progress or (lambda _: None), pictures)
+        return _load(name, source, dtype, where, progress or (lambda _: None), pictures, product)
 
 
 def _load(
@@ -77,6 +81,7 @@ def _load(
     where: torch.device,
     say: Callable[[str], None],
     pictures: bool,
+    product: Product | None,
 ) -> tuple[Family, DecoderSpec, DecoderWeights]:
     local = Path(source).is_dir() or not hub.in_reach()
     say("reading the config")
@@ -84,6 +89,8 @@ def _load(
     family_type = family_for(config)
     require_sizes(config)
     precision = resolve_dtype(dtype, config, where)
+    if precision != torch.float32 or where.type != "cpu":
+        product = None
     say("reading the weights")
     load_whole = functools.partial(_model, name, source, local, family_type)
     if family_type in FAMILIES:
@@ -95,7 +102,7 @@ def _load(
             ),
         )
         with import_beside(family_type, config, pictures):
-            weights = _stored_weights(source, family_type, config, spec, precision, where)
+            weights = _stored_weights(source, family_type, config, spec, precision, where, product)
         if weights is not None:
             say("preparing the decoder")
             require_finite(weights.named(), name)
@@ -116,6 +123,8 @@ def _load(
     family = family_type(hf_model)
     spec = DecoderSpec.from_hf(text_model)
     weights = DecoderWeights.take(text_model, family_type.output_head(hf_model), spec)
+    if product is not None:
+        weights.narrow(product)
     require_finite(weights.named(), name)
     _require_finite_rest(hf_model, weights, name)
     return family, spec, weights
@@ -190,6 +199,7 @@ def _stored_weights(
     spec: DecoderSpec,
     dtype: torch.dtype,
     device: torch.device,
+    product: Product | None,
 ) -> DecoderWeights | None:
     files = files_of(functools.partial(checkpoint_file, source))
     if files is None:
@@ -197,7 +207,7 @@ def _stored_weights(
     tied = bool(getattr(config, "tie_word_embeddings", False))
     text_config, places = config.get_text_config(), family_type.text_places
     stored = StoredTensors(files)
-    found = read_text_weights(stored, text_config, spec, places, tied, dtype, device)
+    found = read_text_weights(stored, text_config, spec, places, tied, dtype, device, product)
     if found is None and spec.matrix_numbers(text_config) > 2 * stored.numbers:
         # transformers would fill what is not there with random numbers, whatever its size.
         raise ModelError(

@@ -419,7 +419,7 @@ def test_bfloat16_copies_change_no_bit(model: str, monkeypatch: pytest.MonkeyPat
 
 @needs_native
 def test_the_number_of_threads_does_not_change_the_logits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.backends.cpu.decoder._BYTES_PER_THREAD", 1)  # too small for two
+    monkeypatch.setattr("engine.backends.cpu.decoder._NUMBERS_PER_THREAD", 1)  # too small for two
     engine = engine_for("qwen3_vl", "full")
     one = engine.session()
     one.prefill(prompt("qwen3_vl"))

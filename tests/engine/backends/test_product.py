@@ -1,0 +1,119 @@
+"""Products with weights held in bfloat16: torch and every level of C, and what the engine holds."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from engine.backends.cpu import levels
+from engine.backends.cpu import product as native
+from engine.model import product as reference
+from engine.model.weights import DecoderWeights
+from engine.runtime import Runtime
+from mmkv.resources import bundled_model
+from tests.engine.backends.test_native import assert_close, needs_native
+
+FORMS = ["torch", *levels()]
+# (out, in): whole vectors at every level, and neither rows nor numbers that fill a tile.
+SHAPES = [(96, 64), (33, 50), (3, 7), (9, 16)]
+
+
+@pytest.fixture(params=FORMS)
+def multiply(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> native.Product:
+    monkeypatch.setenv("MMKV_NATIVE", "0" if request.param == "torch" else request.param)
+    return reference.multiply if request.param == "torch" else native.multiply
+
+
+def random(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_product_is_what_numpy_makes_of_it(
+    multiply: native.Product, shape: tuple[int, int], biased: bool
+) -> None:
+    weight, bias = random(*shape).bfloat16(), random(shape[0]) if biased else None
+    matrix = weight.float().numpy().astype(np.float64)
+    for tokens in (0, 1, 2, 5, 6, 7, 13, 40):
+        x = random(tokens, shape[1])
+        wanted = x.numpy().astype(np.float64) @ matrix.T + (0 if bias is None else bias.numpy())
+        made = multiply(x, weight, bias)
+        assert made.dtype == torch.float32 and made.shape == wanted.shape
+        np.testing.assert_allclose(made.numpy(), wanted, rtol=0, atol=1e-5 * shape[1] ** 0.5)
+
+
+@needs_native
+@pytest.mark.parametrize("level", levels())
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_row_does_not_depend_on_its_company_or_on_threads(
+    shape: tuple[int, int], level: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MMKV_NATIVE", level)
+    monkeypatch.setattr(native, "_PER_THREAD", 1)
+    weight, x = random(*shape).bfloat16(), random(23, shape[1])
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    together = native.multiply(x, weight)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    for tokens in (1, 2, 3, 4, 5, 6, 9):
+        assert torch.equal(native.multiply(x[-tokens:], weight), together[-tokens:])
+
+
+def test_gradients_reach_the_states(multiply: native.Product) -> None:
+    weight, bias = random(24, 40).bfloat16(), random(24)
+    x = random(3, 5, 40).requires_grad_()
+    multiply(x, weight, bias).square().sum().backward()
+    ours, x.grad = x.grad, None
+    (x @ weight.float().T + bias).square().sum().backward()
+    torch.testing.assert_close(ours, x.grad, rtol=1e-5, atol=1e-4)
+
+
+@needs_native
+@pytest.mark.parametrize("other", ["float32 weights", "a view of rows", "bfloat16 states"])
+def test_other_forms_are_torchs(other: str) -> None:
+    weight, x = random(12, 16).bfloat16(), random(4, 16)
+    if other == "float32 weights":
+        weight = weight.float()
+    if other == "a view of rows":
+        weight = random(16, 12).bfloat16().T
+    if other == "bfloat16 states":
+        x = x.bfloat16()
+    torch.testing.assert_close(native.multiply(x, weight), x @ weight.T.to(x.dtype))
+
+
+def test_what_bfloat16_does_not_hold_stays_float32() -> None:
+    weight = random(300, 256).bfloat16().float()
+    assert torch.equal(reference.narrowed(weight), weight.bfloat16())
+    weight[-1, -1] += 2.0**-20
+    assert reference.narrowed(weight) is weight
+    assert reference.narrowed(weight.half()).dtype == torch.float16
+
+
+@needs_native
+def test_the_bundled_model_is_held_once_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a prompt's logits are those of its weights in float32."""
+    narrow = Runtime.from_pretrained(bundled_model(), device="cpu", policy="full")
+    monkeypatch.setattr("engine.runtime.native_product", lambda: None)
+    plain = Runtime.from_pretrained(bundled_model(), device="cpu", policy="full")
+    ours, theirs = (engine.decoder.weights for engine in (narrow, plain))
+    assert {matrix.dtype for matrix in ours.matrices()} == {torch.bfloat16}
+    assert {matrix.dtype for matrix in theirs.matrices()} == {torch.float32}
+    vectors = ours.numbers() - sum(t.numel() for t in unique(ours))
+    assert ours.nbytes() == 2 * ours.numbers() + 2 * vectors
+    assert ours.fingerprint() == theirs.fingerprint()
+    assert narrow.dtype == plain.dtype == narrow.cache.pool.dtype == torch.float32
+    assert narrow.identity() == plain.identity()
+    prompt = {"input_ids": torch.arange(20, 60)[None]}
+    with narrow.session() as one, plain.session() as two:
+        assert_close(one.prefill(prompt), two.prefill(prompt))
+        assert_close(one.decode(7), two.decode(7))
+        assert narrow.decode_path == plain.decode_path == "native"
+        assert narrow.backends.cpu.decoder.bytes_spared == 0  # no copy
+        narrow.backends.cpu.decoder = None
+        assert_close(one.decode(8), two.decode(8))
+
+
+def unique(weights: DecoderWeights) -> list[Tensor]:
+    return list({matrix.data_ptr(): matrix for matrix in weights.matrices()}.values())
