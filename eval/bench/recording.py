@@ -71,7 +71,7 @@ def percent(cost: dict[str, Any]) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the program."""
     made = parser("bench.recording", __doc__)
-    made.set_defaults(rounds=15, device="cpu", dtype="float32")
+    made.set_defaults(rounds=9, device="cpu", dtype="float32")
     made.add_argument("--steps", type=int, default=100, help="timed decode steps of a round")
     made.add_argument("--models", nargs="+", default=["tiny-vlm", "smollm2-135m"])
     made.add_argument("--policies", nargs="+", default=["dbtrimkv", "snapkv"])
@@ -102,6 +102,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                         "cost": spread(pairs),
                     }
                 )
+                save(args, "recording-cpu", {"cases": cases})
     rows = [
         [
             case["model"],
@@ -118,7 +119,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ["model", "policy", "step", "off", "recorded", "cost, median (quartiles)"],
         rows,
     )
-    print(f"written to {save(args, 'recording-cpu', {'cases': cases})}")
+    print(f"written to {args.output}")
     return 0
 
 

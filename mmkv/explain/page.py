@@ -45,8 +45,9 @@ def render(snapshot: Snapshot) -> str:
     """Return the page. The same snapshot gives the same bytes."""
     pictures = _pictures(snapshot)
     page = ""
+    packed: dict[tuple[int, int], Any] = {}
     for detail in _levels(snapshot):
-        page = _page(_data(snapshot, detail) | pictures)
+        page = _page(_data(snapshot, detail, packed) | pictures)
         if len(page) <= MOST_BYTES:
             break
     return page
@@ -87,7 +88,10 @@ def _page(data: dict[str, Any]) -> str:
     return "".join(pieces)
 
 
-def _data(snapshot: Snapshot, detail: _Detail) -> dict[str, Any]:
+def _data(
+    snapshot: Snapshot, detail: _Detail, packed: dict[tuple[int, int], Any]
+) -> dict[str, Any]:
+    """Return what the page reads; ``packed`` keeps what is long in the making for a next try."""
     record, rule = snapshot.record, snapshot.rule
     first = max(snapshot.tokens - _MOST_TOKENS, 0)
     tokens, heads = snapshot.tokens - first, record.kv_heads
@@ -97,8 +101,11 @@ def _data(snapshot: Snapshot, detail: _Detail) -> dict[str, Any]:
     rows = np.sort(np.argsort(-per_row.sum(1), kind="stable")[:room])
     cells = _cells(snapshot, rows, first, tokens, steps)
     few = cells["life"].size <= _FEW_CELLS
+    shape = (len(rows), len(steps))
+    if shape not in packed:
+        packed[shape] = _blob(cells["life"], "u2")
     blobs: dict[str, Any] = {
-        "lives": _blob(cells["life"], "u2"),
+        "lives": packed[shape],
         "curves": _blob(snapshot.counts()[:, steps], "u4"),
     }
     scale = None

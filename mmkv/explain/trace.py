@@ -228,6 +228,16 @@ class Trace:
 
         return draw(self.snapshot(), folder)
 
+    def _repr_html_(self) -> str:
+        """Show the page in a notebook, in a frame of its own."""
+        from html import escape
+
+        from mmkv.explain.page import render
+
+        page = escape(render(self.snapshot()))
+        frame = 'width="100%" height="800" sandbox="allow-scripts"'
+        return f'<iframe {frame} srcdoc="{page}"></iframe>'
+
     def stop(self) -> None:
         """End the recording; what was recorded stays readable here."""
         if self._last is None:

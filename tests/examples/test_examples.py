@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import runpy
@@ -99,6 +100,32 @@ def test_serving(capsys: pytest.CaptureFixture[str]) -> None:
     assert first["mmkv"]["resumed"] == 0 < first["mmkv"]["by_modality"]["image"]
     read = second["prompt_tokens"] - second["mmkv"]["resumed"]
     assert 0 < read < 30 < second["mmkv"]["resumed"]
+
+
+def test_the_notebook(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From top to bottom, as a notebook runs it: a cell's last expression is shown."""
+    monkeypatch.chdir(tmp_path)
+    notebook = json.loads((EXAMPLES / "tour.ipynb").read_text("utf-8"))
+    cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    names: dict[str, Any] = {}
+    shown = []
+    for cell in cells:
+        assert cell["outputs"] == [] and cell["execution_count"] is None
+        tree = ast.parse("".join(cell["source"]))
+        last = tree.body.pop() if isinstance(tree.body[-1], ast.Expr) else None
+        exec(compile(tree, "tour.ipynb", "exec"), names)
+        if isinstance(last, ast.Expr):
+            shown.append(eval(compile(ast.Expression(last.value), "tour.ipynb", "eval"), names))
+    printed = capsys.readouterr().out
+    assert "> what is at row 2, column 3?\nfrog\n" in printed and "\npineapple\n" in printed
+    held = [int(count) for count in re.findall(r"^  (\d+) of \d+ entries", printed, re.MULTILINE)]
+    assert held == [144, 144, 72] and "[patch]" in printed
+    assert printed.endswith("within 8 entries per row, policy dbtrimkv:\nfrog\n")
+    frame = next(one for one in shown if hasattr(one, "retained"))._repr_html_()
+    assert frame.startswith("<iframe ") and "&lt;!doctype html&gt;" in frame
+    names["session"].close()
 
 
 def test_training_gates(capsys: pytest.CaptureFixture[str]) -> None:

@@ -69,10 +69,11 @@ def data_of(text: str) -> dict[str, Any]:
 
 
 def synthetic(layers: int, heads: int, tokens: int, gated: bool = True) -> Snapshot:
-    """A trace as hard to compress as there can be: deaths and log betas at random, a third kept."""
+    """A trace of random log betas in which a third is kept, and others go after a random time."""
     source, rows = np.random.default_rng(0), layers * heads
     row, position = (x.ravel() for x in np.indices((rows, tokens)))
-    died = source.integers(position + 1, tokens + 1)
+    age = source.exponential(tokens / 16, row.size).astype(np.int64)
+    died = np.minimum(position + 1 + age, tokens)
     kept = source.random(row.size) < 1 / 3
     log_beta = -np.exp(source.normal(-5, 3, row.size)).astype(np.float32)
     deaths = np.zeros((~kept).sum(), DEATH)
