@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from eval.quality.report import interval
+from eval.serving import tables as serving
 from mmkv.measure.record import RESULTS, ROOT
 from mmkv.measure.tables import pipe_table
 
@@ -332,6 +333,10 @@ TABLES: dict[str, Callable[[Path], Rows]] = {
     "memory": _memory,
     "speed": _speed,
     "startup": _startup,
+    "serving-speed": serving.speed,
+    "serving-overload": serving.overload,
+    "serving-soak": serving.soak,
+    "serving-long-dialogue": serving.long_dialogue,
     "compare-dense": _leaderboard("compare-tiny-vlm-dense"),
     "compare-sparse": _leaderboard("compare-tiny-vlm-sparse"),
     "compare-smollm2": _leaderboard("compare-smollm2-recall"),

@@ -19,6 +19,7 @@ import torch
 
 from engine.policies import Budget
 from engine.runtime import Runtime
+from eval.serving.tables import draw_speed, speed_values
 from mmkv.data.sources import examples
 from mmkv.measure.record import RESULTS, ROOT
 from mmkv.measure.teacher_forced import spans
@@ -156,13 +157,15 @@ def _save(figure: Any, path: Path, drawn_from: str) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Draw both figures."""
+    """Draw all figures."""
     parser = argparse.ArgumentParser(prog="python -m eval.figures", description=__doc__)
     parser.add_argument("--output", type=Path, default=FIGURES, help="folder of the figures")
     args = parser.parse_args(arguments)
     args.output.mkdir(parents=True, exist_ok=True)
     draw_accuracy(accuracy_values(RESULTS), args.output / "accuracy.svg")
     draw_kept(args.output / "kept.svg")
+    speeds = speed_values(RESULTS)
+    _save(draw_speed(speeds), args.output / "serving.svg", digest(speeds))
 
 
 if __name__ == "__main__":

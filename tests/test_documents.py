@@ -16,6 +16,7 @@ from typer.main import get_command
 
 from eval.document_tables import documents, fill, main
 from eval.figures import FIGURES, accuracy_values, digest
+from eval.serving.tables import speed_values
 from mmkv.measure.record import RESULTS, ROOT
 from mmkv.resources import asset
 
@@ -47,8 +48,9 @@ def test_every_result_is_cited() -> None:
 
 
 def test_figures_are_drawn_from_the_results_of_today() -> None:
-    drawn = (FIGURES / "accuracy.svg").read_text()
-    assert digest(accuracy_values(RESULTS)) in drawn, "run `python -m eval.figures`"
+    for name, values in (("accuracy", accuracy_values), ("serving", speed_values)):
+        drawn = (FIGURES / f"{name}.svg").read_text()
+        assert digest(values(RESULTS)) in drawn, "run `python -m eval.figures`"
 
 
 def test_links_resolve(document: tuple[Path, str]) -> None:

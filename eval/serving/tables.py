@@ -1,0 +1,143 @@
+"""What the documents show of the server's result files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+SPEED = "serving-speed-cpu"
+_TIMES = (("first_token_s", 1e3), ("inter_token_s", 1e3))
+
+
+def _results(results: Path, name: str) -> Any:
+    return json.loads((results / f"{name}.json").read_text())["results"]
+
+
+def speed(results: Path) -> Iterator[Sequence[str]]:
+    """Yield tokens/s and times of each server, by kind and number of dialogues."""
+    yield [
+        "dialogues",
+        "server",
+        "tokens/s",
+        "per CPU second",
+        "first token, ms: p50, p99",
+        "next token, ms: p50, p99",
+        "mmkv / it: by the clock, by CPU",
+    ]
+    for kind, counts in _results(results, SPEED).items():
+        for count, servers in counts.items():
+            for name, one in servers.items():
+                times = (
+                    ", ".join(f"{scale * one[key][q]:,.0f}" for q in ("p50", "p99"))
+                    for key, scale in _TIMES
+                )
+                ratio = f"{one['ours_over_it']:.1f}, {one['ours_over_it_cpu']:.1f}"
+                yield [
+                    f"{count}, {kind}",
+                    f"`{name}`" if "," not in name else name,
+                    f"{one['tokens_per_second']['median']:,.0f}",
+                    f"{one['tokens_per_cpu_second']:,.0f}",
+                    *times,
+                    "" if name == "mmkv serve" else ratio,
+                ]
+
+
+def overload(results: Path) -> Iterator[Sequence[str]]:
+    """Yield what became of requests that came at shares of the capacity."""
+    yield [
+        "of capacity",
+        "requests",
+        "refused (503)",
+        "first token, ms: p50, p99",
+        "p99 / at 0.8",
+        "refusal, ms: p50, p99",
+    ]
+    for share, one in _results(results, "serving-overload")["shares"].items():
+        times = [
+            ", ".join(f"{1e3 * one[key][q]:,.0f}" for q in ("p50", "p99")) if one[key] else "-"
+            for key in ("first_token_s", "refused_s")
+        ]
+        counts = f"{one['requests']:,}", f"{one['refused']:,}"
+        yield [share, *counts, times[0], f"{one['p99_over_below_capacity']:.2f}", times[1]]
+
+
+def soak(results: Path) -> Iterator[Sequence[str]]:
+    """Yield what 10,000 requests of misbehaving clients came to."""
+    found = _results(results, "serving-soak")["summary"]
+    yield ["", ""]
+    for words, key in (
+        ("requests, of which clients left", "left_by_the_client"),
+        ("pages lost", "pages_lost"),
+        ("resident memory per request after the first 1,000", "rss_bytes_per_request"),
+        ("server errors other than 503; tracebacks", "server_errors"),
+        ("SIGKILL while four sessions were saved: times; saves answered", "kills"),
+        ("session files read afterwards; unreadable; missing", "files_read"),
+    ):
+        shown = {
+            "left_by_the_client": f"{found['requests']:,}, {found['left_by_the_client']:,}",
+            "pages_lost": f"{found['pages_lost']:.0f}",
+            "rss_bytes_per_request": f"{found['rss_bytes_per_request'] or 0:.0f} bytes",
+            "server_errors": f"{found['server_errors']}; {found['tracebacks']}",
+            "kills": f"{found['kills']}; {found['saves_answered']:,}",
+            "files_read": f"{found['files_read']:,}; {found['files_unreadable']}; "
+            f"{found['files_missing']}",
+        }
+        yield [words, shown[key]]
+
+
+def long_dialogue(results: Path) -> Iterator[Sequence[str]]:
+    """Yield what the turns of dialogues of 50 pictures read, and their times."""
+    found = _results(results, "serving-long-dialogue")
+    ways = {way: one for way, one in found.items() if isinstance(one, Mapping)}
+    yield ["", *ways]
+    any_way = next(iter(ways.values()))
+    for key in any_way:
+        if key == "first_token_s":
+            continue
+        scale, digits = (1e3, 0) if "_s_" in key else (1, 2 if key == "late_over_early" else 0)
+        words = key.replace("_s_", ", ms, ").replace("_", " ")
+        yield [words, *(f"{scale * one[key]:,.{digits}f}" for one in ways.values())]
+
+
+def speed_values(results: Path) -> dict[str, Any]:
+    """Return what the figure draws: tokens/s by kind, server and dialogues at a time."""
+    drawn: dict[str, Any] = {}
+    for kind, counts in _results(results, SPEED).items():
+        for count, servers in counts.items():
+            for name, one in servers.items():
+                row = [
+                    int(count),
+                    one["tokens_per_second"]["median"],
+                    one["first_token_s"]["p50"],
+                    one["first_token_s"]["p99"],
+                ]
+                drawn.setdefault(kind, {}).setdefault(name, []).append(row)
+    return drawn
+
+
+def draw_speed(values: Mapping[str, Any]) -> Any:
+    """Return a figure: tokens/s and times to the first token against dialogues at a time."""
+    from matplotlib.figure import Figure
+
+    colours = dict(zip(("mmkv serve", "transformers serve"), ("#0b6e4f", "#d1495b"), strict=True))
+    figure = Figure(figsize=(10, 3.3), layout="constrained")
+    panels = figure.subplots(1, 2 * len(values))
+    for at, (kind, servers) in enumerate(values.items()):
+        for name, rows in servers.items():
+            colour = colours.get(name, "#8d99ae")
+            counts = [row[0] for row in rows]
+            panels[2 * at].plot(counts, [row[1] for row in rows], "o-", color=colour, label=name)
+            first = panels[2 * at + 1]
+            first.plot(counts, [row[2] for row in rows], "o-", color=colour)
+            first.plot(counts, [row[3] for row in rows], "o:", color=colour, markersize=3)
+        panels[2 * at].set(title=f"{kind}: tokens/s", ylim=(0, None))
+        panels[2 * at + 1].set(title=f"{kind}: first token, s (p50, p99)", yscale="log")
+    for panel in panels:
+        panel.set_xticks(sorted({int(x) for line in panel.lines for x in line.get_xdata()}))
+        panel.set_xlabel("dialogues at a time", fontsize=8)
+        panel.title.set_fontsize(9)
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper center", ncols=3, fontsize=8)
+    return figure
