@@ -40,8 +40,8 @@ SERVE = ["--policy", "dbtrimkv", "--budget", "8", "--prefill-chunk", "32", "--me
 
 
 @contextlib.contextmanager
-def serving(folder: Path, *options: str) -> Iterator[httpx.Client]:
-    """Run ``mmkv serve`` until it answers; yield what speaks to it.
+def serving(folder: Path, replicas: int | None = None) -> Iterator[httpx.Client]:
+    """Run ``mmkv serve`` until it answers, from all replicas; yield what speaks to it.
 
     Raises:
         RuntimeError: it has ended.
@@ -49,25 +49,32 @@ def serving(folder: Path, *options: str) -> Iterator[httpx.Client]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    given = [*SERVE, "--port", str(port), "--session-folder", str(folder), *options]
-    process = subprocess.Popen([sys.executable, "-m", "mmkv", "serve", *given])
+    more = ["--keep-sessions"] if replicas is None else ["--replicas", str(replicas)]
+    given = [*SERVE, "--port", str(port), "--session-folder", str(folder), *more]
+    # One thread, as Ray gives a replica of one processor.
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen([sys.executable, "-m", "mmkv", "serve", *given], env=environment)
     url = f"http://127.0.0.1:{port}"
     try:
         with httpx.Client(base_url=url, timeout=120, trust_env=False) as client:
-            _wait(client, process)
+            _wait(client, process, replicas or 1)
             yield client
     finally:
         process.terminate()
         process.wait(120)
 
 
-def _wait(client: httpx.Client, process: subprocess.Popen[bytes]) -> None:
-    until = time.monotonic() + 300
+def _wait(client: httpx.Client, process: subprocess.Popen[bytes], replicas: int) -> None:
+    """Wait until all replicas have answered: Ray's proxy hears of one after the other."""
+    until, seen = time.monotonic() + 300, set()
     while time.monotonic() < until:
         if process.poll() is not None:
             raise RuntimeError(f"mmkv serve has ended with exit code {process.returncode}")
         with contextlib.suppress(httpx.HTTPError):
-            if client.get("/health").status_code == 200:
+            answer = client.get("/health", headers={"X-Session-Id": f"probe{time.monotonic()}"})
+            if answer.status_code == 200:
+                seen.add(answer.headers.get("x-mmkv-replica"))
+            if len(seen) == replicas:
                 return
         time.sleep(0.2)
     raise RuntimeError("mmkv serve does not answer")
@@ -139,14 +146,14 @@ def check(sessions: int, turns: int) -> dict[str, Any]:
     """Hold the sessions on two replicas and on one server; return what was found."""
     more = range(turns, turns + 1)
     with tempfile.TemporaryDirectory() as shared, tempfile.TemporaryDirectory() as own:
-        with serving(Path(shared), "--replicas", "2") as client:
+        with serving(Path(shared), 2) as client:
             before = hold(client, sessions, range(turns))
             places = [[place for _, place in one] for one in before]
             moved = sum(place != one[0] for one in places for place in one)
             lost = places[0][0]
             os.kill(int(lost.rpartition(":")[2]), signal.SIGKILL)
             after = hold(client, sessions, more)
-        with serving(Path(own), "--keep-sessions") as client:
+        with serving(Path(own)) as client:
             wanted = [
                 first + second
                 for first, second in zip(
