@@ -21,7 +21,7 @@ from engine.backends.torch.write_step import WriteStep, admitting
 from engine.cache import Form, PagePool, RaggedCache
 from engine.checks import require_list
 from engine.config import EngineConfig
-from engine.errors import BROKEN, GateError, InputError, NotFiniteError, SessionError
+from engine.errors import BROKEN, BudgetError, GateError, InputError, NotFiniteError, SessionError
 from engine.eviction import cut_to_budgets
 from engine.lock import FairLock
 from engine.model.decoder import Decoder
@@ -242,7 +242,8 @@ class Runtime:
             floor: entries per row that each session is sure of, while an equal share has as many.
 
         Raises:
-            BudgetError, PolicyError, SessionError: it cannot be; nothing has changed.
+            BudgetError, PolicyError: it cannot be; SessionError: sessions are open already. Nothing
+                has changed then.
         """
         with self.lock:
             made = Budget.of(budget)
@@ -252,9 +253,15 @@ class Runtime:
         """Open an empty session.
 
         Raises:
-            BudgetError: for a budget below one entry per row.
+            BudgetError: for a budget below one entry per row, or one of its own where all share.
         """
-        return self._open(self._checked(budget))
+        made = self._checked(budget)
+        if self.shared is not None and made != self.budget:
+            raise BudgetError(
+                f"all sessions of this engine share a budget of {self.budget.describe()}; open "
+                "them without one of their own"
+            )
+        return self._open(made)
 
     def load_session(self, path: str | Path) -> tuple[CachedSequence, dict[str, str]]:
         """Open a saved session: the session and the strings saved beside it.

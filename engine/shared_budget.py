@@ -30,7 +30,7 @@ class SharedBudget:
     has, go after all others. Ties fall on the smaller position, then layer, then head, then the
     sequence that joined first. So what a sequence keeps depends on the others.
 
-    Made by :meth:`engine.runtime.Runtime.share`. Callers hold the engine's lock.
+    Made by :meth:`engine.runtime.Runtime.share`. Who calls :meth:`cut` holds the engine's lock.
 
     Attributes:
         entries: that may stay of all sequences together.
@@ -39,7 +39,7 @@ class SharedBudget:
     Raises:
         BudgetError: the budget is not in entries, or the floor is above it.
         PolicyError: the policy's scores cannot be compared between sequences.
-        SessionError: there are sequences with budgets of their own.
+        SessionError: sequences are open that this budget would not count.
     """
 
     def __init__(self, engine: Runtime, budget: Budget, floor: float) -> None:
@@ -64,8 +64,8 @@ class SharedBudget:
                 f"a floor of {floor:g} entries per row is not between 0 and the shared budget of "
                 f"{budget.value:g}"
             )
-        if pool.free_pages != pool.num_pages:
-            raise SessionError("sessions are open with budgets of their own; share before them")
+        if engine.cache.open_count:  # those without an entry, too: they would never join
+            raise SessionError("sessions are open already; share a budget before them")
         self._engine = engine
         self.entries = budget.entries(rows, 0, pool.page_size, pool.page_bytes)
         self.floor = int(floor * rows)
@@ -74,7 +74,8 @@ class SharedBudget:
     @property
     def held(self) -> int:
         """Count the entries of all sequences."""
-        return sum(one.entries for one in self._weights)
+        with self._engine.lock:
+            return sum(one.entries for one in self._weights)
 
     @property
     def fixed_pages(self) -> int:
@@ -100,11 +101,13 @@ class SharedBudget:
         require_real("the weight of a session", weight)
         if not (math.isfinite(weight) and weight > 0):
             raise BudgetError(f"a weight of {weight} cannot be; give a positive number")
-        self._weights[session] = float(weight)
+        with self._engine.lock:  # another thread may be cutting
+            self._weights[session] = float(weight)
 
     def leave(self, session: CachedSequence) -> None:
         """Take a sequence out: nothing of it is evicted, nor counted."""
-        self._weights.pop(session, None)
+        with self._engine.lock:
+            self._weights.pop(session, None)
 
     def weight(self, session: CachedSequence) -> float:
         """Return the weight of a sequence; 1 where it takes no part."""
@@ -114,12 +117,12 @@ class SharedBudget:
         """Evict from all sequences when they hold more than the budget and ``slack`` together."""
         if self.held <= self.entries + slack:
             return
-        cache, torch_side = self._engine.cache, self._engine.backends.torch
+        cache, backend = self._engine.cache, self._engine.backends.torch
         members = [one for one in self._weights if one.entries]
         held = [cache.entries(one.seq) for one in members]
         views = [one.view(entries) for one, entries in zip(members, held, strict=True)]
         scores = [
-            torch_side.scores(one, entries, view) + math.log(self._weights[one])
+            backend.scores(one, entries, view) + math.log(self._weights[one])
             for one, entries, view in zip(members, held, views, strict=True)
         ]
         victims = self._victims(held, scores)

@@ -142,7 +142,7 @@ class Session(CachedSequence):
 
     def put_back(self, taken: Session) -> None:
         """Reverse an :meth:`undo`: go back to ``taken``, a fork made before it."""
-        self._remember(self.fork())
+        self._remember(self.fork_apart())
         self._become(taken)
 
     @property
@@ -157,6 +157,14 @@ class Session(CachedSequence):
             other.history, other.last = deepcopy(self.history), self.last
             other._unfed, other.undo_depth = list(self._unfed), self.undo_depth
             other._turn_mark = self._turn_mark
+            return other
+
+    def fork_apart(self) -> Session:
+        """Copy it to go back to: what shares a budget never takes anything from the copy."""
+        with self.engine.lock:  # so that no other thread cuts in between
+            other = self.fork()
+            if self.engine.shared is not None:
+                self.engine.shared.leave(other)
             return other
 
     def save(self, path: str | Path, extra: dict[str, str] | None = None) -> None:
@@ -374,9 +382,7 @@ class Session(CachedSequence):
             logits = self.prefill(turn.inputs, progress)
             self._show(turn, start)
             return logits
-        snapshot = self.fork()
-        if self.engine.shared is not None:
-            self.engine.shared.leave(snapshot)  # what is gone back to competes with nobody
+        snapshot = self.fork_apart()
 
         def report(done: int, total: int) -> None:
             control.check()

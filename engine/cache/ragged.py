@@ -71,6 +71,11 @@ class RaggedCache:
             self.memory[name] = torch.cat([tensor, tensor.new_zeros(1, *tensor.shape[1:])])
         return len(self._open) - 1
 
+    @property
+    def open_count(self) -> int:
+        """Count the open sequences, those without an entry among them."""
+        return sum(self._open)
+
     def close(self, seq: int) -> None:
         """Free a sequence and return every page it held."""
         self.pool.give(self._pages(seq))

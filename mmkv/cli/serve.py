@@ -165,6 +165,8 @@ def serve(
         )
     if shared_budget is not None and arguments.on_command_line(context, "budget"):
         raise UsageError("--shared-budget stands instead of --budget; give one of them")
+    if shared_budget is None and arguments.on_command_line(context, "shared_floor"):
+        raise UsageError("--shared-floor is a part of --shared-budget; give that, too")
     limit, body = _bytes("--memory", memory), _bytes("--max-body", max_body)
     copies = None if snapshots is None else _bytes("--snapshots", snapshots)
     model = ChatOptions(engine).model

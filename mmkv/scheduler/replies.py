@@ -254,9 +254,7 @@ class ReplyJob:
                 f"{self.prompt_tokens:,}; send it again with the right number"
             )
         if self.undo:
-            self._before = self.live.fork()
-            if engine.shared is not None:
-                engine.shared.leave(self._before)  # what is gone back to competes with nobody
+            self._before = self.live.fork_apart()
         undoable = self._kept is not None and not self.undo
         self._prefill = self.live.begin_prefill(prompt.inputs, self.chunk, undoable)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -214,17 +215,42 @@ def test_what_cannot_share_is_refused(folder: Path) -> None:
         engine.share("64KiB")
     with pytest.raises(BudgetError, match="floor"):
         engine.share(8, floor=9)
-    with engine.session() as session, pytest.raises(SessionError, match="budgets of their own"):
-        session.prefill(PICTURES)
-        engine.share(8)
+    with engine.session(), pytest.raises(SessionError, match="open already"):
+        engine.share(8)  # the session holds no page yet
     assert engine.shared is None
     engine.share(8)
     with engine.session() as session:
         with pytest.raises(BudgetError, match="none of its own"):
             session.set_budget(4)
+        with pytest.raises(BudgetError, match="share a budget of 8"):
+            engine.session(4)
+        with pytest.raises(SessionError, match="open already"):
+            engine.share(9)
         assert engine.shared is not None
         with pytest.raises(BudgetError, match="positive"):
             engine.shared.join(session, 0.0)
     for policy in ("trimkv", "balanced", "streamingllm"):
         with pytest.raises(PolicyError, match="across sessions"):
             load(folder, policy=policy).share(8)
+
+
+def test_who_shares_changes_under_the_lock(folder: Path) -> None:
+    engine = load(folder)
+    engine.share(8)
+    assert engine.shared is not None
+    shared, held = engine.shared, []
+
+    class Watched(dict[CachedSequence, float]):
+        def __setitem__(self, session: CachedSequence, weight: float) -> None:
+            held.append(engine.lock._lock._is_owned())  # type: ignore[attr-defined]
+            super().__setitem__(session, weight)
+
+        def pop(self, session: CachedSequence, *default: Any) -> Any:
+            held.append(engine.lock._lock._is_owned())  # type: ignore[attr-defined]
+            return super().pop(session, *default)
+
+    shared._weights = Watched()
+    with engine.session() as session:
+        shared.join(session, 2.0)
+        shared.leave(session)
+    assert held == [True] * 4

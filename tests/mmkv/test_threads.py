@@ -284,3 +284,27 @@ def test_a_session_closed_under_its_stream_stays_closed(engine: Engine) -> None:
                 close()
         assert session.closed and engine.cache.pool.free_pages == engine.cache.pool.num_pages
         engine.cache.check()
+
+
+def test_what_is_gone_back_to_competes_with_nobody_from_the_start(
+    qwen: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = opened(qwen)
+    engine.share(12)
+    shared = engine.shared
+    assert shared is not None
+    lock, leave, before = engine.lock._lock, shared.leave, []
+
+    def watched(session: Any) -> None:
+        before.append(lock._is_owned())  # type: ignore[attr-defined]
+        leave(session)
+
+    with engine.session() as session:
+        session.undo_depth = 1
+        monkeypatch.setattr(shared, "leave", watched)
+        list(session.send("hi", sampling=FEW))
+        assert before == [True]
+        taken = session.fork()
+        assert session.undo()
+        session.put_back(taken)
+        assert list(shared._weights) == [session]

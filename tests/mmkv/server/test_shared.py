@@ -156,5 +156,7 @@ def test_what_a_session_cannot_have_of_its_own(
         assert answer.status_code == 400 and "share one budget" in answer.text
     assert server.client.post("/v1/sessions", json={"budget": 8}).status_code == 400
     assert server.client.get("/v1/models").json()["data"][0]["mmkv"]["shared_budget"]
+    assert run(["serve", "--shared-floor", "2"]) == 2
+    assert "give that, too" in capsys.readouterr().err
     assert run(["serve", "--shared-budget", "8", "--budget", "8"]) == 2
     assert "--shared-budget" in capsys.readouterr().err
