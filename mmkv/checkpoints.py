@@ -10,7 +10,6 @@ import os
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +17,7 @@ from engine.budget import format_bytes
 from engine.errors import MmkvError
 from engine.model.fingerprint import fingerprint
 from engine.model.source import checkpoint_file, files_of
+from engine.registry import offered
 from mmkv.resources import BUNDLED_MODEL, bundled_gates, bundled_model
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ FAMILIES: dict[str, tuple[str, str]] = {
     "qwen2_5_vl": ("Qwen2.5-VL", _VIDEOS),
     "llava": ("LLaVA-1.5", _PICTURES),
     "llava_next": ("LLaVA-NeXT", _PICTURES),
-    "llava_onevision": ("LLaVA-OneVision", _VIDEOS),
+    "llava_onevision": ("LLaVA-OneVision", _PICTURES),
     "internvl": ("InternVL3 (-hf)", _VIDEOS),
     "llama": ("Llama (text)", f"{_RANDOM}; SmolLM2-135M"),
     "mistral": ("Mistral (text)", _RANDOM),
@@ -169,8 +169,8 @@ def listed() -> Listing:
 
 def families_with_added() -> dict[str, tuple[str, str]]:
     """Return FAMILIES and those that other packages add, which are not loaded for it."""
-    added = metadata.entry_points(group="mmkv.families")
-    return FAMILIES | {one.name: (one.name, f"added by {one.value}") for one in added}
+    added = {one.name: (one.name, f"added by {one.value}") for one in offered("mmkv.families")}
+    return FAMILIES | {name: facts for name, facts in added.items() if name not in FAMILIES}
 
 
 def table(listing: Listing) -> RenderableType:
@@ -243,12 +243,21 @@ def _checkpoint(name: str, folder: Path, where: str, size: int, sets: list[Gates
     ours = fingerprint(str(folder)) if others else None
     gates += [one.name for one in others if one.fingerprint == ours]
     gates += [known.name for known in PUBLISHED if known.base == name]
-    problem = ""
-    if family not in families_with_added():
-        problem = "this family does not run"
-    elif files_of(lambda file: checkpoint_file(str(folder), file)) is None:
-        problem = "it has no safetensors weights"
+    problem = _problem(folder, config)
     return Checkpoint(name, str(folder), where, family, size, gates, problem)
+
+
+def _problem(folder: Path, config: dict[str, Any]) -> str:
+    """Return why a checkpoint cannot run, empty where nothing speaks against it."""
+    if str(config["model_type"]) not in families_with_added():
+        return "this family does not run"
+    if config.get("quantization_config") is not None:
+        return "it is quantised; take the checkpoint that it was made of"
+    try:
+        found = files_of(lambda file: checkpoint_file(str(folder), file))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return "its index of weight files cannot be read"
+    return "it has no safetensors weights" if found is None else ""
 
 
 def _gates(name: str, folder: Path, where: str) -> Gates:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from engine.errors import InputError
-from mmkv.prompt.video import DEFAULT_FPS, Clip, FrameMap
+from mmkv.prompt.video import Clip, FrameMap
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -163,12 +163,8 @@ class VideoRules:
         """Return the seconds between two temporal patches of each video, if the model asks."""
         if self.frames_apart:
             return {}
-        apart = []
-        for clip in clips:
-            seconds = clip.timestamps
-            between = (seconds[-1] - seconds[0]) / (len(seconds) - 1) if len(seconds) > 1 else 0
-            apart.append(self.temporal_patch_size * (between or 1 / DEFAULT_FPS))
-        return {"second_per_grid_ts": apart}
+        step = self.temporal_patch_size
+        return {"second_per_grid_ts": [step / clip.sampled_fps for clip in clips]}
 
 
 # Of Qwen2.5-VL. Where a checkpoint has no video settings the bounds are the defaults of

@@ -35,12 +35,19 @@ class Clip:
     """Sampled frames of one video.
 
     ``frames`` uint8 [F, height, width, 3]; ``indices``: their numbers in the source;
-    ``fps``: frame rate of the source (not of the sampling), so index / fps is the time in seconds.
+    ``fps``: frame rate of the source (not of the sampling), so index / fps is the time in seconds;
+    ``total``: the source's frames, None where the last one is among those sampled.
     """
 
     frames: np.ndarray
     indices: tuple[int, ...]
     fps: float
+    total: int | None = None
+
+    @property
+    def sampled_fps(self) -> float:
+        """Return the frames sampled per second of the source, as transformers counts them."""
+        return len(self.indices) / (self.total or self.indices[-1] + 1) * self.fps
 
     @property
     def timestamps(self) -> list[float]:
@@ -127,7 +134,7 @@ def _sample(
 def read_clip(reader: Reader, indices: Sequence[int], size_rule: SizeRule | None) -> Clip:
     """Read frames at ascending ``indices``, each scaled as it is decoded; see load_video."""
     frames = reader.read(indices, _Scaler(len(indices), size_rule))
-    return Clip(np.stack(frames), tuple(indices[: len(frames)]), reader.fps)
+    return Clip(np.stack(frames), tuple(indices[: len(frames)]), reader.fps, reader.count)
 
 
 class _Scaler:

@@ -292,6 +292,20 @@ def test_videos_of_a_batch_keep_their_seconds() -> None:
         reader.turn(turns[0], 0, CPU)
 
 
+def test_seconds_of_a_video_are_rounded_behind_the_product() -> None:
+    """Qwen2.5-VL: positions by hand (transformers before 5.23 rounds the seconds alone)."""
+    pieces = [1, ("video", 6, 16, 16), ("image", 16, 16), ("video", 6, 16, 16), 1]
+    turn = make_turn("qwen2_5_vl", pieces)
+    turn["second_per_grid_ts"] = torch.tensor([0.5, 1.9])
+    modality = turn["mm_token_type_ids"][0]
+    made = family("qwen2_5_vl").positions(ids_of(turn), modality, turn)
+    times = made[0, modality == 2] - made[1, modality == 2].view(2, 12)[:, :1].repeat(1, 12).view(
+        -1
+    )
+    # Two of its positions a second: 1 and 3.8 apart; each frame is 2 x 2 merged patches.
+    assert times.tolist() == [t for t in (0, 1, 2, 0, 3, 7) for _ in range(4)]
+
+
 def test_pixels_that_cover_one_kind_of_what_was_seen(qwen: Family) -> None:
     pieces: list[Any] = [3, ("image", 16, 16), 2, ("video", 2, 16, 16), 1]
     first, second = make_turn("qwen3_vl", pieces), make_turn("qwen3_vl", pieces, seed=1)

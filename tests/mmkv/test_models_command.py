@@ -111,9 +111,20 @@ def test_folders_are_found_with_family_size_and_gates(mmkv: Callable[..., Ran], 
         Path(name, "config.json").write_text(config)
     Path("light").mkdir()
     shutil.copy(Path(model) / "config.json", "light")
+    config = json.loads(Path("light/config.json").read_text())
+    for index in ("{", "[]", '{"weight_map": 1}'):
+        Path(f"torn{len(index)}").mkdir()
+        Path(f"torn{len(index)}", "config.json").write_text(json.dumps(config))
+        Path(f"torn{len(index)}", "model.safetensors.index.json").write_text(index)
+    shutil.copytree(model, "small")
+    quantised = config | {"quantization_config": {"quant_method": "gptq"}}
+    Path("small/config.json").write_text(json.dumps(quantised))
     found = listed(mmkv)
     rows = {row["name"]: row for row in found["models"]}
-    assert set(rows) == {"tiny-vlm", "models/one", "two", "other", "light"}
+    torn = {"torn1", "torn2", "torn17"}
+    assert set(rows) == {"tiny-vlm", "models/one", "two", "other", "light", "small"} | torn
+    assert {rows[name]["problem"] for name in torn} == {"its index of weight files cannot be read"}
+    assert "quantised" in rows["small"]["problem"]
     assert rows["tiny-vlm"]["where"] == "bundled" and "gates/" in rows["tiny-vlm"]["gates"]
     one, two = rows["models/one"], rows["two"]
     size = sum(path.stat().st_size for path in Path(model).iterdir())

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from engine.errors import InputError
-from engine.model.families.base import Family, required
+from engine.model.families.base import VIDEO, Family, required
 from engine.model.families.qwen3_vl import Qwen3VLFamily
 
 _SECONDS = "second_per_grid_ts"
@@ -35,21 +36,38 @@ class Qwen25VLFamily(Qwen3VLFamily):
     mrope_interleaved: ClassVar[bool] = False
     frames_apart: ClassVar[bool] = False
 
-    def video_times(self, inputs: Mapping[str, Any], grid: Tensor | None) -> dict[str, Tensor]:
-        """Return the seconds between two temporal patches of each video; 1 where none are given.
+    def positions(self, token_ids: Tensor, modality: Tensor, inputs: Mapping[str, Any]) -> Tensor:
+        """Return the rope positions int64 ``[3, T]`` of this turn alone, counted from 0.
+
+        The videos' times are set here: transformers before 5.23 rounds the seconds first.
 
         Raises:
-            InputError: not one number for each video.
+            InputError: as for Qwen3-VL, or where there is not one number for each video.
         """
-        if inputs.get(_SECONDS) is None or grid is None:
-            return {}
+        made = super().positions(token_ids, modality, inputs)
+        grid, videos = self._grid(inputs, VIDEO), (modality == VIDEO).nonzero()[:, 0]
+        if grid is None or not len(videos):
+            return made
+        seconds = self._seconds(inputs, len(grid)) * self.config.vision_config.tokens_per_second
+        merged = self.config.vision_config.spatial_merge_size**2
+        sizes = (grid.prod(-1) // merged).tolist()
+        for tokens, patches, apart in zip(videos.split(sizes), grid[:, 0], seconds, strict=True):
+            times = (torch.arange(int(patches)) * apart).long()
+            start = made[1, tokens[0]]  # the first row of a video stands where the video does
+            made[0, tokens] = start + times.repeat_interleave(len(tokens) // len(times))
+        return made
+
+    def _seconds(self, inputs: Mapping[str, Any], videos: int) -> Tensor:
+        """Return the seconds between two temporal patches of each video; 1 where none are given."""
+        if inputs.get(_SECONDS) is None:
+            return torch.ones(videos)
         seconds = required(inputs, _SECONDS).cpu()
-        if seconds.shape != (len(grid),):
+        if seconds.shape != (videos,):
             raise InputError(
-                f"{_SECONDS} has shape {list(seconds.shape)} for {len(grid)} videos; pass the "
+                f"{_SECONDS} has shape {list(seconds.shape)} for {videos} videos; pass the "
                 "processor's output unchanged"
             )
-        return {_SECONDS: seconds}
+        return seconds
 
     def split(self, inputs: Mapping[str, Any], spans: Sequence[Tensor]) -> list[Mapping[str, Any]]:
         """Return per span of tokens the grids of its pictures and videos, and the videos' times."""

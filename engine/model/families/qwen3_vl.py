@@ -51,13 +51,8 @@ class Qwen3VLFamily(Family):
             mm_token_type_ids=modality[None].int(),
             image_grid_thw=grids[IMAGE],
             video_grid_thw=grids[VIDEO],
-            **self.video_times(inputs, grids[VIDEO]),
         )
         return positions[:, 0].long()
-
-    def video_times(self, inputs: Mapping[str, Any], grid: Tensor | None) -> dict[str, Tensor]:
-        """Return what else the rope index reads of the videos with ``grid [n, 3]``."""
-        return {}
 
     def split(self, inputs: Mapping[str, Any], spans: Sequence[Tensor]) -> list[Mapping[str, Any]]:
         """Return per span of tokens the grids of its pictures and videos.

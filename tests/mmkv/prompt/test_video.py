@@ -186,7 +186,19 @@ def test_patches_and_text_are_those_of_transformers(frames: int) -> None:
     older = Qwen2_5_VLProcessor.replace_video_token
     processor.video_processor.merge_size = run.merge_size
     assert run.expand(clip, grid) == older(processor, made, 0)
-    assert run.times([clip])["second_per_grid_ts"] == [2 * 3 / 8.0 if frames > 1 else 1.0]
+
+
+@pytest.mark.parametrize("count", [1, 4, 6])
+def test_seconds_between_patches_are_those_of_transformers(clip_file: Path, count: int) -> None:
+    from transformers.video_utils import VideoMetadata
+
+    clip = load_video(clip_file, num_frames=count)
+    indices = list(clip.indices)
+    theirs = VideoMetadata(total_num_frames=24, fps=float(RATE), frames_indices=indices)
+    wanted = pytest.approx([RUN.temporal_patch_size / theirs.sampled_fps])
+    assert RUN.times([clip])["second_per_grid_ts"] == wanted
+    if count > 1:  # the last frame is among them
+        assert RUN.times([replace(clip, total=None)])["second_per_grid_ts"] == wanted
 
 
 def test_frames_of_internvl_are_pictures_in_one_tile(tmp_path: Path) -> None:
