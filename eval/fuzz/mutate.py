@@ -23,7 +23,7 @@ _TEXTS = (
     "\u202egnp.exe",
     "é" * 300,
     "a" * 5000,
-    "../" * 40 + "etc/passwd",
+    "../" * 40 + "no-such-folder/passwd",
     "/",
     ".",
     "..",

@@ -27,6 +27,7 @@ import torch
 from transformers.utils import logging
 
 from eval.fuzz import mutate
+from eval.fuzz.barrier import write_only_below
 from eval.fuzz.judge import Failure, Hang, failure_of
 from eval.fuzz.target import Case, Files, Target
 from eval.fuzz.targets import TARGETS
@@ -173,6 +174,7 @@ def main() -> None:
     sandbox.SECONDS = _TEMPLATE_SECONDS
     limit_memory(plan["memory"])
     worker = Worker(plan, answer)
+    write_only_below((worker.kept.absolute(), worker.current.absolute().parent))
     try:
         worker.prepare()
         print(json.dumps({"ready": True}), file=answer, flush=True)
