@@ -6,7 +6,7 @@ READY := $(VENV)/.mmkv-installed
 # Without its cache of compiled modules, every process that the tests start compiles torch anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo serve-demo test test-fast test-triton test-drawn test-pages test-page wheel-test lint format clean
+.PHONY: demo serve-demo test test-fast test-triton test-drawn test-pages test-browser wheel-test lint format clean
 
 demo: $(READY)
 	$(BIN)/mmkv chat --image assets/scene.png --budget 8 --prefill-chunk 12 --cost -p "what is at row 2, column 3?"
@@ -36,7 +36,7 @@ test-pages: $(READY)
 	$(BIN)/python -m tests.engine.page_operations $(PAGES)
 
 # The pages of mmkv serve and mmkv explain in headless Chromium (of the system: apt-get install chromium); make test has it where both are.
-test-page: $(READY)
+test-browser: $(READY)
 	$(BIN)/pip install -q --constraint constraints.txt 'playwright>=1.50'
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest tests/mmkv/server/test_page.py tests/mmkv/explain/test_page.py
 

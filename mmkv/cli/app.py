@@ -33,7 +33,7 @@ class _Ordered(TyperGroup):
     """Lists the commands in the order in which one comes to need them."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        order = "chat explain models pull serve policies env distill bench eval mmdu".split()
+        order = "chat models pull explain serve policies env distill bench eval mmdu".split()
         names = super().list_commands(ctx)
         return sorted(names, key=lambda name: order.index(name) if name in order else len(order))
 
