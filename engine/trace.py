@@ -45,7 +45,7 @@ class Record:
     Attributes:
         layers, kv_heads: a row is ``layer * kv_heads + head``.
         seen: int64 ``[S]`` tokens seen after each step; allowed: int64 ``[S]`` entries that the
-            budget allows; kind: uint8 ``[S]``, an index of :data:`KINDS`.
+            budget allows, -1 without one of its own; kind: uint8 ``[S]``, of :data:`KINDS`.
         token_ids: int64 ``[T]``, -1 where unknown; modality: uint8 ``[T]``.
         deaths: :data:`DEATH` ``[D]`` in the order of ``died_at``, then row, then position.
         died_at: int64 ``[D]`` the step of each.
@@ -93,14 +93,16 @@ class Record:
 class Recorder:
     """Takes down steps and deaths; made by :meth:`CachedSequence.record`.
 
-    The list of deaths takes at most ``limit`` bytes: beyond, the oldest steps are forgotten, and
-    the record begins later. A token takes 5 bytes more, a step 25.
+    The list of deaths takes ``limit`` bytes: beyond, the oldest steps are forgotten, and the record
+    begins later; only the present step stays whole, however many die in it. A token takes 5 bytes
+    more, a step 25.
     """
 
     LIMIT: ClassVar[int] = 2**26
 
     def __init__(self, session: CachedSequence, limit: int) -> None:
-        self._limit = max(limit // (_BLOCK * DEATH.itemsize), 2)
+        self.limit = limit
+        self._most_blocks = max(limit // (_BLOCK * DEATH.itemsize), 2)
         self._blocks, self._used = [np.empty(_BLOCK, DEATH)], [0]
         self._addressed: np.ndarray | None = None
         self._address = 0
@@ -116,8 +118,8 @@ class Recorder:
         self._samples_every = 0 if kernel in ("retention", "recency") else 1
         self._offered = 0  # to be sampled
         self._first = 0  # steps that are forgotten
-        # Position of the first token, and what readers show beside the tokens from there.
-        self.media: list[tuple[int, Any]] = []
+        # Position of the first token, what readers show beside the tokens from there, its bytes.
+        self.media: list[tuple[int, Any, int]] = []
         self._ids.extend([-1] * session.seen)
         self._modality.extend(bytes(session.seen))
         view = session.view()
@@ -132,6 +134,7 @@ class Recorder:
         columns = (self._seen, self._allowed, self._died, self._ids)
         taken = sum(len(column) * column.itemsize for column in columns)
         taken += sum(12 * len(scores) for *_, scores in self._samples)
+        taken += sum(size for *_, size in self.media)
         return taken + len(self._kind) + len(self._modality) + len(self._blocks) * _BLOCK * 20
 
     # What the engine calls.
@@ -153,15 +156,20 @@ class Recorder:
         self._modality.extend(bytes(new))
         self._next = None
         self._seen.append(session.seen)
-        self._allowed.append(session.allowed_entries if session.engine.policy.evicts else -1)
+        engine = session.engine
+        bound = engine.policy.evicts and engine.shared is None  # by a budget of its own
+        self._allowed.append(session.allowed_entries if bound else -1)
         self._died.append(0)
         self._kind.append(KINDS.index(kind or "reply"))
         if len(self._seen) > _MOST_STEPS:
+            self._flush()
             self._forget(_MOST_STEPS // 4)
 
     def room(self, most: int) -> int:
         """Return the address at which C may write ``most`` deaths."""
-        self._make_room(most)
+        if self._used[-1] + most > _BLOCK:
+            self._make_room(most)
+            self._trim()
         if self._addressed is not self._blocks[-1]:  # numpy takes microseconds to tell
             self._addressed = self._blocks[-1]
             self._address = self._addressed.ctypes.data
@@ -205,10 +213,10 @@ class Recorder:
 
     def rewind(self, seen: int) -> None:
         """Go back to the last step after which ``seen`` tokens had been seen."""
+        self._flush()  # which may forget steps
         keep = len(self._seen)
         while keep > 1 and self._seen[keep - 1] > seen:
             keep -= 1
-        self._flush()
         gone = sum(self._died[keep:])
         while gone:
             taken = min(gone, self._used[-1])
@@ -222,7 +230,7 @@ class Recorder:
             del column[keep:]
         self._seen[-1] = min(self._seen[-1], seen)
         self._samples = [sample for sample in self._samples if sample[0] < self._first + keep]
-        self.media = [(start, shown) for start, shown in self.media if start < seen]
+        self.media = [one for one in self.media if one[0] < seen]
         self._resolve()
         del self._ids[seen:], self._modality[seen:]
         self._next = None
@@ -248,32 +256,37 @@ class Recorder:
             self._resolve()
             view = session.view()
             held = [x.cpu().numpy() for x in (view.row, view.position, view.log_beta)]
-        order = np.lexsort((held[1], held[0]))
-        died = np.array(self._died, np.int64)
-        deaths = np.concatenate(
-            [block[:used] for block, used in zip(self._blocks, self._used, strict=True)]
-        )
-        at = np.repeat(np.arange(len(died)), died)
-        by_step = np.lexsort((deaths["position"], deaths["row"], at))
-        return Record(
-            view.layers,
-            view.kv_heads,
-            np.array(self._seen, np.int64),
-            np.array(self._allowed, np.int64),
-            np.frombuffer(bytes(self._kind), np.uint8),
-            np.array(self._ids, np.int64),
-            np.frombuffer(bytes(self._modality), np.uint8),
-            deaths[by_step],
-            at[by_step],
-            held[0][order],
-            held[1][order],
-            held[2][order],
-            tuple(
-                (step - self._first, row.cpu().numpy(), position.cpu().numpy(), score.cpu().numpy())
-                for step, row, position, score in self._samples
-                if step >= self._first
-            ),
-        )
+            order = np.lexsort((held[1], held[0]))
+            died = np.array(self._died, np.int64)
+            deaths = np.concatenate(
+                [block[:used] for block, used in zip(self._blocks, self._used, strict=True)]
+            )
+            at = np.repeat(np.arange(len(died)), died)
+            by_step = np.lexsort((deaths["position"], deaths["row"], at))
+            return Record(
+                view.layers,
+                view.kv_heads,
+                np.array(self._seen, np.int64),
+                np.array(self._allowed, np.int64),
+                np.frombuffer(bytes(self._kind), np.uint8),
+                np.array(self._ids, np.int64),
+                np.frombuffer(bytes(self._modality), np.uint8),
+                deaths[by_step],
+                at[by_step],
+                held[0][order],
+                held[1][order],
+                held[2][order],
+                tuple(
+                    (
+                        step - self._first,
+                        row.cpu().numpy(),
+                        position.cpu().numpy(),
+                        score.cpu().numpy(),
+                    )
+                    for step, row, position, score in self._samples
+                    if step >= self._first
+                ),
+            )
 
     def _note(self, whole: Tensor, real: Tensor, cause: int) -> None:
         count = whole.shape[1]
@@ -296,6 +309,7 @@ class Recorder:
                 note["log_beta"], note["score"], note["cause"] = log_beta[part], score[part], cause
                 self._used[-1] += count
         self._waiting, self._many_wait = [], 0
+        self._trim()  # now that all who died are in the list
 
     def _resolve(self) -> None:
         """Bring the token ids of prompts to the host."""
@@ -305,23 +319,26 @@ class Recorder:
         self._given = []
 
     def _make_room(self, count: int) -> None:
-        if self._used[-1] + count <= _BLOCK:
-            return
-        self._blocks.append(np.empty(_BLOCK, DEATH))
-        self._used.append(0)
-        if len(self._blocks) > self._limit:
-            self._trim()
+        if self._used[-1] + count > _BLOCK:
+            self._blocks.append(np.empty(_BLOCK, DEATH))
+            self._used.append(0)
 
     def _trim(self) -> None:
-        """Forget the steps that the first block tells of."""
-        steps, left = 0, self._used[0]
-        while left > 0 and steps < len(self._died) - 1:  # the present step stays whole
-            left -= self._died[steps]
-            steps += 1
-        self._forget(steps)
+        """Forget the steps that the first blocks tell of, while there are too many blocks."""
+        before = len(self._blocks) + 1
+        while self._most_blocks < len(self._blocks) < before:
+            before = len(self._blocks)
+            steps, left = 0, self._used[0]
+            while left > 0 and steps < len(self._died) - 1:  # the present step stays whole
+                left -= self._died[steps]
+                steps += 1
+            self._forget(steps)
 
     def _forget(self, steps: int) -> None:
-        """Let the oldest steps go, and who died in them; the last of them is the new start."""
+        """Let the oldest steps go, and who died in them; the last of them is the new start.
+
+        Nothing may wait on a device.
+        """
         gone = sum(self._died[:steps])
         self._first += max(steps - 1, 0)
         for column in (self._seen, self._allowed, self._died, self._kind):

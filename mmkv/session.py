@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from engine.budget import Budget
     from mmkv.api import Engine
     from mmkv.explain import Trace
+    from mmkv.explain.frames import Frame
     from mmkv.prompt.template import Message
 
 Progress = Callable[[int, int], None]
@@ -125,8 +126,9 @@ class Session(CachedSequence):
     def trace(self) -> Trace:
         """Record from now on what is kept and what goes, to be shown; see :class:`Trace`.
 
-        It costs microseconds a step and at most 64 MiB; pictures are shown of turns sent with
-        :meth:`send`.
+        It takes 64 MiB for what goes and 16 MiB for pictures; beyond, the oldest steps go, and
+        later pictures are not shown. One step with more than that stays whole. Pictures are known
+        of turns sent with :meth:`send`.
         """
         from mmkv.explain import Trace
 
@@ -375,12 +377,12 @@ class Session(CachedSequence):
 
     def _append(self, turn: _Turn, control: CtrlC, progress: Progress | None) -> torch.Tensor:
         """Prefill a turn whole, or leave the session as it was."""
-        start = self.seen
+        frames = self._frames(turn)  # what fails here leaves the session as it was
         if not self.undo_depth and turn.tokens <= self.engine.prefill_chunk:
             # One chunk: the engine undoes it itself when it fails. A Ctrl-C meanwhile is
             # delivered once the turn stands in the history, as an interrupted empty reply.
             logits = self.prefill(turn.inputs, progress)
-            self._show(turn, start)
+            self._show(frames)
             return logits
         snapshot = self.fork_apart()
 
@@ -395,25 +397,22 @@ class Session(CachedSequence):
             self._become(snapshot)
             raise
         self._remember(snapshot)
-        self._show(turn, start)
+        self._show(frames)
         return logits
 
-    def _show(self, turn: _Turn, start: int) -> None:
-        """Hand the pictures of a turn that begins at position ``start`` to the recorder."""
+    def _frames(self, turn: _Turn) -> list[tuple[int, Frame, int]]:
+        """Encode the pictures of a turn that comes next for the recorder, if there is one."""
         if self.recorder is None or not (turn.pictures or turn.clips):
-            return
-        from mmkv.explain.trace import frames_of
+            return []
+        from mmkv.explain.frames import frames_of
 
-        made = frames_of(
-            turn.inputs,
-            self.engine.family.placeholder,
-            turn.pictures,
-            turn.clips,
-            start,
-            getattr(self.engine.family.config, "vision_config", None),
-            max((frame.media + 1 for _, frame in self.recorder.media), default=0),
-        )
-        self.recorder.media += [(frame.start, frame) for frame in made]
+        family, known = self.engine.family, self.recorder.media
+        given = (turn.inputs, family.placeholder, turn.pictures, turn.clips)
+        return frames_of(*given, self.seen, family.config, known)
+
+    def _show(self, frames: list[tuple[int, Frame, int]]) -> None:
+        if self.recorder is not None:
+            self.recorder.media += frames
 
     def _remember(self, snapshot: Session) -> None:
         with self.engine.lock:
@@ -428,6 +427,7 @@ class Session(CachedSequence):
                 other.close()
                 return
             snapshots, self._snapshots = self._snapshots, []
+            recorder = self.recorder
             # The objects exchange their state, so that references to this session stay valid.
             self.__dict__, other.__dict__ = other.__dict__, self.__dict__
             for name in _OWN:
@@ -435,3 +435,8 @@ class Session(CachedSequence):
                 mine[name], theirs[name] = theirs[name], mine[name]
             other.close()
             self._snapshots = snapshots
+            # The recording belongs to the object, too: it goes on, or stays ended.
+            if recorder is None:
+                self.recorder = None
+            elif self.recorder is None:
+                self.record(recorder.limit)

@@ -262,7 +262,7 @@ def _pictures(snapshot: Snapshot) -> dict[str, Any]:
 def _smaller(jpeg: bytes, edge: int) -> bytes:
     from PIL import Image
 
-    from mmkv.explain.trace import encoded
+    from mmkv.explain.frames import encoded
 
     return encoded(Image.open(io.BytesIO(jpeg)), edge)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,43 +11,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from engine.errors import InputError
+from engine.errors import InputError, SessionError
 from engine.policies.base import kernel_of
 from engine.policies.score import lookahead_log_score
 from engine.policies.scoring import Retention
 from engine.sequence import MODALITIES
-from engine.trace import EVICTED, Record
+from engine.trace import EVICTED, Record, Recorder
 
 if TYPE_CHECKING:
-    from PIL.Image import Image
-
     from engine.sequence import CachedSequence
-    from mmkv.prompt.video import Clip
-
-# Longest edge of what is kept of a picture, of a video's frame, in pixels.
-PICTURE_EDGE, FRAME_EDGE = 512, 256
-_QUALITY = 80
-
-
-@dataclass(frozen=True)
-class Frame:
-    """A picture, or what one temporal patch of a video shows, and the tokens that stand for it.
-
-    Attributes:
-        kind: an index of ``MODALITIES``; media: number of the picture or video in the session.
-        caption: what it is; start: position of its first token; the token of row y and column x is
-            ``start + y * stride + x``, for ``high`` rows of ``wide`` columns.
-        jpeg: the picture, encoded anew.
-    """
-
-    kind: int
-    media: int
-    caption: str
-    start: int
-    high: int
-    wide: int
-    stride: int
-    jpeg: bytes
+    from mmkv.explain.frames import Frame
 
 
 @dataclass(frozen=True)
@@ -184,21 +155,22 @@ class Trace:
 
     def __init__(self, session: CachedSequence) -> None:
         self._session = session
-        self._recorder = session.record()
+        self._began = session.recorder is None
+        session.record()
         self._last: Snapshot | None = None
 
     def snapshot(self) -> Snapshot:
         """Read everything up to now; after :meth:`stop`, up to then.
 
         Raises:
-            SessionError: the session is closed.
+            SessionError: the session is closed, or the trace that began the recording has ended.
         """
         session = self._session
         if self._last is not None:
             return self._last
         with session.engine.lock:
-            recorder = session.record()
-            record, frames = recorder.read(session), [frame for _, frame in recorder.media]
+            recorder = self._recorder()
+            record, frames = recorder.read(session), [frame for _, frame, _ in recorder.media]
         texts = texts_of(_tokenizer(session), record.token_ids.tolist())
         return Snapshot(
             record,
@@ -206,7 +178,7 @@ class Trace:
             ["" if kind else text for text, kind in zip(texts, record.modality, strict=True)],
             frames,
             session.engine.policy.name,
-            session.budget.describe(),
+            _budget(session),
             _model(session),
         )
 
@@ -214,7 +186,9 @@ class Trace:
         """Token indices kept after ``step``, ``[layer][kv_head]``, each ascending int64."""
         if self._last is not None:
             return self._last.record.retained(step)
-        return self._session.record().read(self._session).retained(step)
+        with self._session.engine.lock:
+            record = self._recorder().read(self._session)
+        return record.retained(step)
 
     def report(self, path: str | Path) -> Path:
         """Write the page: one HTML file that needs no network. Raises InputError."""
@@ -239,16 +213,30 @@ class Trace:
         return f'<iframe {frame} srcdoc="{page}"></iframe>'
 
     def stop(self) -> None:
-        """End the recording; what was recorded stays readable here."""
-        if self._last is None:
-            self._last = self.snapshot()
-            self._session.recorder = None
+        """End the recording, if this trace began it; what was recorded stays readable here.
+
+        Raises:
+            SessionError: as :meth:`snapshot`.
+        """
+        with self._session.engine.lock:
+            if self._last is None:
+                self._last = self.snapshot()
+                if self._began:
+                    self._session.recorder = None
+
+    def _recorder(self) -> Recorder:
+        if self._session.recorder is None and not self._session.closed:
+            raise SessionError(
+                "the session is no longer recorded: the trace that began the recording has ended; "
+                "end it last, or begin another trace"
+            )
+        return self._session.record()
 
     def __enter__(self) -> Trace:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if not self._session.closed:
+        if not self._session.closed and self._session.recorder is not None:
             self.stop()
 
 
@@ -267,97 +255,6 @@ def write(path: str | Path, content: bytes) -> Path:
             f"cannot write {target} ({error.strerror}); name a file in a folder that you may write"
         ) from error
     return target
-
-
-def frames_of(
-    inputs: dict[str, Any],
-    placeholder: dict[int, int],
-    pictures: Sequence[Image],
-    clips: Sequence[Clip],
-    start: int,
-    vision: Any,
-    known: int,
-) -> list[Frame]:
-    """Say which tokens of a turn stand for which part of which picture.
-
-    Args:
-        inputs: the model inputs of the turn; start: position of its first token.
-        placeholder: token id of each visual modality.
-        vision: the model's vision config: how many patches of a grid are one token.
-        known: pictures and videos before these.
-    """
-    ids, merge = inputs["input_ids"][0].numpy(), getattr(vision, "spatial_merge_size", 1)
-    size, patch = (getattr(vision, name, 0) for name in ("image_size", "patch_size"))
-    side = size // patch if isinstance(size, int) and patch else 0
-    found: list[Frame] = []
-    kinds = {name: MODALITIES.index(name) for name in ("image", "video")}
-    at = np.flatnonzero(ids == placeholder.get(kinds["image"], -1)) + start
-    grids = inputs.get("image_grid_thw")
-    if grids is not None:
-        sizes = [(h // merge, w // merge) for _, h, w in grids.tolist()]
-    else:
-        sizes = [(0, 0)] * len(pictures)
-    runs = [] if grids is not None else np.split(at, np.flatnonzero(np.diff(at) > 1) + 1)
-    for number, (picture, (high, wide)) in enumerate(zip(pictures, sizes, strict=True)):
-        if grids is not None:
-            first, at = int(at[0]), at[high * wide :]
-            parts = [(0, high, wide, wide)]
-        elif number < len(runs) and len(runs) == len(pictures):
-            first, parts = int(runs[number][0]), layout(len(runs[number]), *picture.size, side)
-        else:
-            break  # pictures whose tokens touch cannot be told apart
-        jpeg, media = encoded(picture, PICTURE_EDGE), known + number
-        for part, (offset, rows, columns, stride) in enumerate(parts):
-            caption = f"picture {media + 1}" + (", close up" if part else "")
-            frame = (caption, first + offset, rows, columns, stride, jpeg)
-            found.append(Frame(kinds["image"], media, *frame))
-    grids = inputs.get("video_grid_thw")
-    if grids is None:
-        return found
-    from PIL import Image as pil
-
-    at = np.flatnonzero(ids == placeholder.get(kinds["video"], -1)) + start
-    for number, (clip, (times, high, wide)) in enumerate(zip(clips, grids.tolist(), strict=True)):
-        media, high, wide = known + len(pictures) + number, high // merge, wide // merge
-        each = math.ceil(len(clip.frames) / times)
-        for time in range(times):
-            shown = min(time * each, len(clip.frames) - 1)
-            jpeg = encoded(pil.fromarray(clip.frames[shown]), FRAME_EDGE)
-            caption = f"video {number + 1} at {clip.timestamps[shown]:.1f} s"
-            frame = (caption, int(at[0]), high, wide, wide, jpeg)
-            found.append(Frame(kinds["video"], media, *frame))
-            at = at[high * wide :]
-    return found
-
-
-def layout(count: int, width: int, height: int, side: int) -> list[tuple[int, int, int, int]]:
-    """Lay ``count`` tokens out over a picture: parts of (offset, rows, columns, stride).
-
-    LLaVA-NeXT and LLaVA-OneVision put a thumbnail of ``side x side`` tokens first and then rows
-    that end with a token of their own; of the shapes that fit, the nearest to the picture's.
-    Nothing is returned for a count that fits neither this nor a square.
-    """
-    edge = math.isqrt(count)
-    if edge * edge == count:
-        return [(0, edge, edge, edge)]
-    rest = count - side * side
-    shapes = [(rest // line, line - 1) for line in range(2, max(rest, 0) + 1) if rest % line == 0]
-    if not side or not shapes:
-        return []
-    high, wide = min(shapes, key=lambda s: abs(math.log(s[1] / s[0] * height / width)))
-    return [(0, side, side, side), (side * side, high, wide, wide + 1)]
-
-
-def encoded(picture: Image, edge: int) -> bytes:
-    """Encode a picture as JPEG, no longer than ``edge`` on either side and free of metadata."""
-    from PIL import Image as pil
-
-    small = pil.new("RGB", picture.size, "white")
-    small.paste(picture, mask=picture.getchannel("A") if "A" in picture.getbands() else None)
-    small.thumbnail((edge, edge))
-    data = io.BytesIO()
-    small.save(data, "JPEG", quality=_QUALITY)
-    return data.getvalue()
 
 
 def texts_of(tokenizer: Any, ids: Sequence[int]) -> list[str]:
@@ -398,6 +295,14 @@ def _rule(session: CachedSequence) -> Rule:
     if isinstance(scoring, Retention):
         lookahead, shift = scoring.lookahead, scoring.age_shift
     return Rule(kernel, lookahead, shift, policy.protect_first, recent, group)
+
+
+def _budget(session: CachedSequence) -> str:
+    shared = session.engine.shared
+    if shared is None:
+        return session.budget.describe()
+    each = shared.entries / session.engine.spec.rows
+    return f"{each:g} entries per row, shared by all sessions"
 
 
 def _model(session: CachedSequence) -> str:

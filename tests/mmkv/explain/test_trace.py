@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from torch import Tensor
 
+from engine import trace as recording
 from engine.errors import InputError, SessionError
 from engine.sequence import CachedSequence
-from engine.trace import _BLOCK, DEATH, KINDS, PRUNED, REFUSED, Record
+from engine.trace import _BLOCK, DEATH, KINDS, PRUNED, REFUSED, Record, Recorder
 from mmkv import Engine, Sampling
-from mmkv.explain import Trace
-from mmkv.explain.trace import layout, texts_of
+from mmkv.explain import Trace, frames
+from mmkv.explain.frames import layout
+from mmkv.explain.trace import texts_of
 from mmkv.resources import asset
 from tests.support.policies import EVICTING_KINDS
-from tests.support.recorded import DIALOGUES, bundled, recorded, talk
+from tests.support.recorded import DIALOGUES, bundled, clip, recorded, talk
 from tests.support.sessions import LATER, PICTURES, load, text_ids
 
 Sets = list[list[int]]
@@ -248,6 +253,109 @@ def test_recording_may_begin_and_end_anywhere(engine_of_pictures: Engine) -> Non
         session.trace()
 
 
+def test_a_trace_ends_only_what_it_began(engine_of_pictures: Engine) -> None:
+    session, short = engine_of_pictures.session(), Sampling(max_new_tokens=2)
+    outer = session.trace()
+    list(session.send("first", sampling=short))
+    with session.trace() as inner:
+        list(session.send("second", sampling=short))
+    assert len(inner.snapshot().record.seen) == len(outer.snapshot().record.seen) > 4
+    later = session.trace()
+    outer.stop()
+    for read in (later.snapshot, lambda: later.retained(-1), later.stop):
+        with pytest.raises(SessionError, match="no longer recorded"):
+            read()
+    assert session.recorder is None
+    session.close()
+
+
+def test_undo_neither_ends_nor_begins_a_recording(engine_of_pictures: Engine) -> None:
+    session, short = engine_of_pictures.session(), Sampling(max_new_tokens=2)
+    session.undo_depth = 2
+    list(session.send("before the recording", sampling=short))
+    trace = session.trace()
+    assert session.undo()
+    assert session.seen == 0 and len(trace.snapshot().record.seen) == 1
+    list(session.send("recorded", sampling=short))
+    assert known(trace.snapshot().record, -1) == kept(session)
+    trace.stop()
+    assert session.undo() and session.recorder is None
+    session.close()
+
+
+def test_steps_are_forgotten_with_deaths_that_wait_on_a_device(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wait(self: Recorder, whole: Tensor, real: Tensor, cause: int) -> None:
+        self._died[-1] += whole.shape[1]
+        self._waiting.append((whole, real, cause))
+
+    monkeypatch.setattr(Recorder, "_note", wait)
+    monkeypatch.setattr(recording, "_MOST_STEPS", 8)
+    engine = load(folders["vl"], budget=4)
+    engine.backends.cpu.switch_off()
+    session = engine.session()
+    recorder = session.record()
+    session.prefill(PICTURES)
+    held = []
+    for token in text_ids(12, 4).tolist():
+        session.decode(token)
+        held.append(kept(session))
+    record = recorder.read(session)
+    assert 4 < len(record.seen) <= 8 and record.seen[0] > 0
+    for back in range(1, len(record.seen)):
+        assert known(record, -back) == held[-back]
+
+
+def test_a_record_is_of_one_moment(
+    engine_of_pictures: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No other thread may take a step while the columns of a record are put together."""
+    session = engine_of_pictures.session()
+    free: list[bool] = []
+    trace = session.trace()
+    session.decode(5)
+
+    def ask() -> None:
+        lock = engine_of_pictures.lock._lock
+        free.append(lock.acquire(blocking=False))
+        if free[-1]:
+            lock.release()
+
+    def asked(*columns: Any) -> Record:
+        asking = threading.Thread(target=ask)
+        asking.start()
+        asking.join()
+        return Record(*columns)
+
+    monkeypatch.setattr(recording, "Record", asked)
+    assert trace.retained(-1) and free == [False]
+    session.close()
+
+
+def test_pictures_of_a_record_are_bounded_and_cannot_spoil_a_turn(
+    engine_of_pictures: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session, short = engine_of_pictures.session(), Sampling(max_new_tokens=2)
+    recorder, picture = session.record(), asset("scene.png")
+    bare = recorder.nbytes
+
+    def fail(*_: object) -> bytes:
+        raise OSError("no JPEG")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(frames, "encoded", fail)
+        with pytest.raises(OSError, match="no JPEG"):
+            list(session.send("what?", images=[picture], sampling=short))
+    assert session.seen == 0 and session.history == []
+    monkeypatch.setattr(frames, "MOST_BYTES", 1)
+    for _ in range(2):
+        list(session.send("what?", images=[picture], videos=[clip()], sampling=short))
+    assert [frame.caption for _, frame, _ in recorder.media] == ["picture 1"]
+    assert recorder.nbytes - bare > len(recorder.media[0][1].jpeg) > 0
+    session.close()
+
+
 def test_sessions_that_share_a_budget_are_recorded(folders: dict[str, Path]) -> None:
     """What another one's tokens push out is a step of its own, with the right sets around it."""
     engine = load(folders["vl"])
@@ -264,6 +372,8 @@ def test_sessions_that_share_a_budget_are_recorded(folders: dict[str, Path]) -> 
     one.check()
     record = one.record()
     assert "shared" in {KINDS[kind] for kind in record.kind}
+    assert set(record.allowed.tolist()) == {-1}  # no budget of its own
+    assert Trace(one.session).snapshot().budget == "12 entries per row, shared by all sessions"
     assert len(record.deaths) == one.session.memory().evicted
 
 
@@ -304,6 +414,11 @@ def test_shapes_of_pictures_without_a_grid() -> None:
     # LLaVA-NeXT: a thumbnail of 24 x 24, then 24 rows of 36 and a row end each.
     assert layout(576 + 24 * 37, 600, 400, 24) == [(0, 24, 24, 24), (576, 24, 36, 37)]
     assert layout(577, 300, 200, 0) == layout(579, 300, 200, 25) == []
+    # A thumbnail of 24 x 24, and 35 rows of 34 and a row end: a square number by chance.
+    assert layout(576 + 35 * 35, 340, 350, 24) == [(0, 24, 24, 24), (576, 35, 34, 35)]
+    # InternVL3: tiles of 16 x 16, one after the other.
+    assert layout(256, 448, 448, 16, True) == [(0, 16, 16, 16)]
+    assert layout(1024, 1344, 448, 16, True) == layout(1024, 1344, 448, 0, True) == []
 
 
 def test_texts_join_to_the_whole_text(engine_of_pictures: Engine) -> None:
