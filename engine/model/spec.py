@@ -44,14 +44,21 @@ class RopeSpec:
         return 3 if self.mrope_axes else 1
 
     @classmethod
-    def from_rotary(cls, rotary: Any) -> RopeSpec:
+    def from_rotary(
+        cls, rotary: Any, section: tuple[int, ...] | None = None, interleaved: bool = True
+    ) -> RopeSpec:
         """Read the frequencies of a transformers rotary module.
+
+        Args:
+            rotary: the module.
+            section: frequencies per axis where module and config name none, for M-RoPE.
+            interleaved: see :func:`mrope_axes`; for a module that does not order them itself.
 
         Raises:
             ModelError: for scalings whose frequencies change with every new token, which
-                would invalidate the keys already cached.
+                would invalidate the keys already cached; for sections that do not fit.
         """
-        axes = _axes_of(rotary)
+        axes = _axes_of(rotary, section, interleaved)
         found = None
         if _kind(rotary.config) != "longrope":
             found = (rotary.inv_freq, rotary.attention_scaling)
@@ -102,6 +109,11 @@ class RopeSpec:
             )
             found = ROPE_INIT_FUNCTIONS[kind](config, device=torch.device("cpu"), seq_len=switch_at)
         inv_freq, scale = found
+        if axes is not None and len(axes) != len(inv_freq):
+            raise ModelError(
+                f"M-RoPE sections of {len(axes)} frequencies do not fit the {len(inv_freq)} of a "
+                "head; give rope_parameters.mrope_section in config.json"
+            )
         return cls(
             kind=kind,
             inv_freq=inv_freq.detach().float().cpu().clone(),
@@ -126,13 +138,16 @@ def mrope_axes(section: Sequence[int], interleaved: bool) -> tuple[int, ...]:
     return tuple(i % 3 if i < ends[i % 3] else 0 for i in range(sum(section)))
 
 
-def _axes_of(rotary: Any) -> tuple[int, ...] | None:
+def _axes_of(
+    rotary: Any, section: Sequence[int] | None, interleaved: bool
+) -> tuple[int, ...] | None:
     """Return the axis of each frequency of a transformers rotary module, None without M-RoPE."""
-    section = getattr(rotary, "mrope_section", None)
+    named = rotary.config.rope_parameters.get("mrope_section")
+    section = getattr(rotary, "mrope_section", None) or named or section
     if not section:
         return None
     if not hasattr(rotary, "recomposition_frequencies"):
-        return mrope_axes(section, interleaved=True)
+        return mrope_axes(section, interleaved)
     shown = torch.arange(3.0).view(3, 1, 1, 1).expand(-1, 1, 1, sum(section)).clone()
     mixed = rotary.recomposition_frequencies(shown)[0, 0, : sum(section)]
     return tuple(int(axis) for axis in mixed)
@@ -238,14 +253,19 @@ class DecoderSpec:
         return width * self.hidden_size
 
     @classmethod
-    def from_hf(cls, text_model: Any) -> DecoderSpec:
+    def from_hf(
+        cls, text_model: Any, section: tuple[int, ...] | None = None, interleaved: bool = True
+    ) -> DecoderSpec:
         """Read the sizes off a transformers text model (embed_tokens, layers, norm, rotary_emb).
+
+        ``section``, ``interleaved``: see :meth:`RopeSpec.from_rotary`.
 
         Raises:
             ModelError: when the model uses a part this decoder does not have.
         """
         return cls.from_config(
-            text_model.config, lambda: RopeSpec.from_rotary(text_model.rotary_emb)
+            text_model.config,
+            lambda: RopeSpec.from_rotary(text_model.rotary_emb, section, interleaved),
         )
 
     @classmethod

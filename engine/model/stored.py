@@ -24,7 +24,7 @@ from engine.model.weights import DecoderWeights, LayerWeights
 _FLOATS = {"F16", "BF16", "F32", "F64"}
 _STORED_AS = {torch.float16: "F16", torch.bfloat16: "BF16", torch.float32: "F32"}
 # Buffers that older checkpoints hold and that follow from the config.
-_COMPUTED = ("rotary_emb.inv_freq",)
+COMPUTED = ("rotary_emb.inv_freq",)
 _STACK = "experts.gate_up_proj"
 
 
@@ -194,7 +194,7 @@ def _read(
     present = {
         name
         for name in stored.names
-        if (name.startswith(prefix) or name == head) and not name.endswith(_COMPUTED)
+        if (name.startswith(prefix) or name == head) and not name.endswith(COMPUTED)
     }
     if present != set(shapes) or any(
         stored.shape(name) not in (shape, _turned(shape)) or not stored.is_float(name)

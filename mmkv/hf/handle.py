@@ -129,7 +129,8 @@ class Retained:
             spec, weights = self._host.spec, self._host.weights
             return HostedRuntime.from_parts(config, family, spec, weights, gates)
         text_model: Any = family_type.text_model(model)
-        spec = DecoderSpec.from_hf(text_model)
+        section, interleaved = family_type.mrope_section, family_type.mrope_interleaved
+        spec = DecoderSpec.from_hf(text_model, section, interleaved)
         # Views that were made in inference mode could not be trained.
         with torch.inference_mode(False):
             head = family_type.output_head(model)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.errors import ModelError, first_line
-from mmkv.prompt.picture_settings import require_settings
+from mmkv.prompt.picture_settings import require_settings, require_tile
 from mmkv.prompt.processing import (
     BOTH,
     PICTURES,
@@ -77,13 +77,13 @@ class InternVLProcessor(HubProcessor):
     def _scaler(self, frames: int, height: int, width: int) -> FrameMap:
         from PIL import Image as pil
 
-        size = self.processor.image_processor.size
-        tile = (size["width"], size["height"])
+        images = self.processor.image_processor
+        tile, resample = (images.size["width"], images.size["height"]), images.resample
 
         def scale(frame: np.ndarray) -> np.ndarray:
             import numpy as np
 
-            return np.asarray(pil.fromarray(frame).resize(tile, pil.Resampling.BICUBIC))
+            return np.asarray(pil.fromarray(frame).resize(tile, resample))
 
         return scale
 
@@ -152,6 +152,7 @@ def load_hub(name: str | Path, tokenizer: Any, config: Any) -> HubProcessor:
     tokens = [processor.image_token]
     kind = HubProcessor
     if config.model_type == "internvl":
+        require_tile(processor.image_processor, PICTURES)
         kind = InternVLProcessor
         placeholders["video"] = processor.video_token + "\n"
         tokens += [processor.video_token, processor.start_image_token, processor.end_image_token]

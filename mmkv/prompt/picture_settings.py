@@ -70,6 +70,18 @@ def require_settings(settings: Any, file: str, vision: Any, pixels: bool) -> Non
         )
 
 
+def require_tile(settings: Any, file: str) -> None:
+    """Raise ModelError where a picture processor's tile or filter for it is not known.
+
+    Args: as of :func:`require_settings`.
+    """
+    size, resample = getattr(settings, "size", None), getattr(settings, "resample", None)
+    if not {"height", "width"} <= _edges(size).keys():
+        raise _wrong(file, "size", size, "height and width of a tile")
+    if resample not in range(6):
+        raise _wrong(file, "resample", resample, "a filter from 0 to 5")
+
+
 def _edges(value: Any) -> dict[str, Any]:
     """Return the sizes by name; transformers has a class of its own for them in some versions."""
     if isinstance(value, int):

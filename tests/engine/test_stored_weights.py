@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import json
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -163,12 +165,6 @@ def base_model(folder: Path) -> None:
     rewrite(folder, {name.removeprefix("model."): tensor for name, tensor in tensors.items()})
 
 
-def foreign_part(folder: Path) -> None:
-    """Add what this kind of model does not have; transformers leaves it out."""
-    extra = {"model.layers.0.self_attn.q_norm.weight": torch.ones(64)}
-    rewrite(folder, load_file(folder / "model.safetensors") | extra)
-
-
 def rewrite(folder: Path, tensors: dict[str, Tensor]) -> None:
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
@@ -186,7 +182,6 @@ def rewrite(folder: Path, tensors: dict[str, Tensor]) -> None:
         ("qwen3_vl_moe", stacked(turned=True), True),
         ("qwen3_vl_moe", stacked(turned=False), True),
         ("llama", base_model, False),
-        ("llama", foreign_part, False),
     ],
 )
 def test_other_forms(
@@ -196,6 +191,50 @@ def test_other_forms(
     folder = Path(shutil.copytree(checkpoint(name), tmp_path / "model"))
     change(folder)
     assert_loads_alike(folder, torch.float32, direct)
+
+
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        ("llama", "model.layers.0.self_attn.q_norm.weight"),
+        ("qwen3_moe", "model.layers.0.mlp.shared_expert.up_proj.weight"),
+        ("qwen3_vl", "model.language_model.layers.0.mlp.gate.weight"),
+    ],
+)
+def test_weights_that_the_decoder_does_not_have_are_refused(
+    name: str, part: str, tmp_path: Path
+) -> None:
+    """transformers would leave them out with a warning."""
+    folder = Path(shutil.copytree(checkpoint(name), tmp_path / "model"))
+    stored = load_file(folder / "model.safetensors")
+    rewrite(folder, stored | {part: torch.ones(64)})
+    with pytest.raises(ModelError, match=rf"has 1 text weights .*\({part}"):
+        loading.load(folder, "float32", "cpu")
+
+
+def test_axes_of_a_rotary_module_and_of_its_family_agree(tmp_path: Path) -> None:
+    """A rotary module of another package need not hold the sections that its config names."""
+
+    class Plain:
+        attention_scaling, inv_freq = 1.0, torch.ones(4)
+
+        def __init__(self, **named: Any) -> None:
+            rope = {"rope_type": "default", "rope_theta": 1e4} | named
+            self.config = SimpleNamespace(rope_parameters=rope)
+
+    read = RopeSpec.from_rotary
+    assert read(Plain()).mrope_axes is None
+    assert read(Plain(mrope_section=[2, 1, 1]), None, False).mrope_axes == (0, 0, 1, 2)
+    assert read(Plain(mrope_section=[2, 1, 1]), (1, 1, 2)).mrope_axes == (0, 1, 2, 0)
+    assert read(Plain(), (1, 1, 2), False).mrope_axes == (0, 1, 2, 2)
+    with pytest.raises(ModelError, match="sections of 64 frequencies do not fit the 4 of a head"):
+        read(Plain(), (16, 24, 24))
+    folder = Path(shutil.copytree(checkpoint("qwen2_5_vl"), tmp_path / "model"))
+    config = json.loads((folder / "config.json").read_text())
+    config["text_config"]["rope_parameters"].pop("mrope_section")
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match="sections of 64 frequencies do not fit the 16 of a head"):
+        loading.load(folder, "float32", "cpu")
 
 
 def test_end_tokens_come_from_the_generation_config(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import functools
 import importlib.util
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from engine.model.product import Product
 from engine.model.settings import require_sizes
 from engine.model.source import checkpoint_file, files_of, locate
 from engine.model.spec import DecoderSpec, RopeSpec
-from engine.model.stored import StoredTensors, read_text_weights
+from engine.model.stored import COMPUTED, StoredTensors, read_text_weights
 from engine.model.weights import DecoderWeights
 
 _DTYPES = {
@@ -121,7 +121,13 @@ def _load(
     say("preparing the decoder")
     text_model = family_type.text_model(hf_model)
     family = family_type(hf_model)
-    spec = DecoderSpec.from_hf(text_model)
+    section, interleaved = family_type.mrope_section, family_type.mrope_interleaved
+    spec = DecoderSpec.from_hf(text_model, section, interleaved)
+    if spec.rope.axes != family_type.rope_axes:
+        raise ModelError(
+            f"{family_type.__name__} has positions of {family_type.rope_axes} axes and {name} "
+            f"rotates by {spec.rope.axes}; set rope_axes, and mrope_section for M-RoPE"
+        )
     weights = DecoderWeights.take(text_model, family_type.output_head(hf_model), spec)
     if product is not None:
         weights.narrow(product)
@@ -259,7 +265,24 @@ def _model(
         raise ModelError(
             f"{name} lacks {len(missing)} weights ({missing[0]} ...); get the complete checkpoint"
         )
+    # What the decoder would leave out changes what it says; other parts have classes of their own.
+    foreign = _foreign(family_type, model, report["unexpected_keys"])
+    if foreign:
+        raise ModelError(
+            f"{name} has {len(foreign)} text weights that this decoder does not have "
+            f"({foreign[0]} ...); use a checkpoint of one of mmkv's families"
+        )
     return model.requires_grad_(False).eval().to(device)
+
+
+def _foreign(family_type: type[Family], model: Any, unexpected: Iterable[str]) -> list[str]:
+    """Return those of a checkpoint's unexpected tensors that belong to the text model."""
+    text: Any = family_type.text_model(model)
+    if not len(text.layers):  # what sees is read alone
+        return []
+    prefix = next(f"{part}." for part, module in model.named_modules() if module is text)
+    below = (prefix, *(place for place, _ in family_type.text_places))
+    return sorted(key for key in unexpected if key.startswith(below) and not key.endswith(COMPUTED))
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import subprocess
 import sys
 from dataclasses import replace
@@ -18,7 +19,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 import mmkv.environment
-from engine.errors import InputError
+from engine.errors import InputError, ModelError
 from mmkv.prompt.processing import load_processor
 from mmkv.prompt.qwen_vision import RUN, VideoRules
 from mmkv.prompt.video import Clip, load_video, sample_indices
@@ -199,6 +200,20 @@ def test_seconds_between_patches_are_those_of_transformers(clip_file: Path, coun
     assert RUN.times([clip])["second_per_grid_ts"] == wanted
     if count > 1:  # the last frame is among them
         assert RUN.times([replace(clip, total=None)])["second_per_grid_ts"] == wanted
+
+
+def test_tiles_of_internvl_are_scaled_as_the_checkpoint_says(tmp_path: Path) -> None:
+    folder = save_internvl(tmp_path)
+    file = folder / "preprocessor_config.json"
+    stored = json.loads(file.read_text()) | {"resample": 0}
+    file.write_text(json.dumps(stored))
+    frame = np.random.default_rng(0).integers(0, 256, (48, 64, 3), dtype=np.uint8)
+    nearest = np.asarray(Image.fromarray(frame).resize((32, 32), Image.Resampling.NEAREST))
+    assert np.array_equal(load_processor(folder).size_rule(3, 48, 64)(frame), nearest)
+    for key, value in (("size", {"shortest_edge": 32}), ("resample", 9)):
+        file.write_text(json.dumps(stored | {key: value}))
+        with pytest.raises(ModelError, match=f"{key} is "):
+            load_processor(folder)
 
 
 def test_frames_of_internvl_are_pictures_in_one_tile(tmp_path: Path) -> None:
