@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engine.backends.cpu import native_product
 from engine.config import EngineConfig
 from engine.model.families import loading
 from engine.model.families.base import Family
@@ -49,23 +50,27 @@ PICTURES = turn(6, ("image", 16, 24), 4, seed=1)
 LATER = turn(3, ("image", 24, 16), 2, seed=2)
 
 
-def load(folder: Path, **settings: Any) -> Runtime:
+def load(folder: Path, fresh: bool = False, **settings: Any) -> Runtime:
     """Return a float32 engine with random gates; chunks of 12 cut every prompt and picture.
 
-    Engines of one checkpoint share its weights and its vision side, which nothing changes: reading
-    them takes longer than most tests.
+    Engines of one checkpoint share its weights and its vision tower: reading them takes longer than
+    most tests.
+
+    Args:
+        fresh: read them anew, for a test that changes them.
     """
     defaults = {"policy": "dbtrimkv", "budget": 10, "prefill_chunk": 12, "page_size": 8}
     options = {"gates": "random", "device": "cpu", "dtype": "float32", **(defaults | settings)}
     stats = [(path.name, path.stat()) for path in sorted(Path(folder).iterdir())]
     files = tuple((name, stat.st_mtime_ns, stat.st_size) for name, stat in stats)
-    return Runtime.from_parts(EngineConfig(model=folder, **options), *_parts(folder, files))
+    parts = (_parts.__wrapped__ if fresh else _parts)(folder, files)
+    return Runtime.from_parts(EngineConfig(model=folder, **options), *parts)
 
 
 @functools.lru_cache(maxsize=8)
 def _parts(folder: Path, files: tuple[Any, ...]) -> tuple[Family, DecoderSpec, DecoderWeights]:
-    """Read a checkpoint, again where its files have changed."""
-    return loading.load(folder, "float32", "cpu")
+    """Read a checkpoint as ``Runtime.from_pretrained`` does, again where its files have changed."""
+    return loading.load(folder, "float32", "cpu", product=native_product())
 
 
 def run(session: CachedSequence, tokens: Tensor) -> Tensor:

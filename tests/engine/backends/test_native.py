@@ -63,11 +63,11 @@ POLICIES = [
 
 
 @functools.cache
-def loaded(model: str) -> Runtime:
+def loaded(model: str, fresh: bool = False) -> Runtime:
     if model != "odd":
-        return load(checkpoint(model))
+        return load(checkpoint(model), fresh)
     with tempfile.TemporaryDirectory() as folder:
-        return load(save_checkpoint(ODD, Path(folder)))
+        return load(save_checkpoint(ODD, Path(folder)), fresh)
 
 
 def engine_for(model: str, policy: str = "dbtrimkv", ahead: float = 2, **options: Any) -> Runtime:
@@ -151,12 +151,23 @@ QUICK += [("odd", *p, every) for p in POLICIES for every in (1, 8) if (*p, every
 # affair, of which a model's shape knows nothing.
 PAIRS = [(m, *p, (1, 8)[n % 2]) for n, (m, p) in enumerate(itertools.product(MODELS, POLICIES))]
 MATRIX = list(dict.fromkeys(QUICK + PAIRS))
+REST = [
+    case
+    for m, p, every in itertools.product(MODELS, POLICIES, (1, 8))
+    if (case := (m, *p, every)) not in MATRIX
+]
 
 
 @needs_native
 @pytest.mark.parametrize(
     ("model", "policy", "lookahead", "evict_every"),
-    slow_but(QUICK, MATRIX, "the rest of the matrix"),
+    [
+        *slow_but(QUICK, MATRIX, "the rest of the matrix"),
+        *(
+            pytest.param(*case, marks=pytest.mark.drawn(reason="the other interval"))
+            for case in REST
+        ),
+    ],
 )
 def test_both_paths_agree(model: str, policy: str, lookahead: float, evict_every: int) -> None:
     compare(model, policy, lookahead, evict_every=evict_every)
@@ -382,7 +393,7 @@ def test_empty_rows_give_numbers() -> None:
 
 @needs_native
 def test_scores_beyond_the_range_of_exp() -> None:
-    engine = loaded.__wrapped__("qwen3")
+    engine = loaded.__wrapped__("qwen3", fresh=True)
     for layer in engine.decoder.weights.layers:
         layer.qk_norm *= 6
     session = engine.session()
@@ -397,7 +408,7 @@ def test_scores_beyond_the_range_of_exp() -> None:
 def test_bfloat16_copies_change_no_bit(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of weights that were published in bfloat16; others are not copied."""
     assert not engine_for(model).backends.cpu.decoder._bf16.kept
-    engine = loaded.__wrapped__(model)
+    engine = loaded.__wrapped__(model, fresh=True)
     weights = engine.decoder.weights
     matrices = [getattr(x, n) for x in weights.layers for n in ("qkv", "out", "gate_up", "down")]
     for tensor in [*matrices, weights.head]:
