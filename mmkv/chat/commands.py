@@ -190,7 +190,7 @@ def _explain(repl: Repl, name: str, force: bool = False) -> None:
     if recorder is None:
         repl.display.say("recording begins now: ask something, then give /explain again")
         return
-    if name.endswith("/") or Path(name).is_dir():
+    if name.endswith("/") or user_path(name).is_dir():
         repl.display.say(write_figures(trace, figures_folder(name)))
         return
     path = report_target(

@@ -40,7 +40,14 @@ def report_target(
 
 
 def figures_folder(name: str) -> Path:
-    """Return the folder for figures: one that is there, or can be made. Raises InputError."""
+    """Return the folder for figures: one that is there, or can be made.
+
+    Raises:
+        InputError: nothing can be written there, or there is no matplotlib.
+    """
+    from mmkv.explain.figures import require_matplotlib
+
+    require_matplotlib()
     path = user_path(name)
     if path.exists() and not path.is_dir():
         raise InputError(f"{name} is no folder; figures are several files, name a folder")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,12 +33,7 @@ def draw(snapshot: Snapshot, folder: str | Path) -> list[Path]:
     Raises:
         InputError: no matplotlib, or the folder cannot be written to.
     """
-    try:
-        import matplotlib  # noqa: F401 (before anything is written)
-    except ImportError as error:
-        raise InputError(
-            "figures need matplotlib; pip install 'mmkv[explain]' brings it"
-        ) from error
+    require_matplotlib()  # before anything is written
     from engine.paths import user_path
 
     target = user_path(folder)
@@ -59,6 +55,12 @@ def draw(snapshot: Snapshot, folder: str | Path) -> list[Path]:
     if len(snapshot.record.deaths):
         views["why"] = _why
     return [write(target / f"{name}.png", _png(view, snapshot)) for name, view in views.items()]
+
+
+def require_matplotlib() -> None:
+    """Raise InputError where matplotlib is not installed."""
+    if find_spec("matplotlib") is None:
+        raise InputError("figures need matplotlib; pip install 'mmkv[explain]' brings it")
 
 
 def _png(view: View, snapshot: Snapshot) -> bytes:

@@ -159,13 +159,14 @@ function why(r, p) {
   const what = `${names[r]} lost ${named(p)} at step ${end}`, group = data.rule.group[r];
   const cause = causes ? causes[r * tokens + p] : 0;
   if (cause) return { text: `${what}: ${["", "its write gate did not admit it", "its picture was pruned"][cause]}.`, end, above: [] };
-  const rivals = data.rule.group.filter((other) => other === group).length;
+  const rivals = data.rule.sizes[group], here = data.rule.group.filter((other) => other === group).length;
+  const total = groupHeld(group, end);
   return {
     text: `${what}, ${end === born[p] ? "the step that read it" : `when ${seen[end] - 1 - p - first} more tokens had been read`}. Its score was ` +
-      `${shown(lastScore(r, p))}, the highest that went then ${shown(cutsOf(group)[end])}. ` +
+      `${shown(lastScore(r, p))}, the highest that went then ${shown(cutsOf(group)[end])}${cuts || here === rivals ? "" : " (of the rows shown)"}. ` +
       `${rivals === 1 ? "The row has a budget of its own" : `${rivals} rows compete there`}; this one held ` +
-      `${perRow[r * (steps + 1) + end]} of their ${groupHeld(group, end)} entries afterwards.`,
-    end, above: justAbove(r, end),
+      `${perRow[r * (steps + 1) + end]} of ${here === rivals ? `their ${total} entries` : `the ${total} entries of the ${here} rows shown`} afterwards.`,
+    part: here < rivals, end, above: justAbove(r, end),
   };
 }
 

@@ -34,20 +34,26 @@ _NEVER = 65535
 
 @dataclass(frozen=True)
 class _Detail:
-    """How much of a trace goes on a page; ``levels`` of log beta, 0: as they are."""
+    """How much of a trace goes on a page.
+
+    ``levels``: of log beta, 0: as they are; ``tokens``: the latest ones.
+    """
 
     cells: int
     steps: int
-    levels: int = 0
+    levels: int
+    tokens: int
+    pictures: bool = True
 
 
 def render(snapshot: Snapshot) -> str:
     """Return the page. The same snapshot gives the same bytes."""
     pictures = _pictures(snapshot)
     page = ""
-    packed: dict[tuple[int, int], Any] = {}
+    packed: dict[tuple[int, ...], Any] = {}
     for detail in _levels(snapshot):
-        page = _page(_data(snapshot, detail, packed) | pictures)
+        shown = pictures if detail.pictures else {"frames": [], "jpegs": []}
+        page = _page(_data(snapshot, detail, packed) | shown)
         if len(page) <= MOST_BYTES:
             break
     return page
@@ -57,11 +63,17 @@ def _levels(snapshot: Snapshot) -> Iterator[_Detail]:
     """Ever less to show, until it fits."""
     cells = snapshot.rows * min(snapshot.tokens, _MOST_TOKENS)
     if cells <= _FEW_CELLS:
-        yield _Detail(cells, _MOST_STEPS)
+        yield _Detail(cells, _MOST_STEPS, 0, _MOST_TOKENS)
     for levels in (255, 63, 15) if snapshot.rule.kernel == "retention" else (15,):
-        yield _Detail(_MOST_CELLS, _MOST_STEPS, levels)
+        yield _Detail(_MOST_CELLS, _MOST_STEPS, levels, _MOST_TOKENS)
+    cells, steps = min(cells, _MOST_CELLS), min(_MOST_STEPS, 1024)
     for part in (2, 4, 8, 16, 32):
-        yield _Detail(min(cells, _MOST_CELLS) // part, min(_MOST_STEPS, 1024), 15)
+        yield _Detail(cells // part, steps, 15, _MOST_TOKENS)
+    tokens = min(_MOST_TOKENS, snapshot.tokens)
+    for part in (2, 4, 8, 16):
+        yield _Detail(cells // 32, steps, 15, tokens // part)
+    for part in (16, 64, 256, 1024):  # a page without a text says at least how much was held
+        yield _Detail(cells // 32, steps // 4, 15, tokens // part, False)
 
 
 def _page(data: dict[str, Any]) -> str:
@@ -89,11 +101,11 @@ def _page(data: dict[str, Any]) -> str:
 
 
 def _data(
-    snapshot: Snapshot, detail: _Detail, packed: dict[tuple[int, int], Any]
+    snapshot: Snapshot, detail: _Detail, packed: dict[tuple[int, ...], Any]
 ) -> dict[str, Any]:
     """Return what the page reads; ``packed`` keeps what is long in the making for a next try."""
     record, rule = snapshot.record, snapshot.rule
-    first = max(snapshot.tokens - _MOST_TOKENS, 0)
+    first = max(snapshot.tokens - max(detail.tokens, 1), 0)
     tokens, heads = snapshot.tokens - first, record.kv_heads
     steps = _chosen(len(record.seen), detail.steps)
     per_row = snapshot.per_row(steps)
@@ -101,7 +113,7 @@ def _data(
     rows = np.sort(np.argsort(-per_row.sum(1), kind="stable")[:room])
     cells = _cells(snapshot, rows, first, tokens, steps)
     few = cells["life"].size <= _FEW_CELLS
-    shape = (len(rows), len(steps))
+    shape = (len(rows), len(steps), tokens)
     if shape not in packed:
         packed[shape] = _blob(cells["life"], "u2")
     blobs: dict[str, Any] = {
@@ -146,6 +158,7 @@ def _data(
             "first": rule.first,
             "recent": rule.recent,
             "group": rule.group[rows].tolist(),
+            "sizes": np.bincount(rule.group).tolist(),  # shown or not
         },
         "sampleSteps": [step for step, _ in samples],
         "blobs": blobs,
@@ -290,7 +303,7 @@ def _notes(
     if len(rows) < snapshot.rows:
         notes.append(
             f"{len(rows)} of {snapshot.rows} rows are shown, those that hold most; entries by "
-            "modality are of all rows."
+            "modality are of all rows, everything else of those that are shown."
         )
     if len(steps) < len(record.seen):
         notes.append(f"{len(steps):,} of {len(record.seen):,} steps are shown.")
@@ -306,6 +319,8 @@ def _notes(
             "This policy's scores do not follow from what is recorded: they are known where an "
             "entry went, and of others at some steps."
         )
-    if len(snapshot.frames) > _MOST_PICTURES:
+    if snapshot.frames and not detail.pictures:
+        notes.append("Pictures and video frames are not shown.")
+    elif len(snapshot.frames) > _MOST_PICTURES:
         notes.append(f"The first {_MOST_PICTURES} pictures and video frames are shown.")
     return notes

@@ -258,7 +258,7 @@ function pick(row, p) {
   view.picked = { row, p };
   const said = why(row, p);
   $("why").textContent = said.text;
-  table($("above"), ["just above the cut", "row", "score"],
+  table($("above"), [said.part ? "just above the cut, of the rows shown" : "just above the cut", "row", "score"],
     said.above.map(({ row: other, p: token, score }) => [named(token), names[other], shown(score)]));
   if (!said.above.length) $("above").replaceChildren();
   drawText();

@@ -7,17 +7,23 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 from rich.console import Console
 
+from engine.config import EngineConfig
+from engine.errors import InputError
 from mmkv import Sampling
 from mmkv.chat import answer as answering
 from mmkv.chat.answer import answer
+from mmkv.chat.commands import _explain
 from mmkv.chat.display import Display
 from mmkv.chat.options import ChatOptions
+from mmkv.chat.run import run_chat
 from mmkv.chat.watch import Watch, panel
+from mmkv.explain.figures import draw
 from mmkv.resources import asset
 from tests.support.recorded import bundled
 
@@ -63,6 +69,30 @@ def test_what_cannot_be_shown_is_refused_before_a_model_is_loaded(
         assert ran.code == code and words in ran.error_line()
     assert (tmp_path / "other.html").read_text() == "<!doctype html><title>mine</title>"
     assert [path.name for path in tmp_path.iterdir()] == ["other.html"]
+
+
+def test_figures_without_matplotlib_are_refused_before_a_model_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    options = ChatOptions(EngineConfig(model="no-such-model"), prompt="x", figures=str(tmp_path))
+    with pytest.raises(InputError, match=r"mmkv\[explain\]"):
+        run_chat(options)
+    with pytest.raises(InputError, match=r"mmkv\[explain\]"):
+        draw(cast(Any, None), tmp_path)
+
+
+def test_figures_go_to_a_folder_of_ones_home(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "figures").mkdir()
+    folders: list[Path] = []
+    trace = SimpleNamespace(figures=lambda folder: folders.append(folder) or [])
+    session = SimpleNamespace(recorder=object(), trace=lambda: trace)
+    repl = SimpleNamespace(session=session, display=SimpleNamespace(say=lambda _: None))
+    _explain(cast(Any, repl), "~/figures")
+    assert folders == [tmp_path / "figures"]
 
 
 def test_a_conversation_is_shown_from_its_beginning(

@@ -6,6 +6,7 @@ import json
 import random
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -163,6 +164,29 @@ def test_more_than_fits_is_left_out_and_said(
     assert browser.evaluate(f"mmkv.keptAt({step})") == wanted
     held = browser.evaluate(f"(mmkv.go({step}), document.getElementById('held').textContent)")
     assert held.startswith(f"{sum(map(len, whole)):,} entries")
+    # What competes with an entry: how many rows do, of which some are not on the page.
+    rows = len(data["rows"])
+    why = browser.evaluate("mmkv.why(0, [...mmkv.gone].findIndex((end) => end && end < 400)).text")
+    assert "32 rows compete there" in why and f"entries of the {rows} rows shown afterwards" in why
+
+
+def test_a_page_never_takes_more_than_it_may(trace: Trace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With texts that fill it, the oldest tokens go, and pictures at last."""
+    whole = render(trace.snapshot())
+    fixed = len(page._page({}))
+    snapshot = replace(synthetic(2, 1, 1000), texts=["\u6f22" * 8] * 1000)
+    long = render(snapshot)
+    monkeypatch.setattr(page, "MOST_BYTES", fixed + 20_000)
+    text = render(snapshot)
+    assert len(long) > 60_000 and len(text) <= fixed + 20_000
+    data = data_of(text)
+    assert 0 < data["first"] == 1000 - len(data["texts"]) < 1000
+    assert f"The first {data['first']} tokens are not shown." in data["notes"]
+    monkeypatch.setattr(page, "MOST_BYTES", fixed + 6_000)
+    text = render(trace.snapshot())
+    assert len(whole) > len(page._page({})) + 6_000 >= len(text)
+    assert data_of(text)["frames"] == []
+    assert "Pictures and video frames are not shown." in data_of(text)["notes"]
 
 
 @pytest.mark.parametrize("number", range(len(DIALOGUES)))
