@@ -25,7 +25,8 @@ def offered(group: str) -> EntryPoints:
     """Return a group's entry points of the installed packages, of those added just now, too.
 
     Reading them opens a file of every package; they are read anew only where ``sys.path`` or a
-    folder of it has changed.
+    folder of it has changed. A package that rewrites the entry points of an installed one in place
+    (in an existing ``dist-info``) is not seen before the next start.
     """
     return _entry_points(tuple((path, _changed(path)) for path in sys.path)).select(group=group)
 

@@ -23,6 +23,8 @@ _TEXT = {
     "moe_intermediate_size": 2**22,
     "decoder_sparse_step": 2**12,
 }
+# 0 is none of these: a dense model, to transformers too. Files have one name or the other.
+_OR_NONE = {"num_experts": "num_experts or num_local_experts"}
 _VISION = {
     "depth": 2**10,
     "num_hidden_layers": 2**10,
@@ -55,7 +57,7 @@ def require_sizes(config: Any) -> None:
     if heads % pairs:
         raise _wrong("num_key_value_heads", pairs, f"a divisor of num_attention_heads ({heads})")
     chosen, experts = (getattr(text, n, None) for n in ("num_experts_per_tok", "num_experts"))
-    if experts is not None and chosen is not None and chosen > experts:
+    if experts and chosen is not None and chosen > experts:
         raise _wrong("num_experts_per_tok", chosen, f"at most num_experts ({experts})")
     epsilon = getattr(text, "rms_norm_eps", 1e-6)
     if not _real(epsilon) or not 0 <= epsilon <= 1:
@@ -100,8 +102,11 @@ def _require_rope(text: Any) -> None:
 def _require(config: Any, bounds: dict[str, int], where: str) -> None:
     for name, most in bounds.items():
         value = getattr(config, name, None)
+        if name in _OR_NONE and value == 0:
+            continue
         if value is not None and not _whole(value, most):
-            raise _wrong(f"{where}{name}", value, f"a whole number from 1 to {most:,}")
+            shown = f"{where}{_OR_NONE.get(name, name)}"
+            raise _wrong(shown, value, f"a whole number from 1 to {most:,}")
 
 
 def _whole(value: Any, most: int) -> bool:

@@ -28,16 +28,33 @@ class StepBytes:
         return (self.weights + self.kv) / bandwidth
 
 
-def weight_bytes(engine: Runtime) -> int:
-    """Count the bytes of the weights that a step reads.
+def weight_bytes(engine: Runtime, sequences: int = 1) -> int:
+    """Count the bytes of the weights that a step of so many sequences reads, at most.
 
-    A step reads single rows of an embedding that is not also the head.
+    A step reads single rows of an embedding that is not also the head, and of a mixture's experts
+    those that its tokens choose: no two the same, where there are enough.
     """
     weights = engine.decoder.weights
     untied = weights.head.data_ptr() != weights.embed.data_ptr()
     native = engine.backends.cpu.decoder
     spared = 0 if native is None else native.bytes_spared
-    return weights.nbytes() - (weights.embed.nbytes if untied else 0) - spared
+    return (
+        weights.nbytes()
+        - (weights.embed.nbytes if untied else 0)
+        - spared
+        - _idle(engine, sequences)
+    )
+
+
+def _idle(engine: Runtime, sequences: int) -> int:
+    """Count the bytes of the experts that a step cannot read."""
+    routing = engine.spec.routing
+    if routing is None:
+        return 0
+    idle = max(0, routing.experts - sequences * routing.chosen)
+    layers = [each for each in engine.decoder.weights.layers if each.router is not None]
+    experts = sum(each.gate_up.nbytes + each.down.nbytes for each in layers)
+    return experts // routing.experts * idle
 
 
 def gate_bytes(engine: Runtime) -> int:
@@ -61,4 +78,6 @@ def entry_bytes(engine: Runtime) -> int:
 def step_bytes(engine: Runtime, sessions: Sequence[CachedSequence]) -> StepBytes:
     """Count the bytes that the next step of these sessions reads."""
     entries = sum(session.entries + engine.spec.rows for session in sessions)
-    return StepBytes(weight_bytes(engine), entries * entry_bytes(engine), gate_bytes(engine))
+    return StepBytes(
+        weight_bytes(engine, len(sessions)), entries * entry_bytes(engine), gate_bytes(engine)
+    )

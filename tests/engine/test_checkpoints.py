@@ -16,6 +16,8 @@ from safetensors.torch import load_file, save_file
 from engine.errors import ModelError
 from engine.model.families import family_for
 from engine.model.families.loading import load, resolve_device, resolve_dtype
+from engine.model.settings import require_sizes
+from engine.model.spec import Routing
 from tests.engine.test_families import CPU, one_line
 from tests.support.factories import CHECKPOINTS, checkpoint, make_model
 
@@ -129,6 +131,12 @@ def test_damaged_checkpoints(tmp_path: Path, damage: Callable[[Path], Any], mess
     assert message in one_line(error)
 
 
+def test_no_experts_are_a_dense_model() -> None:
+    config = transformers.AutoConfig.from_pretrained(checkpoint("qwen3_moe"), num_experts=0)
+    require_sizes(config)
+    assert Routing.of(config) is None
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -137,7 +145,10 @@ def test_damaged_checkpoints(tmp_path: Path, damage: Callable[[Path], Any], mess
             configured(num_experts_per_tok=9),
             "num_experts_per_tok is 9, not at most num_experts (8)",
         ),
-        (configured(num_local_experts=10**9), "num_experts is 1000000000, not a whole number"),
+        (
+            configured(num_local_experts=10**9),
+            "num_experts or num_local_experts is 1000000000, not a whole",
+        ),
         (configured(num_local_experts=4000), "describes a text model of more numbers than"),
         (configured(decoder_sparse_step=0), "decoder_sparse_step is 0, not a whole number"),
     ],

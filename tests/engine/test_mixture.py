@@ -96,6 +96,25 @@ def test_a_captured_step_reads_nothing_back() -> None:
         mixture(states(layer, 33), layer.router, layer.gate_up, layer.down, routing, captured=True)
 
 
+@pytest.mark.parametrize("width", [22, 32])
+def test_an_eager_step_off_the_cpu_reads_nothing_back(width: int) -> None:
+    """On the meta device, which has no numbers to read."""
+    shapes = ((40, 32), (5, 32), (5, 2 * width, 32), (5, 32, width))
+    x, router, gate_up, down = (torch.empty(shape, device="meta") for shape in shapes)
+    seen: list[str] = []
+
+    class Products(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    with Products():
+        made = mixture(x, router, gate_up, down, Routing(5, 2, True, width))
+    assert made.shape == x.shape and not any("grouped" in name for name in seen)
+
+
 @pytest.mark.skipif(not available(), reason=f"native decode step: {reason()}")
 def test_c_leaves_the_step_to_torch_and_says_why() -> None:
     engine = Runtime.from_pretrained(

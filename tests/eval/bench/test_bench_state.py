@@ -10,12 +10,15 @@ import torch
 
 from engine.backends.cuda import GraphRunner
 from engine.backends.cuda import static_step as static_step
+from engine.model.families.config import read_config
+from engine.runtime import Runtime
 from eval.bench.memory_estimate import own_bytes
 from eval.bench.methods import Own
 from eval.bench.parts import Undo, split, without
 from eval.bench.shapes import SHAPES, build_engine, build_model
 from eval.bench.synthetic_cache import pages_for, rewind, row_lengths, synthetic_sessions
 from mmkv.measure import speed_model, timing
+from tests.support.factories import checkpoint
 from tests.support.kernels import DEVICE
 
 TINY = SHAPES["tiny"]
@@ -116,6 +119,17 @@ def test_the_floor_counts_what_a_step_reads() -> None:
     llava = build_engine(untied, "full", device=DEVICE, dtype=torch.float32)
     embedding = TINY.vocab * TINY.hidden * 4
     assert speed_model.weight_bytes(llava) == llava.decoder.weights.nbytes() - embedding
+
+
+def test_the_floor_counts_the_experts_that_a_step_can_choose() -> None:
+    engine = Runtime.from_pretrained(checkpoint("qwen3_moe"), policy="full", dtype="float32")
+    text = read_config(str(checkpoint("qwen3_moe"))).get_text_config()
+    expert = 3 * text.moe_intermediate_size * text.hidden_size * 4 * text.num_hidden_layers
+    experts, chosen = text.num_experts, text.num_experts_per_tok
+    assert 2 * chosen < experts < 3 * chosen
+    sizes = [speed_model.weight_bytes(engine, sequences) for sequences in (1, 2, 3)]
+    assert sizes[1] - sizes[0] == chosen * expert
+    assert sizes[2] - sizes[0] == (experts - chosen) * expert
 
 
 def test_the_estimate_of_memory_is_an_upper_bound() -> None:
