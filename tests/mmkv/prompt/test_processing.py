@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from PIL import Image
 
 from engine.errors import InputError
@@ -52,23 +54,31 @@ def test_a_template_that_rewrites_or_drops_turns_is_noticed() -> None:
         ChatTemplate(tokenizer, strict, parts=False).addition([], talk[:1])
 
 
-def test_pictures_are_prepared_as_by_transformers(qwen: Path) -> None:
-    from transformers import AutoTokenizer, Qwen3VLProcessor
+def of_transformers(folder: Path) -> Any:
+    """Load transformers' own processor, without its video part, which needs torchvision."""
     from transformers.models.auto.image_processing_auto import AutoImageProcessor
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
-    class WithoutVideo(Qwen3VLProcessor):
+    model_type = json.loads((folder / "config.json").read_text())["model_type"]
+    kind: Any = getattr(transformers, PROCESSOR_MAPPING_NAMES[model_type])
+
+    class WithoutVideo(kind):
         def check_argument_for_proper_class(self, name: str, argument: Any) -> Any:
-            return (
-                None
-                if argument is None
-                else super().check_argument_for_proper_class(name, argument)
-            )
+            if argument is None:
+                return type(None)
+            return super().check_argument_for_proper_class(name, argument)
 
-    parts = (
-        AutoImageProcessor.from_pretrained(qwen, backend="pil"),
-        AutoTokenizer.from_pretrained(qwen),
-    )
-    theirs = WithoutVideo(*parts, None)
+    file = folder / "processor_config.json"
+    stored = json.loads(file.read_text()) if file.exists() else {}
+    aside = ("processor_class", "image_processor")
+    parts = {key: value for key, value in stored.items() if key not in aside}
+    parts["image_processor"] = AutoImageProcessor.from_pretrained(folder, backend="pil")
+    parts["tokenizer"] = transformers.AutoTokenizer.from_pretrained(folder)
+    return WithoutVideo(**parts)
+
+
+def test_pictures_are_prepared_as_by_transformers(qwen: Path) -> None:
+    theirs = of_transformers(qwen)
     text = (
         "x<|vision_start|><|image_pad|><|vision_end|>é<|vision_start|><|image_pad|><|vision_end|>"
     )
@@ -135,18 +145,27 @@ def test_pictures_are_answered_as_with_transformers(
 
     engine = Engine.from_pretrained(save(tmp_path), policy="full", dtype="float32")
     model = AutoModelForImageTextToText.from_pretrained(tmp_path, dtype=torch.float32)
+    processor = of_transformers(tmp_path)
     rng = np.random.default_rng(0)
     for sizes in ([(50, 70)], [(50, 70), (90, 40)]):
         noise = [rng.integers(0, 256, (*size, 3), dtype=np.uint8) for size in sizes]
         parts = [{"type": "image", "image": Image.fromarray(pixels)} for pixels in noise]
         talk = [{"role": "user", "content": [*parts, {"type": "text", "text": "what?"}]}]
         reply = engine.generate(talk, Sampling(max_new_tokens=8))[0]
-        inputs = engine.inputs(talk)
+        text = processor.tokenizer.apply_chat_template(
+            talk, tokenize=False, add_generation_prompt=True
+        )
+        pictures = [[part["image"] for part in parts]]
+        inputs = processor(text=[text], images=pictures, return_tensors="pt")
+        ours = engine.inputs(talk)
+        assert ours.keys() == inputs.keys()
+        for key, wanted in inputs.items():
+            assert torch.equal(ours[key], wanted), key
         # A reply never holds a placeholder.
         never = {"suppress_tokens": engine.never_chosen.tolist()}
         made = model.generate(**inputs, max_new_tokens=8, do_sample=False, **never)
         theirs = made[0, inputs["input_ids"].shape[1] :].tolist()
-        assert theirs[: len(reply.token_ids)] == reply.token_ids
+        assert reply.token_ids and theirs[: len(reply.token_ids)] == reply.token_ids
 
 
 @pytest.mark.slow(reason="a process that loads torch and a model")
