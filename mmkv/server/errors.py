@@ -32,6 +32,8 @@ class ApiError(Exception):
         """Return the headers that belong to the status."""
         if self.status == 401:
             return {"WWW-Authenticate": "Bearer"}
+        if self.status == 507:  # OpenAI's client would send the turn twice more at once
+            return {"x-should-retry": "false"}
         return {"Retry-After": str(RETRY_AFTER)} if self.status in (429, 503) else {}
 
     def body(self) -> dict[str, Any]:
@@ -51,6 +53,7 @@ _TYPES = {
     429: "rate_limit_error",
     500: "server_error",
     503: "overloaded_error",
+    507: "server_error",
 }
 
 
@@ -66,7 +69,8 @@ def api_error(error: BaseException) -> ApiError:
     if isinstance(error, ContextError):
         return ApiError(400, str(error), "context_length_exceeded", "messages")
     if isinstance(error, SessionError):
-        return ApiError(409, str(error), "conflict")
+        status, code = getattr(error, "status", 409), getattr(error, "code", "conflict")
+        return ApiError(status, str(error), code)
     if isinstance(error, MmkvError):  # those of mmkv.server.media say their status
         status, code = getattr(error, "status", 400), getattr(error, "code", "invalid_value")
         return ApiError(status, str(error), code)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import tempfile
+import time
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -15,7 +17,14 @@ from typing import Any, Self
 from engine.errors import SessionError
 
 _FOLDER = ".sessions"  # beside the files that users name, which begin with no dot
-_NOTE, _MEMORY = ".json", ".mmkv"
+_NOTE, _MEMORY, _DRAFT = ".json", ".mmkv", ".part"
+_ABANDONED = 3600  # seconds after which a file that no note names is nobody's
+
+
+class NotWrittenError(SessionError):
+    """The disk has refused a session, which stands where it stood."""
+
+    status, code = 507, "not_written"
 
 
 @dataclass(frozen=True)
@@ -56,7 +65,8 @@ class Lasting:
 
     A session changes when its note is replaced; the memory that a note names is written before,
     under a name of its own. So a server that dies leaves the session as it was before or after a
-    turn, and another one that reads the note sees which.
+    turn, and another one that reads the note sees which. Whoever changes a note holds a lock on the
+    tenant's folder, in which the files lie; one that waits for it blocks its thread.
 
     Args:
         folder: the server's ``--session-folder``.
@@ -95,35 +105,72 @@ class Lasting:
         """Put a note in place of the one before it; return it with its version.
 
         Raises:
-            SessionError: another server changed the session meanwhile, or it cannot be written;
-                the one before stands.
+            SessionError: another server changed the session meanwhile; NotWrittenError: it cannot
+                be written. The one before stands.
         """
         path = self._path(tenant, note.id + _NOTE)
-        before = Note.read(path)
-        if (before.version if before else "") != note.version:
-            raise SessionError(
-                "the session went on at another server meanwhile; send its requests to one place "
-                "(X-Session-Id), and this one again"
-            )
         made = Note(**{**vars(note), "version": uuid.uuid4().hex})
-        with _told():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as draft:
-                json.dump(vars(made), draft)
-                draft.flush()
-                os.fsync(draft.fileno())
-            Path(draft.name).replace(path)
-        if before is not None and before.memory not in (None, note.memory):
-            self.memory(tenant, before).unlink(missing_ok=True)
+        with self._locked(tenant):
+            before = Note.read(path)
+            if (before.version if before else "") != note.version:
+                raise SessionError(
+                    "the session went on at another server meanwhile; send its requests to one "
+                    "place (X-Session-Id), and this one again"
+                )
+            with _told():
+                if note.memory is not None:  # it has to last before a note names it
+                    _sync(self.memory(tenant, note))
+                    _sync(path.parent)
+                _replace(path, json.dumps(vars(made)))
+            if before is not None and before.memory not in (None, note.memory):
+                with contextlib.suppress(OSError):  # the session stands; sweep() comes again
+                    self.memory(tenant, before).unlink()
         return made
 
     def delete(self, tenant: str, name: str) -> None:
-        """Remove a session's files."""
-        with contextlib.suppress(SessionError):
-            note = self.note(tenant, name)
+        """Remove a session's files. Raises NotWrittenError."""
+        with self._locked(tenant), _told():
+            note = None
+            with contextlib.suppress(SessionError):
+                note = self.note(tenant, name)
+            self._path(tenant, name + _NOTE).unlink(missing_ok=True)
             if note is not None and note.memory is not None:
                 self.memory(tenant, note).unlink(missing_ok=True)
-        self._path(tenant, name + _NOTE).unlink(missing_ok=True)
+
+    def sweep(self) -> None:
+        """Remove what servers that were killed have left: files that no note names."""
+        with contextlib.suppress(OSError):
+            for folder in self._folder.iterdir():
+                if folder.is_dir():
+                    self._sweep(folder.name)
+
+    def _sweep(self, tenant: str) -> None:
+        with self._locked(tenant):
+            named, unread = set(), set()
+            for path in self._path(tenant, "").glob("*" + _NOTE):
+                try:
+                    note = Note.read(path)
+                    named.add(None if note is None else note.memory)
+                except SessionError:
+                    unread.add(path.stem)  # somebody may mend it
+            for path in self._path(tenant, "").iterdir():
+                of = path.name.rsplit(".", 2)[0]
+                if path.suffix not in (_MEMORY, _DRAFT) or path.name in named or of in unread:
+                    continue
+                with contextlib.suppress(OSError):
+                    if path.stat().st_mtime < time.time() - _ABANDONED:
+                        path.unlink()
+
+    @contextlib.contextmanager
+    def _locked(self, tenant: str) -> Iterator[None]:
+        """Have a tenant's folder alone, among all threads and servers."""
+        path = self._path(tenant, ".lock")
+        with contextlib.ExitStack() as stack:
+            with _told():
+                path.parent.mkdir(parents=True, exist_ok=True)
+                lock = stack.enter_context(path.open("a"))
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
 
     def _path(self, tenant: str, name: str) -> Path:
         return self._folder / (tenant[:32] or "public") / name
@@ -135,4 +182,29 @@ def _told() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise SessionError(f"the session cannot be written: {error.strerror}") from error
+        raise NotWrittenError(
+            f"the session cannot be written: {error.strerror}; see to the disk of "
+            "--session-folder, then send the request again"
+        ) from error
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write a file whole or not at all, so that it lasts."""
+    handle, draft = tempfile.mkstemp(dir=path.parent, suffix=_DRAFT)
+    try:
+        with os.fdopen(handle, "w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(draft, path)
+    finally:
+        Path(draft).unlink(missing_ok=True)
+
+
+def _sync(path: Path) -> None:
+    """Have a file, or a folder's names, on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -17,12 +17,13 @@ from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
 from engine.budget import Budget
+from engine.errors import SessionError
 from engine.sequence import MODALITIES
 from mmkv.server.answer import Answer
 from mmkv.server.chat import ChatCall, refuse_own
 from mmkv.server.conversation import digest_of
 from mmkv.server.errors import ApiError
-from mmkv.server.lasting import Lasting, Note
+from mmkv.server.lasting import Lasting, Note, NotWrittenError
 from mmkv.server.room import Caller, Room
 from mmkv.server.schema import Body, ChatRequest, Number, parse_budget
 from mmkv.server.turns import Asking, Turn, hold, release
@@ -116,6 +117,8 @@ class Sessions:
         folder = room.settings.session_folder
         lasts = room.settings.lasting and folder is not None
         self._lasting = Lasting(folder) if lasts and folder is not None else None
+        if self._lasting is not None:
+            self._lasting.sweep()
 
     async def of(self, caller: Caller) -> list[Record]:
         """Return the sessions of a caller, oldest first."""
@@ -123,8 +126,7 @@ class Sessions:
         if self._lasting is not None:
             lasting = self._lasting
             notes = await asyncio.to_thread(lambda: list(lasting.notes(tenant)))
-            for note in notes:
-                self._take_note(tenant, note.id, note)
+            return [self._shown(tenant, note) for note in notes]
         return [one for one in self._records.values() if one.tenant == tenant]
 
     async def find(self, name: str, caller: Caller, idle: bool = False) -> Record:
@@ -153,6 +155,9 @@ class Sessions:
         note, lasting = record.note, self._lasting
         if record.kept is None and lasting is not None and note is not None and note.memory:
             kept = await self._load(lasting.memory(record.tenant, note), record.id)
+            if self._records.get((record.tenant, record.id)) is not record:
+                release(self._room, kept)
+                raise _gone(record.id)
             if record.kept is None and record.note is note:
                 record.kept = kept
             else:  # another request was faster
@@ -163,7 +168,8 @@ class Sessions:
         """Write down that a session stands at another memory, where sessions last.
 
         Raises:
-            SessionError: it cannot be written; the session stands where it stood.
+            SessionError: another server was faster; NotWrittenError: it cannot be written. The
+                session stands where it stood.
         """
         lasting = self._lasting
         if lasting is None or record.note is None:
@@ -172,10 +178,10 @@ class Sessions:
         note = dataclasses.replace(
             record.note, memory=path.name, messages=len(kept.facets.messages), turns=turns
         )
-        await self._room.worker.call(lambda: kept.save(path))
+        await self._write(kept, path)
         try:
             record.note = await asyncio.to_thread(lasting.commit, record.tenant, note)
-        except BaseException:
+        except Exception:  # no cancellation: the thread may still put the note in its place
             path.unlink(missing_ok=True)
             raise
 
@@ -218,7 +224,7 @@ class Sessions:
                 409, f"there is a file {asked.name} already; set overwrite", "file_exists", "name"
             )
         path.parent.mkdir(parents=True, exist_ok=True)
-        await self._room.worker.call(lambda: kept.save(path))
+        await self._write(kept, path)
 
     async def delete(self, record: Record) -> None:
         """Close a session; its saved files stay."""
@@ -255,6 +261,10 @@ class Sessions:
     ) -> Record:
         """Register a session, which takes over ``kept``."""
         name = name or f"sess_{secrets.token_hex(12)}"
+        if (tenant, name) in self._records:  # since it was looked for
+            if kept is not None:
+                release(self._room, kept)
+            raise _exists(name)
         made = Record(name, tenant, budget, metadata, kept, turns=turns)
         self._records[tenant, name] = made
         if self._lasting is None:
@@ -271,7 +281,9 @@ class Sessions:
         return made
 
     def _forget(self, record: Record) -> None:
-        """Close a session here."""
+        """Close a session here, unless that was done."""
+        if self._records.get((record.tenant, record.id)) is not record:
+            return
         del self._records[record.tenant, record.id]
         if record.kept is not None:
             release(self._room, record.kept)
@@ -286,11 +298,27 @@ class Sessions:
         elif record is not None:
             return  # it is being written for the first time
         if note is not None:
-            facts = self._room.facts
-            budget = facts.budget if facts.shared else Budget(*note.budget)  # type: ignore[arg-type]
-            made = Record(name, tenant, budget, note.metadata, created=note.created)
-            made.note, made.turns = note, note.turns
-            self._records[tenant, name] = made
+            self._records[tenant, name] = self._of_note(tenant, note)
+
+    def _shown(self, tenant: str, note: Note) -> Record:
+        """Return a session as it stands, here or in the folder; one that is not open stays so."""
+        record = self._records.get((tenant, note.id))
+        current = record is not None and (record.busy or record.note == note)
+        return record if record is not None and current else self._of_note(tenant, note)
+
+    def _of_note(self, tenant: str, note: Note) -> Record:
+        facts = self._room.facts
+        budget = facts.budget if facts.shared else Budget(*note.budget)  # type: ignore[arg-type]
+        made = Record(note.id, tenant, budget, note.metadata, created=note.created)
+        made.note, made.turns = note, note.turns
+        return made
+
+    async def _write(self, kept: Kept, path: Path) -> None:
+        """Write a session file. Raises NotWrittenError."""
+        try:
+            await self._room.worker.call(lambda: kept.save(path))
+        except SessionError as error:
+            raise NotWrittenError(str(error)) from error
 
     async def _load(self, path: Path, name: str) -> Kept:
         """Read a session file."""
@@ -309,11 +337,12 @@ class Sessions:
             await self.find(name, caller)
         except ApiError:
             return
-        raise ApiError(409, f"there is a session {name!r} already", "session_exists")
+        raise _exists(name)
 
     def _require_room(self) -> None:
         most = self._room.settings.max_sessions
-        if len(self._records) >= most:
+        # What lies in the folder alone is not open here, however many know of it.
+        if sum(one.kept is not None or one.turns == 0 for one in self._records.values()) >= most:
             raise ApiError(
                 503, f"{most} sessions are open, as many as this server keeps", "too_many_sessions"
             )
@@ -339,6 +368,10 @@ class Sessions:
 
 def _gone(name: str) -> ApiError:
     return ApiError(404, f"there is no session {name[:60]!r}; create one", "session_not_found")
+
+
+def _exists(name: str) -> ApiError:
+    return ApiError(409, f"there is a session {name!r} already", "session_exists")
 
 
 class SessionTurn:
@@ -393,7 +426,19 @@ class SessionTurn:
             record.busy = False
 
     async def _stand(self, turn: Turn) -> None:
-        """Let the session go on from the memory after this turn."""
+        """Let the session go on from the memory after this turn, even if the client goes now."""
+        standing = asyncio.ensure_future(self._go_on(turn))
+        try:
+            await asyncio.shield(standing)
+        except asyncio.CancelledError:
+            while not standing.done():
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.wait({standing})
+            if not standing.cancelled():
+                standing.exception()  # nobody is left to be told
+            raise
+
+    async def _go_on(self, turn: Turn) -> None:
         record, before, kept = self._record, self._record.kept, self._call.work.kept
         assert kept is not None
         await self._sessions.stands(record, kept, record.turns + 1)

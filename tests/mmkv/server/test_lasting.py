@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+import errno
+import fcntl
+import json
+import os
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +21,11 @@ from torch import Tensor
 
 from engine.errors import SessionError
 from mmkv import Engine
+from mmkv.server import answer as answers
 from mmkv.server.kept import Kept
 from mmkv.server.lasting import Lasting, Note
 from mmkv.server.machine import Machine
+from mmkv.server.sessions import Sessions
 from tests.support.chat_models import picture, save_qwen3_vl
 from tests.support.servers import Server, asked, picture_part, serving
 
@@ -117,23 +127,96 @@ def test_a_turn_that_cannot_be_written_is_taken_back(
     one, _ = servers
     name = created(one)
     said(one, name, "one")
-    files = {path for path in _files(one) if path.name.startswith(name)}
+    files = set(_files(one))
 
-    def refuse(*_: Any) -> Note:
-        raise SessionError("the session cannot be written: No space left on device")
+    def refuse(_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    with monkeypatch.context() as patched:
-        patched.setattr(Lasting, "commit", refuse)
-        path = f"/v1/sessions/{name}/chat/completions"
-        answer = one.client.post(path, json=asked("two"))
-        assert answer.status_code == 409 and "No space" in answer.json()["error"]["message"]
-    assert one.client.get(f"/v1/sessions/{name}").json()["turns"] == 1
-    assert {path for path in _files(one) if path.name.startswith(name)} == files
-    assert len(files) == 2  # a note, and the memory that it names
+    for after in (0, 2):  # it is refused with the memory, and with the note
+        left = iter(range(after))
+        with monkeypatch.context() as patched:
+            patched.setattr(
+                os, "fsync", lambda handle, left=left: next(left, None) or refuse(handle)
+            )
+            path = f"/v1/sessions/{name}/chat/completions"
+            answer = one.client.post(path, json=asked("two"))
+        assert answer.status_code == 507 and "No space" in answer.json()["error"]["message"]
+        assert answer.headers["x-should-retry"] == "false"
+        assert one.client.get(f"/v1/sessions/{name}").json()["turns"] == 1
+        assert set(_files(one)) == files
+    assert sum(path.name.startswith(name) for path in files) == 2  # a note, and its memory
     said(one, name, "two")
 
 
-def test_one_of_two_that_go_on_at_once_is_told(shared: Path) -> None:
+def test_a_client_that_leaves_while_its_turn_is_written_loses_nothing(
+    servers: tuple[Server, Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = servers
+    name = created(one)
+    said(one, name, "one")
+    writing, left, over = (threading.Event() for _ in range(3))
+    commit, gone = Lasting.commit, answers._gone
+
+    def slow(self: Lasting, tenant: str, note: Note) -> Note:
+        writing.set()
+        assert over.wait(60)
+        return commit(self, tenant, note)
+
+    async def watched(receive: Any) -> None:
+        await gone(receive)
+        left.set()
+
+    monkeypatch.setattr(Lasting, "commit", slow)
+    monkeypatch.setattr(answers, "_gone", watched)
+    client = HTTPConnection(one.url.removeprefix("http://"))
+    body, kind = json.dumps(asked("two")), {"Content-Type": "application/json"}
+    client.request("POST", f"/v1/sessions/{name}/chat/completions", body, kind)
+    assert writing.wait(60)
+    client.close()
+    assert left.wait(60)
+    over.set()
+    until = time.monotonic() + 60
+    while one.client.get(f"/v1/sessions/{name}").json()["busy"]:
+        assert time.monotonic() < until
+    assert one.client.get(f"/v1/sessions/{name}").json()["turns"] == 2
+    assert cache(one, name).keys() == cache(two, name).keys()
+    said(one, name, "three")
+    assert sum(path.name.startswith(name) for path in _files(one)) == 2
+
+
+def test_one_deleted_while_its_memory_is_read_holds_nothing(
+    servers: tuple[Server, Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = servers
+    name = created(one)
+    said(one, name, "one")
+    before = two.inside(lambda machine: len(machine.scheduler.sessions))
+    load = Sessions._load
+
+    async def slow(self: Sessions, path: Path, of: str) -> Kept:
+        kept = await load(self, path, of)
+        await self.delete(self._records["", of])
+        return kept
+
+    monkeypatch.setattr(Sessions, "_load", slow)
+    assert two.client.get(f"/v1/sessions/{name}/memory").status_code == 404
+    assert two.inside(lambda machine: len(machine.scheduler.sessions)) == before
+
+
+def test_sessions_that_lie_in_the_folder_take_no_place(
+    servers: tuple[Server, Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = servers
+    said(one, created(one), "one")
+    there = len(two.client.get("/v1/sessions").json()["data"])
+    settings = dataclasses.replace(two.room.settings, max_sessions=there)
+    monkeypatch.setattr(two.room, "settings", settings)
+    created(two)
+
+
+def test_one_of_two_that_go_on_at_once_is_told(
+    shared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     one, two = Lasting(shared), Lasting(shared)
     first = one.commit("t", Note("x", 0, ("entries", 24.0)))
     seen = two.note("t", "x")
@@ -141,10 +224,37 @@ def test_one_of_two_that_go_on_at_once_is_told(shared: Path) -> None:
     one.commit("t", first)
     with pytest.raises(SessionError, match="another server"):
         two.commit("t", first)
-    (shared / ".sessions" / "t" / "x.json").write_text("{")
+    path = shared / ".sessions" / "t" / "x.json"
+    path.unlink()
+
+    def meanwhile(_: int) -> None:
+        with (path.parent / ".lock").open() as lock, pytest.raises(BlockingIOError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the other server has to wait
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", meanwhile)  # between what is checked and what is replaced
+        one.commit("t", Note("x", 0, ("entries", 24.0)))
+    path.write_text("{")
     with pytest.raises(SessionError, match="begin a new one"):
         one.note("t", "x")
     assert list(one.notes("t")) == []
+
+
+def test_files_that_no_note_names_go(tmp_path: Path) -> None:
+    lasting, folder = Lasting(tmp_path), tmp_path / ".sessions" / "t"
+    kept = lasting.new_memory("t", "x")
+    lost = [folder / f"x.{'0' * 32}.mmkv", folder / "x.mmkv-1.part"]
+    young, unread = lasting.new_memory("t", "x"), lasting.new_memory("t", "y.z")
+    for path in (kept, *lost, young, unread):
+        path.write_text("")
+    (folder / "y.z.json").write_text("{")
+    lasting.commit("t", Note("x", 0, ("entries", 24.0), memory=kept.name))
+    for path in folder.iterdir():
+        if path != young:
+            os.utime(path, (0, 0))
+    before = set(folder.iterdir())
+    lasting.sweep()
+    assert set(folder.iterdir()) == before - set(lost)
 
 
 def test_sessions_outlast_the_server(folder: Path, servers: tuple[Server, Server]) -> None:
