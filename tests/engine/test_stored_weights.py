@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from engine.errors import ModelError
-from engine.model.families import Family, family_for, loading
+from engine.model.families import Family, TextFamily, family_for, loading
 from engine.model.families.deferred import DeferredModel
 from engine.model.product import multiply
 from engine.model.spec import DecoderSpec, RopeSpec
@@ -235,6 +235,15 @@ def test_axes_of_a_rotary_module_and_of_its_family_agree(tmp_path: Path) -> None
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(ModelError, match="sections of 64 frequencies do not fit the 16 of a head"):
         loading.load(folder, "float32", "cpu")
+
+
+def test_a_family_of_other_axes_than_its_model_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Turning(TextFamily):
+        model_types, rope_axes = ("llama",), 3
+
+    monkeypatch.setattr(loading, "family_for", lambda config: Turning)
+    with pytest.raises(ModelError, match="Turning has positions of 3 axes and .* rotates by 1"):
+        loading.load(checkpoint("llama"), "float32", "cpu")
 
 
 def test_end_tokens_come_from_the_generation_config(tmp_path: Path) -> None:
