@@ -242,7 +242,7 @@ def test_a_family_of_other_axes_than_its_model_is_refused(monkeypatch: pytest.Mo
         model_types, rope_axes = ("llama",), 3
 
     monkeypatch.setattr(loading, "family_for", lambda config: Turning)
-    with pytest.raises(ModelError, match="Turning has positions of 3 axes and .* rotates by 1"):
+    with pytest.raises(ModelError, match=r"Turning has positions of 3 axes and .* rotates by 1"):
         loading.load(checkpoint("llama"), "float32", "cpu")
 
 
