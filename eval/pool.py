@@ -40,11 +40,11 @@ from mmkv.resources import asset, bundled_model_name
 KINDS = ("40-pictures", "40-pictures", *["dense"] * 6)
 LONG = KINDS.count("40-pictures")
 # Arms by name: what share of an equal part each session is sure of; None: equal parts.
-ARMS: dict[str, float | None] = {"equal": None, "pool": 0.0, "pool, floor 1/2": 0.5}
+SETTINGS: dict[str, float | None] = {"equal": None, "pool": 0.0, "pool, floor 1/2": 0.5}
 
 
 @dataclass
-class Reading:
+class Dialogue:
     """A dialogue that a session reads, up to the end of an answer at a time."""
 
     session: CachedSequence
@@ -87,29 +87,29 @@ def read_group(
     if share is not None:
         engine.share(budget, share * part)
     own = part if share is None else None
-    readings = [Reading(engine.session(own), *dialogue) for dialogue in dialogues]
+    opened = [Dialogue(engine.session(own), *dialogue) for dialogue in dialogues]
     try:
-        while (next_one := min(readings, key=lambda one: one.progress)).progress < 1:
+        while (next_one := min(opened, key=lambda one: one.progress)).progress < 1:
             next_one.advance()
-        held = [one.session.entries / engine.spec.rows for one in readings]
-        return {"right": [one.right for one in readings], "held": held}
+        held = [one.session.entries / engine.spec.rows for one in opened]
+        return {"right": [one.right for one in opened], "held": held}
     finally:
-        for one in readings:
+        for one in opened:
             one.session.close()
 
 
 def summarise(rows: Sequence[dict[str, Any]], budgets: Sequence[str]) -> list[dict[str, Any]]:
-    """Average over groups and gate seeds, and pair each arm with equal parts."""
+    """Average over groups and gate seeds, and pair each setting with equal parts."""
     found = []
     for budget in budgets:
         equal = _by_group(rows, budget, "equal")
-        for arm in ARMS:
-            by_group = _by_group(rows, budget, arm)
-            line: dict[str, Any] = {"budget": budget, "arm": arm}
+        for setting in SETTINGS:
+            by_group = _by_group(rows, budget, setting)
+            line: dict[str, Any] = {"budget": budget, "setting": setting}
             for name, sessions in _PARTS.items():
                 sums, counts = _counted(by_group, sessions)
                 line[name] = dataclasses.asdict(mean(sums, counts))
-                if arm != "equal":
+                if setting != "equal":
                     theirs, _ = _counted(equal, sessions)
                     gap = paired(sums, theirs, counts)
                     line[f"{name} less equal"] = dataclasses.asdict(gap)
@@ -125,8 +125,10 @@ def summarise(rows: Sequence[dict[str, Any]], budgets: Sequence[str]) -> list[di
 _PARTS = {"all": slice(None), "long": slice(LONG), "short": slice(LONG, None)}
 
 
-def _by_group(rows: Sequence[dict[str, Any]], budget: str, arm: str) -> list[list[dict[str, Any]]]:
-    chosen = [row for row in rows if (row["budget"], row["arm"]) == (budget, arm)]
+def _by_group(
+    rows: Sequence[dict[str, Any]], budget: str, setting: str
+) -> list[list[dict[str, Any]]]:
+    chosen = [row for row in rows if (row["budget"], row["setting"]) == (budget, setting)]
     return [
         [row for row in chosen if row["group"] == group]
         for group in sorted({row["group"] for row in chosen})
@@ -151,7 +153,7 @@ def table_rows(summary: Sequence[dict[str, Any]]) -> Iterator[Sequence[str]]:
     yield ("budget", "sessions have", "all", "2 long", "6 short", "held by the long")
     for line in summary:
         cells = (cell(line, name) for name in _PARTS)
-        yield (line["budget"], line["arm"], *cells, f"{line['held by the long']:.2f}")
+        yield (line["budget"], line["setting"], *cells, f"{line['held by the long']:.2f}")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -187,10 +189,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
             dialogues.append((engines[0][0].family.turn(example, 0, engines[0][0].device), labels))
         tokens = sum(turn.token_ids.numel() for turn, _ in dialogues)
         for budget in args.budgets:
-            for arm, share in ARMS.items():
+            for setting, share in SETTINGS.items():
                 for engine in engines[share is not None]:
                     found = read_group(engine, dialogues, float(Fraction(budget)) * tokens, share)
-                    rows.append({"group": group, "budget": budget, "arm": arm, **found})
+                    rows.append({"group": group, "budget": budget, "setting": setting, **found})
     summary = summarise(rows, args.budgets)
     counts = [{**row, "right": [[sum(one), len(one)] for one in row["right"]]} for row in rows]
     write_results(

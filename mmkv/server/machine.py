@@ -37,7 +37,7 @@ class Machine:
         lookahead: what the engine's policy was made with.
 
     Attributes:
-        facts: what the web side knows of the engine.
+        facts: what the HTTP routes know of the engine.
     """
 
     def __init__(

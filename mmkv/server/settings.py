@@ -56,7 +56,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Facts:
-    """What the web side knows of the engine.
+    """What the HTTP routes know of the engine.
 
     Attributes:
         root: a hash of what the memory of a conversation depends on: weights, gates, policy,

@@ -41,13 +41,21 @@ def test_a_group_is_read_as_each_dialogue_alone_while_nothing_is_evicted(engine:
 
 
 def test_the_summary_pairs_each_arm_with_equal_shares() -> None:
-    def row(group: int, arm: str, long: int, short: int) -> dict[str, Any]:
+    def row(group: int, setting: str, long: int, short: int) -> dict[str, Any]:
         right = [[True] * long + [False] * (4 - long)] * pool.LONG
         right += [[True] * short + [False] * (2 - short)] * (len(pool.KINDS) - pool.LONG)
-        return {"group": group, "budget": "1/8", "arm": arm, "right": right, "held": [1.0] * 8}
+        return {
+            "group": group,
+            "budget": "1/8",
+            "setting": setting,
+            "right": right,
+            "held": [1.0] * 8,
+        }
 
     rows = [
-        row(group, arm, 1 + (arm == "pool"), 2 - group) for group in (0, 1) for arm in pool.ARMS
+        row(group, setting, 1 + (setting == "pool"), 2 - group)
+        for group in (0, 1)
+        for setting in pool.SETTINGS
     ]
     equal, shared, floored = pool.summarise(rows, ["1/8"])
     assert equal["long"]["value"] == 1 / 4 and shared["long"]["value"] == 2 / 4

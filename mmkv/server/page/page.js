@@ -182,6 +182,7 @@ async function open(id) {
 }
 
 async function create(fields) {
+  if (turn) throw new Error("a reply is under way; stop it first");
   const made = await json("sessions", "POST", fields, place(newId()));
   await list();
   await open(made.id);

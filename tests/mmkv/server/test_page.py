@@ -210,16 +210,19 @@ def test_forks_files_and_stopped_replies_by_the_keyboard_alone(page: Any, server
     expect(page.locator("#log li")).to_have_count(4)
     press("Delete")
     expect(page.locator("#sessions li")).to_have_count(2)
-    before = page.locator("#log li").count()
+    expect(page.locator("#log li")).to_have_count(4)
     with paused_in_a_reply(server) as reached:
         page.locator("#text").fill("a long one")
         page.locator("#tokens").fill("200")
         page.locator("#text").press("Enter")
         assert reached.wait(60)
         expect(page.locator("#stop")).to_be_visible()
+        press("New")
+        expect(page.locator("#status")).to_contain_text("under way")
         page.locator("#text").press("Escape")
     expect(page.locator("#status")).to_contain_text("taken back")
-    expect(page.locator("#log li")).to_have_count(before)
+    expect(page.locator("#log li")).to_have_count(4)
+    assert len(server.client.get("/v1/sessions").json()["data"]) == 2
     assert page.locator("#text").input_value() == "a long one"
     # Every control has a name that a screen reader can say.
     nameless = """() => [...document.querySelectorAll("input, textarea, button, select")].filter(
