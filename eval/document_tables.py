@@ -264,12 +264,12 @@ def _speed(results: Path) -> Rows:
 
 
 def _startup(results: Path) -> Rows:
-    yield ["CPU seconds (times an import of torch)", "now", "before"]
+    yield ["seconds (times an import of torch)", "now", "before"]
     for name, found in _results(results, "startup-cpu").items():
         yield [
             f"`{name}`" if name.startswith(("mmkv", "python")) else name,
             *(
-                f"{at['processor_best']:.2f} ({at['processor_ratio']:.2f})" if at else ""
+                f"{at['best']:.2f} ({at['ratio']:.2f})" if at else ""
                 for at in map(found.get, ("now", "before"))
             ),
         ]
