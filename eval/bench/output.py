@@ -19,18 +19,24 @@ class BenchError(MmkvError):
     """Wrong arguments of a speed program."""
 
 
-def parser(name: str, about: str | None) -> argparse.ArgumentParser:
-    """Make a parser with the arguments of all speed programs."""
+def plain_parser(name: str, about: str | None) -> argparse.ArgumentParser:
+    """Make a parser with the arguments that say where results go."""
     made = argparse.ArgumentParser(
         prog=f"python -m eval.{name}",
         description=about,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    made.add_argument("--output", type=Path, default=RESULTS, help="folder of the result files")
+    made.add_argument("--name", default=None, help="name of the result file, without .json")
+    return made
+
+
+def parser(name: str, about: str | None) -> argparse.ArgumentParser:
+    """Make a parser with the arguments of all speed programs."""
+    made = plain_parser(name, about)
     made.add_argument("--device", default="auto", help="auto, cpu or cuda")
     made.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     made.add_argument("--rounds", type=int, default=7, help="timed runs of each method")
-    made.add_argument("--output", type=Path, default=RESULTS, help="folder of the result files")
-    made.add_argument("--name", default=None, help="name of the result file, without .json")
     return made
 
 

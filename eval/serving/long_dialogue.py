@@ -13,7 +13,6 @@ import json
 import shutil
 import statistics
 import sys
-import tempfile
 import time
 from pathlib import Path
 from random import Random
@@ -21,11 +20,9 @@ from typing import Any
 
 import httpx
 
-from engine.errors import MmkvError
-from eval.bench.output import BenchError, save, table
+from eval.bench.output import BenchError, plain_parser, save, table
 from eval.serving.client import picture_url, question, words
-from eval.serving.servers import ServerProcess, mmkv_serve
-from mmkv.measure.record import RESULTS
+from eval.serving.servers import ServerProcess, mmkv_serve, run_in_folder
 
 CHAT, RESPONSES = "chat completions", "responses"
 EARLY = 5  # the turn that the last one is compared with
@@ -146,23 +143,14 @@ def _mean_cpu(dialogues: list[list[Any]], turns: slice) -> float:
 
 def main(arguments: list[str] | None = None) -> int:
     """Measure, print the table and write the result file; exit code 1 if a bar is missed."""
-    parser = argparse.ArgumentParser(
-        prog="python -m eval.serving.long_dialogue",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = plain_parser("serving.long_dialogue", __doc__)
     parser.add_argument("--turns", type=int, default=50)
     parser.add_argument("--tokens", type=int, default=8, help="of each reply, at most")
     parser.add_argument("--budget", type=int, default=64, help="entries per row")
     parser.add_argument("--rounds", type=int, default=5, help="dialogues of each way")
-    parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the result file")
-    parser.add_argument("--name", default=None, help="name of the result file, without .json")
     args = parser.parse_args(arguments)
-    folder = Path(tempfile.mkdtemp(prefix="mmkv-serving-"))
-    try:
-        found = measure(args, folder)
-    except MmkvError as error:
-        print(f"serving: error: {error}; logs are in {folder}", file=sys.stderr)
+    folder, found = run_in_folder(measure, args)
+    if found is None:
         return 1
     shutil.rmtree(folder)
     keys = [key for key in found[CHAT] if key != "first_token_s"]

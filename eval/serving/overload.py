@@ -14,7 +14,6 @@ import asyncio
 import shutil
 import statistics
 import sys
-import tempfile
 import time
 from collections import Counter
 from pathlib import Path
@@ -23,11 +22,9 @@ from typing import Any
 
 import httpx
 
-from engine.errors import MmkvError
-from eval.bench.output import BenchError, save, table
+from eval.bench.output import BenchError, plain_parser, save, table
 from eval.serving.client import Streamed, picture_url, quantiles, question, stream_chat, words
-from eval.serving.servers import mmkv_serve
-from mmkv.measure.record import RESULTS
+from eval.serving.servers import mmkv_serve, run_in_folder
 
 BELOW = 0.8  # the share of capacity that the others are compared with
 _OPTIONS: dict[str, Any] = {
@@ -126,27 +123,18 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Measure, print the table and write the result file; return the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m eval.serving.overload",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = plain_parser("serving.overload", __doc__)
     parser.add_argument("--shares", nargs="+", type=float, default=[0.5, BELOW, 1.0, 2.0, 4.0])
     parser.add_argument("--seconds", type=float, default=15, help="of each share, in each round")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=8, help="of each reply, at most")
     parser.add_argument("--running", type=int, default=4, help="requests served at a time")
     parser.add_argument("--queue", type=int, default=2, help="requests that may wait")
-    parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the result file")
-    parser.add_argument("--name", default=None, help="name of the result file, without .json")
     args = parser.parse_args(arguments)
     if BELOW not in args.shares:
         parser.error(f"--shares needs {BELOW}, which the others are compared with")
-    folder = Path(tempfile.mkdtemp(prefix="mmkv-serving-"))
-    try:
-        found = measure(args, folder)
-    except MmkvError as error:
-        print(f"serving: error: {error}; logs are in {folder}", file=sys.stderr)
+    folder, found = run_in_folder(measure, args)
+    if found is None:
         return 1
     shutil.rmtree(folder)
     columns = ["share of capacity", "requests", "refused", "first token, p50 ms", "p99"]

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import httpx
 
+from engine.errors import MmkvError
 from eval.bench.output import BenchError
 from mmkv.measure.record import ROOT
 
@@ -114,6 +117,23 @@ def transformers_serve(model: str, log: Path, *options: str, threads: int = 1) -
     start = "import sys; from transformers.cli.transformers import main; sys.exit(main())"
     command = ["-c", start, "serve", model, "--host", "127.0.0.1", "--port", "{port}"]
     return ServerProcess([*command, "--device", "cpu", *options], log, threads)
+
+
+def run_in_folder(
+    measure: Callable[[argparse.Namespace, Path], Any], args: argparse.Namespace
+) -> tuple[Path, Any]:
+    """Call ``measure`` with a new folder for models and logs.
+
+    Returns:
+        The folder, which stays, and what was found; None where a server failed, which is printed.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="mmkv-serving-"))
+    try:
+        return folder, measure(args, folder)
+    except (MmkvError, httpx.HTTPError) as error:
+        what = str(error) or type(error).__name__
+        print(f"serving: error: {what}; logs are in {folder}", file=sys.stderr)
+        return folder, None
 
 
 def _free_port() -> int:

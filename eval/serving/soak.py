@@ -17,7 +17,6 @@ import contextlib
 import json
 import shutil
 import sys
-import tempfile
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -28,11 +27,9 @@ from urllib.parse import urlsplit
 import httpx
 import numpy as np
 
-from engine.errors import MmkvError
-from eval.bench.output import BenchError, save, table
+from eval.bench.output import BenchError, plain_parser, save, table
 from eval.serving.client import picture_url, question, words
-from eval.serving.servers import ServerProcess, mmkv_serve
-from mmkv.measure.record import RESULTS
+from eval.serving.servers import ServerProcess, mmkv_serve, run_in_folder
 
 MODEL = "tiny-vlm"
 _WARM = 1000  # requests after which the memory has to be flat
@@ -340,25 +337,16 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Measure, print the table and write the result file; exit code 1 if something was lost."""
-    parser = argparse.ArgumentParser(
-        prog="python -m eval.serving.soak",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = plain_parser("serving.soak", __doc__)
     parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--clients", type=int, default=24, help="at a time")
     parser.add_argument("--every", type=int, default=250, help="requests between two stops")
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--memory", default="24MiB", help="of the server's cache")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the result file")
-    parser.add_argument("--name", default=None, help="name of the result file, without .json")
     args = parser.parse_args(arguments)
-    folder = Path(tempfile.mkdtemp(prefix="mmkv-serving-"))
-    try:
-        found = measure(args, folder)
-    except MmkvError as error:
-        print(f"serving: error: {error}; logs are in {folder}", file=sys.stderr)
+    folder, found = run_in_folder(measure, args)
+    if found is None:
         return 1
     table("Soak", ["", ""], [[key, value] for key, value in found["summary"].items()])
     table("Answers", ["", ""], list(found["answers"].items()))

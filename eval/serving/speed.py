@@ -19,7 +19,6 @@ import json
 import shutil
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -29,12 +28,10 @@ from typing import Any
 
 import httpx
 
-from engine.errors import MmkvError
-from eval.bench.output import BenchError, save, table
+from eval.bench.output import BenchError, plain_parser, save, table
 from eval.bench.startup import write_text_model
 from eval.serving.client import Streamed, picture_url, quantiles, question, stream_chat, words
-from eval.serving.servers import ServerProcess, mmkv_serve, transformers_serve
-from mmkv.measure.record import RESULTS
+from eval.serving.servers import ServerProcess, mmkv_serve, run_in_folder, transformers_serve
 from mmkv.resources import bundled_model
 
 OURS, THEIRS, BATCHED = "mmkv serve", "transformers serve", "transformers serve, batching"
@@ -258,11 +255,7 @@ def show(found: dict[str, Any]) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     """Measure, print the tables and write the result file; return the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m eval.serving.speed",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = plain_parser("serving.speed", __doc__)
     kinds = ["texts", "pictures"]
     parser.add_argument("--kinds", nargs="+", choices=kinds, default=kinds)
     parser.add_argument("--dialogues", nargs="+", type=int, default=[1, 4, 8], help="at a time")
@@ -270,14 +263,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, default=32, help="of each reply")
     parser.add_argument("--budget", type=int, default=128, help="entries per row, of mmkv's cache")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the result file")
-    parser.add_argument("--name", default=None, help="name of the result file, without .json")
     args = parser.parse_args(arguments)
-    folder = Path(tempfile.mkdtemp(prefix="mmkv-serving-"))
-    try:
-        found = measure(args, folder)
-    except MmkvError as error:
-        print(f"serving: error: {error}; logs are in {folder}", file=sys.stderr)
+    folder, found = run_in_folder(measure, args)
+    if found is None:
         return 1
     shutil.rmtree(folder)
     show(found)
