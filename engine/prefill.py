@@ -8,8 +8,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from engine.backends.torch.step import PrefillChunk
 from engine.errors import InputError, NotFiniteError, SessionError
 from engine.eviction import cut_to_budgets
+from engine.new_entries import write_state
+from engine.trace import PRUNED
 
 if TYPE_CHECKING:
     from engine.model.families.base import Turn
@@ -92,7 +95,7 @@ class Prefill:
             last = stop == self.tokens
             next_position = turn.next_position if last else self._highest[stop - 1] + 1
             before = session.state()
-            hidden = session._run_chunk(turn, start, stop, next_position)
+            hidden = _run_chunk(session, turn, start, stop, next_position)
             self.done = stop
             logits = session.engine.decoder.logits(hidden[-1:])[0] if last else None
             if logits is not None and not logits.sum().isfinite():
@@ -131,6 +134,50 @@ class Prefill:
         if self._snapshot is not None:
             self._session.engine.cache.close(self._snapshot)
         self._snapshot, self.snapshot_pages = None, 0
+
+
+def _run_chunk(
+    session: CachedSequence, turn: Turn, start: int, stop: int, next_position: int
+) -> Tensor:
+    """Append tokens ``start`` to ``stop`` of a turn; hidden states ``[stop - start, d]``.
+
+    An error leaves the sequence without them.
+    """
+    engine, part, count = session.engine, slice(start, stop), stop - start
+    hidden, deepstack = engine.decoder.embed_turn(turn.part(start, stop))
+    position = torch.arange(session.seen, session.seen + count, device=engine.device)
+    rope = engine.rope.at(turn.positions[:, part], bool(session.long_rope))
+    try:
+        step = PrefillChunk(
+            engine.cache,
+            engine.spec,
+            session.seq,
+            position,
+            turn.modality[part],
+            engine.needs,
+            session.seen + count,
+            session.entries > 0,
+            engine.policy.pruner,
+            engine.write_step(rope),
+        )
+        tapped: list[Tensor] = []
+        hidden, log_beta = engine.decoder.forward(hidden, rope, step, deepstack, tapped, step.prune)
+        if engine.has_born:
+            seqs = torch.tensor([session.seq], device=engine.device)
+            slots, scorer, new = step.slots[None], engine.policy.scoring, position[None]
+            write_state(engine.cache, scorer, seqs, slots, new, True, [tap[None] for tap in tapped])
+        pruned = step.finish(log_beta)
+    except BaseException:
+        session.roll_back()
+        raise
+    session.prompt_tokens += count
+    if session.recorder is not None:
+        session.recorder.expect((turn.token_ids[part], turn.modality[part]))
+    session.count_appended(count, next_position)
+    session.count_evicted(pruned, 0)
+    if session.recorder is not None and pruned:
+        session.recorder.missing(session.view(), count, PRUNED)
+    return hidden
 
 
 def run_whole(prefill: Prefill, progress: Callable[[int, int], None] | None = None) -> Tensor:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import operator
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -15,14 +13,12 @@ from torch import Tensor
 from engine.backends.base import Backend, Backends
 from engine.backends.cpu import CpuBackend, native_product
 from engine.backends.cuda import CudaBackend
-from engine.backends.cuda.kernels.sample import Draw, columns_of, guard, sample, uniform
+from engine.backends.cuda.kernels.sample import Draw
 from engine.backends.torch.backend import TorchBackend
 from engine.backends.torch.write_step import WriteStep, admitting
 from engine.cache import Form, PagePool, RaggedCache
-from engine.checks import require_list
 from engine.config import EngineConfig
-from engine.errors import BROKEN, BudgetError, GateError, InputError, NotFiniteError, SessionError
-from engine.eviction import cut_to_budgets
+from engine.errors import BudgetError, GateError, InputError
 from engine.lock import FairLock
 from engine.model.decoder import Decoder
 from engine.model.families.base import Family
@@ -34,7 +30,7 @@ from engine.model.gates import (
 from engine.model.rope import Rope
 from engine.model.spec import DecoderSpec
 from engine.model.weights import DecoderWeights
-from engine.new_entries import has_born, has_revise, revise_state, sequence_memory, tap_layers
+from engine.new_entries import has_born, has_revise, sequence_memory, tap_layers
 from engine.paths import user_path
 from engine.policies import Budget, Needs, Policy
 from engine.policies.pruning import check_pruner
@@ -43,6 +39,7 @@ from engine.policy_choice import choose, require_named_gates
 from engine.sequence import CachedSequence
 from engine.sequence_file import load_session
 from engine.shared_budget import SharedBudget
+from engine.steps import decode_step, decode_steps
 
 
 class Runtime:
@@ -300,30 +297,7 @@ class Runtime:
         Raises:
             InputError, SessionError, ContextError, BudgetError: before anything has changed.
         """
-        with self._claimed(sessions), self.lock:
-            token_ids = self._check_step(sessions, token_ids)
-            for session, token in zip(sessions, token_ids, strict=True):
-                if session.long_rope is None:
-                    session.long_rope = False
-                if session.recorder is not None:
-                    session.recorder.expect(token)
-            backends = self.backends
-            backend: Backend = backends.torch
-            if not backends.cpu.unsupported_reason(sessions):
-                backend = backends.cpu
-            try:
-                logits, uncut, refused = backend.decode(sessions, token_ids)
-            except BaseException:
-                for session in sessions:
-                    session.roll_back()
-                cut_to_budgets(self, sessions, self.slack)  # where the step stands
-                raise
-            if self.has_revise:
-                for session in sessions:
-                    revise_state(session)
-            if uncut or self.shared is not None:
-                cut_to_budgets(self, uncut, self.slack, backend if refused else None)
-            return logits
+        return decode_step(self, sessions, token_ids)
 
     @torch.inference_mode()
     def decode_many(
@@ -351,47 +325,7 @@ class Runtime:
             BudgetError: the pool would pass its limit; what was appended before that stays.
             NotFiniteError: logits were not finite; holds what was generated before.
         """
-        with self._claimed(sessions):
-            with self.lock:
-                token_ids = self._check_step(sessions, token_ids)
-                for session in sessions:
-                    session._require_context(steps, session.next_position + steps)
-                recorded = any(session.recorder is not None for session in sessions)
-                if self.many_path == "graph" and not recorded:
-                    return self.backends.cuda.decode_many(sessions, token_ids, steps, stop, draws)
-            return self._decode_each(sessions, token_ids, steps, stop, draws)
-
-    def _decode_each(
-        self,
-        sessions: Sequence[CachedSequence],
-        token_ids: Sequence[int],
-        steps: int,
-        stop: Sequence[int],
-        draws: Sequence[Draw] | None,
-    ) -> list[list[int]]:
-        """:meth:`decode_many` without a graph."""
-        generated: list[list[int]] = [[] for _ in sessions]
-        token, going = list(token_ids), list(range(len(sessions)))
-        ends = {*stop, BROKEN}
-        for _ in range(steps):
-            logits = self.decode([sessions[i] for i in going], [token[i] for i in going])
-            broken = guard(logits, self.never_chosen)
-            if draws is None:
-                chosen_ids = logits.argmax(-1)
-            else:
-                columns, seed = columns_of([draws[i] for i in going], self.device)
-                seen = torch.tensor([sessions[i].seen for i in going], device=self.device)
-                chosen_ids = sample(logits, columns, uniform(seed, seen))
-            chosen_ids = chosen_ids.masked_fill(broken, BROKEN)
-            for index, chosen in zip(going, chosen_ids.tolist(), strict=True):
-                token[index] = chosen
-                generated[index].append(chosen)
-            going = [index for index in going if token[index] not in ends]
-            if not going:
-                break
-        if BROKEN in token:
-            raise NotFiniteError(generated)
-        return generated
+        return decode_steps(self, sessions, token_ids, steps, stop, draws)
 
     @torch.inference_mode()
     def trim(self) -> int:
@@ -460,14 +394,6 @@ class Runtime:
         """Entries that a session may hold above its budget between two evictions."""
         return (self.evict_every - 1) * self.spec.rows
 
-    @contextmanager
-    def _claimed(self, sessions: Sequence[CachedSequence]) -> Iterator[None]:
-        """Have all ``sessions`` for one call. Raises SessionError."""
-        with ExitStack() as claims:
-            for session in sessions:
-                claims.enter_context(session.claimed())
-            yield
-
     def _open(self, budget: Budget) -> CachedSequence:
         return CachedSequence(self, budget)
 
@@ -476,39 +402,3 @@ class Runtime:
         pool = self.cache.pool
         made.entries(self.spec.rows, 0, pool.page_size, pool.page_bytes)
         return made
-
-    def _check_step(
-        self, sessions: Sequence[CachedSequence], token_ids: Sequence[int]
-    ) -> list[int]:
-        """Return the token ids, once everything about a step is right."""
-        require_list("sessions", sessions, "sessions")
-        if isinstance(token_ids, torch.Tensor) and token_ids.dim() == 1:
-            token_ids = token_ids.tolist()
-        else:
-            require_list("token_ids", token_ids, "token ids")
-        if not sessions or len(sessions) != len(token_ids):
-            raise InputError(
-                f"{len(sessions)} sessions and {len(token_ids)} tokens; give one token a session"
-            )
-        if len({id(session) for session in sessions}) != len(sessions):
-            raise InputError("a session stands twice in the batch; fork it to decode it twice")
-        checked = [_token_id(token) for token in token_ids]
-        for session, token in zip(sessions, checked, strict=True):
-            if session.engine is not self:
-                raise SessionError("a session of another engine; decode it with its own engine")
-            session._require_open()
-            session._require_context(1, session.next_position + 1)
-            if not 0 <= token < self.decoder.weights.embed.shape[0]:
-                raise InputError(f"token id {token} is outside the vocabulary")
-        return checked
-
-
-def _token_id(token: Any) -> int:
-    """Return a token id as an int. Raises TypeError: it is no whole number."""
-    try:
-        made = operator.index(token)
-    except TypeError:
-        made = None
-    if made is None or isinstance(token, bool):
-        raise TypeError(f"a token id must be a whole number, not a {type(token).__name__}")
-    return made

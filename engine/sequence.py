@@ -13,18 +13,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from engine.backends.torch.step import PrefillChunk
 from engine.cache import Entries
 from engine.entry_source import CacheEntries
 from engine.errors import BudgetError, ContextError, SessionError
 from engine.eviction import cut_to_budgets
-from engine.new_entries import write_state
 from engine.page_bound import Extent, page_bound
 from engine.paths import user_path
 from engine.policies import Budget, CacheView
 from engine.policies.selection import MOST_ENTRIES
 from engine.prefill import Prefill, run_whole
-from engine.trace import PRUNED, Recorder
+from engine.trace import Recorder
 
 if TYPE_CHECKING:
     from engine.model.families.base import Turn
@@ -337,47 +335,6 @@ class CachedSequence:
 
     def _sibling(self) -> CachedSequence:
         return type(self)(self.engine, self.budget)
-
-    def _run_chunk(self, turn: Turn, start: int, stop: int, next_position: int) -> Tensor:
-        engine, part = self.engine, slice(start, stop)
-        hidden, deepstack = engine.decoder.embed_turn(turn.part(start, stop))
-        position = torch.arange(self.seen, self.seen + stop - start, device=engine.device)
-        rope = engine.rope.at(turn.positions[:, part], bool(self.long_rope))
-        try:
-            step = PrefillChunk(
-                engine.cache,
-                engine.spec,
-                self.seq,
-                position,
-                turn.modality[part],
-                engine.needs,
-                self.seen + stop - start,
-                self.entries > 0,
-                engine.policy.pruner,
-                engine.write_step(rope),
-            )
-            tapped: list[Tensor] = []
-            hidden, log_beta = engine.decoder.forward(
-                hidden, rope, step, deepstack, tapped, step.prune
-            )
-            if engine.has_born:
-                seqs = torch.tensor([self.seq], device=engine.device)
-                slots, scorer, new = step.slots[None], engine.policy.scoring, position[None]
-                write_state(
-                    engine.cache, scorer, seqs, slots, new, True, [tap[None] for tap in tapped]
-                )
-            pruned = step.finish(log_beta)
-        except BaseException:
-            self.roll_back()
-            raise
-        self.prompt_tokens += stop - start
-        if self.recorder is not None:
-            self.recorder.expect((turn.token_ids[part], turn.modality[part]))
-        self.count_appended(stop - start, next_position)
-        self.count_evicted(pruned, 0)
-        if self.recorder is not None and pruned:
-            self.recorder.missing(self.view(), stop - start, PRUNED)
-        return hidden
 
     def count_appended(self, tokens: int, next_position: int | None = None) -> None:
         """Count tokens whose entries are in every row.

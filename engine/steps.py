@@ -1,0 +1,151 @@
+"""Decode steps of several sequences of one engine together."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from engine.backends.cuda.kernels.sample import Draw, columns_of, guard, sample, uniform
+from engine.checks import require_list
+from engine.errors import BROKEN, InputError, NotFiniteError, SessionError
+from engine.eviction import cut_to_budgets
+from engine.new_entries import revise_state
+
+if TYPE_CHECKING:
+    from engine.backends.base import Backend
+    from engine.runtime import Runtime
+    from engine.sequence import CachedSequence
+
+
+def decode_step(
+    engine: Runtime, sessions: Sequence[CachedSequence], token_ids: Sequence[int]
+) -> Tensor:
+    """Append one token to each of B sessions; see :meth:`engine.runtime.Runtime.decode`."""
+    with _claimed(sessions), engine.lock:
+        token_ids = _checked(engine, sessions, token_ids)
+        for session, token in zip(sessions, token_ids, strict=True):
+            if session.long_rope is None:
+                session.long_rope = False
+            if session.recorder is not None:
+                session.recorder.expect(token)
+        backends = engine.backends
+        backend: Backend = backends.torch
+        if not backends.cpu.unsupported_reason(sessions):
+            backend = backends.cpu
+        try:
+            logits, uncut, refused = backend.decode(sessions, token_ids)
+        except BaseException:
+            for session in sessions:
+                session.roll_back()
+            cut_to_budgets(engine, sessions, engine.slack)  # where the step stands
+            raise
+        if engine.has_revise:
+            for session in sessions:
+                revise_state(session)
+        if uncut or engine.shared is not None:
+            cut_to_budgets(engine, uncut, engine.slack, backend if refused else None)
+        return logits
+
+
+def decode_steps(
+    engine: Runtime,
+    sessions: Sequence[CachedSequence],
+    token_ids: Sequence[int],
+    steps: int,
+    stop: Sequence[int],
+    draws: Sequence[Draw] | None,
+) -> list[list[int]]:
+    """Append ``steps`` tokens to each; see :meth:`engine.runtime.Runtime.decode_many`."""
+    with _claimed(sessions):
+        with engine.lock:
+            token_ids = _checked(engine, sessions, token_ids)
+            for session in sessions:
+                session._require_context(steps, session.next_position + steps)
+            recorded = any(session.recorder is not None for session in sessions)
+            if engine.many_path == "graph" and not recorded:
+                return engine.backends.cuda.decode_many(sessions, token_ids, steps, stop, draws)
+        return _step_by_step(engine, sessions, token_ids, steps, stop, draws)
+
+
+def _step_by_step(
+    engine: Runtime,
+    sessions: Sequence[CachedSequence],
+    token_ids: Sequence[int],
+    steps: int,
+    stop: Sequence[int],
+    draws: Sequence[Draw] | None,
+) -> list[list[int]]:
+    """:func:`decode_steps` without a graph."""
+    generated: list[list[int]] = [[] for _ in sessions]
+    token, going = list(token_ids), list(range(len(sessions)))
+    ends = {*stop, BROKEN}
+    for _ in range(steps):
+        logits = engine.decode([sessions[i] for i in going], [token[i] for i in going])
+        broken = guard(logits, engine.never_chosen)
+        if draws is None:
+            chosen_ids = logits.argmax(-1)
+        else:
+            columns, seed = columns_of([draws[i] for i in going], engine.device)
+            seen = torch.tensor([sessions[i].seen for i in going], device=engine.device)
+            chosen_ids = sample(logits, columns, uniform(seed, seen))
+        chosen_ids = chosen_ids.masked_fill(broken, BROKEN)
+        for index, chosen in zip(going, chosen_ids.tolist(), strict=True):
+            token[index] = chosen
+            generated[index].append(chosen)
+        going = [index for index in going if token[index] not in ends]
+        if not going:
+            break
+    if BROKEN in token:
+        raise NotFiniteError(generated)
+    return generated
+
+
+@contextmanager
+def _claimed(sessions: Sequence[CachedSequence]) -> Iterator[None]:
+    """Have all ``sessions`` for one call. Raises SessionError."""
+    with ExitStack() as claims:
+        for session in sessions:
+            claims.enter_context(session.claimed())
+        yield
+
+
+def _checked(
+    engine: Runtime, sessions: Sequence[CachedSequence], token_ids: Sequence[int]
+) -> list[int]:
+    """Return the token ids, once everything about a step is right."""
+    require_list("sessions", sessions, "sessions")
+    if isinstance(token_ids, torch.Tensor) and token_ids.dim() == 1:
+        token_ids = token_ids.tolist()
+    else:
+        require_list("token_ids", token_ids, "token ids")
+    if not sessions or len(sessions) != len(token_ids):
+        raise InputError(
+            f"{len(sessions)} sessions and {len(token_ids)} tokens; give one token a session"
+        )
+    if len({id(session) for session in sessions}) != len(sessions):
+        raise InputError("a session stands twice in the batch; fork it to decode it twice")
+    checked = [_token_id(token) for token in token_ids]
+    for session, token in zip(sessions, checked, strict=True):
+        if session.engine is not engine:
+            raise SessionError("a session of another engine; decode it with its own engine")
+        session._require_open()
+        session._require_context(1, session.next_position + 1)
+        if not 0 <= token < engine.decoder.weights.embed.shape[0]:
+            raise InputError(f"token id {token} is outside the vocabulary")
+    return checked
+
+
+def _token_id(token: Any) -> int:
+    """Return a token id as an int. Raises TypeError: it is no whole number."""
+    try:
+        made = operator.index(token)
+    except TypeError:
+        made = None
+    if made is None or isinstance(token, bool):
+        raise TypeError(f"a token id must be a whole number, not a {type(token).__name__}")
+    return made
