@@ -67,10 +67,11 @@ def page_bound(
     return PageBound(steady, _pages(min(every, in_chunk), rows, pool.page_size) - steady)
 
 
-def lasting_bound(engine: Runtime, budget: Budget) -> int | None:
-    """Bound the pages of a sequence of any length, between its chunks; None: there is no bound."""
-    if engine.shared is not None:
-        return engine.shared.pages_each  # beside the pages of all together
+def lasting_pages(engine: Runtime, budget: Budget) -> int | None:
+    """Bound the pages of a sequence of any length under a budget of its own, between its chunks.
+
+    None: there is no bound.
+    """
     if not engine.policy.evicts or engine.policy.keeps_prompt or budget.kind == "fraction":
         return None
     rows, pool = engine.spec.rows, engine.cache.pool

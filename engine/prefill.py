@@ -10,7 +10,6 @@ from torch import Tensor
 
 from engine.backends.torch.step import PrefillChunk
 from engine.errors import InputError, NotFiniteError, SessionError
-from engine.eviction import cut_to_budgets
 from engine.new_entries import write_state
 from engine.trace import PRUNED
 
@@ -58,7 +57,7 @@ class Prefill:
                 self.snapshot_pages = cache.held_pages(session.seq)
                 self._snapshot = cache.fork(session.seq)
             try:
-                session.reserve(self.tokens, self.chunk)
+                session.engine.budgets.reserve(session, self.tokens, self.chunk)
             except BaseException:
                 self._forget_snapshot()
                 raise
@@ -102,7 +101,7 @@ class Prefill:
                 if session.rewind(before):  # nothing has been evicted yet
                     self.done = start
                 raise NotFiniteError
-            cut_to_budgets(session.engine, [session])
+            session.engine.budgets.cut([session])
             if last:
                 self.logits = logits
                 self._forget_snapshot()

@@ -16,9 +16,10 @@ from engine.backends.cuda import CudaBackend
 from engine.backends.cuda.kernels.sample import Draw
 from engine.backends.torch.backend import TorchBackend
 from engine.backends.torch.write_step import WriteStep, admitting
+from engine.budgets import Budgets, OwnBudgets
 from engine.cache import Form, PagePool, RaggedCache
 from engine.config import EngineConfig
-from engine.errors import BudgetError, GateError, InputError
+from engine.errors import GateError, InputError
 from engine.lock import FairLock
 from engine.model.decoder import Decoder
 from engine.model.families.base import Family
@@ -112,7 +113,7 @@ class Runtime:
         memory = sequence_memory(policy, spec, self.dtype)
         self.cache = RaggedCache(pool, spec.num_layers, spec.num_kv_heads, memory)
         self.policy_note: str | None = None
-        self.shared: SharedBudget | None = None
+        self.budgets: Budgets = OwnBudgets(self)
         # No text says what a picture's placeholder stands for: replies must not hold one.
         media = [token for token in family.placeholder.values() if token < len(weights.head)]
         self.never_chosen = torch.tensor(media, dtype=torch.int64, device=self.device)
@@ -244,7 +245,12 @@ class Runtime:
         """
         with self.lock:
             made = Budget.of(budget)
-            self.shared, self.budget = SharedBudget(self, made, floor), made
+            self.budgets, self.budget = SharedBudget(self, made, floor), made
+
+    @property
+    def shared(self) -> SharedBudget | None:
+        """The budget that all sessions share, or None: each has its own."""
+        return self.budgets if isinstance(self.budgets, SharedBudget) else None
 
     def session(self, budget: Budget | float | None = None) -> CachedSequence:
         """Open an empty session.
@@ -252,13 +258,7 @@ class Runtime:
         Raises:
             BudgetError: for a budget below one entry per row, or one of its own where all share.
         """
-        made = self._checked(budget)
-        if self.shared is not None and made != self.budget:
-            raise BudgetError(
-                f"all sessions of this engine share a budget of {self.budget.describe()}; open "
-                "them without one of their own"
-            )
-        return self._open(made)
+        return self._open(self.budgets.checked(budget))
 
     def load_session(self, path: str | Path) -> tuple[CachedSequence, dict[str, str]]:
         """Open a saved session: the session and the strings saved beside it.
@@ -346,9 +346,7 @@ class Runtime:
     @property
     def many_path(self) -> str:
         """``graph``, or ``step by step: `` and why: what :meth:`decode_many` runs on."""
-        why = self.backends.cuda.unsupported_reason()
-        if self.shared is not None:
-            why = why or "sessions share a budget"
+        why = self.backends.cuda.unsupported_reason() or self.budgets.graph_obstacle
         return f"step by step: {why}" if why else "graph"
 
     @property
@@ -396,9 +394,3 @@ class Runtime:
 
     def _open(self, budget: Budget) -> CachedSequence:
         return CachedSequence(self, budget)
-
-    def _checked(self, budget: Budget | float | None) -> Budget:
-        made = self.budget if budget is None else Budget.of(budget)
-        pool = self.cache.pool
-        made.entries(self.spec.rows, 0, pool.page_size, pool.page_bytes)
-        return made

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -15,12 +14,10 @@ from torch import Tensor
 
 from engine.cache import Entries
 from engine.entry_source import CacheEntries
-from engine.errors import BudgetError, ContextError, SessionError
-from engine.eviction import cut_to_budgets
-from engine.page_bound import Extent, page_bound
+from engine.errors import ContextError, SessionError
+from engine.page_bound import Extent
 from engine.paths import user_path
 from engine.policies import Budget, CacheView
-from engine.policies.selection import MOST_ENTRIES
 from engine.prefill import Prefill, run_whole
 from engine.trace import Recorder
 
@@ -90,8 +87,7 @@ class CachedSequence:
         self.recorder: Recorder | None = None
         with engine.lock:
             self.seq = engine.cache.open()
-            if engine.shared is not None:
-                engine.shared.join(self)
+            engine.budgets.join(self)
 
     @contextmanager
     def claimed(self) -> Iterator[None]:
@@ -122,8 +118,7 @@ class CachedSequence:
 
     def _set_budget(self, budget: Budget) -> None:
         """Raises :class:`BudgetError`, and changes nothing, for less than one entry per row."""
-        spec, pool = self.engine.spec, self.engine.cache.pool
-        entries = budget.entries(spec.rows, 0, pool.page_size, pool.page_bytes)
+        entries = self.engine.budgets.allowed(budget, 0)
         self.budget = budget
         # Every decode step asks; only a share of the tokens changes with them.
         self._fixed_entries = None if budget.kind == "fraction" else entries
@@ -139,16 +134,10 @@ class CachedSequence:
         return self.budget_at(seen) + kept
 
     def budget_at(self, seen: int) -> int:
-        """Entries that the budget alone allows once ``seen`` tokens have been read.
-
-        One that is shared does not bind a sequence by itself.
-        """
-        if self.engine.shared is not None:
-            return MOST_ENTRIES
+        """Entries that the budget alone allows once ``seen`` tokens have been read."""
         if self._fixed_entries is not None:
             return self._fixed_entries
-        pool, rows = self.engine.cache.pool, self.engine.spec.rows
-        return self.budget.entries(rows, seen, pool.page_size, pool.page_bytes)
+        return self.engine.budgets.allowed(self.budget, seen)
 
     @torch.inference_mode()
     def prefill(
@@ -289,13 +278,11 @@ class CachedSequence:
         Raises:
             BudgetError: for a budget below one entry per row; the old one stays then.
         """
-        if self.engine.shared is not None:
-            raise BudgetError("the session shares a budget; it has none of its own to change")
         with self.claimed(), self.engine.lock:
-            self._set_budget(Budget.of(budget))
+            self._set_budget(self.engine.budgets.changed(budget))
             if self.recorder is not None:
                 self.recorder.step(self, "budget")
-            cut_to_budgets(self.engine, [self])
+            self.engine.budgets.cut([self])
 
     @torch.inference_mode()
     def fork(self) -> CachedSequence:
@@ -304,8 +291,7 @@ class CachedSequence:
             seq = self.engine.cache.fork(self.seq)
             other = self._sibling()
             other.adopt(seq, self.state())
-            if self.engine.shared is not None:
-                self.engine.shared.join(other, self.engine.shared.weight(self))
+            self.engine.budgets.join(other, self.engine.budgets.weight(self))
             other.recorder = None if self.recorder is None else self.recorder.fork()
             return other
 
@@ -324,8 +310,7 @@ class CachedSequence:
             if not self.closed:
                 self.engine.cache.close(self.seq)
                 self.closed = True
-                if self.engine.shared is not None:
-                    self.engine.shared.leave(self)
+                self.engine.budgets.leave(self)
 
     def __enter__(self) -> CachedSequence:
         return self
@@ -447,16 +432,6 @@ class CachedSequence:
     def extent(self) -> Extent:
         """What :func:`engine.page_bound.page_bound` wants to know of this sequence."""
         return Extent(self.seen, self.entries, self.prompt_tokens)
-
-    def reserve(self, total: int, chunk: int | None = None) -> None:
-        """Have pages ready for a prompt of ``total`` tokens. Raises BudgetError."""
-        engine, cache = self.engine, self.engine.cache
-        if engine.shared is not None:  # chunk after chunk, the same pages come free again
-            entries = min(chunk or engine.prefill_chunk, total) * engine.spec.rows
-            cache.pool.reserve(engine.spec.rows + math.ceil(entries / cache.pool.page_size))
-            return
-        bound = page_bound(engine, self.budget, total, 0, self.extent, chunk)
-        cache.pool.reserve(bound.steady + bound.chunk - cache.held_pages(self.seq))
 
     def _require_open(self) -> None:
         if self.closed:

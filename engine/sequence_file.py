@@ -111,11 +111,10 @@ def load_session(engine: Runtime, path: Path) -> tuple[CachedSequence, dict[str,
             "with more, or begin a new session"
         ) from error
     with engine.lock:
-        session = engine.session(budget if engine.shared is None else None)
+        session = engine.session(budget)
         try:
             session.adopt(engine.cache.import_(tensors), header.state.model_dump())
-            if engine.shared is not None:
-                engine.shared.cut(engine.slack)
+            engine.budgets.cut([], engine.slack)  # of a shared one, others take part
         except BaseException:
             session.close()
             raise
@@ -146,7 +145,7 @@ def _check_memory(engine: Runtime, names: set[str], path: Path) -> None:
 def _budget(engine: Runtime, kind: Any, value: float) -> Budget:
     """Return the session's budget. Raises ValueError: it cannot be."""
     try:
-        return engine._checked(Budget(kind, value))
+        return engine.budgets.saved(Budget(kind, value))
     except BudgetError as error:
         raise ValueError(str(error)) from error
 

@@ -3,27 +3,31 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from engine.cache import Entries
 from engine.checks import require_real
 from engine.errors import BudgetError, PolicyError, SessionError
+from engine.policies import Budget
 from engine.policies.allocation import GlobalAllocation
 from engine.policies.base import CacheView
 from engine.policies.scoring import Retention
-from engine.policies.selection import Shares, lowest
+from engine.policies.selection import MOST_ENTRIES, Shares, lowest
 
 if TYPE_CHECKING:
-    from engine.cache import Entries
-    from engine.policies import Budget
+    from engine.backends.base import Backend
     from engine.runtime import Runtime
     from engine.sequence import CachedSequence
 
 
 class SharedBudget:
     """Keeps the best entries of all its sequences together, and some of each.
+
+    A :class:`engine.budgets.Budgets`.
 
     An entry's score is the policy's plus the log of its sequence's weight; entries that the policy
     protects go last. Each sequence's best ``floor`` entries per row, or as many as an equal share
@@ -41,6 +45,8 @@ class SharedBudget:
         PolicyError: the policy's scores cannot be compared between sequences.
         SessionError: sequences are open that this budget would not count.
     """
+
+    graph_obstacle = "sessions share a budget"
 
     def __init__(self, engine: Runtime, budget: Budget, floor: float) -> None:
         policy, rows, pool = engine.policy, engine.spec.rows, engine.cache.pool
@@ -92,6 +98,42 @@ class SharedBudget:
         """Bound what a sequence adds to :attr:`fixed_pages`: one page a row."""
         return self._engine.spec.rows
 
+    def lasting_pages(self, budget: Budget) -> int:
+        """See :class:`engine.budgets.Budgets`: :attr:`pages_each`."""
+        return self.pages_each
+
+    def checked(self, budget: Budget | float | None) -> Budget:
+        """See :class:`engine.budgets.Budgets`: the shared one, and no other."""
+        ours = self._engine.budget
+        if budget is not None and Budget.of(budget) != ours:
+            raise BudgetError(
+                f"all sessions of this engine share a budget of {ours.describe()}; open them "
+                "without one of their own"
+            )
+        return ours
+
+    def saved(self, budget: Budget) -> Budget:
+        """See :class:`engine.budgets.Budgets`: a file's own budget binds no more."""
+        Budget.of(budget)  # one that cannot be says that the file is damaged
+        return self._engine.budget
+
+    def changed(self, budget: Budget | float) -> Budget:
+        """Raise BudgetError."""
+        raise BudgetError("the session shares a budget; it has none of its own to change")
+
+    def allowed(self, budget: Budget, seen: int) -> int:
+        """See :class:`engine.budgets.Budgets`: a sequence by itself may keep all."""
+        return MOST_ENTRIES
+
+    def competing(self, session: CachedSequence) -> int:
+        """See :class:`engine.budgets.Budgets`: those of all sequences."""
+        return self.entries
+
+    def reserve(self, session: CachedSequence, tokens: int, chunk: int) -> None:
+        """See :class:`engine.budgets.Budgets`: chunk after chunk, the same pages come free."""
+        pool, rows = self._engine.cache.pool, self._engine.spec.rows
+        pool.reserve(rows + math.ceil(min(chunk, tokens) * rows / pool.page_size))
+
     def join(self, session: CachedSequence, weight: float = 1.0) -> None:
         """Let a sequence's entries compete; one that takes part already gets the weight.
 
@@ -113,53 +155,68 @@ class SharedBudget:
         """Return the weight of a sequence; 1 where it takes no part."""
         return self._weights.get(session, 1.0)
 
-    def cut(self, slack: int = 0) -> None:
-        """Evict from all sequences when they hold more than the budget and ``slack`` together."""
+    def cut(
+        self,
+        sessions: Sequence[CachedSequence],
+        slack: int = 0,
+        refused_by: Backend | None = None,
+    ) -> None:
+        """See :class:`engine.budgets.Budgets`: from all that share, when they hold more together.
+
+        All sequences' victims are found and dropped at once, so the host waits for a GPU as often
+        for many as for two.
+        """
         if self.held <= self.entries + slack:
             return
-        cache, backend = self._engine.cache, self._engine.backends.torch
+        engine = self._engine
         members = [one for one in self._weights if one.entries]
-        held = [cache.entries(one.seq) for one in members]
+        live = engine.cache.entries([one.seq for one in members])
+        counts, rows = [one.entries for one in members], engine.spec.rows
+        columns = (column.split(counts) for column in (live.row, live.offset, live.slot))
+        held = [
+            Entries(row - index * rows, offset, slot)
+            for index, (row, offset, slot) in enumerate(zip(*columns, strict=True))
+        ]
         views = [one.view(entries) for one, entries in zip(members, held, strict=True)]
         scores = [
-            backend.scores(one, entries, view) + math.log(self._weights[one])
+            engine.backends.torch.scores(one, entries, view) + math.log(self._weights[one])
             for one, entries, view in zip(members, held, views, strict=True)
         ]
-        victims = self._victims(held, scores)
-        counts = [one.numel() for one in scores]
-        owner = torch.arange(len(members), device=victims.device).repeat_interleave(
-            torch.tensor(counts, device=victims.device)
+        owner = torch.arange(len(members), device=live.row.device).repeat_interleave(
+            torch.tensor(counts, device=live.row.device), output_size=sum(counts)
         )
+        every = torch.cat(scores)
+        victims = self._victims(live, every, owner, counts)
+        engine.cache.drop([one.seq for one in members], victims, live)
+        gone = owner[victims].bincount(minlength=len(members))
+        broken = owner[victims[every[victims].isnan()]].bincount(minlength=len(members))
         start = 0
-        for index, (session, entries) in enumerate(zip(members, held, strict=True)):
-            own = victims[owner[victims] == index] - start
+        for index, (dropped, nan) in enumerate(torch.stack([gone, broken], 1).tolist()):
+            session = members[index]
+            session.count_evicted(dropped, nan)
+            if dropped and session.recorder is not None:  # others' entries may be the reason
+                session.recorder.step(session, "shared")
+                own = victims[owner[victims] == index] - start
+                session.recorder.died(views[index], own, scores[index])
             start += counts[index]
-            if own.numel():
-                cache.drop(session.seq, own, entries)
-                session.count_evicted(own.numel(), int(scores[index][own].isnan().sum()))
-                if session.recorder is not None:  # others' entries may be the reason
-                    session.recorder.step(session, "shared")
-                    session.recorder.died(views[index], own, scores[index])
 
-    def _victims(self, held: list[Entries], scores: list[Tensor]) -> Tensor:
-        """Indices ``[K]`` into the entries of all sequences, one after the other.
+    def _victims(self, live: Entries, scores: Tensor, owner: Tensor, counts: list[int]) -> Tensor:
+        """Indices ``[K]`` into ``live``, whose entries have ``scores [N]`` and ``owner [N]``.
 
         The selection of :mod:`engine.policies.selection` takes each sequence for a row.
         """
         pool, rows = self._engine.cache.pool, self._engine.spec.rows
-        counts = torch.tensor([one.numel() for one in scores], device=scores[0].device)
-        slot = torch.cat([one.slot for one in held])
-        place = pool.position.view(-1)[slot].long() * rows + torch.cat([one.row for one in held])
+        place = pool.position.view(-1)[live.slot].long() * rows + live.row % rows
         view = CacheView(
             seen=0,
-            layers=len(held),
+            layers=len(counts),
             kv_heads=1,
-            row=torch.arange(len(held), device=slot.device).repeat_interleave(counts),
-            length=counts,
+            row=owner,
+            length=torch.tensor(counts, device=owner.device),
             position=place,
-            log_beta=pool.log_beta.view(-1)[slot],
-            modality=pool.modality.view(-1)[slot],
+            log_beta=pool.log_beta.view(-1)[live.slot],
+            modality=pool.modality.view(-1)[live.slot],
         )
-        group = torch.zeros(len(held), dtype=torch.int64)
-        floor = torch.full_like(group, min(self.floor, self.entries // len(held)))
-        return lowest(torch.cat(scores), view, Shares(group, torch.tensor([self.entries]), floor))
+        group = torch.zeros(len(counts), dtype=torch.int64)
+        floor = torch.full_like(group, min(self.floor, self.entries // len(counts)))
+        return lowest(scores, view, Shares(group, torch.tensor([self.entries]), floor))

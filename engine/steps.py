@@ -13,7 +13,6 @@ from torch import Tensor
 from engine.backends.cuda.kernels.sample import Draw, columns_of, guard, sample, uniform
 from engine.checks import require_list
 from engine.errors import BROKEN, InputError, NotFiniteError, SessionError
-from engine.eviction import cut_to_budgets
 from engine.new_entries import revise_state
 
 if TYPE_CHECKING:
@@ -42,13 +41,12 @@ def decode_step(
         except BaseException:
             for session in sessions:
                 session.roll_back()
-            cut_to_budgets(engine, sessions, engine.slack)  # where the step stands
+            engine.budgets.cut(sessions, engine.slack)  # where the step stands
             raise
         if engine.has_revise:
             for session in sessions:
                 revise_state(session)
-        if uncut or engine.shared is not None:
-            cut_to_budgets(engine, uncut, engine.slack, backend if refused else None)
+        engine.budgets.cut(uncut, engine.slack, backend if refused else None)
         return logits
 
 

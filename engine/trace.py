@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from engine.policies.base import kernel_of
+from engine.policies.selection import MOST_ENTRIES
 
 if TYPE_CHECKING:
     from engine.policies import CacheView
@@ -157,8 +158,8 @@ class Recorder:
         self._next = None
         self._seen.append(session.seen)
         engine = session.engine
-        bound = engine.policy.evicts and engine.shared is None  # by a budget of its own
-        self._allowed.append(session.allowed_entries if bound else -1)
+        allowed = session.allowed_entries if engine.policy.evicts else MOST_ENTRIES
+        self._allowed.append(allowed if allowed < MOST_ENTRIES else -1)
         self._died.append(0)
         self._kind.append(KINDS.index(kind or "reply"))
         if len(self._seen) > _MOST_STEPS:

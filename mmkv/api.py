@@ -133,7 +133,7 @@ class Engine(Runtime):
 
     def session(self, budget: Budget | float | None = None) -> Session:
         """Open an empty session that talks. Raises BudgetError below one entry per row."""
-        return self._open(self._checked(budget))
+        return self._open(self.budgets.checked(budget))
 
     @property
     def media_token_ids(self) -> frozenset[int]:

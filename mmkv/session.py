@@ -165,8 +165,7 @@ class Session(CachedSequence):
         """Copy it to go back to: what shares a budget never takes anything from the copy."""
         with self.engine.lock:  # so that no other thread cuts in between
             other = self.fork()
-            if self.engine.shared is not None:
-                self.engine.shared.leave(other)
+            self.engine.budgets.leave(other)
             return other
 
     def save(self, path: str | Path, extra: dict[str, str] | None = None) -> None:

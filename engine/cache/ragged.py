@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -15,10 +15,11 @@ from engine.cache.pool import PagePool
 
 @dataclass(frozen=True)
 class Entries:
-    """Every live entry of one sequence, row-major (layer, then KV head, then storage order).
+    """Every live entry of some sequences, row-major (sequence, layer, KV head, storage order).
 
     Attributes:
-        row: ``[N]`` int64, ``layer * kv_heads + head``.
+        row: ``[N]`` int64, ``layer * kv_heads + head``, of the sequence with index i among them
+            ``i * rows`` more.
         offset: ``[N]`` int64, storage index inside the row.
         slot: ``[N]`` int64, flat slot ``page * P + offset % P`` in the pool.
     """
@@ -123,18 +124,20 @@ class RaggedCache:
             self.pool.state.flatten(0, 1)[slot.flatten()] = 0
         return slot.view(seqs.numel(), self.layers, self.kv_heads, count)
 
-    def entries(self, seq: int) -> Entries:
-        """Return all live entries of one sequence."""
+    def entries(self, seq: int | Sequence[int]) -> Entries:
+        """Return all live entries of one sequence, or of several different ones."""
         length = self.length[seq].reshape(-1)
         row = torch.repeat_interleave(length)
         start = length.cumsum(0) - length
         offset = torch.arange(row.numel(), device=row.device) - start[row]
         size = self.pool.page_size
-        page = self.table[seq].reshape(self.rows, -1)[row, offset // size]
+        page = self.table[seq].reshape(length.numel(), -1)[row, offset // size]
         return Entries(row, offset, page * size + offset % size)
 
-    def drop(self, seq: int, victims: Tensor, entries: Entries | None = None) -> None:
-        """Evict entries, given as indices ``[K]`` into :meth:`entries` of this sequence.
+    def drop(
+        self, seq: int | Sequence[int], victims: Tensor, entries: Entries | None = None
+    ) -> None:
+        """Evict entries, given as indices ``[K]`` into :meth:`entries` of ``seq``.
 
         A victim's slot is refilled from the tail of its row; emptied pages go back to the pool.
         """
@@ -143,7 +146,7 @@ class RaggedCache:
         keep = torch.ones(live.row.numel(), dtype=torch.bool, device=live.row.device)
         keep[victims] = False
         before = self.length[seq].reshape(-1)
-        after = before - torch.bincount(live.row[victims], minlength=self.rows)
+        after = before - torch.bincount(live.row[victims], minlength=before.numel())
         inside = live.offset < after[live.row]
         # Row by row there are as many holes inside the new length as survivors beyond it, and
         # both lists are row-major, so they pair up one to one.
@@ -151,13 +154,13 @@ class RaggedCache:
         for column in self.pool.columns():
             flat = column.flatten(0, 1)
             flat[hole] = flat[mover]
-        table = self.table[seq].reshape(self.rows, -1)
+        table = self.table[seq].reshape(before.numel(), -1)
         column_index = torch.arange(table.shape[1], device=table.device)
         freed = (column_index >= _ceil(after, size)[:, None]) & (
             column_index < _ceil(before, size)[:, None]
         )
         self.pool.give(table[freed])
-        self.length[seq] = after.view(self.layers, self.kv_heads)
+        self.length[seq] = after.view(-1, self.layers, self.kv_heads)
 
     @contextmanager
     def _opened(self, length: Tensor) -> Iterator[int]:

@@ -28,7 +28,6 @@ import transformers
 from torch import Tensor
 from transformers.utils import logging as transformers_logging
 
-from engine import runtime
 from engine.runtime import Runtime
 from mmkv.measure.record import RESULTS, write_results
 from mmkv.measure.timing import spread, take_turns
@@ -117,7 +116,7 @@ class Mmkv:
         cpu = engine.backends.cpu
         native = cpu.decoder if engine.decode_path == "native" else None
         inside = 0.0 if native is None else native.eviction_seconds
-        places: list[tuple[Any, str]] = [(runtime, "cut_to_budgets")]
+        places: list[tuple[Any, str]] = [(engine.budgets, "cut")]
         if native is not None and cpu.evictor is not None:
             places += [(cpu.evictor, "request"), (cpu.evictor, "commit")]
         with contextlib.ExitStack() as stack:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from engine.errors import InputError, MmkvError, SessionError
-from engine.page_bound import Extent, lasting_bound, page_bound
+from engine.page_bound import Extent, page_bound
 from mmkv.reply import Reply, ReplyWriter
 from mmkv.sampling import Sampling, checked
 from mmkv.scheduler.contract import Job, Price
@@ -110,7 +110,7 @@ class ReplyJob:
         if isinstance(prompt, Prompt) and prompt_tokens is None:
             prompt_tokens = prompt.tokens
         self._given, self.prompt_tokens = prompt, prompt_tokens
-        self.budget = engine._checked(budget) if session is None else session.budget
+        self.budget = engine.budgets.checked(budget) if session is None else session.budget
         self.chunk = chunk or engine.prefill_chunk
         self.undo = undo and session is not None
         self.reply: Reply | None = None
@@ -162,7 +162,7 @@ class ReplyJob:
         several = tokens is None or tokens > self.chunk
         snapshot = kept.pages if kept is not None and several and not self.undo else 0
         copy = kept.pages if kept is not None and self.undo else 0
-        lasting = lasting_bound(engine, self.budget)
+        lasting = engine.budgets.lasting_pages(self.budget)
         if engine.shared is not None and kept is not None and not kept.resident:
             snapshot = kept.pages  # woken, it holds what it held until all are cut
         if lasting is not None and (kept is not None or tokens is None or engine.shared):
@@ -274,8 +274,8 @@ class EngineExecutor:
 
         Nor with those of a budget that sessions share, which they hold together.
         """
-        limit, shared = self.engine.cache.pool.limit, self.engine.shared
-        others = self._others + (0 if shared is None else shared.fixed_pages)
+        limit = self.engine.cache.pool.limit
+        others = self._others + self.engine.budgets.fixed_pages
         return None if limit is None else max(limit - others, 0)
 
     def step(self, jobs: Sequence[Job]) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engine.errors import SessionError
-from engine.page_bound import Extent, lasting_bound
+from engine.page_bound import Extent
 
 if TYPE_CHECKING:
     from engine.budget import Budget
@@ -33,7 +33,7 @@ class StoredSession:
         budget: Budget | float | None = None,
         folder: Path | None = None,
     ) -> None:
-        self.engine, self.budget = engine, engine._checked(budget)
+        self.engine, self.budget = engine, engine.budgets.checked(budget)
         self.folder, self.path = folder, None if folder is None else _path(folder)
         self.live: Session | None = None
         self._extent, self._pages = Extent(), 0
@@ -59,7 +59,7 @@ class StoredSession:
 
     def resting(self) -> int:
         """Return what its budget lets it hold; where that is no bound, what it holds."""
-        lasting = lasting_bound(self.engine, self.budget)
+        lasting = self.engine.budgets.lasting_pages(self.budget)
         return self.pages if lasting is None else lasting
 
     def wake(self) -> Session:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from engine.errors import InputError, MmkvError
-from engine.page_bound import lasting_bound, page_bound
+from engine.page_bound import page_bound
 from engine.sequence import MODALITIES, Memory
 from mmkv.scheduler.contract import Price
 from mmkv.scheduler.replies import Growing
@@ -71,7 +71,7 @@ class ChatJob:
     ) -> None:
         self.engine, self.work, self.chunk = engine, work, chunk
         self.snapshots, self.grammars, self._shelf = snapshots, grammars, shelf
-        self.budget = engine._checked(work.budget)
+        self.budget = engine.budgets.checked(work.budget)
         self._admitted = admitted
         self._keys: list[str] = []
         self.live: Session | None = None
@@ -111,7 +111,7 @@ class ChatJob:
     def price(self) -> Price:
         """Bound the pages of all replies by the budget, or else by the model's context."""
         engine, count = self.engine, self.work.choices
-        lasting = lasting_bound(engine, self.budget)
+        lasting = engine.budgets.lasting_pages(self.budget)
         if lasting is not None:
             rows, size = engine.spec.rows, engine.cache.pool.page_size
             # What it goes on from stays as it is, beside the shared budget, until the turn is over.
@@ -360,8 +360,8 @@ class ChatJob:
         """Return the request's numbers; after :meth:`end`."""
         memories = [one.memory for one in self.choices if one.memory is not None]
         kept = {name: sum(one.by_modality[name] for one in memories) for name in MODALITIES}
-        page, shared = self.engine.cache.pool.kv_page_bytes, self.engine.shared
-        bound = self.price().steady + (0 if shared is None else shared.fixed_pages)
+        page, budgets = self.engine.cache.pool.kv_page_bytes, self.engine.budgets
+        bound = self.price().steady + budgets.fixed_pages
         return Usage(
             self.prompt_tokens,
             sum(one.tokens for one in self.choices),
@@ -371,5 +371,5 @@ class ChatJob:
             kept,
             sum(one.kv_bytes for one in memories),
             bound * page,
-            shared is not None,
+            self.engine.shared is not None,
         )

@@ -111,7 +111,7 @@ class Kept:
             return
         with self._engine.lock, torch.inference_mode():
             shared.join(self._live)
-            shared.cut(self._engine.slack)
+            shared.cut([], self._engine.slack)
 
     def open(self) -> Session:
         """Return a session that goes on from here. Raises SessionError."""

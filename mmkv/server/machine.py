@@ -84,8 +84,7 @@ class Machine:
     def report(self) -> None:
         """Set the metrics that show a state."""
         pool, scheduler, metrics = self.engine.cache.pool, self.scheduler, self.metrics
-        shared = self.engine.shared
-        together = 0 if shared is None else shared.fixed_pages  # of all sessions, beside their own
+        together = self.engine.budgets.fixed_pages  # of all sessions, beside their own
         held = pool.num_pages - pool.free_pages
         committed = scheduler.ledger.committed + together
         metrics.running.set(scheduler.running)

@@ -105,18 +105,22 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(data=st.data(), share=st.sampled_from([0.0, 0.02, 0.3, 0.9, 1.0]), given_=st.booleans())
     @precondition(lambda self: self.model)
     def evict(self, data: st.DataObject, share: float, given_: bool) -> None:
-        """Drop a random share of all entries of a sequence, unevenly over its rows."""
-        seq = data.draw(st.sampled_from(sorted(self.model)))
+        """Drop a random share of all entries of some sequences, unevenly over their rows."""
+        some = data.draw(
+            st.lists(st.sampled_from(sorted(self.model)), min_size=1, max_size=3, unique=True)
+        )
+        seq = some[0] if len(some) == 1 else some
         generator = torch.Generator().manual_seed(data.draw(st.integers(0, 2**31)))
         entries = self.cache.entries(seq)
         serials = self.pool.position.view(-1)[entries.slot]
-        tilt = torch.rand(self.cache.rows, generator=generator)[entries.row]
+        tilt = torch.rand(self.cache.rows * len(some), generator=generator)[entries.row]
         chance = torch.rand(entries.row.numel(), generator=generator)
         victims = (chance < share * (1 if share == 1.0 else 2 * tilt)).nonzero().flatten()
         victims = victims[torch.randperm(victims.numel(), generator=generator)]
         gone = set(serials[victims].tolist())
         self.cache.drop(seq, victims, entries if given_ else None)
-        self.model[seq] = [[s for s in row if s not in gone] for row in self.model[seq]]
+        for one in some:
+            self.model[one] = [[s for s in row if s not in gone] for row in self.model[one]]
 
     @rule(data=st.data(), pages=st.floats(1, 4))
     @precondition(lambda self: self.model)

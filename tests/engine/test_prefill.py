@@ -9,7 +9,7 @@ import torch
 
 from engine.budget import Budget
 from engine.errors import BudgetError, InputError, SessionError
-from engine.page_bound import lasting_bound, page_bound
+from engine.page_bound import page_bound
 from engine.runtime import Runtime
 from tests.support.policies import EVICTING_KINDS, KINDS
 from tests.support.sessions import LATER, PICTURES, assert_same_rows, load, run, text_ids, turn
@@ -118,7 +118,7 @@ def test_a_pool_of_the_bound_is_enough(
     """The pool refuses every page above the bound, so none is ever asked for."""
     engine = load(folders["vl"], policy=policy, evict_every=3, page_size=4)
     pool = engine.cache.pool
-    lasting = lasting_bound(engine, budget)
+    lasting = engine.budgets.lasting_pages(budget)
     with engine.session(budget) as session:
         for at, (prompt, steps) in enumerate(((PICTURES, 9), (LONG, 30), (turn(2), 1))):
             tokens = prompt["input_ids"].numel()

@@ -85,9 +85,9 @@ class Both:
         assert engine.shared is not None
         cut = engine.shared.cut
 
-        def watched(slack: int = 0) -> None:
+        def watched(sessions: Any, slack: int = 0, refused_by: Any = None) -> None:
             self.feed()
-            cut(slack)
+            cut(sessions, slack, refused_by)
             plain.cut(slack)
             self.compare()
 

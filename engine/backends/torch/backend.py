@@ -85,9 +85,7 @@ class TorchBackend:
     def scores(self, session: CachedSequence, entries: Entries, view: CacheView) -> Tensor:
         """Score the entries ``[N]`` of one sequence; keep the state that the scorer hands back."""
         engine = self.engine
-        shared = engine.shared
-        budget = session.allowed_entries if shared is None else shared.entries
-        scores = engine.policy.scores(view, budget)
+        scores = engine.policy.scores(view, engine.budgets.competing(session))
         if scores.state is not None:
             engine.cache.pool.state.flatten(0, 1)[entries.slot] = scores.state
         if session.recorder is not None:

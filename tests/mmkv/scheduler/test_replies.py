@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.errors import CapacityError, InputError, SessionError
+from engine.errors import BudgetError, CapacityError, InputError, SessionError
 from mmkv import Budget, Engine, Sampling
 from mmkv.scheduler import Limits, Scheduler
 from mmkv.scheduler.chunk_length import LENGTHS, chunk_length, longest_within
@@ -326,6 +326,8 @@ def test_sessions_that_share_a_budget_stay_within_its_bound(
     engine.share(24, floor=4)
     shared, pool, rows = engine.shared, engine.cache.pool, engine.spec.rows
     assert shared is not None
+    with pytest.raises(BudgetError, match="share a budget of 24"):
+        engine.session(8)
     scheduler = Scheduler(EngineExecutor(engine), Limits(quantum=CHUNK), to_files=True)
     stored = [StoredSession(engine, folder=tmp_path) for _ in range(7)]
     price = ReplyJob(engine, message("?"), session=stored[0]).price()

@@ -1,6 +1,6 @@
 """Eviction of a batch on the device: score, select, fill holes, give pages back; no host sync.
 
-What the runtime does for one sequence after the other (``engine.eviction``), with the same
+What the runtime does for one sequence after the other (``engine.budgets``), with the same
 victims, the same storage order afterwards and the same pages in the same places of the free stack.
 """
 
