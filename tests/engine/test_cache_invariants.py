@@ -56,7 +56,8 @@ def columns(serial: Tensor, pool: PagePool) -> dict[str, Tensor]:
 class CacheMachine(RuleBasedStateMachine):
     """Open, append (to one or more sequences), evict, fork, export, import, close, grow, trim.
 
-    In every form: codes and scales are compared bit by bit.
+    In every form: codes and scales are compared bit by bit, and what is read back is off by half a
+    step at most. ``budgets`` has the bytes that a sequence was cut to, until it grows.
     """
 
     @initialize(
@@ -75,7 +76,8 @@ class CacheMachine(RuleBasedStateMachine):
         self.pool = PagePool(page_size, head_dim, pages, form=form)
         self.cache = RaggedCache(self.pool, layers, heads)
         self.model: dict[int, Rows] = {}
-        self.saved: list[tuple[dict[str, Tensor], Rows]] = []
+        self.saved: list[tuple[dict[str, Tensor], Rows, int | None]] = []
+        self.budgets: dict[int, int] = {}
         self.serial = 0
 
     @rule()
@@ -99,6 +101,7 @@ class CacheMachine(RuleBasedStateMachine):
         for name in ("log_beta", "position", "modality"):
             getattr(self.pool, name).flatten(0, 1)[slots] = columns(serial, self.pool)[name]
         for seq, mine in zip(seqs, serial.flatten(1, 2).tolist(), strict=True):
+            self.budgets.pop(seq, None)
             for row, new in zip(self.model[seq], mine, strict=True):
                 row.extend(new)
 
@@ -125,7 +128,10 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(data=st.data(), pages=st.floats(1, 4))
     @precondition(lambda self: self.model)
     def cut_to_bytes(self, data: st.DataObject, pages: float) -> None:
-        """What a budget in bytes lets stay takes no more bytes, wherever it lies."""
+        """What a budget in bytes lets stay takes no more bytes, wherever it lies.
+
+        The invariants see to it, now and until the sequence grows.
+        """
         seq = data.draw(st.sampled_from(sorted(self.model)))
         budget = int(pages * self.cache.rows * self.pool.page_bytes)
         size, rows = self.pool.page_size, self.cache.rows
@@ -137,8 +143,7 @@ class CacheMachine(RuleBasedStateMachine):
         gone = set(self.pool.position.view(-1)[entries.slot[victims]].tolist())
         self.cache.drop(seq, victims, entries)
         self.model[seq] = [[s for s in row if s not in gone] for row in self.model[seq]]
-        held = self.cache._pages(seq)
-        assert sum(column[held].nbytes for column in self.pool.columns()) <= budget
+        self.budgets[seq] = budget
 
     @rule(data=st.data())
     @precondition(lambda self: self.model and len(self.model) < 6)
@@ -148,6 +153,8 @@ class CacheMachine(RuleBasedStateMachine):
         other = self.cache.fork(seq)
         assert other not in self.model
         self.model[other] = [list(row) for row in self.model[seq]]
+        if seq in self.budgets:
+            self.budgets[other] = self.budgets[seq]
         assert self._stored(other) == order, "a fork keeps the storage order"
 
     @rule(data=st.data())
@@ -155,16 +162,19 @@ class CacheMachine(RuleBasedStateMachine):
     def save(self, data: st.DataObject) -> None:
         seq = data.draw(st.sampled_from(sorted(self.model)))
         # The order in storage must survive too: a continued session is bit-identical.
-        self.saved.append((self.cache.export(seq), self._stored(seq)))
+        exported = self.cache.export(seq)
+        self.saved.append((exported, self._stored(seq), self.budgets.get(seq)))
 
     @rule(data=st.data())
     @precondition(lambda self: self.saved and len(self.model) < 6)
     def load(self, data: st.DataObject) -> None:
-        tensors, order = data.draw(st.sampled_from(self.saved))
+        tensors, order, budget = data.draw(st.sampled_from(self.saved))
         seq = self.cache.import_(tensors)
         assert seq not in self.model
         assert self._stored(seq) == order
         self.model[seq] = [list(row) for row in order]
+        if budget is not None:
+            self.budgets[seq] = budget
 
     @rule(data=st.data())
     @precondition(lambda self: self.model)
@@ -174,6 +184,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.cache.close(seq)
         assert self.pool.free_pages == free + held, "closing returns every page"
         del self.model[seq]
+        self.budgets.pop(seq, None)
 
     @rule(extra=st.integers(1, 20))
     def grow(self, extra: int) -> None:
@@ -242,6 +253,31 @@ class CacheMachine(RuleBasedStateMachine):
             for name, column in columns(serial, self.pool).items():
                 stored = getattr(self.pool, name).flatten(0, 1)[entries.slot]
                 assert torch.equal(stored, column), f"{name} no longer belongs to its position"
+            self._close_to_what_was_stored(entries.slot, serial)
+
+    def _close_to_what_was_stored(self, slot: Tensor, serial: Tensor) -> None:
+        """What attention reads is off by half a step, and by what float32 itself rounds."""
+        pool = self.pool
+        given = key_value(serial, pool.head_dim)
+        read = (pool.stored_keys, pool.stored_values)
+        codecs = (pool.form.key, pool.form.value)
+        scales = (pool.key_scale, pool.value_scale)
+        for x, stored, codec, scale in zip(given, read, codecs, scales, strict=True):
+            x = pool.form.rotate(x)
+            size = x.abs().amax(-1, keepdim=True)
+            step = 2**-7 * size  # of bfloat16, at most
+            if codec.bits in (4, 8):
+                step = scale.flatten(0, 1)[slot][..., :1].float()
+            error = (stored.flatten(0, 1)[slot] - x).abs()
+            exact = codec.bits == 0
+            assert bool((error <= (0 if exact else 0.5 * step + 1e-6 * size)).all())
+
+    @invariant()
+    def bytes(self) -> None:
+        """The pages of a sequence that was cut to a budget take no more, all columns counted."""
+        for seq, budget in self.budgets.items():
+            held = self.cache._pages(seq)
+            assert sum(column[held].nbytes for column in self.pool.columns()) <= budget
 
     def _stored(self, seq: int) -> Rows:
         """Serial numbers per row, in storage order."""

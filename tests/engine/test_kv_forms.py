@@ -100,6 +100,27 @@ def test_memory_and_budgets_count_the_bytes_of_the_form(kv: str, folders: dict[s
     assert session.entries == (12 * 1024 // pool.page_bytes) * 8 - rows * 7
 
 
+@pytest.mark.parametrize("policy", ["dbtrimkv", "snapkv"])
+@pytest.mark.parametrize("kv", FORMS)
+def test_pages_never_pass_a_budget_in_bytes(kv: str, policy: str, folders: dict[str, Path]) -> None:
+    """After every call, in torch and in C, with pages of 4 entries that come and go often."""
+    limit = 9_000
+    for native in (True, False):
+        engine = load(folders["vl"], kv=kv, policy=policy, budget=f"{limit}B", page_size=4)
+        if not native:
+            engine.backends.cpu.switch_off()
+        session, pool = engine.session(), engine.cache.pool
+        calls = [PICTURES, *text_ids(20, 1).tolist(), LATER, *text_ids(20, 2).tolist()]
+        for call in calls:
+            session.decode(call) if isinstance(call, int) else session.prefill(call)
+            held = engine.cache._pages(session.seq)
+            taken = sum(column[held].nbytes for column in pool.columns())
+            assert taken == session.memory().pages * pool.page_bytes <= limit
+        assert session.memory().evicted
+        assert limit - taken < 2 * engine.spec.rows * pool.page_bytes, "much is left unused"
+        session.close()
+
+
 @pytest.mark.parametrize("kv", [name for name in FORMS if name != "auto"])
 def test_a_prompt_reads_what_decoding_reads(kv: str, folders: dict[str, Path]) -> None:
     """In whichever pass an entry comes, all queries read it as it is stored."""

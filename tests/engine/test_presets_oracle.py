@@ -272,6 +272,8 @@ READ = [
     ("kv-val", "k8v4"),
     ("lagkv", "int4"),
 ]
+# And the same policy in every form.
+READ += [("dbtrimkv", kv) for kv in FORMS if kv != "int8"]
 
 
 def follow_in_fewer_bits(

@@ -15,7 +15,12 @@ import torch
 from torch import Tensor
 
 # Form -> bits of keys, bits of values, whether they are rotated.
-FORMS = {"int8": (8, 8, False), "k8v4": (8, 4, True), "int4": (4, 4, True)}
+FORMS = {
+    "bf16": (16, 16, False),
+    "int8": (8, 8, False),
+    "k8v4": (8, 4, True),
+    "int4": (4, 4, True),
+}
 NEAR = 1e-5  # relative: what keys of two programs may differ by
 HALF = 0.502  # of a step, and what NEAR makes of 127 steps
 
@@ -47,6 +52,8 @@ def grid(low: np.ndarray, high: np.ndarray, bits: int) -> tuple[np.ndarray, np.n
 
 def is_rounded(x: np.ndarray, stored: np.ndarray, bits: int) -> np.ndarray:
     """Whether ``stored [..., D]`` is a rounding of ``x [..., D]``, per vector."""
+    if bits == 16:
+        return is_bfloat16(x, stored)
     low, high = x.min(-1), x.max(-1)
     found = np.zeros(low.shape, dtype=bool)
     for a, b in itertools.product((0, NEAR, -NEAR), repeat=2):
@@ -57,6 +64,15 @@ def is_rounded(x: np.ndarray, stored: np.ndarray, bits: int) -> np.ndarray:
         inside = (code > -0.01) & (code < 2**bits - 0.99)
         found |= (whole & inside & (abs(stored - x) <= HALF * size)).all(-1)
     return found
+
+
+def is_bfloat16(x: np.ndarray, stored: np.ndarray) -> np.ndarray:
+    """Whether ``stored`` holds numbers of 8 significant bits, each the nearest to its ``x``."""
+    fraction, exponent = np.frexp(stored)
+    short = fraction * 2**8 == np.round(fraction * 2**8)
+    unit = np.ldexp(1.0, exponent - 8)
+    apart = NEAR * abs(x).max(-1, keepdims=True)
+    return (short & (abs(stored - x) <= 0.5 * unit + apart)).all(-1)
 
 
 class Quantiser:
