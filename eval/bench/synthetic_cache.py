@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from engine.cache import RaggedCache
+from engine.cache.forms import Codec
 from engine.runtime import Runtime
 from engine.sequence import CachedSequence
 
@@ -69,17 +70,21 @@ def fill_sequence(cache: RaggedCache, lengths: Tensor, seen: int, seed: int = 0)
     position = (offset * seen).div(flat[row], rounding_mode="floor").int()
     del offset
 
-    def normal() -> Tensor:
-        made = torch.empty(total, pool.head_dim, dtype=pool.keys.dtype, device=pool.device)
-        return made.normal_(generator=generator)
+    def normal(codec: Codec) -> tuple[Tensor, Tensor]:
+        """Codes and scales; rotated, such vectors would be drawn alike."""
+        made = torch.empty(total, pool.head_dim, dtype=pool.dtype, device=pool.device)
+        return codec.encode(made.normal_(generator=generator))
 
     # log_beta from -1e-4 to -10, about as random gates give.
     power = torch.rand(total, generator=generator, device=pool.device) * 5 - 4
+    (keys, key_scale), (values, value_scale) = map(normal, (pool.form.key, pool.form.value))
     return cache.import_(
         {
             "length": lengths,
-            "keys": normal(),
-            "values": normal(),
+            "keys": keys,
+            "key_scale": key_scale,
+            "values": values,
+            "value_scale": value_scale,
             "log_beta": -(10**power),
             "position": position,
             "modality": torch.zeros(total, dtype=torch.uint8, device=pool.device),

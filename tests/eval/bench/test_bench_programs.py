@@ -17,6 +17,7 @@ from eval.bench import capacity as bench_capacity
 from eval.bench import decode as bench_decode
 from eval.bench import generate_cpu as bench_generate
 from eval.bench import kernels as bench_kernels
+from eval.bench import kv_forms as bench_forms
 from eval.bench import prefill as bench_prefill
 from eval.bench.kernel_cases import TINY as TINY_CASES
 from eval.bench.memory_estimate import dense_count, plan
@@ -226,6 +227,7 @@ def test_mistakes_give_one_line(capsys: pytest.CaptureFixture[str]) -> None:
         (bench_decode.main, ["--python", "x=y"], "PEER=PATH"),
         (bench_kernels.main, ["--device", "cuda:77"], "is not there"),
         (bench_capacity.main, ["--device", "tpu"], "unknown device"),
+        (bench_forms.main, ["--kept", "9000"], "trained for 8,192 positions"),
     ]:
         with pytest.raises(SystemExit) as left:
             main(arguments)
@@ -266,6 +268,24 @@ def test_admission(tmp_path: Path) -> None:
     methods = results(tmp_path, "admission-cpu")["methods"]
     assert list(methods) == [bench_admission.FULL, "1 admitted", "0.2 admitted"]
     assert methods["1 admitted"]["held"] == 1 > methods["0.2 admitted"]["held"] > 16 / 96
+
+
+def test_forms_of_the_cache(tmp_path: Path) -> None:
+    bench_forms.main(
+        ["--kept", "8", "--tokens", "3", "--rounds", "2", "--name", "x", "--output", str(tmp_path)]
+    )
+    rows = results(tmp_path, "decode-cpu-kv-x")["rows"]
+    assert {row["kv"]: row["entry_bytes"] for row in rows} == {
+        "bf16": 137,
+        "int8": 77,
+        "k8v4": 63,
+        "int4": 49,
+    }
+    (held,) = {row["entries"] for row in rows}  # all hold as many
+    for row in rows:
+        assert row["physical_bytes"] >= held * row["entry_bytes"]
+        assert len(row["ms_per_token"]["rounds"]) == 2 and min(row["ms_per_token"]["rounds"]) > 0
+    assert rows[0]["times_as_fast"]["median"] == 1
 
 
 def test_generate_with_and_without_a_bound(tmp_path: Path) -> None:

@@ -1,0 +1,152 @@
+"""Time decode steps over keys and values in each form of the cache, at equal entries, on a CPU.
+
+``python -m eval.bench.kv_forms DIR`` fills sessions to their budget with random entries and decodes
+from them with eviction at every step. The forms share the weights and take turns within a round, in
+an order that turns round each time. Figures go to ``eval/results/decode-cpu-kv-<name>.json``: ms
+per token, and how many times as fast as the first form each of the others is, round by round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import torch
+
+from engine.config import KV_FORMS
+from engine.errors import InputError, MmkvError
+from engine.runtime import Runtime
+from engine.sequence import CachedSequence
+from eval.bench.synthetic_cache import synthetic_sessions
+from mmkv.measure.record import RESULTS, write_results
+from mmkv.measure.tables import pipe_table
+from mmkv.measure.timing import spread, take_turns
+from mmkv.resources import bundled_model_name
+
+FORMS = tuple(form for form in KV_FORMS if form != "auto")
+
+
+def seconds(session: CachedSequence, tokens: int, clock: str) -> float:
+    """Decode ``tokens`` greedily in a copy of ``session``; returns seconds per token.
+
+    Args:
+        clock: ``wall``, or ``cpu`` for that of this process, which a loaded machine disturbs less.
+    """
+    now = {"wall": time.perf_counter, "cpu": time.process_time}[clock]
+    with session.fork() as copy:
+        chosen = copy.decode(1)  # takes the copy's first pages
+        start = now()
+        for _ in range(tokens):
+            chosen = copy.decode(int(chosen.argmax()))
+        return (now() - start) / tokens
+
+
+def bench(base: Runtime, kept: int, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Time all forms with ``kept`` entries per layer and KV head.
+
+    Args:
+        base: whose weights, gates and policy all share.
+    """
+    seen = min(2 * kept, base.spec.max_position - args.tokens - 1)
+    if seen < kept:
+        raise InputError(
+            f"--kept {kept}: the model was trained for {base.spec.max_position:,} positions, and "
+            f"{args.tokens} tokens follow; give fewer entries"
+        )
+    sessions = {}
+    for kv in args.forms:
+        engine = Runtime(
+            base.family,
+            base.spec,
+            base.decoder.weights,
+            base._gates,
+            base.policy,
+            kept,
+            kv=kv,
+        )
+        (sessions[kv],) = synthetic_sessions(engine, 1, seen)
+    runs = {
+        kv: partial(seconds, session, args.tokens, args.clock) for kv, session in sessions.items()
+    }
+    for run in runs.values():  # warms up
+        run()
+    times = take_turns(runs, args.rounds)
+    first = times[args.forms[0]]
+    rows = []
+    for kv, session in sessions.items():
+        pool, memory = session.engine.cache.pool, session.memory()
+        rows.append(
+            {
+                "kept": kept,
+                "kv": kv,
+                "entries": memory.entries,
+                "entry_bytes": pool.layout.entry_bytes(),
+                "physical_bytes": memory.kv_bytes + memory.metadata_bytes,
+                "ms_per_token": spread([1e3 * value for value in times[kv]]),
+                "times_as_fast": spread([a / b for a, b in zip(first, times[kv], strict=True)]),
+                "decode_path": session.engine.decode_path,
+                "evict_path": session.engine.evict_path,
+            }
+        )
+        session.close()
+    return rows
+
+
+def markdown(rows: Sequence[dict[str, Any]]) -> str:
+    """Make the table: a line per kept entries and form."""
+    first = rows[0]["kv"]
+    head = ("kept", "form", "bytes per entry", "ms per token", f"times as fast as {first}", "step")
+    lines = []
+    for row in rows:
+        timed = [row["ms_per_token"], row["times_as_fast"]]
+        cells = [
+            f"{one['median']:.2f} ({one['quartiles'][0]:.2f} .. {one['quartiles'][1]:.2f})"
+            for one in timed
+        ]
+        lines.append((f"{row['kept']:,}", row["kv"], row["entry_bytes"], *cells))
+        lines[-1] += (row["decode_path"],)
+    return pipe_table(head, [[str(cell) for cell in line] for line in lines])
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Time all forms, print a table and write the result file."""
+    parser = argparse.ArgumentParser(prog="python -m eval.bench.kv_forms", description=__doc__)
+    parser.add_argument("model", nargs="?", default=bundled_model_name())
+    parser.add_argument("--kept", type=int, nargs="+", default=[256, 4096], metavar="M")
+    parser.add_argument(
+        "--forms", nargs="+", choices=KV_FORMS, default=list(FORMS), help="the first is compared to"
+    )
+    parser.add_argument("--gates", default="random", help="gate folder; times do not depend on it")
+    parser.add_argument("--tokens", type=int, default=48, help="decode steps per run")
+    parser.add_argument("--rounds", type=int, default=15, help="timed runs of each form")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--clock", choices=("wall", "cpu"), default="wall")
+    parser.add_argument("--name", default=None, help="of the result file (default: the folder's)")
+    parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the result file")
+    args = parser.parse_args(arguments)
+    torch.set_num_threads(args.threads)
+    try:
+        if min(args.tokens, args.rounds, args.threads, *args.kept) < 1:
+            raise InputError("--kept, --tokens, --rounds and --threads take 1 or more")
+        base = Runtime.from_pretrained(
+            args.model, policy="dbtrimkv", gates=args.gates, device="cpu", dtype="float32"
+        )
+        rows = [row for kept in args.kept for row in bench(base, kept, args)]
+    except MmkvError as error:
+        parser.error(str(error))
+    settings = {name: value for name, value in vars(args).items() if name != "output"}
+    name = args.name or Path(args.model).resolve().name
+    path = write_results(args.output / f"decode-cpu-kv-{name}.json", settings, {"rows": rows})
+    print(markdown(rows))
+    print(f"in {path}")
+
+
+if __name__ == "__main__":
+    main()
