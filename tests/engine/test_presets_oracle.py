@@ -63,6 +63,8 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
 # Where a name means something of its own.
 OWN: dict[tuple[str, str], st.SearchStrategy[Any]] = {
     ("h2o", "recent"): st.sampled_from([0.0, 0.25, 0.5, 0.75]),
+    # The range of two values may be a rounding of both, and this score divides by it squared.
+    ("lag-kv", "lag"): st.integers(3, 6),
     # The z-score of one value among two is 1 or -1: rounding alone would tell tokens apart.
     **{
         (name, "window"): st.integers(3, 8)
