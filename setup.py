@@ -20,6 +20,7 @@ FOLDER = "engine/backends/cpu"
 NAMES = (
     "step",
     "linear",
+    "int8",
     "attention",
     "forms",
     "pages",

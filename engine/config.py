@@ -32,6 +32,7 @@ def _about(
 # cache holds a page at least.
 _MOST_POSITIONS, _MOST_PAGE = 2**31 - 1, 1024
 # How keys and values lie in the cache; engine/cache/forms.py says what each means.
+WEIGHT_FORMS = ("auto", "bf16", "int8")  # how matrices lie on a CPU: engine/model/product.py
 KV_FORMS = ("auto", "bf16", "int8", "k8v4", "int4")
 
 
@@ -54,6 +55,9 @@ class EngineConfig:
             checkpoint's own ``gates/`` folder if it has one.
         device: ``auto`` (a GPU where there is one), ``cpu``, ``cuda``, ``cuda:1`` ...
         dtype: of weights and cache: ``auto``, ``float32``, ``bfloat16`` or ``float16``.
+        weights: how the matrices of the decoder are held on a CPU: ``auto`` (in bfloat16 where that
+            changes no number, else in the dtype), ``bf16`` (rounded to bfloat16), or ``int8``:
+            rounded in blocks of 32, and so are the states that they are multiplied by.
         kv: how keys and values lie in the cache: ``auto`` (in the dtype), ``bf16``, or rounded
             entry by entry: ``int8``; ``k8v4``, keys in 8 bits and values in 4; ``int4``.
         kv_limit: most bytes that the page pool may take; None: no limit but the memory.
@@ -98,6 +102,10 @@ class EngineConfig:
     dtype: str | torch.dtype = field(
         default="auto", metadata=_about(str, "auto, float32, bfloat16 or float16.")
     )
+    weights: str = field(
+        default="auto",
+        metadata=_about(str, "Weights on a CPU: auto (exact), bf16 or int8 (rounded, faster)."),
+    )
     kv: str = field(
         default="auto",
         metadata=_about(str, "Cached keys and values: auto (dtype), bf16, int8, k8v4 or int4."),
@@ -116,10 +124,14 @@ class EngineConfig:
             given = getattr(self, name)
             if type(given).__module__ != "torch":  # torch.device, torch.dtype
                 require_type(name, given, str, f"text or a torch.{name}")
-        require_type("kv", self.kv, str, "text")
-        if self.kv not in KV_FORMS:
-            named = f"{', '.join(KV_FORMS[:-1])} or {KV_FORMS[-1]}"
-            raise PolicyError(f"kv is {self.kv!r}; give {named}")
+        for name, forms, error in (
+            ("kv", KV_FORMS, PolicyError),
+            ("weights", WEIGHT_FORMS, ModelError),
+        ):
+            require_type(name, given := getattr(self, name), str, "text")
+            if given not in forms:
+                named = f"{', '.join(forms[:-1])} or {forms[-1]}"
+                raise error(f"{name} is {given!r}; give {named}")
         for name, setting in options().items():
             value, least, most = getattr(self, name), *map(setting.metadata.get, ("least", "most"))
             if least is None or (value is None and setting.default is None):

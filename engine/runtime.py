@@ -70,7 +70,7 @@ class Runtime:
         **options: Any,
     ) -> None:
         self.lock = FairLock()
-        loading = options.keys() & {"model", "lookahead", "device", "dtype"}
+        loading = options.keys() & {"model", "lookahead", "device", "dtype", "weights"}
         if isinstance(gates, (str, Path)):
             loading = loading | {"gates"}
         if loading:
@@ -115,7 +115,7 @@ class Runtime:
         self.policy_note: str | None = None
         self.budgets: Budgets = OwnBudgets(self)
         # No text says what a picture's placeholder stands for: replies must not hold one.
-        media = [token for token in family.placeholder.values() if token < len(weights.head)]
+        media = [token for token in family.placeholder.values() if token < weights.head.shape[0]]
         self.never_chosen = torch.tensor(media, dtype=torch.int64, device=self.device)
         reference = TorchBackend(self)
         self.backends = Backends(reference, CpuBackend(self), CudaBackend(self, reference))
@@ -137,7 +137,7 @@ class Runtime:
             progress: called with a few words on what is being loaded.
             options: those of :class:`engine.config.EngineConfig`: policy (a name or a
                 :class:`Policy`), budget, lookahead, evict_every, prefill_chunk, page_size, gates,
-                device, dtype, kv, kv_limit.
+                device, dtype, weights, kv, kv_limit.
 
         Raises:
             ModelError, GateError, PolicyError, BudgetError.
@@ -169,7 +169,8 @@ class Runtime:
             resolve_device(config.device),
             progress,
             pictures,
-            native_product(),
+            native_product(config.weights),
+            config.weights,
         )
         return cls.from_parts(config, family, spec, weights)
 
@@ -273,6 +274,7 @@ class Runtime:
         """What a session file must agree with to continue on this engine."""
         held = [gates.fingerprint() for gates in (self.decoder.gates, self.write_gates) if gates]
         return {
+            "weights": self.decoder.weights.form,
             "model": self.decoder.weights.fingerprint(),
             "dtype": str(self.dtype),
             "gates": "+".join(held) or "none",

@@ -123,7 +123,8 @@ def load_session(engine: Runtime, path: Path) -> tuple[CachedSequence, dict[str,
 
 def _check_identity(engine: Runtime, identity: dict[str, str | int], path: Path) -> None:
     """Raise SessionError unless the file was made with the same model and settings."""
-    identity = {"kv": "auto", **identity}  # older files hold what the model computes
+    # Older files hold what the model computes, with its own weights.
+    identity = {"weights": "auto", "kv": "auto", **identity}
     for name, ours in engine.identity().items():
         if identity.get(name) != ours:
             raise SessionError(

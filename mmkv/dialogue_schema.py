@@ -30,6 +30,7 @@ class _Options(Strict):
     evict_every: int | None = None
     gates: str | None = None
     dtype: str | None = None
+    weights: str | None = None
     kv: str | None = None
 
 

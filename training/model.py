@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.model.decoder import Decoder
+from engine.model.product import plain
 from engine.runtime import Runtime
 from mmkv.measure.full_attention import full_attention_states, lay_out
 from training.capacity import capacity_loss, retained_counts, retained_total, retained_total_grouped
@@ -149,7 +150,7 @@ def weights_at_end(rows: Tensor, start: Tensor) -> Tensor:
 def backbone_digest(engine: Runtime) -> str:
     """Return SHA-256 over every weight, the vision side's too: equal before and after training."""
     weights, digest = engine.decoder.weights, hashlib.sha256()
-    tensors = [weights.embed, weights.norm, weights.head]
+    tensors = [plain(weights.embed), weights.norm, plain(weights.head)]
     tensors += [t for layer in weights.layers for t in vars(layer).values() if t is not None]
     tensors += engine.family.hf.parameters()  # what the decoder has not taken out
     for tensor in tensors:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from engine.model.gates import Gates, WriteGates, write_gates
 from engine.model.gates.module import tied_gates
 from engine.model.gates.published import layer_name, published_gates
+from engine.model.product import plain
 from engine.model.spec import DecoderSpec
 from engine.model.weights import LayerWeights
 
@@ -162,5 +163,5 @@ class TrainableWriteGates(nn.Module):
 def _key_value(layer: LayerWeights, spec: DecoderSpec) -> tuple[Tensor, Tensor | None]:
     """Return the fused projection's rows for keys and values, ``[2 H d_h, d]``, and their bias."""
     first = spec.num_heads * spec.head_dim
-    rows = layer.qkv[first:].to(layer.input_norm.dtype)
+    rows = plain(layer.qkv)[first:].to(layer.input_norm.dtype)
     return rows, None if layer.qkv_bias is None else layer.qkv_bias[first:]

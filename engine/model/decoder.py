@@ -12,6 +12,7 @@ from torch import Tensor
 from engine.model.families.base import Turn
 from engine.model.gates import Gates
 from engine.model.mixture import mixture
+from engine.model.product import embedded, plain
 from engine.model.rope import rotate
 from engine.model.spec import DecoderSpec
 from engine.model.weights import DecoderWeights, LayerWeights
@@ -47,7 +48,7 @@ class Decoder:
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Return the embeddings ``[T, d]`` of ``token_ids [T]``."""
-        return F.embedding(token_ids, self.weights.embed).to(self.weights.dtype)
+        return embedded(token_ids, self.weights.embed).to(self.weights.dtype)
 
     def embed_turn(self, turn: Turn) -> tuple[Tensor, tuple[tuple[Tensor, Tensor], ...]]:
         """Return the input states ``[T, d]`` of a turn and its deepstack as :meth:`forward` takes
@@ -145,7 +146,8 @@ class Decoder:
 
     def _mlp(self, x: Tensor, layer: LayerWeights) -> Tensor:
         if layer.router is not None and self.spec.routing is not None:
-            return mixture(x, layer.router, layer.gate_up, layer.down, self.spec.routing)
+            experts = plain(layer.gate_up), plain(layer.down)
+            return mixture(x, layer.router, *experts, self.spec.routing)
         product = self.weights.product
         gate, up = product(x, layer.gate_up, layer.gate_up_bias).chunk(2, -1)
         return product(F.silu(gate) * up, layer.down, layer.down_bias)

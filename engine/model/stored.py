@@ -17,7 +17,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from engine.model.product import Product, multiply, narrowed
+from engine.model.product import Holding, Matrix, equal, multiply
 from engine.model.spec import DecoderSpec, Routing, sparse_layers
 from engine.model.weights import DecoderWeights, LayerWeights
 
@@ -100,25 +100,35 @@ class StoredTensors:
         names: Sequence[str],
         dtype: torch.dtype,
         device: torch.device,
-        narrow: bool = False,
     ) -> Tensor:
-        """Return tensors, one below the other along the first axis, in memory of their own.
-
-        Args:
-            narrow: give float32 in bfloat16 where that changes no number.
-        """
+        """Return tensors, one below the other along the first axis, in memory of their own."""
         shapes = [self.shape(name) for name in names]
-        kinds = {self._home[name].get_slice(name).get_dtype() for name in names}
+        kinds = self._kinds(names)
         rows = [shape[0] for shape in shapes]
-        if narrow and kinds == {"BF16"}:
-            dtype = torch.bfloat16
         made = torch.empty((sum(rows), *shapes[0][1:]), dtype=dtype, device=device)
         for name, part in zip(names, made.split(rows), strict=True):
             if device.type == "cpu" and kinds == {_STORED_AS.get(dtype)}:
                 self._read_into(name, part)
             else:
                 part.copy_(self._home[name].get_tensor(name))
-        return narrowed(made) if narrow else made
+        return made
+
+    def read_matrix(
+        self,
+        names: Sequence[str],
+        dtype: torch.dtype,
+        device: torch.device,
+        holding: Holding | None,
+    ) -> Matrix:
+        """Do as :meth:`read`, and hold the float32 matrix as ``holding`` says, if there is one."""
+        if holding is None:
+            return self.read(names, dtype, device)
+        if self._kinds(names) == {"BF16"}:
+            dtype = torch.bfloat16
+        return holding.hold(self.read(names, dtype, device))
+
+    def _kinds(self, names: Sequence[str]) -> set[str]:
+        return {self._home[name].get_slice(name).get_dtype() for name in names}
 
     def _read_into(self, name: str, part: Tensor) -> None:
         """Fill ``part`` from the file. Through a mapping, the process would seem to hold both."""
@@ -151,7 +161,7 @@ def read_text_weights(
     tied: bool,
     dtype: torch.dtype,
     device: torch.device,
-    product: Product | None = None,
+    holding: Holding | None = None,
 ) -> DecoderWeights | None:
     """Read the text weights in ``dtype`` onto ``device``; fused matrices are written in place.
 
@@ -159,7 +169,7 @@ def read_text_weights(
         config: of the text model.
         places: where text weights may stand: (prefix of the text model, name of the head).
         tied: the head is the embedding, unless another one is stored.
-        product: multiplies states by matrices in bfloat16; None: all are held in ``dtype``.
+        holding: how float32 matrices are held; None: in ``dtype``.
 
     Returns:
         None when a tensor is missing, has another shape or is none of this model's.
@@ -168,7 +178,7 @@ def read_text_weights(
     for prefix, head in places:
         if layout is None or f"{prefix}embed_tokens.weight" not in stored.names:
             continue
-        return _read(stored, layout, config, spec, prefix, head, tied, dtype, device, product)
+        return _read(stored, layout, config, spec, prefix, head, tied, dtype, device, holding)
     return None
 
 
@@ -182,7 +192,7 @@ def _read(
     tied: bool,
     dtype: torch.dtype,
     device: torch.device,
-    product: Product | None,
+    holding: Holding | None,
 ) -> DecoderWeights | None:
     # transformers saves the matrices of each expert; older checkpoints stack them.
     stacked = any(name.endswith(_STACK) for name in stored.names)
@@ -208,13 +218,12 @@ def _read(
     def read_stack(name: str) -> Tensor:
         return stored.read_stack(f"{prefix}{name}", shapes[f"{prefix}{name}"], dtype, device)
 
-    def matrix(*names: str) -> Tensor:
-        whole = [f"{prefix}{name}" for name in names]
-        return stored.read(whole, dtype, device, product is not None)
+    def matrix(*names: str) -> Matrix:
+        return stored.read_matrix([f"{prefix}{name}" for name in names], dtype, device, holding)
 
     embed = matrix("embed_tokens.weight")
-    output = stored.read([head], dtype, device, product is not None) if head in shapes else embed
-    if tied and torch.equal(output, embed):
+    output = stored.read_matrix([head], dtype, device, holding) if head in shapes else embed
+    if tied and equal(output, embed):
         output = embed
     layers = []
     for index, sparse in enumerate(sparse_layers(config)):
@@ -223,7 +232,9 @@ def _read(
             experts = _experts(read, read_stack if stacked else None, f"{at}mlp.", spec.routing)
         layers.append(_layer(read, matrix, at, layout, spec, experts))
     norm = read("norm.weight")
-    return DecoderWeights(embed, layers, norm, output, product or multiply)
+    if holding is None:
+        return DecoderWeights(embed, layers, norm, output, multiply)
+    return DecoderWeights(embed, layers, norm, output, holding.product, holding.name)
 
 
 def _turned(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -249,7 +260,7 @@ def _experts(
 
 def _layer(
     read: Callable[..., Tensor],
-    matrix: Callable[..., Tensor],
+    matrix: Callable[..., Matrix],
     at: str,
     layout: Layout,
     spec: DecoderSpec,

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from engine.errors import ModelError
-from engine.model.product import Product, multiply, narrowed
+from engine.model.int8 import Int8Matrix
+from engine.model.product import Holding, Matrix, Product, multiply
 from engine.model.spec import DecoderSpec
 
 _EXPECTED = {
@@ -40,15 +41,15 @@ class LayerWeights:
     """
 
     input_norm: Tensor
-    qkv: Tensor
+    qkv: Matrix
     qkv_bias: Tensor | None
     qk_norm: Tensor | None
-    out: Tensor
+    out: Matrix
     out_bias: Tensor | None
     post_norm: Tensor
-    gate_up: Tensor
+    gate_up: Matrix
     gate_up_bias: Tensor | None
-    down: Tensor
+    down: Matrix
     down_bias: Tensor | None
     router: Tensor | None = None
 
@@ -62,43 +63,43 @@ class DecoderWeights:
     """All text weights: ``embed`` and ``head`` are ``[vocab, d]`` (one tensor when tied).
 
     Attributes:
-        product: multiplies states by a matrix. One that is held in bfloat16, although states are
-            float32, loses nothing by it.
+        product: multiplies states by a matrix, which may be held in another form than they.
+        form: how matrices are held: ``auto`` (in the dtype of states, or in bfloat16 where that
+            changes no number), ``bf16`` or ``int8``.
     """
 
-    embed: Tensor
+    embed: Matrix
     layers: list[LayerWeights]
     norm: Tensor
-    head: Tensor
+    head: Matrix
     product: Product = multiply
+    form: str = "auto"
 
     @property
     def dtype(self) -> torch.dtype:
         """Return the dtype of states: that of gains and biases."""
         return self.norm.dtype
 
-    def matrices(self) -> Iterator[Tensor]:
+    def matrices(self) -> Iterator[Matrix]:
         """Yield what states are multiplied by, and the embedding; a tied head comes again."""
         yield from (self.embed, self.head)
         for layer in self.layers:
             yield from (getattr(layer, name) for name in layer.matrix_names())
 
     @torch.no_grad()
-    def narrow(self, product: Product) -> None:
-        """Hold float32 matrices in bfloat16 where that changes no number, one after the other.
+    def hold(self, holding: Holding) -> None:
+        """Hold float32 matrices in another form from now on, made one after the other.
 
         Those of experts stay as they are.
-
-        Args:
-            product: multiplies states by them from now on.
         """
         tied = self.head.data_ptr() == self.embed.data_ptr()
-        self.product = product
-        self.embed = narrowed(self.embed)
-        self.head = self.embed if tied else narrowed(self.head)
+        self.product, self.form = holding.product, holding.name
+        assert isinstance(self.embed, Tensor) and isinstance(self.head, Tensor)
+        self.embed, head = holding.hold(self.embed), self.head
+        self.head = self.embed if tied else holding.hold(head)
         for layer in self.layers:
             for name in layer.matrix_names():
-                setattr(layer, name, narrowed(getattr(layer, name)))
+                setattr(layer, name, holding.hold(getattr(layer, name)))
 
     @classmethod
     @torch.no_grad()
@@ -163,7 +164,26 @@ class DecoderWeights:
         embed = text_model.embed_tokens.weight.data
         return cls(embed, layers, text_model.norm.weight.data, head.data), views
 
-    def named(self) -> Iterator[tuple[str, Tensor]]:
+    def errors(self) -> dict[str, float]:
+        """Return the relative error of each matrix in 8 bits by its name; a tied head is left out.
+
+        Root mean square of what rounding changed, over that of the weights.
+        """
+        return {name: part.error for name, part in self._parts() if isinstance(part, Int8Matrix)}
+
+    def rounding(self) -> str:
+        """Say in a few words how far matrices in 8 bits are off; empty where none is."""
+        errors = self.errors()
+        if not errors:
+            return ""
+        worst = max(errors, key=errors.__getitem__)
+        middle = sorted(errors.values())[len(errors) // 2]
+        return (
+            f"weights in 8 bits: {100 * middle:.2f} % off (median of {len(errors)} matrices; at "
+            f"most {100 * errors[worst]:.2f} %, {worst})"
+        )
+
+    def named(self) -> Iterator[tuple[str, Matrix]]:
         """Yield every tensor with its name; a tied head is the embedding again."""
         yield from (("embed_tokens", self.embed), ("norm", self.norm), ("lm_head", self.head))
         for index, layer in enumerate(self.layers):
@@ -173,15 +193,15 @@ class DecoderWeights:
 
     def nbytes(self) -> int:
         """Return the bytes of all weights; a tied head counts once."""
-        return sum(t.nbytes for t in self._tensors())
+        return sum(part.nbytes for _, part in self._parts())
 
     def numbers(self) -> int:
         """Count the numbers of all weights; a tied head counts once."""
-        return sum(t.numel() for t in self._tensors())
+        return sum(part.numel() for _, part in self._parts())
 
-    def _tensors(self) -> list[Tensor]:
+    def _parts(self) -> list[tuple[str, Matrix]]:
         tied = self.head.data_ptr() == self.embed.data_ptr()
-        return [tensor for name, tensor in self.named() if not (tied and name == "lm_head")]
+        return [(name, part) for name, part in self.named() if not (tied and name == "lm_head")]
 
     def fingerprint(self) -> str:
         """Return a short hash that tells two checkpoints apart, from a sample of every matrix."""
@@ -192,7 +212,7 @@ class DecoderWeights:
             for t in (layer.qkv, layer.out, layer.gate_up, layer.down, layer.router)
             if t is not None
         ]:
-            flat = tensor.reshape(-1)
+            flat = (tensor.codes if isinstance(tensor, Int8Matrix) else tensor).reshape(-1)
             sample = flat[:: max(1, flat.numel() // 257)].float().cpu().contiguous()
             digest.update(str(tuple(tensor.shape)).encode())
             digest.update(sample.numpy().tobytes())

@@ -22,6 +22,7 @@ from torch import Tensor
 from engine.backends.cuda import GraphRunner
 from engine.backends.cuda import static_step as static_step
 from engine.backends.cuda.static_step import StaticStep
+from engine.model.product import plain
 from engine.runtime import Runtime
 from eval.bench.methods import Own
 from mmkv.measure.timing import spread, take_turns, time_calls
@@ -164,7 +165,7 @@ def _matrices(engine: Runtime, batch: int) -> Any:
     def call() -> None:
         for layer in weights.layers:
             for matrix in (layer.qkv, layer.out, layer.gate_up, layer.down):
-                F.linear(inputs[matrix.shape[1]], matrix)
-        F.linear(inputs[weights.head.shape[1]], weights.head)
+                F.linear(inputs[matrix.shape[1]], plain(matrix))
+        F.linear(inputs[weights.head.shape[1]], plain(weights.head))
 
     return call

@@ -45,11 +45,13 @@ def cost_line(engine: Engine, session: Session, conversation: list[dict[str, Any
     divergence = torch.nn.functional.kl_div(
         kept.log_softmax(-1), full.log_softmax(-1), reduction="batchmean", log_target=True
     )
-    return (
+    rounding = engine.decoder.weights.rounding()
+    line = (
         f"what eviction cost: the full cache ranks {same} of {len(full)} tokens of the reply "
         f"first, KL {float(divergence):.4f} nats a token; {format_bytes(kept_bytes)} of keys and "
         f"values instead of {format_bytes(full_bytes)}"
     )
+    return f"{line}; {rounding}, in both" if rounding else line
 
 
 def _replay(

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _KEY = "mmkv.chat"
 # Options of the command line without which a session file cannot go on.
-_KEPT = ("model", "policy", "lookahead", "evict_every", "gates", "dtype", "kv")
+_KEPT = ("model", "policy", "lookahead", "evict_every", "gates", "dtype", "weights", "kv")
 
 
 def chat_extra(engine: Engine, config: EngineConfig, model: str) -> dict[str, str]:

@@ -50,11 +50,15 @@ class BenchResult:
 
     Attributes:
         step: spread of the seconds per step: median, quartiles, rounds.
+        weights: how they are held, as ``--weights`` takes it; rounding: how far those in 8 bits are
+            off, in words.
         kv_bytes: physical bytes of keys and values; logical_bytes: those of the live entries.
     """
 
     machine: str
     dtype: str
+    weights: str
+    rounding: str
     policy: str
     path: str
     batch: int
@@ -74,9 +78,11 @@ class BenchResult:
         low, high = (1e3 * q for q in self.step["quartiles"])
         weights, kept = _size(self.weight_bytes), _size(self.read_kv_bytes)
         middle = 1e3 * self.step["median"]
+        rounding = [f"rounding  {self.rounding}"] if self.rounding else []
         return "\n".join(
             [
                 f"model     {name}: {self.dtype}, policy {self.policy}, decoded on {self.path}",
+                *rounding,
                 f"machine   {self.machine}; a copy moves {self.copy_bandwidth / 1e9:,.1f} GB/s",
                 f"floor     {1e3 * self.floor:.3f} ms a step: {weights} of weights and {kept} kept",
                 f"step      {middle:.3f} ms ({low:.3f} .. {high:.3f}), {self.over_floor:.2f} x the "
@@ -145,6 +151,8 @@ def measure(
     return BenchResult(
         machine=_machine(engine.device),
         dtype=str(engine.dtype).removeprefix("torch."),
+        weights=engine.decoder.weights.form,
+        rounding=engine.decoder.weights.rounding(),
         policy=engine.policy.name,
         path=engine.decode_path,
         batch=batch,

@@ -28,7 +28,7 @@ from mmkv.hf.generate import Call
 from mmkv.hf.hosted import Host, HostedFamily, HostedRuntime
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_OWN = {"model", "device", "dtype"}
+_OWN = {"model", "device", "dtype", "weights"}
 
 
 @dataclass(frozen=True)

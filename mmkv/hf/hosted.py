@@ -223,7 +223,7 @@ class Host:
                 f"a {type(self._model).__name__} does not run over mmkv's cache: "
                 f"{str(reason).splitlines()[0][:120]}"
             ) from reason
-        if not error < (1e-3 if self.weights.embed.dtype == torch.float32 else 0.1):
+        if not error < (1e-3 if self.weights.dtype == torch.float32 else 0.1):
             raise ModelError(
                 f"a {type(self._model).__name__} computes other logits over mmkv's cache (relative "
                 f"error {error:.1e}); it has parts that mmkv does not know"

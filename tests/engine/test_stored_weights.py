@@ -19,7 +19,7 @@ from torch import Tensor
 from engine.errors import ModelError
 from engine.model.families import Family, TextFamily, family_for, loading
 from engine.model.families.deferred import DeferredModel
-from engine.model.product import multiply
+from engine.model.product import Holding, multiply
 from engine.model.spec import DecoderSpec, RopeSpec
 from engine.model.weights import DecoderWeights
 from tests.support.factories import CHECKPOINTS, FAMILIES, checkpoint
@@ -292,7 +292,7 @@ def test_a_model_of_transformers_is_narrowed_too() -> None:
     for matrix in weights.matrices():
         matrix.copy_(matrix.bfloat16())
     before = dict(weights.named())
-    weights.narrow(multiply)
+    weights.hold(Holding("auto", multiply))
     assert all(matrix.dtype == torch.bfloat16 for matrix in weights.matrices())
     for name, tensor in weights.named():
         assert torch.equal(tensor.float(), before[name])

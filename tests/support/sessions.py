@@ -63,14 +63,17 @@ def load(folder: Path, fresh: bool = False, **settings: Any) -> Runtime:
     options = {"gates": "random", "device": "cpu", "dtype": "float32", **(defaults | settings)}
     stats = [(path.name, path.stat()) for path in sorted(Path(folder).iterdir())]
     files = tuple((name, stat.st_mtime_ns, stat.st_size) for name, stat in stats)
-    parts = (_parts.__wrapped__ if fresh else _parts)(folder, files)
+    form = options.get("weights", "auto")
+    parts = (_parts.__wrapped__ if fresh else _parts)(folder, files, form)
     return Runtime.from_parts(EngineConfig(model=folder, **options), *parts)
 
 
 @functools.lru_cache(maxsize=8)
-def _parts(folder: Path, files: tuple[Any, ...]) -> tuple[Family, DecoderSpec, DecoderWeights]:
+def _parts(
+    folder: Path, files: tuple[Any, ...], form: str
+) -> tuple[Family, DecoderSpec, DecoderWeights]:
     """Read a checkpoint as ``Runtime.from_pretrained`` does, again where its files have changed."""
-    return loading.load(folder, "float32", "cpu", product=native_product())
+    return loading.load(folder, "float32", "cpu", product=native_product(form), form=form)
 
 
 def run(session: CachedSequence, tokens: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ __all__ = [
     "NativeDecoder",
     "NativeEvictor",
     "available",
+    "int8_form",
     "level",
     "levels",
     "native_product",
@@ -38,3 +39,9 @@ def level() -> str:
     """
     found = library()
     return "" if isinstance(found, str) else found.level
+
+
+def int8_form() -> str:
+    """Return the form of its products with weights in 8 bits; empty when it cannot be used."""
+    found = library()
+    return "" if isinstance(found, str) else found.int8

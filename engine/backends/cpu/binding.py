@@ -19,11 +19,15 @@ JOINS = ("mean", "max", "sum")  # JOIN_MEAN, JOIN_MAX, JOIN_SUM
 LEVELS = ("v4", "v3", "sve", "baseline")  # best first; v3 and v4: of x86-64
 
 
+# Best first; "portable" runs everywhere.
+INT8_FORMS = ("avx512vnni", "avxvnni", "avx2", "neon", "portable")
+
+
 class Linear(Structure):
     """``struct linear`` of native.h."""
 
     _fields_ = [
-        *((name, c_void_p) for name in ("weight", "bias", "bf16")),
+        *((name, c_void_p) for name in ("weight", "bias", "bf16", "codes", "scales")),
         *((name, c_int64) for name in ("rows", "width")),
     ]
 
@@ -155,7 +159,9 @@ _FUNCTIONS = {
     "mmkv_scratch": (c_int64, [POINTER(Model), c_int64, c_int64, c_int64]),
     "mmkv_step": (None, [POINTER(Model), POINTER(Cache), POINTER(Step)]),
     "mmkv_store": (None, [POINTER(Cache), c_int64, c_void_p, c_void_p]),
-    "mmkv_product": (None, [POINTER(Linear), c_void_p, c_void_p, c_int64, c_int64]),
+    "mmkv_product": (None, [POINTER(Linear), c_void_p, c_void_p, c_int64, c_int64, c_void_p]),
+    "mmkv_product_scratch": (c_int64, [POINTER(Linear), c_int64]),
+    "mmkv_int8_form": (c_char_p, [c_char_p]),
     "mmkv_evict_scratch": (c_int64, [c_int64, c_int64]),
     "mmkv_window": (None, [POINTER(Cache), POINTER(Window), c_int64]),
     "mmkv_window_scratch": (c_int64, [POINTER(Window), c_int64, c_int64, c_int64]),
@@ -166,9 +172,21 @@ _FUNCTIONS = {
 
 
 class Library(ctypes.CDLL):
-    """The functions of one level's library."""
+    """The functions of one level's library.
+
+    Attributes:
+        int8: the form of products with weights in 8 bits that it takes: ``INT8_FORMS``.
+    """
 
     level: str
+    int8: str
+
+    def take_int8(self, name: str = "") -> bool:
+        """Take the form of that name from now on, without one the best; False: it is not there."""
+        found = self.mmkv_int8_form(name.encode())
+        if found is not None:
+            self.int8 = found.decode()
+        return found is not None
 
 
 def library() -> Library | str:
@@ -227,10 +245,12 @@ def _load(level: str) -> Library | str:
     if ours != theirs[: loaded.mmkv_layout(theirs)]:
         return f"{name} was compiled from other sources; install mmkv again"
     loaded.level = level
+    loaded.take_int8()
     return loaded
 
 
 __all__ = [
+    "INT8_FORMS",
     "JOINS",
     "MAX_TRUNK",
     "BatchSlot",

@@ -24,6 +24,8 @@ from engine.backends.cpu.binding import (
 from engine.backends.cpu.cache_views import CacheViews
 from engine.cache import RaggedCache
 from engine.model.gates import Gates, LayerGate
+from engine.model.int8 import Int8Matrix
+from engine.model.product import Matrix
 from engine.model.spec import DecoderSpec
 from engine.model.weights import DecoderWeights, LayerWeights
 from engine.policies.base import Group
@@ -72,9 +74,9 @@ class NativeDecoder:
             rotary=2 * spec.rope.inv_freq.numel(),
             trunk=0 if gates is None else len(gates.layers[0].trunk),
             eps=spec.rms_eps,
-            embed=_linear(weights.embed, None),
+            embed=linear(weights.embed),
             norm=weights.norm.data_ptr(),
-            head=_linear(weights.head, None, bf16),
+            head=linear(weights.head, None, bf16),
             layer=self._layers,
         )
         long = spec.rope.inv_freq if spec.rope.long_inv_freq is None else spec.rope.long_inv_freq
@@ -107,7 +109,7 @@ class NativeDecoder:
             return f"weights on {weights.embed.device}"
         if gates is not None and any(len(gate.trunk) > MAX_TRUNK for gate in gates.layers):
             return f"gates with more than {MAX_TRUNK} trunk stages"
-        matrices = list(weights.matrices())
+        matrices = [each for each in weights.matrices() if isinstance(each, Tensor)]
         forms: list[tuple[list[Tensor], tuple[torch.dtype, ...]]] = [
             (_vectors(weights, gates), (torch.float32,)),
             (matrices, (torch.float32, torch.bfloat16)),
@@ -250,13 +252,20 @@ class _Bf16Copies:
         return short.data_ptr()
 
 
-def _linear(weight: Tensor, bias: Tensor | None, bf16: _Bf16Copies | None = None) -> Linear:
+def linear(weight: Matrix, bias: Tensor | None = None, bf16: _Bf16Copies | None = None) -> Linear:
+    """Describe a matrix and its bias to C, which reads them where they lie."""
+    of_bias = None if bias is None else bias.data_ptr()
+    if isinstance(weight, Int8Matrix):
+        pointers = weight.codes.data_ptr(), weight.scales.data_ptr()
+        return Linear(None, of_bias, None, *pointers, *weight.shape)
     narrow = weight.dtype == torch.bfloat16
     short = weight.data_ptr() if narrow else None if bf16 is None else bf16.of(weight)
     return Linear(
         None if narrow else weight.data_ptr(),
-        None if bias is None else bias.data_ptr(),
+        of_bias,
         short,
+        None,
+        None,
         *weight.shape,
     )
 
@@ -266,22 +275,23 @@ def _layer(layer: LayerWeights, gate: LayerGate | None, bf16: _Bf16Copies) -> La
         input_norm=layer.input_norm.data_ptr(),
         post_norm=layer.post_norm.data_ptr(),
         qk_norm=None if layer.qk_norm is None else layer.qk_norm.data_ptr(),
-        qkv=_linear(layer.qkv, layer.qkv_bias, bf16),
-        out=_linear(layer.out, layer.out_bias, bf16),
-        gate_up=_linear(layer.gate_up, layer.gate_up_bias, bf16),
-        down=_linear(layer.down, layer.down_bias, bf16),
+        qkv=linear(layer.qkv, layer.qkv_bias, bf16),
+        out=linear(layer.out, layer.out_bias, bf16),
+        gate_up=linear(layer.gate_up, layer.gate_up_bias, bf16),
+        down=linear(layer.down, layer.down_bias, bf16),
     )
     if gate is not None:
         for index, (weight, bias) in enumerate(gate.trunk):
-            made.trunk[index] = _linear(weight, bias)
-        made.readout = _linear(gate.readout, gate.bias)
+            made.trunk[index] = linear(weight, bias)
+        made.readout = linear(gate.readout, gate.bias)
     return made
 
 
 def _vectors(weights: DecoderWeights, gates: Gates | None) -> list[Tensor]:
     """Return what is read as float32: gains, biases and the gates."""
     matrices = {id(matrix) for matrix in weights.matrices()}
-    found = [tensor for _, tensor in weights.named() if id(tensor) not in matrices]
+    named = [part for _, part in weights.named() if id(part) not in matrices]
+    found = [part for part in named if isinstance(part, Tensor)]
     for gate in [] if gates is None else gates.layers:
         found += [*(tensor for pair in gate.trunk for tensor in pair), gate.readout, gate.bias]
     return found

@@ -212,10 +212,14 @@ static void map_rows(const struct linear *map, struct vectors x, struct vectors 
                      int64_t batch_slots, int64_t from, int64_t to, int add)
 {
     int64_t groups = (batch_slots + TILE_SLOTS - 1) / TILE_SLOTS;
+    if (map->codes) {
+        int8_rows(map, x.codes, y, batch_slots, from, to, add);
+        return;
+    }
     for (int64_t group = 0; group < groups; group++) {
         int64_t first = batch_slots * group / groups, after = batch_slots * (group + 1) / groups;
-        struct vectors in = {x.at + first * x.stride, x.stride};
-        struct vectors out = {y.at + first * y.stride, y.stride};
+        struct vectors in = {.at = x.at + first * x.stride, .stride = x.stride};
+        struct vectors out = {.at = y.at + first * y.stride, .stride = y.stride};
         (map->bf16 ? few_bf16 : few_float)(map, in, out, from, to, add, after - first);
     }
 }
@@ -232,14 +236,26 @@ void linear_add_rows(const struct linear *map, struct vectors x, struct vectors 
     map_rows(map, x, y, batch_slots, from, to, 1);
 }
 
+/* Floats of scratch that mmkv_product needs. */
+EXPORT int64_t mmkv_product_scratch(const struct linear *map, int64_t tokens)
+{
+    return map->codes ? carve_codes(map->in, tokens, 0, 0) : 0;
+}
+
 /* y [tokens, out] = weight x [tokens, in] + bias. */
 EXPORT void mmkv_product(const struct linear *map, float *x, float *y, int64_t tokens,
-                         int64_t threads)
+                         int64_t threads, float *scratch)
 {
-    int64_t rows = PRODUCT_WEIGHTS / map->in / TILE_ROWS * TILE_ROWS;
-    rows = rows > TILE_ROWS ? rows : TILE_ROWS;
-    int64_t chunks = (map->out + rows - 1) / rows;
-    struct vectors in = {x, map->in}, out = {y, map->out};
+    int64_t tile = map->codes ? PANEL : TILE_ROWS;
+    int64_t rows = PRODUCT_WEIGHTS / map->in / tile * tile;
+    rows = rows > tile ? rows : tile;
+    int64_t chunks = (map->out + rows - 1) / rows, parts = map->codes ? threads : 0;
+    struct vectors in = {.at = x, .stride = map->in}, out = {.at = y, .stride = map->out};
+    if (map->codes)
+        carve_codes(map->in, tokens, scratch, &in.codes);
+#pragma omp parallel for num_threads((int)threads) schedule(static, 1) if (threads > 1)
+    for (int64_t part = 0; part < parts; part++)
+        code_part(in, map->in, tokens, part, parts, in.codes);
 #pragma omp parallel for num_threads((int)threads) schedule(dynamic) if (threads > 1)
     for (int64_t chunk = 0; chunk < chunks; chunk++) {
         int64_t to = (chunk + 1) * rows;
@@ -249,6 +265,10 @@ EXPORT void mmkv_product(const struct linear *map, float *x, float *y, int64_t t
 
 void copy_row(const struct linear *map, int64_t row, float *to)
 {
+    if (map->codes) {
+        int8_row(map, row, to);
+        return;
+    }
     if (!map->bf16) {
         memcpy(to, map->weight + row * map->in, sizeof *to * (size_t)map->in);
         return;

@@ -15,12 +15,19 @@
 
 /* y = weight x + bias; weight [out, in] row-major, bias [out] or NULL. `bf16` holds the upper halves
  * of the weights (bfloat16) where the lower ones are zero, else NULL: half of the bytes to read.
- * With it, `weight` is not read. */
+ * `codes` holds weights in 8 bits, panel by panel, [panels, blocks, 8, PANEL, 4], and `scales` their
+ * steps in bfloat16, [panels, blocks, PANEL]; else NULL. With one of them, `weight` is not read. */
 struct linear {
     const float *weight, *bias;
     const uint16_t *bf16;
+    const int8_t *codes;
+    const uint16_t *scales;
     int64_t out, in;
 };
+
+#define CODE_BLOCK 32 /* numbers of a row, or of a vector of states, that share a scale */
+#define PANEL 16 /* rows whose codes lie together; the last panel is filled with zeros */
+#define LEAST_CODED 1e-30f /* a block of states whose greatest number is below this is all zeros */
 
 struct layer {
     const float *input_norm, *post_norm; /* [hidden] */
@@ -137,10 +144,20 @@ static inline int64_t slot_of(const struct cache *cache, int64_t row, int64_t of
     return page * cache->page_size + offset % cache->page_size;
 }
 
-/* One vector per batch slot, `stride` floats apart. */
+/* Vectors of states in 8 bits. Those of a tile, n at a time, lie together as a product reads them: codes
+ * [blocks, 8, n, 4]; scales, and -128 times the sums of codes, [blocks, n]. */
+struct codes {
+    int8_t *at;
+    float *scale;
+    int32_t *shift;
+    int64_t blocks;
+};
+
+/* One vector per batch slot, `stride` floats apart; their codes where weights in 8 bits read them. */
 struct vectors {
     float *at;
     int64_t stride;
+    struct codes codes;
 };
 
 #define DECODED 16 /* entries that are decoded at a time: they stay in the nearest cache */
@@ -171,6 +188,15 @@ void linear_add_rows(const struct linear *map, struct vectors x, struct vectors 
 void copy_row(const struct linear *map, int64_t row, float *to);
 void dot_rows(const float *weight, int64_t rows, int64_t width, const float *x, float *y);
 void rms_norm(const float *x, const float *gain, int64_t size, float eps, float *y);
+
+/* int8.c */
+void code_vectors(struct vectors x, int64_t width, int64_t count, struct codes to);
+void code_part(struct vectors x, int64_t width, int64_t count, int64_t part, int64_t parts,
+               struct codes to);
+int64_t carve_codes(int64_t width, int64_t count, float *base, struct codes *to);
+void int8_rows(const struct linear *map, struct codes x, struct vectors y, int64_t count,
+               int64_t from, int64_t to, int add);
+void int8_row(const struct linear *map, int64_t row, float *to);
 
 /* attention.c */
 void attend_row(const struct cache *cache, int64_t row, const float *query, int64_t group,

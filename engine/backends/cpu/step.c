@@ -32,6 +32,7 @@ struct worker {
     struct phase *phase; /* the current one */
     int64_t chunks, chunks_before;
     struct vectors normed;
+    float *coded; /* room for the codes of a phase's vectors */
     float *scores;
 };
 
@@ -61,13 +62,19 @@ static int64_t carve(const struct model *model, int64_t longest, int64_t threads
     to->phase = (struct phase *)base;
     for (int i = 0; i < 8; i++) {
         int64_t stride = whole_lines(size[i]);
-        *shared[i] = (struct vectors){base ? base + at : 0, stride};
+        *shared[i] = (struct vectors){.at = base ? base + at : 0, .stride = stride};
         at += batch_slots * stride;
     }
     int64_t stride = whole_lines(model->hidden), normed = batch_slots * stride;
-    int64_t own = normed + whole_lines(model->heads / model->kv_heads * longest);
-    to->normed = (struct vectors){base ? base + at + thread * own : 0, stride};
+    int64_t scores = whole_lines(model->heads / model->kv_heads * longest), widest = 0;
+    const struct linear *maps[] = {&layer->qkv, &layer->out, &layer->down, &model->head};
+    for (int i = 0; i < 4; i++)
+        if (maps[i]->codes && maps[i]->in > widest)
+            widest = maps[i]->in;
+    int64_t own = normed + scores + carve_codes(widest, batch_slots, 0, 0);
+    to->normed = (struct vectors){.at = base ? base + at + thread * own : 0, .stride = stride};
     to->scores = base ? to->normed.at + normed : 0;
+    to->coded = base ? to->scores + scores : 0;
     return at + threads * own;
 }
 
@@ -115,25 +122,27 @@ static void finish(struct worker *me)
     __atomic_fetch_add(&me->phase->done, 1, __ATOMIC_RELEASE);
 }
 
-/* Rows in one chunk of a matrix; a multiple of four: linear.c takes them in tiles. */
-static int64_t chunk_rows(int64_t width)
+/* Rows in one chunk of a matrix; whole tiles of linear.c, or panels. */
+static int64_t chunk_rows(const struct linear *map)
 {
-    int64_t rows = CHUNK_FLOATS / width / 4 * 4;
-    return rows > 4 ? rows : 4;
+    int64_t weights = map->codes ? 2 * CHUNK_FLOATS : CHUNK_FLOATS, tile = map->codes ? PANEL : 4;
+    int64_t rows = weights / map->in / tile * tile;
+    return rows > tile ? rows : tile;
 }
 
-static int64_t chunks_of(int64_t rows, int64_t width)
+/* Chunks of the first `rows` rows. */
+static int64_t chunks_of(const struct linear *map, int64_t rows)
 {
-    return (rows + chunk_rows(width) - 1) / chunk_rows(width);
+    return (rows + chunk_rows(map) - 1) / chunk_rows(map);
 }
 
 struct span {
     int64_t from, to;
 };
 
-static struct span rows_of(int64_t rows, int64_t width, int64_t chunk)
+static struct span rows_of(const struct linear *map, int64_t rows, int64_t chunk)
 {
-    int64_t from = chunk * chunk_rows(width), to = from + chunk_rows(width);
+    int64_t from = chunk * chunk_rows(map), to = from + chunk_rows(map);
     return (struct span){from, to < rows ? to : rows};
 }
 
@@ -188,7 +197,7 @@ static void silu(float *x, int64_t from, int64_t to)
 static void trunk_chunk(const struct linear *map, struct vectors x, struct vectors y,
                         int64_t batch_slots, int64_t chunk)
 {
-    struct span rows = rows_of(map->out, map->in, chunk);
+    struct span rows = rows_of(map, map->out, chunk);
     linear_rows(map, x, y, batch_slots, rows.from, rows.to);
     for (int64_t batch_slot = 0; batch_slot < batch_slots; batch_slot++)
         silu(of_batch_slot(y, batch_slot), rows.from, rows.to);
@@ -199,7 +208,7 @@ static void swiglu_chunk(const struct linear *map, struct vectors x, struct vect
                          int64_t batch_slots, int64_t chunk)
 {
     int64_t inner = map->out / 2;
-    struct span rows = rows_of(inner, map->in, chunk);
+    struct span rows = rows_of(map, inner, chunk);
     linear_rows(map, x, y, batch_slots, rows.from, rows.to);
     linear_rows(map, x, y, batch_slots, inner + rows.from, inner + rows.to);
     for (int64_t batch_slot = 0; batch_slot < batch_slots; batch_slot++) {
@@ -225,15 +234,28 @@ static void store_gates(const struct model *model, const struct layer *layer, st
     }
 }
 
+/* Input of a phase with its codes, if `map` reads them; they are made with a thread's first chunk. */
+static struct vectors coded(const struct linear *map, struct vectors x, struct worker *me, int *taken)
+{
+    if (!map->codes)
+        return x;
+    carve_codes(map->in, me->batch_slots, me->coded, &x.codes);
+    if (!*taken)
+        code_vectors(x, map->in, me->batch_slots, x.codes);
+    *taken = 1;
+    return x;
+}
+
 /* Normed input of a phase, taken with a thread's first chunk of it. */
-static struct vectors normed(const struct model *model, const float *gain, struct worker *me,
-                             int *taken)
+static struct vectors normed(const struct model *model, const float *gain, const struct linear *map,
+                             struct worker *me, int *taken)
 {
     for (int64_t batch_slot = 0; batch_slot < me->batch_slots && !*taken; batch_slot++)
         rms_norm(of_batch_slot(me->hidden, batch_slot), gain, model->hidden, (float)model->eps,
                  of_batch_slot(me->normed, batch_slot));
+    struct vectors x = coded(map, me->normed, me, taken);
     *taken = 1;
-    return me->normed;
+    return x;
 }
 
 /* Copy out the states after layer `after`, where they are asked for. They stay as they are until all
@@ -251,8 +273,8 @@ static void project(const struct model *model, int64_t index, struct worker *me)
 {
     const struct layer *layer = model->layer + index;
     const struct linear *trunk = &layer->trunk[0];
-    int64_t qkv = chunks_of(layer->qkv.out, layer->qkv.in);
-    int64_t both = qkv + (model->trunk > 0 ? chunks_of(trunk->out, trunk->in) : 0);
+    int64_t qkv = chunks_of(&layer->qkv, layer->qkv.out);
+    int64_t both = qkv + (model->trunk > 0 ? chunks_of(trunk, trunk->out) : 0);
     int taken = 0;
     begin(me, both + (me->step->taps > 0));
     for (int64_t chunk; (chunk = claim(me)) >= 0; finish(me)) {
@@ -260,8 +282,8 @@ static void project(const struct model *model, int64_t index, struct worker *me)
             copy_taps(index - 1, model->hidden, me);
             continue;
         }
-        struct vectors x = normed(model, layer->input_norm, me, &taken);
-        struct span rows = rows_of(layer->qkv.out, layer->qkv.in, chunk);
+        struct vectors x = normed(model, layer->input_norm, &layer->qkv, me, &taken);
+        struct span rows = rows_of(&layer->qkv, layer->qkv.out, chunk);
         if (chunk < qkv)
             linear_rows(&layer->qkv, x, me->qkv, me->batch_slots, rows.from, rows.to);
         else
@@ -276,7 +298,7 @@ static void attend(const struct model *model, struct cache *caches, int64_t inde
     const struct layer *layer = model->layer + index;
     const struct linear *trunk = &layer->trunk[1];
     int64_t heads = model->kv_heads, rows = me->batch_slots * heads;
-    begin(me, rows + (model->trunk > 1 ? chunks_of(trunk->out, trunk->in) : 0));
+    begin(me, rows + (model->trunk > 1 ? chunks_of(trunk, trunk->out) : 0));
     for (int64_t chunk; (chunk = claim(me)) >= 0; finish(me)) {
         int64_t batch_slot = chunk / heads;
         if (chunk < rows)
@@ -291,12 +313,13 @@ static void attend(const struct model *model, struct cache *caches, int64_t inde
 static void add(const struct model *model, const struct linear *map, struct vectors x,
                 struct cache *caches, int64_t index, struct worker *me)
 {
-    int64_t chunks = chunks_of(map->out, map->in);
+    int64_t chunks = chunks_of(map, map->out);
+    int taken = 0;
     begin(me, chunks + (caches != 0));
     for (int64_t chunk; (chunk = claim(me)) >= 0; finish(me)) {
-        struct span rows = rows_of(map->out, map->in, chunk);
+        struct span rows = rows_of(map, map->out, chunk);
         if (chunk < chunks)
-            linear_add_rows(map, x, me->hidden, me->batch_slots, rows.from, rows.to);
+            linear_add_rows(map, coded(map, x, me, &taken), me->hidden, me->batch_slots, rows.from, rows.to);
         else
             for (int64_t batch_slot = 0; batch_slot < me->batch_slots; batch_slot++)
                 store_gates(model, model->layer + index, caches + batch_slot, index,
@@ -308,9 +331,10 @@ static void add(const struct model *model, const struct linear *map, struct vect
 static void widen(const struct model *model, const struct layer *layer, struct worker *me)
 {
     int taken = 0;
-    begin(me, chunks_of(layer->gate_up.out / 2, layer->gate_up.in));
+    begin(me, chunks_of(&layer->gate_up, layer->gate_up.out / 2));
     for (int64_t chunk; (chunk = claim(me)) >= 0; finish(me))
-        swiglu_chunk(&layer->gate_up, normed(model, layer->post_norm, me, &taken), me->act,
+        swiglu_chunk(&layer->gate_up,
+                     normed(model, layer->post_norm, &layer->gate_up, me, &taken), me->act,
                      me->batch_slots, chunk);
     end(me);
 }
@@ -318,7 +342,7 @@ static void widen(const struct model *model, const struct layer *layer, struct w
 static void read_out(const struct model *model, struct vectors logits, struct worker *me)
 {
     const struct linear *head = &model->head;
-    int64_t chunks = chunks_of(head->out, head->in);
+    int64_t chunks = chunks_of(head, head->out);
     int taken = 0;
     begin(me, chunks + (me->step->taps > 0));
     for (int64_t chunk; (chunk = claim(me)) >= 0; finish(me)) {
@@ -326,9 +350,9 @@ static void read_out(const struct model *model, struct vectors logits, struct wo
             copy_taps(model->layers - 1, model->hidden, me);
             continue;
         }
-        struct span rows = rows_of(head->out, head->in, chunk);
-        linear_rows(head, normed(model, model->norm, me, &taken), logits, me->batch_slots, rows.from,
-                    rows.to);
+        struct span rows = rows_of(head, head->out, chunk);
+        linear_rows(head, normed(model, model->norm, head, me, &taken), logits, me->batch_slots,
+                    rows.from, rows.to);
     }
     end(me);
 }
@@ -387,7 +411,7 @@ static int64_t nanoseconds(void)
  * says how many there are, and all of them afterwards. */
 EXPORT void mmkv_step(const struct model *model, struct cache *caches, struct step *step)
 {
-    struct vectors logits = {step->logits, model->head.out};
+    struct vectors logits = {.at = step->logits, .stride = model->head.out};
     struct worker first;
     step->done = has_room(caches, step);
     if (!step->done)

@@ -30,6 +30,7 @@ from engine.backends.cuda.kernels.worklist import (
 )
 from engine.errors import BROKEN
 from engine.model.mixture import mixture
+from engine.model.product import plain
 from engine.policies import Budget
 
 if TYPE_CHECKING:
@@ -159,8 +160,8 @@ class StaticStep:
             x = product(mixed, layer.out, layer.out_bias)
             normed, residual = rms_norm(x, residual, layer.post_norm, eps)
             if layer.router is not None and spec.routing is not None:
-                matrices = (layer.router, layer.gate_up, layer.down)
-                x = mixture(normed, *matrices, spec.routing, captured=True)
+                experts = plain(layer.gate_up), plain(layer.down)
+                x = mixture(normed, layer.router, *experts, spec.routing, captured=True)
                 continue
             wide = product(normed, layer.gate_up, layer.gate_up_bias)
             x = product(swiglu(wide), layer.down, layer.down_bias)

@@ -24,10 +24,10 @@ from engine.model.families.config import read_config, whole_config
 from engine.model.families.deferred import DeferredModel
 from engine.model.families.vision import build_vision, import_beside
 from engine.model.finite import require_finite
-from engine.model.product import Product
+from engine.model.product import Holding, Product
 from engine.model.settings import require_sizes
 from engine.model.source import checkpoint_file, files_of, locate
-from engine.model.spec import DecoderSpec, RopeSpec
+from engine.model.spec import DecoderSpec, RopeSpec, sparse_layers
 from engine.model.stored import COMPUTED, StoredTensors, read_text_weights
 from engine.model.weights import DecoderWeights
 
@@ -45,6 +45,7 @@ def load(
     progress: Callable[[str], None] | None = None,
     pictures: bool = False,
     product: Product | None = None,
+    form: str = "auto",
 ) -> tuple[Family, DecoderSpec, DecoderWeights]:
     """Read a checkpoint: each shard once, into the dtype used.
 
@@ -57,21 +58,25 @@ def load(
         dtype: see :func:`resolve_dtype`. device: see :func:`resolve_device`.
         progress: called with a few words on what is being done.
         pictures: some will come: what reads them is imported beside the weights.
-        product: multiplies float32 states by matrices in bfloat16. With it, matrices that bfloat16
-            holds exactly are held in it where the dtype is float32 and the device a CPU.
+        product: multiplies float32 states by matrices in any form. With it, matrices that
+            bfloat16 holds exactly are held in it where the dtype is float32 and the device a CPU.
+        form: how matrices are held there: ``auto``, ``bf16`` or ``int8``.
 
     Returns:
         The family (which keeps the vision side), the sizes, and the text weights, of which there
         is no second copy.
 
     Raises:
-        ModelError: nothing there, unreadable or incomplete files, or an unsupported model.
+        ModelError: nothing there, unreadable or incomplete files, or an unsupported model; or a
+            form that is not for it.
     """
     name, where = str(path_or_hub_id), resolve_device(device)
     source = locate(name)
     # A file with wrong values can make libraries raise nearly anything.
     with _explaining(name, source):
-        return _load(name, source, dtype, where, progress or (lambda _: None), pictures, product)
+        return _load(
+            name, source, dtype, where, progress or (lambda _: None), pictures, product, form
+        )
 
 
 def _load(
@@ -82,6 +87,7 @@ def _load(
     say: Callable[[str], None],
     pictures: bool,
     product: Product | None,
+    form: str,
 ) -> tuple[Family, DecoderSpec, DecoderWeights]:
     local = Path(source).is_dir() or not hub.in_reach()
     say("reading the config")
@@ -89,8 +95,8 @@ def _load(
     family_type = family_for(config)
     require_sizes(config)
     precision = resolve_dtype(dtype, config, where)
-    if precision != torch.float32 or where.type != "cpu":
-        product = None
+    experts = any(sparse_layers(config.get_text_config()))
+    holding = Holding.of(form, product, precision, where, experts)
     say("reading the weights")
     load_whole = functools.partial(_model, name, source, local, family_type)
     if family_type in FAMILIES:
@@ -102,7 +108,7 @@ def _load(
             ),
         )
         with import_beside(family_type, config, pictures):
-            weights = _stored_weights(source, family_type, config, spec, precision, where, product)
+            weights = _stored_weights(source, family_type, config, spec, precision, where, holding)
         if weights is not None:
             say("preparing the decoder")
             require_finite(weights.named(), name)
@@ -129,8 +135,8 @@ def _load(
             f"rotates by {spec.rope.axes}; set rope_axes, and mrope_section for M-RoPE"
         )
     weights = DecoderWeights.take(text_model, family_type.output_head(hf_model), spec)
-    if product is not None:
-        weights.narrow(product)
+    if holding is not None:
+        weights.hold(holding)
     require_finite(weights.named(), name)
     _require_finite_rest(hf_model, weights, name)
     return family, spec, weights
@@ -205,7 +211,7 @@ def _stored_weights(
     spec: DecoderSpec,
     dtype: torch.dtype,
     device: torch.device,
-    product: Product | None,
+    holding: Holding | None,
 ) -> DecoderWeights | None:
     files = files_of(functools.partial(checkpoint_file, source))
     if files is None:
@@ -213,7 +219,7 @@ def _stored_weights(
     tied = bool(getattr(config, "tie_word_embeddings", False))
     text_config, places = config.get_text_config(), family_type.text_places
     stored = StoredTensors(files)
-    found = read_text_weights(stored, text_config, spec, places, tied, dtype, device, product)
+    found = read_text_weights(stored, text_config, spec, places, tied, dtype, device, holding)
     if found is None and spec.matrix_numbers(text_config) > 2 * stored.numbers:
         # transformers would fill what is not there with random numbers, whatever its size.
         raise ModelError(

@@ -14,6 +14,8 @@ import transformers
 from torch import nn
 
 from engine.model.families.base import Family
+from engine.model.int8 import Int8Matrix
+from engine.model.product import Matrix
 from engine.model.weights import DecoderWeights
 
 
@@ -50,13 +52,19 @@ def build_vision(
     text_model: Any = family.text_model(model)
     for part in (model.config.get_text_config(), text_model.config):
         vars(part).update(whole)
-    embed = nn.Parameter(weights.embed, requires_grad=False)
+    embed = _parameter(weights.embed)
     text_model.embed_tokens.weight = embed
     text_model.norm.weight = nn.Parameter(weights.norm, requires_grad=False)
     tied = weights.head.data_ptr() == weights.embed.data_ptr()
-    head = embed if tied else nn.Parameter(weights.head, requires_grad=False)
-    model.get_output_embeddings().weight = head
+    model.get_output_embeddings().weight = embed if tied else _parameter(weights.head)
     return model
+
+
+def _parameter(matrix: Matrix) -> nn.Parameter:
+    """Return a matrix as a parameter. Of one in 8 bits, which no module reads, its shape alone."""
+    if isinstance(matrix, Int8Matrix):
+        matrix = torch.empty(matrix.shape, device="meta")
+    return nn.Parameter(matrix, requires_grad=False)
 
 
 class _Imports:

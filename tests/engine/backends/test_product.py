@@ -95,7 +95,7 @@ def test_what_bfloat16_does_not_hold_stays_float32() -> None:
 def test_the_bundled_model_is_held_once_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     """And a prompt's logits are those of its weights in float32."""
     narrow = Runtime.from_pretrained(bundled_model(), device="cpu", policy="full")
-    monkeypatch.setattr("engine.runtime.native_product", lambda: None)
+    monkeypatch.setattr("engine.runtime.native_product", lambda _: None)
     plain = Runtime.from_pretrained(bundled_model(), device="cpu", policy="full")
     ours, theirs = (engine.decoder.weights for engine in (narrow, plain))
     assert {matrix.dtype for matrix in ours.matrices()} == {torch.bfloat16}

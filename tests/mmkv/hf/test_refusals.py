@@ -85,6 +85,7 @@ def test_models_that_cannot_be_retained() -> None:
     model = make_model(CHECKPOINTS["llama"])
     refused(ModelError, "does not generate; load .* AutoModelForCausalLM", model.model)
     refused(InputError, "takes no device", model, device="cpu")
+    refused(InputError, "takes no weights: the model has its own", model, weights="int8")
     refused(TypeError, "bugdet", model, bugdet=3)
     with retain(model, policy="full"):
         refused(InputError, "close the other retain", model)

@@ -1,0 +1,279 @@
+"""Weights in 8 bits: the rounding, products in every form of C, and what engines make of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from engine.backends.cpu import levels
+from engine.backends.cpu import product as native
+from engine.backends.cpu.binding import INT8_FORMS, Library, library
+from engine.errors import ModelError, SessionError
+from engine.model import product as reference
+from engine.model.int8 import BLOCK, Int8Matrix
+from engine.model.product import Holding
+from engine.runtime import Runtime
+from mmkv.resources import bundled_model
+from tests.engine.backends.test_native import assert_close, content, needs_native
+from tests.support.factories import checkpoint
+from tests.support.sessions import load, text_ids
+
+# (out, in): whole panels and blocks, and neither.
+SHAPES = [(96, 64), (33, 50), (3, 7), (16, 256)]
+
+
+def forms() -> list[str]:
+    """Every form of every level that this CPU runs, as ``LEVEL-FORM``."""
+    found = ["torch"]
+    for level in levels():
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("MMKV_NATIVE", level)
+            loaded = library()
+            assert isinstance(loaded, Library)
+            best = loaded.int8
+            found += [f"{level}-{form}" for form in INT8_FORMS if loaded.take_int8(form)]
+            loaded.take_int8(best)
+    return found
+
+
+@pytest.fixture(params=forms())
+def multiply(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[native.Product]:
+    if request.param == "torch":
+        yield reference.multiply
+        return
+    level, form = request.param.split("-")
+    monkeypatch.setenv("MMKV_NATIVE", level)
+    loaded = library()
+    assert isinstance(loaded, Library) and loaded.take_int8(form) and loaded.int8 == form
+    yield native.multiply
+    loaded.take_int8()
+
+
+def random(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def rounded(x: np.ndarray, step: np.ndarray) -> np.ndarray:
+    return np.round(x / np.where(step == 0, 1, step)).astype(np.int64)
+
+
+def in_blocks(x: Tensor) -> np.ndarray:
+    padded = torch.nn.functional.pad(x, (0, -x.shape[-1] % BLOCK))
+    return padded.numpy().reshape(*x.shape[:-1], padded.shape[-1] // BLOCK, BLOCK)
+
+
+def oracle(x: Tensor, weight: Tensor, bias: Tensor | None) -> np.ndarray:
+    """Codes by numpy, whole numbers summed exactly, then everything in float64."""
+    wide, states = in_blocks(weight), in_blocks(x)
+    least = np.abs(wide).max(-1) / np.float32(127)
+    bits = least.view(np.uint32)
+    step = ((bits + 0xFFFF) & 0xFFFF0000).astype(np.uint32).view(np.float32)  # bfloat16, upwards
+    codes = rounded(wide, step[..., None])
+    most = np.abs(states).max(-1, keepdims=True)
+    inverse = np.float32(127) / np.where(most == 0, np.inf, most)
+    theirs = np.round(states * inverse.astype(np.float32)).astype(np.int64)
+    sums = np.einsum("tbi,rbi->trb", theirs, codes).astype(np.float64)
+    made = (sums * step[None].astype(np.float64) * (most[..., 0] / 127)[:, None]).sum(-1)
+    return made + (0 if bias is None else bias.numpy())
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_product_is_what_numpy_makes_of_the_codes(
+    multiply: native.Product, shape: tuple[int, int], biased: bool
+) -> None:
+    weight, bias = random(*shape), random(shape[0]) if biased else None
+    weight[1, 3:40] = 0.0
+    matrix = Int8Matrix.of(weight)
+    for tokens in (0, 1, 2, 5, 8, 9, 21):
+        x = random(tokens, shape[1])
+        x[:1, :40] = 0.0
+        made = multiply(x, matrix, bias)
+        assert made.dtype == torch.float32 and made.shape == (tokens, shape[0])
+        np.testing.assert_allclose(made.numpy(), oracle(x, weight, bias), rtol=0, atol=2e-5)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    numbers=st.lists(st.floats(-(2.0**99), 2.0**99, width=32), min_size=1, max_size=70),
+    power=st.integers(-30, 0),
+)
+def test_no_weight_is_off_by_more_than_half_a_step(numbers: list[float], power: int) -> None:
+    weight = torch.tensor([numbers, numbers[::-1]]) * 10.0**power
+    matrix = Int8Matrix.of(weight)
+    assert matrix.codes.abs().max() <= 127
+    step = torch.tensor(np.abs(in_blocks(weight)).max(-1) / 127).repeat_interleave(BLOCK, -1)
+    error = (matrix.wide() - weight).abs()
+    # A step in bfloat16 is up to 1/128 above the least; and what float32 loses near 0.
+    assert bool((error <= 0.504 * step[:, : weight.shape[1]] + 1e-37).all())
+
+
+def test_the_error_that_is_reported_is_that_of_the_weights() -> None:
+    weight = random(700, 70)
+    matrix = Int8Matrix.of(weight)
+    wanted = (matrix.wide() - weight).double().norm() / weight.double().norm()
+    assert matrix.error == pytest.approx(float(wanted), rel=1e-5) and 0.003 < matrix.error < 0.006
+    assert torch.equal(matrix.rows(torch.tensor([[3], [699]])), matrix.wide()[[3, 699], None])
+    assert Int8Matrix.of(torch.zeros(3, 5)).error == 0.0
+    # 700 rows fill 44 panels, 70 columns 3 blocks.
+    assert matrix.nbytes == 44 * 16 * 3 * (32 + 2) and matrix.numel() == 49_000
+
+
+@needs_native
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_row_does_not_depend_on_its_company_or_on_threads(
+    multiply: native.Product, shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native, "_PER_THREAD", 1)
+    matrix, x = Int8Matrix.of(random(*shape)), random(23, shape[1])
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    together = multiply(x, matrix)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    same = torch.equal if multiply is native.multiply else torch.allclose  # torch.matmul is not so
+    for tokens in (1, 2, 5, 7, 8, 9):
+        assert same(multiply(x[-tokens:], matrix), together[-tokens:])
+
+
+@pytest.mark.parametrize("wrong", [torch.nan, torch.inf, -torch.inf])
+def test_what_is_not_finite_stays_no_number(multiply: native.Product, wrong: float) -> None:
+    """In the row of that state alone; a weight that is not finite shows in its step."""
+    x = random(10, 64)
+    x[4, 40] = wrong
+    made = multiply(x, Int8Matrix.of(random(20, 64)))
+    assert not made[4].isfinite().any() and made[[0, 3, 5, 9]].isfinite().all()
+    weight = random(20, 64)
+    weight[2, 3] = wrong
+    assert int((~Int8Matrix.of(weight).scales.isfinite()).sum()) == 1
+
+
+def test_gradients_reach_the_states(multiply: native.Product) -> None:
+    matrix, x = Int8Matrix.of(random(24, 40)), random(3, 5, 40).requires_grad_()
+    if multiply is reference.multiply:
+        pytest.skip("nothing is trained through the reference")
+    multiply(x, matrix, random(24)).sum().backward()
+    torch.testing.assert_close(x.grad, matrix.wide().sum(0).expand_as(x))
+
+
+@needs_native
+@torch.inference_mode()
+@pytest.mark.parametrize("form", INT8_FORMS)
+@pytest.mark.parametrize("model", ["qwen3_vl", "llama_biased"])
+def test_c_and_torch_keep_the_same_entries(model: str, form: str) -> None:
+    """A code of a state may lie on the other side of a half: logits are near, not equal.
+
+    Each step begins with the same cache.
+    """
+    engines = [load(checkpoint(model), weights="int8", fresh=True) for _ in range(2)]
+    ours, theirs = engines
+    loaded = library()
+    assert isinstance(loaded, Library)
+    if not loaded.take_int8(form):
+        pytest.skip(f"{form} is not for this CPU or level")
+    theirs.backends.cpu.switch_off()
+    theirs.decoder.weights.product = reference.multiply
+    try:
+        with ours.session() as one, theirs.session() as two:
+            prompt = {"input_ids": text_ids(21, 0)[None]}
+            assert_close(one.prefill(prompt), two.prefill(prompt), 3e-2)
+            for token in text_ids(18, 1).tolist():
+                for mine, other in zip(*(e.cache.pool.columns() for e in engines), strict=True):
+                    mine.copy_(other)
+                assert_close(one.decode(token), two.decode(token), 3e-2)
+                assert content(ours.cache) == content(theirs.cache)
+            assert (ours.decode_path, theirs.decode_path) == ("native", "torch: switched off")
+            assert one.evicted > 0
+    finally:
+        loaded.take_int8()
+
+
+@pytest.fixture(scope="module")
+def bundled() -> Runtime:
+    return Runtime.from_pretrained(bundled_model(), device="cpu", policy="full", weights="int8")
+
+
+def test_the_bundled_model_says_nearly_the_same(bundled: Runtime) -> None:
+    """Trained weights: the greedy tokens of 64 steps, each after the same ones before it."""
+    exact = Runtime.from_pretrained(bundled_model(), device="cpu", policy="full")
+    same, token = 0, 7
+    prompt = {"input_ids": torch.arange(20, 60)[None]}
+    with bundled.session() as one, exact.session() as two:
+        ours, theirs = one.prefill(prompt), two.prefill(prompt)
+        for _ in range(64):
+            divergence = torch.nn.functional.kl_div(
+                ours.log_softmax(-1), theirs.log_softmax(-1), reduction="sum", log_target=True
+            )
+            assert float(divergence) < 0.02
+            token = int(theirs.argmax())
+            same += int(ours.argmax()) == token
+            ours, theirs = one.decode(token), two.decode(token)
+    assert same >= 62
+
+
+def test_one_copy_in_8_bits_is_all_there_is(bundled: Runtime) -> None:
+    weights = bundled.decoder.weights
+    assert all(isinstance(matrix, Int8Matrix) for matrix in weights.matrices())
+    assert weights.embed is weights.head
+    matrices = {id(matrix): matrix for matrix in weights.matrices()}.values()
+    numbers = sum(matrix.numel() for matrix in matrices)
+    assert sum(matrix.nbytes for matrix in matrices) < 1.1 * numbers
+    errors = weights.errors()
+    worst = f"at most {100 * max(errors.values()):.2f} %, {max(errors, key=lambda n: errors[n])}"
+    assert worst in weights.rounding()
+    assert len(errors) == len(matrices) and all(0 < error < 0.01 for error in errors.values())
+    assert bundled.backends.cpu.decoder is None or bundled.backends.cpu.decoder.bytes_spared == 0
+
+
+def test_a_session_goes_on_with_the_weights_it_was_made_with(tmp_path: Path) -> None:
+    one, other = (load(checkpoint("qwen3"), weights=form) for form in ("int8", "auto"))
+    for engine, stranger, says in (
+        (one, other, "saved with weights int8, this engine has auto"),
+        (other, one, "saved with weights auto, this engine has int8"),
+    ):
+        session = engine.session()
+        session.prefill({"input_ids": text_ids(9, 0)[None]})
+        session.save(tmp_path / "session")
+        with pytest.raises(SessionError, match=says):
+            stranger.load_session(tmp_path / "session")
+        read, _ = engine.load_session(tmp_path / "session")
+        assert torch.equal(read.decode(5), session.decode(5))
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "says"),
+    [
+        ("qwen3", {"dtype": "bfloat16"}, "not beside bfloat16 states; take dtype float32"),
+        ("qwen3_moe", {}, "not for a mixture of experts; leave --weights at auto"),
+    ],
+)
+def test_where_it_cannot_run_it_is_refused(model: str, options: Any, says: str) -> None:
+    with pytest.raises(ModelError, match=says) as caught:
+        Runtime.from_pretrained(checkpoint(model), weights="int8", device="cpu", **options)
+    assert "\n" not in str(caught.value)
+
+
+def test_other_devices_and_dtypes_keep_their_own_form() -> None:
+    cuda = torch.device("cuda")
+    with pytest.raises(ModelError, match="not on cuda; leave --weights at auto, or take device"):
+        Holding.of("int8", None, torch.float32, cuda, experts=False)
+    for form, dtype in (("auto", torch.float32), ("auto", torch.float16), ("bf16", torch.bfloat16)):
+        assert Holding.of(form, native.multiply, dtype, cuda, experts=True) is None
+
+
+def test_bf16_rounds_what_is_stored_wider() -> None:
+    found = load(checkpoint("qwen3"), weights="bf16").decoder.weights
+    plain = load(checkpoint("qwen3")).decoder.weights
+    assert found.form == "bf16" and found.dtype == torch.float32
+    for ours, theirs in zip(found.matrices(), plain.matrices(), strict=True):
+        assert isinstance(ours, Tensor) and isinstance(theirs, Tensor)
+        assert ours.dtype == torch.bfloat16 and theirs.dtype == torch.float32
+        assert torch.equal(ours, theirs.bfloat16())
