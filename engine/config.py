@@ -59,7 +59,9 @@ class EngineConfig:
             changes no number, else in the dtype), ``bf16`` (rounded to bfloat16), or ``int8``:
             rounded in blocks of 32, and so are the states that they are multiplied by.
         kv: how keys and values lie in the cache: ``auto`` (in the dtype), ``bf16``, or rounded
-            entry by entry: ``int8``; ``k8v4``, keys in 8 bits and values in 4; ``int4``.
+            entry by entry: ``int8``; ``k8v4``, keys in 8 bits and values in 4; ``int4``. None:
+            ``auto``, or under a budget in bytes the form that answered best at so many bytes
+            (:mod:`engine.cache.choice`).
         kv_limit: most bytes that the page pool may take; None: no limit but the memory.
 
     Raises:
@@ -106,9 +108,13 @@ class EngineConfig:
         default="auto",
         metadata=_about(str, "Weights on a CPU: auto (exact), bf16 or int8 (rounded, faster)."),
     )
-    kv: str = field(
-        default="auto",
-        metadata=_about(str, "Cached keys and values: auto (dtype), bf16, int8, k8v4 or int4."),
+    kv: str | None = field(
+        default=None,
+        metadata=_about(
+            str,
+            "Cached keys and values: auto (dtype), bf16, int8, k8v4 or int4. Default: auto; the "
+            "best one at these bytes for a budget in bytes.",
+        ),
     )
     kv_limit: int | None = field(
         default=None, metadata=_about(int, "Most bytes that the cache may take.", 0, 2**62)
@@ -128,7 +134,10 @@ class EngineConfig:
             ("kv", KV_FORMS, PolicyError),
             ("weights", WEIGHT_FORMS, ModelError),
         ):
-            require_type(name, given := getattr(self, name), str, "text")
+            given = getattr(self, name)
+            if given is None and name == "kv":
+                continue
+            require_type(name, given, str, "text")
             if given not in forms:
                 named = f"{', '.join(forms[:-1])} or {forms[-1]}"
                 raise error(f"{name} is {given!r}; give {named}")

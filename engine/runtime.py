@@ -17,7 +17,9 @@ from engine.backends.cuda.kernels.sample import Draw
 from engine.backends.torch.backend import TorchBackend
 from engine.backends.torch.write_step import WriteStep, admitting
 from engine.budgets import Budgets, OwnBudgets
-from engine.cache import Form, PagePool, RaggedCache
+from engine.cache import PagePool, RaggedCache
+from engine.cache.choice import choose_form
+from engine.cache.layout import Layout
 from engine.config import EngineConfig
 from engine.errors import GateError, InputError
 from engine.lock import FairLock
@@ -53,6 +55,9 @@ class Runtime:
         policy: a :class:`Policy`; budget: the default of new sessions.
         options: evict_every, prefill_chunk, page_size, kv and kv_limit of
             :class:`engine.config.EngineConfig`.
+
+    Attributes:
+        form_note: why the cache has the form it has, where a budget in bytes chose it.
 
     Raises:
         InputError: for an option that only loading a checkpoint reads.
@@ -105,8 +110,13 @@ class Runtime:
         self.has_revise = policy.evicts and has_revise(policy.scoring)
         self.rope = Rope(spec.rope, self.device, self.dtype)
         state = self.needs.state if policy.admission is None else 1  # log g
-        form = Form.of(config.kv, self.dtype, spec.head_dim)
         size = config.page_size
+        # A budget that binds nothing chooses nothing.
+        binding = self.budget if policy.evicts else Budget.of(EngineConfig.budget)
+        layout = Layout(size, spec.head_dim, self.dtype, state=state)
+        form, self.form_note = choose_form(
+            config.kv, binding, spec.rows, spec.max_position, layout
+        )
         pool = PagePool(size, spec.head_dim, 0, self.dtype, self.device, None, state, form)
         if config.kv_limit is not None:
             pool.limit = config.kv_limit // pool.page_bytes

@@ -63,8 +63,9 @@ class Adapter(lmms):
         self._sampling_defaults = checkpoint_defaults(self.settings.pretrained)
         self._reported: set[str] = set()
         self._journal = Journal.of_parent()
-        if self.engine.policy_note:
-            logger.warning(self.engine.policy_note)
+        for note in (self.engine.policy_note, self.engine.form_note):
+            if note:
+                logger.warning(note)
 
     @property
     def device(self) -> Any:

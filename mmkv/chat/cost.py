@@ -11,6 +11,7 @@ from torch import Tensor
 from engine.budget import format_bytes
 from engine.policies import make_policy
 from mmkv.api import Engine
+from mmkv.chat.display import in_form
 
 if TYPE_CHECKING:
     from mmkv.session import Session
@@ -49,7 +50,7 @@ def cost_line(engine: Engine, session: Session, conversation: list[dict[str, Any
     line = (
         f"what eviction cost: the full cache ranks {same} of {len(full)} tokens of the reply "
         f"first, KL {float(divergence):.4f} nats a token; {format_bytes(kept_bytes)} of keys and "
-        f"values instead of {format_bytes(full_bytes)}"
+        f"values instead of {format_bytes(full_bytes)}{in_form(engine)}"
     )
     return f"{line}; {rounding}, in both" if rounding else line
 

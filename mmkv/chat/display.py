@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from engine.policies import Policy
+    from engine.runtime import Runtime
     from engine.sequence import Memory
     from mmkv.api import Engine, Session
     from mmkv.chat.options import ChatOptions
@@ -112,10 +113,16 @@ def memory_line(engine: Engine, session: Session) -> str:
     )
     if not engine.policy.evicts:
         return f"{line} {_without_budget(engine.policy)}"
-    line += f", budget {session.budget.describe()}"
+    line += f", budget {session.budget.describe()}{in_form(engine)}"
     if memory.evicted_nan:
         return f"{line}; {memory.evicted_nan:,} evicted entries had a score that is no number"
     return line if memory.evicted else f"{line}: nothing had to be evicted"
+
+
+def in_form(engine: Runtime) -> str:
+    """Name the form of the cache, where it is not the model's dtype."""
+    form = engine.cache.pool.form
+    return "" if form.plain else f", kv {form.name}"
 
 
 def _without_budget(policy: Policy) -> str:
@@ -140,7 +147,7 @@ def statistics(engine: Engine, session: Session) -> RenderableType:
         ("held for /undo", format_bytes(session.snapshot_bytes)),
         ("decode step", session.decode_path),
         ("eviction", engine.evict_path),
-        ("policy, budget", f"{engine.policy.name}, {session.budget.describe()}"),
+        ("policy, budget", f"{engine.policy.name}, {session.budget.describe()}{in_form(engine)}"),
     ]
     if session.last is not None:
         rows.append(("latest reply", f"{session.last.tokens_per_second:.1f} tokens/s"))

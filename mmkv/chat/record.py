@@ -25,6 +25,8 @@ def record(engine: Engine, session: Session, model: str) -> dict[str, Any]:
         "decode_path": session.decode_path,
         "policy": engine.policy.name,
         "policy_note": engine.policy_note,
+        "kv": pool.form.name,
+        "kv_note": engine.form_note,
         "budget": {"unit": session.budget.kind, "value": session.budget.value},
         "tokens": {
             "prompt": reply.prompt_tokens,

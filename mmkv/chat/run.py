@@ -80,8 +80,9 @@ def load_engine(options: ChatOptions, display: Display) -> Engine:
         gc.enable()
     if options.engine.model is None:
         display.note("the bundled model answers, which knows drawn scenes alone; see mmkv models")
-    if engine.policy_note:
-        display.note(engine.policy_note)
+    for note in (engine.policy_note, engine.form_note):
+        if note:
+            display.note(note)
     return engine
 
 

@@ -24,6 +24,7 @@ def chat_extra(engine: Engine, config: EngineConfig, model: str) -> dict[str, st
     """Return what a chat adds to its session files: the options to open them again with."""
     values = {name: getattr(config, name) for name in _KEPT}
     values["model"], values["dtype"] = model, str(engine.dtype).removeprefix("torch.")
+    values["kv"] = engine.cache.pool.form.name  # it may have been chosen
     for name in ("model", "gates"):
         if values[name] is not None:
             values[name] = _absolute(str(values[name]))
@@ -41,7 +42,9 @@ def is_session(path: Path) -> bool:
 
 
 def chat_options(path: Path) -> dict[str, Any]:
-    """Return the options that a chat stored in a session file; {} where it was another program.
+    """Return the options that a chat stored in a session file.
+
+    The form of the cache is there whoever wrote it: a file fits no other one.
 
     Raises:
         SessionError: there is no file, it is no session file, or what it says of options is
@@ -53,12 +56,23 @@ def chat_options(path: Path) -> dict[str, Any]:
     from mmkv.dialogue_schema import Damage, parse_options
 
     try:
-        return parse_options(_metadata(path).get("extra", ""), _KEY)
+        return {"kv": _form(path), **parse_options(_metadata(path).get("extra", ""), _KEY)}
     except Damage as error:
         raise SessionError(
             f"the options in the session file {path} are damaged ({error}); use a copy, or begin a "
             "new session"
         ) from error
+
+
+def _form(path: Path) -> str:
+    """Return the form that a session file says it has; ``auto`` is that of files without one."""
+    from engine.config import KV_FORMS
+
+    try:
+        named = json.loads(_metadata(path).get("identity", "{}")).get("kv")
+    except (ValueError, AttributeError, RecursionError):  # loading says what is wrong
+        named = None
+    return named if named in KV_FORMS else "auto"
 
 
 def elsewhere(options: dict[str, Any]) -> dict[str, str]:

@@ -298,11 +298,13 @@ def _rule(session: CachedSequence) -> Rule:
 
 
 def _budget(session: CachedSequence) -> str:
+    kept = session.engine.cache.pool.form
+    form = "" if kept.plain else f", kv {kept.name}"
     shared = session.engine.shared
     if shared is None:
-        return session.budget.describe()
+        return session.budget.describe() + form
     each = shared.entries / session.engine.spec.rows
-    return f"{each:g} entries per row, shared by all sessions"
+    return f"{each:g} entries per row, shared by all sessions{form}"
 
 
 def _model(session: CachedSequence) -> str:

@@ -85,7 +85,8 @@ class Retained:
     call ``generate`` at the same time.
 
     Attributes:
-        model: the model; note: a line for the user about the choice of policy and gates, or None.
+        model: the model; note: a line for the user about the choice of policy and gates, or of the
+            form of the cache, or None.
     """
 
     def __init__(
@@ -108,7 +109,7 @@ class Retained:
             engine = self._build(family_type, config, loaded)
             engine.never_chosen = engine.never_chosen[:0]  # transformers chooses from all tokens
             self._engine: Runtime | None = engine
-            self.note = engine.policy_note
+            self.note = engine.policy_note or engine.form_note
             self._stock = model.generate
 
             @functools.wraps(self._stock)

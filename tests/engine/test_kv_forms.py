@@ -12,8 +12,11 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from engine.budget import Budget
 from engine.cache import COLUMNS, Form
+from engine.cache.choice import choose_form
 from engine.cache.forms import FORMS, Codec, hadamard
+from engine.cache.layout import Layout
 from engine.errors import PolicyError, SessionError
 from engine.sequence_file import _digest
 from tests.support.sessions import LATER, PICTURES, assert_same_rows, load, run, text_ids, turn
@@ -98,6 +101,55 @@ def test_memory_and_budgets_count_the_bytes_of_the_form(kv: str, folders: dict[s
     rows = engine.spec.rows
     assert 12 * 1024 - rows * pool.page_bytes < memory.pages * pool.page_bytes <= 12 * 1024
     assert session.entries == (12 * 1024 // pool.page_bytes) * 8 - rows * 7
+
+
+def chosen(kv: str | None, budget: Budget, head_dim: int = 64, longest: int = 8192) -> str:
+    layout = Layout(16, head_dim, torch.float32)
+    form, note = choose_form(kv, budget, 90, longest, layout)
+    assert (note is None) == (kv is not None or budget.kind != "bytes")
+    assert note is None or note.startswith(f"kv {form.name}: a budget of ")
+    return form.name
+
+
+def test_only_a_budget_in_bytes_chooses_a_form() -> None:
+    """90 rows of 265 bytes an entry in bfloat16, as SmolLM2 has them."""
+    for budget in (Budget.of(1), Budget.of(256), Budget.fraction(0.01)):
+        assert chosen(None, budget) == "auto"
+        assert chosen("int4", budget) == "int4"
+    row = 90 * 265
+    assert chosen(None, Budget.bytes(18 * row)) == chosen(None, Budget.bytes(63 * row)) == "k8v4"
+    assert chosen(None, Budget.bytes(64 * row)) == chosen(None, Budget.bytes(2000 * row)) == "int8"
+    for kv in FORMS:
+        assert chosen(kv, Budget.bytes(18 * row)) == kv, "what the user names counts"
+    assert chosen(None, Budget.bytes(18 * row), head_dim=5) == "int8"
+
+
+def test_bytes_that_hold_the_whole_context_lose_no_bits() -> None:
+    whole = 90 * 8192 * 521
+    assert chosen(None, Budget.bytes(whole)) == "auto"
+    assert chosen(None, Budget.bytes(whole - 1)) == "bf16"
+    assert chosen(None, Budget.bytes(90 * 8192 * 265)) == "bf16"
+    assert chosen(None, Budget.bytes(90 * 8192 * 265 - 1)) == "int8"
+    # A page that is begun counts whole.
+    assert chosen(None, Budget.bytes(90 * 40 * 521), longest=40) == "bf16"
+    assert chosen(None, Budget.bytes(90 * 48 * 521), longest=40) == "auto"
+
+
+def test_an_engine_says_why_it_has_its_form(folders: dict[str, Path], tmp_path: Path) -> None:
+    picked = load(folders["vl"], budget="12KiB", page_size=8)
+    assert picked.cache.pool.form.name == "k8v4"
+    assert picked.form_note is not None and "holds" in picked.form_note
+    plain = load(folders["vl"], budget=10)
+    assert plain.form_note is None and plain.cache.pool.form.name == "auto"
+    session = picked.session()
+    session.prefill(PICTURES)
+    session.save(tmp_path / "session")
+    read, _ = load(folders["vl"], kv="k8v4", budget=10).load_session(tmp_path / "session")
+    assert_same_rows(session, read)
+    # Policies that never evict have nothing to gain.
+    assert load(folders["vl"], budget="12KiB", policy="full").cache.pool.form.name == "auto"
+    # A session's own budget does not change the engine's form.
+    assert plain.session(Budget.bytes(30_000)).engine.cache.pool.form.name == "auto"
 
 
 @pytest.mark.parametrize("policy", ["dbtrimkv", "snapkv"])

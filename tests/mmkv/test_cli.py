@@ -60,6 +60,8 @@ def test_json_numbers_are_consistent(mmkv: Callable[..., Ran], model: str, pictu
         "decode_path",
         "policy",
         "policy_note",
+        "kv",
+        "kv_note",
         "budget",
         "tokens",
         "entries",
@@ -89,11 +91,30 @@ def test_policies_budgets_and_seeds(mmkv: Callable[..., Ran], model: str) -> Non
     assert report("--gates", "random", "--budget", "4")["policy"] == "dbtrimkv"
     assert report("--policy", "full", "--budget", "1")["entries"]["evicted"] == 0
     assert report("--budget-fraction", "0.5")["budget"] == {"unit": "fraction", "value": 0.5}
-    assert report("--budget-bytes", "1MiB")["budget"] == {"unit": "bytes", "value": 2**20}
+    whole = report("--budget-bytes", "1GiB")
+    assert whole["budget"] == {"unit": "bytes", "value": 2**30} and whole["kv"] == "auto"
+    assert "holds all" in whole["kv_note"]
     drawn = [
         report("--temperature", "1.5", "--seed", seed)["text"] for seed in ("1", "1", "2", "3")
     ]
     assert drawn[0] == drawn[1] and len(set(drawn)) > 1
+
+
+def test_a_budget_in_bytes_picks_the_form_unless_the_user_does(
+    mmkv: Callable[..., Ran], model: str, tmp_path: Path
+) -> None:
+    few = ("--budget-bytes", "8KiB", "--page-size", "4", "--no-autosave", *FEW)
+    path = str(tmp_path / "talk.mmkv")
+    picked = mmkv("chat", model, "-p", "hello there", "--save", path, *few)
+    assert "mmkv: kv k8v4: a budget of 8.0 KiB holds" in picked.err
+    assert "budget 8,192 bytes, kv k8v4" in picked.err
+    named = mmkv("chat", model, "-p", "hello there", "--kv", "int8", "--json", *few)
+    assert json.loads(named.out)["kv"] == "int8" and "holds" not in named.err
+    # A saved session keeps its form, whatever its new budget; a budget in entries stays exact.
+    again = mmkv("chat", "--load", path, "-p", "and", "--budget-bytes", "1GiB", "--json", *FEW)
+    assert (json.loads(again.out)["kv"], json.loads(again.out)["kv_note"]) == ("k8v4", None)
+    exact = mmkv("chat", model, "-p", "hello", "--budget", "4", "--json", *FEW)
+    assert (json.loads(exact.out)["kv"], json.loads(exact.out)["kv_note"]) == ("auto", None)
 
 
 def test_the_memory_line_says_when_nothing_was_evicted(
