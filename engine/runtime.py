@@ -114,9 +114,7 @@ class Runtime:
         # A budget that binds nothing chooses nothing.
         binding = self.budget if policy.evicts else Budget.of(EngineConfig.budget)
         layout = Layout(size, spec.head_dim, self.dtype, state=state)
-        form, self.form_note = choose_form(
-            config.kv, binding, spec.rows, spec.max_position, layout
-        )
+        form, self.form_note = choose_form(config.kv, binding, spec.rows, spec.max_position, layout)
         pool = PagePool(size, spec.head_dim, 0, self.dtype, self.device, None, state, form)
         if config.kv_limit is not None:
             pool.limit = config.kv_limit // pool.page_bytes

@@ -74,6 +74,12 @@ _SPEEDS = {
     "smollm2-4k-batch8-evicting": "SmolLM2-135M, batch 8, 4,096 tokens, `dbtrimkv` M = 256",
 }
 
+# Name of the data, result file at equal bytes, budgets shown: bytes of so many entries in bfloat16.
+_BYTES = (("dense", "quality-bytes-dense", ("1/4", "1/8", "1/16", "1/32")),)
+# The same at equal entries.
+_ENTRIES = (("dense", "quality-entries-dense", ("1/4", "1/8", "1/16")),)
+_FORMS = ("bf16", "int8", "k8v4", "int4")
+
 Rows = Iterator[Sequence[str]]
 
 
@@ -160,6 +166,34 @@ def _readme(results: Path) -> Rows:
         for budget in budgets:
             cells = (_short(_row(page, method, budget)) for method in _METHODS)
             yield [words, budget, _short(_row(page, "full", "1")), *cells]
+
+
+def _bytes(results: Path) -> Rows:
+    """Yield accuracy and KL of every form of the cache at equal bytes."""
+    yield ["dialogues", "bytes of", "full", *(f"`{form}`" for form in _FORMS)]
+    for words, name, budgets in _BYTES:
+        page = _page(results, name)
+        for budget in budgets:
+            rows = [_row(page, form, budget) for form in _FORMS]
+            cells = (f"{_long(row)}; {row['kl_per_token']['value']:.3f}" for row in rows)
+            yield [words, budget, _short(_row(page, "full", "1")), *cells]
+
+
+def _entries(results: Path) -> Rows:
+    """Yield what every form of the cache loses against bfloat16 at equal entries."""
+    yield ["dialogues", "entries", "`bf16`", *(f"`{form}` less `bf16`" for form in _FORMS[1:])]
+    for words, name, budgets in _ENTRIES:
+        page = _page(results, name)
+        for budget in budgets:
+            tests = {
+                test["of"]: test["accuracy"] for test in page["tests"] if test["budget"] == budget
+            }
+            cells = []
+            for form in _FORMS[1:]:
+                found = tests[f"bf16 - {form}"]
+                turned = {"value": -found["value"], "low": -found["high"], "high": -found["low"]}
+                cells.append(f"{interval(turned, sign=True)} (p = {found['p']:.2g})")
+            yield [words, budget, _short(_row(page, "bf16", budget)), *cells]
 
 
 def _gates(
@@ -263,6 +297,18 @@ def _speed(results: Path) -> Rows:
         ]
 
 
+def _kv_speed(results: Path) -> Rows:
+    """Yield the time of a decode step in every form of the cache."""
+    rows = _results(results, "decode-cpu-kv-smollm2")["rows"]
+    yield ["entries per row", "form", "bytes per entry", "ms per token", "times as fast as `bf16`"]
+    for row in rows:
+        timed = []
+        for value in (row["ms_per_token"], row["times_as_fast"]):
+            low, high = value["quartiles"]
+            timed.append(f"{value['median']:.2f} ({low:.2f} .. {high:.2f})")
+        yield [f"{row['kept']:,}", f"`{row['kv']}`", str(row["entry_bytes"]), *timed]
+
+
 def _startup(results: Path) -> Rows:
     yield ["seconds (times an import of torch)", "now", "before"]
     for name, found in _results(results, "startup-cpu").items():
@@ -324,6 +370,8 @@ TABLES: dict[str, Callable[[Path], Rows]] = {
     "trimkv-recipe": _gates(
         "quality-trimkv-recipe", {"dense": "dense", "sparse": "sparse"}, _RECIPES
     ),
+    "bytes": _bytes,
+    "entries": _entries,
     "found": _found,
     "pool": _pool,
     "replicas": _replicas,
@@ -332,6 +380,7 @@ TABLES: dict[str, Callable[[Path], Rows]] = {
     "mmdu": _mmdu,
     "memory": _memory,
     "speed": _speed,
+    "kv-speed": _kv_speed,
     "startup": _startup,
     "serving-speed": serving.speed,
     "serving-overload": serving.overload,

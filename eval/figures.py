@@ -1,7 +1,8 @@
 """Draw the figures of README.md: ``python -m eval.figures`` writes docs/figures/.
 
-``accuracy.svg`` shows accuracy against the budget, from the result files. ``kept.svg`` shows which
-entries of one dialogue the bundled model still holds at its end.
+``accuracy.svg`` shows accuracy against the bytes of the cache, for every form of keys and values
+and for other methods in bfloat16, from the result files. ``kept.svg`` shows which entries of one
+dialogue the bundled model still holds at its end.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import argparse
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from engine.budget import format_bytes
+from engine.cache.layout import Layout
 from engine.policies import Budget
 from engine.runtime import Runtime
 from eval.serving.tables import draw_speed, speed_values
@@ -26,16 +30,22 @@ from mmkv.measure.teacher_forced import spans
 from mmkv.resources import bundled_model
 
 FIGURES = ROOT / "docs" / "figures"
-_COLOURS = {
-    "dbtrimkv": "#0b6e4f",
-    "trimkv": "#d1495b",
-    "snapkv": "#7a6fb0",
-    "streamingllm": "#8d99ae",
-}
+# Forms of the cache under dbtrimkv; then other methods, whose entries are counted in bfloat16.
+_FORMS = {"int4": "#e07a1f", "k8v4": "#0b6e4f", "int8": "#3d7ea6", "bf16": "#22304a"}
+_OTHERS = {"trimkv": "#d1495b", "snapkv": "#7a6fb0", "streamingllm": "#8d99ae"}
+
+
+@dataclass(frozen=True)
+class _Panel:
+    """One kind of dialogue: its title, the result file of other methods, and head_dim."""
+
+    title: str
+    others: str
+    head_dim: int
+
+
 _PANELS = {
-    "quality-tiny-vlm-dense": "dense: any picture may be asked about",
-    "quality-tiny-vlm-sparse": "sparse: most pictures never matter",
-    "quality-smollm2-recall": "facts in text, SmolLM2-135M",
+    "quality-bytes-dense": _Panel("dense: any picture may be asked", "quality-tiny-vlm-dense", 32),
 }
 # Token kinds of kept.svg; evicted ones are pale.
 _KINDS = {
@@ -52,18 +62,29 @@ def accuracy_values(results: Path) -> dict[str, Any]:
     """Return the values that ``accuracy.svg`` draws.
 
     Returns:
-        per result file ``full`` and, per method, ``[budget, value, low, high]`` rows.
+        per result file ``full``; ``bytes``: of a whole dialogue in bfloat16, on average; and per
+        form and method ``[budget, value, low, high]`` rows, budgets as shares of these bytes.
     """
     drawn: dict[str, Any] = {}
-    for name in _PANELS:
-        (page,) = json.loads((results / f"{name}.json").read_text())["results"].values()
-        drawn[name] = {"full": page["rows"][0]["accuracy"]["value"]}
-        for method in _COLOURS:
-            rows = [row for row in page["rows"] if row["method"] == method]
-            drawn[name][method] = [
-                [row["budget"], *(row["accuracy"][key] for key in ("value", "low", "high"))]
-                for row in rows
-            ]
+    for name, panel in _PANELS.items():
+        (page,), (other,) = (
+            json.loads((results / f"{file}.json").read_text())["results"].values()
+            for file in (name, panel.others)
+        )
+        entry = Layout(1, panel.head_dim, torch.bfloat16).entry_bytes()
+        rows = np.size(page["rows"][0]["entries_by_row"])
+        drawn[name] = {
+            "full": page["rows"][0]["accuracy"]["value"],
+            "bytes": round(page["context_tokens"]["mean"] * rows * entry),
+        }
+        budgets = {row["budget"] for row in page["rows"]}
+        for source, methods in ((page, _FORMS), (other, _OTHERS)):
+            for method in methods:
+                drawn[name][method] = [
+                    [row["budget"], *(row["accuracy"][key] for key in ("value", "low", "high"))]
+                    for row in source["rows"]
+                    if row["method"] == method and row["budget"] in budgets
+                ]
     return drawn
 
 
@@ -73,29 +94,46 @@ def digest(values: Mapping[str, Any]) -> str:
 
 
 def draw_accuracy(values: Mapping[str, Any], path: Path) -> None:
-    """Draw accuracy and its interval against the budget: a panel per result, a line per method."""
+    """Draw accuracy and its interval against bytes: a panel per result, a line per method."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(10, 3.3), layout="constrained")
-    panels = figure.subplots(1, len(_PANELS), sharey=True)
-    for panel, (name, title) in zip(panels, _PANELS.items(), strict=True):
+    figure = Figure(figsize=(2.9 * len(_PANELS) + 1.2, 3.4), layout="constrained")
+    panels = figure.subplots(1, len(_PANELS), sharey=True, squeeze=False)[0]
+    for shown, (name, panel) in zip(panels, _PANELS.items(), strict=True):
         drawn = values[name]
-        panel.axhline(drawn["full"], color="0.4", linestyle="--", linewidth=1, label="full cache")
-        for method, colour in _COLOURS.items():
-            rows = drawn[method]
+        shown.axhline(drawn["full"], color="0.4", linestyle="--", linewidth=1, label="full cache")
+        for method, colour in {**_FORMS, **_OTHERS}.items():
+            rows, ours = drawn[method], method in _FORMS
             x = [float(Fraction(row[0])) for row in rows]
-            panel.plot(x, [r[1] for r in rows], "o-", color=colour, markersize=4, label=method)
-            low, high = ([row[i] for row in rows] for i in (2, 3))
-            panel.fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0)
-        budgets = [row[0] for row in drawn["dbtrimkv"] if row[0] != "1/5"]
-        panel.set(xscale="log", ylim=(0, 1.02), title=title, xlabel="budget, share of the dialogue")
-        panel.set_xticks([float(Fraction(budget)) for budget in budgets], budgets)
-        panel.minorticks_off()
-        panel.grid(alpha=0.25)
-        panel.title.set_fontsize(10)
-        panel.invert_xaxis()
+            label = f"dbtrimkv, {method}" if ours else f"{method}, bf16"
+            shown.plot(
+                x,
+                [row[1] for row in rows],
+                "o-" if ours else "s:",
+                color=colour,
+                markersize=4 if ours else 2.5,
+                linewidth=1.5 if ours else 1,
+                label=label,
+            )
+            if ours:
+                low, high = ([row[i] for row in rows] for i in (2, 3))
+                shown.fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0)
+        budgets = [row[0] for row in drawn["bf16"]]
+        shares = [Fraction(budget) for budget in budgets]
+        labels = [
+            f"{format_bytes(float(share) * drawn['bytes']).replace('.0 ', ' ')}\n({budget})"
+            for share, budget in zip(shares, budgets, strict=True)
+        ]
+        shown.set(xscale="log", ylim=(0, 1.02), title=panel.title)
+        shown.set_xticks([float(share) for share in shares], labels, fontsize=7)
+        shown.minorticks_off()
+        shown.grid(alpha=0.25)
+        shown.title.set_fontsize(9)
     panels[0].set_ylabel("right answers")
-    panels[0].legend(fontsize=8, loc="lower left")
+    figure.supxlabel(
+        "bytes of the cache's entries (share of the whole dialogue in bfloat16)", fontsize=9
+    )
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right center", fontsize=7)
     _save(figure, path, digest(values))
 
 

@@ -8,12 +8,14 @@ import re
 import runpy
 import shlex
 from collections.abc import Iterator
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.main import get_command
 
+from engine.cache.choice import best_at
 from eval.document_tables import documents, fill, main
 from eval.figures import FIGURES, accuracy_values, digest
 from eval.serving.tables import speed_values
@@ -51,6 +53,24 @@ def test_figures_are_drawn_from_the_results_of_today() -> None:
     for name, values in (("accuracy", accuracy_values), ("serving", speed_values)):
         drawn = (FIGURES / f"{name}.svg").read_text()
         assert digest(values(RESULTS)) in drawn, "run `python -m eval.figures`"
+
+
+def test_the_form_that_bytes_pick_is_within_two_points_of_the_best_measured() -> None:
+    cells = 0
+    for path in RESULTS.glob("quality-bytes-*.json"):
+        for page in json.loads(path.read_text())["results"].values():
+            if page.get("whole_texts"):
+                continue  # read for their perplexity
+            found = {
+                (row["method"], row["budget"]): row["accuracy"]["value"] for row in page["rows"]
+            }
+            for budget in {budget for _, budget in found} - {"1"}:
+                length = page["context_tokens"]["mean"] if Fraction(budget) < 1 else 1
+                picked = best_at(float(Fraction(budget)) * length)
+                best = max(value for (_, at), value in found.items() if at == budget)
+                assert found[picked, budget] >= best - 0.02, (path.name, budget, picked)
+                cells += 1
+    assert cells
 
 
 def test_links_resolve(document: tuple[Path, str]) -> None:

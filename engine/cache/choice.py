@@ -1,8 +1,8 @@
 """Choose how the cache holds keys and values where a budget in bytes leaves that open.
 
-The same bytes hold a few exact entries or more rounded ones. Which of them answers best was measured
-at equal bytes (``python -m eval.quality --bytes``; docs/kv-forms.md, eval/results/quality-bytes-*.json),
-and :data:`BEST` is what these figures say. tests/eval/test_form_choice.py compares it with them.
+The same bytes hold a few exact entries or more rounded ones. Which of them answers best was
+measured at equal bytes (``python -m eval.quality --bytes``: eval/results/quality-bytes-*.json,
+docs/kv-forms.md), and :data:`BEST` is what these figures say; a test compares it with them.
 """
 
 from __future__ import annotations
@@ -15,8 +15,13 @@ from engine.cache.forms import FORMS, Form
 from engine.cache.layout import Layout
 
 # (entries per layer and KV head that the bytes hold in bfloat16, the form that is best from there
-# on), falling. Nothing was measured above 150, where the rounding of int8 costs next to nothing.
-BEST = ((64, "int8"), (0, "k8v4"))
+# on), falling. Where entries are few, more of them count for more than exact ones.
+BEST = ((32, "int8"), (13, "k8v4"), (0, "int4"))
+
+
+def best_at(entries: float) -> str:
+    """Return the best form where the bytes hold so many ``entries`` per row in bfloat16."""
+    return next(name for least, name in BEST if entries >= least)
 
 
 def choose_form(
@@ -46,7 +51,7 @@ def choose_form(
         name: budget.value / rows / replace(layout, form=FORMS[name]).entry_bytes()
         for name in ("bf16", *(name for _, name in BEST))
     }
-    best = next(name for least, name in BEST if held["bf16"] >= least)
+    best = best_at(held["bf16"])
     if layout.head_dim % 2:  # codes of 4 bits come in pairs
         best = "int8"
     note = (

@@ -117,8 +117,9 @@ def test_only_a_budget_in_bytes_chooses_a_form() -> None:
         assert chosen(None, budget) == "auto"
         assert chosen("int4", budget) == "int4"
     row = 90 * 265
-    assert chosen(None, Budget.bytes(18 * row)) == chosen(None, Budget.bytes(63 * row)) == "k8v4"
-    assert chosen(None, Budget.bytes(64 * row)) == chosen(None, Budget.bytes(2000 * row)) == "int8"
+    assert chosen(None, Budget.bytes(12 * row)) == "int4"
+    assert chosen(None, Budget.bytes(13 * row)) == chosen(None, Budget.bytes(31 * row)) == "k8v4"
+    assert chosen(None, Budget.bytes(32 * row)) == chosen(None, Budget.bytes(2000 * row)) == "int8"
     for kv in FORMS:
         assert chosen(kv, Budget.bytes(18 * row)) == kv, "what the user names counts"
     assert chosen(None, Budget.bytes(18 * row), head_dim=5) == "int8"
