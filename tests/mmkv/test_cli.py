@@ -103,11 +103,11 @@ def test_policies_budgets_and_seeds(mmkv: Callable[..., Ran], model: str) -> Non
 def test_a_budget_in_bytes_picks_the_form_unless_the_user_does(
     mmkv: Callable[..., Ran], model: str, tmp_path: Path
 ) -> None:
-    few = ("--budget-bytes", "8KiB", "--page-size", "4", "--no-autosave", *FEW)
+    few = ("--budget-bytes", "4KiB", "--page-size", "4", "--no-autosave", *FEW)
     path = str(tmp_path / "talk.mmkv")
     picked = mmkv("chat", model, "-p", "hello there", "--save", path, *few)
-    assert "mmkv: kv k8v4: a budget of 8.0 KiB holds" in picked.err
-    assert "budget 8,192 bytes, kv k8v4" in picked.err
+    assert "mmkv: kv k8v4: a budget of 4.0 KiB holds" in picked.err
+    assert "budget 4,096 bytes, kv k8v4" in picked.err
     named = mmkv("chat", model, "-p", "hello there", "--kv", "int8", "--json", *few)
     assert json.loads(named.out)["kv"] == "int8" and "holds" not in named.err
     # A saved session keeps its form, whatever its new budget; a budget in entries stays exact.
