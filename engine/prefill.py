@@ -1,20 +1,30 @@
-"""A prompt that is appended chunk by chunk, and can be taken back whole in between."""
+"""Prompts that are appended chunk by chunk, and can be taken back whole in between.
+
+Chunks of several sequences may run in one pass: products read the tokens of all, attention and
+eviction go sequence by sequence, so each keeps what it would keep alone.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from engine.backends.torch.step import PrefillChunk
+from engine.backends.torch.step import PackedChunks, PrefillChunk
 from engine.errors import InputError, NotFiniteError, SessionError
-from engine.new_entries import write_state
 from engine.trace import PRUNED
+
+# Tokens of one pass on a CPU. Products gain nothing from more, and the states of more tokens leave
+# the caches.
+_MOST_ON_CPU = 512
 
 if TYPE_CHECKING:
     from engine.model.families.base import Turn
+    from engine.runtime import Runtime
     from engine.sequence import CachedSequence
 
 
@@ -72,7 +82,6 @@ class Prefill:
         """Count the tokens of the next chunk."""
         return min(self.chunk, self.tokens - self.done)
 
-    @torch.inference_mode()
     def advance(self) -> bool:
         """Append one chunk and cut back to the budget; True when the turn is complete.
 
@@ -82,30 +91,9 @@ class Prefill:
             SessionError: closed, or used for something else since the last chunk.
             NotFiniteError: the logits are no numbers; the last chunk is taken back where it can be.
         """
-        session, turn, start = self._session, self._turn, self.done
-        if self.logits is not None:
-            return True
-        with session.claimed(), session.engine.lock:
-            if session.seen != self._start + start:
-                raise SessionError(
-                    "the session changed while a prompt was read; take the prompt back"
-                )
-            stop = start + self.next_chunk
-            last = stop == self.tokens
-            next_position = turn.next_position if last else self._highest[stop - 1] + 1
-            before = session.state()
-            hidden = _run_chunk(session, turn, start, stop, next_position)
-            self.done = stop
-            logits = session.engine.decoder.logits(hidden[-1:])[0] if last else None
-            if logits is not None and not logits.sum().isfinite():
-                if session.rewind(before):  # nothing has been evicted yet
-                    self.done = start
-                raise NotFiniteError
-            session.engine.budgets.cut([session])
-            if last:
-                self.logits = logits
-                self._forget_snapshot()
-            return last
+        if self.logits is None:
+            advance_together([self])
+        return self.logits is not None
 
     @torch.inference_mode()
     def roll_back(self) -> None:
@@ -129,54 +117,30 @@ class Prefill:
             self._forget_snapshot()
         self.done, self._undoable = 0, False
 
+    @property
+    def _moved(self) -> bool:
+        """Whether the sequence has read anything else since the last chunk."""
+        return self._session.seen != self._start + self.done
+
+    def _count(self, turn: Turn, pruned: int) -> None:
+        """Count a chunk that the sequence holds now, but for ``pruned`` entries of it."""
+        session, tokens = self._session, turn.token_ids.numel()
+        self.done += tokens
+        session.prompt_tokens += tokens
+        if session.recorder is not None:
+            session.recorder.expect((turn.token_ids, turn.modality))
+        last = self.done == self.tokens
+        session.count_appended(
+            tokens, self._turn.next_position if last else self._highest[self.done - 1] + 1
+        )
+        session.count_evicted(pruned, 0)
+        if session.recorder is not None and pruned:
+            session.recorder.missing(session.view(), tokens, PRUNED)
+
     def _forget_snapshot(self) -> None:
         if self._snapshot is not None:
             self._session.engine.cache.close(self._snapshot)
         self._snapshot, self.snapshot_pages = None, 0
-
-
-def _run_chunk(
-    session: CachedSequence, turn: Turn, start: int, stop: int, next_position: int
-) -> Tensor:
-    """Append tokens ``start`` to ``stop`` of a turn; hidden states ``[stop - start, d]``.
-
-    An error leaves the sequence without them.
-    """
-    engine, part, count = session.engine, slice(start, stop), stop - start
-    hidden, deepstack = engine.decoder.embed_turn(turn.part(start, stop))
-    position = torch.arange(session.seen, session.seen + count, device=engine.device)
-    rope = engine.rope.at(turn.positions[:, part], bool(session.long_rope))
-    try:
-        step = PrefillChunk(
-            engine.cache,
-            engine.spec,
-            session.seq,
-            position,
-            turn.modality[part],
-            engine.needs,
-            session.seen + count,
-            session.entries > 0,
-            engine.policy.pruner,
-            engine.write_step(rope),
-        )
-        tapped: list[Tensor] = []
-        hidden, log_beta = engine.decoder.forward(hidden, rope, step, deepstack, tapped, step.prune)
-        if engine.has_born:
-            seqs = torch.tensor([session.seq], device=engine.device)
-            slots, scorer, new = step.slots[None], engine.policy.scoring, position[None]
-            write_state(engine.cache, scorer, seqs, slots, new, True, [tap[None] for tap in tapped])
-        pruned = step.finish(log_beta)
-    except BaseException:
-        session.roll_back()
-        raise
-    session.prompt_tokens += count
-    if session.recorder is not None:
-        session.recorder.expect((turn.token_ids[part], turn.modality[part]))
-    session.count_appended(count, next_position)
-    session.count_evicted(pruned, 0)
-    if session.recorder is not None and pruned:
-        session.recorder.missing(session.view(), count, PRUNED)
-    return hidden
 
 
 def run_whole(prefill: Prefill, progress: Callable[[int, int], None] | None = None) -> Tensor:
@@ -188,3 +152,160 @@ def run_whole(prefill: Prefill, progress: Callable[[int, int], None] | None = No
             progress(prefill.done, prefill.tokens)
     assert prefill.logits is not None
     return prefill.logits
+
+
+@torch.inference_mode()
+def extend_together(sessions: Sequence[CachedSequence], turns: Sequence[Turn]) -> Tensor:
+    """Append a turn to each of B sequences; float32 logits ``[B, vocab]``.
+
+    A pass reads at most as many tokens as a chunk of the engine has, so that all sequences
+    together hold no more beside their budgets than one that reads alone.
+
+    Args:
+        sessions: different open sequences of one engine.
+        turns: one each, whose positions follow those of its sequence.
+
+    Raises:
+        InputError, ContextError, BudgetError: before anything has changed.
+        SessionError, BudgetError, NotFiniteError: as :func:`advance_together`; chunks that were
+            read before stay.
+    """
+    with ExitStack() as claims:
+        for session in sessions:
+            claims.enter_context(session.claimed())
+        prefills = [Prefill(*parts) for parts in zip(sessions, turns, strict=True)]
+        while waiting := [prefill for prefill in prefills if prefill.logits is None]:
+            advance_together(_pack(waiting))
+    return torch.stack([prefill.logits for prefill in prefills if prefill.logits is not None])
+
+
+@torch.inference_mode()
+def advance_together(prefills: Sequence[Prefill]) -> None:
+    """Append the next chunk of each of B unfinished prompts in one pass, and cut to the budgets.
+
+    Sequences and prompts are different ones of one engine. A pass that is interrupted is not
+    counted for any of them.
+
+    Raises:
+        SessionError: one is closed, or was used for something else since its last chunk.
+        NotFiniteError: the last logits of one are no numbers; that one's chunk is taken back where
+            it can be, the others go on.
+    """
+    sessions = [prefill._session for prefill in prefills]
+    engine = sessions[0].engine
+    with ExitStack() as claims:
+        for session in sessions:
+            claims.enter_context(session.claimed())
+        claims.enter_context(engine.lock)
+        if any(prefill._moved for prefill in prefills):
+            raise SessionError("the session changed while a prompt was read; take the prompt back")
+        before = [session.state() for session in sessions]
+        ends = _run_pass(engine, prefills)
+        last = [i for i, prefill in enumerate(prefills) if prefill.done == prefill.tokens]
+        logits = engine.decoder.logits(ends[last]) if last else ends[:0]
+        broken = []
+        for i, fine in zip(last, logits.sum(-1).isfinite().tolist(), strict=True):
+            if not fine:
+                broken.append(i)
+                if sessions[i].rewind(before[i]):  # nothing has been evicted yet
+                    prefills[i].done = before[i]["seen"] - prefills[i]._start
+        engine.budgets.cut([one for i, one in enumerate(sessions) if i not in broken])
+        for i, found in zip(last, logits, strict=True):
+            if i not in broken:
+                prefills[i].logits = found
+                prefills[i]._forget_snapshot()
+        if broken:
+            raise NotFiniteError
+
+
+def _pack(waiting: Sequence[Prefill]) -> list[Prefill]:
+    """Choose prompts whose next chunks are read in one pass: the longest, and what fits beside.
+
+    So the short ends of prompts wait, and are read together. Their pages are free afterwards.
+
+    Raises:
+        BudgetError: the pool has no room for them.
+    """
+    engine = waiting[0]._session.engine
+    pool, rows = engine.cache.pool, engine.spec.rows
+    room = math.inf if pool.limit is None else pool.limit - pool.num_pages + pool.free_pages
+    on_cpu = engine.device.type == "cpu"
+    most = min(engine.prefill_chunk, _MOST_ON_CPU) if on_cpu else engine.prefill_chunk
+    chosen: list[Prefill] = []
+    tokens = pages = 0
+    for prefill in sorted(waiting, key=lambda one: one.next_chunk, reverse=True):
+        count = prefill.next_chunk
+        needed = rows * math.ceil(count / pool.page_size)
+        fits = tokens + count <= most and pages + needed <= room
+        if fits or not chosen:
+            chosen.append(prefill)
+            tokens, pages = tokens + count, pages + needed
+    pool.reserve(pages)  # exactly: a pool that runs short takes an eighth more
+    return chosen
+
+
+def _run_pass(engine: Runtime, prefills: Sequence[Prefill]) -> Tensor:
+    """Append the next chunk of each; the states ``[B, d]`` of their last tokens."""
+    sessions = [prefill._session for prefill in prefills]
+    turns = [one._turn.part(one.done, one.done + one.next_chunk) for one in prefills]
+    counts = [turn.token_ids.numel() for turn in turns]
+    try:
+        hidden, deepstacks = zip(*(engine.decoder.embed_turn(turn) for turn in turns), strict=True)
+        ropes = [
+            engine.rope.at(turn.positions, bool(session.long_rope))
+            for session, turn in zip(sessions, turns, strict=True)
+        ]
+        cos, sin = (torch.cat(part) for part in zip(*ropes, strict=True))
+        chunks = [_chunk(*parts) for parts in zip(sessions, turns, ropes, strict=True)]
+        step = PackedChunks(chunks)
+        tapped: list[Tensor] = []
+        ends, log_beta = engine.decoder.forward(
+            torch.cat(hidden), (cos, sin), step, _joined(deepstacks, counts), tapped, step
+        )
+        if engine.has_born:
+            taps = list(zip(*(tap.split(counts) for tap in tapped), strict=True))
+            for chunk, own in zip(chunks, taps or [()] * len(chunks), strict=True):
+                chunk.write_state(engine.policy.scoring, own)
+        betas = [None] * len(chunks) if log_beta is None else log_beta.split(counts)
+        pruned = [chunk.finish(beta) for chunk, beta in zip(chunks, betas, strict=True)]
+    except BaseException:
+        for session in sessions:
+            session.roll_back()
+        raise
+    for prefill, turn, gone in zip(prefills, turns, pruned, strict=True):
+        prefill._count(turn, gone)
+    return ends
+
+
+def _chunk(session: CachedSequence, turn: Turn, rope: tuple[Tensor, Tensor]) -> PrefillChunk:
+    """Make room for the tokens of ``turn`` in a sequence."""
+    engine, seen = session.engine, session.seen + turn.token_ids.numel()
+    return PrefillChunk(
+        engine.cache,
+        engine.spec,
+        session.seq,
+        torch.arange(session.seen, seen, device=engine.device),
+        turn.modality,
+        engine.needs,
+        seen,
+        session.entries > 0,
+        engine.policy.pruner,
+        engine.write_step(rope),
+    )
+
+
+def _joined(
+    deepstacks: Sequence[tuple[tuple[Tensor, Tensor], ...]], counts: Sequence[int]
+) -> tuple[tuple[Tensor, Tensor], ...]:
+    """Join the deepstacks of chunks of ``counts`` tokens; those without pictures have none."""
+    starts = [sum(counts[:i]) for i in range(len(counts))]
+    levels = []
+    for level in range(max(map(len, deepstacks))):
+        there = [
+            (stack[level][0] + start, stack[level][1])
+            for stack, start in zip(deepstacks, starts, strict=True)
+            if level < len(stack)
+        ]
+        where, features = (torch.cat(part) for part in zip(*there, strict=True))
+        levels.append((where, features))
+    return tuple(levels)

@@ -26,8 +26,27 @@ class StepAttention(Protocol):
         ...
 
 
+class ChunkAttention(StepAttention, Protocol):
+    """The cache side of a pass over chunks of B prompts, whose last tokens alone are asked for."""
+
+    def prune(self, layer: int, hidden: Tensor) -> Tensor | None:
+        """Return the indices ``[T']`` of the tokens that go on into ``layer``, None for all.
+
+        ``hidden [T, d]`` are the states before it.
+        """
+        ...
+
+    def ends(self) -> Tensor:
+        """Return the index int64 ``[B]`` of each chunk's last token, among those that go on."""
+        ...
+
+    def attend_last(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Do as :meth:`attend`, for the last token of each chunk alone: ``[B, Hq D]``."""
+        ...
+
+
 class Decoder:
-    """Runs token states ``[T, d]`` through all layers; T tokens of one chunk, or of B sequences.
+    """Runs token states ``[T, d]`` through all layers: T tokens of B chunks, or of B sequences.
 
     Attributes:
         on_gate_input: called with (layer, ``[T, d]`` output of input_layernorm) when set: the
@@ -68,7 +87,7 @@ class Decoder:
         step: StepAttention,
         deepstack: tuple[tuple[Tensor, Tensor], ...] = (),
         tapped: list[Tensor] | None = None,
-        prune: Callable[[int, Tensor], Tensor | None] | None = None,
+        chunks: ChunkAttention | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Run every layer.
 
@@ -79,17 +98,20 @@ class Decoder:
             deepstack: per layer from the first: (token indices ``[V]``, features ``[V, d]``)
                 added to the states after that layer (Qwen3-VL).
             tapped: takes the states ``[T, d]`` after each layer of :attr:`taps`.
-            prune: called before each layer with its index and the states; gives the indices
-                ``[T']`` of the tokens that go on, or None for all. Not with gates or taps.
+            chunks: ``step`` again where it reads chunks of prompts: the last layer then computes
+                keys and values of all tokens, and the rest for the last ones alone. It may drop
+                tokens on the way, not with gates or taps.
 
         Returns:
-            states ``[T, d]`` before the final norm, of the tokens that went on, and log_beta
-            ``[T, L, H]`` float32 (None without gates).
+            states before the final norm, ``[T, d]`` or with ``chunks`` ``[B, d]`` of their last
+            tokens, and log_beta ``[T, L, H]`` float32 (None without gates).
         """
         gate_logits: list[Tensor] = []
         kept: dict[int, Tensor] = {}
-        for index in range(len(self.weights.layers)):
-            going = None if prune is None else prune(index, hidden)
+        final = len(self.weights.layers) - 1
+        ending = None if final in self.taps or final < len(deepstack) else chunks
+        for index in range(final + 1):
+            going = None if chunks is None else chunks.prune(index, hidden)
             if going is not None:
                 deepstack = _among(going, hidden.shape[0], deepstack)
                 hidden, rope = hidden[going], (rope[0][going], rope[1][going])
@@ -98,9 +120,14 @@ class Decoder:
                 self.on_gate_input(index, x)
             if self.gates is not None:
                 gate_logits.append(self.gates.logits(index, x))
-            hidden = self.layer(index, hidden, x, rope, step, deepstack)
+            if index == final and ending is not None:
+                hidden = self._last_layer(hidden, x, rope, ending)
+            else:
+                hidden = self.layer(index, hidden, x, rope, step, deepstack)
             if index in self.taps:
                 kept[index] = hidden
+        if chunks is not None and ending is None:
+            hidden = hidden[chunks.ends()]
         if tapped is not None:
             tapped += [kept[index] for index in self.taps]
         log_beta = F.logsigmoid(torch.stack(gate_logits, 1)) if gate_logits else None
@@ -129,15 +156,28 @@ class Decoder:
             on_keys: called with the keys ``[T, H, D]`` before and after RoPE, before attention:
                 what write gates read.
         """
-        layer = self.weights.layers[index]
-        query, key, value = self._project(x, layer, rope, on_keys)
+        query, key, value = self._project(x, self.weights.layers[index], rope, on_keys)
         mixed = step.attend(index, query, key, value)
-        hidden = hidden + self.weights.product(mixed, layer.out, layer.out_bias)
-        hidden = hidden + self._mlp(self._norm(hidden, layer.post_norm), layer)
+        hidden = self._after_attention(index, hidden, mixed)
         if index < len(deepstack):
             where, features = deepstack[index]
             hidden = hidden.index_add(0, where, features)
         return hidden
+
+    def _after_attention(self, index: int, hidden: Tensor, mixed: Tensor) -> Tensor:
+        """Add attention's ``mixed [T, Hq D]`` to the states, and what the MLP makes of them."""
+        layer = self.weights.layers[index]
+        hidden = hidden + self.weights.product(mixed, layer.out, layer.out_bias)
+        return hidden + self._mlp(self._norm(hidden, layer.post_norm), layer)
+
+    def _last_layer(
+        self, hidden: Tensor, x: Tensor, rope: tuple[Tensor, Tensor], chunks: ChunkAttention
+    ) -> Tensor:
+        """Compute the states ``[B, d]`` of each chunk's last token after the last layer."""
+        index = len(self.weights.layers) - 1
+        query, key, value = self._project(x, self.weights.layers[index], rope)
+        mixed = chunks.attend_last(index, query, key, value)
+        return self._after_attention(index, hidden[chunks.ends()], mixed)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Compute float32 logits ``[T, vocab]`` of states ``[T, d]``."""

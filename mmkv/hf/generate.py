@@ -18,6 +18,7 @@ from transformers.generation import (
 )
 
 from engine.errors import InputError
+from engine.prefill import extend_together
 from engine.runtime import Runtime
 from engine.sequence import Memory
 from mmkv.hf.cache import RetainedCache, close_rows
@@ -161,16 +162,16 @@ class Call:
                 engine.device,
                 [torch.tensor(row.ids, dtype=torch.long) for row in held],
             )
-        rows, logits = [], []
-        for row, ids, turn in zip(prompted, new, turns, strict=True):
-            logits += [row.session.extend(turn)] * copies
+        logits = extend_together([row.session for row in prompted], turns)
+        rows = []
+        for row, ids in zip(prompted, new, strict=True):
             row.ids += ids.tolist()
             row.prompt, row.pending = row.prompt or len(row.ids), None
             rows.append(row)
             for _ in range(copies - 1):
                 rows.append(row.fork())
                 self._opened.append(rows[-1])
-        return rows, torch.stack(logits)
+        return rows, logits.repeat_interleave(copies, 0)
 
     def _result(self, rows: list[Row], made: Generated, as_output: bool) -> Any:
         self.memory = tuple(row.session.memory() for row in rows)

@@ -8,7 +8,6 @@ such a pass it is transformers' own (sdpa).
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,9 +16,8 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from engine.backends.torch.step import DecodeStep
 from engine.errors import ModelError, PolicyError
-from engine.model.decoder import Decoder, StepAttention
+from engine.model.decoder import ChunkAttention, Decoder, StepAttention
 from engine.model.families import names
 from engine.model.families.text import TextFamily
 from engine.model.gates import Gates
@@ -112,21 +110,22 @@ class HostedDecoder(Decoder):
         step: StepAttention,
         deepstack: tuple[tuple[Tensor, Tensor], ...] = (),
         tapped: list[Tensor] | None = None,
-        prune: Callable[[int, Tensor], Tensor | None] | None = None,
+        chunks: ChunkAttention | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Run the model; logits ``[T, vocab]``, of a prompt's last token alone, and log_beta.
+        """Run the model; logits ``[T, vocab]``, or ``[B, vocab]`` of prompts' ends; and log_beta.
 
         Args:
             rope: the positions ``[T]``, twice; the rest as :meth:`Decoder.forward` has it.
         """
-        count = hidden.shape[0]
+        ends = None if chunks is None else chunks.ends()
+        keep = hidden.shape[0] if ends is None else 1 if ends.numel() == 1 else ends
         _current.engine_pass = now = _Pass(self, step)
         try:
             out = self._model(
                 inputs_embeds=hidden[None],
                 position_ids=rope[0][None],
                 use_cache=False,
-                logits_to_keep=count if isinstance(step, DecodeStep) else 1,
+                logits_to_keep=keep,
                 return_dict=True,
             )
         finally:
@@ -137,15 +136,18 @@ class HostedDecoder(Decoder):
                 f"{type(self._model).__name__} attend through transformers' interface; mmkv keeps "
                 "a cache for every layer"
             )
+        logits = out.logits[0]
+        if ends is not None and logits.shape[0] != ends.numel():  # the model gives all it has
+            logits = logits[ends]
         if self.gates is None:
-            return out.logits[0], None
+            return logits, None
         if len(now.gate_logits) != self.spec.num_layers:
             raise ModelError(
                 f"the attention of a {type(self._model).__name__} does not show what gates read; "
                 "choose a policy without gates, such as 'snapkv' or 'streamingllm'"
             )
         gates = [now.gate_logits[layer] for layer in range(self.spec.num_layers)]
-        return out.logits[0], torch.nn.functional.logsigmoid(torch.stack(gates, 1))
+        return logits, torch.nn.functional.logsigmoid(torch.stack(gates, 1))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits that :meth:`forward` gave, as float32."""

@@ -93,6 +93,16 @@ def test_chunk_attention_is_causal(form, heads, kv_heads) -> None:
             )
 
 
+@pytest.mark.parametrize("form", [chunk_attention_reference, chunk_attention])
+def test_the_last_token_of_a_chunk_alone(form) -> None:
+    generator = torch.Generator().manual_seed(2)
+    query = torch.randn(8, 37, 32, generator=generator)
+    key, value = (torch.randn(2, 37, 32, generator=generator) for _ in range(2))
+    whole, alone = form(query, key, value, 0.3), form(query[:, -1:], key, value, 0.3)
+    for every, last in zip(whole, alone, strict=True):
+        torch.testing.assert_close(last, every[:, -1:], rtol=1e-4, atol=1e-5)
+
+
 def test_merging_two_sets_of_keys_equals_one() -> None:
     generator = torch.Generator().manual_seed(3)
     query = torch.randn(2, 5, 16, generator=generator)

@@ -13,9 +13,9 @@ def chunk_attention_reference(
     group = query.shape[0] // key.shape[0]
     key, value = key.repeat_interleave(group, 0), value.repeat_interleave(group, 0)
     scores = query.float() @ key.float().transpose(1, 2) * scale
-    count = scores.shape[-1]
-    future = torch.ones(count, count, dtype=torch.bool, device=query.device).triu(1)
-    scores = scores.masked_fill(future, -torch.inf)
+    asked, count = scores.shape[-2:]
+    future = torch.ones(asked, count, dtype=torch.bool, device=query.device)
+    scores = scores.masked_fill(future.triu(1 + count - asked), -torch.inf)
     return (scores.softmax(-1) @ value.float()).to(query.dtype), scores.logsumexp(-1)
 
 
@@ -25,22 +25,24 @@ def chunk_attention(
     """Causal attention of a chunk to itself.
 
     Args:
-        query: ``[Hq, C, D]``; key, value: ``[H, C, D]``; Hq is a multiple of H.
+        query: ``[Hq, C, D]``, or ``[Hq, 1, D]`` of the chunk's last token alone; key, value:
+            ``[H, C, D]``; Hq is a multiple of H.
         scale: factor on the logits.
 
     Returns:
-        output ``[Hq, C, D]`` in the query's dtype, log-sum-exp ``[Hq, C]`` float32.
+        output in the query's shape and dtype, log-sum-exp ``[Hq, C]`` or ``[Hq, 1]`` float32.
     """
+    causal = query.shape[1] > 1  # the last token sees the whole chunk
     group = query.shape[0] // key.shape[0]
     key, value = key.repeat_interleave(group, 0)[None], value.repeat_interleave(group, 0)[None]
     if query.device.type == "cpu":
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        out, lse = kernel(query[None], key, value, 0.0, True, scale=scale)
+        out, lse = kernel(query[None], key, value, 0.0, causal, scale=scale)
     elif query.dtype != torch.float32:
         kernel = torch.ops.aten._scaled_dot_product_flash_attention
-        out, lse, *_ = kernel(query[None], key, value, 0.0, True, False, scale=scale)
+        out, lse, *_ = kernel(query[None], key, value, 0.0, causal, False, scale=scale)
     else:
         kernel = torch.ops.aten._scaled_dot_product_efficient_attention
-        out, lse, *_ = kernel(query[None], key, value, None, True, 0.0, True, scale=scale)
+        out, lse, *_ = kernel(query[None], key, value, None, True, 0.0, causal, scale=scale)
         lse = lse[..., : query.shape[1]]  # the kernel pads its length to a multiple of 32
     return out[0], lse[0].float()

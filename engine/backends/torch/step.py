@@ -1,7 +1,8 @@
-"""The cache side of one forward pass: a prefill chunk of one sequence, or a decode step of many."""
+"""The cache side of one forward pass: prefill chunks, or a decode step, of many sequences."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -17,7 +18,8 @@ from engine.backends.torch.worklist import LayerWork, build_worklist
 from engine.backends.torch.write_step import WriteStep
 from engine.cache import RaggedCache
 from engine.model.spec import DecoderSpec
-from engine.policies.base import Group, Needs
+from engine.new_entries import write_state
+from engine.policies.base import Group, Needs, Scorer
 from engine.policies.pruning import Pruner
 from engine.query_window import QUERIES, store_queries
 
@@ -76,10 +78,12 @@ class PrefillChunk:
         self._received: Tensor | None = None
         self._dropped: Tensor | None = None  # bool [C], of the chunk's tokens
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """See :class:`engine.model.decoder.StepAttention`."""
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, last: bool = False
+    ) -> Tensor:
+        """See :class:`engine.model.decoder.StepAttention`; ``last``: for the last token alone."""
         spec, pool = self.spec, self.cache.pool
-        count, scale = query.shape[0], spec.head_dim**-0.5
+        scale = spec.head_dim**-0.5
         query, key, value = (x.transpose(0, 1) for x in (query, key, value))
         slot = self.slots[layer]
         if self._dropped is not None:
@@ -93,6 +97,8 @@ class PrefillChunk:
             self._mass.append((rows.slot[rows.live], mass[rows.live]))
         if self._pruner is not None and self._pruner.attention and layer == self._pruner.layer - 1:
             self._received = self._paid_to_chunk(layer, query, self._pruner.attention)
+        query = query[:, -1:] if last else query
+        count = query.shape[1]
         grouped = query.reshape(spec.num_kv_heads, spec.group * count, spec.head_dim)
         limit = spec.sliding_window[layer]
         if self._writes is not None:
@@ -101,13 +107,13 @@ class PrefillChunk:
                 layer,
                 slot,
                 grouped.unflatten(1, (spec.group, -1)),
-                self.position,
+                self.position[-count:],
                 self.cache.length[self.seq, layer],
                 self.table[layer],
             )
         elif limit and limit < self.seen:
             assert self.now is not None
-            where = self.position.repeat(spec.num_kv_heads, spec.group)
+            where = self.position[-count:].repeat(spec.num_kv_heads, spec.group)
             out = windowed_attention(
                 grouped,
                 where,
@@ -156,6 +162,12 @@ class PrefillChunk:
         self._dropped[visual[~kept]] = True
         self._dropped[-1] = False  # the chunk's last state is its result
         return (~self._dropped).nonzero().flatten()
+
+    def write_state(self, scorer: Scorer, taps: Sequence[Tensor]) -> None:
+        """Have the scorer give the chunk's entries their state; ``taps [C, d]`` each."""
+        seqs = torch.tensor([self.seq], device=self.position.device)
+        slots, taps = self.slots[None], [tap[None] for tap in taps]
+        write_state(self.cache, scorer, seqs, slots, self.position[None], True, taps)
 
     def finish(self, log_beta: Tensor | None) -> int:
         """Store what the pass has found beside keys and values.
@@ -213,6 +225,51 @@ class PrefillChunk:
             spec.sliding_window[layer] or 0,
         )
         return rows, mass
+
+
+class PackedChunks:
+    """Chunks of B sequences in one pass: products read all tokens, attention those of a sequence.
+
+    See :class:`engine.model.decoder.ChunkAttention`.
+    """
+
+    def __init__(self, chunks: Sequence[PrefillChunk]) -> None:
+        self._chunks = chunks
+        self.counts = [chunk.position.numel() for chunk in chunks]  # of the tokens that go on
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Attend with each chunk's queries to its own sequence."""
+        return self._attend(layer, query, key, value, last=False)
+
+    def attend_last(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Do as :meth:`attend`, for the last token of each chunk alone."""
+        return self._attend(layer, query, key, value, last=True)
+
+    def ends(self) -> Tensor:
+        """Return the index of each chunk's last token."""
+        ends = torch.tensor(self.counts).cumsum(0) - 1
+        return ends.to(self._chunks[0].position.device)
+
+    def prune(self, layer: int, hidden: Tensor) -> Tensor | None:
+        """Ask the policy's pruner which tokens of each chunk go on into ``layer``."""
+        kept = [
+            chunk.prune(layer, part)
+            for chunk, part in zip(self._chunks, hidden.split(self.counts), strict=True)
+        ]
+        if all(part is None for part in kept):
+            return None
+        every = torch.arange(hidden.shape[0], device=hidden.device).split(self.counts)
+        going = [own if part is None else own[part] for own, part in zip(every, kept, strict=True)]
+        self.counts = [part.numel() for part in going]
+        return torch.cat(going)
+
+    def _attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, last: bool) -> Tensor:
+        parts = zip(*(x.split(self.counts) for x in (query, key, value)), strict=True)
+        out = [
+            chunk.attend(layer, q, k, v, last)
+            for chunk, (q, k, v) in zip(self._chunks, parts, strict=True)
+        ]
+        return out[0] if len(out) == 1 else torch.cat(out)
 
 
 class DecodeStep:

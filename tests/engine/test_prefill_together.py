@@ -1,0 +1,175 @@
+"""Prompts of several sequences in one pass: each keeps what it would keep alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from engine.errors import BudgetError, NotFiniteError, SessionError
+from engine.policies import make_policy
+from engine.prefill import Prefill, advance_together, extend_together
+from engine.runtime import Runtime
+from engine.sequence import CachedSequence
+from tests.engine.test_matrix import text_of
+from tests.support.dialogues import engine_of, folder_of, prompt
+from tests.support.policies import KINDS, OTHERS
+from tests.support.sessions import assert_same_rows, load, run, text_ids, turn
+
+# A turn of each row, twice: with pictures and without, longer and shorter than a chunk.
+TURNS: list[list[list[Any]]] = [
+    [[5, ("image", 24, 32), 4], [17], [40], [2, ("image", 16, 24), 3]],
+    [[3], [2, ("image", 24, 32), 25], [1], [9]],
+]
+CHUNK = 16
+
+
+def together(sessions: list[CachedSequence], prompts: list[dict[str, Tensor]]) -> Tensor:
+    engine = sessions[0].engine
+    turns = [
+        engine.family.turn(inputs, session.next_position, engine.device)
+        for session, inputs in zip(sessions, prompts, strict=True)
+    ]
+    return extend_together(sessions, turns)
+
+
+def passes_of(engine: Runtime, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Count from now on the tokens of every forward pass."""
+    counts: list[int] = []
+    forward = engine.decoder.forward
+
+    def counting(hidden: Tensor, *rest: Any) -> Any:
+        counts.append(hidden.shape[0])
+        return forward(hidden, *rest)
+
+    monkeypatch.setattr(engine.decoder, "forward", counting)
+    return counts
+
+
+@pytest.mark.parametrize("model", ["vl3", "llava3"])
+@pytest.mark.parametrize("name", KINDS + OTHERS)
+def test_each_keeps_what_it_keeps_alone(
+    name: str, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = text_of(name)
+    budget = 3.5 if make_policy(text).keeps_prompt else 9.4
+    options = {"prefill_chunk": CHUNK, "page_size": 8}
+    engine = engine_of(folder_of(model), text, budget, **options)
+    packed, alone = ([engine.session() for _ in TURNS[0]] for _ in range(2))
+    records = [[session.record() for session in group] for group in (packed, alone)]
+    counts = passes_of(engine, monkeypatch)
+    for number, row in enumerate(TURNS):
+        prompts = [prompt(model, *pieces, seed=10 * number + i) for i, pieces in enumerate(row)]
+        found = together(packed, prompts)
+        in_passes, counts[:] = list(counts), []
+        wanted = torch.stack([s.prefill(p) for s, p in zip(alone, prompts, strict=True)])
+        assert max(in_passes) <= CHUNK and len(in_passes) < len(counts)
+        counts.clear()
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+        for left, right in zip(packed, alone, strict=True):
+            assert left.state() == right.state()
+            assert_same_rows(left, right)
+            after = [run(session, text_ids(3, number)) for session in (left, right)]
+            torch.testing.assert_close(*after, rtol=1e-4, atol=1e-5)
+            assert_same_rows(left, right)
+        counts.clear()
+    for *made, left, right in zip(*records, packed, alone, strict=True):
+        first, second = made[0].read(left), made[1].read(right)
+        assert np.array_equal(first.seen, second.seen)
+        for field in ("row", "position", "cause"):
+            assert np.array_equal(first.deaths[field], second.deaths[field])
+    engine.cache.check()
+
+
+def test_the_last_layer_computes_the_last_tokens_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_of(folder_of("text3"), "dbtrimkv", 9)
+    last, tokens = engine.decoder.weights.layers[-1].down, []
+    product = engine.decoder.weights.product
+
+    def counting(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        if weight is last:
+            tokens.append(x.shape[0])
+        return product(x, weight, bias)
+
+    monkeypatch.setattr(engine.decoder.weights, "product", counting)
+    together([engine.session() for _ in range(3)], [turn(n) for n in (4, 11, 7)])
+    assert tokens == [3]
+
+
+def test_a_pass_that_fails_changes_no_sequence(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = load(folders["vl"])
+    sessions = [engine.session() for _ in range(3)]
+    for session in sessions:
+        session.prefill(turn(9))
+    before = [session.state() for session in sessions]
+    held = [engine.cache.held_pages(session.seq) for session in sessions]
+    prefills = [
+        Prefill(s, engine.family.turn(turn(4, seed=7), s.next_position, engine.device))
+        for s in sessions
+    ]
+
+    def broken(*_: Any) -> Tensor:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(engine.decoder, "layer", broken)
+        with pytest.raises(KeyboardInterrupt):
+            advance_together(prefills)
+    assert [session.state() for session in sessions] == before
+    assert [engine.cache.held_pages(session.seq) for session in sessions] == held
+    engine.cache.check()
+    advance_together(prefills)
+    assert all(prefill.logits is not None for prefill in prefills)
+    sessions[1].decode(5)
+    others = [Prefill(s, engine.family.turn(turn(4), 30, engine.device)) for s in sessions[:2]]
+    sessions[1].decode(5)
+    with pytest.raises(SessionError, match="take the prompt back"):
+        advance_together(others)
+    assert sessions[0].seen == 13
+
+
+def test_one_prompt_without_numbers_leaves_the_others(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = load(folders["vl"])
+    sessions = [engine.session() for _ in range(3)]
+    prefills = [
+        Prefill(s, engine.family.turn(turn(4, seed=i), 0, engine.device))
+        for i, s in enumerate(sessions)
+    ]
+    logits = engine.decoder.logits
+
+    def with_a_hole(hidden: Tensor) -> Tensor:
+        made = logits(hidden)
+        made[1] = torch.nan
+        return made
+
+    with monkeypatch.context() as patched:
+        patched.setattr(engine.decoder, "logits", with_a_hole)
+        with pytest.raises(NotFiniteError):
+            advance_together(prefills)
+    assert [prefill.logits is None for prefill in prefills] == [False, True, False]
+    assert [session.seen for session in sessions] == [4, 0, 4]
+    assert prefills[1].advance()
+    engine.cache.check()
+
+
+def test_a_limited_pool_reads_no_more_at_once_than_it_holds(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = load(folders["vl"], prefill_chunk=64, budget=8, page_size=4)
+    prompts = [turn(30, seed=i) for i in range(3)]  # 32 pages each
+    engine.cache.pool.limit = 2 * 11 + 32  # two sequences at their budgets and a prompt
+    counts = passes_of(engine, monkeypatch)
+    together([engine.session() for _ in prompts], prompts)
+    assert counts == [30, 30, 30]
+    engine.trim()
+    engine.cache.pool.limit = 5
+    with pytest.raises(BudgetError):
+        together([engine.session()], [turn(20)])
