@@ -75,7 +75,10 @@ _SPEEDS = {
 }
 
 # Name of the data, result file at equal bytes, budgets shown: bytes of so many entries in bfloat16.
-_BYTES = (("dense", "quality-bytes-dense", ("1/4", "1/8", "1/16", "1/32")),)
+_BYTES = (
+    ("dense", "quality-bytes-dense", ("1/4", "1/8", "1/16", "1/32")),
+    ("sparse", "quality-bytes-sparse", ("1/16", "1/32")),
+)
 # The same at equal entries.
 _ENTRIES = (("dense", "quality-entries-dense", ("1/4", "1/8", "1/16")),)
 _FORMS = ("bf16", "int8", "k8v4", "int4")

@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from engine.budget import format_bytes
 from engine.cache.layout import Layout
 from engine.policies import Budget
 from engine.runtime import Runtime
@@ -46,6 +45,7 @@ class _Panel:
 
 _PANELS = {
     "quality-bytes-dense": _Panel("dense: any picture may be asked", "quality-tiny-vlm-dense", 32),
+    "quality-bytes-sparse": _Panel("sparse: most never matter", "quality-tiny-vlm-sparse", 32),
 }
 # Token kinds of kept.svg; evicted ones are pale.
 _KINDS = {
@@ -121,7 +121,7 @@ def draw_accuracy(values: Mapping[str, Any], path: Path) -> None:
         budgets = [row[0] for row in drawn["bf16"]]
         shares = [Fraction(budget) for budget in budgets]
         labels = [
-            f"{format_bytes(float(share) * drawn['bytes']).replace('.0 ', ' ')}\n({budget})"
+            f"{float(share) * drawn['bytes'] / 2**10:,.0f} KiB\n({budget})"
             for share, budget in zip(shares, budgets, strict=True)
         ]
         shown.set(xscale="log", ylim=(0, 1.02), title=panel.title)

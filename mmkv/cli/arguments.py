@@ -45,7 +45,11 @@ _BUDGETS = {
         ),
     ],
     "budget_bytes": Annotated[
-        str | None, typer.Option(help="Budget as memory, for example 64MiB.", rich_help_panel=CACHE)
+        str | None,
+        typer.Option(
+            help="Budget as memory, for example 64MiB; recommended, as it also picks --kv.",
+            rich_help_panel=CACHE,
+        ),
     ],
     "budget_fraction": Annotated[
         float | None,

@@ -52,6 +52,7 @@ class BenchResult:
         step: spread of the seconds per step: median, quartiles, rounds.
         weights: how they are held, as ``--weights`` takes it; rounding: how far those in 8 bits are
             off, in words.
+        kv: the form of the cache.
         kv_bytes: physical bytes of keys and values; logical_bytes: those of the live entries.
     """
 
@@ -60,6 +61,7 @@ class BenchResult:
     weights: str
     rounding: str
     policy: str
+    kv: str
     path: str
     batch: int
     context: int
@@ -81,7 +83,8 @@ class BenchResult:
         rounding = [f"rounding  {self.rounding}"] if self.rounding else []
         return "\n".join(
             [
-                f"model     {name}: {self.dtype}, policy {self.policy}, decoded on {self.path}",
+                f"model     {name}: {self.dtype}, policy {self.policy}, kv {self.kv}, decoded on "
+                f"{self.path}",
                 *rounding,
                 f"machine   {self.machine}; a copy moves {self.copy_bandwidth / 1e9:,.1f} GB/s",
                 f"floor     {1e3 * self.floor:.3f} ms a step: {weights} of weights and {kept} kept",
@@ -154,6 +157,7 @@ def measure(
         weights=engine.decoder.weights.form,
         rounding=engine.decoder.weights.rounding(),
         policy=engine.policy.name,
+        kv=engine.cache.pool.form.name,
         path=engine.decode_path,
         batch=batch,
         context=context,
