@@ -55,20 +55,21 @@ def test_figures_are_drawn_from_the_results_of_today() -> None:
         assert digest(values(RESULTS)) in drawn, "run `python -m eval.figures`"
 
 
-def test_the_form_that_bytes_pick_is_within_two_points_of_the_best_measured() -> None:
+def test_no_form_answered_better_than_the_one_that_bytes_pick() -> None:
+    """By more than two points, where the paired test tells them apart (p < 0.01)."""
     cells = 0
     for path in RESULTS.glob("quality-bytes-*.json"):
         for page in json.loads(path.read_text())["results"].values():
             if page.get("whole_texts"):
                 continue  # read for their perplexity
-            found = {
-                (row["method"], row["budget"]): row["accuracy"]["value"] for row in page["rows"]
-            }
-            for budget in {budget for _, budget in found} - {"1"}:
-                length = page["context_tokens"]["mean"] if Fraction(budget) < 1 else 1
-                picked = best_at(float(Fraction(budget)) * length)
-                best = max(value for (_, at), value in found.items() if at == budget)
-                assert found[picked, budget] >= best - 0.02, (path.name, budget, picked)
+            for test in page["tests"]:
+                share, gap = Fraction(test["budget"]), test["accuracy"]
+                length = page["context_tokens"]["mean"] if share < 1 else 1
+                picked, forms = best_at(float(share * int(length))), test["of"].split(" - ")
+                if picked not in forms or "full" in forms or gap["p"] >= 0.01:
+                    continue
+                behind = gap["value"] * (-1 if forms[0] == picked else 1)
+                assert behind <= 0.02, (path.name, test["budget"], picked, test["of"])
                 cells += 1
     assert cells
 
