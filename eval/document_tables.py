@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from eval.bench.peers_report import case_rows, target_rows
 from eval.quality.report import interval
 from eval.serving import tables as serving
 from mmkv.measure.record import RESULTS, ROOT
@@ -312,6 +313,11 @@ def _kv_speed(results: Path) -> Rows:
         yield [f"{row['kept']:,}", f"`{row['kv']}`", str(row["entry_bytes"]), *timed]
 
 
+def _peers(rows: Callable[[Mapping[str, Any]], Rows]) -> Callable[[Path], Rows]:
+    """Return a table of the comparison with other engines on a CPU."""
+    return lambda results: rows(_results(results, "peers-cpu"))
+
+
 def _startup(results: Path) -> Rows:
     yield ["seconds (times an import of torch)", "now", "before"]
     for name, found in _results(results, "startup-cpu").items():
@@ -384,6 +390,8 @@ TABLES: dict[str, Callable[[Path], Rows]] = {
     "memory": _memory,
     "speed": _speed,
     "kv-speed": _kv_speed,
+    "peers": _peers(case_rows),
+    "peers-targets": _peers(target_rows),
     "startup": _startup,
     "serving-speed": serving.speed,
     "serving-overload": serving.overload,

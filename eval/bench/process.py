@@ -1,4 +1,4 @@
-"""The parent's end of :mod:`eval.bench.peer`: ask a peer to decode, or report why it cannot."""
+"""The parent's end of processes that are timed: ask one, or report why it cannot answer."""
 
 from __future__ import annotations
 
@@ -7,63 +7,69 @@ import os
 import queue
 import subprocess
 import threading
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from eval.bench.output import BenchError
 from eval.bench.peer import Job
 from mmkv.measure.record import ROOT
 
 
-class PeerProcess:
-    """A running peer; a context manager.
+class Child:
+    """A process that answers one line of JSON to each line it is sent; a context manager.
 
     Args:
-        python: the interpreter of the peer's environment; patience: seconds to wait for an answer;
-            log: a file for what it prints.
+        command: what to run; patience: seconds to wait for an answer; log: a file for what it
+            prints; path: folders to import from, before those of the environment.
 
     Raises:
         BenchError: it could not start, with the reason in one line.
     """
 
-    def __init__(self, job: Job, python: str, patience: float, log: Path) -> None:
-        self.job, self.patience = job, patience
-        path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    def __init__(
+        self, command: Sequence[str], patience: float, log: Path, path: Path = ROOT
+    ) -> None:
+        self.patience = patience
+        imports = os.pathsep.join([str(path), *filter(None, [os.environ.get("PYTHONPATH")])])
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("w") as errors:
             try:
                 self._process = subprocess.Popen(
-                    [python, "-m", "eval.bench.peer", json.dumps(asdict(job))],
-                    cwd=ROOT,
+                    command,
+                    cwd=path,
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=errors,
                     text=True,
-                    env=os.environ | {"PYTHONPATH": path},
+                    env=os.environ | {"PYTHONPATH": imports},
                 )
             except OSError as error:
-                raise BenchError(f"cannot start {python}: {error.strerror}") from error
+                raise BenchError(f"cannot start {command[0]}: {error.strerror}") from error
         self._answers: queue.Queue[str] = queue.Queue()
         threading.Thread(target=self._read, daemon=True).start()
         try:
-            self.versions: dict[str, str] = self._answer()["versions"]
+            self.ready = self._answer()
         except BaseException:
             self.close()
             raise
-        self.peak_bytes: int | None = None
 
-    def seconds(self, tokens: int) -> float:
-        """Decode and return the seconds of all steps. Raises BenchError with the reason."""
+    @property
+    def versions(self) -> dict[str, str]:
+        """Return what the process said of its packages."""
+        found: dict[str, str] = self.ready["versions"]
+        return found
+
+    def ask(self, line: str) -> dict[str, Any]:
+        """Send a line and return the answer. Raises BenchError with the reason there is none."""
         assert self._process.stdin is not None
         try:
-            self._process.stdin.write(f"{tokens}\n")
+            self._process.stdin.write(f"{line}\n")
             self._process.stdin.flush()
         except OSError as error:
             raise BenchError("the process has ended") from error
-        answer = self._answer()
-        self.peak_bytes = answer["peak_bytes"]
-        return float(answer["seconds"])
+        return self._answer()
 
     def close(self) -> None:
         """End it."""
@@ -76,7 +82,7 @@ class PeerProcess:
                 except OSError:  # input for a process that has ended
                     continue
 
-    def __enter__(self) -> PeerProcess:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -102,3 +108,23 @@ class PeerProcess:
         if "failed" in answer:
             raise BenchError(answer["failed"])
         return answer
+
+
+class PeerProcess(Child):
+    """A running peer of the decode benchmark.
+
+    Args:
+        python: the interpreter of the peer's environment; patience, log: see :class:`Child`.
+    """
+
+    def __init__(self, job: Job, python: str, patience: float, log: Path) -> None:
+        self.job = job
+        command = [python, "-m", "eval.bench.peer", json.dumps(asdict(job))]
+        super().__init__(command, patience, log)
+        self.peak_bytes: int | None = None
+
+    def seconds(self, tokens: int) -> float:
+        """Decode and return the seconds of all steps. Raises BenchError with the reason."""
+        answer = self.ask(str(tokens))
+        self.peak_bytes = answer["peak_bytes"]
+        return float(answer["seconds"])

@@ -1,0 +1,348 @@
+"""Compare mmkv with llama.cpp, transformers and kvpress on a CPU, in one run.
+
+``python -m eval.bench_peers_cpu MODEL`` reads prompts and decodes greedily with every method: mmkv
+with its full cache and within a budget, with weights in bfloat16 and in int8; llama.cpp (through
+llama-cpp-python) with f16 and Q8_0; transformers; kvpress. Each is a process of its own with as
+many threads as the others, all get the same token ids, and they take turns in every case. A method
+that is not installed is a line in the report. ``--python llama.cpp=/envs/llama/bin/python`` says
+which interpreter has one (``pip install llama-cpp-python gguf``).
+
+Figures are CPU time of one thread, or times on the clock with more of them; both are in the file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from functools import partial
+from math import nan
+from pathlib import Path
+from typing import Any
+
+from engine.errors import MmkvError
+from eval.bench.output import BenchError, failure, plain_parser, save
+from eval.bench.peers_cpu import Job
+from eval.bench.peers_report import case_rows, checks, target_rows
+from eval.bench.process import Child
+from mmkv.measure.outputs import require_output
+from mmkv.measure.record import ROOT
+from mmkv.measure.tables import Table
+from mmkv.measure.timing import spread, take_turns
+
+
+@dataclass(frozen=True)
+class Side:
+    """A row of the table: a method of :mod:`eval.bench.peers_cpu`, and how its weights lie."""
+
+    method: str
+    weights: str
+
+    @property
+    def environment(self) -> str:
+        """Return what ``--python`` calls its interpreter."""
+        return self.method.split()[0]
+
+
+SIDES = {
+    "llama.cpp f16": Side("llama.cpp", "f16"),
+    "llama.cpp Q8_0": Side("llama.cpp", "q8_0"),
+    "transformers bf16": Side("transformers", "bf16"),
+    "kvpress bf16, budget": Side("kvpress", "bf16"),
+    "mmkv bf16": Side("mmkv full", "bf16"),
+    "mmkv bf16, budget": Side("mmkv budget", "bf16"),
+    "mmkv int8": Side("mmkv full", "int8"),
+    "mmkv int8, budget": Side("mmkv budget", "int8"),
+    # The same as mmkv bf16, of another checkout (--before).
+    "mmkv before": Side("before", "bf16"),
+}
+
+
+class Bench:
+    """Every method in its process, and what has been measured so far."""
+
+    def __init__(self, args: argparse.Namespace, stack: ExitStack) -> None:
+        self.args, self.stack = args, stack
+        self.children: dict[str, Child] = {}
+        self.files = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        self.logs = Path(tempfile.mkdtemp(prefix="mmkv-bench-"))
+        self.failed: dict[str, str] = {}
+        self.methods: dict[str, Any] = {}
+        self.cases: dict[str, Any] = {}
+        self.logits: dict[str, list[float]] = {}
+        self.config = json.loads((args.model / "config.json").read_text())
+        draw = random.Random(args.seed)
+        count = max(*args.contexts, args.prompt, max(args.batches) * args.batch_context)
+        self.tokens = [draw.randrange(3, self.config["vocab_size"]) for _ in range(count)]
+
+    def start(self, name: str) -> None:
+        """Start the process of one method, or note why it cannot."""
+        side, args = SIDES[name], self.args
+        job = Job(
+            method="mmkv full" if side.environment == "before" else side.method,
+            weights=side.weights,
+            model=str(args.model),
+            gguf="",
+            threads=args.threads,
+            preparing=args.preparing_threads,
+            longest=max(*args.contexts, args.prompt) + args.steps + 8,
+            short=args.batch_context + args.steps + 8,
+            budget=args.budget,
+            policy=args.policy,
+            gates=args.gates,
+            kv=args.kv,
+        )
+        log = self.logs / f"{name.replace(' ', '-').replace(',', '')}.log"
+        python = args.python.get(side.environment, sys.executable)
+        try:
+            if side.environment == "llama.cpp":
+                job = self.with_gguf(job, python)
+            program = ["-m", "eval.bench.peers_cpu"]
+            path = ROOT
+            if side.environment == "before":
+                # -P: the folder of the program holds modules whose names others may want.
+                program, path = ["-P", str(ROOT / "eval/bench/peers_cpu.py")], args.before
+            command = [python, *program, json.dumps(asdict(job))]
+            child = self.stack.enter_context(Child(command, args.patience, log, path))
+        except BenchError as error:
+            self.drop(name, error)
+            return
+        self.children[name] = child
+        self.methods[name] = {
+            "weights": side.weights,
+            "evicts": side.method in ("mmkv budget", "kvpress"),
+            "versions": child.versions,
+            "loaded": child.ready["memory"],
+        }
+
+    def with_gguf(self, job: Job, python: str) -> Job:
+        """Return the job with a GGUF file of the model, written in llama.cpp's environment."""
+        target = self.files / f"{job.weights}.gguf"
+        words = ["-m", "eval.bench.llama_gguf", job.model, f"{target}={job.weights}"]
+        probe = [python, "-c", "import llama_cpp"]
+        for command, remedy in (
+            (probe, "pip install llama-cpp-python gguf, or name an environment with --python"),
+            ([python, *words], "the GGUF file was not written"),
+        ):
+            try:
+                done = subprocess.run(
+                    command, cwd=ROOT, capture_output=True, text=True, check=False
+                )
+            except OSError as error:
+                raise BenchError(f"cannot start {python}: {error.strerror}") from error
+            if done.returncode:
+                reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+                raise BenchError(f"{reason} ({remedy})")
+        return Job(**(asdict(job) | {"gguf": str(target)}))
+
+    def drop(self, name: str, error: BaseException) -> None:
+        """Go on without a method."""
+        self.failed[name] = failure(error).removeprefix("BenchError: ")
+        print(f"{name}: {self.failed[name]}", file=sys.stderr)
+        child = self.children.pop(name, None)
+        if child is not None:
+            child.close()
+
+    def ask(self, name: str, order: dict[str, Any]) -> dict[str, Any]:
+        """Have a method do something; an answer of nan from one that has failed."""
+        if name in self.children:
+            try:
+                return self.children[name].ask(json.dumps(order))
+            except BenchError as error:
+                self.drop(name, error)
+        return {"cpu": nan, "wall": nan, "logits": [], "memory": {}}
+
+    def time(self, case: str, order: dict[str, Any], steps: int, rounds: int) -> None:
+        """Have all methods do the same in turns, once untimed and then ``rounds`` times.
+
+        Args:
+            steps: parts of one answer's time, in which the figures are given.
+        """
+        answers: dict[str, list[dict[str, Any]]] = {name: [] for name in self.children}
+
+        def once(name: str) -> float:
+            answers[name].append(self.ask(name, order))
+            return 0.0
+
+        take_turns({name: partial(once, name) for name in list(self.children)}, 1 + rounds)
+        self.cases[case] = {"steps": steps, "methods": {}}
+        for name in self.children:
+            self.cases[case]["methods"][name] = {
+                f"{clock}_ms": spread([1e3 * a[clock] / steps for a in answers[name][1:]])
+                for clock in ("cpu", "wall")
+            }
+            if "tokens" in answers[name][0]:
+                self.cases[case]["methods"][name]["tokens"] = answers[name][0]["tokens"]
+
+    def hold(self, prompts: list[list[int]]) -> None:
+        """Have all methods hold ``prompts``; note the size of each process after one."""
+        for name in list(self.children):
+            answer = self.ask(name, {"hold": prompts})
+            self.logits[name] = answer["logits"]
+            if name in self.children and len(prompts) == 1:
+                self.methods[name]["memory"] = {"context": len(prompts[0]), **answer["memory"]}
+
+    def run(self) -> dict[str, Any]:
+        """Measure every case; write what there is after each."""
+        args = self.args
+        for name in args.methods:
+            self.start(name)
+        if not self.children:
+            return self.found()
+        self.time(f"prompt {args.prompt}", {"read": self.tokens[: args.prompt]}, 1, args.rounds)
+        for context in sorted(args.contexts):
+            self.hold([self.tokens[:context]])
+            if context == min(args.contexts):
+                self.compare_logits()
+            self.time(f"context {context}", {"decode": args.steps}, args.steps, args.rounds)
+            self.save()
+        each = args.batch_context
+        for batch in sorted(args.batches):
+            self.hold([self.tokens[each * i : each * (i + 1)] for i in range(batch)])
+            order = {"decode": args.batch_steps}
+            self.time(f"batch {batch}", order, args.batch_steps, args.rounds)
+            self.save()
+        return self.found()
+
+    def compare_logits(self) -> None:
+        """Note how far logits lie from those of the first method: they run the same weights."""
+        first, *_ = self.logits
+        base = self.logits[first]
+        size = sum(x * x for x in base) ** 0.5
+        for name, values in self.logits.items():
+            if values and name in self.methods:
+                apart = sum((x - y) ** 2 for x, y in zip(values, base, strict=True)) ** 0.5
+                self.methods[name]["logits_apart"] = {"from": first, "relative": apart / size}
+
+    def found(self) -> dict[str, Any]:
+        """Return all that has been measured."""
+        made = {
+            "model": self.args.model.name,
+            "sizes": sizes(self.args.model, self.config),
+            "clock": "cpu" if self.args.threads == 1 else "wall",
+            "budget": self.args.budget,
+            "methods": self.methods,
+            "not_run": self.failed,
+            "cases": self.cases,
+        }
+        return made | {"targets": checks(made)}
+
+    def save(self) -> Path:
+        """Write the result file."""
+        return save(self.args, "peers-cpu", self.found())
+
+
+def sizes(folder: Path, config: dict[str, Any]) -> dict[str, int]:
+    """Count a checkpoint's parameters, and the numbers that one token adds to its cache."""
+    from safetensors import safe_open
+
+    count = 0
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            for key in file.keys():  # noqa: SIM118 (safe_open is no mapping)
+                size = 1
+                for side in file.get_slice(key).get_shape():
+                    size *= side
+                count += size
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    rows = config["num_hidden_layers"] * config["num_key_value_heads"]
+    return {"parameters": count, "numbers_per_token": 2 * head_dim * rows}
+
+
+def _assignments(pairs: Sequence[str]) -> dict[str, str]:
+    known = list(dict.fromkeys(side.environment for side in SIDES.values()))
+    found = {}
+    for pair in pairs:
+        name, _, path = pair.partition("=")
+        if name not in known or not path:
+            raise BenchError(f"--python {pair!r} is not NAME=PATH with one of {', '.join(known)}")
+        found[name] = path
+    return found
+
+
+def options() -> argparse.ArgumentParser:
+    """Make the parser."""
+    made = plain_parser("bench_peers_cpu", __doc__)
+    made.add_argument("model", type=Path, metavar="MODEL", help="folder of a Llama checkpoint")
+    add = made.add_argument
+    add("--methods", nargs="+", choices=list(SIDES), metavar="METHOD", help=", ".join(SIDES))
+    add("--python", nargs="*", default=[], metavar="NAME=PATH", help="a method's interpreter")
+    add(
+        "--before", type=Path, metavar="DIR", help="another checkout, built, to run beside this one"
+    )
+    add("--threads", type=int, default=1, help="of what is timed")
+    add("--preparing-threads", type=int, default=2, help="of prompts that are not timed")
+    add("--rounds", type=int, default=5, help="timed runs of each method in each case")
+    add("--prompt", type=int, default=64, help="tokens of the prompt that is timed")
+    add("--contexts", type=int, nargs="+", default=[64, 2048, 4096], help="tokens held")
+    add("--steps", type=int, default=16, help="decode steps of a run")
+    add("--batches", type=int, nargs="+", default=[8, 32], help="sequences decoded together")
+    add("--batch-context", type=int, default=64, help="tokens that each of them holds")
+    add("--batch-steps", type=int, default=8, help="decode steps of a run of them")
+    add("--budget", type=int, default=256, help="M, entries per layer and KV head")
+    add("--policy", default="dbtrimkv", help="of mmkv within the budget")
+    add("--gates", help="its gates: a folder or file, a hub id, or random")
+    add("--kv", default="bf16", help="form of mmkv's keys and values")
+    add("--seed", type=int, default=0, help="of the token ids")
+    add("--patience", type=float, default=300, help="seconds to wait for an answer")
+    return made
+
+
+def checked(args: argparse.Namespace) -> argparse.Namespace:
+    """Return the arguments once they can be run. Raises BenchError, InputError."""
+    args.python = _assignments(args.python)
+    args.model = args.model.resolve()
+    if not (args.model / "config.json").is_file():
+        raise BenchError(
+            f"{args.model} holds no config.json; python -m eval.smollm2 DIR fetches a model"
+        )
+    counts = [args.threads, args.preparing_threads, args.rounds, args.prompt, args.steps]
+    if min(*counts, *args.contexts, *args.batches, args.batch_context, args.batch_steps) < 1:
+        raise BenchError("every count must be at least 1")
+    if args.methods is None:
+        args.methods = [name for name in SIDES if name != "mmkv before" or args.before]
+    if "mmkv before" in args.methods and args.before is None:
+        raise BenchError("mmkv before is another checkout: name it with --before DIR")
+    if args.gates and Path(args.gates).exists():
+        args.gates = str(Path(args.gates).resolve())
+    if args.before:
+        args.before = args.before.resolve()
+    require_output(args.output)
+    return args
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the program; 1 when no method could be run."""
+    parser = options()
+    args = parser.parse_args(arguments)
+    try:
+        args = checked(args)
+    except MmkvError as error:
+        parser.error(str(error))
+    with ExitStack() as stack:
+        bench = Bench(args, stack)
+        found = bench.run()
+        path = bench.save()
+    for title, rows in (
+        ("Beside other engines", case_rows(found)),
+        ("Targets", target_rows(found)),
+    ):
+        columns, *body = rows
+        table = Table(title, columns)
+        for row in body:
+            table.add(*row)
+        table.show()
+    for name, reason in found["not_run"].items():
+        print(f"{name} was not run: {reason}")
+    print(f"in {path}; what the methods printed: {bench.logs}")
+    return int(not found["methods"])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
