@@ -301,6 +301,19 @@ def _speed(results: Path) -> Rows:
         ]
 
 
+def _generate(results: Path) -> Rows:
+    """Yield a row per prompt length: transformers' ``generate`` under retain and without."""
+    names = {"prompt": "prompt", "decode": "decode steps", "whole_call": "whole call"}
+    yield ["prompt tokens", *(f"{words}, ratio" for words in names.values()), "call, tokens/s"]
+    for length, parts in _results(results, "generate-cpu-tiny-vlm")["prompts"].items():
+        ratios = []
+        for name in names:
+            low, high = parts[name]["ratio"]["quartiles"]
+            ratios.append(f"{parts[name]['ratio']['median']:.2f} ({low:.2f} .. {high:.2f})")
+        speeds = [f"{parts['whole_call'][one]['median']:,.0f}" for one in ("mmkv", "transformers")]
+        yield [length, *ratios, " against ".join(speeds)]
+
+
 def _kv_speed(results: Path) -> Rows:
     """Yield the time of a decode step in every form of the cache."""
     rows = _results(results, "decode-cpu-kv-smollm2")["rows"]
@@ -390,6 +403,7 @@ TABLES: dict[str, Callable[[Path], Rows]] = {
     "memory": _memory,
     "speed": _speed,
     "kv-speed": _kv_speed,
+    "generate": _generate,
     "peers": _peers(case_rows),
     "peers-targets": _peers(target_rows),
     "startup": _startup,

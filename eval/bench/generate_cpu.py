@@ -1,9 +1,9 @@
 """Compare ``generate`` of a transformers model with and without ``mmkv.hf.retain``, on a CPU.
 
 ``python -m eval.bench.generate_cpu DIR`` calls the same ``generate`` on the same prompts, in turns.
-A stopping criterion notes the time of every token, so decode steps are timed from the first new
-token to the last; whole calls, prompts included, are timed beside them. Figures go to
-``eval/results/generate-cpu-<name>.json``.
+A stopping criterion notes the time of every token, so the prompt is timed up to the first new token
+and decode steps from there to the last; whole calls are timed beside them. Times are the process's
+CPU seconds, of all its threads together. Figures go to ``eval/results/generate-cpu-<name>.json``.
 """
 
 from __future__ import annotations
@@ -29,20 +29,23 @@ from mmkv.hf import retain
 from mmkv.measure.record import RESULTS, write_results
 from mmkv.measure.timing import spread, take_turns
 
+PARTS = ("prompt", "decode", "whole_call")
 
-def timed(model: Any, prompts: Tensor, tokens: int) -> tuple[float, float]:
+
+def timed(model: Any, prompts: Tensor, tokens: int) -> dict[str, float]:
     """Generate ``tokens`` greedily after every prompt.
 
     Returns:
-        tokens/s of the decode steps and of the whole call, all sequences together.
+        by :data:`PARTS`: tokens/s of the prompts; new tokens/s of the decode steps and of the whole
+        call. All sequences together.
     """
     clock: list[float] = []
 
     def note(ids: Tensor, scores: Any, **_: Any) -> Tensor:
-        clock.append(time.perf_counter())
+        clock.append(time.process_time())
         return torch.zeros(ids.shape[0], dtype=torch.bool)
 
-    started = time.perf_counter()
+    started = time.process_time()
     model.generate(
         input_ids=prompts,
         attention_mask=torch.ones_like(prompts),
@@ -50,10 +53,10 @@ def timed(model: Any, prompts: Tensor, tokens: int) -> tuple[float, float]:
         do_sample=False,
         stopping_criteria=transformers.StoppingCriteriaList([note]),
     )
-    count = prompts.shape[0]
-    decoding = count * (tokens - 1) / (clock[-1] - clock[0])
-    whole = count * tokens / (time.perf_counter() - started)
-    return decoding, whole
+    count, width = prompts.shape
+    took = (clock[0] - started, clock[-1] - clock[0], time.process_time() - started)
+    read = (count * width, count * (tokens - 1), count * tokens)
+    return {part: n / max(t, 1e-9) for part, n, t in zip(PARTS, read, took, strict=True)}
 
 
 def bench(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
@@ -62,39 +65,41 @@ def bench(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     assert family is not None, f"{folder} is of a model type that mmkv does not run"
     model = getattr(transformers, family.auto_class).from_pretrained(folder, dtype="float32").eval()
     model.generation_config.eos_token_id = None  # both generate the full count
-    prompts = random_prompts(model, args.batch, args.prompt)
     options = {"gates": args.gates, "policy": args.policy, "budget": args.budget}
     paths: set[str] = set()
-    whole: dict[str, list[float]] = {OURS: [], THEIRS: []}
 
-    def run(name: str) -> float:
+    def run(name: str, prompts: Tensor) -> dict[str, float]:
         if name == THEIRS:
-            decoding, call = timed(model, prompts, args.tokens)
-        else:
-            with retain(model, **options) as handle:
-                paths.add(handle.engine.decode_path)
-                timed(model, prompts[:, :32], 2)  # the first call prepares the C step
-                decoding, call = timed(model, prompts, args.tokens)
-        whole[name].append(call)
-        return decoding
+            return timed(model, prompts, args.tokens)
+        with retain(model, **options) as handle:
+            paths.add(handle.engine.decode_path)
+            timed(model, prompts[:, :32], 2)  # the first call prepares the C step
+            return timed(model, prompts, args.tokens)
 
-    for name in whole:
-        run(name)
-    whole = {OURS: [], THEIRS: []}
-    decode = take_turns({name: partial(run, name) for name in (OURS, THEIRS)}, args.rounds)
-
-    def compared(speeds: dict[str, list[float]]) -> dict[str, Any]:
-        ratios = [a / b for a, b in zip(speeds[OURS], speeds[THEIRS], strict=True)]
-        found = {name: spread(values) for name, values in speeds.items()}
-        return {**found, "ratio": spread(ratios)}
-
+    found = {}
+    for length in args.prompt:
+        prompts = random_prompts(model, args.batch, length)
+        calls = {name: partial(run, name, prompts) for name in (OURS, THEIRS)}
+        for call in calls.values():
+            call()
+        found[str(length)] = _compared(take_turns(calls, args.rounds))
     return {
         "model": folder.name,
-        "unit": "tokens/s of all sequences together",
+        "unit": "tokens a CPU second, of all sequences together",
         "decode_path": sorted(paths),
-        "decode": compared(decode),
-        "whole_call": compared(whole),
+        "prompts": found,
     }
+
+
+def _compared(rounds: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
+    """Give the spread of each part's speeds and of their ratios."""
+    made = {}
+    for part in PARTS:
+        speeds = {name: [speed[part] for speed in rounds[name]] for name in (OURS, THEIRS)}
+        ratios = [a / b for a, b in zip(speeds[OURS], speeds[THEIRS], strict=True)]
+        made[part] = {name: spread(values) for name, values in speeds.items()}
+        made[part]["ratio"] = spread(ratios)
+    return made
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -102,7 +107,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m eval.bench.generate_cpu", description=__doc__)
     parser.add_argument("folder", type=Path, metavar="DIR")
     parser.add_argument("--tokens", type=int, default=64, help="new tokens of a call")
-    parser.add_argument("--prompt", type=int, default=512, help="prompt tokens")
+    parser.add_argument(
+        "--prompt",
+        type=int,
+        nargs="+",
+        default=[8, 32, 128, 512],
+        help="tokens of a prompt",
+    )
     parser.add_argument("--batch", type=int, default=8, help="rows")
     parser.add_argument("--rounds", type=int, default=5, help="timed calls of each")
     parser.add_argument("--policy", default=None)
@@ -120,11 +131,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     path = write_results(
         args.output / f"generate-cpu-{args.name or found['model']}.json", settings, found
     )
-    for part in ("decode", "whole_call"):
-        for name in (OURS, THEIRS, "ratio"):
-            row = found[part][name]
-            low, high = row["quartiles"]
-            print(f"{part:>10} {name:>13}: {row['median']:9.1f}  ({low:.1f} .. {high:.1f})")
+    for length, parts in found["prompts"].items():
+        for part in PARTS:
+            row = parts[part]
+            ours, theirs = (row[name]["median"] for name in (OURS, THEIRS))
+            low, high = row["ratio"]["quartiles"]
+            ratio = f"{row['ratio']['median']:.2f} times ({low:.2f} .. {high:.2f})"
+            print(f"{length:>5} tokens, {part:>10}: {ours:8.0f} against {theirs:8.0f}, {ratio}")
     print(f"in {path}")
 
 

@@ -70,34 +70,31 @@ class Loop:
         self.made = Generated(
             input_ids, () if how.keep_scores else None, () if how.keep_logits else None
         )
-        self.unfinished = torch.ones(len(rows), dtype=torch.long, device=input_ids.device)
+        self._unfinished = torch.ones(len(rows), dtype=torch.long, device=input_ids.device)
+        self._alive = [1] * len(rows)  # what the host has read of it
         self.ends_at_eos = any(hasattr(criterion, "eos_token_id") for criterion in how.criteria)
         self._full: set[int] = set()
         self._burst = _Burst.of(engine, how, len(rows))
 
     def run(self) -> Generated:
         """Generate until every row has ended."""
-        self._take(self._choose())
-        while bool(self.unfinished.any()):
+        self._read(self._take(self._choose()))
+        while any(self._alive):
             going = self._going()
             if not going:
                 break
             if self._burst is None:
                 self._step(going)
-                self._take(self._choose())
+                self._read(self._take(self._choose()))
             else:
                 for column in self._burst.columns(self, going):
                     self._take(column)
+                self._alive = self._unfinished.tolist()
         return self.made
 
     def _going(self) -> list[int]:
         """Return the rows that take the next step. Those without a position left have ended."""
-        alive = self.unfinished.tolist()
-        going = [
-            i
-            for i in range(len(self.rows))
-            if i not in self._full and (alive[i] or not self.ends_at_eos)
-        ]
+        going = self._running()
         for i in going:
             if not self.rows[i].session.has_room:
                 warnings.warn(
@@ -105,8 +102,16 @@ class Loop:
                     stacklevel=2,
                 )
                 self._full.add(i)
-                self.unfinished[i] = 0
+                self._unfinished[i] = self._alive[i] = 0
         return [i for i in going if i not in self._full]
+
+    def _running(self) -> list[int]:
+        """Return the rows that had not ended when the host last looked."""
+        return [
+            i
+            for i, alive in enumerate(self._alive)
+            if i not in self._full and (alive or not self.ends_at_eos)
+        ]
 
     def _step(self, going: Sequence[int]) -> None:
         """Have the sessions read their rows' latest tokens."""
@@ -115,9 +120,10 @@ class Loop:
         fresh = self.engine.decode([row.session for row in rows], tokens)
         for row, token in zip(rows, tokens, strict=True):
             row.fed(token)
-        self.logits = self.logits.index_copy(
-            0, torch.tensor(going, device=self.logits.device), fresh
-        )
+        if len(going) < len(self.rows):
+            at = torch.tensor(going, device=self.logits.device)
+            fresh = self.logits.index_copy(0, at, fresh)
+        self.logits = fresh
 
     def _choose(self) -> Tensor:
         """Return the next token of every row, int64 ``[B]``."""
@@ -132,20 +138,23 @@ class Loop:
             return scores.argmax(-1)
         return torch.multinomial(scores.softmax(-1), num_samples=1).squeeze(1)
 
-    def _take(self, chosen: Tensor) -> None:
-        """Append a token to every row, padding to those that have ended."""
+    def _take(self, chosen: Tensor) -> Tensor:
+        """Append a token to every row, padding to those that have ended; the tokens ``[B]``."""
         made, how = self.made, self.how
         if self.ends_at_eos and how.pad is not None:
-            chosen = torch.where(self.unfinished.bool(), chosen, how.pad)
-        for i, (token, alive) in enumerate(
-            zip(chosen.tolist(), self.unfinished.tolist(), strict=True)
-        ):
-            if i not in self._full and (alive or not self.ends_at_eos):
-                self.rows[i].pending = token
+            chosen = torch.where(self._unfinished.bool(), chosen, how.pad)
         made.ids = torch.cat([made.ids, chosen[:, None]], dim=-1)
-        self.unfinished = self.unfinished & ~how.criteria(made.ids, made.scores)
+        self._unfinished = self._unfinished & ~how.criteria(made.ids, made.scores)
         if how.streamer is not None:
             how.streamer.put(chosen.cpu())
+        return chosen
+
+    def _read(self, chosen: Tensor) -> None:
+        """Read the tokens and which rows go on: the one time a step that the host waits."""
+        tokens, alive = torch.stack([chosen, self._unfinished]).tolist()
+        for i in self._running():
+            self.rows[i].pending = tokens[i]
+        self._alive = alive
 
 
 class _Burst:
@@ -204,6 +213,7 @@ class _Burst:
         for row, tokens in zip(rows, generated, strict=True):
             for token in [_pending(row), *tokens[:-1]]:
                 row.fed(token)
+            row.pending = tokens[-1]
         block = torch.zeros((max(map(len, generated)), ids.shape[0]), dtype=torch.long)
         for i, tokens in zip(going, generated, strict=True):
             block[: len(tokens), i] = torch.tensor(tokens)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+
+T = TypeVar("T")
 
 
 def spread(values: list[float]) -> dict[str, Any]:
@@ -33,12 +35,12 @@ def wall(call: Callable[[], Any], device: torch.device) -> float:
     return time.perf_counter() - start
 
 
-def take_turns(methods: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+def take_turns(methods: Mapping[str, Callable[[], T]], rounds: int) -> dict[str, list[T]]:
     """Run every method once a round, in an order that turns round each time.
 
     Drift of the machine then falls on all methods alike. The methods return what they measured.
     """
-    measured: dict[str, list[float]] = {name: [] for name in methods}
+    measured: dict[str, list[T]] = {name: [] for name in methods}
     for round_ in range(rounds):
         for name in list(methods) if round_ % 2 == 0 else reversed(list(methods)):
             measured[name].append(methods[name]())

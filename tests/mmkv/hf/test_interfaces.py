@@ -253,3 +253,42 @@ def test_a_reply_ends_at_the_last_position() -> None:
         )
     said = made[:, 506:]
     assert said.shape == (2, TOKENS) and (said[0, 7:] == 0).all() and (said[1] != 0).all()
+
+
+@pytest.mark.parametrize("bursts", [False, True])
+def test_the_host_waits_once_a_step(bursts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside what the engine's steps read; in bursts once a burst."""
+    model, inputs = model_of("qwen3_vl"), batch()
+    plain = greedy(model, inputs, max_new_tokens=33, eos_token_id=[1], pad_token_id=1)
+    reads: list[str] = []
+    loop = mmkv.hf.loop.Loop
+    looking = [False]
+
+    def watched(call: Any, name: str) -> Any:
+        def counting(*given: Any, **named: Any) -> Any:
+            if looking[0]:
+                reads.append(name)
+            return call(*given, **named)
+
+        return counting
+
+    def during(call: Any, look: bool) -> Any:
+        def calling(*given: Any, **named: Any) -> Any:
+            before, looking[0] = looking[0], look
+            try:
+                return call(*given, **named)
+            finally:
+                looking[0] = before
+
+        return calling
+
+    for name in ("tolist", "item", "cpu", "__bool__", "__int__", "__index__"):
+        monkeypatch.setattr(torch.Tensor, name, watched(getattr(torch.Tensor, name), name))
+    monkeypatch.setattr(loop, "run", during(loop.run, True))
+    monkeypatch.setattr(mmkv.hf.loop, "in_bursts", lambda engine: bursts)
+    with retain(model, **FULL) as handle:
+        for name in ("decode", "decode_many"):
+            monkeypatch.setattr(handle.engine, name, during(getattr(handle.engine, name), False))
+        made = greedy(model, inputs, max_new_tokens=33, eos_token_id=[1], pad_token_id=1)
+    assert torch.equal(made, plain)
+    assert reads == ["tolist"] * (3 if bursts else 33)
