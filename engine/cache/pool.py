@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -11,6 +14,7 @@ from engine.errors import BudgetError
 from engine.memory import free_bytes
 
 _SMALL = 64 * 2**20  # growing by less is not worth asking the kernel
+_ALIGNED = 64  # bytes, as torch aligns its own
 
 
 class PagePool(Columns):
@@ -39,8 +43,7 @@ class PagePool(Columns):
         self.device = torch.device(device)
         for name, column in COLUMNS.items():
             shape = (num_pages, *self.layout.shape(column))
-            made = torch.zeros(shape, dtype=self.layout.dtype_of(column), device=device)
-            setattr(self, name, made)
+            setattr(self, name, zeros(shape, self.layout.dtype_of(column), self.device))
         # A stack of free page ids: the last `_free` of them, lowest id on top.
         self._stack = torch.arange(num_pages - 1, -1, -1, device=device)
         self._free = num_pages
@@ -127,7 +130,7 @@ class PagePool(Columns):
             tensor: Tensor = getattr(self, name)
             if tensor.shape[0] >= num_pages:
                 continue
-            larger = tensor.new_zeros(num_pages, *tensor.shape[1:])
+            larger = zeros((num_pages, *tensor.shape[1:]), tensor.dtype, self.device)
             larger[:old] = tensor[:old]
             setattr(self, name, larger)
             del tensor, larger
@@ -200,3 +203,19 @@ class PagePool(Columns):
                 f"{self.limit:,}; lower the budget or the prefill chunk, or close a session"
             )
         return self.limit if self.limit is not None else 2**62
+
+
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return zeros; on a CPU they take memory as they are written, not before.
+
+    So a pool that is as large as it may become costs what has been used of it.
+    """
+    size = math.prod(shape) * dtype.itemsize
+    if device.type != "cpu" or not size:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    try:
+        raw = np.zeros(size + _ALIGNED, np.uint8)  # of the kernel: it gives pages when touched
+    except MemoryError as error:
+        raise BudgetError(f"there are no {size:,} bytes for the cache; lower the budget") from error
+    start = -raw.ctypes.data % _ALIGNED
+    return torch.from_numpy(raw[start : start + size]).view(dtype).view(shape)

@@ -5,6 +5,10 @@ when as many wait as it takes at a time. Then requests arrive at random (Poisson
 rate, from half to four times. Each shows a picture that the server has not seen. Those that are
 admitted have to get their first token about as soon as below capacity; the others have to be
 refused at once, with 503 and before their picture is decoded.
+
+Times are the client's, so what it is late with itself counts, too: how much later than drawn it
+sent requests, what share of a processor it and the server took, and the mean time to a first token
+as the server counts it (from when a request was parsed) stand beside them.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ import statistics
 import sys
 import time
 from collections import Counter
+from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -24,7 +29,7 @@ import httpx
 
 from eval.bench.output import BenchError, plain_parser, save, table
 from eval.serving.client import Streamed, picture_url, quantiles, question, stream_chat, words
-from eval.serving.servers import mmkv_serve, run_in_folder
+from eval.serving.servers import ServerProcess, mmkv_serve, run_in_folder
 
 BELOW = 0.8  # the share of capacity that the others are compared with
 _OPTIONS: dict[str, Any] = {
@@ -68,20 +73,60 @@ async def capacity(url: str, at_a_time: int, count: int, tokens: int) -> float:
         return count / (time.perf_counter() - started)
 
 
-async def arrive(url: str, rate: float, count: int, tokens: int, seed: int) -> list[Streamed]:
+@dataclass
+class Arrived:
+    """What came of the requests of one rate, and of who sent and who answered them.
+
+    Attributes:
+        late: seconds between the moment that was drawn for a request and that at which it was sent.
+        seconds: until all were answered; client_cpu, server_cpu: processor seconds of both.
+        own_first: sum of the times to a first token as the server counts them; own_count: of how
+            many.
+    """
+
+    replies: list[Streamed] = field(default_factory=list)
+    late: list[float] = field(default_factory=list)
+    seconds: float = 0.0
+    client_cpu: float = 0.0
+    server_cpu: float = 0.0
+    own_first: float = 0.0
+    own_count: float = 0.0
+
+
+async def arrive(
+    server: ServerProcess, rate: float, count: int, tokens: int, seed: int, into: Arrived
+) -> None:
     """Send ``count`` requests at random moments, ``rate`` a second on average."""
     rng, given = Random(seed), bodies(seed, count, tokens)
-    async with httpx.AsyncClient(base_url=url, **_OPTIONS) as client:
-        tasks, at = [], time.perf_counter()
+    async with httpx.AsyncClient(base_url=server.url, **_OPTIONS) as client:
+        own = await _own_first(client)
+        cpu, server_cpu = time.process_time(), server.cpu_seconds()
+        started = at = time.perf_counter()
+        tasks = []
         for body in given:
             at += rng.expovariate(rate)
             await asyncio.sleep(max(0.0, at - time.perf_counter()))
+            into.late.append(time.perf_counter() - at)
             tasks.append(asyncio.create_task(stream_chat(client, body)))
-        return await asyncio.gather(*tasks)
+        into.replies += await asyncio.gather(*tasks)
+        into.seconds += time.perf_counter() - started
+        into.client_cpu += time.process_time() - cpu
+        into.server_cpu += server.cpu_seconds() - server_cpu
+        now = await _own_first(client)
+        into.own_first += now[0] - own[0]
+        into.own_count += now[1] - own[1]
 
 
-def summary(replies: list[Streamed]) -> dict[str, Any]:
+async def _own_first(client: httpx.AsyncClient) -> tuple[float, float]:
+    """Return the server's own sum and count of times to a first token."""
+    text, name = (await client.get("/metrics")).text, "mmkv_time_to_first_token_seconds"
+    found = dict(line.rsplit(" ", 1) for line in text.splitlines() if line.startswith(name))
+    return float(found[f"{name}_sum"]), float(found[f"{name}_count"])
+
+
+def summary(arrived: Arrived) -> dict[str, Any]:
     """Return the figures of one rate."""
+    replies = arrived.replies
     statuses = Counter(reply.status for reply in replies)
     if set(statuses) - {200, 503}:
         raise BenchError(f"the server answered {dict(statuses)}")
@@ -94,6 +139,10 @@ def summary(replies: list[Streamed]) -> dict[str, Any]:
         "first_token_s": quantiles([one.first or one.whole for one in admitted]),
         "whole_s": quantiles([one.whole for one in admitted]),
         "refused_s": quantiles([one.whole for one in refused]),
+        "own_first_token_mean_s": arrived.own_first / max(arrived.own_count, 1),
+        "sent_late_s": quantiles(arrived.late),
+        "client_cpu_share": arrived.client_cpu / arrived.seconds,
+        "server_cpu_share": arrived.server_cpu / arrived.seconds,
     }
 
 
@@ -104,7 +153,7 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     with mmkv_serve(None, folder / "mmkv.log", *options) as server:
         asyncio.run(capacity(server.url, args.running, 4 * args.running, args.tokens))
         rates = []
-        found: dict[float, list[Streamed]] = {share: [] for share in args.shares}
+        found = {share: Arrived() for share in args.shares}
         for round_ in range(args.rounds):
             most = args.running + args.queue
             rates.append(asyncio.run(capacity(server.url, most, 8 * args.running, args.tokens)))
@@ -112,9 +161,9 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
                 rate = share * rates[-1]
                 count = max(20, round(rate * args.seconds))
                 seed = hash((round_, share)) % 2**31
-                found[share] += asyncio.run(arrive(server.url, rate, count, args.tokens, seed))
+                asyncio.run(arrive(server, rate, count, args.tokens, seed, found[share]))
                 print(f"{share} x {rates[-1]:.1f} requests/s: sent", flush=True)
-    page = {str(share): summary(replies) for share, replies in found.items()}
+    page = {str(share): summary(arrived) for share, arrived in found.items()}
     below = page[str(BELOW)]["first_token_s"]["p99"]
     for one in page.values():
         one["p99_over_below_capacity"] = one["first_token_s"]["p99"] / below
@@ -138,13 +187,19 @@ def main(arguments: list[str] | None = None) -> int:
         return 1
     shutil.rmtree(folder)
     columns = ["share of capacity", "requests", "refused", "first token, p50 ms", "p99"]
-    columns += ["p99 / at 0.8", "refusal, p50 ms", "p99"]
+    columns += ["p99 / at 0.8", "refusal, p50 ms", "p99", "own mean, ms"]
+    columns += ["sent late, p99 ms", "client CPU", "server CPU"]
     rows = []
     for share, one in found["shares"].items():
         times = [one["first_token_s"], one["refused_s"] or {"p50": 0.0, "p99": 0.0}]
         first, refused = [[f"{1e3 * each[q]:.0f}" for q in ("p50", "p99")] for each in times]
         ratio = f"{one['p99_over_below_capacity']:.2f}"
-        rows.append([share, one["requests"], one["refused"], *first, ratio, *refused])
+        own = [
+            f"{1e3 * one['own_first_token_mean_s']:.0f}",
+            f"{1e3 * one['sent_late_s']['p99']:.0f}",
+        ]
+        own += [f"{one[f'{who}_cpu_share']:.2f}" for who in ("client", "server")]
+        rows.append([share, one["requests"], one["refused"], *first, ratio, *refused, *own])
     table(f"{found['capacity_per_s']['median']:.1f} requests/s", columns, rows)
     print(f"written to {save(args, 'serving-overload', found)}")
     return 0

@@ -90,14 +90,7 @@ class Scheduler:
         if session is not None and session in self._busy:
             raise SessionError("the session is busy with another request; wait for it or cancel it")
         if self.waiting >= self.limits.waiting:
-            raise CapacityError(
-                f"{self.waiting} requests wait already, the limit is {self.limits.waiting}; try "
-                "later",
-                1,
-                self.waiting,
-                self.limits.waiting,
-                "requests",
-            )
+            raise queue_is_full(self.waiting, self.limits.waiting)
         self._require_possible(job.price(), session)
         self._submitted += 1
         self._moved = True
@@ -362,6 +355,12 @@ class Scheduler:
     def _require_idle(self, session: KeptSession) -> None:
         if session in self._busy:
             raise SessionError("the session is busy with a request; wait for it or cancel it")
+
+
+def queue_is_full(waiting: int, limit: int) -> CapacityError:
+    """Return the error of one more request while ``waiting`` of at most ``limit`` wait."""
+    message = f"{waiting} requests wait already, the limit is {limit}; try later"
+    return CapacityError(message, 1, waiting, limit, "requests")
 
 
 def _owner(ticket: Ticket[Any]) -> Hashable:

@@ -22,26 +22,29 @@ class Residents:
 
     def __init__(self, ledger: Ledger, to_files: bool) -> None:
         self.ledger, self.to_files = ledger, to_files
-        self._idle: OrderedDict[KeptSession, None] = OrderedDict()
+        self._idle: OrderedDict[KeptSession, int] = OrderedDict()  # with the pages of each
+        self._idle_pages = 0
         self.spares: OrderedDict[Spare, Callable[[], None]] = OrderedDict()
         self.spare_pages = 0
 
     def take(self, session: KeptSession) -> None:
         """Note that a job has begun to use a session; what it commits is the job's to say."""
-        self._idle.pop(session, None)
+        self._idle_pages -= self._idle.pop(session, 0)
 
     def rest(self, session: KeptSession) -> None:
         """Note that a session is idle, and used last."""
-        self._idle.pop(session, None)
+        self.take(session)
         if session.resident:
-            self._idle[session] = None
-            self.ledger.commit(session, Price(session.resting()))
+            pages = session.resting()
+            self._idle[session] = pages
+            self._idle_pages += pages
+            self.ledger.commit(session, Price(pages))
         else:
             self.ledger.release(session)
 
     def drop(self, session: KeptSession) -> None:
         """Forget a session that is being closed."""
-        self._idle.pop(session, None)
+        self.take(session)
         self.ledger.release(session)
 
     def hibernate(self, session: KeptSession) -> None:
@@ -100,4 +103,4 @@ class Residents:
         return pages
 
     def _resting(self, besides: KeptSession | None) -> int:
-        return sum(self.ledger.of(one).steady for one in self._idle if one is not besides)
+        return self._idle_pages - (0 if besides is None else self._idle.get(besides, 0))

@@ -19,6 +19,7 @@ from mmkv.server.answer import Answer, error_response
 from mmkv.server.body import LimitBody
 from mmkv.server.chat import ChatCall
 from mmkv.server.errors import ApiError
+from mmkv.server.full import RefuseWhenFull
 from mmkv.server.keys import CheckKey
 from mmkv.server.metrics import CONTENT_TYPE
 from mmkv.server.page import page_router
@@ -48,6 +49,7 @@ def make_app(room: Room) -> FastAPI:
     )
     app.state.room = room
     app.add_middleware(LimitBody, most=room.settings.body)
+    app.add_middleware(RefuseWhenFull, room=room)
     app.add_middleware(CheckKey, keys=room.settings.api_keys)  # before the body is counted
     app.add_exception_handler(ApiError, _on_error)
     app.add_exception_handler(MmkvError, _on_error)

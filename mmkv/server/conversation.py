@@ -41,6 +41,8 @@ class Message:
 
     def without_urls(self) -> Message:
         """Return it as a memory needs it: URLs can be megabytes, and the media were read."""
+        if not any(part.url for part in self.parts):
+            return self  # memories of one conversation share its first messages
         return Message(self.role, tuple(replace(part, url="") for part in self.parts))
 
     def for_template(self) -> dict[str, Any]:

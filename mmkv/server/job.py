@@ -17,7 +17,7 @@ from mmkv.scheduler.replies import Growing
 from mmkv.server.conversation import Message, chain, link, reply_message
 from mmkv.server.errors import ApiError
 from mmkv.server.kept import Facets, Kept, Shelf
-from mmkv.server.prompts import Segment, segments
+from mmkv.server.prompts import Outline, Rendered, Segment, outline
 from mmkv.server.work import Usage
 from mmkv.server.writer import ScoredWriter
 
@@ -73,14 +73,14 @@ class ChatJob:
         self.snapshots, self.grammars, self._shelf = snapshots, grammars, shelf
         self.budget = engine.budgets.checked(work.budget)
         self._admitted = admitted
-        self._keys: list[str] = []
+        self._made_keys: list[str] | None = None
         self.live: Session | None = None
         self.held, self.resumed, self.prompt_tokens = 0, 0, 0
         self.prefilled = 0
         self._replied = False
         self._seen = [0] * len(MODALITIES)
         self._media: list[Any] | None = None
-        self._segments: list[Segment] | None = None
+        self._outline: Outline | None = None
         self._prefill: Prefill | None = None
         self.growing: list[Growing] = []
         self.writers: list[ScoredWriter] = []
@@ -144,8 +144,7 @@ class ChatJob:
             ApiError: 409 if the request has to be resumed and cannot be.
         """
         work, engine = self.work, self.engine
-        work.messages = messages
-        self._keys = chain(work.root, messages)
+        work.messages, self._made_keys = messages, None
         found: tuple[int, Snapshot | Kept] | None = None
         if work.start is not None:
             found = len(work.start.facets.messages), work.start
@@ -155,13 +154,14 @@ class ChatJob:
         if found is not None:
             held, snapshot = found
             shown = [message.for_template() for message in messages]
-            rest = segments(engine.processor.template, shown, held, snapshot.replied)
-            if rest:
+            template, known = engine.processor.template, snapshot.rendered
+            rest = outline(template, shown, held, snapshot.replied, known)
+            if rest is not None and rest.segments:
                 self.held, self._replied = held, snapshot.replied
                 self.live, self._seen = snapshot.open(), list(snapshot.seen)
                 if work.start is not None:
                     self._shelf.set_apart(work.start, work)
-                self.resumed, self._segments = self.live.seen, rest
+                self.resumed, self._outline = self.live.seen, rest
                 memory = self.live.memory().by_modality
                 self._gone_before = self._gone(self._seen, memory)
         if self.live is None:
@@ -179,6 +179,13 @@ class ChatJob:
                 )
             self.live = engine.session(self.budget)
         return self.held
+
+    @property
+    def _keys(self) -> list[str]:
+        """The key of each message; most who name what they go on from need none."""
+        if self._made_keys is None:
+            self._made_keys = chain(self.work.root, self.work.messages)
+        return self._made_keys
 
     @property
     def _shares(self) -> bool:
@@ -199,11 +206,11 @@ class ChatJob:
         """Read one chunk; True when all messages are read and each reply has its first token."""
         session = self.live
         assert session is not None and self._media is not None
-        if self._segments is None:
+        if self._outline is None:
             shown = [message.for_template() for message in self.work.messages]
-            self._segments = segments(self.engine.processor.template, shown)
-            assert self._segments is not None
-        segment = self._segments[0]
+            self._outline = outline(self.engine.processor.template, shown)
+            assert self._outline is not None
+        segment = self._outline.segments[0]
         if self._prefill is None:
             self._prefill = session.begin_prefill(self._inputs(segment), self.chunk, undoable=False)
             session.set_unfed(None)
@@ -215,8 +222,8 @@ class ChatJob:
         counts = self._prefill._turn.modality.long().bincount(minlength=len(self._seen)).tolist()
         self._seen = [one + more for one, more in zip(self._seen, counts, strict=True)]
         logits, self._prefill = self._prefill.logits, None
-        self._segments.pop(0)
-        if self._segments:
+        self._outline.segments.pop(0)
+        if self._outline.segments:
             self._keep_at(segment.last)
             return False
         assert logits is not None
@@ -254,7 +261,8 @@ class ChatJob:
             and count in {leading, len(messages) - 1, len(messages)} - {0}
         ):
             key, pages = self._keys[count - 1], self.engine.cache.held_pages(session.seq)
-            self.snapshots.keep((key,), pages, session.fork, False, tuple(self._seen))
+            kept = (session.fork, False, tuple(self._seen), self._rendered())
+            self.snapshots.keep((key,), pages, *kept)
 
     def _begin_replies(self, logits: torch.Tensor) -> None:
         engine, sampling, session = self.engine, self.work.sampling, self.live
@@ -318,7 +326,8 @@ class ChatJob:
         assert choice.memory is not None
         read = [message.without_urls() for message in self.work.messages]
         messages = (*read, reply_message(choice.text))
-        facets = Facets(messages, self.work.root, self._seen_by(session), choice.memory)
+        seen, rendered = self._seen_by(session), self._rendered()
+        facets = Facets(messages, self.work.root, seen, choice.memory, rendered)
         self.work.kept = self._shelf.keep(session, facets)
 
     def _keep_reply(self, session: Session, text: str) -> bool:
@@ -328,7 +337,14 @@ class ChatJob:
         texts = dict.fromkeys((text, text.strip()))
         keys = tuple(link(self._keys[-1], reply_message(one)) for one in texts)
         pages = self.engine.cache.held_pages(session.seq)
-        return self.snapshots.keep(keys, pages, lambda: session, True, self._seen_by(session))
+        kept = (lambda: session, True, self._seen_by(session), self._rendered())
+        return self.snapshots.keep(keys, pages, *kept)
+
+    def _rendered(self) -> Rendered:
+        """Return the text that has been read, but for the reply."""
+        assert self._outline is not None
+        left = sum(len(one.text) for one in self._outline.segments)
+        return Rendered.of(self._outline.text[: len(self._outline.text) - left])
 
     def _seen_by(self, session: Session) -> tuple[int, ...]:
         """Count the tokens that a session has seen, by modality; sampled ones are text."""

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from engine.sequence import Memory
     from mmkv.api import Engine
     from mmkv.scheduler import Scheduler
+    from mmkv.server.prompts import Rendered
     from mmkv.session import Session
 
 SUFFIX = ".mmkv"
@@ -36,12 +37,14 @@ class Facets:
         root: what else the memory depends on, see :func:`mmkv.server.conversation.chain`.
         seen: tokens that it has seen, by modality.
         memory: its numbers.
+        rendered: the text that was read before the reply; None where that is not known.
     """
 
     messages: tuple[Message, ...]
     root: str
     seen: tuple[int, ...]
     memory: Memory
+    rendered: Rendered | None = None
 
 
 class Kept:
@@ -63,14 +66,15 @@ class Kept:
 
     def __init__(self, session: Session, facets: Facets, path: Path) -> None:
         self.facets, self.budget, self.path = facets, session.budget, path
-        self.seen, self.references = facets.seen, 1  # who asked for it
+        self.seen, self.rendered = facets.seen, facets.rendered
+        self.references = 1  # who asked for it
         pool = session.engine.cache.pool
         self._pages = session.engine.cache.held_pages(session.seq)
         self.bytes = self._pages * pool.page_bytes
         self._apart: set[int] = set()  # turns that go on from it, where it shares a budget
         self._engine, self._in_file = session.engine, False
         self._live: Session | None = session
-        session.history = [_plain(message) for message in facets.messages]
+        session.history = []  # stands in the facets: a fork need not copy it
 
     @property
     def resident(self) -> bool:
@@ -128,7 +132,7 @@ class Kept:
             return
         if not self._in_file:
             self.look()
-            live.save(self.path, self._extra())
+            self._save(live, self.path)
             self._in_file = True
         self._live = None
         live.close()
@@ -136,7 +140,7 @@ class Kept:
     def save(self, path: Path) -> None:
         """Write it to another file, whole or not at all. Raises SessionError."""
         if self._live is not None:
-            self._live.save(path, self._extra())
+            self._save(self._live, path)
             return
         try:
             with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".part", delete=False) as to:
@@ -157,6 +161,13 @@ class Kept:
             self._live.close()
         self._live, self._in_file = None, False
         self.path.unlink(missing_ok=True)
+
+    def _save(self, live: Session, path: Path) -> None:
+        live.history = [_plain(message) for message in self.facets.messages]
+        try:
+            live.save(path, self._extra())
+        finally:
+            live.history = []
 
     def _extra(self) -> dict[str, str]:
         return {_OWN: json.dumps({"seen": self.seen, "root": self.facets.root})}

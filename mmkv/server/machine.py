@@ -56,6 +56,7 @@ class Machine:
         self.shelf = Shelf(engine, self.scheduler, Path(self._folder.name))
         self.facts = _facts(engine, lookahead)
         self._require_room()
+        _set_aside(engine)
         if settings.warm and engine.processor.sees:
             _show_a_picture(engine)
 
@@ -139,6 +140,23 @@ class Machine:
         if any(isinstance(event, Done) for event in events):
             for name, count in job.evicted_here().items():
                 metrics.evicted.labels(name).inc(count)
+
+
+def _set_aside(engine: Engine) -> None:
+    """Make the pool as large as it may become, so that it is never copied to grow.
+
+    On a CPU it takes the memory as pages come into use. Raises BudgetError.
+    """
+    pool = engine.cache.pool
+    if pool.limit is None:
+        return
+    try:
+        pool.grow(pool.limit)
+    except BudgetError as error:
+        size = pool.limit * pool.page_bytes
+        raise BudgetError(
+            f"the cache may take {size / 2**30:,.1f} GiB, which are not free; lower --memory"
+        ) from error
 
 
 def _show_a_picture(engine: Engine) -> None:

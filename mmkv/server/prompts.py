@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from engine.errors import InputError
 from mmkv.prompt.special import new_marker
+from mmkv.prompt.template import as_parts
 
 if TYPE_CHECKING:
     from mmkv.prompt.template import ChatTemplate
@@ -29,9 +31,43 @@ class Segment:
     last: int
 
 
-def segments(
-    template: ChatTemplate, messages: Sequence[dict[str, Any]], held: int = 0, replied: bool = False
-) -> list[Segment] | None:
+@dataclass(frozen=True)
+class Rendered:
+    """A text by its length and SHA-256: enough to know it again."""
+
+    length: int
+    digest: bytes
+
+    @classmethod
+    def of(cls, text: str) -> Rendered:
+        """Return that of ``text``."""
+        return cls(len(text), hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest())
+
+    def begins(self, text: str) -> bool:
+        """Whether ``text`` begins with it."""
+        return len(text) >= self.length and Rendered.of(text[: self.length]) == self
+
+
+@dataclass(frozen=True)
+class Outline:
+    """A conversation's text, and what of it is to be read.
+
+    Attributes:
+        text: all of it, up to the opening of the reply.
+        segments: its end, cut.
+    """
+
+    text: str
+    segments: list[Segment]
+
+
+def outline(
+    template: ChatTemplate,
+    messages: Sequence[dict[str, Any]],
+    held: int = 0,
+    replied: bool = False,
+    known: Rendered | None = None,
+) -> Outline | None:
     """Return what follows the first ``held`` messages, a segment per message and the opening.
 
     A segment ends where the text of the messages so far is a beginning of the whole text, so how
@@ -40,6 +76,8 @@ def segments(
     Args:
         replied: whether the last of those held is a reply that was sampled: the text after it
             (an end marker) is still to come, and comes with the next message.
+        known: the text that was read of those held, but for such a reply. While the template shows
+            it still, they need not be rendered by themselves.
 
     Returns:
         None where the template would render the held messages in another way now than before.
@@ -52,13 +90,18 @@ def segments(
     if replied:
         shown[held - 1] = {"role": "assistant", "content": marker}
     begins: list[int] = []
-    whole = template.render(shown, True, begins)
+    text = whole = template.render(shown, True, begins)
     done = 0
     if replied:
-        before, found, _ = whole.rpartition(marker)
-        if not found or before != template.render(shown[: held - 1], opening=True):
+        before, found, after = whole.rpartition(marker)
+        same = known is not None and known.length == len(before) and known.begins(before)
+        if not found or not (same or before == template.render(shown[: held - 1], opening=True)):
             return None
         done = len(before) + len(marker)
+        said = "".join(part.get("text", "") for part in as_parts(messages[held - 1]["content"]))
+        text = before + said + after
+    elif held and known is not None and known.begins(whole):
+        done = known.length
     elif held:
         before = template.render(shown[:held], opening=False)
         if not whole.startswith(before):
@@ -71,7 +114,7 @@ def segments(
             done, first = end, last
     if done < len(whole):
         found_segments.append(Segment(whole[done:], first, len(shown)))
-    return found_segments
+    return Outline(text, found_segments)
 
 
 def _ends(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import signal
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
@@ -74,6 +75,7 @@ def serve(
     from mmkv.server.app import make_app
 
     with opened(load, settings, lookahead) as room:
+        gc.freeze()  # what is imported stays: looking through it again would stop all replies
         options = uvicorn.Config(
             make_app(room),
             host,

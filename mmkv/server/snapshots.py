@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from mmkv.scheduler import Scheduler
+    from mmkv.server.prompts import Rendered
     from mmkv.session import Session
 
 
@@ -18,6 +19,7 @@ class Snapshot:
     Attributes:
         keys: those it is found by; replied: whether it ends with a reply that was sampled.
         seen: tokens that it has seen, by modality; pages: that it holds, which does not change.
+        rendered: the text that was read, but for such a reply.
     """
 
     keys: tuple[str, ...]
@@ -25,6 +27,7 @@ class Snapshot:
     replied: bool
     seen: tuple[int, ...]
     pages: int
+    rendered: Rendered | None = None
 
     def open(self) -> Session:
         """Return a session that goes on from here."""
@@ -73,6 +76,7 @@ class Snapshots:
         session: Callable[[], Session],
         replied: bool,
         seen: tuple[int, ...],
+        rendered: Rendered | None = None,
     ) -> bool:
         """Keep what ``session`` returns, if there is room for its ``pages``; whether there is.
 
@@ -83,7 +87,7 @@ class Snapshots:
             return False
 
         def make() -> Snapshot:
-            return Snapshot(fresh, session(), replied, seen, pages)
+            return Snapshot(fresh, session(), replied, seen, pages, rendered)
 
         made = self._scheduler.keep_spare(pages, make, self._dropped, self._most)
         if made is not None:

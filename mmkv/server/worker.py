@@ -144,6 +144,10 @@ class Worker(threading.Thread):
         self._commands = queue.SimpleQueue()
         self._requests: list[Request] = []
         self._ending = self.failed = False
+        # Numbers that one thread writes and the other reads: requests sent to the thread and taken
+        # by it, and how many more it could take when it looked last.
+        self._sent = self._taken = 0
+        self._places = 1
         self.machine: Machine | None = None
 
     async def call(self, command: Callable[[], T]) -> T:
@@ -178,11 +182,23 @@ class Worker(threading.Thread):
         """Have the thread look whether there is something to do."""
         self._commands.put(None)
 
+    def has_place(self) -> bool:
+        """Whether one more request may be taken on, as far as is known; in the event loop."""
+        return self.failed or self._sent - self._taken < self._places
+
     async def submit(self, work: ChatWork, user: str) -> Request:
         """Take on a request. Raises MmkvError, CapacityError among them."""
         request = Request(self)
+        self._sent += 1
+        came = False
+
+        def arrive() -> None:
+            nonlocal came
+            self._taken += not came
+            came = True
 
         def run() -> None:
+            arrive()
             machine = self.machine
             assert machine is not None
             if self._ending:
@@ -191,11 +207,13 @@ class Worker(threading.Thread):
             machine.scheduler.admit()  # those that came since the latest turn
             request.ticket = machine.scheduler.submit(job, user)
             self._requests.append(request)
+            self._look()
 
         try:
             await self.call(run)
         except asyncio.CancelledError:
             self.post(request.cancel)  # after it has been submitted
+            self.post(arrive)  # unless it never is
             raise
         return request
 
@@ -213,6 +231,7 @@ class Worker(threading.Thread):
             self._refuse(error)
             return
         try:
+            self._look()
             while not self._ending:
                 self._take_commands(self._idle())
                 self._turn()
@@ -250,7 +269,16 @@ class Worker(threading.Thread):
         machine = self.machine
         assert machine is not None
         machine.scheduler.turn()
+        self._look()
         self._publish()
+
+    def _look(self) -> None:
+        """Note how many more requests there is a place for."""
+        assert self.machine is not None
+        scheduler = self.machine.scheduler
+        limits, waiting = scheduler.limits, scheduler.waiting
+        free = max(limits.running - scheduler.running, 0)  # a place for each, if there is memory
+        self._places = 0 if waiting >= limits.waiting else limits.waiting - waiting + free
 
     def _publish(self) -> None:
         """Tell each request what has happened to it; let those that are over leave."""

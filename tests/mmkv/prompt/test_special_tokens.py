@@ -15,7 +15,7 @@ from mmkv.data.labels import TurnFinder
 from mmkv.prompt.processing import Processor, load_processor
 from mmkv.prompt.special import CUT, Cutter, tokenize
 from mmkv.prompt.template import ChatTemplate
-from mmkv.server.prompts import segments
+from mmkv.server.prompts import outline
 from tests.support.chat_models import (
     SPECIAL,
     byte_tokenizer,
@@ -116,8 +116,9 @@ def test_a_later_turn_that_holds_the_marker_loses_nothing(processor: Processor) 
         addition = template.addition(past, turn)
         ids = processor.encode(addition.text, continuing=True)["input_ids"][0].tolist()
         assert text in processor.tokenizer.decode(ids)
-        found = segments(template, [*past, *turn], held=2, replied=True)
-        assert found is not None and text in "".join(part.text for part in found).replace(CUT, "")
+        found = outline(template, [*past, *turn], held=2, replied=True)
+        assert found is not None
+        assert text in "".join(part.text for part in found.segments).replace(CUT, "")
 
 
 def sentencepiece(prepend: str) -> PreTrainedTokenizerFast:

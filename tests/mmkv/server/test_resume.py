@@ -16,7 +16,7 @@ from mmkv.prompt.template import ChatTemplate
 from mmkv.server import prompts
 from mmkv.server.job import ChatJob
 from mmkv.server.machine import Machine
-from mmkv.server.prompts import segments
+from mmkv.server.prompts import Rendered, outline
 from tests.support.chat_models import CHATML, byte_tokenizer, picture, save_qwen3_vl
 from tests.support.policies import EVICTING
 from tests.support.servers import Server, picture_part, serving
@@ -213,7 +213,7 @@ def test_segments_end_with_messages_and_add_up(server: Server) -> None:
     ]
     whole = template.render(messages, opening=True)
     for held in range(len(messages)):
-        found = segments(template, messages, held)
+        found = cut(template, messages, held)
         assert found is not None
         before = template.render(messages[:held], opening=False) if held else ""
         assert before + "".join(one.text for one in found) == whole
@@ -221,7 +221,7 @@ def test_segments_end_with_messages_and_add_up(server: Server) -> None:
             (at, at + 1) for at in range(held, len(messages))
         ]
     # After a reply that was sampled, its end marker is still to come.
-    found = segments(template, messages, 3, replied=True)
+    found = cut(template, messages, 3, replied=True)
     assert found is not None and found[0].text.startswith("<|im_end|>\n<|im_start|>user")
 
 
@@ -253,6 +253,48 @@ TEMPLATES = {
 }
 
 
+def cut(*given: Any, **named: Any) -> Any:
+    """Return what is to be read of a conversation, in its segments; None: it cannot go on."""
+    found = outline(*given, **named)
+    return None if found is None else found.segments
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("replied", [True, False])
+def test_what_was_read_before_is_not_rendered_by_itself_again(
+    name: str, replied: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Text that is known leads to the same cuts as rendering it, and so does a wrong one."""
+    template = ChatTemplate(byte_tokenizer(), TEMPLATES[name], parts=False)
+    roles = ["system", *["user", "assistant"] * 4, "user"]
+    messages = [{"role": role, "content": f"<{at}>"} for at, role in enumerate(roles)]
+    held = 5 if replied else 4
+    read = outline(template, messages[:4])  # a fresh run that begins the reply messages[4]
+    assert read is not None
+    text = read.text
+    if not replied:
+        at = next((i for i, one in enumerate(read.segments) if one.last == held), None)
+        if at is None:
+            pytest.skip("no message ends there with this template, so nothing is kept")
+        after = "".join(one.text for one in read.segments[at + 1 :])
+        text = text.removesuffix(after) if after else text
+    rendered: list[int] = []
+    render = ChatTemplate.render
+
+    def counted(self: ChatTemplate, shown: Any, *arguments: Any, **named: Any) -> str:
+        rendered.append(len(shown))
+        return render(self, shown, *arguments, **named)
+
+    monkeypatch.setattr(ChatTemplate, "render", counted)
+    plain = cut(template, messages, held, replied)
+    before, rendered[:] = len(rendered), []
+    assert cut(template, messages, held, replied, Rendered.of(text)) == plain
+    if name in ("chatml", "plain"):  # says the same of them in a longer conversation
+        assert len(rendered) == before - 1
+    assert cut(template, messages, held, replied, Rendered.of(text + "!")) == plain
+    assert Rendered.of(text).begins(text + "more") and not Rendered.of(text).begins(text[:-1])
+
+
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_a_long_conversation_is_cut_where_each_of_its_beginnings_ends(
     name: str, monkeypatch: pytest.MonkeyPatch
@@ -273,14 +315,14 @@ def test_a_long_conversation_is_cut_where_each_of_its_beginnings_ends(
     for first, held in ((0, 0), (1, 0), (0, 3)):
         shown = messages[first:]
         rendered = 0
-        cut = segments(template, shown, held)
+        found = cut(template, shown, held)
         times, often = rendered, prompts._FEW
         monkeypatch.setattr(prompts, "_FEW", len(shown))
-        assert cut == segments(template, shown, held)
+        assert found == cut(template, shown, held)
         monkeypatch.setattr(prompts, "_FEW", often)
         if name in ("chatml", "system apart", "read twice"):
-            assert times <= 5 and cut is not None
-            assert len(cut) == len(shown) - held + 1
+            assert times <= 5 and found is not None
+            assert len(found) == len(shown) - held + 1
 
 
 def test_a_template_that_forgets_replies_is_not_resumed_after_them() -> None:
@@ -291,6 +333,6 @@ def test_a_template_that_forgets_replies_is_not_resumed_after_them() -> None:
 
     template: Any = Forgetful()
     messages = [{"role": role, "content": "a"} for role in ("user", "assistant", "user")]
-    assert segments(template, messages, 2, replied=True) is None
-    found: Callable[[int], Any] = lambda held: segments(template, messages, held)  # noqa: E731
+    assert cut(template, messages, 2, replied=True) is None
+    found: Callable[[int], Any] = lambda held: cut(template, messages, held)  # noqa: E731
     assert [one.text for one in found(1)] == ["[a]", ">"]

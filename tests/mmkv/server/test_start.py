@@ -85,6 +85,28 @@ def test_what_has_no_bound_is_priced_by_the_context(folder: Path, options: dict[
         assert usage["mmkv"]["kv_bytes"] <= usage["mmkv"]["bound_bytes"]
 
 
+def test_the_memory_is_set_aside_at_the_start(folder: Path) -> None:
+    """Nothing is copied for a pool to grow; and what is not there is said before requests come."""
+
+    def load(limit: int) -> Engine:
+        return Engine.from_pretrained(
+            folder, policy="streamingllm", budget=24, dtype="float32", kv_limit=limit
+        )
+
+    def columns(machine: Machine) -> list[int]:
+        return [column.data_ptr() for column in machine.engine.cache.pool.columns()]
+
+    with serving(lambda: load(2**22)) as server:
+        pool = server.inside(lambda machine: machine.engine.cache.pool)
+        assert pool.num_pages == pool.limit
+        before = server.inside(columns)
+        for at in range(3):
+            assert server.chat(f"{at} and so on").status_code == 200
+        assert server.inside(columns) == before
+    with pytest.raises(BudgetError, match="lower --memory"), serving(lambda: load(2**50)):
+        pass
+
+
 def test_replicas_need_ray_and_a_folder(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
