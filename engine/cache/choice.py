@@ -13,6 +13,7 @@ from dataclasses import replace
 from engine.budget import Budget, format_bytes
 from engine.cache.forms import FORMS, Form
 from engine.cache.layout import Layout
+from engine.errors import BudgetError
 
 # (entries per layer and KV head that the bytes hold in bfloat16, the form that is best from there
 # on), falling. Where entries are few, more of them count for more than exact ones.
@@ -39,23 +40,34 @@ def choose_form(
     Raises:
         PolicyError: the form asked for cannot be for this head_dim.
     """
+    size, head_dim = layout.page_size, layout.head_dim
+
+    def form(name: str) -> Form:
+        return Form.of(name, layout.dtype, head_dim)
+
+    def entry_bytes(name: str) -> int:
+        # Codes of 4 bits come in pairs: an odd head_dim is counted as if it were even.
+        return replace(layout, form=FORMS[name], head_dim=head_dim + head_dim % 2).entry_bytes()
+
+    def entries(name: str) -> float:
+        """Return the entries per row that the budget lets stay, however full their pages are."""
+        try:
+            return budget.entries(rows, 0, size, size * entry_bytes(name)) / rows
+        except BudgetError:
+            return 0.0
+
     if kv is not None or budget.kind != "bytes":
-        return Form.of(kv or "auto", layout.dtype, layout.head_dim), None
+        return form(kv or "auto"), None
     given = f"a budget of {format_bytes(budget.value)}"
-    pages = rows * math.ceil(longest / layout.page_size)
+    whole = rows * math.ceil(longest / size) * size
     for name in ("auto", "bf16"):
-        form = Form.of(name, layout.dtype, layout.head_dim)
-        if pages * layout.page_size * replace(layout, form=form).entry_bytes() <= budget.value:
-            return form, f"kv {name}: {given} holds all {longest:,} positions of the model"
-    held = {
-        name: budget.value / rows / replace(layout, form=FORMS[name]).entry_bytes()
-        for name in ("bf16", *(name for _, name in BEST))
-    }
-    best = best_at(held["bf16"])
-    if layout.head_dim % 2:  # codes of 4 bits come in pairs
-        best = "int8"
-    note = (
-        f"kv {best}: {given} holds {held[best]:,.0f} entries per row in it, {held['bf16']:,.0f} in "
-        "bfloat16, and there it answered best (docs/kv-forms.md); kv auto keeps exact ones"
+        if whole * entry_bytes(name) <= budget.value:
+            return form(name), f"kv {name}: {given} holds all {longest:,} positions of the model"
+    # The bytes left for entries once the last page of each row is counted as nearly empty.
+    best = best_at(entries("k8v4") * entry_bytes("k8v4") / entry_bytes("bf16"))
+    best = "int8" if head_dim % 2 else best
+    return form(best), (
+        f"kv {best}: {given} holds {entries(best):,.0f} entries per row in it, "
+        f"{entries('bf16'):,.0f} in bfloat16, and there it answered best (docs/kv-forms.md); "
+        "kv auto keeps exact ones"
     )
-    return Form.of(best, layout.dtype, layout.head_dim), note

@@ -112,17 +112,23 @@ def chosen(kv: str | None, budget: Budget, head_dim: int = 64, longest: int = 81
 
 
 def test_only_a_budget_in_bytes_chooses_a_form() -> None:
-    """90 rows of 265 bytes an entry in bfloat16, as SmolLM2 has them."""
+    """90 rows as in SmolLM2, whose entries take 265 bytes in bfloat16 and 111 in k8v4."""
     for budget in (Budget.of(1), Budget.of(256), Budget.fraction(0.01)):
         assert chosen(None, budget) == "auto"
         assert chosen("int4", budget) == "int4"
-    row = 90 * 265
-    assert chosen(None, Budget.bytes(12 * row)) == "int4"
-    assert chosen(None, Budget.bytes(13 * row)) == chosen(None, Budget.bytes(31 * row)) == "k8v4"
-    assert chosen(None, Budget.bytes(32 * row)) == chosen(None, Budget.bytes(2000 * row)) == "int8"
+    # So many entries stay in k8v4, for the last of a row's pages of 16 may hold one alone.
+    stay = {pages * 16 - 15: Budget.bytes(90 * pages * 16 * 111) for pages in (1, 2, 3, 5, 6, 300)}
+    assert {n: chosen(None, budget) for n, budget in stay.items()} == {
+        1: "int4",
+        17: "int4",  # the bytes of 7 in bfloat16
+        33: "k8v4",  # of 14
+        65: "k8v4",  # of 27
+        81: "int8",  # of 34
+        4785: "int8",
+    }
     for kv in FORMS:
-        assert chosen(kv, Budget.bytes(18 * row)) == kv, "what the user names counts"
-    assert chosen(None, Budget.bytes(18 * row), head_dim=5) == "int8"
+        assert chosen(kv, stay[33]) == kv, "what the user names counts"
+    assert chosen(None, stay[33], head_dim=5) == "int8"
 
 
 def test_bytes_that_hold_the_whole_context_lose_no_bits() -> None:
@@ -138,14 +144,16 @@ def test_bytes_that_hold_the_whole_context_lose_no_bits() -> None:
 
 def test_an_engine_says_why_it_has_its_form(folders: dict[str, Path], tmp_path: Path) -> None:
     picked = load(folders["vl"], budget="12KiB", page_size=8)
-    assert picked.cache.pool.form.name == "k8v4"
-    assert picked.form_note is not None and "holds" in picked.form_note
+    name = picked.cache.pool.form.name
+    assert name != "auto" and picked.form_note is not None
+    held = picked.budget.entries(picked.spec.rows, 0, 8, picked.cache.pool.page_bytes)
+    assert f"holds {held / picked.spec.rows:,.0f} entries per row" in picked.form_note
     plain = load(folders["vl"], budget=10)
     assert plain.form_note is None and plain.cache.pool.form.name == "auto"
     session = picked.session()
     session.prefill(PICTURES)
     session.save(tmp_path / "session")
-    read, _ = load(folders["vl"], kv="k8v4", budget=10).load_session(tmp_path / "session")
+    read, _ = load(folders["vl"], kv=name, budget=10).load_session(tmp_path / "session")
     assert_same_rows(session, read)
     # Policies that never evict have nothing to gain.
     assert load(folders["vl"], budget="12KiB", policy="full").cache.pool.form.name == "auto"
