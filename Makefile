@@ -3,6 +3,13 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.mmkv-installed
+# Where a browser is, tests drive it; what drives it is 53 MB, so it is not installed elsewhere.
+FOLDERS := $(subst :, ,$(PATH))
+BROWSER := $(wildcard $(foreach name,chromium chromium-browser google-chrome,$(addsuffix /$(name),$(FOLDERS))))
+EXTRAS := dev
+ifneq ($(BROWSER),)
+EXTRAS := dev,browser
+endif
 # Without its cache of compiled modules, every process that the tests start compiles torch anew.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -35,7 +42,7 @@ test-drawn: $(READY)
 test-pages: $(READY)
 	$(BIN)/python -m tests.engine.page_operations $(PAGES)
 
-# The pages of mmkv serve and mmkv explain in headless Chromium (of the system: apt-get install chromium); make test has it where both are.
+# The pages of mmkv serve and mmkv explain in headless Chromium (apt-get install chromium), also where it came after .venv.
 test-browser: $(READY)
 	$(BIN)/pip install -q --constraint constraints.txt 'playwright>=1.50'
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest tests/mmkv/server/test_page.py tests/mmkv/explain/test_page.py
@@ -63,7 +70,7 @@ format: $(READY)
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("mmkv needs Python 3.11 or newer; set PYTHON=...") if sys.version_info < (3, 11) else None'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[$(EXTRAS)]'
 	$(BIN)/python -m pip install --quiet --no-compile --no-deps lmms-eval==0.7.3
 	touch $@
 

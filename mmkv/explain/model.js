@@ -95,7 +95,7 @@ function scoreOf(r, p, at) {
   if (rule.kernel === "recency") return position;
   if (rule.kernel !== "retention" || !logBeta) return sampleOf(r, p, at);
   const x = logBeta[r * tokens + p], n = rule.lookahead ?? Infinity;
-  const age = seen[at] - position + rule.shift, decayed = age ? age * x : 0;
+  const age = seen[at] - position + rule.shift, decayed = (age ? age * x : 0) + rule.bonus;
   if (n === 1) return decayed;
   if (n === 2) return decayed + Math.log1p(Math.exp(x));
   if (n === Infinity) return decayed - Math.log(-Math.expm1(x));
@@ -164,7 +164,7 @@ function why(r, p) {
   return {
     text: `${what}, ${end === born[p] ? "the step that read it" : `when ${seen[end] - 1 - p - first} more tokens had been read`}. Its score was ` +
       `${shown(lastScore(r, p))}, the highest that went then ${shown(cutsOf(group)[end])}${cuts || here === rivals ? "" : " (of the rows shown)"}. ` +
-      `${rivals === 1 ? "The row has a budget of its own" : `${rivals} rows compete there`}; this one held ` +
+      `${rivals === 1 ? "The row has a budget of its own" : `${rivals} rows compete there${data.rule.shared ? ", and those of other sessions" : ""}`}; this one held ` +
       `${perRow[r * (steps + 1) + end]} of ${here === rivals ? `their ${total} entries` : `the ${total} entries of the ${here} rows shown`} afterwards.`,
     part: here < rivals, end, above: justAbove(r, end),
   };

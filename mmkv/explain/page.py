@@ -157,6 +157,8 @@ def _data(
             "shift": rule.age_shift,
             "first": rule.first,
             "recent": rule.recent,
+            "shared": rule.shared,
+            "bonus": rule.bonus,
             "group": rule.group[rows].tolist(),
             "sizes": np.bincount(rule.group).tolist(),  # shown or not
         },

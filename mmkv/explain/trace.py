@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -32,6 +33,7 @@ class Rule:
             those that went, and of samples.
         lookahead, age_shift: of retention; first, recent: tokens protected at either end.
         group: int64 ``[rows]``, rows of the same number compete.
+        shared: whether other sessions' entries do, too; bonus: what is added to scores there.
     """
 
     kernel: str
@@ -40,6 +42,8 @@ class Rule:
     first: int
     recent: int
     group: np.ndarray
+    shared: bool = False
+    bonus: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -118,7 +122,7 @@ class Snapshot:
             age = torch.from_numpy(seen - position + rule.age_shift)
             beta = torch.from_numpy(np.ascontiguousarray(log_beta))
             made = lookahead_log_score(beta, age, rule.lookahead, 1 + min(rule.age_shift, 0))
-            value = made.numpy()
+            value = made.numpy() + np.float32(rule.bonus)
         else:
             return None
         protected = (position < rule.first) | (position >= seen - rule.recent) * bool(rule.recent)
@@ -286,15 +290,18 @@ def _rule(session: CachedSequence) -> Rule:
     group = np.zeros(rows, np.int64)
     recent = policy.protect_recent
     if policy.evicts:
-        allowed = session.allowed_entries
+        # Of a shared budget all sessions' entries, as scores are made of it; not what one may hold.
+        allowed = engine.budgets.competing(session)
         shares = policy.shares(allowed, engine.spec.num_layers, engine.spec.num_kv_heads)
-        group, recent = shares.group.numpy(), policy.recent(allowed // rows)
+        prompt = session.prompt_tokens * policy.keeps_prompt
+        group, recent = shares.group.numpy(), policy.recent(allowed // rows - prompt)
     scoring, kernel = policy.scoring, kernel_of(policy.scoring)
     kernel = kernel if policy.evicts and kernel in ("retention", "recency") else "other"
     lookahead, shift = 1.0, 0
     if isinstance(scoring, Retention):
         lookahead, shift = scoring.lookahead, scoring.age_shift
-    return Rule(kernel, lookahead, shift, policy.protect_first, recent, group)
+    shared, bonus = engine.shared is not None, math.log(engine.budgets.weight(session))
+    return Rule(kernel, lookahead, shift, policy.protect_first, recent, group, shared, bonus)
 
 
 def _budget(session: CachedSequence) -> str:

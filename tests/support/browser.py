@@ -18,11 +18,19 @@ def browsing(offline: bool = False) -> Iterator[Any]:
     api = pytest.importorskip(
         "playwright.sync_api", reason="no playwright here; pip install 'mmkv[browser]'"
     )
-    binary = next((found for name in NAMES if (found := shutil.which(name))), None)
-    if binary is None:
+    found = [path for name in NAMES if (path := shutil.which(name))]
+    if not found:
         pytest.skip(f"no browser here ({', '.join(NAMES)}); apt-get install chromium")
     with api.sync_playwright() as play:
-        browser = play.chromium.launch(executable_path=binary, args=["--no-sandbox"])
+        browser, reasons = None, []
+        for path in found:  # Ubuntu's may be a script that wants another package
+            try:
+                browser = play.chromium.launch(executable_path=path, args=["--no-sandbox"])
+                break
+            except api.Error as error:
+                reasons.append(f"{path} does not start: {str(error).splitlines()[0]}")
+        if browser is None:
+            pytest.skip("; ".join(reasons))
         made = browser.new_context(offline=offline)
         made.set_default_timeout(30_000)
         yield made

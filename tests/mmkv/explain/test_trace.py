@@ -14,10 +14,14 @@ from torch import Tensor
 
 from engine import trace as recording
 from engine.errors import InputError, SessionError
+from engine.policies import Policy
+from engine.policies.allocation import GlobalAllocation
+from engine.policies.scoring import Retention
 from engine.sequence import CachedSequence
 from engine.trace import _BLOCK, DEATH, KINDS, PRUNED, REFUSED, Record, Recorder
 from mmkv import Engine, Sampling
 from mmkv.explain import Trace
+from mmkv.explain.page import render
 from mmkv.resources import asset
 from tests.support.policies import EVICTING_KINDS
 from tests.support.recorded import DIALOGUES, bundled, recorded, talk
@@ -350,6 +354,34 @@ def test_sessions_that_share_a_budget_are_recorded(folders: dict[str, Path]) -> 
     assert set(record.allowed.tolist()) == {-1}  # no budget of its own
     assert Trace(one.session).snapshot().budget == "12 entries per row, shared by all sessions"
     assert len(record.deaths) == one.session.memory().evicted
+
+
+def test_scores_under_a_shared_budget_are_those_that_were_computed(
+    folders: dict[str, Path],
+) -> None:
+    """With the session's weight, and as many recent tokens protected as the shared budget says."""
+    scoring = Retention(2, 0)
+    policy = Policy("kept", scoring, GlobalAllocation(), recent_share=0.5)
+    engine = load(folders["vl"], policy=policy)
+    engine.share(12)
+    one, other = engine.session(), engine.session()
+    assert engine.shared is not None
+    engine.shared.join(one, 0.25)
+    recorder = one.record()
+    one.prefill(PICTURES)
+    other.prefill(LATER)
+    for token in text_ids(6, 1).tolist():
+        other.decode(token)
+        one.decode(token)
+    snapshot = Trace(one).snapshot()
+    assert snapshot.rule.recent == 6
+    record = recorder.read(one)
+    assert len(record.deaths) > 20
+    for step in np.unique(record.died_at):
+        dead = record.deaths[record.died_at == step]
+        found = snapshot.scores(int(step), dead["position"].astype(np.int64), dead["log_beta"])
+        np.testing.assert_allclose(found, dead["score"], rtol=1e-5, atol=1e-6)
+    assert '"shared":true,"bonus":-1.38' in render(snapshot).replace(" ", "")
 
 
 def test_bursts_on_a_gpu_are_recorded(
