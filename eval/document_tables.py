@@ -79,6 +79,8 @@ _SPEEDS = {
 _BYTES = (
     ("dense", "quality-bytes-dense", ("1/4", "1/8", "1/16", "1/32")),
     ("sparse", "quality-bytes-sparse", ("1/16", "1/32")),
+    ("256 distractors", "quality-bytes-256-distractors", ("1/8", "1/16", "1/32")),
+    ("recall, SmolLM2", "quality-bytes-recall", ("1/16", "1/32")),
 )
 # The same at equal entries.
 _ENTRIES = (("dense", "quality-entries-dense", ("1/4", "1/8", "1/16")),)

@@ -46,6 +46,10 @@ class _Panel:
 _PANELS = {
     "quality-bytes-dense": _Panel("dense: any picture may be asked", "quality-tiny-vlm-dense", 32),
     "quality-bytes-sparse": _Panel("sparse: most never matter", "quality-tiny-vlm-sparse", 32),
+    "quality-bytes-256-distractors": _Panel(
+        "256 distractors", "quality-tiny-vlm-256-distractors", 32
+    ),
+    "quality-bytes-recall": _Panel("facts in text, SmolLM2", "quality-smollm2-recall", 64),
 }
 # Token kinds of kept.svg; evicted ones are pale.
 _KINDS = {
