@@ -83,7 +83,10 @@ _BYTES = (
     ("recall, SmolLM2", "quality-bytes-recall", ("1/16", "1/32")),
 )
 # The same at equal entries.
-_ENTRIES = (("dense", "quality-entries-dense", ("1/4", "1/8", "1/16")),)
+_ENTRIES = (
+    ("dense", "quality-entries-dense", ("1/4", "1/8", "1/16")),
+    ("recall, SmolLM2", "quality-entries-recall", ("1/8",)),
+)
 _FORMS = ("bf16", "int8", "k8v4", "int4")
 
 Rows = Iterator[Sequence[str]]
