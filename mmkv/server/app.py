@@ -26,7 +26,7 @@ from mmkv.server.page import page_router
 from mmkv.server.responses import responses_router
 from mmkv.server.room import Room
 from mmkv.server.schema import ChatRequest, MmkvOptions
-from mmkv.server.sessions import sessions_router
+from mmkv.server.session_routes import sessions_router
 from mmkv.server.transformers_chat import load_router
 
 
