@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import tempfile
@@ -14,10 +13,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
+from filelock import FileLock
+
 from engine.errors import SessionError
 
 _FOLDER = ".sessions"  # beside the files that users name, which begin with no dot
 _NOTE, _MEMORY, _DRAFT = ".json", ".mmkv", ".part"
+_POLL = 0.005  # seconds between two looks at a lock that another one holds
 _ABANDONED = 3600  # seconds after which a file that no note names is nobody's
 
 
@@ -168,8 +170,7 @@ class Lasting:
         with contextlib.ExitStack() as stack:
             with _told():
                 path.parent.mkdir(parents=True, exist_ok=True)
-                lock = stack.enter_context(path.open("a"))
-                fcntl.flock(lock, fcntl.LOCK_EX)
+                stack.enter_context(FileLock(path).acquire(poll_interval=_POLL))
             yield
 
     def _path(self, tenant: str, name: str) -> Path:
@@ -202,7 +203,9 @@ def _replace(path: Path, text: str) -> None:
 
 
 def _sync(path: Path) -> None:
-    """Have a file, or a folder's names, on the disk."""
+    """Have a file, or a folder's names, on the disk; Windows opens no folders."""
+    if os.name == "nt" and path.is_dir():
+        return
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

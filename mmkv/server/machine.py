@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from engine.errors import BudgetError, MmkvError, SessionError
+from engine.errors import BudgetError, MmkvError
 from mmkv.sampling import Sampling
 from mmkv.scheduler import Limits, Scheduler
 from mmkv.scheduler.replies import EngineExecutor
 from mmkv.server.conversation import digest_of
 from mmkv.server.grammar import Grammars
+from mmkv.server.hibernation import HibernationFolder
 from mmkv.server.job import ChatJob
 from mmkv.server.kept import Shelf
 from mmkv.server.reply_json import FINISH
@@ -52,8 +51,8 @@ class Machine:
         )
         tokenizer = engine.processor.tokenizer
         self.grammars = Grammars(tokenizer, engine.spec.vocab_size, engine.eos_token_ids)
-        self._folder = _folder(settings)
-        self.shelf = Shelf(engine, self.scheduler, Path(self._folder.name))
+        self._folder = HibernationFolder(settings.session_folder)
+        self.shelf = Shelf(engine, self.scheduler, self._folder.path)
         self.facts = _facts(engine, lookahead)
         self._require_room()
         _set_aside(engine)
@@ -69,7 +68,7 @@ class Machine:
     def close(self) -> None:
         """Cancel what is left, and return all pages and files."""
         self.scheduler.close()
-        self._folder.cleanup()
+        self._folder.close()
 
     def _require_room(self) -> None:
         """Refuse to start where not even one request has room. Raises BudgetError."""
@@ -174,20 +173,6 @@ def _show_a_picture(engine: Engine) -> None:
                 pass
     finally:
         session.close()
-
-
-def _folder(settings: Settings) -> tempfile.TemporaryDirectory[str]:
-    """Make the folder where memories hibernate. Raises SessionError."""
-    within = settings.session_folder
-    try:
-        if within is not None:
-            within.mkdir(parents=True, exist_ok=True)
-        return tempfile.TemporaryDirectory(prefix=".hibernated-", dir=within)
-    except OSError as error:
-        raise SessionError(
-            f"cannot write to {within or 'the folder for temporary files'} ({error.strerror}); "
-            "name another --session-folder"
-        ) from error
 
 
 def _facts(engine: Engine, lookahead: float) -> Facts:

@@ -44,7 +44,9 @@ class Metrics:
         self.evicted = counter("entries_evicted", "Cache entries dropped.", "modality")
         self.sessions = gauge("sessions", "Sessions, stored responses among them.", "state")
         self.snapshot_bytes = gauge("snapshot_bytes", "Bytes of copies by which chats resume.")
-        self.page_leaks = gauge("page_leaks_total", "Pages held by nobody; 0 is right.")
+        self.page_leaks = gauge(
+            "page_leaks_total", "Pages held beyond what is committed while nothing runs: a defect."
+        )
 
     def text(self) -> bytes:
         """Return all of them in Prometheus' text format."""

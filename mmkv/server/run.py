@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from mmkv.api import Engine
     from mmkv.server.room import Room
 
-PACKAGES = ("fastapi", "uvicorn", "prometheus_client", "httpx", "llguidance")
+PACKAGES = ("fastapi", "filelock", "uvicorn", "prometheus_client", "httpx", "llguidance")
 
 
 def require_packages() -> None:

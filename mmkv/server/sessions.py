@@ -38,7 +38,7 @@ class Record:
         kept: its memory after the latest turn; None before the first, or while it lies in the
             folder that servers share.
         note: what that folder says of it; None without.
-        busy: whether a turn is under way.
+        busy: whether a turn is under way; made_way: whether it was closed here for another one.
     """
 
     id: str
@@ -50,6 +50,13 @@ class Record:
     created: int = field(default_factory=lambda: int(time.time()))
     turns: int = 0
     note: Note | None = None
+    made_way: bool = False
+
+    @property
+    def lies_in_the_folder(self) -> bool:
+        """Whether another server could go on from where it stands."""
+        note = self.note
+        return note is not None and bool(note.version and (self.kept is None or note.memory))
 
     @property
     def messages(self) -> int:
@@ -112,6 +119,7 @@ class Sessions:
         record = self._records.get((caller.tenant, name))
         if record is None:
             raise _gone(name)
+        self._records[caller.tenant, name] = self._records.pop((caller.tenant, name))  # used last
         if idle:
             self.require_idle(record)
         return record
@@ -119,6 +127,8 @@ class Sessions:
     def require_idle(self, record: Record) -> None:
         """Raise ApiError: a turn is under way, or the session is gone."""
         if self._records.get((record.tenant, record.id)) is not record:
+            if record.made_way:
+                raise ApiError(409, "the session made way for others; send it again", "conflict")
             raise _gone(record.id)
         if record.busy:
             raise ApiError(
@@ -129,6 +139,7 @@ class Sessions:
         """Return a session's memory, from the shared folder if it lies there alone."""
         note, lasting = record.note, self._lasting
         if record.kept is None and lasting is not None and note is not None and note.memory:
+            self._require_room(record)
             kept = await self._load(lasting.memory(record.tenant, note), record.id)
             if self._records.get((record.tenant, record.id)) is not record:
                 release(self._room, kept)
@@ -314,13 +325,29 @@ class Sessions:
             return
         raise _exists(name)
 
-    def _require_room(self) -> None:
-        most = self._room.settings.max_sessions
-        # What lies in the folder alone is not open here, however many know of it.
-        if sum(one.kept is not None or one.turns == 0 for one in self._records.values()) >= most:
+    def _require_room(self, besides: Record | None = None) -> None:
+        """Make sure that one more session may be open, beside all but one. Raises ApiError (503).
+
+        Where they last, one that is idle need not be: it lies in the folder. That used longest ago
+        goes first. What lies there alone is not open here, however many know of it.
+        """
+        most, opened = (
+            self._room.settings.max_sessions,
+            [
+                one
+                for one in self._records.values()
+                if one is not besides and (one.kept is not None or one.turns == 0)
+            ],
+        )
+        movable = [one for one in opened if one.lies_in_the_folder and not one.busy]
+        short = len(opened) + 1 - most
+        if short > len(movable):
             raise ApiError(
                 503, f"{most} sessions are open, as many as this server keeps", "too_many_sessions"
             )
+        for one in movable[: max(short, 0)]:
+            one.made_way = True
+            self._forget(one)
 
     def _path(self, name: str, caller: Caller) -> Path:
         """Return where a saved session lies; callers with different keys have different folders."""

@@ -214,6 +214,41 @@ def test_sessions_that_lie_in_the_folder_take_no_place(
     created(two)
 
 
+def test_sessions_that_come_back_count(
+    servers: tuple[Server, Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No more are open than may be: that used longest ago makes way, and comes back as it was."""
+    one, two = servers
+    names = [created(one) for _ in range(3)]
+    for at, name in enumerate(names):
+        said(one, name, f"this is {at}")
+    before = [one.client.get(f"/v1/sessions/{name}/memory").json() for name in names]
+    for name in [session["id"] for session in two.client.get("/v1/sessions").json()["data"]]:
+        if name not in names:
+            assert two.client.delete(f"/v1/sessions/{name}").status_code == 200
+
+    def opened(machine: Machine) -> int:
+        return len(machine.scheduler.sessions)
+
+    others = two.inside(opened)  # of tests before this one
+
+    def limit(most: int) -> None:
+        settings = dataclasses.replace(two.room.settings, max_sessions=most)
+        monkeypatch.setattr(two.room, "settings", settings)
+
+    limit(2)
+    for at, name in enumerate([*names, names[0]]):
+        memory = two.client.get(f"/v1/sessions/{name}/memory").json()
+        assert memory["bytes"] == before[at % 3]["bytes"]
+        assert two.inside(opened) - others == min(at + 1, 2)
+    limit(0)
+    full = two.client.get(f"/v1/sessions/{names[1]}/memory")
+    assert (full.status_code, full.json()["error"]["code"]) == (503, "too_many_sessions")
+    limit(1)
+    said(two, names[1], "go on")
+    assert two.inside(opened) - others == 1
+
+
 def test_one_of_two_that_go_on_at_once_is_told(
     shared: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
