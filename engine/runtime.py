@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from engine.backends.base import Backend, Backends
-from engine.backends.cpu import CpuBackend, native_product
+from engine.backends.cpu import CpuBackend, native_product, rounded
 from engine.backends.cuda import CudaBackend
 from engine.backends.cuda.kernels.sample import Draw
 from engine.backends.torch.backend import TorchBackend
@@ -179,6 +179,7 @@ class Runtime:
             pictures,
             native_product(config.weights),
             config.weights,
+            rounded,
         )
         return cls.from_parts(config, family, spec, weights)
 

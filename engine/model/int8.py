@@ -48,9 +48,8 @@ class Int8Matrix:
         is not a number where a weight is not one.
         """
         rows, width = weight.shape
-        panels, blocks = -(-rows // PANEL), -(-width // BLOCK)
-        codes = torch.empty(panels, blocks, BLOCK // 4, PANEL, 4, dtype=torch.int8)
-        scales = torch.empty(panels, blocks, PANEL, dtype=torch.bfloat16)
+        codes, scales = cls.empty(rows, width)
+        panels, blocks = codes.shape[:2]
         wrong = whole = 0.0
         for first in range(0, panels, _ROWS_AT_ONCE // PANEL):
             after = min(first + _ROWS_AT_ONCE // PANEL, panels)
@@ -66,6 +65,13 @@ class Int8Matrix:
             codes[first:after] = grouped.permute(0, 2, 3, 1, 4)
             scales[first:after] = scale.unflatten(0, (-1, PANEL)).transpose(1, 2)
         return cls(codes, scales, (rows, width), (wrong / whole) ** 0.5 if whole else 0.0)
+
+    @staticmethod
+    def empty(rows: int, width: int) -> tuple[Tensor, Tensor]:
+        """Return room for the codes and steps of a matrix ``[rows, width]``."""
+        panels, blocks = -(-rows // PANEL), -(-width // BLOCK)
+        codes = torch.empty(panels, blocks, BLOCK // 4, PANEL, 4, dtype=torch.int8)
+        return codes, torch.empty(panels, blocks, PANEL, dtype=torch.bfloat16)
 
     @property
     def device(self) -> torch.device:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -84,15 +85,17 @@ class Holding:
     Attributes:
         name: ``auto``, ``bf16`` or ``int8``, as ``--weights`` takes it.
         product: multiplies float32 states by matrices in that form.
+        rounded: rounds a matrix to 8 bits.
     """
 
     name: str
     product: Product
+    rounded: Callable[[Tensor], Int8Matrix] = Int8Matrix.of
 
     def hold(self, weight: Tensor) -> Matrix:
         """Return a matrix as it is held; ``auto`` changes no number."""
         if self.name == "int8":
-            return Int8Matrix.of(weight)
+            return self.rounded(weight)
         return weight.bfloat16() if self.name == "bf16" else narrowed(weight)
 
     @classmethod
@@ -100,6 +103,7 @@ class Holding:
         cls,
         name: str,
         product: Product | None,
+        rounded: Callable[[Tensor], Int8Matrix],
         dtype: torch.dtype,
         device: torch.device,
         experts: bool,
@@ -108,6 +112,7 @@ class Holding:
 
         Args:
             product: multiplies by matrices in any form in C; None: there is none.
+            rounded: rounds a matrix to 8 bits.
             dtype: of states.
 
         Raises:
@@ -126,4 +131,4 @@ class Holding:
             reason, remedy = "not for a mixture of experts", "leave --weights at auto"
         if reason:
             raise ModelError(f"weights {name!r} are {reason}; {remedy}")
-        return cls(name, product or multiply)
+        return cls(name, product or multiply, rounded)

@@ -6,7 +6,7 @@ from engine.backends.cpu.backend import CpuBackend
 from engine.backends.cpu.binding import levels, library
 from engine.backends.cpu.decoder import NativeDecoder
 from engine.backends.cpu.evictor import NativeEvictor
-from engine.backends.cpu.product import native_product
+from engine.backends.cpu.product import native_product, rounded
 
 __all__ = [
     "CpuBackend",
@@ -18,6 +18,7 @@ __all__ = [
     "levels",
     "native_product",
     "reason",
+    "rounded",
 ]
 
 

@@ -161,6 +161,10 @@ _FUNCTIONS = {
     "mmkv_store": (None, [POINTER(Cache), c_int64, c_void_p, c_void_p]),
     "mmkv_product": (None, [POINTER(Linear), c_void_p, c_void_p, c_int64, c_int64, c_void_p]),
     "mmkv_product_scratch": (c_int64, [POINTER(Linear), c_int64]),
+    "mmkv_round": (
+        None,
+        [c_void_p, c_int64, c_int64, c_int64, c_void_p, c_void_p, c_void_p, c_int64],
+    ),
     "mmkv_int8_form": (c_char_p, [c_char_p]),
     "mmkv_evict_scratch": (c_int64, [c_int64, c_int64]),
     "mmkv_window": (None, [POINTER(Cache), POINTER(Window), c_int64]),

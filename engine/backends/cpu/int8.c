@@ -335,13 +335,17 @@ static int runs_avx512vnni(void)
 
 #elif defined(__aarch64__)
 #define TILE_NEON 4
-#ifdef __clang__
-#define TARGET_NEON TARGET("dotprod")
-#else
-#define TARGET_NEON TARGET("arch=armv8.2-a+dotprod")
-#endif
 
-INLINE TARGET_NEON void tile_neon(const int8_t *codes, const uint16_t *scales, struct codes x,
+/* Written out: compilers would want all of this, and what it calls, for ARMv8.2. */
+INLINE int32x4_t dot_neon(int32x4_t sum, int8x16_t weight, int8x16_t four)
+{
+    __asm__(".arch_extension dotprod\n\tsdot %0.4s, %1.16b, %2.16b"
+            : "+w"(sum)
+            : "w"(weight), "w"(four));
+    return sum;
+}
+
+INLINE void tile_neon(const int8_t *codes, const uint16_t *scales, struct codes x,
                                   int count, float *made)
 {
     for (int quarter = 0; quarter < PANEL; quarter += 4) {
@@ -359,7 +363,7 @@ INLINE TARGET_NEON void tile_neon(const int8_t *codes, const uint16_t *scales, s
                 for (int v = 0; v < count; v++) {
                     const int8_t *from = input + 4 * (group * count + v);
                     int8x16_t four = vreinterpretq_s8_s32(vdupq_n_s32(four_codes(from)));
-                    dot[v] = vdotq_s32(dot[v], weight, four);
+                    dot[v] = dot_neon(dot[v], weight, four);
                 }
             }
             uint32x4_t wide = vmovl_u16(vld1_u16(scales + block * PANEL + quarter));
@@ -374,7 +378,7 @@ INLINE TARGET_NEON void tile_neon(const int8_t *codes, const uint16_t *scales, s
     }
 }
 
-static TARGET_NEON void product_neon(const int8_t *codes, const uint16_t *scales, struct codes x,
+static void product_neon(const int8_t *codes, const uint16_t *scales, struct codes x,
                                      int64_t count, float *made)
 {
     switch (count) {
@@ -460,5 +464,61 @@ void int8_row(const struct linear *map, int64_t row, float *to)
         int64_t at = panel + i / CODE_BLOCK * PANEL;
         int8_t code = map->codes[at * CODE_BLOCK + (i % CODE_BLOCK / 4 * PANEL + row % PANEL) * 4 + i % 4];
         to[i] = (float)code * from_bf16(map->scales[at + row % PANEL]);
+    }
+}
+
+/* Round a block of weights, and add what that changes and their squares to `sums`. Codes go to the
+ * block's groups, four by four. */
+static void round_block(const float *restrict x, int8_t *restrict codes, uint16_t *scale, double *sums)
+{
+    int32_t bits[CODE_BLOCK], most = 0;
+    int8_t made[CODE_BLOCK];
+    memcpy(bits, x, sizeof bits);
+#pragma omp simd reduction(max : most)
+    for (int i = 0; i < CODE_BLOCK; i++) {
+        int32_t size = bits[i] & 0x7fffffff;
+        most = size > most ? size : most;
+    }
+    float greatest, step, wrong = 0, whole_block = 0;
+    uint32_t least;
+    memcpy(&greatest, &most, sizeof greatest);
+    greatest /= 127.0f;
+    memcpy(&least, &greatest, sizeof least);
+    *scale = most < 0x7f800000 ? (uint16_t)((least + 0xffff) >> 16) : 0x7fc0; /* or not a number */
+    step = from_bf16(*scale);
+    float divisor = step > 0 ? step : 1.0f;
+#pragma omp simd reduction(+ : wrong, whole_block)
+    for (int i = 0; i < CODE_BLOCK; i++) {
+        float code = whole(x[i] / divisor), off = x[i] - code * step;
+        made[i] = (int8_t)(int32_t)(most < 0x7f800000 ? code : 0.0f);
+        wrong += off * off;
+        whole_block += x[i] * x[i];
+    }
+    for (int group = 0; group < GROUPS; group++)
+        memcpy(codes + group * 4 * PANEL, made + 4 * group, 4);
+    sums[0] += wrong;
+    sums[1] += whole_block;
+}
+
+/* Round weights [out, in], float32 or (`half`) bfloat16, as Int8Matrix.of does. `sums` [panels, 2]
+ * gets, panel by panel, the squares of what changed and of the weights. */
+EXPORT void mmkv_round(const void *weights, int64_t half, int64_t out, int64_t in, int8_t *codes,
+                       uint16_t *scales, double *sums, int64_t threads)
+{
+    int64_t panels = (out + PANEL - 1) / PANEL, blocks = (in + CODE_BLOCK - 1) / CODE_BLOCK;
+#pragma omp parallel for num_threads((int)threads) if (threads > 1)
+    for (int64_t panel = 0; panel < panels; panel++) {
+        sums[2 * panel] = sums[2 * panel + 1] = 0;
+        for (int64_t i = 0; i < PANEL * blocks; i++) {
+            int64_t row = panel * PANEL + i / blocks, block = i % blocks;
+            int64_t from = row * in + block * CODE_BLOCK, left = in - block * CODE_BLOCK;
+            int64_t at = (panel * blocks + block) * PANEL + i / blocks, lane = 4 * (i / blocks);
+            float x[CODE_BLOCK] = {0};
+            for (int64_t n = 0; row < out && n < (left < CODE_BLOCK ? left : CODE_BLOCK); n++)
+                x[n] = half ? from_bf16(((const uint16_t *)weights)[from + n])
+                            : ((const float *)weights)[from + n];
+            round_block(x, codes + (panel * blocks + block) * CODE_BLOCK * PANEL + lane, scales + at,
+                        sums + 2 * panel);
+        }
     }
 }

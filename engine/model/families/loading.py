@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import transformers
 from safetensors import SafetensorError
+from torch import Tensor
 from transformers.utils import logging as transformers_logging
 
 from engine import hub
@@ -24,6 +25,7 @@ from engine.model.families.config import read_config, whole_config
 from engine.model.families.deferred import DeferredModel
 from engine.model.families.vision import build_vision, import_beside
 from engine.model.finite import require_finite
+from engine.model.int8 import Int8Matrix
 from engine.model.product import Holding, Product
 from engine.model.settings import require_sizes
 from engine.model.source import checkpoint_file, files_of, locate
@@ -46,6 +48,7 @@ def load(
     pictures: bool = False,
     product: Product | None = None,
     form: str = "auto",
+    rounded: Callable[[Tensor], Int8Matrix] = Int8Matrix.of,
 ) -> tuple[Family, DecoderSpec, DecoderWeights]:
     """Read a checkpoint: each shard once, into the dtype used.
 
@@ -61,6 +64,7 @@ def load(
         product: multiplies float32 states by matrices in any form. With it, matrices that
             bfloat16 holds exactly are held in it where the dtype is float32 and the device a CPU.
         form: how matrices are held there: ``auto``, ``bf16`` or ``int8``.
+        rounded: rounds a matrix to 8 bits.
 
     Returns:
         The family (which keeps the vision side), the sizes, and the text weights, of which there
@@ -74,9 +78,9 @@ def load(
     source = locate(name)
     # A file with wrong values can make libraries raise nearly anything.
     with _explaining(name, source):
-        return _load(
-            name, source, dtype, where, progress or (lambda _: None), pictures, product, form
-        )
+        say = progress or (lambda _: None)
+        holding = functools.partial(Holding.of, form, product, rounded)
+        return _load(name, source, dtype, where, say, pictures, holding)
 
 
 def _load(
@@ -86,8 +90,7 @@ def _load(
     where: torch.device,
     say: Callable[[str], None],
     pictures: bool,
-    product: Product | None,
-    form: str,
+    holding_of: Callable[[torch.dtype, torch.device, bool], Holding | None],
 ) -> tuple[Family, DecoderSpec, DecoderWeights]:
     local = Path(source).is_dir() or not hub.in_reach()
     say("reading the config")
@@ -96,7 +99,7 @@ def _load(
     require_sizes(config)
     precision = resolve_dtype(dtype, config, where)
     experts = any(sparse_layers(config.get_text_config()))
-    holding = Holding.of(form, product, precision, where, experts)
+    holding = holding_of(precision, where, experts)
     say("reading the weights")
     load_whole = functools.partial(_model, name, source, local, family_type)
     if family_type in FAMILIES:

@@ -130,6 +130,24 @@ def test_the_error_that_is_reported_is_that_of_the_weights() -> None:
 
 
 @needs_native
+@pytest.mark.parametrize("level", levels())
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_c_rounds_to_the_same_codes(
+    shape: tuple[int, int], stored: torch.dtype, level: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MMKV_NATIVE", level)
+    weight = random(*shape)
+    weight[0, :5], weight[1], weight[2] = torch.arange(5.0) / 2, 0.0, weight[2] * 1e-38
+    weight[-1] = torch.arange(shape[1]) % 31 * 0.5 - 7.5  # halves of a step
+    ours, theirs = native.rounded(weight.to(stored)), Int8Matrix.of(weight.to(stored))
+    assert ours.shape == theirs.shape and ours.error == pytest.approx(theirs.error, rel=1e-5)
+    assert torch.equal(ours.codes, theirs.codes) and torch.equal(ours.scales, theirs.scales)
+    weight[0, 1] = torch.nan
+    assert int(native.rounded(weight).scales.isnan().sum()) == 1
+
+
+@needs_native
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_a_row_does_not_depend_on_its_company_or_on_threads(
     multiply: native.Product, shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
@@ -264,9 +282,10 @@ def test_where_it_cannot_run_it_is_refused(model: str, options: Any, says: str) 
 def test_other_devices_and_dtypes_keep_their_own_form() -> None:
     cuda = torch.device("cuda")
     with pytest.raises(ModelError, match="not on cuda; leave --weights at auto, or take device"):
-        Holding.of("int8", None, torch.float32, cuda, experts=False)
+        Holding.of("int8", None, Int8Matrix.of, torch.float32, cuda, experts=False)
     for form, dtype in (("auto", torch.float32), ("auto", torch.float16), ("bf16", torch.bfloat16)):
-        assert Holding.of(form, native.multiply, dtype, cuda, experts=True) is None
+        made = Holding.of(form, native.multiply, native.rounded, dtype, cuda, experts=True)
+        assert made is None
 
 
 def test_bf16_rounds_what_is_stored_wider() -> None:
