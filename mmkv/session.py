@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
@@ -13,18 +12,15 @@ from typing import TYPE_CHECKING, Any, Self, cast
 
 import torch
 
-from engine.checks import require_list
-from engine.errors import ContextError, InputError, SessionError
+from engine.errors import ContextError, SessionError
 from engine.sequence import CachedSequence
 from engine.sequence_file import checked_extra
 from mmkv.interrupts import CtrlC
-from mmkv.prompt.media import load_image
-from mmkv.prompt.messages import is_blank, take_media
-from mmkv.prompt.video import load_video
 from mmkv.reply import Reply, ReplyWriter
 from mmkv.sampling import Sampling, checked
 from mmkv.stepping import step
 from mmkv.stream import ReplyStream
+from mmkv.turn import UserTurn, compose
 
 if TYPE_CHECKING:
     from engine.budget import Budget
@@ -36,23 +32,6 @@ if TYPE_CHECKING:
 Progress = Callable[[int, int], None]
 # What belongs to the object and not to the state of its conversation.
 _OWN = ("_claim", "_streaming", "_in_stream")
-
-
-@dataclass
-class _Turn:
-    """A user's turn, ready to be appended."""
-
-    messages: list[Message]
-    inputs: dict[str, torch.Tensor]
-    note: str | None
-    started: float
-    basis: tuple[object, int]  # what it was composed for: see Session._basis
-    pictures: Sequence[Any] = ()
-    clips: Sequence[Any] = ()
-
-    @property
-    def tokens(self) -> int:
-        return self.inputs["input_ids"].shape[-1]
 
 
 @dataclass(frozen=True)
@@ -120,7 +99,7 @@ class Session(CachedSequence):
         """
         settings = checked(sampling)
         with self.claimed():
-            turn = self._compose(text, images, videos, system, fps, num_frames)
+            turn = compose(self, text, images, videos, system, fps, num_frames)
         return ReplyStream(self, lambda: self._stream(turn, settings, progress))
 
     def trace(self) -> Trace:
@@ -233,45 +212,9 @@ class Session(CachedSequence):
             )
 
     @property
-    def _basis(self) -> tuple[object, int]:
+    def basis(self) -> tuple[object, int]:
         """What a turn is composed for: another one once the session has changed."""
         return self._turn_mark, self.seen
-
-    def _compose(
-        self,
-        text: str | Sequence[dict[str, Any]],
-        images: Sequence[Any],
-        videos: Sequence[Any],
-        system: str | None,
-        fps: float | None,
-        num_frames: int | None,
-    ) -> _Turn:
-        """Compose all of a turn that can be wrong, before the session is touched."""
-        started = time.perf_counter()
-        if system is not None and self.history:
-            raise InputError("a system message opens a conversation; start a new session for it")
-        if not isinstance(text, str):
-            require_list("text", text, "parts, or a text")
-        require_list("images", images, "pictures")
-        require_list("videos", videos, "videos")
-        parts = [{"type": "text", "text": text}] if isinstance(text, str) else list(text)
-        media = [{"type": "image", "image": image} for image in images]
-        media += [{"type": "video", "video": video} for video in videos]
-        opening = [] if system is None else [{"role": "system", "content": system}]
-        messages, pictures, films = take_media(
-            [*opening, {"role": "user", "content": [*media, *parts]}]
-        )
-        if is_blank(messages[-1]):
-            raise InputError("the prompt is empty; write a question")
-        processor = self.engine.processor
-        addition = processor.template.addition(self.history, messages)
-        seen = [load_image(picture) for picture in pictures]
-        clips = [load_video(film, fps, num_frames, processor.size_rule) for film in films]
-        if (seen or clips) and processor.sees:
-            _ = self.engine.family.hf  # Ctrl-C ends it here, and not while the turn is appended
-        inputs = processor.encode(addition.text, seen, clips, addition.continuing)
-        fed = self.with_unfed(inputs)
-        return _Turn(messages, fed, addition.note, started, self._basis, seen, clips)
 
     def set_unfed(self, token: int | None) -> None:
         """Note which token of the latest reply the cache lacks; the next turn puts it first."""
@@ -294,10 +237,10 @@ class Session(CachedSequence):
         }
 
     def _stream(
-        self, turn: _Turn, sampling: Sampling, progress: Progress | None
+        self, turn: UserTurn, sampling: Sampling, progress: Progress | None
     ) -> Generator[str, None, None]:
         self._require_open()
-        if self._streaming or turn.basis != self._basis:
+        if self._streaming or turn.basis != self.basis:
             raise SessionError(
                 "the session has gone on since this message was sent; send it again when the "
                 "stream before it has ended"
@@ -309,7 +252,7 @@ class Session(CachedSequence):
             self._streaming = False
 
     def _reply(
-        self, turn: _Turn, sampling: Sampling, progress: Progress | None
+        self, turn: UserTurn, sampling: Sampling, progress: Progress | None
     ) -> Generator[str, None, None]:
         engine, start = self.engine, self.turn_start()
         writer = ReplyWriter(
@@ -374,7 +317,7 @@ class Session(CachedSequence):
             self._turn_mark = object()
             return True
 
-    def _append(self, turn: _Turn, control: CtrlC, progress: Progress | None) -> torch.Tensor:
+    def _append(self, turn: UserTurn, control: CtrlC, progress: Progress | None) -> torch.Tensor:
         """Prefill a turn whole, or leave the session as it was."""
         frames = self._frames(turn)  # what fails here leaves the session as it was
         if not self.undo_depth and turn.tokens <= self.engine.prefill_chunk:
@@ -399,7 +342,7 @@ class Session(CachedSequence):
         self._show(frames)
         return logits
 
-    def _frames(self, turn: _Turn) -> list[tuple[int, Frame, int]]:
+    def _frames(self, turn: UserTurn) -> list[tuple[int, Frame, int]]:
         """Encode the pictures of a turn that comes next for the recorder, if there is one."""
         if self.recorder is None or not (turn.pictures or turn.clips):
             return []

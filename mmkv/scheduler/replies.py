@@ -13,6 +13,7 @@ from mmkv.reply import Reply, ReplyWriter
 from mmkv.sampling import Sampling, checked
 from mmkv.scheduler.contract import Job, Price
 from mmkv.stepping import step
+from mmkv.turn import compose
 
 if TYPE_CHECKING:
     import torch
@@ -50,8 +51,7 @@ def message(text: str | Sequence[dict[str, Any]], **more: Any) -> Callable[[Sess
     """Return what makes the prompt of a user's message, with :meth:`Session.send`'s arguments."""
 
     def prepare(session: Session) -> Prompt:
-        given = {"images": (), "videos": (), "system": None, "fps": None, "num_frames": None} | more
-        turn = session._compose(text, **given)
+        turn = compose(session, text, **more)
         return Prompt(turn.inputs, turn.messages, turn.note)
 
     return prepare

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import errno
-import io
 import json
 import os
 import random
 import re
 import stat
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,9 +17,8 @@ import pytest
 import mmkv.chat.autosave
 from mmkv import Engine
 from mmkv.chat.autosave import KEPT, SHARE
-from mmkv.chat.display import Display
-from mmkv.chat.options import ChatOptions
 from mmkv.chat.repl import Repl
+from tests.support.cli_fixtures import new_repl
 
 if TYPE_CHECKING:
     from tests.support.cli_fixtures import Ran
@@ -38,26 +35,6 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "state" / "mmkv" / "chats"
 
 
-@pytest.fixture(scope="module")
-def engine(model: str) -> Engine:
-    return Engine.from_pretrained(model, policy="snapkv", budget=16)
-
-
-@pytest.fixture
-def repl(engine: Engine, model: str) -> Iterator[Repl]:
-    made = new(engine, model)
-    yield made
-    for session in made.branches.values():
-        session.close()
-    engine.cache.check()
-
-
-def new(engine: Engine, model: str, **changes: Any) -> Repl:
-    options = ChatOptions(max_new_tokens=5, **changes)
-    options.engine = options.engine.__class__(model=model, policy="snapkv", budget=16)
-    return Repl(engine, options, Display(options), [], [])
-
-
 def replies(ran: Ran) -> list[tuple[str, dict[str, int]]]:
     """Return text and tokens of each reply of a run with --json, which must have ended well."""
     assert ran.code == 0 and "error" not in ran.err, ran.err
@@ -68,11 +45,11 @@ def replies(ran: Ran) -> list[tuple[str, dict[str, int]]]:
 
 
 def test_a_chat_that_is_killed_goes_on_with_resume(
-    mmkv: Callable[..., Ran], engine: Engine, model: str, state: Path
+    mmkv: Callable[..., Ran], small_engine: Engine, model: str, state: Path
 ) -> None:
     options = ("--json", *FEW, "--policy", "snapkv", "--budget", "16")
     one, two, three = replies(mmkv("chat", model, "-i", *options, stdin="hello\nand?\nso?\n"))
-    killed = new(engine, model)
+    killed = new_repl(small_engine, model)
     killed.handle("hello")
     killed.handle("and?")
     # Nothing was closed and nothing said goodbye; model, policy and budget are those of the file.
@@ -88,12 +65,12 @@ def test_a_chat_that_is_killed_goes_on_with_resume(
 
 
 def test_autosaved_files_are_private_few_and_whole(
-    engine: Engine, model: str, state: Path, capfd: pytest.CaptureFixture[str]
+    small_engine: Engine, model: str, state: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     before = os.umask(0)
     try:
         for number in range(KEPT + 3):
-            chat = new(engine, model)
+            chat = new_repl(small_engine, model)
             chat.handle(f"hello {number}")
             os.utime(sorted(state.iterdir())[-1], (number, number))
             chat.handle("/clear")  # a conversation of its own from here on
@@ -105,7 +82,7 @@ def test_autosaved_files_are_private_few_and_whole(
     assert {stat.S_IMODE(path.stat().st_mode) for path in files} == {0o600}
     capfd.readouterr()
     newest = max(files, key=lambda path: path.stat().st_mtime)
-    chat = new(engine, model, load=str(newest))
+    chat = new_repl(small_engine, model, load=str(newest))
     chat.load(newest)
     assert f'latest: "hello {KEPT + 2}"' in capfd.readouterr().err
     chat.session.close()
@@ -342,88 +319,3 @@ def test_load_and_save_as_options(
     assert "not a session file" in mmkv("chat", "--load", __file__, "-p", "x").error_line()
     both = mmkv("chat", "--resume", "--load", talk, "-i")
     assert both.code == 2 and "exclude each other" in both.error_line()
-
-
-# --- /undo, /retry, /history ---
-
-
-def test_undo_gives_the_picture_back(
-    repl: Repl, picture: str, capfd: pytest.CaptureFixture[str]
-) -> None:
-    repl.handle("hello")
-    repl.handle(f"/image {picture}")
-    repl.handle("what is it?")
-    tokens = repl.session.seen
-    assert repl.images == []
-    repl.handle("/undo")
-    assert [image.size for image in repl.images] == [(48, 32)]
-    assert "queued for the next message: picture 48 x 32" in capfd.readouterr().err
-    repl.handle("what is it?")
-    assert repl.session.seen == tokens and repl.images == []
-    repl.handle("/undo")
-    repl.handle("/undo")
-    repl.handle("/undo")
-    assert len(repl.images) == 1 and "no turn to take back" in capfd.readouterr().err
-
-
-def test_retry_answers_the_same_message_again(
-    repl: Repl, picture: str, capfd: pytest.CaptureFixture[str]
-) -> None:
-    repl.handle("/retry")
-    assert "no turn to try again" in capfd.readouterr().err
-    repl.handle("hello")
-    repl.handle(f"/image {picture}")
-    repl.handle("what is it?")
-    first, state = repl.session.last, repl.session.state()
-    repl.handle(f"/image {picture}")
-    repl.handle("/retry")  # greedy: the same again, and what is queued stays
-    assert repl.session.last.token_ids == first.token_ids  # type: ignore[union-attr]
-    assert repl.session.state() == state and len(repl.images) == 1
-    repl.handle("/set temperature 5")
-    repl.handle("/retry")
-    assert repl.session.last.token_ids != first.token_ids  # type: ignore[union-attr]
-    assert len(repl.session.history) == 4 and repl.session.history[2]["content"][-1]["text"]
-    for _ in range(2):
-        repl.handle("/undo")
-    assert repl.session.history == []
-
-
-def test_a_retry_that_fails_brings_the_old_reply_back(
-    repl: Repl, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    repl.handle("hello")
-    repl.handle("and?")
-    before = (repl.session.state(), list(repl.session.history), repl.session.last)
-
-    def fail(*_: Any) -> None:
-        raise MemoryError
-
-    with monkeypatch.context() as broken:
-        broken.setattr("mmkv.session.step", fail)
-        repl.handle("/retry")
-    assert "out of memory" in capfd.readouterr().err
-    assert (repl.session.state(), repl.session.history, repl.session.last) == before
-    repl.handle("/retry")
-    assert len(repl.session.history) == 4
-    repl.handle("/undo")
-    repl.handle("/undo")
-    assert repl.session.history == []
-
-
-def test_history_is_shown(repl: Repl, picture: str, capfd: pytest.CaptureFixture[str]) -> None:
-    repl.handle("/history")
-    repl.handle(f"/image {picture}")
-    repl.handle("what is it?")
-    reply = repl.session.history[-1]["content"]
-    capfd.readouterr()
-    repl.handle("/history")
-    shown = capfd.readouterr()
-    assert shown.out == "" and shown.err == f">>> [picture] what is it?\n{reply}\n"
-
-
-def test_bare_mmkv_shows_help(mmkv: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch) -> None:
-    ran = mmkv()
-    assert ran.code == 0 and "Usage: mmkv" in ran.out and "chat" in ran.out and ran.err == ""
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"")))
-    wrong = mmkv("--nonsense")
-    assert wrong.code == 2 and "Usage" not in wrong.out

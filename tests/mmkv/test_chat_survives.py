@@ -16,6 +16,7 @@ from PIL import Image
 
 import mmkv.chat.answer
 import mmkv.session
+import mmkv.turn
 from engine.cache import RaggedCache
 from engine.model.decoder import Decoder
 from mmkv import Engine
@@ -36,9 +37,9 @@ pytest_plugins = ("tests.support.cli_fixtures",)
 
 # Where a turn of the chat may fail, in the order of the turn.
 PLACES = (
-    (mmkv.session, "take_media"),
+    (mmkv.turn, "take_media"),
     (ChatTemplate, "addition"),
-    (mmkv.session, "load_image"),
+    (mmkv.turn, "load_image"),
     (QwenProcessor, "encode"),
     (RaggedCache, "fork"),
     (Decoder, "embed_turn"),

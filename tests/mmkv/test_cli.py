@@ -198,3 +198,10 @@ def test_version_and_environment(mmkv: Callable[..., Ran]) -> None:
     assert report.code == 0 and "video reader decord: " in report.out and "torch: " in report.out
     picture = re.search(r"^picture for it: (.*)$", report.out, re.M)
     assert picture is not None and Path(picture[1]).is_file()
+
+
+def test_bare_mmkv_shows_help(mmkv: Callable[..., Ran]) -> None:
+    ran = mmkv()
+    assert ran.code == 0 and "Usage: mmkv" in ran.out and "chat" in ran.out and ran.err == ""
+    wrong = mmkv("--nonsense")
+    assert wrong.code == 2 and "Usage" not in wrong.out

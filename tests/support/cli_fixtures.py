@@ -1,15 +1,20 @@
-"""Fixtures of the command-line tests: a model, a picture, and the command itself."""
+"""Fixtures of the command-line tests: a model, a picture, the command itself, and a chat."""
 
 from __future__ import annotations
 
 import io
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 from PIL import Image
 
+from mmkv import Engine
+from mmkv.chat.display import Display
+from mmkv.chat.options import ChatOptions
+from mmkv.chat.repl import Repl
 from mmkv.cli.app import run
 from tests.support.chat_models import save_qwen3_vl
 
@@ -54,3 +59,24 @@ def mmkv(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> 
         return Ran(code=code, out=out, err=err)
 
     return call
+
+
+@pytest.fixture(scope="module")
+def small_engine(model: str) -> Engine:
+    return Engine.from_pretrained(model, policy="snapkv", budget=16)
+
+
+def new_repl(engine: Engine, model: str, **changes: Any) -> Repl:
+    """Return a chat of short replies."""
+    options = ChatOptions(max_new_tokens=5, **changes)
+    options.engine = options.engine.__class__(model=model, policy="snapkv", budget=16)
+    return Repl(engine, options, Display(options), [], [])
+
+
+@pytest.fixture
+def repl(small_engine: Engine, model: str) -> Iterator[Repl]:
+    made = new_repl(small_engine, model)
+    yield made
+    for session in made.branches.values():
+        session.close()
+    small_engine.cache.check()
