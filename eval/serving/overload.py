@@ -20,6 +20,7 @@ import statistics
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -29,7 +30,7 @@ import httpx
 
 from eval.bench.output import BenchError, plain_parser, save, table
 from eval.serving.client import Streamed, picture_url, quantiles, question, stream_chat, words
-from eval.serving.servers import ServerProcess, mmkv_serve, run_in_folder
+from eval.serving.servers import mmkv_serve, run_in_folder
 
 BELOW = 0.8  # the share of capacity that the others are compared with
 _OPTIONS: dict[str, Any] = {
@@ -94,13 +95,24 @@ class Arrived:
 
 
 async def arrive(
-    server: ServerProcess, rate: float, count: int, tokens: int, seed: int, into: Arrived
+    url: str,
+    rate: float,
+    count: int,
+    tokens: int,
+    seed: int,
+    into: Arrived,
+    server_seconds: Callable[[], float],
 ) -> None:
-    """Send ``count`` requests at random moments, ``rate`` a second on average."""
+    """Send ``count`` requests at random moments, ``rate`` a second on average.
+
+    Args:
+        into: what is found is added here.
+        server_seconds: returns the processor seconds of the server so far.
+    """
     rng, given = Random(seed), bodies(seed, count, tokens)
-    async with httpx.AsyncClient(base_url=server.url, **_OPTIONS) as client:
+    async with httpx.AsyncClient(base_url=url, **_OPTIONS) as client:
         own = await _own_first(client)
-        cpu, server_cpu = time.process_time(), server.cpu_seconds()
+        cpu, server_cpu = time.process_time(), server_seconds()
         started = at = time.perf_counter()
         tasks = []
         for body in given:
@@ -111,7 +123,7 @@ async def arrive(
         into.replies += await asyncio.gather(*tasks)
         into.seconds += time.perf_counter() - started
         into.client_cpu += time.process_time() - cpu
-        into.server_cpu += server.cpu_seconds() - server_cpu
+        into.server_cpu += server_seconds() - server_cpu
         now = await _own_first(client)
         into.own_first += now[0] - own[0]
         into.own_count += now[1] - own[1]
@@ -161,7 +173,8 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
                 rate = share * rates[-1]
                 count = max(20, round(rate * args.seconds))
                 seed = hash((round_, share)) % 2**31
-                asyncio.run(arrive(server, rate, count, args.tokens, seed, found[share]))
+                given = rate, count, args.tokens, seed, found[share], server.cpu_seconds
+                asyncio.run(arrive(server.url, *given))
                 print(f"{share} x {rates[-1]:.1f} requests/s: sent", flush=True)
     page = {str(share): summary(arrived) for share, arrived in found.items()}
     below = page[str(BELOW)]["first_token_s"]["p99"]

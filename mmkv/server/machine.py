@@ -177,7 +177,7 @@ def _show_a_picture(engine: Engine) -> None:
 
 def _facts(engine: Engine, lookahead: float) -> Facts:
     identity = engine.identity() | {
-        "cuts": f"message ends, chunks of {engine.prefill_chunk}",
+        "cuts": f"message ends but before a reply, chunks of {engine.prefill_chunk}",
         "template": engine.processor.template.source,
     }
     return Facts(

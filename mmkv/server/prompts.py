@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from mmkv.prompt.template import ChatTemplate
 
 _FEW = 3  # messages, up to which each is rendered to find its end
+_SHORT = 256  # characters of a question that is cheaper to read again than to end a pass after
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,8 @@ def outline(
     """Return what follows the first ``held`` messages, a segment per message and the opening.
 
     A segment ends where the text of the messages so far is a beginning of the whole text, so how
-    the first messages are cut does not depend on those after them.
+    the first messages are cut does not depend on those after them. A short last message without
+    pictures goes into one segment with the opening: who asks once more has that read again.
 
     Args:
         replied: whether the last of those held is a reply that was sampled: the text after it
@@ -113,8 +115,19 @@ def outline(
             found_segments.append(Segment(whole[done:end], first, last))
             done, first = end, last
     if done < len(whole):
-        found_segments.append(Segment(whole[done:], first, len(shown)))
+        rest = Segment(whole[done:], first, len(shown))
+        if found_segments and first == len(shown) and _is_short(messages[-1]):
+            question = found_segments.pop()
+            rest = Segment(question.text + rest.text, question.first, len(shown))
+        found_segments.append(rest)
     return Outline(text, found_segments)
+
+
+def _is_short(message: dict[str, Any]) -> bool:
+    parts = as_parts(message["content"])
+    if any(part["type"] != "text" for part in parts):
+        return False
+    return sum(len(part["text"]) for part in parts) <= _SHORT
 
 
 def _ends(

@@ -11,7 +11,7 @@ import pytest
 
 from eval.serving.client import stream_chat
 from eval.serving.long_dialogue import CHAT, RESPONSES, dialogue
-from eval.serving.overload import arrive, summary
+from eval.serving.overload import Arrived, arrive, summary
 from eval.serving.servers import mmkv_serve
 from eval.serving.soak import MODEL, kill_while_saving, slope, soak
 from mmkv import Engine
@@ -66,8 +66,12 @@ def test_what_cannot_be_taken_on_is_refused(server: Server) -> None:
 
     How many depends on how fast they come; tests/mmkv/server/test_leaving.py counts refusals.
     """
-    found = summary(asyncio.run(arrive(server.url, 1e6, 40, 2, 0)))
+    arrived = Arrived()
+    asyncio.run(arrive(server.url, 1e6, 40, 2, 0, arrived, lambda: 0.0))
+    found = summary(arrived)
     assert found["refused"] < 40
+    assert arrived.own_count == 40 - found["refused"] and arrived.own_first > 0
+    assert len(arrived.late) == 40 and found["client_cpu_share"] > 0
     assert found["codes"] == ({"no_room": found["refused"]} if found["refused"] else {})
 
 

@@ -23,6 +23,7 @@ from tests.support.servers import Server, picture_part, serving
 from tests.support.tiers import slow_but
 
 LONG = "a text that is long enough to be read in several chunks of sixteen tokens each"
+QUESTION = " ".join([LONG] * 4)  # long enough to be kept apart from what follows it
 PICTURE = picture_part(picture("red", (40, 32)))
 SYSTEM = {"role": "system", "content": f"you answer questions. {LONG}"}
 CAUSAL = ["dbtrimkv", "trimkv", "streamingllm", "gkv", "h2o", "lagkv", "morphkv", "snapkv:window=4"]
@@ -127,11 +128,20 @@ def test_a_dialogue_reads_each_turn_once(server: Server, monkeypatch: pytest.Mon
 
 
 def test_edits_and_other_tries_go_on_before_the_question(server: Server) -> None:
-    base = usage(server.chat(SYSTEM, f"first {LONG}"))
-    again = usage(server.chat(SYSTEM, f"first {LONG}", temperature=1.3, n=3, seed=1))
+    base = usage(server.chat(SYSTEM, f"first {QUESTION}"))
+    again = usage(server.chat(SYSTEM, f"first {QUESTION}", temperature=1.3, n=3, seed=1))
     assert again["mmkv"]["resumed"] > base["prompt_tokens"] - 25  # all but the reply's opening
-    edited = usage(server.chat(SYSTEM, f"second {LONG}"))
+    edited = usage(server.chat(SYSTEM, f"second {QUESTION}"))
     assert 0 < edited["mmkv"]["resumed"] < again["mmkv"]["resumed"]
+
+
+def test_a_short_question_is_read_once_more_and_a_system_message_is_not(server: Server) -> None:
+    for asked in ("in short?", f"at length? {QUESTION}"):
+        server.chat(SYSTEM, asked)
+        again = usage(server.chat(SYSTEM, asked))
+        left = again["prompt_tokens"] - again["mmkv"]["resumed"]
+        # Of the byte tokenizer: the reply's opening, or that and the message with its markers.
+        assert left < 25 if asked.endswith(QUESTION) else len(asked) < left < len(asked) + 50
 
 
 @pytest.mark.parametrize(
@@ -181,11 +191,11 @@ def test_snapshots_stay_within_their_limit_and_give_way(folder: Path) -> None:
     engine = load(folder)
     with serving(lambda: engine, snapshot_bytes=150 * engine.cache.pool.page_bytes) as server:
         for turn in range(8):
-            server.chat(f"{turn} {LONG}")
+            server.chat(f"{turn} {QUESTION}")
             assert 0 < server.inside(pages) <= 150
         # The newest is there, the oldest is not.
-        assert usage(server.chat(f"7 {LONG}"))["mmkv"]["resumed"] > 0
-        assert usage(server.chat(f"0 {LONG}"))["mmkv"]["resumed"] == 0
+        assert usage(server.chat(f"7 {QUESTION}"))["mmkv"]["resumed"] > 0
+        assert usage(server.chat(f"0 {QUESTION}"))["mmkv"]["resumed"] == 0
 
 
 def test_a_request_takes_the_room_of_snapshots(folder: Path) -> None:
@@ -208,7 +218,7 @@ def _price(machine: Machine) -> int:
 def test_segments_end_with_messages_and_add_up(server: Server) -> None:
     template = server.inside(lambda machine: machine.engine.processor.template)
     messages = [
-        {"role": role, "content": [{"type": "text", "text": f"<{role} {at}>"}]}
+        {"role": role, "content": [{"type": "text", "text": f"<{role} {at}>".ljust(300, ".")}]}
         for at, role in enumerate(["system", "user", "assistant", "user", "assistant", "user"])
     ]
     whole = template.render(messages, opening=True)
@@ -220,6 +230,14 @@ def test_segments_end_with_messages_and_add_up(server: Server) -> None:
         assert [(one.first, one.last) for one in found[:-1]] == [
             (at, at + 1) for at in range(held, len(messages))
         ]
+    # A short question goes with the opening of the reply, and one with a picture does not.
+    short = {"role": "user", "content": [{"type": "text", "text": "why?"}]}
+    shown = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "why?"}]}
+    for last, segments in ((short, 1), (shown, 2)):
+        for held, replied in ((5, True), (4, False)):
+            found = cut(template, [*messages[:5], last], held, replied)
+            assert found is not None and len(found) == segments + (held == 4)
+            assert found[-1].text.endswith("<|im_start|>assistant\n")
     # After a reply that was sampled, its end marker is still to come.
     found = cut(template, messages, 3, replied=True)
     assert found is not None and found[0].text.startswith("<|im_end|>\n<|im_start|>user")
@@ -267,7 +285,9 @@ def test_what_was_read_before_is_not_rendered_by_itself_again(
     """Text that is known leads to the same cuts as rendering it, and so does a wrong one."""
     template = ChatTemplate(byte_tokenizer(), TEMPLATES[name], parts=False)
     roles = ["system", *["user", "assistant"] * 4, "user"]
-    messages = [{"role": role, "content": f"<{at}>"} for at, role in enumerate(roles)]
+    messages = [
+        {"role": role, "content": f"<{at}>".ljust(300, ".")} for at, role in enumerate(roles)
+    ]
     held = 5 if replied else 4
     read = outline(template, messages[:4])  # a fresh run that begins the reply messages[4]
     assert read is not None
@@ -302,7 +322,9 @@ def test_a_long_conversation_is_cut_where_each_of_its_beginnings_ends(
     """By where the template's loop stands as by rendering every beginning of the conversation."""
     template = ChatTemplate(byte_tokenizer(), TEMPLATES[name], parts=False)
     roles = ["system", *["user", "assistant"] * 4, "user"]
-    messages = [{"role": role, "content": f"<{at}>"} for at, role in enumerate(roles)]
+    messages = [
+        {"role": role, "content": f"<{at}>".ljust(300, ".")} for at, role in enumerate(roles)
+    ]
     rendered = 0
     render = ChatTemplate.render
 
@@ -332,7 +354,8 @@ def test_a_template_that_forgets_replies_is_not_resumed_after_them() -> None:
             return "".join(f"[{m['content']}]" for m in shown) + ">" * opening
 
     template: Any = Forgetful()
-    messages = [{"role": role, "content": "a"} for role in ("user", "assistant", "user")]
+    said = "a" * 300
+    messages = [{"role": role, "content": said} for role in ("user", "assistant", "user")]
     assert cut(template, messages, 2, replied=True) is None
     found: Callable[[int], Any] = lambda held: cut(template, messages, held)  # noqa: E731
-    assert [one.text for one in found(1)] == ["[a]", ">"]
+    assert [one.text for one in found(1)] == [f"[{said}]", ">"]
