@@ -24,6 +24,8 @@ class PagePool(Columns):
         limit: most pages the pool may grow to, or None.
         state_size: K, the numbers of the policy's state in each entry.
         dtype: the model's; form: how keys and values lie there.
+        kv_page_bytes: of keys and values in one page, their scales included; metadata_page_bytes:
+            of all other columns; page_bytes: of both.
     """
 
     def __init__(
@@ -40,6 +42,13 @@ class PagePool(Columns):
         self.page_size, self.head_dim, self.limit = page_size, head_dim, limit
         self.state_size, self.dtype, self.form = state_size, dtype, form
         self.layout = Layout(page_size, head_dim, dtype, form, state_size)
+        # Asked for whenever a session opens, reads or tells its memory.
+        of = {name: self.layout.page_bytes(column) for name, column in COLUMNS.items()}
+        self.page_bytes = sum(of.values())
+        self.kv_page_bytes = sum(
+            of[name] for name, column in COLUMNS.items() if column.holds in ("codes", "scales")
+        )
+        self.metadata_page_bytes = self.page_bytes - self.kv_page_bytes
         self.device = torch.device(device)
         for name, column in COLUMNS.items():
             shape = (num_pages, *self.layout.shape(column))
@@ -57,21 +66,6 @@ class PagePool(Columns):
     def free_pages(self) -> int:
         """Return the number of pages that no row holds."""
         return self._free
-
-    @property
-    def kv_page_bytes(self) -> int:
-        """Return the bytes of keys and values in one page, their scales included."""
-        return self._page_bytes("codes", "scales")
-
-    @property
-    def metadata_page_bytes(self) -> int:
-        """Return the bytes of all other columns in one page."""
-        return self._page_bytes("one", "state")
-
-    @property
-    def page_bytes(self) -> int:
-        """Return all bytes of one page."""
-        return self.kv_page_bytes + self.metadata_page_bytes
 
     def take(self, count: int) -> Tensor:
         """Hand out ``count`` free pages as int64 ids ``[count]``; grows the pool when short.
@@ -174,11 +168,6 @@ class PagePool(Columns):
     def values_at(self, slots: Tensor) -> Tensor:
         """Return the model's values, as :meth:`keys_at`."""
         return self.form.rotate(self.stored_values.flatten(0, 1)[slots])
-
-    def _page_bytes(self, *holding: str) -> int:
-        return sum(
-            self.layout.page_bytes(column) for column in COLUMNS.values() if column.holds in holding
-        )
 
     def _require_memory(self, num_pages: int) -> None:
         """Raise BudgetError unless growing fits: a kernel that overcommits kills instead."""

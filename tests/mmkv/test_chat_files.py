@@ -18,7 +18,7 @@ import mmkv.chat.autosave
 from mmkv import Engine
 from mmkv.chat.autosave import KEPT, SHARE
 from mmkv.chat.repl import Repl
-from tests.support.cli_fixtures import new_repl
+from tests.support.chat_models import new_repl
 
 if TYPE_CHECKING:
     from tests.support.cli_fixtures import Ran

@@ -24,6 +24,9 @@ from transformers import (
 
 import mmkv.reply
 from mmkv import Engine
+from mmkv.chat.display import Display
+from mmkv.chat.options import ChatOptions
+from mmkv.chat.repl import Repl
 from mmkv.session import Session
 
 SPECIAL = [
@@ -309,3 +312,10 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     monkeypatch.setattr(Session, "prefill", prefilling)
     monkeypatch.setattr(Engine, "decode", decoding)
     return fed
+
+
+def new_repl(engine: Engine, model: str, **changes: Any) -> Repl:
+    """Return a chat of short replies."""
+    options = ChatOptions(max_new_tokens=5, **changes)
+    options.engine = options.engine.__class__(model=model, policy="snapkv", budget=16)
+    return Repl(engine, options, Display(options), [], [])

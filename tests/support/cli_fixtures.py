@@ -6,17 +6,14 @@ import io
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 from PIL import Image
 
 from mmkv import Engine
-from mmkv.chat.display import Display
-from mmkv.chat.options import ChatOptions
 from mmkv.chat.repl import Repl
 from mmkv.cli.app import run
-from tests.support.chat_models import save_qwen3_vl
+from tests.support.chat_models import new_repl, save_qwen3_vl
 
 
 @pytest.fixture(scope="session")
@@ -64,13 +61,6 @@ def mmkv(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> 
 @pytest.fixture(scope="module")
 def small_engine(model: str) -> Engine:
     return Engine.from_pretrained(model, policy="snapkv", budget=16)
-
-
-def new_repl(engine: Engine, model: str, **changes: Any) -> Repl:
-    """Return a chat of short replies."""
-    options = ChatOptions(max_new_tokens=5, **changes)
-    options.engine = options.engine.__class__(model=model, policy="snapkv", budget=16)
-    return Repl(engine, options, Display(options), [], [])
 
 
 @pytest.fixture
