@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -66,6 +67,14 @@ def serve(
         typer.Option(
             envvar="MMKV_API_KEY",
             help="Key that requests have to show. Repeatable.",
+            rich_help_panel=_SERVER,
+        ),
+    ] = None,
+    key_weight: Annotated[
+        list[float] | None,
+        typer.Option(
+            help="What the sessions of each --api-key weigh in --shared-budget, in the same order "
+            "(default: 1).",
             rich_help_panel=_SERVER,
         ),
     ] = None,
@@ -167,6 +176,7 @@ def serve(
         raise UsageError("--shared-budget stands instead of --budget; give one of them")
     if shared_budget is None and arguments.on_command_line(context, "shared_floor"):
         raise UsageError("--shared-floor is a part of --shared-budget; give that, too")
+    weights = _weights(key_weight or [], len(api_key or ()), shared_budget is not None)
     limit, body = _bytes("--memory", memory), _bytes("--max-body", max_body)
     copies = None if snapshots is None else _bytes("--snapshots", snapshots)
     model = ChatOptions(engine).model
@@ -175,6 +185,7 @@ def serve(
     settings = Settings(
         name=name or Path(model).name or model,
         api_keys=tuple(api_key or ()),
+        key_weights=weights,
         max_queue=max_queue,
         max_running=max_running,
         max_per_key=max_per_key,
@@ -210,6 +221,20 @@ def serve(
         from mmkv.server.replicas import serve_replicas
 
         serve_replicas(*given, replicas, gpus=_gpus(config.device))
+
+
+def _weights(given: list[float], keys: int, shared: bool) -> tuple[float, ...]:
+    """Return the weights of keys. Raises UsageError."""
+    if given and not shared:
+        raise UsageError("--key-weight is a part of --shared-budget; give that, too")
+    if given and len(given) != keys:
+        raise UsageError(
+            f"--key-weight is given {len(given)} times and --api-key {keys}; give one for each key"
+        )
+    for one in given:
+        if not (math.isfinite(one) and one > 0):
+            raise UsageError(f"--key-weight {one:g} cannot be; give a positive number")
+    return tuple(given)
 
 
 def _gpus(device: str) -> int:

@@ -109,6 +109,7 @@ class ChatCall:
             budget,
             resume or "auto",
             asked=resume is not None,
+            weight=room.weights.get(caller.tenant, 1.0),
             start=start,
             keep=keep,
         )

@@ -178,6 +178,9 @@ class ChatJob:
                     "not_resumable",
                 )
             self.live = engine.session(self.budget)
+        if engine.shared is not None:
+            with engine.lock:
+                engine.shared.join(self.live, work.weight)
         return self.held
 
     @property

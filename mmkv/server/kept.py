@@ -71,6 +71,8 @@ class Kept:
         pool = session.engine.cache.pool
         self._pages = session.engine.cache.held_pages(session.seq)
         self.bytes = self._pages * pool.page_bytes
+        shared = session.engine.shared
+        self._weight = 1.0 if shared is None else shared.weight(session)
         self._apart: set[int] = set()  # turns that go on from it, where it shares a budget
         self._engine, self._in_file = session.engine, False
         self._live: Session | None = session
@@ -114,7 +116,7 @@ class Kept:
         if shared is None or self._live is None or self._apart:
             return
         with self._engine.lock, torch.inference_mode():
-            shared.join(self._live)
+            shared.join(self._live, self._weight)
             shared.cut([], self._engine.slack)
 
     def open(self) -> Session:
@@ -215,11 +217,11 @@ class Shelf:
         if not kept.references:
             self._scheduler.close_session(kept)
 
-    def load(self, path: Path, name: str, root: str) -> Kept:
+    def load(self, path: Path, name: str, root: str, weight: float = 1.0) -> Kept:
         """Read a session file, whole or not at all.
 
         Args:
-            name: of the file, for messages.
+            name: of the file, for messages; weight: of the session in a shared budget.
 
         Raises:
             SessionError: it is not there, damaged, or of another model; CapacityError: there is no
@@ -231,6 +233,9 @@ class Shelf:
         except SessionError as error:
             raise SessionError(str(error).replace(str(path), name)) from error
         try:
+            if self._engine.shared is not None:
+                with self._engine.lock:
+                    self._engine.shared.join(session, weight)
             return self.keep(session, _facets(session, extra, root))
         except BaseException:
             session.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import hmac
 from collections.abc import Sequence
 
@@ -12,7 +11,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from mmkv.server.answer import error_response
 from mmkv.server.errors import ApiError
 from mmkv.server.page import FILES
-from mmkv.server.room import Caller
+from mmkv.server.room import Caller, digest_of_key
 
 # What tells nothing about anybody's requests. All else wants a key.
 _OPEN = frozenset(
@@ -28,7 +27,7 @@ class CheckKey:
     """
 
     def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
-        self._app, self._known = app, [_digest(key) for key in keys]
+        self._app, self._known = app, [digest_of_key(key) for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on whose key fits."""
@@ -52,11 +51,7 @@ class CheckKey:
     def _fitting(self, shown: str) -> str | None:
         """Return the key's digest when one of the known ones is shown."""
         scheme, _, key = shown.partition(" ")
-        given = _digest(key.strip() if scheme.lower() == "bearer" else "")
+        given = digest_of_key(key.strip() if scheme.lower() == "bearer" else "")
         # All are compared, whichever fits, in a time that says nothing.
         fits = [hmac.compare_digest(given, known) for known in self._known]
         return given.hex() if any(fits) else None
-
-
-def _digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from engine.errors import CapacityError
@@ -44,6 +46,12 @@ class Room:
     started: int = field(default_factory=lambda: int(time.time()))
     busy: Counter[str] = field(default_factory=Counter)
 
+    @cached_property
+    def weights(self) -> dict[str, float]:
+        """By tenant, what its sessions weigh in a shared budget; 1 for those that are not there."""
+        tenants = [digest_of_key(key).hex() for key in self.settings.api_keys]
+        return dict(zip(tenants, self.settings.key_weights, strict=False))
+
     @contextmanager
     def entered(self, caller: Caller) -> Iterator[None]:
         """Count a request of ``caller`` while it is under way. Raises ApiError (429)."""
@@ -68,3 +76,8 @@ class Room:
             self.busy[caller.name] -= 1
             if not self.busy[caller.name]:
                 del self.busy[caller.name]
+
+
+def digest_of_key(key: str) -> bytes:
+    """Return SHA-256 of an API key: the name of its tenant."""
+    return hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()

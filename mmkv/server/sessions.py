@@ -140,7 +140,8 @@ class Sessions:
         note, lasting = record.note, self._lasting
         if record.kept is None and lasting is not None and note is not None and note.memory:
             self._require_room(record)
-            kept = await self._load(lasting.memory(record.tenant, note), record.id)
+            path = lasting.memory(record.tenant, note)
+            kept = await self._load(path, record.id, record.tenant)
             if self._records.get((record.tenant, record.id)) is not record:
                 release(self._room, kept)
                 raise _gone(record.id)
@@ -187,7 +188,7 @@ class Sessions:
         if asked.budget is not None:
             raise ApiError(400, "a saved session has its own budget", "invalid_value", "budget")
         path = self._path(asked.file, caller)
-        kept = await self._load(path, asked.file)
+        kept = await self._load(path, asked.file, caller.tenant)
         return await self._add(caller.tenant, kept.budget, asked.metadata, name, kept)
 
     async def fork(self, record: Record) -> Record:
@@ -306,14 +307,15 @@ class Sessions:
         except SessionError as error:
             raise NotWrittenError(str(error)) from error
 
-    async def _load(self, path: Path, name: str) -> Kept:
-        """Read a session file."""
+    async def _load(self, path: Path, name: str, tenant: str) -> Kept:
+        """Read a session file of a tenant."""
         machine = self._room.worker.machine
         assert machine is not None
         shelf = machine.shelf
         # What other settings or cuts it was made with is not known: it resumes nothing else.
         root = digest_of([self._room.facts.root, secrets.token_hex(16)])
-        return await self._room.worker.call(lambda: shelf.load(path, name, root))
+        weight = self._room.weights.get(tenant, 1.0)
+        return await self._room.worker.call(lambda: shelf.load(path, name, root, weight))
 
     async def _require_new(self, name: str, caller: Caller) -> None:
         """Raise ApiError: the name cannot be one, or is a session's."""

@@ -18,6 +18,7 @@ class Settings:
     Attributes:
         name: the model as requests name it.
         api_keys: keys that requests may show; none: everyone may ask.
+        key_weights: of those keys' sessions in a shared budget, in the same order; none: 1 each.
         max_queue: requests that wait for room; max_running: those that are served at a time.
         max_per_key: requests of one key (or one address, without keys) at a time; None: no limit.
         max_choices: replies to one request (``n``).
@@ -36,6 +37,7 @@ class Settings:
 
     name: str
     api_keys: tuple[str, ...] = field(default=(), repr=False)
+    key_weights: tuple[float, ...] = ()
     max_queue: int = 64
     max_running: int = 8
     max_per_key: int | None = None

@@ -25,6 +25,7 @@ class ChatWork:
             :func:`mmkv.server.conversation.chain`.
         budget: of each reply's session; None: the engine's.
         asked: whether the request itself says how to resume.
+        weight: of its sessions in a shared budget.
         start: the memory that the request goes on from; ``messages`` begin with its own.
         keep: whether the memory after the reply stays, in ``kept`` when the request is done.
     """
@@ -37,6 +38,7 @@ class ChatWork:
     budget: Budget | None = None
     resume: Resume = "auto"
     asked: bool = False
+    weight: float = 1.0
     start: Kept | None = None
     keep: bool = False
     kept: Kept | None = None

@@ -193,8 +193,8 @@ def test_one_deleted_while_its_memory_is_read_holds_nothing(
     before = two.inside(lambda machine: len(machine.scheduler.sessions))
     load = Sessions._load
 
-    async def slow(self: Sessions, path: Path, of: str) -> Kept:
-        kept = await load(self, path, of)
+    async def slow(self: Sessions, path: Path, of: str, tenant: str) -> Kept:
+        kept = await load(self, path, of, tenant)
         await self.delete(self._records["", of])
         return kept
 

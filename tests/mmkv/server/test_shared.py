@@ -128,6 +128,68 @@ def test_a_turn_that_is_cut_off_leaves_its_session_as_it_was(server: Server) -> 
     assert turn(server, first, "two")["usage"]["mmkv"]["resumed"] > 0
 
 
+def test_keys_have_weights(folder: Path, tmp_path: Path) -> None:
+    """The same dialogue under two keys: who weighs more holds more, also when it has come back."""
+
+    def load() -> Engine:
+        options = {"gates": "random", "policy": "dbtrimkv", "dtype": "float32"}
+        engine = Engine.from_pretrained(folder, prefill_chunk=32, kv_limit=2**23, **options)
+        engine.share(BUDGET)
+        return engine
+
+    def weights(machine: Machine) -> list[float]:
+        shared = machine.engine.shared
+        assert shared is not None
+        kept = [one for one in machine.scheduler.sessions if isinstance(one, Kept)]
+        return [shared.weight(one._live) for one in kept if one._live is not None]
+
+    held: dict[tuple[float, ...], list[int]] = {}
+    for given in ((), (1.0, 1e6)):
+        keys = {"api_keys": ("light", "heavy"), "key_weights": given}
+        with serving(load, session_folder=tmp_path / f"{len(given)}", **keys) as server:
+            found: list[int] = []
+            names = []
+            for key in ("light", "heavy"):
+                server.client.headers["Authorization"] = f"Bearer {key}"
+                names.append(created(server))
+                turn(server, names[-1], LONG)
+                turn(server, names[-1], "and left of it?")
+            for key, name in zip(("light", "heavy"), names, strict=True):
+                server.client.headers["Authorization"] = f"Bearer {key}"
+                found.append(entries(server, name))
+            assert sorted(server.inside(weights)) == sorted(given or (1.0, 1.0))
+            path = f"/v1/sessions/{names[1]}"
+            assert server.client.post(f"{path}/save", json={"name": "it"}).status_code == 200
+            again = server.client.post("/v1/sessions", json={"file": "it"})
+            assert again.status_code == 200
+            assert max(server.inside(weights)) == max(given or (1.0,))
+            assert sum(one > 1 for one in server.inside(weights)) == 2 * bool(given)
+            for name in (*names, again.json()["id"]):
+                for key in ("light", "heavy"):
+                    server.client.headers["Authorization"] = f"Bearer {key}"
+                    server.client.delete(f"/v1/sessions/{name}")
+            held[given] = found
+    light, heavy = held[1.0, 1e6]
+    assert heavy > held[()][1] and light < held[()][0]
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--key-weight", "2", "--api-key", "a"], "--shared-budget"),
+        (["--key-weight", "2", "--shared-budget", "8"], "one for each key"),
+        (["--key-weight", "-1", "--api-key", "a", "--shared-budget", "8"], "positive"),
+    ],
+    ids=str,
+)
+def test_weights_that_cannot_be(
+    options: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["serve", *options]) == 2
+    said = capsys.readouterr().err
+    assert says in said and said.count("\n") == 1
+
+
 def test_those_without_room_move_to_files_and_come_back(server: Server) -> None:
     names = [created(server) for _ in range(6)]
     for asks in (LONG, "and left?"):
