@@ -82,7 +82,7 @@ clean:
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 RESULTS ?= eval/results
 BENCH = HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1 $(GPU_PYTHON) -m
-BENCH_PARTS = bench-gpu-kernels bench-gpu-4b bench-gpu-8b bench-gpu-llava bench-gpu-grid bench-gpu-largest bench-gpu-batching bench-gpu-prefill bench-gpu-capacity
+BENCH_PARTS = bench-gpu-kernels bench-gpu-4b bench-gpu-8b bench-gpu-llava bench-gpu-grid bench-gpu-largest bench-gpu-batching bench-gpu-prefill bench-gpu-capacity bench-gpu-kv
 DECODE_PEERS = transformers "transformers static+compile" kvpress trimkv
 
 .PHONY: test-gpu bench-gpu $(BENCH_PARTS)
@@ -120,3 +120,6 @@ bench-gpu-prefill:
 
 bench-gpu-capacity:
 	$(BENCH) eval.bench.capacity --output $(RESULTS)
+
+bench-gpu-kv:
+	$(BENCH) eval.bench.kv_forms --shape qwen3-4b --device cuda --dtype bfloat16 --kept 256 4096 --batch 16 --output $(RESULTS)

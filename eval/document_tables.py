@@ -322,10 +322,10 @@ def _generate(results: Path) -> Rows:
 def _kv_speed(results: Path) -> Rows:
     """Yield the time of a decode step in every form of the cache."""
     rows = _results(results, "decode-cpu-kv-smollm2")["rows"]
-    yield ["entries per row", "form", "bytes per entry", "ms per token", "times as fast as `bf16`"]
+    yield ["entries per row", "form", "bytes per entry", "ms per step", "times as fast as `bf16`"]
     for row in rows:
         timed = []
-        for value in (row["ms_per_token"], row["times_as_fast"]):
+        for value in (row["ms_per_step"], row["times_as_fast"]):
             low, high = value["quartiles"]
             timed.append(f"{value['median']:.2f} ({low:.2f} .. {high:.2f})")
         yield [f"{row['kept']:,}", f"`{row['kv']}`", str(row["entry_bytes"]), *timed]

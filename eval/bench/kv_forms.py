@@ -1,14 +1,17 @@
-"""Time decode steps over keys and values in each form of the cache, at equal entries, on a CPU.
+"""Time decode steps over keys and values in each form of the cache, at equal entries.
 
 ``python -m eval.bench.kv_forms DIR`` fills sessions to their budget with random entries and decodes
-from them with eviction at every step. The forms share the weights and take turns within a round, in
-an order that turns round each time. Figures go to ``eval/results/decode-cpu-kv-<name>.json``: ms
-per token, and how many times as fast as the first form each of the others is, round by round.
+from them with eviction at every step, in bursts (:meth:`engine.runtime.Runtime.decode_many`). The
+forms share the weights and take turns within a round, in an order that turns round each time.
+``--shape`` takes random weights in published sizes instead, for a GPU. The figures, ms per step and
+how many times as fast as the first form each of the others is, round by round, go to
+``eval/results/decode-<device>-kv-<name>.json``.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import time
 from collections.abc import Sequence
@@ -22,29 +25,35 @@ import torch
 
 from engine.config import KV_FORMS
 from engine.errors import InputError, MmkvError
+from engine.model.families.loading import resolve_device
 from engine.runtime import Runtime
 from engine.sequence import CachedSequence
+from eval.bench.shapes import SHAPES, build_engine
 from eval.bench.synthetic_cache import synthetic_sessions
 from mmkv.measure.record import RESULTS, write_results
 from mmkv.measure.tables import pipe_table
-from mmkv.measure.timing import spread, take_turns
+from mmkv.measure.timing import spread, synchronize, take_turns
 from mmkv.resources import bundled_model_name
 
 FORMS = tuple(form for form in KV_FORMS if form != "auto")
 
 
-def seconds(session: CachedSequence, tokens: int, clock: str) -> float:
-    """Decode ``tokens`` greedily in a copy of ``session``; returns seconds per token.
+def seconds(sessions: Sequence[CachedSequence], tokens: int, clock: str) -> float:
+    """Decode ``tokens`` greedily in copies of ``sessions``, all in a batch; seconds per step.
 
     Args:
         clock: ``wall``, or ``cpu`` for that of this process, which a loaded machine disturbs less.
     """
     now = {"wall": time.perf_counter, "cpu": time.process_time}[clock]
-    with session.fork() as copy:
-        chosen = copy.decode(1)  # takes the copy's first pages
+    engine = sessions[0].engine
+    with contextlib.ExitStack() as stack:
+        copies = [stack.enter_context(session.fork()) for session in sessions]
+        first = [1] * len(copies)
+        engine.decode_many(copies, first, 2)  # takes the copies' first pages; records a graph
+        synchronize(engine.device)
         start = now()
-        for _ in range(tokens):
-            chosen = copy.decode(int(chosen.argmax()))
+        engine.decode_many(copies, first, tokens)
+        synchronize(engine.device)
         return (now() - start) / tokens
 
 
@@ -54,7 +63,7 @@ def bench(base: Runtime, kept: int, args: argparse.Namespace) -> list[dict[str, 
     Args:
         base: whose weights, gates and policy all share.
     """
-    seen = min(2 * kept, base.spec.max_position - args.tokens - 1)
+    seen = min(2 * kept, base.spec.max_position - args.tokens - 2)
     if seen < kept:
         raise InputError(
             f"--kept {kept}: the model was trained for {base.spec.max_position:,} positions, and "
@@ -71,17 +80,15 @@ def bench(base: Runtime, kept: int, args: argparse.Namespace) -> list[dict[str, 
             kept,
             kv=kv,
         )
-        (sessions[kv],) = synthetic_sessions(engine, 1, seen)
-    runs = {
-        kv: partial(seconds, session, args.tokens, args.clock) for kv, session in sessions.items()
-    }
+        sessions[kv] = synthetic_sessions(engine, args.batch, seen)
+    runs = {kv: partial(seconds, held, args.tokens, args.clock) for kv, held in sessions.items()}
     for run in runs.values():  # warms up
         run()
     times = take_turns(runs, args.rounds)
     first = times[args.forms[0]]
     rows = []
-    for kv, session in sessions.items():
-        pool, memory = session.engine.cache.pool, session.memory()
+    for kv, held in sessions.items():
+        engine, pool, memory = held[0].engine, held[0].engine.cache.pool, held[0].memory()
         rows.append(
             {
                 "kept": kept,
@@ -89,23 +96,25 @@ def bench(base: Runtime, kept: int, args: argparse.Namespace) -> list[dict[str, 
                 "entries": memory.entries,
                 "entry_bytes": pool.layout.entry_bytes(),
                 "physical_bytes": memory.kv_bytes + memory.metadata_bytes,
-                "ms_per_token": spread([1e3 * value for value in times[kv]]),
+                "ms_per_step": spread([1e3 * value for value in times[kv]]),
                 "times_as_fast": spread([a / b for a, b in zip(first, times[kv], strict=True)]),
-                "decode_path": session.engine.decode_path,
-                "evict_path": session.engine.evict_path,
+                "decode_path": engine.many_path
+                if engine.device.type == "cuda"
+                else engine.decode_path,
             }
         )
-        session.close()
+        for session in held:
+            session.close()
     return rows
 
 
 def markdown(rows: Sequence[dict[str, Any]]) -> str:
     """Make the table: a line per kept entries and form."""
     first = rows[0]["kv"]
-    head = ("kept", "form", "bytes per entry", "ms per token", f"times as fast as {first}", "step")
+    head = ("kept", "form", "bytes per entry", "ms per step", f"times as fast as {first}", "step")
     lines = []
     for row in rows:
-        timed = [row["ms_per_token"], row["times_as_fast"]]
+        timed = [row["ms_per_step"], row["times_as_fast"]]
         cells = [
             f"{one['median']:.2f} ({one['quartiles'][0]:.2f} .. {one['quartiles'][1]:.2f})"
             for one in timed
@@ -119,6 +128,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Time all forms, print a table and write the result file."""
     parser = argparse.ArgumentParser(prog="python -m eval.bench.kv_forms", description=__doc__)
     parser.add_argument("model", nargs="?", default=bundled_model_name())
+    parser.add_argument("--shape", choices=SHAPES, help="random weights in these sizes instead")
+    parser.add_argument("--device", default="cpu", help="auto, cpu or cuda")
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
+    parser.add_argument("--batch", type=int, default=1, help="sequences of a step")
     parser.add_argument("--kept", type=int, nargs="+", default=[256, 4096], metavar="M")
     parser.add_argument(
         "--forms", nargs="+", choices=KV_FORMS, default=list(FORMS), help="the first is compared to"
@@ -133,17 +146,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = parser.parse_args(arguments)
     torch.set_num_threads(args.threads)
     try:
-        if min(args.tokens, args.rounds, args.threads, *args.kept) < 1:
-            raise InputError("--kept, --tokens, --rounds and --threads take 1 or more")
-        base = Runtime.from_pretrained(
-            args.model, policy="dbtrimkv", gates=args.gates, device="cpu", dtype="float32"
-        )
+        if min(args.tokens, args.rounds, args.threads, args.batch, *args.kept) < 1:
+            raise InputError("--kept, --tokens, --rounds, --threads and --batch take 1 or more")
+        device = resolve_device(args.device)
+        if args.shape is not None:
+            dtype = getattr(torch, args.dtype)
+            base = build_engine(SHAPES[args.shape], device=device, dtype=dtype)
+        else:
+            options = {"gates": args.gates, "device": args.device, "dtype": args.dtype}
+            base = Runtime.from_pretrained(args.model, policy="dbtrimkv", **options)
         rows = [row for kept in args.kept for row in bench(base, kept, args)]
     except MmkvError as error:
         parser.error(str(error))
     settings = {name: value for name, value in vars(args).items() if name != "output"}
-    name = args.name or Path(args.model).resolve().name
-    path = write_results(args.output / f"decode-cpu-kv-{name}.json", settings, {"rows": rows})
+    name = args.name or args.shape or Path(args.model).resolve().name
+    file = args.output / f"decode-{device.type}-kv-{name}.json"
+    path = write_results(file, settings, {"rows": rows})
     print(markdown(rows))
     print(f"in {path}")
 
