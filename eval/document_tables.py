@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -186,6 +187,21 @@ def _bytes(results: Path) -> Rows:
             rows = [_row(page, form, budget) for form in _FORMS]
             cells = (f"{_long(row)}; {row['kl_per_token']['value']:.3f}" for row in rows)
             yield [words, budget, _short(_row(page, "full", "1")), *cells]
+
+
+def _perplexity(results: Path) -> Rows:
+    """Yield perplexity and KL of every form of the cache at the bytes of so many entries."""
+    yield ["text", "bytes of", "full", *(f"`{form}`" for form in _FORMS)]
+    for source, page in _results(results, "quality-bytes-texts").items():
+        full = math.exp(_row(page, "full", "1")["nll_per_token"]["value"])
+        for budget in _budgets(page):
+            rows = [_row(page, form, budget) for form in _FORMS]
+            cells = (
+                f"{math.exp(row['nll_per_token']['value']):.2f}; {row['kl_per_token']['value']:.3f}"
+                for row in rows
+            )
+            kind = Path(source.removeprefix("text:")).name.partition(".")[0]
+            yield [kind, f"{budget} entries", f"{full:.2f}", *cells]
 
 
 def _entries(results: Path) -> Rows:
@@ -399,6 +415,7 @@ TABLES: dict[str, Callable[[Path], Rows]] = {
     ),
     "bytes": _bytes,
     "entries": _entries,
+    "kv-perplexity": _perplexity,
     "found": _found,
     "pool": _pool,
     "replicas": _replicas,
