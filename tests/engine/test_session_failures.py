@@ -83,16 +83,13 @@ def test_an_interrupted_pass_is_undone(
     forward = engine.decoder.forward
 
     def interrupted(hidden: Tensor, rope: Any, step: Any, *more: Any, **named: Any) -> Any:
-        attend, layers = step.attend, 0
-
-        def stop(*args: Any) -> Tensor:
-            nonlocal layers
-            layers += 1
-            if layers == 2:
+        def stop(layer: int, *args: Any) -> Tensor:
+            if layer == 1:
                 raise KeyboardInterrupt
-            return attend(*args)
+            return attend(layer, *args)
 
-        step.attend = stop
+        attend = step.attend
+        step.attend = step.attend_last = stop  # a prompt ends with the second
         return forward(hidden, rope, step, *more, **named)
 
     def interrupted_step(*args: Any) -> Tensor:
