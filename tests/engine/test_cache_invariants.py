@@ -120,10 +120,12 @@ class CacheMachine(RuleBasedStateMachine):
         chance = torch.rand(entries.row.numel(), generator=generator)
         victims = (chance < share * (1 if share == 1.0 else 2 * tilt)).nonzero().flatten()
         victims = victims[torch.randperm(victims.numel(), generator=generator)]
-        gone = set(serials[victims].tolist())
+        # A fork holds the serial numbers of what it was made from.
+        of = entries.row[victims] // self.cache.rows
+        gone = set(zip(of.tolist(), serials[victims].tolist(), strict=True))
         self.cache.drop(seq, victims, entries if given_ else None)
-        for one in some:
-            self.model[one] = [[s for s in row if s not in gone] for row in self.model[one]]
+        for at, one in enumerate(some):
+            self.model[one] = [[s for s in row if (at, s) not in gone] for row in self.model[one]]
 
     @rule(data=st.data(), pages=st.floats(1, 4))
     @precondition(lambda self: self.model)
