@@ -82,6 +82,7 @@ _BYTES = (
     ("sparse", "quality-bytes-sparse", ("1/16", "1/32")),
     ("256 distractors", "quality-bytes-256-distractors", ("1/8", "1/16", "1/32")),
     ("recall, SmolLM2", "quality-bytes-recall", ("1/16", "1/32")),
+    ("sparse texts, SmolLM2", "quality-bytes-haystack", ("1/16", "1/32")),
 )
 # The same at equal entries.
 _ENTRIES = (

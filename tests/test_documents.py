@@ -56,7 +56,7 @@ def test_figures_are_drawn_from_the_results_of_today() -> None:
 
 
 def test_no_form_answered_better_than_the_one_that_bytes_pick() -> None:
-    """By more than two points, where the paired test tells them apart (p < 0.01)."""
+    """By more than three points, where the paired test tells them apart (p < 0.01)."""
     cells = 0
     for path in RESULTS.glob("quality-bytes-*.json"):
         for page in json.loads(path.read_text())["results"].values():
@@ -69,7 +69,7 @@ def test_no_form_answered_better_than_the_one_that_bytes_pick() -> None:
                 if picked not in forms or "full" in forms or gap["p"] >= 0.01:
                     continue
                 behind = gap["value"] * (-1 if forms[0] == picked else 1)
-                assert behind <= 0.02, (path.name, test["budget"], picked, test["of"])
+                assert behind <= 0.03, (path.name, test["budget"], picked, test["of"])
                 cells += 1
     assert cells
 
