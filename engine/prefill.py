@@ -16,6 +16,7 @@ from torch import Tensor
 
 from engine.backends.torch.step import PackedChunks, PrefillChunk
 from engine.errors import InputError, NotFiniteError, SessionError
+from engine.memory import MANY_TOKENS, give_back
 from engine.trace import PRUNED
 
 # Tokens of one pass on a CPU. Products gain nothing from more, and the states of more tokens leave
@@ -200,6 +201,7 @@ def advance_together(prefills: Sequence[Prefill]) -> None:
         if any(prefill._moved for prefill in prefills):
             raise SessionError("the session changed while a prompt was read; take the prompt back")
         before = [session.state() for session in sessions]
+        tokens = sum(prefill.next_chunk for prefill in prefills)
         ends = _run_pass(engine, prefills)
         last = [i for i, prefill in enumerate(prefills) if prefill.done == prefill.tokens]
         logits = engine.decoder.logits(ends[last]) if last else ends[:0]
@@ -210,6 +212,8 @@ def advance_together(prefills: Sequence[Prefill]) -> None:
                 if sessions[i].rewind(before[i]):  # nothing has been evicted yet
                     prefills[i].done = before[i]["seen"] - prefills[i]._start
         engine.budgets.cut([one for i, one in enumerate(sessions) if i not in broken])
+        if tokens >= MANY_TOKENS and engine.device.type == "cpu":
+            give_back()
         for i, found in zip(last, logits, strict=True):
             if i not in broken:
                 prefills[i].logits = found

@@ -23,6 +23,7 @@ from engine.cache.layout import Layout
 from engine.config import EngineConfig
 from engine.errors import GateError, InputError
 from engine.lock import FairLock
+from engine.memory import give_back
 from engine.model.decoder import Decoder
 from engine.model.families.base import Family
 from engine.model.families.loading import load, resolve_device
@@ -181,7 +182,10 @@ class Runtime:
             config.weights,
             rounded,
         )
-        return cls.from_parts(config, family, spec, weights)
+        engine = cls.from_parts(config, family, spec, weights)
+        if engine.device.type == "cpu":
+            give_back()
+        return engine
 
     @classmethod
     def from_parts(

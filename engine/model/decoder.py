@@ -17,6 +17,10 @@ from engine.model.rope import rotate
 from engine.model.spec import DecoderSpec
 from engine.model.weights import DecoderWeights, LayerWeights
 
+# Tokens that go through an MLP at once on a CPU. What is between its matrices is by far the largest
+# of a chunk, and a product of so many is no slower than one of more.
+_MLP_TOKENS = 256
+
 
 class StepAttention(Protocol):
     """Where a forward pass leaves its keys and values and gets its attention from."""
@@ -119,7 +123,16 @@ class Decoder:
             if self.on_gate_input is not None:
                 self.on_gate_input(index, x)
             if self.gates is not None:
-                gate_logits.append(self.gates.logits(index, x))
+                found = self.gates.logits(index, x)
+                if torch.is_inference_mode_enabled():
+                    # All layers in one tensor from the start: small ones that stay would keep the
+                    # heap between them from being used again.
+                    if not gate_logits:
+                        shape = (found.shape[0], final + 1, found.shape[1])
+                        gate_logits = list(found.new_empty(shape).unbind(1))
+                    gate_logits[index].copy_(found)
+                else:
+                    gate_logits.append(found)
             if index == final and ending is not None:
                 hidden = self._last_layer(hidden, x, rope, ending)
             else:
@@ -188,6 +201,8 @@ class Decoder:
         if layer.router is not None and self.spec.routing is not None:
             experts = plain(layer.gate_up), plain(layer.down)
             return mixture(x, layer.router, *experts, self.spec.routing)
+        if x.device.type == "cpu" and len(x) > _MLP_TOKENS:
+            return torch.cat([self._mlp(part, layer) for part in x.split(_MLP_TOKENS)])
         product = self.weights.product
         gate, up = product(x, layer.gate_up, layer.gate_up_bias).chunk(2, -1)
         return product(F.silu(gate) * up, layer.down, layer.down_bias)

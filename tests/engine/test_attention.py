@@ -64,6 +64,19 @@ def test_ragged_attention_equals_dense(form, lengths, queries, page, dim) -> Non
         torch.testing.assert_close(lse[row].double(), scores.logsumexp(-1), rtol=1e-5, atol=1e-5)
 
 
+def test_blocks_of_queries_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    length, table, keys, values = make_cache(SKEWED, 16, 32)
+    (work,) = build_worklist(length, table, 16)
+    query = torch.randn(4, 40, 32, generator=torch.Generator().manual_seed(1))
+    whole = ragged_attention(query, keys, values, work, 0.2)
+    monkeypatch.setattr(
+        "engine.backends.torch.ragged_attention._QUERY_ELEMENTS", 7 * 32 * len(work.row)
+    )
+    for found, wanted in zip(ragged_attention(query, keys, values, work, 0.2), whole, strict=True):
+        assert found.shape == wanted.shape
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+
+
 def test_worklist_splits_only_uneven_rows() -> None:
     length, table, *_ = make_cache(EVEN, 16, 8, layers=2)
     for work in build_worklist(length, table, 16):

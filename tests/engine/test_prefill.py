@@ -146,3 +146,21 @@ def test_one_page_less_than_the_bound_can_be_too_few(folders: dict[str, Path]) -
         engine.session().prefill(turn(9))
     engine.cache.pool.limit = 12
     assert engine.session().prefill(turn(9)) is not None
+
+
+def test_what_a_chunk_leaves_on_the_heap_is_given_back(
+    engine: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And neither that nor an MLP in blocks of tokens changes the result."""
+    prompt = {"input_ids": torch.arange(3, 27)[None]}
+    with engine.session() as session:
+        wanted = session.prefill(prompt)
+    given: list[int] = []
+    monkeypatch.setattr("engine.prefill.give_back", lambda: given.append(1))
+    monkeypatch.setattr("engine.prefill.MANY_TOKENS", 8)
+    monkeypatch.setattr("engine.model.decoder._MLP_TOKENS", 5)
+    with engine.session() as session:
+        torch.testing.assert_close(session.prefill(prompt), wanted)
+        chunks = len(given)
+        session.prefill({"input_ids": torch.tensor([[3, 4, 5]])})
+    assert chunks > 0 and len(given) == chunks, "a short prompt leaves little"

@@ -14,6 +14,8 @@ from engine.cache import Stored
 
 # Elements of one score block; longer query blocks are cut so that temporaries stay near 32 MiB.
 _BLOCK_ELEMENTS = 8 * 2**20
+# Elements of the queries of all pieces together, on a CPU: several tensors have as many.
+_QUERY_ELEMENTS = 2**19
 
 
 def ragged_attention_reference(
@@ -51,6 +53,18 @@ def ragged_attention(
     """
     key = keys[work.pages].flatten(1, 2)
     value = values[work.pages].flatten(1, 2)
+    if query.device.type == "cpu" and not work.whole:
+        block = max(1, _QUERY_ELEMENTS // max(len(work.row) * query.shape[-1], 1))
+        parts = [_of_rows(part, key, value, work, scale) for part in query.split(block, 1)]
+        outs, sums = zip(*parts, strict=True)
+        return torch.cat(outs, 1), torch.cat(sums, 1)
+    return _of_rows(query, key, value, work, scale)
+
+
+def _of_rows(
+    query: Tensor, key: Tensor, value: Tensor, work: LayerWork, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Attend from ``query [R, Q, D]`` to the pieces' ``key, value [W, N, D]``, row by row."""
     piece = query if work.whole else query[work.row]
     out, lse = _attend(piece, key, value, work.bias, scale)
     if work.whole and not work.empty:
