@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.budget import format_bytes
 from engine.errors import MmkvError
-from engine.model.fingerprint import fingerprint
+from engine.model.fingerprint import fingerprint, language_fingerprint
 from engine.model.source import checkpoint_file, files_of
 from engine.registry import offered
 from mmkv.resources import BUNDLED_MODEL, bundled_gates, bundled_model
@@ -240,8 +240,8 @@ def _checkpoint(name: str, folder: Path, where: str, size: int, sets: list[Gates
     family, own = str(config["model_type"]), folder / "gates"
     gates = ["gates/"] if (own / _GATE_FILES[0]).is_file() else []
     others = [one for one in sets if one.fingerprint and Path(one.path) != own]
-    ours = fingerprint(str(folder)) if others else None
-    gates += [one.name for one in others if one.fingerprint == ours]
+    ours = {of(str(folder)) for of in (fingerprint, language_fingerprint) if others}
+    gates += [one.name for one in others if one.fingerprint in ours]
     gates += [known.name for known in PUBLISHED if known.base == name]
     problem = _problem(folder, config)
     return Checkpoint(name, str(folder), where, family, size, gates, problem)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import GateError, InputError, ModelError
-from engine.model.fingerprint import fingerprint
+from engine.model.fingerprint import fingerprint, language_fingerprint
 
 BUNDLED_MODEL = "tiny-vlm"
 
@@ -92,13 +92,14 @@ def gates_source(name: str) -> str:
 def gates_made_for(model: str) -> dict[Path, dict[str, Any]]:
     """Return the gates at hand that were trained for a checkpoint: folder -> its ``gates.json``.
 
-    They hold the fingerprint of its weights. No torch is imported.
+    Those that were trained for the language model inside it count, too. They hold the fingerprint
+    of its weights. No torch is imported.
 
     Args:
         model: a folder, or a hub id; one whose files are not here has no gates.
     """
     found: dict[Path, dict[str, Any]] = {}
-    ours = None
+    ours: set[str | None] = set()
     for folder in bundled_gates().values():
         try:
             info = json.loads((folder / "gates.json").read_text(encoding="utf-8"))
@@ -107,10 +108,8 @@ def gates_made_for(model: str) -> dict[Path, dict[str, Any]]:
             continue  # the loader says what is wrong with them, once they are named
         if theirs is None:
             continue
-        ours = ours or fingerprint(model)
-        if ours is None:
-            break
-        if theirs == ours:
+        ours = ours or {fingerprint(model), language_fingerprint(model)}
+        if theirs in ours:
             found[folder] = info
     return found
 

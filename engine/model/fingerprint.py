@@ -12,6 +12,8 @@ from engine.model.source import checkpoint_file, files_of
 
 SAMPLE = 1024  # bytes of each tensor
 _LONGEST_HEADER = 100 * 2**20  # the format's own bound
+_INSIDE = "language_model."
+_Tensor = tuple[str, str, list[int], bytes]  # name, dtype, shape, the first bytes
 
 
 def fingerprint(model: str) -> str | None:
@@ -28,13 +30,42 @@ def fingerprint(model: str) -> str | None:
     """
     try:
         files = files_of(lambda name: checkpoint_file(model, name))
-        return None if files is None else _digest(files)
+        return None if files is None else _digest(_tensors(files))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None  # the loader says what is wrong with them
 
 
-def _digest(files: Sequence[Path]) -> str:
-    parts: list[tuple[str, str, list[int], bytes]] = []
+def language_fingerprint(model: str) -> str | None:
+    """Hash the language model inside a vision-language checkpoint, as if it stood alone.
+
+    Gates that were trained for a language model fit what holds its weights.
+
+    Args:
+        model: as of :func:`fingerprint`.
+
+    Returns:
+        What :func:`fingerprint` gives for the language model's own checkpoint; None where the
+        checkpoint is not made of one, or its files cannot be read.
+    """
+    try:
+        files = files_of(lambda name: checkpoint_file(model, name))
+        tensors = [] if files is None else _tensors(files)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None
+    # "language_model.model.norm" and "model.language_model.norm" are both "model.norm".
+    places = ((_INSIDE, ""), (f"model.{_INSIDE}", "model."))
+    inside = [
+        (own + name.removeprefix(prefix), dtype, shape, sample)
+        for name, dtype, shape, sample in tensors
+        for prefix, own in places
+        if name.startswith(prefix)
+    ]
+    head = [tensor for tensor in tensors if tensor[0].startswith("lm_head.")]
+    return _digest(inside + head) if inside else None
+
+
+def _tensors(files: Sequence[Path]) -> list[_Tensor]:
+    parts: list[_Tensor] = []
     for path in files:
         with path.open("rb") as file:
             size = int.from_bytes(file.read(8), "little")
@@ -47,6 +78,10 @@ def _digest(files: Sequence[Path]) -> str:
                 file.seek(8 + size + begin)
                 sample = file.read(max(0, min(SAMPLE, end - begin)))
                 parts.append((name, tensor["dtype"], tensor["shape"], sample))
+    return parts
+
+
+def _digest(parts: Sequence[_Tensor]) -> str:
     digest = hashlib.sha256()
     for name, dtype, shape, sample in sorted(parts, key=lambda part: part[0]):
         digest.update(json.dumps([name, dtype, shape]).encode())

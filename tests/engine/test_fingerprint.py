@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from engine.model.fingerprint import SAMPLE, fingerprint
+from engine.model.fingerprint import SAMPLE, fingerprint, language_fingerprint
 
 Tensors = dict[str, np.ndarray]
 
@@ -83,3 +83,27 @@ def test_what_cannot_be_read_has_none(tmp_path: Path, tensors: Tensors) -> None:
         (folder / "model.safetensors").write_bytes(header + good[8 + size :][: rng.randrange(900)])
         made = fingerprint(str(folder))  # of a damaged file: none or another, and no exception
         assert made is None or made != fingerprint(str(tmp_path / "good"))
+
+
+@pytest.mark.parametrize(
+    ("model", "head"),
+    [
+        ("language_model.model.", "language_model.lm_head.weight"),  # LLaVA on the hub
+        ("model.language_model.", "lm_head.weight"),
+    ],
+)
+def test_a_language_model_is_told_inside_a_vision_model(
+    tmp_path: Path, tensors: Tensors, model: str, head: str
+) -> None:
+    eyes = {"vision_tower.norm": tensors["norm"], "model.visual.norm": tensors["norm"]}
+    inside = {model + name: tensor for name, tensor in tensors.items()} | {head: tensors["embed"]}
+    alone = {f"model.{name}": tensor for name, tensor in tensors.items()}
+    alone["lm_head.weight"] = tensors["embed"]
+    expected = of(tmp_path / "alone", alone)
+    joined = of(tmp_path / "joined", eyes, inside)
+    assert joined != expected and language_fingerprint(str(tmp_path / "alone")) is None
+    assert language_fingerprint(str(tmp_path / "joined")) == expected
+    inside[head] = inside[head] + 1
+    of(tmp_path / "other", eyes | inside)
+    assert language_fingerprint(str(tmp_path / "other")) not in (None, expected)
+    assert language_fingerprint(str(tmp_path / "none")) is None

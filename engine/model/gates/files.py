@@ -18,7 +18,7 @@ from torch import Tensor
 
 from engine import hub
 from engine.errors import GateError, first_line
-from engine.model.fingerprint import fingerprint
+from engine.model.fingerprint import fingerprint, language_fingerprint
 from engine.model.finite import find_not_finite
 from engine.model.gates.module import Gates, make_random_gates, tied_gates, tying_of
 from engine.model.gates.published import GATE_KEY, published_gates
@@ -183,7 +183,8 @@ def foreign_note(gates: Gates | WriteGates, model: str) -> str | None:
     theirs = gates.info.get("base_fingerprint")
     ours = None if theirs is None else fingerprint(model)
     if ours is not None:
-        same, part = theirs == ours, "other weights"
+        same = theirs == ours or theirs == language_fingerprint(model)
+        part = "other weights"
     else:
         theirs, part = gates.info.get("base_config_sha256"), "another config.json"
         same = theirs is None or theirs == hub.config_digest(model)

@@ -1,0 +1,434 @@
+"""``python -m training.llava``: an adapter is trained, joined, and read as any LLaVA is."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import transformers
+from PIL import Image
+from safetensors.torch import load_file
+from tokenizers import Tokenizer, models
+
+from engine.errors import ModelError
+from engine.model.fingerprint import fingerprint
+from engine.model.gates import foreign_note, load_gates, make_random_gates, save_gates
+from engine.runtime import Runtime
+from eval.accuracy import llava as accuracy
+from mmkv import Engine, Sampling
+from mmkv.data.scenes import EMPTY, Question
+from mmkv.measure.teacher_forced import FullCache
+from mmkv.prompt.processing import load_processor
+from tests.support.chat_models import save_llama
+from training.llava.__main__ import main
+from training.llava.adapter import (
+    CHAT_TEMPLATE,
+    Adapter,
+    load,
+    save,
+    vision_config,
+    with_image_token,
+)
+from training.llava.pictures import EasyVQA, Shown, Turn, all_names, talk
+from training.llava.teach import Language, encode, opening
+
+if TYPE_CHECKING:
+    from tests.support.cli_fixtures import Ran
+
+pytest_plugins = ("tests.support.cli_fixtures",)
+SYSTEM = (
+    "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face"
+    "<|im_end|>\n"
+)
+ASKED = [
+    ["what color is the shape?", "teal", 0],
+    ["is no red shape present?", "yes", 0],
+    ["is there not a circle?", "no", 0],
+    ["what shape is in the image?", "triangle", 1],
+    ["is there a blue shape?", "no", 1],
+    ["does the image not contain a gray shape?", "no", 1],
+    ["what is the brown shape?", "circle", 2],
+    ["is there a circle?", "no", 3],
+]
+
+
+@pytest.fixture(scope="module")
+def easy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write easy-VQA's folder ``data`` with four pictures in each half."""
+    folder = tmp_path_factory.mktemp("easy")
+    for part in ("train", "test"):
+        (folder / part / "images").mkdir(parents=True)
+        (folder / part / "questions.json").write_text(json.dumps(ASKED))
+        for number, colour in enumerate(("teal", "gray", "brown", "red")):
+            Image.new("RGB", (64, 64), colour).save(folder / part / "images" / f"{number}.png")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def language(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_llama(tmp_path_factory.mktemp("language"))
+
+
+@pytest.fixture(scope="module")
+def trained(
+    language: Path, easy: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, dict[str, Any]]:
+    """Train two steps of each phase; return the adapter, and the language model's bytes before."""
+    before = {path.name: path.read_bytes() for path in language.iterdir()}
+    output = tmp_path_factory.mktemp("run") / "adapter"
+    assert main(["train", *options(language, easy, output)]) == 0
+    return output, before
+
+
+@pytest.fixture(scope="module")
+def joined(
+    trained: tuple[Path, dict[str, Any]], language: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    folder = tmp_path_factory.mktemp("joined") / "llava"
+    given = ["--language-model", str(language), "--output", str(folder)]
+    assert main(["join", *given, "--adapter", str(trained[0])]) == 0
+    return folder
+
+
+def options(language: Path, easy: Path, output: Path) -> list[str]:
+    steps = [f"--{phase}-steps=2" for phase in ("words", "eyes", "answers")]
+    sizes = ["--width=16", "--layers=1", "--batch=1", "--held-out=2", "--dtype=float32"]
+    folders = {"language-model": language, "easy-vqa": easy, "output": output}
+    return [f"--{name}={folder}" for name, folder in folders.items()] + steps + sizes
+
+
+def random_adapter(folder: Path, hidden: int = 32) -> Adapter:
+    torch.manual_seed(1)
+    made = Adapter(vision_config(16, 1), transformers.LlamaConfig(hidden_size=hidden))
+    save(made, folder, {})
+    return made
+
+
+# --- training ---
+
+
+def test_training_changes_the_adapter_and_not_the_language_model(
+    trained: tuple[Path, dict[str, Any]], language: Path
+) -> None:
+    adapter, before = trained
+    assert {path.name: path.read_bytes() for path in language.iterdir()} == before
+    facts = json.loads((adapter / "adapter.json").read_text())
+    assert facts["settings"]["words_steps"] == 2 and facts["commit"] is not None
+    counted = facts["results"]["adapter"]
+    assert sum(row["of"] for row in counted.values()) >= 8
+    phases = [json.loads((adapter / name / "log.json").read_text()) for name in ("words", "eyes")]
+    assert all(lines[-1]["step"] == 2 for lines in phases)
+
+
+def test_a_finished_run_resumes_to_the_same_adapter(
+    trained: tuple[Path, dict[str, Any]],
+    language: Path,
+    easy: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    adapter, _ = trained
+    first = load_file(adapter / "adapter.safetensors")
+    given = options(language, easy, adapter)
+    assert main(["train", *given]) == 1
+    assert "--resume" in capsys.readouterr().err
+    assert main(["train", *given, "--resume", "--seed=1"]) == 1
+    assert "seed" in capsys.readouterr().err
+    assert main(["train", *given, "--resume"]) == 0
+    again = load_file(adapter / "adapter.safetensors")
+    assert all(torch.equal(first[name], again[name]) for name in first)
+
+
+def test_a_run_may_begin_with_an_adapter(
+    trained: tuple[Path, dict[str, Any]],
+    language: Path,
+    easy: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    given = options(language, easy, tmp_path / "next")
+    none = [f"--{phase}-steps=0" for phase in ("words", "eyes", "answers")]
+    assert main(["train", *given, *none, f"--init={trained[0]}"]) == 0
+    first, same = (load_file(f / "adapter.safetensors") for f in (trained[0], tmp_path / "next"))
+    assert all(torch.equal(first[name], same[name]) for name in first)
+    random_adapter(tmp_path / "wide", 64)
+    assert main(["train", *given[:2], f"--output={tmp_path / 'n'}", f"--init={tmp_path}"]) == 1
+    assert "no LLaVA adapter" in capsys.readouterr().err
+    wide = [f"--output={tmp_path / 'm'}", f"--init={tmp_path / 'wide'}"]
+    assert main(["train", *given[:2], *wide]) == 1
+    assert "another shape" in capsys.readouterr().err
+
+
+def test_a_language_model_is_read_as_its_own_template_says(language: Path, easy: Path) -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(language)
+    tokenizer = with_image_token(transformers.AutoTokenizer.from_pretrained(language))
+    reads = Language(model, tokenizer)
+    Adapter(vision_config(16, 1), model.config)  # must not touch the language model
+    turns = talk(2, "train", EasyVQA.of(easy, "train"), turns=6)
+    ids, labels, shown = encode(turns, tokenizer)
+    assert len(shown) > 1
+    messages: list[dict[str, Any]] = []
+    for turn in turns:
+        picture = [{"type": "image"}] if turn.shown else []
+        asked = {"type": "text", "text": turn.question.text}
+        messages += [
+            {"role": "user", "content": [*picture, asked]},
+            {"role": "assistant", "content": turn.question.answer},
+        ]
+    whole = tokenizer.apply_chat_template(messages, tokenize=False)
+    assert opening(tokenizer) == SYSTEM
+    expected = whole.removeprefix(SYSTEM).replace("<image>", "<image>" * 16)
+    assert ids == tokenizer(expected, add_special_tokens=False)["input_ids"]
+    said = [turn.question.answer + "<|im_end|>" for turn in turns]
+    assert tokenizer.decode([label for label in labels if label >= 0]) == "".join(said)
+    wanted = torch.tensor([label >= 0 for label in labels[1:]] + [False])[None]
+    visual = torch.randn(16 * len(shown), 32)
+    with torch.no_grad():
+        logits = reads.logits(torch.tensor([ids]), visual, wanted)
+        first = tokenizer(SYSTEM, return_tensors="pt", add_special_tokens=False)["input_ids"]
+        whole_ids = torch.cat([first, torch.tensor([ids])], 1)
+        embedded = model.get_input_embeddings()(whole_ids)
+        embedded[whole_ids == reads.image] = visual
+        reference = model(inputs_embeds=embedded).logits[:, first.shape[1] :][wanted]
+    torch.testing.assert_close(logits, reference, atol=1e-4, rtol=1e-4)
+
+
+# --- data ---
+
+
+def test_easy_vqa_tells_colour_and_shape_through_negations(easy: Path) -> None:
+    read = EasyVQA.of(easy, "train")
+    names = [one.names[0] for one in read.pictures]
+    assert names == ["teal circle", "gray triangle", "brown circle"]
+
+
+def test_held_out_talks_ask_what_training_never_shows(easy: Path) -> None:
+    data = {split: EasyVQA.of(easy, split) for split in ("train", "heldout")}  # type: ignore[arg-type]
+    seen = {split: [talk(n, split, data[split]) for n in range(300)] for split in data}  # type: ignore[arg-type]
+    trained = {part for turns in seen["train"] for turn in turns for part in cells(turn)}
+    known = {name for name, _, _ in trained}
+    asked = 0
+    for turns in seen["heldout"]:
+        for turn in turns:
+            held = cells(turn) - trained
+            if held and next(iter(held))[0] in known:
+                asked += 1
+    assert asked > 200
+    assert known < set(all_names()) | {EMPTY}
+
+
+def cells(turn: Turn) -> set[tuple[str, int, int]]:
+    """Return (name, side, cell) of what a drawn picture shows."""
+    if turn.shown is None or turn.shown.file is not None:
+        return set()
+    shown = turn.shown
+    return {(name, shown.side, at) for at, name in enumerate(shown.names) if name != EMPTY}
+
+
+def test_patches_of_a_grid_name_their_cells() -> None:
+    shown = Shown(("apple", EMPTY, "red circle", "frog"))
+    patches = shown.patches()
+    assert patches[:4] == [("apple", 1, 1)] * 2 + [(EMPTY, 1, 2)] * 2
+    assert patches[-4:] == [("red circle", 2, 1)] * 2 + [("frog", 2, 2)] * 2
+    assert shown.picture().size == (64, 64) and shown.at(2, 1) == "red circle"
+
+
+# --- the joined checkpoint ---
+
+
+def test_transformers_and_mmkv_give_the_same_tokens(joined: Path) -> None:
+    shown = [Image.effect_noise((50 + n, 40), 90).convert("RGB") for n in range(2)]
+    model = transformers.AutoModelForImageTextToText.from_pretrained(joined, dtype=torch.float32)
+    processor = transformers.AutoProcessor.from_pretrained(joined, backend="pil")
+    content = [{"type": "image"}, {"type": "image"}, {"type": "text", "text": "what are these?"}]
+    text = processor.apply_chat_template(
+        [{"role": "user", "content": content}], add_generation_prompt=True
+    )
+    inputs = processor(text=text, images=shown, return_tensors="pt")
+    made = model.generate(**inputs, max_new_tokens=8, do_sample=False)
+    engine = Engine.from_pretrained(joined, policy="full", dtype="float32")
+    sampling = Sampling(max_new_tokens=8, temperature=0)
+    with engine.session() as session:
+        list(session.send("what are these?", images=shown, sampling=sampling))
+        assert session.last is not None
+        assert session.last.token_ids == made[0, inputs["input_ids"].shape[1] :].tolist()
+        assert session.memory().by_modality["image"] == 2 * 16 * 2 * 2  # tokens, layers, KV heads
+
+
+def test_the_trained_features_are_transformers_own(
+    joined: Path, trained: tuple[Path, dict[str, Any]]
+) -> None:
+    model = transformers.AutoModelForImageTextToText.from_pretrained(joined, dtype=torch.float32)
+    made = load(trained[0], model.config.text_config)
+    shown = [Shown(("frog",)), Shown(("apple", "bus", EMPTY, "key"))]
+    processor = transformers.AutoProcessor.from_pretrained(joined, backend="pil")
+    pixels = processor.image_processor([one.picture() for one in shown], return_tensors="pt")
+    with torch.no_grad():
+        theirs = model.model.get_image_features(**pixels).pooler_output
+        torch.testing.assert_close(made(shown), torch.stack(list(theirs)))
+
+
+def test_text_alone_is_the_language_models(joined: Path, language: Path) -> None:
+    chats = [
+        [{"role": "user", "content": "hello"}],
+        [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello"}],
+    ]
+    tokenizer = transformers.AutoTokenizer.from_pretrained(joined)
+    rendered = [
+        tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+        for chat in chats
+    ]
+    ending = "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
+    assert rendered == [SYSTEM + ending, "<|im_start|>system\nbe brief<|im_end|>\n" + ending]
+    ids = torch.arange(20)[None]
+    alone = transformers.AutoModelForCausalLM.from_pretrained(language, dtype=torch.float32)
+    whole = transformers.AutoModelForImageTextToText.from_pretrained(joined, dtype=torch.float32)
+    assert torch.equal(alone(ids).logits, whole(ids).logits)
+
+
+def test_a_chat_answers_about_a_picture(mmkv: Callable[..., Ran], joined: Path, easy: Path) -> None:
+    picture = easy / "train" / "images" / "0.png"
+    ran = mmkv(
+        "chat",
+        str(joined),
+        "--image",
+        str(picture),
+        "-p",
+        "what is this?",
+        "--json",
+        "--policy",
+        "streamingllm",
+        "--budget",
+        "24",
+        "--max-new-tokens",
+        "4",
+    )
+    assert ran.code == 0, ran.err
+    answer = json.loads(ran.out)
+    assert answer
+
+
+def test_gates_of_the_language_model_are_no_strangers(
+    joined: Path, language: Path, tmp_path: Path
+) -> None:
+    spec = Runtime.from_pretrained(str(joined), policy="full", device="cpu").spec
+    for model, known in ((str(language), True), ("another", False)):
+        base = fingerprint(model) or "0" * 64
+        save_gates(make_random_gates(spec), tmp_path, spec, None, base_fingerprint=base)
+        assert (foreign_note(load_gates(tmp_path, spec), str(joined)) is None) == known
+
+
+# --- refusals ---
+
+
+def test_join_refuses_what_does_not_fit(
+    language: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refusal(adapter: Path, model: Path, output: Path) -> str:
+        folders = {"adapter": adapter, "language-model": model, "output": output}
+        assert main(["join", *(f"--{k}={v}" for k, v in folders.items())]) == 1
+        return capsys.readouterr().err
+
+    random_adapter(tmp_path / "fits")
+    random_adapter(tmp_path / "wide", 64)
+    (tmp_path / "empty").mkdir()
+    output = tmp_path / "output"
+    assert "no LLaVA adapter" in refusal(tmp_path / "empty", language, output)
+    assert "hidden size 64" in refusal(tmp_path / "wide", language, output)
+    assert "eval.smollm2" in refusal(tmp_path / "fits", tmp_path / "empty", output)
+    assert "holds a checkpoint" in refusal(tmp_path / "fits", language, language)
+    assert not output.exists()
+
+
+def test_another_language_model_is_noted(
+    language: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    random_adapter(tmp_path / "adapter")
+    given = [f"--language-model={language}", f"--output={tmp_path / 'made'}"]
+    assert main(["join", *given, f"--adapter={tmp_path / 'adapter'}"]) == 0
+    assert "trained for other weights" in capsys.readouterr().err
+
+
+def test_the_spare_token_becomes_the_picture_token() -> None:
+    inner = Tokenizer(models.BPE(vocab={"a": 0, "<empty_output>": 1, "<|im_end|>": 2}, merges=[]))
+    inner.add_special_tokens(["<empty_output>", "<|im_end|>"])
+    before = transformers.PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<|im_end|>")
+    after = with_image_token(before)
+    assert after.convert_tokens_to_ids("<image>") == 1 and len(after) == len(before)
+    assert after("a<image><|im_end|>")["input_ids"] == [0, 1, 2]
+    assert after.eos_token == "<|im_end|>" and after.chat_template == CHAT_TEMPLATE
+    inner = Tokenizer(models.BPE(vocab={"a": 0}, merges=[]))
+    with pytest.raises(ModelError, match="<empty_output>"):
+        with_image_token(transformers.PreTrainedTokenizerFast(tokenizer_object=inner))
+
+
+def test_missing_pictures_are_named(
+    language: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", *options(language, tmp_path / "none", tmp_path / "out")]) == 1
+    assert "pip install --no-deps easy-vqa" in capsys.readouterr().err
+
+
+# --- measuring ---
+
+
+def test_accuracy_is_counted_by_picture_and_budget(
+    joined: Path, easy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "found.json"
+    given = f"{joined} --easy-vqa {easy} --talks 3 --turns 2 --method snapkv --budgets 1/2 1/4"
+    given += f" --dtype float32 --output {file}"
+    monkeypatch.setattr("sys.argv", ["llava", *given.split()])
+    accuracy.main()
+    rows = json.loads(file.read_text())["results"]
+    runs = ["pictures", "blank pictures", "other pictures", "snapkv at 1/2", "snapkv at 1/4"]
+    assert list(dict.fromkeys(row["run"] for row in rows)) == runs
+    held = EasyVQA.of(easy, "heldout")
+    turns = [turn for n in range(3) for turn in talk(10**6 + n, "heldout", held, 2)]
+    openly = [turn for turn in turns if turn.question.answer not in ("yes", "no")]
+    counts = {row["run"]: row["of"] for row in rows if row["kind"] == "open"}
+    assert counts == dict.fromkeys(runs, len(openly))
+
+
+def test_a_talk_is_fed_as_the_checkpoints_processor_makes_it(joined: Path, easy: Path) -> None:
+    processor: Any = load_processor(joined)
+    turns = talk(0, "heldout", EasyVQA.of(easy, "heldout"), 3)
+    shown = accuracy.pictures_of(turns)
+    inputs, labels = accuracy.inputs_of(processor, turns, shown)
+    first = turns[0]
+    assert first.shown is not None
+    asked = [{"type": "image"}, {"type": "text", "text": first.question.text}]
+    text = processor.template.render([{"role": "user", "content": asked}], opening=True)
+    theirs = processor.encode(text, shown[:1])
+    length = theirs["input_ids"].shape[1]
+    assert torch.equal(inputs["input_ids"][:, :length], theirs["input_ids"])
+    assert torch.equal(inputs["pixel_values"][:1], theirs["pixel_values"])
+    assert labels[:length].max() == -100 and labels[length] >= 0
+
+
+def test_answers_are_right_as_transformers_generates_them(joined: Path, easy: Path) -> None:
+    model = transformers.AutoModelForImageTextToText.from_pretrained(joined, dtype=torch.float32)
+    processor: Any = load_processor(joined)
+    turns = talk(0, "heldout", EasyVQA.of(easy, "heldout"), 3)
+    inputs, labels = accuracy.inputs_of(processor, turns, accuracy.pictures_of(turns))
+    with torch.no_grad():
+        best = model(**inputs).logits[0].argmax(-1)
+    starts = [at for at in range(1, len(labels)) if labels[at] >= 0 > labels[at - 1]]
+    # Answers that this model gives, and one that it does not.
+    given = torch.where(labels >= 0, best.roll(1), labels)
+    given[starts[1]] = (given[starts[1]] + 1) % 256
+    engine = Runtime.from_pretrained(str(joined), policy="full", dtype="float32", device="cpu")
+    made = engine.family.turn(inputs, 0, engine.device)
+    rights = accuracy.rights_of(FullCache.of(engine, made, given), given)
+    assert rights == [index != 1 for index in range(len(starts))]
+
+
+def test_other_pictures_come_from_a_talk_with_as_many() -> None:
+    one, two = ([Turn(Question("cell", "?", "a"), Shown(("frog",)))] * n for n in (1, 2))
+    assert accuracy.partners([one, two, two, one, two]) == [3, 2, 4, 0, 1]
+    assert accuracy.partners([one, two]) == [0, 1]
+    counted = accuracy.by_kind(two, [True, False])
+    assert counted == {"cell": [1, 2], "open": [1, 2]}

@@ -1,0 +1,88 @@
+"""``python -m training.llava``: give SmolLM2-135M eyes.
+
+``train --language-model FOLDER --output FOLDER`` trains tower and projector beside the frozen
+language model; ``join --language-model FOLDER --adapter FOLDER --output FOLDER`` writes a LLaVA
+checkpoint of both. Neither downloads anything: ``python -m eval.smollm2 FOLDER`` fetches the
+language model. Training needs the ``train`` extra and easy-VQA's pictures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+from engine.errors import InputError, MmkvError, one_line
+
+
+def arguments(given: Sequence[str] | None) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(prog="python -m training.llava", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    join = commands.add_parser("join", help="write a LLaVA checkpoint")
+    train = commands.add_parser("train", help="train an adapter")
+    for command in (join, train):
+        command.add_argument("--language-model", type=Path, required=True, help="folder")
+        command.add_argument("--output", type=Path, required=True, help="folder to write")
+    join.add_argument("--adapter", type=Path, required=True, help="folder that train wrote")
+    train.add_argument("--easy-vqa", type=Path, help="its folder data; else the package's")
+    train.add_argument("--init", type=Path, help="an adapter to begin with; else a random one")
+    train.add_argument("--words-steps", type=int, default=120, help="through the language model")
+    train.add_argument("--eyes-steps", type=int, default=1000, help="pictures alone")
+    train.add_argument("--answers-steps", type=int, default=60, help="through the language model")
+    train.add_argument("--words-lr", type=float, default=3e-3)
+    train.add_argument("--eyes-lr", type=float, default=2e-3)
+    train.add_argument("--answers-lr", type=float, default=2e-4)
+    train.add_argument(
+        "--batch", type=int, default=4, help="talks a step; pictures alone: 4 times that"
+    )
+    train.add_argument("--width", type=int, default=128, help="of the tower")
+    train.add_argument("--layers", type=int, default=3, help="of the tower")
+    train.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16"))
+    train.add_argument("--held-out", type=int, default=100, help="talks to measure on at the end")
+    train.add_argument("--seed", type=int, default=0)
+    train.add_argument("--threads", type=int, default=0, help="torch threads, 0 for its default")
+    train.add_argument("--save-every", type=int, default=50, help="steps between checkpoints")
+    train.add_argument("--resume", action="store_true", help="continue from the last checkpoint")
+    return parser.parse_args(given)
+
+
+def main(given: Sequence[str] | None = None) -> int:
+    """Run the program and return the exit code."""
+    args = arguments(given)
+    try:
+        if args.command == "join":
+            from training.llava.adapter import EXAMPLE, join
+
+            join(args.adapter, args.language_model, args.output, _note)
+            asked = f'--image {args.output / EXAMPLE} -p "what is this?"'
+            print(f"wrote {args.output}; ask it: mmkv chat {args.output} {asked}")
+            return 0
+        if not importlib.util.find_spec("accelerate"):
+            raise InputError("training needs the train extra: pip install 'mmkv[train]'")
+        from training.llava.train import train
+
+        results: dict[str, Any] = train(args)
+        print(json.dumps(results))
+    except (MmkvError, OSError) as error:
+        print(f"training.llava: error: {one_line(str(error))}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("training.llava: interrupted; go on with --resume", file=sys.stderr)
+        return 130
+    return 0
+
+
+def _note(line: str) -> None:
+    print(f"training.llava: {line}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
