@@ -31,8 +31,9 @@ def _about(
 # Positions are int32. No sensible page has more than a few hundred entries, and each row of the
 # cache holds a page at least.
 _MOST_POSITIONS, _MOST_PAGE = 2**31 - 1, 1024
+# How matrices lie on a CPU; engine/model/product.py says what each means.
+WEIGHT_FORMS = ("auto", "bf16", "int8")
 # How keys and values lie in the cache; engine/cache/forms.py says what each means.
-WEIGHT_FORMS = ("auto", "bf16", "int8")  # how matrices lie on a CPU: engine/model/product.py
 KV_FORMS = ("auto", "bf16", "int8", "k8v4", "int4")
 
 

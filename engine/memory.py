@@ -75,6 +75,11 @@ def _below_limit() -> int | None:
 def _in_group() -> int | None:
     try:
         most = int((_CGROUP / "memory.max").read_text())
-        return max(0, most - int((_CGROUP / "memory.current").read_text()))
+        used = int((_CGROUP / "memory.current").read_text())
+        lines = (line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
+        stat = {name: int(value) for name, value in lines}
+        # Files that were read count as used, and go when their memory is wanted.
+        files = stat.get("inactive_file", 0) + stat.get("active_file", 0)
+        return max(0, most - max(0, used - files))
     except (OSError, ValueError):  # no control group, or "max"
         return None

@@ -167,7 +167,8 @@ def extend_together(sessions: Sequence[CachedSequence], turns: Sequence[Turn]) -
         turns: one each, whose positions follow those of its sequence.
 
     Raises:
-        InputError, ContextError, BudgetError: before anything has changed.
+        InputError, ContextError, SessionError: before anything has changed; BudgetError: likewise,
+            where one prompt alone has no room.
         SessionError, BudgetError, NotFiniteError: as :func:`advance_together`; chunks that were
             read before stay.
     """
@@ -176,7 +177,8 @@ def extend_together(sessions: Sequence[CachedSequence], turns: Sequence[Turn]) -
             claims.enter_context(session.claimed())
         prefills = [Prefill(*parts) for parts in zip(sessions, turns, strict=True)]
         while waiting := [prefill for prefill in prefills if prefill.logits is None]:
-            advance_together(_pack(waiting))
+            with sessions[0].engine.lock:  # the pool may grow
+                advance_together(_pack(waiting))
     return torch.stack([prefill.logits for prefill in prefills if prefill.logits is not None])
 
 
@@ -231,7 +233,7 @@ def _pack(waiting: Sequence[Prefill]) -> list[Prefill]:
         BudgetError: the pool has no room for them.
     """
     engine = waiting[0]._session.engine
-    pool, rows = engine.cache.pool, engine.spec.rows
+    cache, pool = engine.cache, engine.cache.pool
     room = math.inf if pool.limit is None else pool.limit - pool.num_pages + pool.free_pages
     on_cpu = engine.device.type == "cpu"
     most = min(engine.prefill_chunk, _MOST_ON_CPU) if on_cpu else engine.prefill_chunk
@@ -239,7 +241,8 @@ def _pack(waiting: Sequence[Prefill]) -> list[Prefill]:
     tokens = pages = 0
     for prefill in sorted(waiting, key=lambda one: one.next_chunk, reverse=True):
         count = prefill.next_chunk
-        needed = rows * math.ceil(count / pool.page_size)
+        length = cache.length[prefill._session.seq]
+        needed = cache.needed_pages(length + count) - cache.needed_pages(length)
         fits = tokens + count <= most and pages + needed <= room
         if fits or not chosen:
             chosen.append(prefill)
@@ -249,7 +252,11 @@ def _pack(waiting: Sequence[Prefill]) -> list[Prefill]:
 
 
 def _run_pass(engine: Runtime, prefills: Sequence[Prefill]) -> Tensor:
-    """Append the next chunk of each; the states ``[B, d]`` of their last tokens."""
+    """Append the next chunk of each; the states ``[B, d]`` of their last tokens.
+
+    An error takes the new entries of all back. What a scorer has added to older entries, once all
+    layers have run, stays.
+    """
     sessions = [prefill._session for prefill in prefills]
     turns = [one._turn.part(one.done, one.done + one.next_chunk) for one in prefills]
     counts = [turn.token_ids.numel() for turn in turns]

@@ -247,7 +247,7 @@ class Runtime:
         """Have all sessions of this engine compete for one budget from now on.
 
         What a session keeps then depends on the others (:class:`SharedBudget`), and its own
-        budget binds no more.
+        budget binds no more. The form of the cache stays, also where a budget in bytes chose it.
 
         Args:
             budget: entries per row, of all sessions together.
@@ -260,6 +260,7 @@ class Runtime:
         with self.lock:
             made = Budget.of(budget)
             self.budgets, self.budget = SharedBudget(self, made, floor), made
+            self.form_note = None  # it speaks of a budget that is gone
 
     @property
     def shared(self) -> SharedBudget | None:

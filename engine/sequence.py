@@ -273,7 +273,7 @@ class CachedSequence:
 
     @torch.inference_mode()
     def set_budget(self, budget: Budget | float) -> None:
-        """Change the budget now; a smaller one evicts at once.
+        """Change the budget now; a smaller one evicts at once. The form of the cache stays.
 
         Raises:
             BudgetError: for a budget below one entry per row; the old one stays then.

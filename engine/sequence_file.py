@@ -126,10 +126,13 @@ def _check_identity(engine: Runtime, identity: dict[str, str | int], path: Path)
     # Older files hold what the model computes, with its own weights.
     identity = {"weights": "auto", "kv": "auto", **identity}
     for name, ours in engine.identity().items():
-        if identity.get(name) != ours:
+        if (theirs := identity.get(name)) != ours:
+            remedy = "load it with the model and settings it was made with"
+            if name in ("kv", "weights"):
+                remedy = f"load it with {name}={shown(theirs)} (--{name} {shown(theirs)})"
             raise SessionError(
-                f"{path} was saved with {name} {shown(identity.get(name), 300)}, this engine has "
-                f"{ours}; load it with the model and settings it was made with"
+                f"{path} was saved with {name} {shown(theirs, 300)}, this engine has {ours}; "
+                f"{remedy}"
             )
 
 

@@ -25,6 +25,7 @@ def decode_step(
     engine: Runtime, sessions: Sequence[CachedSequence], token_ids: Sequence[int]
 ) -> Tensor:
     """Append one token to each of B sessions; see :meth:`engine.runtime.Runtime.decode`."""
+    require_list("sessions", sessions, "sessions")
     with _claimed(sessions), engine.lock:
         token_ids = _checked(engine, sessions, token_ids)
         for session, token in zip(sessions, token_ids, strict=True):
@@ -59,6 +60,7 @@ def decode_steps(
     draws: Sequence[Draw] | None,
 ) -> list[list[int]]:
     """Append ``steps`` tokens to each; see :meth:`engine.runtime.Runtime.decode_many`."""
+    require_list("sessions", sessions, "sessions")
     with _claimed(sessions):
         with engine.lock:
             token_ids = _checked(engine, sessions, token_ids)
@@ -116,7 +118,6 @@ def _checked(
     engine: Runtime, sessions: Sequence[CachedSequence], token_ids: Sequence[int]
 ) -> list[int]:
     """Return the token ids, once everything about a step is right."""
-    require_list("sessions", sessions, "sessions")
     if isinstance(token_ids, torch.Tensor) and token_ids.dim() == 1:
         token_ids = token_ids.tolist()
     else:

@@ -7,7 +7,6 @@ docs/kv-forms.md), and :data:`BEST` is what these figures say; a test compares i
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 from engine.budget import Budget, format_bytes
@@ -59,9 +58,8 @@ def choose_form(
     if kv is not None or budget.kind != "bytes":
         return form(kv or "auto"), None
     given = f"a budget of {format_bytes(budget.value)}"
-    whole = rows * math.ceil(longest / size) * size
     for name in ("auto", "bf16"):
-        if whole * entry_bytes(name) <= budget.value:
+        if entries(name) >= longest:
             return form(name), f"kv {name}: {given} holds all {longest:,} positions of the model"
     # The bytes left for entries once the last page of each row is counted as nearly empty.
     best = best_at(entries("k8v4") * entry_bytes("k8v4") / entry_bytes("bf16"))

@@ -174,6 +174,9 @@ class PagePool(Columns):
         needed = (num_pages - self.num_pages) * self.page_bytes
         if needed < _SMALL:
             return
+        if self.device.type == "cpu":
+            # What was promised before and is not used may not have taken its memory yet.
+            needed += self._free * self.page_bytes
         # The largest column stands twice while it is copied.
         needed += max(column.numel() * column.element_size() for column in self.columns())
         free = free_bytes(self.device)

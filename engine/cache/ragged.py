@@ -79,7 +79,9 @@ class RaggedCache:
 
     def close(self, seq: int) -> None:
         """Free a sequence and return every page it held."""
-        self.pool.give(self._pages(seq))
+        # The first on top: the next sequence then has neighbours in memory in their order. A CPU
+        # reads rows whose pages descend half as fast again.
+        self.pool.give(self._pages(seq).flip(0))
         self.length[seq] = 0
         for tensor in self.memory.values():
             tensor[seq] = 0

@@ -40,7 +40,7 @@ def multiply(x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
         ``[..., out]`` in the dtype of ``x``.
     """
     if isinstance(weight, Int8Matrix):
-        return weight.multiply(x, bias)
+        return weight.multiply(x, bias).to(x.dtype)
     return F.linear(x, weight.to(x.dtype), bias)
 
 

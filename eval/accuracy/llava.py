@@ -23,10 +23,11 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from engine.errors import MmkvError, one_line
+from engine.errors import InputError, MmkvError, one_line
 from engine.runtime import Runtime
 from eval.quality.run import Cell, Method
 from mmkv.data.labels import IGNORED
+from mmkv.measure.outputs import require_output
 from mmkv.measure.record import write_results
 from mmkv.measure.stats import mean, paired
 from mmkv.measure.teacher_forced import FullCache, read_at, spans
@@ -70,14 +71,18 @@ def run(args: argparse.Namespace) -> Scores:
     processor: Any = load_processor(args.model)
     easy = EasyVQA.of(args.easy_vqa or easy_vqa_folder(), "heldout")
     talks = [talk(args.first + n, "heldout", easy, args.turns) for n in range(args.talks)]
-    methods = [Method.parse(text) for text in args.method]
-    cells = [
-        Cell(m.policy, m.lookahead, next(iter(m.gates), None), budget)
-        for m, budget in itertools.product(methods, args.budgets)
-    ]
-    engines = {cell.policy: cell.engine(engine, args.model) for cell in cells}
+    budgets = list(dict.fromkeys(args.budgets))
+    methods = {
+        f"{method.name} {gate}" if len(method.gates) > 1 else method.name: [
+            Cell(method.policy, method.lookahead, gate, budget, method.kv) for budget in budgets
+        ]
+        for method in map(Method.parse, args.method)
+        for gate in method.gates or (None,)
+    }
+    engines = {name: cells[0].engine(engine, args.model) for name, cells in methods.items()}
     other = partners(talks)
-    scores: Scores = {name: [] for name in (*_SIGHTS, *map(_named, cells))}
+    runs = (f"{name} at {budget}" for name, budget in itertools.product(methods, budgets))
+    scores: Scores = {name: [] for name in (*_SIGHTS, *runs)}
     for index, turns in enumerate(track(talks, "asking", console=Console(stderr=True))):
         own = pictures_of(turns)
         blank = [Image.new("RGB", (PIXELS, PIXELS), "white")] * len(own)
@@ -89,18 +94,13 @@ def run(args: argparse.Namespace) -> Scores:
             scores[name].append(by_kind(turns, rights_of(full, labels)))
             if name != _SIGHTS[0]:
                 continue
-            for policy, some in itertools.groupby(cells, lambda cell: cell.policy):
-                group = list(some)
-                budgets = [cell.budget_for(made.token_ids.numel()) for cell in group]
-                results = read_at(engines[policy], made, labels, budgets, full)
-                for cell, result in zip(group, results, strict=True):
+            for method, cells in methods.items():
+                allowed = [cell.budget_for(made.token_ids.numel()) for cell in cells]
+                results = read_at(engines[method], made, labels, allowed, full)
+                for budget, result in zip(budgets, results, strict=True):
                     rights = [answer.right for answer in result.answers]
-                    scores[_named(cell)].append(by_kind(turns, rights))
+                    scores[f"{method} at {budget}"].append(by_kind(turns, rights))
     return scores
-
-
-def _named(cell: Cell) -> str:
-    return f"{cell.policy} at {cell.budget}"
 
 
 def rights_of(full: FullCache, labels: torch.Tensor) -> list[bool]:
@@ -160,10 +160,13 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--output", type=Path, default=Path("eval/results/accuracy-llava.json"))
     args = parser.parse_args()
-    torch.set_num_threads(args.threads)
     try:
+        if args.threads < 1 or args.talks < 1 or not args.budgets:
+            raise InputError("--threads and --talks take 1 or more, --budgets one or more")
+        torch.set_num_threads(args.threads)
+        require_output(args.output.parent)
         rows = rows_of(run(args))
-    except MmkvError as error:
+    except (MmkvError, OSError) as error:
         sys.exit(f"eval.accuracy.llava: error: {one_line(str(error))}")
     table = Table(title=f"Whole answers, {args.talks} held-out talks, {args.model}")
     for name in ("run", "kind", "right", "of", "share", "95 % interval"):

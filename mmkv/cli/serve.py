@@ -172,11 +172,14 @@ def serve(
         raise UsageError(
             "--keep-sessions and --replicas need a --session-folder to keep sessions in"
         )
-    if shared_budget is not None and arguments.on_command_line(context, "budget"):
-        raise UsageError("--shared-budget stands instead of --budget; give one of them")
+    if shared_budget is not None and arguments.budget_given(context):
+        raise UsageError(
+            "--shared-budget stands instead of --budget, --budget-bytes and --budget-fraction; "
+            "give one of them"
+        )
     if shared_budget is None and arguments.on_command_line(context, "shared_floor"):
         raise UsageError("--shared-floor is a part of --shared-budget; give that, too")
-    weights = _weights(key_weight or [], len(api_key or ()), shared_budget is not None)
+    weights = _weights(key_weight or [], api_key or [], shared_budget is not None)
     limit, body = _bytes("--memory", memory), _bytes("--max-body", max_body)
     copies = None if snapshots is None else _bytes("--snapshots", snapshots)
     model = ChatOptions(engine).model
@@ -223,14 +226,17 @@ def serve(
         serve_replicas(*given, replicas, gpus=_gpus(config.device))
 
 
-def _weights(given: list[float], keys: int, shared: bool) -> tuple[float, ...]:
+def _weights(given: list[float], keys: list[str], shared: bool) -> tuple[float, ...]:
     """Return the weights of keys. Raises UsageError."""
     if given and not shared:
         raise UsageError("--key-weight is a part of --shared-budget; give that, too")
-    if given and len(given) != keys:
+    if given and len(given) != len(keys):
         raise UsageError(
-            f"--key-weight is given {len(given)} times and --api-key {keys}; give one for each key"
+            f"--key-weight is given {len(given)} times and --api-key {len(keys)}; give one for "
+            "each key"
         )
+    if given and len(set(keys)) != len(keys):
+        raise UsageError("an --api-key is given twice; give each key once, with its --key-weight")
     for one in given:
         if not (math.isfinite(one) and one > 0):
             raise UsageError(f"--key-weight {one:g} cannot be; give a positive number")

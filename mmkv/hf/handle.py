@@ -109,7 +109,8 @@ class Retained:
             engine = self._build(family_type, config, loaded)
             engine.never_chosen = engine.never_chosen[:0]  # transformers chooses from all tokens
             self._engine: Runtime | None = engine
-            self.note = engine.policy_note or engine.form_note
+            notes = filter(None, (engine.policy_note, engine.form_note))
+            self.note = "; ".join(notes) or None
             self._stock = model.generate
 
             @functools.wraps(self._stock)

@@ -116,15 +116,19 @@ def outline(
             done, first = end, last
     if done < len(whole):
         rest = Segment(whole[done:], first, len(shown))
-        if found_segments and first == len(shown) and _is_short(messages[-1]):
+        if (
+            found_segments
+            and first == len(shown)
+            and _is_short(messages[found_segments[-1].first :])
+        ):
             question = found_segments.pop()
             rest = Segment(question.text + rest.text, question.first, len(shown))
         found_segments.append(rest)
     return Outline(text, found_segments)
 
 
-def _is_short(message: dict[str, Any]) -> bool:
-    parts = as_parts(message["content"])
+def _is_short(messages: Sequence[dict[str, Any]]) -> bool:
+    parts = [part for message in messages for part in as_parts(message["content"])]
     if any(part["type"] != "text" for part in parts):
         return False
     return sum(len(part["text"]) for part in parts) <= _SHORT

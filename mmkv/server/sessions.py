@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 import re
 import secrets
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -38,7 +41,8 @@ class Record:
         kept: its memory after the latest turn; None before the first, or while it lies in the
             folder that servers share.
         note: what that folder says of it; None without.
-        busy: whether a turn is under way; made_way: whether it was closed here for another one.
+        busy: whether a turn is under way; made_way: whether it was closed here for another one;
+            used: grows with each use.
     """
 
     id: str
@@ -51,6 +55,7 @@ class Record:
     turns: int = 0
     note: Note | None = None
     made_way: bool = False
+    used: int = 0
 
     @property
     def lies_in_the_folder(self) -> bool:
@@ -96,6 +101,8 @@ class Sessions:
     def __init__(self, room: Room) -> None:
         self._room = room
         self._records: dict[tuple[str, str], Record] = {}
+        self._uses = itertools.count(1)
+        self._coming: list[object] = []  # what is read from files, by identity
         folder = room.settings.session_folder
         lasts = room.settings.lasting and folder is not None
         self._lasting = Lasting(folder) if lasts and folder is not None else None
@@ -119,7 +126,7 @@ class Sessions:
         record = self._records.get((caller.tenant, name))
         if record is None:
             raise _gone(name)
-        self._records[caller.tenant, name] = self._records.pop((caller.tenant, name))  # used last
+        record.used = next(self._uses)
         if idle:
             self.require_idle(record)
         return record
@@ -138,10 +145,13 @@ class Sessions:
     async def memory_of(self, record: Record) -> Kept | None:
         """Return a session's memory, from the shared folder if it lies there alone."""
         note, lasting = record.note, self._lasting
-        if record.kept is None and lasting is not None and note is not None and note.memory:
-            self._require_room(record)
+        if record.kept is not None or lasting is None or note is None or not note.version:
+            return record.kept
+        self._require_room(record)
+        if note.memory:
             path = lasting.memory(record.tenant, note)
-            kept = await self._load(path, record.id, record.tenant)
+            with self._coming_in(record):
+                kept = await self._load(path, record.id, record.tenant)
             if self._records.get((record.tenant, record.id)) is not record:
                 release(self._room, kept)
                 raise _gone(record.id)
@@ -178,25 +188,32 @@ class Sessions:
         Args:
             name: its id, if the caller names it. Raises ApiError (409): there is one.
         """
-        self._require_room()
         if name is not None:
             await self._require_new(name, caller)
         budget = parse_budget(asked.budget, "budget") or self._room.facts.budget
         refuse_own(self._room.facts, asked.budget is not None, "budget")
         if asked.file is None:
+            self._require_room()
             return await self._add(caller.tenant, budget, asked.metadata, name)
         if asked.budget is not None:
             raise ApiError(400, "a saved session has its own budget", "invalid_value", "budget")
         path = self._path(asked.file, caller)
-        kept = await self._load(path, asked.file, caller.tenant)
+        self._require_room()
+        with self._coming_in(object()):
+            kept = await self._load(path, asked.file, caller.tenant)
         return await self._add(caller.tenant, kept.budget, asked.metadata, name, kept)
 
     async def fork(self, record: Record) -> Record:
         """Open another session that goes on from where this one stands."""
-        self._require_room()
         kept = await self.memory_of(record)
         if kept is not None:
-            hold(self._room, kept)
+            hold(self._room, kept)  # whatever makes way for the fork
+        try:
+            self._require_room()
+        except ApiError:
+            if kept is not None:
+                release(self._room, kept)
+            raise
         return await self._add(
             record.tenant, record.budget, dict(record.metadata), None, kept, record.turns
         )
@@ -273,7 +290,8 @@ class Sessions:
             return
         del self._records[record.tenant, record.id]
         if record.kept is not None:
-            release(self._room, record.kept)
+            kept, record.kept = record.kept, None
+            release(self._room, kept)
 
     def _take_note(self, tenant: str, name: str, note: Note | None) -> None:
         """Follow what the shared folder says of a session; one that is busy decides at its end."""
@@ -342,7 +360,9 @@ class Sessions:
             ],
         )
         movable = [one for one in opened if one.lies_in_the_folder and not one.busy]
-        short = len(opened) + 1 - most
+        movable.sort(key=lambda one: one.used)
+        coming = {id(one) for one in self._coming if one is not besides}
+        short = len(coming.union(map(id, opened))) + 1 - most
         if short > len(movable):
             raise ApiError(
                 503, f"{most} sessions are open, as many as this server keeps", "too_many_sessions"
@@ -350,6 +370,15 @@ class Sessions:
         for one in movable[: max(short, 0)]:
             one.made_way = True
             self._forget(one)
+
+    @contextmanager
+    def _coming_in(self, one: object) -> Iterator[None]:
+        """Count a session that is read from its file among those that are open."""
+        self._coming.append(one)
+        try:
+            yield
+        finally:
+            self._coming = [other for other in self._coming if other is not one]
 
     def _path(self, name: str, caller: Caller) -> Path:
         """Return where a saved session lies; callers with different keys have different folders."""

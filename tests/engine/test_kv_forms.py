@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -132,14 +133,17 @@ def test_only_a_budget_in_bytes_chooses_a_form() -> None:
 
 
 def test_bytes_that_hold_the_whole_context_lose_no_bits() -> None:
-    whole = 90 * 8192 * 521
-    assert chosen(None, Budget.bytes(whole)) == "auto"
-    assert chosen(None, Budget.bytes(whole - 1)) == "bf16"
-    assert chosen(None, Budget.bytes(90 * 8192 * 265)) == "bf16"
-    assert chosen(None, Budget.bytes(90 * 8192 * 265 - 1)) == "int8"
-    # A page that is begun counts whole.
-    assert chosen(None, Budget.bytes(90 * 40 * 521), longest=40) == "bf16"
-    assert chosen(None, Budget.bytes(90 * 48 * 521), longest=40) == "auto"
+    """So many that nothing is evicted, with the last page of each of 90 rows nearly empty."""
+
+    def whole(positions: int) -> int:
+        return math.ceil(90 * (positions + 15) / 16) * 16
+
+    assert chosen(None, Budget.bytes(whole(8192) * 521)) == "auto"
+    assert chosen(None, Budget.bytes(whole(8192) * 521 - 1)) == "bf16"
+    assert chosen(None, Budget.bytes(whole(8192) * 265)) == "bf16"
+    assert chosen(None, Budget.bytes(whole(8192) * 265 - 1)) == "int8"
+    assert chosen(None, Budget.bytes(whole(40) * 521 - 1), longest=40) == "bf16"
+    assert chosen(None, Budget.bytes(whole(40) * 521), longest=40) == "auto"
 
 
 def test_an_engine_says_why_it_has_its_form(folders: dict[str, Path], tmp_path: Path) -> None:
@@ -153,6 +157,8 @@ def test_an_engine_says_why_it_has_its_form(folders: dict[str, Path], tmp_path: 
     session = picked.session()
     session.prefill(PICTURES)
     session.save(tmp_path / "session")
+    with pytest.raises(SessionError, match=f"load it with kv={name}"):
+        plain.load_session(tmp_path / "session")
     read, _ = load(folders["vl"], kv=name, budget=10).load_session(tmp_path / "session")
     assert_same_rows(session, read)
     # Policies that never evict have nothing to gain.

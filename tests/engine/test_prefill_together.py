@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from engine.errors import BudgetError, NotFiniteError, SessionError
+from engine.page_bound import page_bound
 from engine.policies import make_policy
 from engine.prefill import Prefill, advance_together, extend_together
 from engine.runtime import Runtime
@@ -173,3 +174,31 @@ def test_a_limited_pool_reads_no_more_at_once_than_it_holds(
     engine.cache.pool.limit = 5
     with pytest.raises(BudgetError):
         together([engine.session()], [turn(20)])
+
+
+def test_one_prompt_fits_where_it_does_alone(folders: dict[str, Path]) -> None:
+    """With a page that is begun in every row, and no page more than the bound."""
+    engine = load(folders["vl"], prefill_chunk=CHUNK, budget=40, page_size=16)
+    session = engine.session()
+    session.prefill(turn(4))
+    engine.trim()
+    pool = engine.cache.pool
+    bound = page_bound(engine, session.budget, 25, 0, session.extent)
+    pool.limit = bound.steady + bound.chunk
+    together([session], [turn(25)])
+    assert pool.num_pages <= pool.limit
+
+
+def test_the_pool_grows_under_the_lock(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = load(folders["vl"], prefill_chunk=CHUNK, page_size=4)
+    grow, held = engine.cache.pool.grow, []
+
+    def watched(pages: int) -> None:
+        held.append(engine.lock._lock._is_owned())  # type: ignore[attr-defined]
+        grow(pages)
+
+    monkeypatch.setattr(engine.cache.pool, "grow", watched)
+    together([engine.session() for _ in range(3)], [turn(5), turn(40), turn(7)])
+    assert held and all(held)

@@ -19,7 +19,7 @@ from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-from engine.errors import InputError, MmkvError, one_line
+from engine.errors import InputError, MmkvError, ModelError, one_line
 
 
 def arguments(given: Sequence[str] | None) -> argparse.Namespace:
@@ -61,7 +61,13 @@ def main(given: Sequence[str] | None = None) -> int:
         if args.command == "join":
             from training.llava.adapter import EXAMPLE, join
 
-            join(args.adapter, args.language_model, args.output, _note)
+            try:
+                join(args.adapter, args.language_model, args.output, _note)
+            except (ValueError, KeyError, TypeError) as error:  # transformers', of odd files
+                raise ModelError(
+                    f"{args.language_model} or {args.adapter} is not what join reads ({error}); "
+                    "name a Llama's checkpoint and what train wrote"
+                ) from error
             asked = f'--image {args.output / EXAMPLE} -p "what is this?"'
             print(f"wrote {args.output}; ask it: mmkv chat {args.output} {asked}")
             return 0

@@ -71,9 +71,9 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
         torch.set_num_threads(args.threads)
     require_output(args.output)
     settings = {
-        name: value
+        name: str(value) if isinstance(value, Path) else value
         for name, value in vars(args).items()
-        if name not in _FREE and not isinstance(value, Path | None)
+        if name not in _FREE
     }
     _begin(args.output, settings, args.resume)
     data = args.easy_vqa or easy_vqa_folder()
@@ -129,7 +129,10 @@ def _begin(folder: Path, settings: dict[str, Any], resume: bool) -> None:
             )
         file.write_text(json.dumps(settings, indent=1) + "\n")
         return
-    before = json.loads(file.read_text()) if file.is_file() else {}
+    try:
+        before = json.loads(file.read_text()) if file.is_file() else {}
+    except ValueError as error:
+        raise InputError(f"{file} is damaged ({error}); give another --output") from error
     changed = sorted(k for k in settings if settings[k] != before.get(k))
     if changed:
         raise InputError(

@@ -249,6 +249,40 @@ def test_sessions_that_come_back_count(
     assert two.inside(opened) - others == 1
 
 
+def test_a_fork_takes_no_place_from_its_origin(
+    servers: tuple[Server, Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One session may be open: the origin makes way for its fork, and both go on."""
+    one, _ = servers
+    for session in one.client.get("/v1/sessions").json()["data"]:
+        one.client.delete(f"/v1/sessions/{session['id']}")
+    name = created(one)
+    said(one, name, "one")
+    settings = dataclasses.replace(one.room.settings, max_sessions=1)
+    monkeypatch.setattr(one.room, "settings", settings)
+    fork = one.client.post(f"/v1/sessions/{name}/fork")
+    assert fork.status_code == 200, fork.text
+    assert said(one, fork.json()["id"], "two") == said(one, name, "two")
+    # What is refused for another reason moves nobody out.
+    before = one.inside(lambda machine: len(machine.scheduler.sessions))
+    assert one.client.post("/v1/sessions", json={"file": "nowhere"}).status_code >= 400
+    assert one.inside(lambda machine: len(machine.scheduler.sessions)) <= before
+
+
+def test_sessions_without_a_turn_count_when_one_begins(
+    servers: tuple[Server, Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, _ = servers
+    for session in one.client.get("/v1/sessions").json()["data"]:
+        one.client.delete(f"/v1/sessions/{session['id']}")
+    others = one.inside(lambda machine: len(machine.scheduler.sessions))
+    settings = dataclasses.replace(one.room.settings, max_sessions=2)
+    monkeypatch.setattr(one.room, "settings", settings)
+    for name in [created(one) for _ in range(4)]:
+        said(one, name, "one")
+    assert one.inside(lambda machine: len(machine.scheduler.sessions)) - others == 2
+
+
 def test_one_of_two_that_go_on_at_once_is_told(
     shared: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -179,6 +179,7 @@ def test_keys_have_weights(folder: Path, tmp_path: Path) -> None:
         (["--key-weight", "2", "--api-key", "a"], "--shared-budget"),
         (["--key-weight", "2", "--shared-budget", "8"], "one for each key"),
         (["--key-weight", "-1", "--api-key", "a", "--shared-budget", "8"], "positive"),
+        ([*2 * ["--key-weight", "2", "--api-key", "a"], "--shared-budget", "8"], "given twice"),
     ],
     ids=str,
 )
@@ -220,5 +221,6 @@ def test_what_a_session_cannot_have_of_its_own(
     assert server.client.get("/v1/models").json()["data"][0]["mmkv"]["shared_budget"]
     assert run(["serve", "--shared-floor", "2"]) == 2
     assert "give that, too" in capsys.readouterr().err
-    assert run(["serve", "--shared-budget", "8", "--budget", "8"]) == 2
+    for other in (["--budget", "8"], ["--budget-bytes", "1MiB"], ["--budget-fraction", "0.5"]):
+        assert run(["serve", "--shared-budget", "8", *other]) == 2
     assert "--shared-budget" in capsys.readouterr().err
