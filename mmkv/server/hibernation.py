@@ -11,6 +11,7 @@ from filelock import FileLock, Timeout
 from engine.errors import SessionError
 
 _PREFIX, _LOCK = ".hibernated-", ".lock"
+_OURS: set[Path] = set()  # of this process, which may lock its own files again
 _PATIENCE = 60  # seconds for other servers that begin in the same folder
 
 
@@ -49,9 +50,11 @@ class HibernationFolder:
                 f"({error.strerror or error}); name another --session-folder"
             ) from error
         self.path = Path(self._made.name)
+        _OURS.add(self.path)
 
     def close(self) -> None:
         """Remove it with all that it holds."""
+        _OURS.discard(self.path)
         if hasattr(self, "_lock"):
             self._lock.release()
         self._made.cleanup()
@@ -59,7 +62,7 @@ class HibernationFolder:
 
 def _remove_abandoned(within: Path) -> None:
     for folder in within.glob(f"{_PREFIX}*"):
-        if folder.is_symlink() or not folder.is_dir():
+        if folder in _OURS or folder.is_symlink() or not folder.is_dir():
             continue
         lock = FileLock(folder / _LOCK)
         try:

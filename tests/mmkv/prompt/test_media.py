@@ -198,5 +198,9 @@ def test_damaged_pictures_load_or_are_refused(kind: str, data: st.DataObject) ->
     uri = "data:;base64," + base64.b64encode(content).decode()
     with suppress(InputError):
         load_image(uri)
-    with suppress(InputError, OSError, SyntaxError):  # the last two: Pillow, when it opens it
-        load_image(Image.open(io.BytesIO(content)))
+    try:
+        opened = Image.open(io.BytesIO(content))
+    except Exception:  # Pillow raises nearly anything when it opens it: a caller's matter
+        return
+    with suppress(InputError):
+        load_image(opened)
