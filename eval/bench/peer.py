@@ -17,7 +17,6 @@ import json
 import os
 import sys
 import time
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +28,7 @@ import transformers
 from torch import Tensor
 
 from eval.bench.names import BATCHING, DYNAMIC, KVPRESS, STATIC, TRIMKV
+from eval.bench.peers_cpu import answering
 from eval.bench.shapes import SHAPES, Shape, build_model, config_arguments, randomise
 
 
@@ -295,22 +295,7 @@ def serve(job: Job, say: Callable[[dict[str, Any]], None]) -> None:
 
 def main(arguments: list[str]) -> int:
     """Run one job; an error is reported on stdout as well, in one line."""
-    # Libraries print: only our own lines may reach the real stdout.
-    with os.fdopen(os.dup(1), "w") as answers:
-        os.dup2(2, 1)
-
-        def say(answer: dict[str, Any]) -> None:
-            answers.write(json.dumps(answer) + "\n")
-            answers.flush()
-
-        try:
-            serve(Job(**json.loads(arguments[0])), say)
-        except BaseException as error:
-            traceback.print_exc()
-            first = (str(error).strip().splitlines() or [""])[0]
-            say({"failed": f"{type(error).__name__}: {first}"[:240]})
-            return 1
-    return 0
+    return answering(lambda say: serve(Job(**json.loads(arguments[0])), say))
 
 
 if __name__ == "__main__":

@@ -479,8 +479,11 @@ def serve(job: Job, say: Callable[[dict[str, Any]], None]) -> None:
         say({**answer, "memory": memory()})
 
 
-def main(arguments: list[str]) -> int:
-    """Run one job; an error is reported on stdout as well, in one line."""
+def answering(work: Callable[[Callable[[dict[str, Any]], None]], None]) -> int:
+    """Run ``work`` with what writes its answers to stdout, a JSON object a line.
+
+    An error is an answer, too, in one line. Returns the exit code.
+    """
     # Libraries print: only our own lines may reach the real stdout.
     with os.fdopen(os.dup(1), "w") as answers:
         os.dup2(2, 1)
@@ -490,13 +493,18 @@ def main(arguments: list[str]) -> int:
             answers.flush()
 
         try:
-            serve(Job(**json.loads(arguments[0])), say)
+            work(say)
         except BaseException as error:
             traceback.print_exc()
             first = (str(error).strip().splitlines() or [""])[0]
             say({"failed": f"{type(error).__name__}: {first}"[:240]})
             return 1
     return 0
+
+
+def main(arguments: list[str]) -> int:
+    """Run one job."""
+    return answering(lambda say: serve(Job(**json.loads(arguments[0])), say))
 
 
 if __name__ == "__main__":

@@ -203,14 +203,24 @@ def test_one_deleted_while_its_memory_is_read_holds_nothing(
     assert two.inside(lambda machine: len(machine.scheduler.sessions)) == before
 
 
+def limit(monkeypatch: pytest.MonkeyPatch, server: Server, most: int) -> None:
+    """Let no more sessions be open on a server."""
+    settings = dataclasses.replace(server.room.settings, max_sessions=most)
+    monkeypatch.setattr(server.room, "settings", settings)
+
+
+def delete_all(server: Server) -> None:
+    for session in server.client.get("/v1/sessions").json()["data"]:
+        server.client.delete(f"/v1/sessions/{session['id']}")
+
+
 def test_sessions_that_lie_in_the_folder_take_no_place(
     servers: tuple[Server, Server], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, two = servers
     said(one, created(one), "one")
     there = len(two.client.get("/v1/sessions").json()["data"])
-    settings = dataclasses.replace(two.room.settings, max_sessions=there)
-    monkeypatch.setattr(two.room, "settings", settings)
+    limit(monkeypatch, two, there)
     created(two)
 
 
@@ -232,19 +242,15 @@ def test_sessions_that_come_back_count(
 
     others = two.inside(opened)  # of tests before this one
 
-    def limit(most: int) -> None:
-        settings = dataclasses.replace(two.room.settings, max_sessions=most)
-        monkeypatch.setattr(two.room, "settings", settings)
-
-    limit(2)
+    limit(monkeypatch, two, 2)
     for at, name in enumerate([*names, names[0]]):
         memory = two.client.get(f"/v1/sessions/{name}/memory").json()
         assert memory["bytes"] == before[at % 3]["bytes"]
         assert two.inside(opened) - others == min(at + 1, 2)
-    limit(0)
+    limit(monkeypatch, two, 0)
     full = two.client.get(f"/v1/sessions/{names[1]}/memory")
     assert (full.status_code, full.json()["error"]["code"]) == (503, "too_many_sessions")
-    limit(1)
+    limit(monkeypatch, two, 1)
     said(two, names[1], "go on")
     assert two.inside(opened) - others == 1
 
@@ -254,30 +260,27 @@ def test_a_fork_takes_no_place_from_its_origin(
 ) -> None:
     """One session may be open: the origin makes way for its fork, and both go on."""
     one, _ = servers
-    for session in one.client.get("/v1/sessions").json()["data"]:
-        one.client.delete(f"/v1/sessions/{session['id']}")
+    delete_all(one)
     name = created(one)
     said(one, name, "one")
-    settings = dataclasses.replace(one.room.settings, max_sessions=1)
-    monkeypatch.setattr(one.room, "settings", settings)
+    limit(monkeypatch, one, 1)
     fork = one.client.post(f"/v1/sessions/{name}/fork")
     assert fork.status_code == 200, fork.text
     assert said(one, fork.json()["id"], "two") == said(one, name, "two")
     # What is refused for another reason moves nobody out.
     before = one.inside(lambda machine: len(machine.scheduler.sessions))
-    assert one.client.post("/v1/sessions", json={"file": "nowhere"}).status_code >= 400
-    assert one.inside(lambda machine: len(machine.scheduler.sessions)) <= before
+    again = one.client.post("/v1/sessions", json={}, headers={"X-Session-Id": name})
+    assert again.status_code == 409
+    assert one.inside(lambda machine: len(machine.scheduler.sessions)) == before
 
 
 def test_sessions_without_a_turn_count_when_one_begins(
     servers: tuple[Server, Server], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, _ = servers
-    for session in one.client.get("/v1/sessions").json()["data"]:
-        one.client.delete(f"/v1/sessions/{session['id']}")
+    delete_all(one)
     others = one.inside(lambda machine: len(machine.scheduler.sessions))
-    settings = dataclasses.replace(one.room.settings, max_sessions=2)
-    monkeypatch.setattr(one.room, "settings", settings)
+    limit(monkeypatch, one, 2)
     for name in [created(one) for _ in range(4)]:
         said(one, name, "one")
     assert one.inside(lambda machine: len(machine.scheduler.sessions)) - others == 2
