@@ -131,7 +131,7 @@ def test_the_events_of_a_stream(server: Server) -> None:
 def test_the_openai_package(server: Server) -> None:
     client = OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
     given: Any = [{"role": "user", "content": SCENE}]
-    first = client.responses.create(model=MODEL, input=given, max_output_tokens=4)
+    first = client.responses.create(model=MODEL, input=given, max_output_tokens=4, temperature=0)
     assert first.usage is not None and first.usage.output_tokens
     events = list(
         client.responses.create(
@@ -139,6 +139,7 @@ def test_the_openai_package(server: Server) -> None:
             input="go on",
             previous_response_id=first.id,
             max_output_tokens=4,
+            temperature=0,
             stream=True,
         )
     )
