@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor
 
 from engine.cache import Entries
+from engine.contents import Memory, memory_of, retained_tokens
 from engine.entry_source import CacheEntries
 from engine.errors import ContextError, SessionError
 from engine.page_bound import Extent
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from engine.model.families.base import Turn
     from engine.runtime import Runtime
 
-MODALITIES = ("text", "image", "video")
 _STATE = (
     "seen",
     "next_position",
@@ -35,31 +34,6 @@ _STATE = (
     "long_rope",
     "prompt_tokens",
 )
-
-
-@dataclass(frozen=True)
-class Memory:
-    """What a session has seen and what it physically holds.
-
-    Attributes:
-        tokens_seen: tokens of the sequence so far, evicted ones included.
-        entries: live (layer, head, token) entries; evicted: entries dropped so far, those of
-            pruned tokens included.
-        evicted_nan: how many of those had a score that is not a number.
-        pages: pages held; kv_bytes: bytes of their keys and values.
-        metadata_bytes: log_beta, position, modality and state of those pages, block tables, and
-            what a scorer keeps of the sequence, such as recent queries.
-        by_modality: live entries per modality.
-    """
-
-    tokens_seen: int
-    entries: int
-    evicted: int
-    pages: int
-    kv_bytes: int
-    metadata_bytes: int
-    by_modality: dict[str, int] = field(default_factory=dict)
-    evicted_nan: int = 0
 
 
 class CachedSequence:
@@ -233,37 +207,14 @@ class CachedSequence:
         """Token indices kept, ``[layer][kv_head]``, each ascending int64 on the CPU."""
         with self.engine.lock:
             self._require_open()
-            cache = self.engine.cache
-            entries = cache.entries(self.seq)
-            position = cache.pool.position.view(-1)[entries.slot].long().cpu()
-            rows = position.split(cache.length[self.seq].flatten().tolist())
-        heads = self.engine.spec.num_kv_heads
-        ordered = [row.sort().values for row in rows]
-        return [ordered[i : i + heads] for i in range(0, len(ordered), heads)]
+            return retained_tokens(self.engine.cache, self.seq)
 
     def memory(self) -> Memory:
         """Physical memory of this session, beside the logical entry count."""
         with self.engine.lock:
             self._require_open()
-            return self._memory()
-
-    def _memory(self) -> Memory:
-        cache = self.engine.cache
-        pages = cache.held_pages(self.seq)
-        entries = cache.entries(self.seq)
-        modality = cache.pool.modality.view(-1)[entries.slot].long()
-        counts = torch.bincount(modality, minlength=len(MODALITIES)).tolist()
-        tables = cache.rows * (cache.table.shape[-1] + 1) * cache.table.element_size()
-        return Memory(
-            tokens_seen=self.seen,
-            entries=entries.slot.numel(),
-            evicted=self.evicted,
-            pages=pages,
-            kv_bytes=pages * cache.pool.kv_page_bytes,
-            metadata_bytes=pages * cache.pool.metadata_page_bytes + tables + cache.memory_bytes(),
-            by_modality=dict(zip(MODALITIES, counts, strict=True)),
-            evicted_nan=self.evicted_nan,
-        )
+            counts = self.evicted, self.evicted_nan
+            return memory_of(self.engine.cache, self.seq, self.seen, *counts)
 
     def entries_per_layer(self) -> list[int]:
         """Live entries of each layer, all heads together."""

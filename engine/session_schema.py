@@ -12,7 +12,7 @@ from pydantic import Field, Json
 from torch import Tensor
 
 from engine.checks import shown
-from engine.sequence import MODALITIES
+from engine.contents import MODALITIES
 from engine.strict import Damage, Strict
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
 
     from engine.backends.cuda.kernels.sample import Draw
-    from engine.sequence import Memory
+    from engine.contents import Memory
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,9 @@ from mmkv.chat.trouble import one_line
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from engine.contents import Memory
     from engine.policies import Policy
     from engine.runtime import Runtime
-    from engine.sequence import Memory
     from mmkv.api import Engine, Session
     from mmkv.chat.options import ChatOptions
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from engine.contents import MODALITIES
 from engine.errors import InputError
-from engine.sequence import MODALITIES
 from mmkv.explain.trace import Snapshot, write
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from engine.sequence import MODALITIES
+from engine.contents import MODALITIES
 
 if TYPE_CHECKING:
     from PIL.Image import Image

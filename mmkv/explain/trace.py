@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from engine.contents import MODALITIES
 from engine.errors import InputError, SessionError
 from engine.policies.base import kernel_of
 from engine.policies.score import lookahead_log_score
 from engine.policies.scoring import Retention
-from engine.sequence import MODALITIES
 from engine.trace import EVICTED, Record, Recorder
 
 if TYPE_CHECKING:

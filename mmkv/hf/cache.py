@@ -11,8 +11,8 @@ from typing import Any, NoReturn
 from torch import Tensor
 from transformers.cache_utils import Cache
 
+from engine.contents import Memory
 from engine.errors import InputError, SessionError
-from engine.sequence import Memory
 from mmkv.hf.rows import Row
 
 

@@ -17,10 +17,10 @@ from transformers.generation import (
     StopStringCriteria,
 )
 
+from engine.contents import Memory
 from engine.errors import InputError
 from engine.prefill import extend_together
 from engine.runtime import Runtime
-from engine.sequence import Memory
 from mmkv.hf.cache import RetainedCache, close_rows
 from mmkv.hf.loop import Generated, Loop, Settings
 from mmkv.hf.refusals import check_call, check_rest, effective_config

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from engine.budget import Budget
 from engine.config import EngineConfig
+from engine.contents import Memory
 from engine.errors import InputError, ModelError, SessionError
 from engine.model.families import Family, family_for, find
 from engine.model.gates import Gates, WriteGates
@@ -22,7 +23,6 @@ from engine.model.spec import DecoderSpec
 from engine.model.weights import DecoderWeights, separate
 from engine.policies import Policy
 from engine.runtime import Runtime
-from engine.sequence import Memory
 from mmkv.hf.cache import RetainedCache
 from mmkv.hf.generate import Call
 from mmkv.hf.hosted import Host, HostedFamily, HostedRuntime

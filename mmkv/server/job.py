@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from engine.contents import MODALITIES, Memory
 from engine.errors import InputError, MmkvError
 from engine.page_bound import page_bound
-from engine.sequence import MODALITIES, Memory
 from mmkv.scheduler.contract import Price
 from mmkv.scheduler.replies import Growing
 from mmkv.server.conversation import Message, chain, link, reply_message

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from engine.contents import MODALITIES
 from engine.errors import SessionError
-from engine.sequence import MODALITIES
 from mmkv.server.conversation import Message, Part
 
 if TYPE_CHECKING:
-    from engine.sequence import Memory
+    from engine.contents import Memory
     from mmkv.api import Engine
     from mmkv.scheduler import Scheduler
     from mmkv.server.prompts import Rendered

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from engine.budget import Budget
+from engine.contents import MODALITIES
 from engine.errors import SessionError
-from engine.sequence import MODALITIES
 from mmkv.server.chat import refuse_own
 from mmkv.server.conversation import digest_of
 from mmkv.server.errors import ApiError

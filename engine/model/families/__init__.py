@@ -8,7 +8,8 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from engine.errors import ModelError
-from engine.model.families.base import IMAGE, TEXT, VIDEO, Family, Features, Turn
+from engine.model.families.base import Family, Turn
+from engine.model.families.features import IMAGE, TEXT, VIDEO, Features
 from engine.model.families.internvl import InternVLFamily
 from engine.model.families.llava import LlavaFamily
 from engine.model.families.llava_next import LlavaNextFamily

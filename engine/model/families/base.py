@@ -11,8 +11,15 @@ from torch import Tensor, nn
 
 from engine.errors import InputError, ModelError
 from engine.model.families.deferred import DeferredModel
+from engine.model.families.features import (
+    IMAGE,
+    VIDEO,
+    Features,
+    covers_seen,
+    in_token_order,
+    shared_out,
+)
 
-TEXT, IMAGE, VIDEO = 0, 1, 2
 _NOUNS = {IMAGE: "image", VIDEO: "video"}
 
 
@@ -55,14 +62,6 @@ class Turn:
             deepstack,
             int(self.positions[:, :stop].max()) + 1,
         )
-
-
-@dataclass(frozen=True)
-class Features:
-    """Output of the vision side for one modality: rows ``[V, hidden]``, deepstack likewise."""
-
-    rows: Tensor
-    deepstack: tuple[Tensor, ...] = ()
 
 
 class Family:
@@ -178,15 +177,15 @@ class Family:
         new = [self._modality(row) for row in rows]
         held = [self._modality(row) for row in seen]
         features = self._features(inputs, torch.cat(new), torch.cat(held) if held else None, device)
-        whole = _covers_seen(features, new, held)
+        whole = covers_seen(features, new, held)
         spans = [part for pair in zip(held, new, strict=True) for part in pair] if whole else new
         step = slice(1, None, 2) if whole else slice(None)
-        own, visible = self.split(inputs, spans)[step], _shared_out(features, spans)[step]
+        own, visible = self.split(inputs, spans)[step], shared_out(features, spans)[step]
         made = []
         for row, modality, given, shown, offset in zip(
             rows, new, own, visible, offsets, strict=True
         ):
-            visual, deepstack = _in_token_order(shown, modality)
+            visual, deepstack = in_token_order(shown, modality)
             positions = self.positions(row, modality, given)
             following = int(positions.max()) + 1 if row.numel() else 0
             made.append(
@@ -348,72 +347,6 @@ def required(inputs: Mapping[str, Any], key: str) -> Tensor:
     if inputs.get(key) is None:
         raise InputError(f"the inputs have no {key}; pass everything the processor returns")
     return as_tensor(inputs[key], key)
-
-
-def rows_of(features: Any) -> Tensor:
-    """Return features as ``[V, hidden]`` from one tensor or a list per picture."""
-    if isinstance(features, (list, tuple)):
-        return torch.cat([rows_of(part) for part in features])
-    return features.reshape(-1, features.shape[-1])
-
-
-def _in_token_order(
-    features: dict[int, Features], modality: Tensor
-) -> tuple[Tensor | None, tuple[Tensor, ...]]:
-    """Merge the features of all modalities into the order of their tokens."""
-    if not features:
-        return None, ()
-    if len(features) == 1:
-        (only,) = features.values()
-        return only.rows, only.deepstack
-    kinds = modality[modality != TEXT]
-
-    def merge(parts: dict[int, Tensor]) -> Tensor:
-        first = next(iter(parts.values()))
-        merged = first.new_empty(kinds.numel(), first.shape[-1])
-        for kind, part in parts.items():
-            merged[(kinds == kind).to(first.device)] = part
-        return merged
-
-    levels = min(len(part.deepstack) for part in features.values())
-    return (
-        merge({kind: part.rows for kind, part in features.items()}),
-        tuple(
-            merge({kind: part.deepstack[i] for kind, part in features.items()})
-            for i in range(levels)
-        ),
-    )
-
-
-def _covers_seen(
-    features: dict[int, Features], new: Sequence[Tensor], held: Sequence[Tensor]
-) -> bool:
-    """Whether features are there for the turns' placeholders and for those seen before, too."""
-    covers = {
-        len(made.rows) != sum(int((part == kind).sum()) for part in new)
-        for kind, made in features.items()
-        if any(bool((part == kind).any()) for part in held)
-    }
-    if len(covers) == 2:
-        raise InputError(
-            "the pictures or the videos of the whole conversation came with only the new ones of "
-            "the other; pass the pixels of the new turn alone"
-        )
-    return True in covers
-
-
-def _shared_out(
-    features: dict[int, Features], spans: Sequence[Tensor]
-) -> list[dict[int, Features]]:
-    """Give each span of tokens, by its modality ``[T]``, its part of the features of all."""
-    shares: list[dict[int, Features]] = [{} for _ in spans]
-    for kind, made in features.items():
-        counts = [int((span == kind).sum()) for span in spans]
-        levels = [level.split(counts) for level in made.deepstack]
-        for i, rows in enumerate(made.rows.split(counts)):
-            if counts[i]:
-                shares[i][kind] = Features(rows, tuple(level[i] for level in levels))
-    return shares
 
 
 def end_tokens(generation: Any, config: Any) -> tuple[int, ...]:

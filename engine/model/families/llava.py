@@ -8,7 +8,8 @@ from typing import Any, ClassVar
 import torch
 
 from engine.errors import InputError
-from engine.model.families.base import Family, Features, required, rows_of
+from engine.model.families.base import Family, required
+from engine.model.families.features import Features, rows_of
 
 
 class LlavaFamily(Family):

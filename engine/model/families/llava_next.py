@@ -7,7 +7,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from engine.model.families.base import Features, required, rows_of
+from engine.model.families.base import required
+from engine.model.families.features import Features, rows_of
 from engine.model.families.llava import LlavaFamily
 
 

@@ -8,7 +8,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from engine.model.families.base import IMAGE, VIDEO, Features, required, rows_of
+from engine.model.families.base import required
+from engine.model.families.features import IMAGE, VIDEO, Features, rows_of
 from engine.model.families.llava_next import LlavaNextFamily
 
 

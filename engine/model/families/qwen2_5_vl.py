@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from engine.errors import InputError
-from engine.model.families.base import VIDEO, Family, required
+from engine.model.families.base import Family, required
+from engine.model.families.features import VIDEO
 from engine.model.families.qwen3_vl import Qwen3VLFamily
 
 _SECONDS = "second_per_grid_ts"

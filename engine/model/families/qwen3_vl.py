@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from engine.errors import InputError
-from engine.model.families.base import IMAGE, VIDEO, Family, Features, required, rows_of
+from engine.model.families.base import Family, required
+from engine.model.families.features import IMAGE, VIDEO, Features, rows_of
 
 _GRID_KEY = {IMAGE: "image_grid_thw", VIDEO: "video_grid_thw"}
 

@@ -1,0 +1,65 @@
+"""What the cache holds of one sequence: how much of it, of what kind, and which tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from engine.cache import RaggedCache
+
+MODALITIES = ("text", "image", "video")
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What a session has seen and what it physically holds.
+
+    Attributes:
+        tokens_seen: tokens of the sequence so far, evicted ones included.
+        entries: live (layer, head, token) entries; evicted: entries dropped so far, those of
+            pruned tokens included.
+        evicted_nan: how many of those had a score that is not a number.
+        pages: pages held; kv_bytes: bytes of their keys and values.
+        metadata_bytes: log_beta, position, modality and state of those pages, block tables, and
+            what a scorer keeps of the sequence, such as recent queries.
+        by_modality: live entries per modality.
+    """
+
+    tokens_seen: int
+    entries: int
+    evicted: int
+    pages: int
+    kv_bytes: int
+    metadata_bytes: int
+    by_modality: dict[str, int] = field(default_factory=dict)
+    evicted_nan: int = 0
+
+
+def memory_of(cache: RaggedCache, seq: int, seen: int, evicted: int, evicted_nan: int) -> Memory:
+    """Measure sequence ``seq``; the counts are those that the cache does not know."""
+    pages = cache.held_pages(seq)
+    entries = cache.entries(seq)
+    modality = cache.pool.modality.view(-1)[entries.slot].long()
+    counts = torch.bincount(modality, minlength=len(MODALITIES)).tolist()
+    tables = cache.rows * (cache.table.shape[-1] + 1) * cache.table.element_size()
+    return Memory(
+        tokens_seen=seen,
+        entries=entries.slot.numel(),
+        evicted=evicted,
+        pages=pages,
+        kv_bytes=pages * cache.pool.kv_page_bytes,
+        metadata_bytes=pages * cache.pool.metadata_page_bytes + tables + cache.memory_bytes(),
+        by_modality=dict(zip(MODALITIES, counts, strict=True)),
+        evicted_nan=evicted_nan,
+    )
+
+
+def retained_tokens(cache: RaggedCache, seq: int) -> list[list[Tensor]]:
+    """Return the indices of the tokens kept, ``[layer][kv_head]``, ascending int64 on the CPU."""
+    entries = cache.entries(seq)
+    position = cache.pool.position.view(-1)[entries.slot].long().cpu()
+    rows = position.split(cache.length[seq].flatten().tolist())
+    ordered = [row.sort().values for row in rows]
+    return [ordered[i : i + cache.kv_heads] for i in range(0, len(ordered), cache.kv_heads)]
