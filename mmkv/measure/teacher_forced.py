@@ -20,6 +20,7 @@ from torch import Tensor
 from engine.model.decoder import Decoder
 from engine.model.families.base import Turn
 from engine.policies import Budget
+from engine.prefill import extend_together
 from engine.runtime import Runtime
 from engine.sequence import CachedSequence
 from mmkv.data.labels import predicted
@@ -161,7 +162,7 @@ def read_at(
         done = parts[0]
         for start, stop in where:
             for part in [part for part in parts if done < part <= start]:
-                logits = torch.stack([s.extend(turn.part(done, part)) for s in sessions])
+                logits = extend_together(sessions, [turn.part(done, part)] * len(sessions))
                 done = part
             blocks: list[list[Answer]] = [[] for _ in budgets]
             for target in labels[start:stop].split(BLOCK):
@@ -213,7 +214,7 @@ def _begin(
             sessions.append(stack.enter_context(whole.fork()))
             sessions[-1].set_budget(budget)
     if stop > alike:
-        logits = torch.stack([session.extend(turn.part(alike, stop)) for session in sessions])
+        logits = extend_together(sessions, [turn.part(alike, stop)] * len(sessions))
     return sessions, logits
 
 
