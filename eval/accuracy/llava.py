@@ -25,7 +25,7 @@ from rich.table import Table
 
 from engine.errors import InputError, MmkvError, one_line
 from engine.runtime import Runtime
-from eval.quality.run import Cell, Method
+from eval.quality.methods import Cell, Method
 from mmkv.data.labels import IGNORED
 from mmkv.measure.outputs import require_output
 from mmkv.measure.record import write_results

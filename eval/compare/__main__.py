@@ -20,7 +20,8 @@ from engine.policies.preset import PolicyText
 from eval.compare import report
 from eval.compare.speed import Speeds
 from eval.quality.command import add_options, finish, running
-from eval.quality.run import Comparison, ComparisonRuns, Method
+from eval.quality.methods import Comparison, Method
+from eval.quality.run import ComparisonRuns
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

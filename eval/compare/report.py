@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from eval.quality.methods import Cell
 from eval.quality.report import Runs, difference, interval, row_of
-from eval.quality.run import Cell
 from mmkv.measure.tables import pipe_table
 
 Page = Mapping[str, Any]

@@ -10,7 +10,7 @@ import torch
 from engine.errors import InputError
 from engine.runtime import Runtime
 from eval.bench.decode_cpu import Mmkv
-from eval.quality.run import Cell, Comparison
+from eval.quality.methods import Cell, Comparison
 from mmkv.measure.journal import Journal
 
 STEPS, ROUNDS = 48, 3

@@ -14,7 +14,7 @@ A killed run continues when it is started again.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,7 +30,8 @@ from eval.domains import maker
 from eval.needle.__main__ import LENGTHS, length
 from eval.needle.tasks import Haystack, Needle
 from eval.quality.command import add_methods, add_options, comparison, finish, running
-from eval.quality.run import Cell, ComparisonRuns, Reader, Record
+from eval.quality.methods import Cell
+from eval.quality.run import ComparisonRuns, Reader, Record
 from mmkv.measure.teacher_forced import spans
 
 SINKS = 4  # first tokens of a document, counted apart
@@ -41,24 +42,27 @@ class Prober(Reader):
     """Runs documents as :class:`eval.quality.run.Reader` does and measures attention."""
 
     @torch.inference_mode()
-    def read(self, source: str, index: int, cells: Sequence[Cell]) -> list[Record]:
-        """Run one document through every cell; return what :func:`measure` computes for each."""
+    def read(
+        self, source: str, todo: Mapping[int, Sequence[Cell]]
+    ) -> Iterator[tuple[int, list[Record]]]:
+        """Run documents through their cells; what :func:`measure` computes for each."""
         if source not in self._data:
             self._data[source] = maker(self.comparison.model, source)
-        made = self._data[source](index)
-        inputs = {k: v for k, v in made.example.items() if k not in ("labels", "cuts")}
-        turn = self.base.family.turn(inputs, 0, self.base.device)
         whole = Cell("full", None, None, None)
-        full, right = probe(self._engine(whole), turn, made, None)
-        found = []
-        for cell in cells:
-            if cell == whole:
-                probes, hits = full, right
-            else:
-                budget = cell.budget_for(turn.token_ids.numel()).value
-                probes, hits = probe(self._engine(cell), turn, made, budget)
-            found.append({"right": hits, **measure(probes, full, made.notes)})
-        return found
+        for index, cells in todo.items():
+            made = self._data[source](index)
+            inputs = {k: v for k, v in made.example.items() if k not in ("labels", "cuts")}
+            turn = self.base.family.turn(inputs, 0, self.base.device)
+            full, right = probe(self._engine(whole), turn, made, None)
+            found = []
+            for cell in cells:
+                if cell == whole:
+                    probes, hits = full, right
+                else:
+                    budget = cell.budget_for(turn.token_ids.numel()).value
+                    probes, hits = probe(self._engine(cell), turn, made, budget)
+                found.append({"right": hits, **measure(probes, full, made.notes)})
+            yield index, found
 
 
 def probe(

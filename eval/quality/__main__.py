@@ -14,7 +14,8 @@ from collections.abc import Sequence
 
 from eval.quality import report
 from eval.quality.command import add_options, finish, running
-from eval.quality.run import Comparison, ComparisonRuns, Method
+from eval.quality.methods import Comparison, Method
+from eval.quality.run import ComparisonRuns
 
 FRACTIONS = ("1/2", "1/3", "1/4", "1/5", "1/8", "1/16", "1/32")
 
@@ -52,7 +53,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
         metavar="N",
         help="leave out the first N dialogues, for example those that settings were chosen on",
     )
+    parser.add_argument(
+        "--together",
+        type=int,
+        default=1,
+        metavar="N",
+        help="dialogues that each process reads side by side: faster, and more memory",
+    )
     args = parser.parse_args(arguments)
+    if args.together < 1:
+        parser.error("--together takes 1 or more")
     if args.skip < 0 or args.dialogues < 1:
         parser.error("--skip takes 0 or more, --dialogues 1 or more")
     with running(args, "eval.quality") as (path, journal):
@@ -67,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             args.bytes,
         )
         pages = {}
-        with ComparisonRuns(comparison, journal, args.workers) as runs:
+        with ComparisonRuns(comparison, journal, args.workers, together=args.together) as runs:
             for source in args.data:
                 raw = runs.of(source, args.dialogues, args.skip)
                 pages[source] = report.summarise(

@@ -15,7 +15,7 @@ import torch
 
 from engine.errors import InputError, MmkvError
 from engine.model.families.loading import resolve_device
-from eval.quality.run import Comparison, Method
+from eval.quality.methods import Comparison, Method
 from mmkv.measure.journal import Journal
 from mmkv.measure.record import RESULTS, write_results
 from mmkv.resources import bundled_model_name

@@ -24,7 +24,7 @@ from engine.runtime import Runtime
 from engine.sequence import CachedSequence
 from eval.budgets import is_share
 from eval.documents import scene_document
-from eval.quality.run import Cell, Comparison
+from eval.quality.methods import Cell, Comparison
 from mmkv.data.dialogues import caption, cell_question, clip_of_stream, grid
 from mmkv.data.scenes import Scene, Turn
 from mmkv.data.sources import require_scene_tokens

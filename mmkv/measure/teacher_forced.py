@@ -8,8 +8,8 @@ greedy decoding would have generated.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -131,7 +131,24 @@ def read(
     return read_at(engine, turn, labels, [made], full)[0]
 
 
-@torch.inference_mode()
+@dataclass(frozen=True)
+class Reading:
+    """One dialogue to be read by sessions that differ in their budget only.
+
+    Attributes:
+        turn: the whole dialogue; labels: int64 ``[T]``, -100 where no answer stands.
+        budgets: of the sessions; full: of this dialogue.
+        cuts: token indices at which the prefill is cut: memory is brought down to the budget before
+            what follows is known.
+    """
+
+    turn: Turn
+    labels: Tensor
+    budgets: Sequence[Budget]
+    full: FullCache
+    cuts: Sequence[int] = ()
+
+
 def read_at(
     engine: Runtime,
     turn: Turn,
@@ -142,42 +159,41 @@ def read_at(
 ) -> list[DialogueRun]:
     """Feed one dialogue through sessions that differ in their budget only, side by side.
 
-    What comes before the first eviction is the same for all and read once; answers are decoded in
-    one batch.
-
-    Args:
-        turn: the whole dialogue; full: of it, when several policies are compared.
-        cuts: token indices at which the prefill is cut: memory is brought down to the budget before
-            what follows is known.
-
     Returns:
         One run per budget, in order.
     """
-    reference = (FullCache.of(engine, turn, labels) if full is None else full).logits()
-    where = spans(labels.tolist())
-    parts = sorted({*cuts, *(start for start, _ in where)} - {0})
-    answers: list[list[Answer]] = [[] for _ in budgets]
+    full = FullCache.of(engine, turn, labels) if full is None else full
+    return read_together(engine, [Reading(turn, labels, budgets, full, cuts)])[0]
+
+
+@torch.inference_mode()
+def read_together(engine: Runtime, readings: Sequence[Reading]) -> list[list[DialogueRun]]:
+    """Feed several dialogues through sessions of one engine, in shared passes over the weights.
+
+    What is read before the first eviction of a dialogue is read once for all its budgets.
+
+    Returns:
+        Per dialogue one run per budget, in order.
+    """
+    found: dict[int, list[DialogueRun]] = {}
     with ExitStack() as stack:
-        sessions, logits = _begin(engine, turn, budgets, parts[0], stack)
-        done = parts[0]
-        for start, stop in where:
-            for part in [part for part in parts if done < part <= start]:
-                logits = extend_together(sessions, [turn.part(done, part)] * len(sessions))
-                done = part
-            blocks: list[list[Answer]] = [[] for _ in budgets]
-            for target in labels[start:stop].split(BLOCK):
-                given = []
-                for token in target.tolist():
-                    given.append(logits)
-                    logits = engine.decode(sessions, [token] * len(sessions))
-                theirs = F.log_softmax(torch.stack([next(reference) for _ in given]), -1)
-                for index, found in enumerate(blocks):
-                    ours = F.log_softmax(torch.stack([step[index] for step in given]), -1)
-                    found.append(_answer(ours, theirs, target))
-            done = stop
-            for kept, found in zip(answers, blocks, strict=True):
-                kept.append(_joined(found))
-        return [_dialogue_run(*pair) for pair in zip(sessions, answers, strict=True)]
+        walks = [stack.enter_context(closing(_walk(engine, reading))) for reading in readings]
+        going = {index: next(walk) for index, walk in enumerate(walks)}
+        while going:
+            # Prompts wait for the answers under way: more of each then share a pass.
+            answers = {index: one for index, one in going.items() if isinstance(one[1], int)}
+            chosen = answers or going
+            sessions = [session for mine, _ in chosen.values() for session in mine]
+            given: list[Any] = [what for mine, what in chosen.values() for _ in mine]
+            step = engine.decode if answers else extend_together
+            logits = step(sessions, given).split([len(mine) for mine, _ in chosen.values()])
+            for index, rows in zip(list(chosen), logits, strict=True):
+                try:
+                    going[index] = walks[index].send(rows)
+                except StopIteration as end:
+                    del going[index]
+                    found[index] = end.value
+    return [found[index] for index in range(len(readings))]
 
 
 @torch.inference_mode()
@@ -199,23 +215,46 @@ def compare_states(decoder: Decoder, states: Tensor, full: Tensor, labels: Tenso
     return found
 
 
-def _begin(
-    engine: Runtime, turn: Turn, budgets: Sequence[Budget], stop: int, stack: ExitStack
-) -> tuple[list[CachedSequence], Tensor]:
-    """Open the sessions that have read the first ``stop`` tokens, and their logits ``[B,
-    vocab]``.
+def _walk(
+    engine: Runtime, reading: Reading
+) -> Generator[tuple[list[CachedSequence], Turn | int], Tensor, list[DialogueRun]]:
+    """Walk through a dialogue, one session per budget.
+
+    Yields:
+        the sessions that read next, and what: a part of the dialogue, or one token of an answer.
+        Their logits ``[B, vocab]`` are sent back.
     """
-    # Nothing is evicted inside a chunk, so budgets make no difference in the first one.
-    alike = min(stop, engine.prefill_chunk)
-    sessions = []
-    with engine.session(float(alike)) as whole:
-        logits = whole.extend(turn.part(0, alike)).expand(len(budgets), -1)
-        for budget in budgets:
-            sessions.append(stack.enter_context(whole.fork()))
-            sessions[-1].set_budget(budget)
-    if stop > alike:
-        logits = extend_together(sessions, [turn.part(alike, stop)] * len(sessions))
-    return sessions, logits
+    turn, labels = reading.turn, reading.labels
+    where = spans(labels.tolist())
+    parts = sorted({*reading.cuts, *(start for start, _ in where)} - {0})
+    reference, answers = reading.full.logits(), [list[Answer]() for _ in reading.budgets]
+    with ExitStack() as stack:
+        sessions = []
+        # Nothing is evicted inside a chunk, so budgets make no difference in the first one.
+        done = min(parts[0], engine.prefill_chunk)
+        with engine.session(float(done)) as whole:
+            logits = (yield [whole], turn.part(0, done)).expand(len(reading.budgets), -1)
+            for budget in reading.budgets:
+                sessions.append(stack.enter_context(whole.fork()))
+                sessions[-1].set_budget(budget)
+        for start, stop in where:
+            for part in [part for part in parts if done < part <= start]:
+                logits = yield sessions, turn.part(done, part)
+                done = part
+            blocks = [list[Answer]() for _ in reading.budgets]
+            for target in labels[start:stop].split(BLOCK):
+                given = []
+                for token in target.tolist():
+                    given.append(logits)
+                    logits = yield sessions, token
+                theirs = F.log_softmax(torch.stack([next(reference) for _ in given]), -1)
+                for index, found in enumerate(blocks):
+                    ours = F.log_softmax(torch.stack([step[index] for step in given]), -1)
+                    found.append(_answer(ours, theirs, target))
+            done = stop
+            for kept, found in zip(answers, blocks, strict=True):
+                kept.append(_joined(found))
+        return [_dialogue_run(*pair) for pair in zip(sessions, answers, strict=True)]
 
 
 def _answer(ours: Tensor, theirs: Tensor, target: Tensor) -> Answer:

@@ -15,7 +15,7 @@ from engine.model.gates import load_gates, make_random_gates, save_gates, traine
 from engine.policies import make_policy
 from engine.policies.scoring import Retention
 from engine.runtime import Runtime
-from eval.quality.run import Cell
+from eval.quality.methods import Cell
 from mmkv.resources import asset
 from tests.engine.test_gates import published, write
 from tests.engine.test_policies import make_view

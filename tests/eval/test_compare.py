@@ -13,7 +13,7 @@ from engine.policies import PRESETS, make_policy
 from eval.compare import report
 from eval.compare.__main__ import chosen, gates_of, main
 from eval.compare.speed import Speeds
-from eval.quality.run import Cell
+from eval.quality.methods import Cell
 from mmkv.resources import bundled_model
 
 MODEL = str(bundled_model())

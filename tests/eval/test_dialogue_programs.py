@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from eval.domains import maker
-from eval.quality.run import Comparison, ComparisonRuns, Method
+from eval.quality.methods import Comparison, Method
+from eval.quality.run import ComparisonRuns
 from eval.sessions import stream as dialogue_stream
 from eval.sessions import tasks as dialogue_tasks
 from eval.sessions.__main__ import main

@@ -17,7 +17,8 @@ from eval.dilution.__main__ import Prober, dilution_bound, main, measure
 from eval.dilution.probe import probed_decode
 from eval.dilution.report import _correlation
 from eval.needle.tasks import Needle
-from eval.quality.run import Comparison, ComparisonRuns, Method
+from eval.quality.methods import Comparison, Method
+from eval.quality.run import ComparisonRuns
 from mmkv.measure.journal import Journal
 from mmkv.resources import bundled_model
 

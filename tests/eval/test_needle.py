@@ -20,7 +20,8 @@ from eval.needle import tasks as needle_tasks
 from eval.needle.__main__ import main
 from eval.needle.report import found
 from eval.needle.tasks import Haystack, Needle, place_needles
-from eval.quality.run import Comparison, ComparisonRuns, Method
+from eval.quality.methods import Comparison, Method
+from eval.quality.run import ComparisonRuns
 from mmkv.data.scenes import Clip, Turn, render
 from mmkv.measure.journal import Journal
 from mmkv.measure.teacher_forced import FullCache, read_at, spans

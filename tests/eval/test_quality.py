@@ -18,19 +18,21 @@ from matplotlib.figure import Figure
 
 from engine.errors import InputError
 from engine.model.decoder import Decoder
+from engine.policies import Budget
 from engine.runtime import Runtime
 from eval.quality import report as quality_report
 from eval.quality.__main__ import main
 from eval.quality.kept import draw as draw_kept
 from eval.quality.kept import main as kept
-from eval.quality.run import Comparison, ComparisonRuns, Method, Reader
+from eval.quality.methods import Comparison, Method
+from eval.quality.run import ComparisonRuns, Reader
 from mmkv.data.labels import predicted
 from mmkv.data.sources import examples
 from mmkv.measure import teacher_forced
 from mmkv.measure.journal import Journal
 from mmkv.measure.record import RESULTS
 from mmkv.measure.stats import mean, paired
-from mmkv.measure.teacher_forced import FullCache, read, spans
+from mmkv.measure.teacher_forced import FullCache, Reading, read, read_at, read_together, spans
 from mmkv.resources import bundled_model
 
 MODEL = str(bundled_model())
@@ -132,7 +134,37 @@ def test_the_full_cache_runs_once_for_all_methods(monkeypatch: Any) -> None:
         teacher_forced, "full_attention_states", lambda *a: passes.append(a) or plain(*a)
     )
     cells = [cell for cells in reader.comparison.cells().values() for cell in cells]
-    assert len(reader.read("scenes:dense", 0, cells)) == 7 and len(passes) == 1
+    ((index, found),) = reader.read("scenes:dense", {0: cells})
+    assert index == 0 and len(found) == 7 and len(passes) == 1
+
+
+@pytest.mark.slow(reason="runs whole dialogues with the bundled model")
+def test_dialogues_side_by_side_equal_each_alone(dialogues, tmp_path: Path) -> None:
+    """Three of unlike lengths in one batch, two budgets each; then through the program."""
+    engine = Runtime.from_pretrained(MODEL, policy="streamingllm", dtype="float32")
+    budgets, readings = [Budget.of(20), Budget.of(70)], []
+    for example in dialogues[:3]:
+        inputs = {name: value for name, value in example.items() if name != "labels"}
+        labels, turn = example["labels"][0], engine.family.turn(inputs, 0)
+        full = FullCache.of(engine, turn, labels)
+        readings.append(Reading(turn, labels, budgets, full))
+    assert len({reading.labels.numel() for reading in readings}) == 3
+    for reading, runs in zip(readings, read_together(engine, readings), strict=True):
+        alone = [read_at(engine, reading.turn, reading.labels, [b], reading.full) for b in budgets]
+        for run, (one,) in zip(runs, alone, strict=True):
+            assert dataclasses.replace(run, answers=[]) == dataclasses.replace(one, answers=[])
+            assert [a.wrong for a in run.answers] == [a.wrong for a in one.answers]
+            kl = [answer.kl for answer in one.answers]
+            assert [answer.kl for answer in run.answers] == pytest.approx(kl, rel=1e-3, abs=1e-5)
+        assert runs[0].evicted > runs[1].evicted > 0
+
+    options = [MODEL, *"--data scenes:dense --method snapkv --fractions 1/8".split()]
+    found = []
+    for name, more in (("alone", []), ("together", ["--together", "2"])):
+        main([*options, "--dialogues", "3", "--output", str(tmp_path), "--name", name, *more])
+        rows = map(json.loads, (tmp_path / f"{name}.runs.jsonl").read_text().splitlines())
+        found.append({(r["cell"], r["index"]): r["record"]["wrong"] for r in rows})
+    assert found[0] == found[1] and len(found[0]) == 6
 
 
 def test_the_permutation_test_is_exact_on_a_small_case() -> None:
@@ -309,9 +341,10 @@ def test_a_larger_comparison_runs_only_what_is_new(tmp_path: Path, monkeypatch: 
     first = ComparisonRuns(small, Journal(journal)).of("scenes:dense", 2)
     plain = Reader.read
 
-    def noted(self: Reader, source: str, index: int, cells: Any) -> Any:
-        asked.extend((cell.policy, cell.gates, cell.budget, index) for cell in cells)
-        return plain(self, source, index, cells)
+    def noted(self: Reader, source: str, todo: Any) -> Any:
+        for index, cells in todo.items():
+            asked.extend((cell.policy, cell.gates, cell.budget, index) for cell in cells)
+        return plain(self, source, todo)
 
     monkeypatch.setattr(Reader, "read", noted)
     second = ComparisonRuns(large, Journal(journal)).of("scenes:dense", 2)
@@ -394,7 +427,7 @@ def test_at_equal_bytes_fewer_bits_keep_more_entries() -> None:
     assert cells[1].key() == "streamingllm@None:none kv int8 at 1/8 in bytes"
     reader = Reader(compared)
     rows = reader.base.spec.rows
-    records = reader.read("scenes:dense", 0, cells)
+    ((_, records),) = reader.read("scenes:dense", {0: cells})
     tokens = records[0]["seen"] + 1  # the last one is predicted, not appended
     for found, nbytes in zip(records, (137, 77, 49), strict=True):
         assert found["entries"] == int(tokens * 137 / nbytes / 8 * rows)

@@ -15,7 +15,8 @@ from eval.dilution import __main__ as dilution
 from eval.needle import __main__ as needle
 from eval.quality import __main__ as quality
 from eval.quality import command as quality_command
-from eval.quality.run import Comparison, ComparisonRuns, Method, Reader, digest
+from eval.quality.methods import Comparison, Method, digest
+from eval.quality.run import ComparisonRuns, Reader
 from eval.sessions import __main__ as dialogue
 from eval.sessions import stream as dialogue_stream
 from mmkv.measure.journal import Journal
