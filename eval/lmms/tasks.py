@@ -9,6 +9,7 @@ task, so that scoring and prompts are lmms-eval's own.
 from __future__ import annotations
 
 import argparse
+import difflib
 import re
 import sys
 from collections.abc import Sequence
@@ -37,6 +38,13 @@ _NEEDS = {
 INSTALL = (
     "lmms-eval is not installed; run pip install 'mmkv[eval-light]' and then "
     "pip install --no-deps lmms-eval==0.7.3 (or the full pip install 'mmkv[eval]')"
+)
+
+# What a file calls its task, groups and tags, and the parts of a group: "task: NAME", "- NAME".
+_NAMES = re.compile(
+    r"^(?:[\"']?(?:task|group|tag)[\"']?[ \t]*:[ \t[]*|[ \t]*-[ \t]+(?:task:[ \t]*)?)"
+    r"([^#\n]+)",
+    re.MULTILINE,
 )
 
 
@@ -158,6 +166,26 @@ def find(name: str, shipped: Path) -> Path | None:
     # Search folders that the task's name begins with first: the whole tree has 2,000 files.
     paths = sorted(shipped.rglob("*.yaml"), key=lambda path: not name.startswith(path.parent.name))
     return next((path for path in paths if line.search(path.read_text("utf-8"))), None)
+
+
+def require_known(names: Sequence[str], folders: Sequence[Path]) -> None:
+    """Refuse a task that no file below ``folders`` names, before lmms-eval shows a traceback.
+
+    Groups and tags count as tasks do. Patterns, lists and paths are left to lmms-eval.
+
+    Raises:
+        InputError: names what comes near.
+    """
+    known: set[str] = set()
+    for path in (file for folder in folders for file in folder.rglob("*yaml")):
+        for line in _NAMES.findall(path.read_text("utf-8")):
+            known.update(re.findall(r"[\w.:+/-]+", line))
+    for name in names:
+        if name in known or "*" in name or name.startswith("list") or Path(name).exists():
+            continue
+        near = difflib.get_close_matches(name, known, n=3)
+        meant = f"did you mean {' or '.join(near)}" if near else "see mmkv eval --tasks list"
+        raise InputError(f"lmms-eval has no task {name}; {meant}")
 
 
 def read(path: Path | Traversable) -> dict[str, Any]:

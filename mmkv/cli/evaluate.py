@@ -151,11 +151,12 @@ class Job:
 
     def _run(self, variables: dict[str, str]) -> int:
         from eval.lmms.cause import VARIABLE, cause
-        from eval.lmms.tasks import find, shipped_folder, write
+        from eval.lmms.tasks import find, require_known, shipped_folder, write
 
         before = self._results()
         with tempfile.TemporaryDirectory(prefix="mmkv-eval-") as folder:
             names = write(self.tasks, Path(folder), self.data)
+            require_known(names, [Path(folder), shipped_folder()])
             # Other names may be groups, tags or patterns, which results list by their tasks.
             single = [n for n in names if find(n, Path(folder)) or find(n, shipped_folder())]
             for given, name in zip(self.tasks, names, strict=True):

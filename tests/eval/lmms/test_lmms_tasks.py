@@ -242,10 +242,10 @@ def test_samples_of_other_data_are_refused(
 
 def results_file(folder: Path, lines: int = 2, **content: Any) -> Path:
     made = {
-        "results": {"a": {"alias": "a", "acc,none": 0.5, "acc_stderr,none": 0.1}},
-        "n-samples": {"a": {"original": 2, "effective": 2}},
+        "results": {"mme": {"alias": "mme", "acc,none": 0.5, "acc_stderr,none": 0.1}},
+        "n-samples": {"mme": {"original": 2, "effective": 2}},
     }
-    (folder / "1_samples_a.jsonl").write_text("{}\n" * lines)
+    (folder / "1_samples_mme.jsonl").write_text("{}\n" * lines)
     path = folder / "1_results.json"
     path.write_text(json.dumps({**made, **content}))
     return path
@@ -255,18 +255,18 @@ def results_file(folder: Path, lines: int = 2, **content: Any) -> Path:
     ("content", "wrong"),
     [
         ({}, []),
-        ({"lines": 0}, ["task a has no samples"]),
-        ({"n-samples": {"a": {"effective": 0}}}, ["task a has no samples"]),
-        ({"n-samples": {}}, ["task a gave no result"]),
-        ({"results": {}}, ["task a has no score"]),
-        ({"results": {"a": {"acc,none": float("nan")}}}, ["task a has no score"]),
-        ({"results": {"a": {"acc,none": [], "acc_stderr,none": 0.0}}}, ["task a has no score"]),
+        ({"lines": 0}, ["task mme has no samples"]),
+        ({"n-samples": {"mme": {"effective": 0}}}, ["task mme has no samples"]),
+        ({"n-samples": {}}, ["task mme gave no result"]),
+        ({"results": {}}, ["task mme has no score"]),
+        ({"results": {"mme": {"acc,none": float("nan")}}}, ["task mme has no score"]),
+        ({"results": {"mme": {"acc,none": [], "acc_stderr,none": 0.0}}}, ["task mme has no score"]),
     ],
 )
 def test_incomplete_results_fail_the_command(
     tmp_path: Path, content: dict[str, Any], wrong: list[str]
 ) -> None:
-    assert problems(results_file(tmp_path, **content), ["a"]) == wrong
+    assert problems(results_file(tmp_path, **content), ["mme"]) == wrong
 
 
 def test_groups_are_judged_by_their_tasks(tmp_path: Path) -> None:
@@ -290,13 +290,13 @@ def test_the_exit_code_of_lmms_eval_alone_does_not_decide(
     output.mkdir()
 
     def run(command: list[str], env: dict[str, str], **_: Any) -> Any:
-        assert env["HF_HOME"] and "a" in command
+        assert env["HF_HOME"] and "mme" in command
         if writes:
             results_file(output)
         return subprocess.CompletedProcess(command, code)
 
     monkeypatch.setattr(eval_command.subprocess, "run", run)
-    job = Job(["a"], "pretrained=m", [], output, None)
+    job = Job(["mme"], "pretrained=m", [], output, None)
     if fails:
         with pytest.raises(EvaluationError):
             job.run()
@@ -318,7 +318,7 @@ def test_an_error_in_the_model_fails_the_command(
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setattr(eval_command.subprocess, "run", run)
     with pytest.raises(EvaluationError, match="document 3: file not found"):
-        Job(["a"], "pretrained=m", [], tmp_path / "out", None).run()
+        Job(["mme"], "pretrained=m", [], tmp_path / "out", None).run()
 
 
 def test_a_missing_package_is_named_before_the_run(
@@ -397,3 +397,25 @@ def test_gqa_pictures_are_looked_up(tmp_path: Path) -> None:
     assert found.size == (4, 2)
     with pytest.raises(InputError, match="no picture n2 below"):
         media.gqa_picture({"imageId": "n2"}, {FOLDER: str(tmp_path)})
+
+
+def test_a_name_that_nothing_has_is_refused_with_what_comes_near(shipped: Path) -> None:
+    (shipped / "mme" / "group.yaml").write_text("group : perception\ntask:\n  - mme\n")
+    (shipped / "mme" / "tagged.yaml").write_text("task: mme_2\ntag: [fast, short]\n")
+    folder = shipped.parent / "own"
+    folder.mkdir()
+    (folder / "mine.yaml").write_text("'task': 'mine'\n")
+    named = ["mme", "perception", "fast", "short", "mine", "mm*", "list_tags", str(folder)]
+    tasks.require_known(named, [shipped, folder])
+    with pytest.raises(InputError, match="no task mmstra; did you mean mmstar"):
+        tasks.require_known(["mme", "mmstra"], [shipped, folder])
+    with pytest.raises(InputError, match="no task xyz; see mmkv eval --tasks list"):
+        tasks.require_known(["xyz"], [shipped])
+
+
+@pytest.mark.long(reason="lmms-eval reads its 2,000 files in ten seconds")
+@needs_lmms_eval
+def test_every_name_that_lmms_eval_knows_is_known() -> None:
+    from lmms_eval.tasks import TaskManager
+
+    tasks.require_known(TaskManager("ERROR").all_tasks, [tasks.shipped_folder()])
