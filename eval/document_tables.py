@@ -8,46 +8,27 @@ fails when a table is not what the result files say.
 from __future__ import annotations
 
 import argparse
-import json
-import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from eval.bench.peers_report import case_rows, target_rows
-from eval.quality.report import interval
+from eval.quality import tables as quality
+from eval.quality.tables import (
+    METHODS,
+    budgets_of,
+    page_of,
+    results_of,
+    row_of,
+    share,
+    with_interval,
+)
 from eval.serving import tables as serving
 from mmkv.measure.record import RESULTS, ROOT
 from mmkv.measure.tables import pipe_table
 
 _BLOCK = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
-_METHODS = ("dbtrimkv", "trimkv", "snapkv", "streamingllm")
-_WITH_OURS = ("dbtrimkv", "balanced", "trimkv", "snapkv", "streamingllm")
-_RULES = {
-    "dbtrimkv": "tied, one budget (`dbtrimkv`)",
-    "tied-per-head": "tied, a budget per head",
-    "untied-global": "untied (`trimkv`'s), one budget",
-    "trimkv": "untied, a budget per head (`trimkv`)",
-}
-_RECIPES = {
-    "dbtrimkv": "`dbtrimkv`",
-    "trimkv": "`trimkv`, our recipe",
-    "trimkv-recipe": "`trimkv`, its paper's",
-}
-_KINDS = {"dense": "dense", "sparse": "sparse", "256-distractors": "256 distr."}
-# Name of the data, result file, part of the data source's name, budgets shown.
-_PICTURES = (
-    ("dense", "quality-tiny-vlm-dense", "", ("1/3", "1/5", "1/8", "1/16", "1/32")),
-    ("sparse", "quality-tiny-vlm-sparse", "", ("1/4", "1/8", "1/16", "1/32")),
-    ("256 distractors", "quality-tiny-vlm-256-distractors", "", ("1/4", "1/8", "1/16", "1/64")),
-)
-_TEXT_TASKS = (
-    ("recall", "quality-smollm2-recall", "", ("1/4", "1/8", "1/16", "1/32")),
-    ("sparse texts", "quality-smollm2-haystack", "", ("1/8", "1/16", "1/32")),
-    ("`records`", "quality-smollm2-unseen", "records", ("1/3", "1/8")),
-    ("`assigned`", "quality-smollm2-unseen", "assigned", ("1/3", "1/8")),
-)
 # Program and setting, result file, budgets shown.
 _FOUND = (
     ("needles in pictures", "needle-tiny-vlm-pictures", ("16", "32", "64")),
@@ -76,21 +57,6 @@ _SPEEDS = {
     "smollm2-4k-batch8-evicting": "SmolLM2-135M, batch 8, 4,096 tokens, `dbtrimkv` M = 256",
 }
 
-# Name of the data, result file at equal bytes, budgets shown: bytes of so many entries in bfloat16.
-_BYTES = (
-    ("dense", "quality-bytes-dense", ("1/4", "1/8", "1/16", "1/32")),
-    ("sparse", "quality-bytes-sparse", ("1/16", "1/32")),
-    ("256 distractors", "quality-bytes-256-distractors", ("1/8", "1/16", "1/32")),
-    ("recall, SmolLM2", "quality-bytes-recall", ("1/16", "1/32")),
-    ("sparse texts, SmolLM2", "quality-bytes-haystack", ("1/16", "1/32")),
-)
-# The same at equal entries.
-_ENTRIES = (
-    ("dense", "quality-entries-dense", ("1/4", "1/8", "1/16")),
-    ("recall, SmolLM2", "quality-entries-recall", ("1/8",)),
-)
-_FORMS = ("bf16", "int8", "k8v4", "int4")
-
 Rows = Iterator[Sequence[str]]
 
 
@@ -114,155 +80,26 @@ def _table(rows: Rows) -> str:
     return pipe_table(columns, body) + "\n"
 
 
-def _results(results: Path, name: str) -> Any:
-    return json.loads((results / f"{name}.json").read_text())["results"]
-
-
-def _page(results: Path, name: str) -> Any:
-    """Return the only data source of a quality result."""
-    (page,) = _results(results, name).values()
-    return page
-
-
-def _row(page: Mapping[str, Any], method: str, budget: str) -> Mapping[str, Any]:
-    return next(r for r in page["rows"] if (r["method"], r["budget"]) == (method, budget))
-
-
-def _short(row: Mapping[str, Any]) -> str:
-    return f"{row['accuracy']['value']:.3f}"
-
-
-def _long(row: Mapping[str, Any]) -> str:
-    return interval(row["accuracy"])
-
-
-def _budgets(page: Mapping[str, Any]) -> list[str]:
-    return list(dict.fromkeys(row["budget"] for row in page["rows"] if row["method"] != "full"))
-
-
-def _accuracy(
-    first: str,
-    shown: Sequence[tuple[str, str, str, Sequence[str]]],
-    methods: Sequence[str] = _METHODS,
-) -> Callable[[Path], Rows]:
-    """Return accuracy with intervals.
-
-    Args:
-        first: heading of the first column; shown: what to call the data, result file, part of the
-            data source's name, and the budgets.
-    """
-
-    def rows(results: Path) -> Rows:
-        yield [first, "budget", "full", *(f"`{method}`" for method in methods)]
-        for words, name, source, budgets in shown:
-            pages = _results(results, name)
-            (page,) = (page for key, page in pages.items() if source in key)
-            for budget in budgets:
-                cells = (_long(_row(page, method, budget)) for method in methods)
-                yield [words, budget, _long(_row(page, "full", "1")), *cells]
-
-    return rows
-
-
-def _readme(results: Path) -> Rows:
-    """Yield three budgets of two kinds of dialogue, and of recall on a language model."""
-    shown = (
-        ("dense pictures", "quality-tiny-vlm-dense", ("1/3", "1/8", "1/16")),
-        ("sparse pictures", "quality-tiny-vlm-sparse", ("1/8", "1/16", "1/32")),
-        ("facts in text", "quality-smollm2-recall", ("1/4", "1/8", "1/16")),
-    )
-    yield ["questions about", "budget", "full", *(f"`{method}`" for method in _METHODS)]
-    for words, name, budgets in shown:
-        page = _page(results, name)
-        for budget in budgets:
-            cells = (_short(_row(page, method, budget)) for method in _METHODS)
-            yield [words, budget, _short(_row(page, "full", "1")), *cells]
-
-
-def _bytes(results: Path) -> Rows:
-    """Yield accuracy and KL of every form of the cache at equal bytes."""
-    yield ["dialogues", "bytes of", "full", *(f"`{form}`" for form in _FORMS)]
-    for words, name, budgets in _BYTES:
-        page = _page(results, name)
-        for budget in budgets:
-            rows = [_row(page, form, budget) for form in _FORMS]
-            cells = (f"{_long(row)}; {row['kl_per_token']['value']:.3f}" for row in rows)
-            yield [words, budget, _short(_row(page, "full", "1")), *cells]
-
-
-def _perplexity(results: Path) -> Rows:
-    """Yield perplexity and KL of every form of the cache at the bytes of so many entries."""
-    yield ["text", "bytes of", "full", *(f"`{form}`" for form in _FORMS)]
-    for source, page in _results(results, "quality-bytes-texts").items():
-        full = math.exp(_row(page, "full", "1")["nll_per_token"]["value"])
-        for budget in _budgets(page):
-            rows = [_row(page, form, budget) for form in _FORMS]
-            cells = (
-                f"{math.exp(row['nll_per_token']['value']):.2f}; {row['kl_per_token']['value']:.3f}"
-                for row in rows
-            )
-            kind = Path(source.removeprefix("text:")).name.partition(".")[0]
-            yield [kind, f"{budget} entries", f"{full:.2f}", *cells]
-
-
-def _entries(results: Path) -> Rows:
-    """Yield what every form of the cache loses against bfloat16 at equal entries."""
-    yield ["dialogues", "entries", "`bf16`", *(f"`{form}` less `bf16`" for form in _FORMS[1:])]
-    for words, name, budgets in _ENTRIES:
-        page = _page(results, name)
-        for budget in budgets:
-            tests = {
-                test["of"]: test["accuracy"] for test in page["tests"] if test["budget"] == budget
-            }
-            cells = []
-            for form in _FORMS[1:]:
-                found = tests[f"bf16 - {form}"]
-                turned = {"value": -found["value"], "low": -found["high"], "high": -found["low"]}
-                cells.append(f"{interval(turned, sign=True)} (p = {found['p']:.2g})")
-            yield [words, budget, _short(_row(page, "bf16", budget)), *cells]
-
-
-def _gates(
-    prefix: str, kinds: Mapping[str, str], gates: Mapping[str, str]
-) -> Callable[[Path], Rows]:
-    """Return a table of gates side by side, at every budget of every kind of dialogue.
-
-    Args:
-        prefix: of the result files; kinds: what follows it -> heading; gates: method -> words.
-    """
-
-    def rows(results: Path) -> Rows:
-        pages = {words: _page(results, f"{prefix}-{kind}") for kind, words in kinds.items()}
-        places = [(kind, budget) for kind, page in pages.items() for budget in _budgets(page)]
-        yield ["gates", *(f"{kind} {budget}" for kind, budget in places)]
-        yield ["full cache", *(_short(_row(pages[kind], "full", "1")) for kind, _ in places)]
-        for method, words in gates.items():
-            cells = (_short(_row(pages[kind], method, budget)) for kind, budget in places)
-            yield [words, *cells]
-
-    return rows
-
-
 def _found(results: Path) -> Rows:
     """Yield shares of right answers of needles, sessions and the stream, by budget in entries."""
-    yield ["task", "entries", "full", *(f"`{method}`" for method in _METHODS)]
+    yield ["task", "entries", "full", *(f"`{method}`" for method in METHODS)]
     for words, name, budgets in _FOUND:
-        found = _results(results, name)
+        found = results_of(results, name)
         for budget in budgets:
             if name.startswith("stream"):
-                rows = [found["rows"][f"{method} at {budget}"] for method in _METHODS]
+                rows = [found["rows"][f"{method} at {budget}"] for method in METHODS]
                 cells = [f"{row['latest']['value']:.3f}" for row in [found["rows"]["full"], *rows]]
             else:
                 page = found["all"] if "all" in found else found["page"]
-                rows = [_row(page, method, budget) for method in _METHODS]
-                cells = [_short(row) for row in [_row(page, "full", "1"), *rows]]
+                rows = [row_of(page, method, budget) for method in METHODS]
+                cells = [share(row) for row in [row_of(page, "full", "1"), *rows]]
             yield [words, budget, *cells]
 
 
 def _dialogues(results: Path) -> Rows:
     """Count right answers of the bundled model by kind of dialogue."""
     yield ["dialogues (100 each)", "tokens", "about", "right", "of", "share"]
-    for row in _results(results, "accuracy-dialogues"):
+    for row in results_of(results, "accuracy-dialogues"):
         if row["kind"] == "all":
             share = f"{row['share']:.3f} [{row['ci'][0]:.3f}, {row['ci'][1]:.3f}]"
             counts = (f"{row[key]:,}" for key in ("right", "of"))
@@ -271,7 +108,7 @@ def _dialogues(results: Path) -> Rows:
 
 def _scenes(results: Path) -> Rows:
     """Count right answers of the bundled model about single pictures, by kind of question."""
-    found = {row["kind"]: row for row in _results(results, "accuracy-scenes")}
+    found = {row["kind"]: row for row in results_of(results, "accuracy-scenes")}
     yield ["kind", "right", "share", "95 % interval"]
     for kind, words in _SCENES.items():
         row = found[kind]
@@ -282,14 +119,14 @@ def _scenes(results: Path) -> Rows:
 
 def _mmdu(results: Path) -> Rows:
     yield ["policy, budget", "right", "share", "95 % interval"]
-    for row in _results(results, "mmdu-small"):
+    for row in results_of(results, "mmdu-small"):
         name = f"`{row['policy']}`" + (f", {row['budget']}" if row["budget"] else "")
         low, high = row["ci"]
         yield [name, str(row["right"]), f"{row['share']:.3f}", f"{low:.3f} .. {high:.3f}"]
 
 
 def _memory(results: Path) -> Rows:
-    cases = {(c["policy"], c["prompt_tokens"]): c for c in _results(results, "memory-cpu")}
+    cases = {(c["policy"], c["prompt_tokens"]): c for c in results_of(results, "memory-cpu")}
     columns = "prompt tokens|KV, `dbtrimkv`|physical / logical|peak growth|KV, `full`|peak growth"
     yield columns.split("|")
     for tokens in (1024, 8192, 32768, 131072):
@@ -312,7 +149,7 @@ def _speed(results: Path) -> Rows:
     peer = "transformers generate, full cache"
     yield ["tokens/s of all sequences", "mmkv", peer, "ratio", "eviction"]
     for name, words in _SPEEDS.items():
-        found = _results(results, f"decode-cpu-{name}")
+        found = results_of(results, f"decode-cpu-{name}")
         ours, theirs, share = found["mmkv"], found["transformers"], found.get("eviction_share")
         yield [
             words,
@@ -327,7 +164,7 @@ def _generate(results: Path) -> Rows:
     """Yield a row per prompt length: transformers' ``generate`` under retain and without."""
     names = {"prompt": "prompt", "decode": "decode steps", "whole_call": "whole call"}
     yield ["prompt tokens", *(f"{words}, ratio" for words in names.values()), "call, tokens/s"]
-    for length, parts in _results(results, "generate-cpu-tiny-vlm")["prompts"].items():
+    for length, parts in results_of(results, "generate-cpu-tiny-vlm")["prompts"].items():
         ratios = []
         for name in names:
             low, high = parts[name]["ratio"]["quartiles"]
@@ -338,7 +175,7 @@ def _generate(results: Path) -> Rows:
 
 def _kv_speed(results: Path) -> Rows:
     """Yield the time of a decode step in every form of the cache."""
-    rows = _results(results, "decode-cpu-kv-smollm2")["rows"]
+    rows = results_of(results, "decode-cpu-kv-smollm2")["rows"]
     yield ["entries per row", "form", "bytes per entry", "ms per step", "times as fast as `bf16`"]
     for row in rows:
         timed = []
@@ -350,12 +187,12 @@ def _kv_speed(results: Path) -> Rows:
 
 def _peers(rows: Callable[[Mapping[str, Any]], Rows]) -> Callable[[Path], Rows]:
     """Return a table of the comparison with other engines on a CPU."""
-    return lambda results: rows(_results(results, "peers-cpu"))
+    return lambda results: rows(results_of(results, "peers-cpu"))
 
 
 def _startup(results: Path) -> Rows:
     yield ["seconds (times an import of torch)", "now", "before"]
-    for name, found in _results(results, "startup-cpu").items():
+    for name, found in results_of(results, "startup-cpu").items():
         yield [
             f"`{name}`" if name.startswith(("mmkv", "python")) else name,
             *(
@@ -369,18 +206,20 @@ def _leaderboard(name: str) -> Callable[[Path], Rows]:
     """Return all policies of a comparison, the most accurate at the first budget first."""
 
     def rows(results: Path) -> Rows:
-        page = _page(results, name)
-        budgets = _budgets(page)
+        page = page_of(results, name)
+        budgets = budgets_of(page)
         head = [f"{of} at {budget}" for budget in budgets for of in ("accuracy", "kB")]
         yield ["policy", *head, f"KL at {budgets[0]}", "tokens/s", "in eviction"]
         full = next(row for row in page["rows"] if row["method"] == "full")
         names = {row["method"] for row in page["rows"]} - {"full"}
         ranked = sorted(
-            ([_row(page, method, budget) for budget in budgets] for method in names),
+            ([row_of(page, method, budget) for budget in budgets] for method in names),
             key=lambda found: (-found[0]["accuracy"]["value"], found[0]["method"]),
         )
         for found in [[full] * len(budgets), *ranked]:
-            cells = [cell for row in found for cell in (_long(row), f"{row['bytes'] / 1e3:,.0f}")]
+            cells = [
+                cell for row in found for cell in (with_interval(row), f"{row['bytes'] / 1e3:,.0f}")
+            ]
             speed = found[0]["speed"]
             yield [
                 f"`{found[0]['method']}`",
@@ -397,26 +236,17 @@ def _pool(results: Path) -> Rows:
     """Yield one budget for 8 sessions beside equal shares."""
     from eval.pool import table_rows
 
-    return table_rows(_results(results, "pool-tiny-vlm")["summary"])
+    return table_rows(results_of(results, "pool-tiny-vlm")["summary"])
 
 
 def _replicas(results: Path) -> Rows:
     """Yield what became of sessions on two replicas of a server."""
     yield "what", "count"
-    yield from ((name, str(count)) for name, count in _results(results, "replicas").items())
+    yield from ((name, str(count)) for name, count in results_of(results, "replicas").items())
 
 
 TABLES: dict[str, Callable[[Path], Rows]] = {
-    "readme": _readme,
-    "pictures": _accuracy("dialogues", _PICTURES, _WITH_OURS),
-    "text-tasks": _accuracy("task", _TEXT_TASKS),
-    "rules": _gates("quality-rules", _KINDS, _RULES),
-    "trimkv-recipe": _gates(
-        "quality-trimkv-recipe", {"dense": "dense", "sparse": "sparse"}, _RECIPES
-    ),
-    "bytes": _bytes,
-    "entries": _entries,
-    "kv-perplexity": _perplexity,
+    **quality.TABLES,
     "found": _found,
     "pool": _pool,
     "replicas": _replicas,

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from engine.errors import InputError
 from eval.documents import Document
 from eval.needle import tasks as needle_tasks
 from eval.sessions import tasks as dialogue_tasks
-from mmkv.data.examples import Examples
 from mmkv.data.sources import examples
 from mmkv.prompt.processing import Processor, load_processor
 
@@ -37,6 +37,38 @@ class GeneratedDocuments(Sequence[dict[str, Any]]):
         return self.make(index).example
 
 
+class DistinctDocuments(Sequence[dict[str, Any]]):
+    """The different documents among those of a file, which come again and again, in order.
+
+    A long text is cut into pieces and every visit takes one, so a piece may come twice: counted
+    twice it would make intervals too narrow.
+    """
+
+    _PATIENCE = 200  # visits without a new document after which there is none
+
+    def __init__(self, name: str, visits: Sequence[dict[str, Any]]) -> None:
+        self.name, self.visits = name, visits
+        self._visited = 0
+        self._found: dict[bytes, int] = {}
+
+    def __len__(self) -> int:
+        return ENDLESS
+
+    def __getitem__(self, index: int) -> dict[str, Any]:  # type: ignore[override]
+        last = self._visited
+        while len(self._found) <= index:
+            if self._visited - last >= self._PATIENCE:
+                raise InputError(
+                    f"{self.name} holds {len(self._found)} different documents or pieces of "
+                    "documents; give at most as many --dialogues"
+                )
+            key = self.visits[self._visited]["input_ids"].numpy().tobytes()
+            if key not in self._found:
+                self._found[key] = last = self._visited
+            self._visited += 1
+        return self.visits[list(self._found.values())[index]]
+
+
 def maker(model: str, name: str) -> Callable[[int], Document] | None:
     """Return the function that makes dialogue n of ``name``; None for :mod:`mmkv.data.sources`.
 
@@ -47,8 +79,10 @@ def maker(model: str, name: str) -> Callable[[int], Document] | None:
     return None if open_ is None else open_(name, model, load_processor(model))
 
 
-def held_out(model: str, name: str, max_length: int) -> GeneratedDocuments | Examples:
+def held_out(model: str, name: str, max_length: int) -> Sequence[dict[str, Any]]:
     """Make dialogues as processor outputs with ``labels [1, T]``, some with ``cuts``.
+
+    Those of a file are all different.
 
     Raises:
         InputError: as :func:`maker`, or an unknown source.
@@ -56,4 +90,7 @@ def held_out(model: str, name: str, max_length: int) -> GeneratedDocuments | Exa
     make = maker(model, name)
     if make is not None:
         return GeneratedDocuments(make)
-    return examples(model, [name], ENDLESS, seed=0, max_length=max_length, split="heldout")
+    data = examples(model, [name], ENDLESS, seed=0, max_length=max_length, split="heldout")
+    # Generated ones differ by their seed.
+    generated = name.rpartition("*")[2].startswith(("scenes:", "tasks:"))
+    return data if generated else DistinctDocuments(name, data)

@@ -12,6 +12,7 @@ import torch
 from engine.errors import InputError
 from engine.runtime import Runtime
 from eval.dilution import __main__ as dilution
+from eval.domains import held_out
 from eval.needle import __main__ as needle
 from eval.quality import __main__ as quality
 from eval.quality import command as quality_command
@@ -20,6 +21,7 @@ from eval.quality.run import ComparisonRuns, Reader
 from eval.sessions import __main__ as dialogue
 from eval.sessions import stream as dialogue_stream
 from mmkv.measure.journal import Journal
+from mmkv.prompt.processing import load_processor
 from mmkv.resources import bundled_model
 
 MODEL = str(bundled_model())
@@ -155,3 +157,23 @@ def test_comparisons_run_on_a_gpu(program: Any, options: list[str], tmp_path: Pa
         [MODEL, *options, *methods, "--device", "cuda", "--name", "g", "--output", str(tmp_path)]
     )
     assert " cuda " in (tmp_path / "g.runs.jsonl").read_text()
+
+
+def test_no_piece_of_a_text_is_read_twice(tmp_path: Path) -> None:
+    """Two texts, one of them cut in pieces: all of them once, and no more."""
+    words = "what was at row 1, column 2 of picture 3? a red square. " * 9
+    path = tmp_path / "texts.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in (words, "a red square.")))
+    source, most = f"text:{path}", 40
+    data = held_out(MODEL, source, most)
+    tokenizer = load_processor(MODEL).tokenizer
+    whole = tokenizer(words)["input_ids"]
+    pieces = -(-len(whole) // most)
+    assert pieces > 2
+    read = [tuple(data[index]["input_ids"][0].tolist()) for index in range(pieces + 1)]
+    assert len(set(read)) == pieces + 1
+    # Nothing of the texts is left out: pieces lie end to end.
+    assert sum(map(len, read)) == len(whole) + len(tokenizer("a red square.")["input_ids"])
+    with pytest.raises(InputError, match=f"holds {pieces + 1} different"):
+        data[pieces + 1]
+    assert data[0]["input_ids"][0].tolist() == list(read[0])
