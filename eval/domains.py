@@ -12,6 +12,7 @@ from engine.errors import InputError
 from eval.documents import Document
 from eval.needle import tasks as needle_tasks
 from eval.sessions import tasks as dialogue_tasks
+from mmkv.data.examples import Examples
 from mmkv.data.sources import examples
 from mmkv.prompt.processing import Processor, load_processor
 
@@ -46,7 +47,7 @@ class DistinctDocuments(Sequence[dict[str, Any]]):
 
     _PATIENCE = 200  # visits without a new document after which there is none
 
-    def __init__(self, name: str, visits: Sequence[dict[str, Any]]) -> None:
+    def __init__(self, name: str, visits: Examples) -> None:
         self.name, self.visits = name, visits
         self._visited = 0
         self._found: dict[bytes, int] = {}
@@ -79,7 +80,9 @@ def maker(model: str, name: str) -> Callable[[int], Document] | None:
     return None if open_ is None else open_(name, model, load_processor(model))
 
 
-def held_out(model: str, name: str, max_length: int) -> Sequence[dict[str, Any]]:
+def held_out(
+    model: str, name: str, max_length: int
+) -> GeneratedDocuments | DistinctDocuments | Examples:
     """Make dialogues as processor outputs with ``labels [1, T]``, some with ``cuts``.
 
     Those of a file are all different.
