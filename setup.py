@@ -20,6 +20,7 @@ FOLDER = "engine/backends/cpu"
 NAMES = (
     "step",
     "linear",
+    "bf16",
     "int8",
     "attention",
     "forms",
@@ -54,7 +55,10 @@ setup(
         Extension(
             f"engine.backends.cpu._step_{level}",
             [f"{FOLDER}/{name}.c" for name in NAMES],
-            depends=["setup.py", *(f"{FOLDER}/{name}.h" for name in ("native", "evict", "vmath"))],
+            depends=[
+                "setup.py",
+                *(f"{FOLDER}/{name}.h" for name in ("native", "evict", "vectors", "vmath")),
+            ],
             extra_compile_args=FLAGS + flags + (OPENMP or ["-fopenmp-simd"]),
             extra_link_args=OPENMP,
             libraries=["m"],

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from engine.backends.base import Backend, Backends
-from engine.backends.cpu import CpuBackend, native_product, rounded
+from engine.backends.cpu import CpuBackend, native_product, packed, rounded
 from engine.backends.cuda import CudaBackend
 from engine.backends.cuda.kernels.sample import Draw
 from engine.backends.torch.backend import TorchBackend
@@ -181,6 +181,7 @@ class Runtime:
             native_product(config.weights),
             config.weights,
             rounded,
+            packed,
         )
         engine = cls.from_parts(config, family, spec, weights)
         if engine.device.type == "cpu":

@@ -151,8 +151,9 @@ def backbone_digest(engine: Runtime) -> str:
     """Return SHA-256 over every weight, the vision side's too: equal before and after training."""
     weights, digest = engine.decoder.weights, hashlib.sha256()
     tensors = [plain(weights.embed), weights.norm, plain(weights.head)]
-    tensors += [t for layer in weights.layers for t in vars(layer).values() if t is not None]
-    tensors += engine.family.hf.parameters()  # what the decoder has not taken out
+    tensors += [plain(t) for x in weights.layers for t in vars(x).values() if t is not None]
+    # What the decoder has not taken out.
+    tensors += [t for t in engine.family.hf.parameters() if not t.is_meta]
     for tensor in tensors:
         digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()

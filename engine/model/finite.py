@@ -8,16 +8,16 @@ import torch
 from torch import Tensor
 
 from engine.errors import ModelError
-from engine.model.int8 import Int8Matrix
+from engine.model.panels import Panels
 
 
-def find_not_finite(tensors: Iterable[tuple[str, Tensor | Int8Matrix]]) -> str | None:
+def find_not_finite(tensors: Iterable[tuple[str, Tensor | Panels]]) -> str | None:
     """Return the name of the first tensor that holds NaN or an infinity, None where none does.
 
     The least and the greatest number are numbers only if all are, and are found in one pass.
     """
     for name, held in tensors:
-        tensor = held.scales if isinstance(held, Int8Matrix) else held
+        tensor = held.held()[-1] if isinstance(held, Panels) else held
         if not tensor.numel():
             continue
         least, greatest = tensor.detach().aminmax()
@@ -26,7 +26,7 @@ def find_not_finite(tensors: Iterable[tuple[str, Tensor | Int8Matrix]]) -> str |
     return None
 
 
-def require_finite(tensors: Iterable[tuple[str, Tensor | Int8Matrix]], checkpoint: str) -> None:
+def require_finite(tensors: Iterable[tuple[str, Tensor | Panels]], checkpoint: str) -> None:
     """Check weights of a checkpoint, in one pass over their bytes.
 
     Raises:

@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.model.panels import Panels, sampled
+
 BLOCK, PANEL = 32, 16  # CODE_BLOCK and PANEL of native.h
 _LARGEST = 127
 _LEAST_CODED = 1e-30  # LEAST_CODED of native.h
@@ -21,7 +23,7 @@ _ROWS_AT_ONCE = 256  # so that what rounding makes stays in the cache
 
 
 @dataclass(frozen=True, eq=False)
-class Int8Matrix:
+class Int8Matrix(Panels):
     """A matrix ``[out, in]`` whose weights are codes, -127 to 127, times the step of their block.
 
     Panels of 16 rows lie together, and in them four columns of each row: a vector instruction then
@@ -73,27 +75,13 @@ class Int8Matrix:
         codes = torch.empty(panels, blocks, BLOCK // 4, PANEL, 4, dtype=torch.int8)
         return codes, torch.empty(panels, blocks, PANEL, dtype=torch.bfloat16)
 
-    @property
-    def device(self) -> torch.device:
-        """Where the codes lie."""
-        return self.codes.device
+    def held(self) -> tuple[Tensor, ...]:
+        """Return codes and steps."""
+        return self.codes, self.scales
 
-    @property
-    def nbytes(self) -> int:
-        """Count the bytes of codes and steps."""
-        return self.codes.nbytes + self.scales.nbytes
-
-    def numel(self) -> int:
-        """Count the numbers of the matrix, what fills panels and blocks left out."""
-        return self.shape[0] * self.shape[1]
-
-    def data_ptr(self) -> int:
-        """Return the address of the codes: it tells matrices apart."""
-        return self.codes.data_ptr()
-
-    def is_contiguous(self) -> bool:
-        """Whether codes and steps lie as C reads them: always."""
-        return True
+    def sample(self, count: int) -> Tensor:
+        """Return some codes."""
+        return sampled(self.codes.reshape(-1), count)
 
     def blocks(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield float32 codes ``[out, 32]`` and steps ``[out]`` of each block of columns."""
@@ -108,10 +96,6 @@ class Int8Matrix:
         steps = self.scales[panel, :, row].float()
         made = self.codes[panel, :, :, row].flatten(-2).float() * steps.unsqueeze(-1)
         return made.flatten(-2)[..., : self.shape[1]]
-
-    def wide(self) -> Tensor:
-        """Return the matrix in float32."""
-        return self.rows(torch.arange(self.shape[0], device=self.device))
 
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Compute ``weight x + bias``, float32 ``[..., out]`` of ``x [..., in]``: the reference."""

@@ -11,12 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.errors import ModelError
+from engine.model.bf16 import Bf16Matrix
 from engine.model.int8 import Int8Matrix
+from engine.model.panels import Panels
 
 # Numbers that are looked at first: those of most float32 checkpoints show at once.
 _FIRST = 2**16
 
-Matrix = Tensor | Int8Matrix
+Matrix = Tensor | Bf16Matrix | Int8Matrix
 
 
 class Product(Protocol):
@@ -41,32 +43,34 @@ def multiply(x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
     """
     if isinstance(weight, Int8Matrix):
         return weight.multiply(x, bias).to(x.dtype)
-    return F.linear(x, weight.to(x.dtype), bias)
+    rows = weight.in_rows() if isinstance(weight, Bf16Matrix) else weight
+    return F.linear(x, rows.to(x.dtype), bias)
 
 
 def embedded(token_ids: Tensor, weight: Matrix) -> Tensor:
     """Return the rows ``token_ids [T]`` of an embedding, ``[T, in]``."""
-    if isinstance(weight, Int8Matrix):
+    if isinstance(weight, Panels):
         return weight.rows(token_ids)
     return F.embedding(token_ids, weight)
 
 
 def plain(weight: Matrix) -> Tensor:
-    """Return a matrix that is held as numbers.
+    """Return a matrix that is held as numbers, one row after the other; of panels, a copy.
 
     Raises:
         ModelError: it is held in 8 bits.
     """
     if isinstance(weight, Int8Matrix):
         raise ModelError("this cannot read weights in 8 bits; load the model with weights='auto'")
-    return weight
+    return weight.in_rows() if isinstance(weight, Bf16Matrix) else weight
 
 
 def equal(one: Matrix, other: Matrix) -> bool:
     """Whether two matrices hold the same numbers in the same form."""
-    if isinstance(one, Int8Matrix) and isinstance(other, Int8Matrix):
-        return torch.equal(one.codes, other.codes) and torch.equal(one.scales, other.scales)
-    return isinstance(one, Tensor) and isinstance(other, Tensor) and torch.equal(one, other)
+    if type(one) is not type(other):
+        return False
+    pairs = zip(*(m.held() if isinstance(m, Panels) else (m,) for m in (one, other)), strict=True)
+    return all(torch.equal(mine, theirs) for mine, theirs in pairs)
 
 
 def narrowed(weight: Tensor) -> Tensor:
@@ -86,17 +90,20 @@ class Holding:
         name: ``auto``, ``bf16`` or ``int8``, as ``--weights`` takes it.
         product: multiplies float32 states by matrices in that form.
         rounded: rounds a matrix to 8 bits.
+        packed: lays out a bfloat16 matrix as ``product`` reads it fastest; None: it stays.
     """
 
     name: str
     product: Product
     rounded: Callable[[Tensor], Int8Matrix] = Int8Matrix.of
+    packed: Callable[[Tensor], Matrix] | None = None
 
     def hold(self, weight: Tensor) -> Matrix:
         """Return a matrix as it is held; ``auto`` changes no number."""
         if self.name == "int8":
             return self.rounded(weight)
-        return weight.bfloat16() if self.name == "bf16" else narrowed(weight)
+        held = weight.bfloat16() if self.name == "bf16" else narrowed(weight)
+        return held if self.packed is None or held.dtype != torch.bfloat16 else self.packed(held)
 
     @classmethod
     def of(
@@ -107,6 +114,7 @@ class Holding:
         dtype: torch.dtype,
         device: torch.device,
         experts: bool,
+        packed: Callable[[Tensor], Matrix] | None = None,
     ) -> Holding | None:
         """Return the holding of that name; None: matrices stay in the dtype of states.
 
@@ -114,13 +122,14 @@ class Holding:
             product: multiplies by matrices in any form in C; None: there is none.
             rounded: rounds a matrix to 8 bits.
             dtype: of states.
+            packed: lays out a bfloat16 matrix for ``product``; None: it stays as it is.
 
         Raises:
             ModelError: this form is not for such a model, dtype or device.
         """
         here = dtype == torch.float32 and device.type == "cpu"
         if name == "auto" or (name == "bf16" and dtype == torch.bfloat16):
-            return cls(name, product) if here and product is not None else None
+            return cls(name, product, packed=packed) if here and product is not None else None
         reason = remedy = ""
         if device.type != "cpu":
             reason, remedy = f"not on {device.type}", "leave --weights at auto, or take device cpu"
@@ -131,4 +140,4 @@ class Holding:
             reason, remedy = "not for a mixture of experts", "leave --weights at auto"
         if reason:
             raise ModelError(f"weights {name!r} are {reason}; {remedy}")
-        return cls(name, product or multiply, rounded)
+        return cls(name, product or multiply, rounded, None if product is None else packed)

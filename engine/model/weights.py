@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from engine.errors import ModelError
 from engine.model.int8 import Int8Matrix
+from engine.model.panels import Panels, sampled
 from engine.model.product import Holding, Matrix, Product, multiply
 from engine.model.spec import DecoderSpec
 
@@ -212,8 +213,12 @@ class DecoderWeights:
             for t in (layer.qkv, layer.out, layer.gate_up, layer.down, layer.router)
             if t is not None
         ]:
-            flat = (tensor.codes if isinstance(tensor, Int8Matrix) else tensor).reshape(-1)
-            sample = flat[:: max(1, flat.numel() // 257)].float().cpu().contiguous()
+            some = (
+                tensor.sample(257)
+                if isinstance(tensor, Panels)
+                else sampled(tensor.reshape(-1), 257)
+            )
+            sample = some.float().cpu().contiguous()
             digest.update(str(tuple(tensor.shape)).encode())
             digest.update(sample.numpy().tobytes())
         return digest.hexdigest()[:16]

@@ -187,7 +187,7 @@ def test_no_placeholder_is_chosen(
     assert len(media) == 2
     engine.backends.cpu.switch_off()
     head = engine.decoder.weights.head
-    rest = [i for i in range(len(head)) if i not in media]
+    rest = [i for i in range(head.shape[0]) if i not in media]
     with engine.session() as session:
         session.prefill({"input_ids": torch.tensor([[5, 6, 7]])})
         with session.fork() as probe:

@@ -6,7 +6,8 @@ from engine.backends.cpu.backend import CpuBackend
 from engine.backends.cpu.binding import levels, library
 from engine.backends.cpu.decoder import NativeDecoder
 from engine.backends.cpu.evictor import NativeEvictor
-from engine.backends.cpu.product import native_product, rounded
+from engine.backends.cpu.matrices import packed, rounded
+from engine.backends.cpu.product import native_product
 
 __all__ = [
     "CpuBackend",
@@ -17,6 +18,7 @@ __all__ = [
     "level",
     "levels",
     "native_product",
+    "packed",
     "reason",
     "rounded",
 ]

@@ -165,6 +165,7 @@ _FUNCTIONS = {
         None,
         [c_void_p, c_int64, c_int64, c_int64, c_void_p, c_void_p, c_void_p, c_int64],
     ),
+    "mmkv_pack": (None, [c_void_p, c_int64, c_int64, c_void_p, c_int64]),
     "mmkv_int8_form": (c_char_p, [c_char_p]),
     "mmkv_evict_scratch": (c_int64, [c_int64, c_int64]),
     "mmkv_window": (None, [POINTER(Cache), POINTER(Window), c_int64]),

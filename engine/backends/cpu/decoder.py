@@ -15,17 +15,15 @@ from engine.backends.cpu.binding import (
     BatchSlot,
     Eviction,
     Layer,
-    Linear,
     Model,
     Step,
     byref,
     library,
 )
 from engine.backends.cpu.cache_views import CacheViews
+from engine.backends.cpu.matrices import Bf16Copies, linear
 from engine.cache import RaggedCache
 from engine.model.gates import Gates, LayerGate
-from engine.model.int8 import Int8Matrix
-from engine.model.product import Matrix
 from engine.model.spec import DecoderSpec
 from engine.model.weights import DecoderWeights, LayerWeights
 from engine.policies.base import Group
@@ -34,8 +32,6 @@ from engine.query_window import QUERIES
 # With fewer weights per thread and step, a second thread saves less (0.28 against 0.35 ms on two
 # idle cores) than it risks: on a busy machine it may keep the step waiting for milliseconds.
 _NUMBERS_PER_THREAD = 2**22
-# Copies in bfloat16 come on top of weights that a transformers model holds in float32.
-_MOST_BF16_BYTES = 2**31
 
 
 class NativeDecoder:
@@ -61,7 +57,7 @@ class NativeDecoder:
             raise RuntimeError(refused)
         self._library, self._kept = loaded, (weights, gates)
         self._layers = (Layer * spec.num_layers)()
-        bf16 = self._bf16 = _Bf16Copies()
+        bf16 = self._bf16 = Bf16Copies()
         for index, layer in enumerate(weights.layers):
             gate = None if gates is None else gates.layers[index]
             self._layers[index] = _layer(layer, gate, bf16)
@@ -110,22 +106,17 @@ class NativeDecoder:
         if gates is not None and any(len(gate.trunk) > MAX_TRUNK for gate in gates.layers):
             return f"gates with more than {MAX_TRUNK} trunk stages"
         matrices = [each for each in weights.matrices() if isinstance(each, Tensor)]
-        forms: list[tuple[list[Tensor], tuple[torch.dtype, ...]]] = [
-            (_vectors(weights, gates), (torch.float32,)),
-            (matrices, (torch.float32, torch.bfloat16)),
-        ]
-        for tensors, dtypes in forms:
-            for tensor in tensors:
-                if tensor.dtype not in dtypes:
-                    return f"{str(tensor.dtype).removeprefix('torch.')} weights"
-                if not tensor.is_contiguous():
-                    return "weights that are not contiguous"
+        for tensor in [*_vectors(weights, gates), *matrices]:
+            if tensor.dtype != torch.float32:
+                return f"{str(tensor.dtype).removeprefix('torch.')} weights"
+            if not tensor.is_contiguous():
+                return "weights that are not contiguous"
         return ""
 
     @property
     def bytes_spared(self) -> int:
         """Return the bytes that a step need not read, thanks to copies in bfloat16."""
-        return sum(short.nbytes for short in self._bf16.kept)
+        return sum(2 * short.numel() for short in self._bf16.kept)
 
     @property
     def stepped(self) -> bool:
@@ -233,44 +224,7 @@ class NativeDecoder:
             del old
 
 
-class _Bf16Copies:
-    """Copies of matrices in bfloat16, as long as nothing is lost and they stay small together."""
-
-    def __init__(self) -> None:
-        self.kept: list[Tensor] = []
-        self._room = _MOST_BF16_BYTES
-
-    def of(self, weight: Tensor) -> int | None:
-        """Return the address of the copy; None where there is none."""
-        if weight.numel() * 2 > self._room:
-            return None
-        short = weight.to(torch.bfloat16)
-        if not torch.equal(short.float(), weight):
-            return None
-        self._room -= short.nbytes
-        self.kept.append(short)
-        return short.data_ptr()
-
-
-def linear(weight: Matrix, bias: Tensor | None = None, bf16: _Bf16Copies | None = None) -> Linear:
-    """Describe a matrix and its bias to C, which reads them where they lie."""
-    of_bias = None if bias is None else bias.data_ptr()
-    if isinstance(weight, Int8Matrix):
-        pointers = weight.codes.data_ptr(), weight.scales.data_ptr()
-        return Linear(None, of_bias, None, *pointers, *weight.shape)
-    narrow = weight.dtype == torch.bfloat16
-    short = weight.data_ptr() if narrow else None if bf16 is None else bf16.of(weight)
-    return Linear(
-        None if narrow else weight.data_ptr(),
-        of_bias,
-        short,
-        None,
-        None,
-        *weight.shape,
-    )
-
-
-def _layer(layer: LayerWeights, gate: LayerGate | None, bf16: _Bf16Copies) -> Layer:
+def _layer(layer: LayerWeights, gate: LayerGate | None, bf16: Bf16Copies) -> Layer:
     made = Layer(
         input_norm=layer.input_norm.data_ptr(),
         post_norm=layer.post_norm.data_ptr(),

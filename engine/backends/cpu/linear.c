@@ -7,10 +7,7 @@
 #include <string.h>
 
 #include "native.h"
-
-#ifdef __AVX2__
-#include <immintrin.h>
-#endif
+#include "vectors.h"
 
 #define PRODUCT_WEIGHTS (64 * 1024) /* in a chunk of mmkv_product: they stay in the second cache */
 
@@ -57,54 +54,25 @@ void dot_rows(const float *weight, int64_t rows, int64_t width, const float *x, 
     }
 }
 
-/* Vectors of the level's own width; a tile of sums and what it reads fill the registers. */
-#if defined(__AVX512F__)
-#define LANES 16
-#define TILE_SLOTS 6
-#elif defined(__AVX2__)
-#define LANES 8
-#define TILE_SLOTS 3
-#elif defined(__aarch64__)
-#define LANES 4
+/* A tile of sums and what it reads fill the registers. */
+#if defined(__AVX512F__) || defined(__aarch64__)
 #define TILE_SLOTS 6
 #else
-#define LANES 4
 #define TILE_SLOTS 3
 #endif
 #define TILE_ROWS 4
 
-typedef float vector __attribute__((vector_size(4 * LANES)));
-typedef uint32_t wide_bits __attribute__((vector_size(4 * LANES)));
-#ifndef __AVX2__
-typedef uint16_t half_bits __attribute__((vector_size(2 * LANES)));
-#endif
 typedef float quad __attribute__((vector_size(16)));
 
-#define INLINE static inline __attribute__((always_inline))
-
-INLINE vector load(const float *from)
+INLINE lanes load(const float *from)
 {
-    vector made;
+    lanes made;
     memcpy(&made, from, sizeof made);
     return made;
 }
 
-INLINE vector load_bf16(const uint16_t *from)
-{
-#if defined(__AVX512F__) /* compilers take three instructions for the general form */
-    wide_bits made = (wide_bits)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const void *)from));
-#elif defined(__AVX2__)
-    wide_bits made = (wide_bits)_mm256_cvtepu16_epi32(_mm_loadu_si128((const void *)from));
-#else
-    half_bits half;
-    memcpy(&half, from, sizeof half);
-    wide_bits made = __builtin_convertvector(half, wide_bits);
-#endif
-    return (vector)(made << 16);
-}
-
 /* Sum of the lanes, always in the same order. */
-INLINE float total(vector sums)
+INLINE float total(lanes sums)
 {
     quad part[LANES / 4];
     memcpy(part, &sums, sizeof sums);
@@ -115,37 +83,28 @@ INLINE float total(vector sums)
 }
 
 /* The last `left` < LANES numbers of a row, then zeros. */
-INLINE vector load_part(const float *from, int64_t left)
+INLINE lanes load_part(const float *from, int64_t left)
 {
     float full[LANES] = {0};
     memcpy(full, from, sizeof *full * (size_t)left);
     return load(full);
 }
 
-INLINE vector load_bf16_part(const uint16_t *from, int64_t left)
-{
-    uint16_t half[LANES] = {0};
-    memcpy(half, from, sizeof *half * (size_t)left);
-    return load_bf16(half);
-}
-
 /* `rows` rows times `slots` vectors. Each product has a vector of sums of its own, so a result does
  * not depend on the tile that it is computed in. */
 INLINE void tile(const struct linear *map, struct vectors x, struct vectors y, int64_t row, int add,
-                 int bf16, int rows, int slots)
+                 int rows, int slots)
 {
-    vector sum[2 * TILE_ROWS][TILE_SLOTS] = {0}, input[TILE_SLOTS];
-    const float *full = bf16 ? 0 : map->weight + row * map->in;
-    const uint16_t *half = bf16 ? map->bf16 + row * map->in : 0;
+    lanes sum[2 * TILE_ROWS][TILE_SLOTS] = {0}, input[TILE_SLOTS];
+    const float *from = map->weight + row * map->in;
     int64_t at = 0, width = map->in, left = width % LANES;
     for (; at < width - left; at += LANES) {
         for (int s = 0; s < slots; s++)
             input[s] = load(x.at + s * x.stride + at);
         for (int r = 0; r < rows; r++) {
             /* the rows that come next: each is too short for the CPU to foresee */
-            __builtin_prefetch(bf16 ? (const void *)(half + (rows + r) * width + at)
-                                    : (const void *)(full + (rows + r) * width + at));
-            vector weight = bf16 ? load_bf16(half + r * width + at) : load(full + r * width + at);
+            __builtin_prefetch(from + (rows + r) * width + at);
+            lanes weight = load(from + r * width + at);
             for (int s = 0; s < slots; s++)
                 sum[r][s] += weight * input[s];
         }
@@ -153,8 +112,7 @@ INLINE void tile(const struct linear *map, struct vectors x, struct vectors y, i
     for (int s = 0; left && s < slots; s++)
         input[s] = load_part(x.at + s * x.stride + at, left);
     for (int r = 0; left && r < rows; r++) {
-        vector weight = bf16 ? load_bf16_part(half + r * width + at, left)
-                             : load_part(full + r * width + at, left);
+        lanes weight = load_part(from + r * width + at, left);
         for (int s = 0; s < slots; s++)
             sum[r][s] += weight * input[s];
     }
@@ -168,42 +126,37 @@ INLINE void tile(const struct linear *map, struct vectors x, struct vectors y, i
 /* Rows from .. to-1 for up to TILE_SLOTS vectors. One vector alone takes twice the rows at a time:
  * its sums would otherwise wait for each other. */
 INLINE void tiles(const struct linear *map, struct vectors x, struct vectors y, int64_t from,
-                  int64_t to, int add, int bf16, int slots)
+                  int64_t to, int add, int slots)
 {
     int64_t row = from;
     for (; slots == 1 && row + 2 * TILE_ROWS <= to; row += 2 * TILE_ROWS)
-        tile(map, x, y, row, add, bf16, 2 * TILE_ROWS, slots);
+        tile(map, x, y, row, add, 2 * TILE_ROWS, slots);
     for (; row + TILE_ROWS <= to; row += TILE_ROWS)
-        tile(map, x, y, row, add, bf16, TILE_ROWS, slots);
+        tile(map, x, y, row, add, TILE_ROWS, slots);
     for (; row < to; row++)
-        tile(map, x, y, row, add, bf16, 1, slots);
+        tile(map, x, y, row, add, 1, slots);
 }
 
-INLINE void few(const struct linear *map, struct vectors x, struct vectors y, int64_t from,
-                int64_t to, int add, int bf16, int64_t slots)
+static void few(const struct linear *map, struct vectors x, struct vectors y, int64_t from,
+                int64_t to, int add, int64_t slots)
 {
     switch (slots) {
-    case 1: tiles(map, x, y, from, to, add, bf16, 1); break;
-    case 2: tiles(map, x, y, from, to, add, bf16, 2); break;
-    case 3: tiles(map, x, y, from, to, add, bf16, 3); break;
+    case 1: tiles(map, x, y, from, to, add, 1); break;
+    case 2: tiles(map, x, y, from, to, add, 2); break;
+    case 3: tiles(map, x, y, from, to, add, 3); break;
 #if TILE_SLOTS > 3
-    case 4: tiles(map, x, y, from, to, add, bf16, 4); break;
-    case 5: tiles(map, x, y, from, to, add, bf16, 5); break;
-    case 6: tiles(map, x, y, from, to, add, bf16, 6); break;
+    case 4: tiles(map, x, y, from, to, add, 4); break;
+    case 5: tiles(map, x, y, from, to, add, 5); break;
+    case 6: tiles(map, x, y, from, to, add, 6); break;
 #endif
     }
 }
 
-static void few_float(const struct linear *map, struct vectors x, struct vectors y, int64_t from,
-                      int64_t to, int add, int64_t slots)
+/* Write sums of rows from .. to-1, with their bias, to `y`, or add them to it. */
+void put_rows(const struct linear *map, const float *sums, int64_t from, int64_t to, int add, float *y)
 {
-    few(map, x, y, from, to, add, 0, slots);
-}
-
-static void few_bf16(const struct linear *map, struct vectors x, struct vectors y, int64_t from,
-                     int64_t to, int add, int64_t slots)
-{
-    few(map, x, y, from, to, add, 1, slots);
+    for (int64_t row = from; row < to; row++)
+        y[row] = (add ? y[row] : 0.0f) + (sums[row] + (map->bias ? map->bias[row] : 0.0f));
 }
 
 /* y or y += weight x + bias for rows from .. to-1: the vectors a few at a time, which stay in the
@@ -216,11 +169,15 @@ static void map_rows(const struct linear *map, struct vectors x, struct vectors 
         int8_rows(map, x.codes, y, batch_slots, from, to, add);
         return;
     }
+    if (map->bf16) {
+        bf16_rows(map, x, y, batch_slots, from, to, add);
+        return;
+    }
     for (int64_t group = 0; group < groups; group++) {
         int64_t first = batch_slots * group / groups, after = batch_slots * (group + 1) / groups;
         struct vectors in = {.at = x.at + first * x.stride, .stride = x.stride};
         struct vectors out = {.at = y.at + first * y.stride, .stride = y.stride};
-        (map->bf16 ? few_bf16 : few_float)(map, in, out, from, to, add, after - first);
+        few(map, in, out, from, to, add, after - first);
     }
 }
 
@@ -246,7 +203,7 @@ EXPORT int64_t mmkv_product_scratch(const struct linear *map, int64_t tokens)
 EXPORT void mmkv_product(const struct linear *map, float *x, float *y, int64_t tokens,
                          int64_t threads, float *scratch)
 {
-    int64_t tile = map->codes ? PANEL : TILE_ROWS;
+    int64_t tile = rows_together(map);
     int64_t rows = PRODUCT_WEIGHTS / map->in / tile * tile;
     rows = rows > tile ? rows : tile;
     int64_t chunks = (map->out + rows - 1) / rows, parts = map->codes ? threads : 0;
@@ -269,14 +226,11 @@ void copy_row(const struct linear *map, int64_t row, float *to)
         int8_row(map, row, to);
         return;
     }
-    if (!map->bf16) {
-        memcpy(to, map->weight + row * map->in, sizeof *to * (size_t)map->in);
+    if (map->bf16) {
+        bf16_row(map, row, to);
         return;
     }
-    for (int64_t i = 0; i < map->in; i++) {
-        uint32_t bits = (uint32_t)map->bf16[row * map->in + i] << 16;
-        memcpy(to + i, &bits, sizeof bits);
-    }
+    memcpy(to, map->weight + row * map->in, sizeof *to * (size_t)map->in);
 }
 
 void rms_norm(const float *x, const float *gain, int64_t size, float eps, float *y)

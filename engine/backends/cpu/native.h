@@ -13,8 +13,8 @@
 
 #define MAX_TRUNK 2 /* stages of a gate's trunk: 1 (rg) or 2 (tied, rg10) */
 
-/* y = weight x + bias; weight [out, in] row-major, bias [out] or NULL. `bf16` holds the upper halves
- * of the weights (bfloat16) where the lower ones are zero, else NULL: half of the bytes to read.
+/* y = weight x + bias; weight [out, in] row-major, bias [out] or NULL. `bf16` holds weights in
+ * bfloat16, panel by panel, [panels, pairs of columns, BF16_PANEL, 2], else NULL.
  * `codes` holds weights in 8 bits, panel by panel, [panels, blocks, 8, PANEL, 4], and `scales` their
  * steps in bfloat16, [panels, blocks, PANEL]; else NULL. With one of them, `weight` is not read. */
 struct linear {
@@ -27,6 +27,7 @@ struct linear {
 
 #define CODE_BLOCK 32 /* numbers of a row, or of a vector of states, that share a scale */
 #define PANEL 16 /* rows whose codes lie together; the last panel is filled with zeros */
+#define BF16_PANEL 32 /* rows in bfloat16 that lie together, likewise */
 #define LEAST_CODED 1e-30f /* a block of states whose greatest number is below this is all zeros */
 
 struct layer {
@@ -174,6 +175,12 @@ static inline int64_t at_a_time(int64_t bits, int64_t left)
     return bits < 32 && left > DECODED ? DECODED : left;
 }
 
+/* Rows of a matrix that are computed together, as far as they are asked for. */
+static inline int64_t rows_together(const struct linear *map)
+{
+    return map->codes ? PANEL : map->bf16 ? BF16_PANEL : 4;
+}
+
 /* forms.c */
 const float *keys_at(const struct cache *cache, int64_t slot, int64_t count, float *wide);
 const float *values_at(const struct cache *cache, int64_t slot, int64_t count, float *wide);
@@ -185,9 +192,15 @@ void linear_rows(const struct linear *map, struct vectors x, struct vectors y, i
                  int64_t from, int64_t to);
 void linear_add_rows(const struct linear *map, struct vectors x, struct vectors y, int64_t batch_slots,
                      int64_t from, int64_t to);
+void put_rows(const struct linear *map, const float *sums, int64_t from, int64_t to, int add, float *y);
 void copy_row(const struct linear *map, int64_t row, float *to);
 void dot_rows(const float *weight, int64_t rows, int64_t width, const float *x, float *y);
 void rms_norm(const float *x, const float *gain, int64_t size, float eps, float *y);
+
+/* bf16.c */
+void bf16_rows(const struct linear *map, struct vectors x, struct vectors y, int64_t count,
+               int64_t from, int64_t to, int add);
+void bf16_row(const struct linear *map, int64_t row, float *to);
 
 /* int8.c */
 void code_vectors(struct vectors x, int64_t width, int64_t count, struct codes to);

@@ -125,7 +125,7 @@ static void finish(struct worker *me)
 /* Rows in one chunk of a matrix; whole tiles of linear.c, or panels. */
 static int64_t chunk_rows(const struct linear *map)
 {
-    int64_t weights = map->codes ? 2 * CHUNK_FLOATS : CHUNK_FLOATS, tile = map->codes ? PANEL : 4;
+    int64_t weights = map->codes ? 2 * CHUNK_FLOATS : CHUNK_FLOATS, tile = rows_together(map);
     int64_t rows = weights / map->in / tile * tile;
     return rows > tile ? rows : tile;
 }

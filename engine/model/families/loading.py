@@ -26,7 +26,7 @@ from engine.model.families.deferred import DeferredModel
 from engine.model.families.vision import build_vision, import_beside
 from engine.model.finite import require_finite
 from engine.model.int8 import Int8Matrix
-from engine.model.product import Holding, Product
+from engine.model.product import Holding, Matrix, Product
 from engine.model.settings import require_sizes
 from engine.model.source import checkpoint_file, files_of, locate
 from engine.model.spec import DecoderSpec, RopeSpec, sparse_layers
@@ -49,6 +49,7 @@ def load(
     product: Product | None = None,
     form: str = "auto",
     rounded: Callable[[Tensor], Int8Matrix] = Int8Matrix.of,
+    packed: Callable[[Tensor], Matrix] | None = None,
 ) -> tuple[Family, DecoderSpec, DecoderWeights]:
     """Read a checkpoint: each shard once, into the dtype used.
 
@@ -65,6 +66,7 @@ def load(
             bfloat16 holds exactly are held in it where the dtype is float32 and the device a CPU.
         form: how matrices are held there: ``auto``, ``bf16`` or ``int8``.
         rounded: rounds a matrix to 8 bits.
+        packed: lays out a bfloat16 matrix as ``product`` reads it fastest; None: it stays.
 
     Returns:
         The family (which keeps the vision side), the sizes, and the text weights, of which there
@@ -79,7 +81,7 @@ def load(
     # A file with wrong values can make libraries raise nearly anything.
     with _explaining(name, source):
         say = progress or (lambda _: None)
-        holding = functools.partial(Holding.of, form, product, rounded)
+        holding = functools.partial(Holding.of, form, product, rounded, packed=packed)
         return _load(name, source, dtype, where, say, pictures, holding)
 
 

@@ -14,7 +14,7 @@ import transformers
 from torch import nn
 
 from engine.model.families.base import Family
-from engine.model.int8 import Int8Matrix
+from engine.model.panels import Panels
 from engine.model.product import Matrix
 from engine.model.weights import DecoderWeights
 
@@ -61,8 +61,8 @@ def build_vision(
 
 
 def _parameter(matrix: Matrix) -> nn.Parameter:
-    """Return a matrix as a parameter. Of one in 8 bits, which no module reads, its shape alone."""
-    if isinstance(matrix, Int8Matrix):
+    """Return a matrix as a parameter. Of one in panels, which no module reads, its shape alone."""
+    if isinstance(matrix, Panels):
         matrix = torch.empty(matrix.shape, device="meta")
     return nn.Parameter(matrix, requires_grad=False)
 

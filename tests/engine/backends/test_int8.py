@@ -15,11 +15,12 @@ from torch import Tensor
 
 from engine.backends.cpu import levels
 from engine.backends.cpu import product as native
+from engine.backends.cpu import rounded as rounding
 from engine.backends.cpu.binding import INT8_FORMS, Library, library
 from engine.errors import ModelError, SessionError
 from engine.model import product as reference
 from engine.model.int8 import BLOCK, Int8Matrix
-from engine.model.product import Holding
+from engine.model.product import Holding, plain
 from engine.runtime import Runtime
 from mmkv.resources import bundled_model
 from tests.engine.backends.test_native import assert_close, content, needs_native
@@ -140,11 +141,11 @@ def test_c_rounds_to_the_same_codes(
     weight = random(*shape)
     weight[0, :5], weight[1], weight[2] = torch.arange(5.0) / 2, 0.0, weight[2] * 1e-38
     weight[-1] = torch.arange(shape[1]) % 31 * 0.5 - 7.5  # halves of a step
-    ours, theirs = native.rounded(weight.to(stored)), Int8Matrix.of(weight.to(stored))
+    ours, theirs = rounding(weight.to(stored)), Int8Matrix.of(weight.to(stored))
     assert ours.shape == theirs.shape and ours.error == pytest.approx(theirs.error, rel=1e-5)
     assert torch.equal(ours.codes, theirs.codes) and torch.equal(ours.scales, theirs.scales)
     weight[0, 1] = torch.nan
-    assert int(native.rounded(weight).scales.isnan().sum()) == 1
+    assert int(rounding(weight).scales.isnan().sum()) == 1
 
 
 @needs_native
@@ -152,7 +153,7 @@ def test_c_rounds_to_the_same_codes(
 def test_a_row_does_not_depend_on_its_company_or_on_threads(
     multiply: native.Product, shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(native, "_PER_THREAD", 1)
+    monkeypatch.setattr(native, "PER_THREAD", 1)
     matrix, x = Int8Matrix.of(random(*shape)), random(23, shape[1])
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     together = multiply(x, matrix)
@@ -284,15 +285,14 @@ def test_other_devices_and_dtypes_keep_their_own_form() -> None:
     with pytest.raises(ModelError, match="not on cuda; leave --weights at auto, or take device"):
         Holding.of("int8", None, Int8Matrix.of, torch.float32, cuda, experts=False)
     for form, dtype in (("auto", torch.float32), ("auto", torch.float16), ("bf16", torch.bfloat16)):
-        made = Holding.of(form, native.multiply, native.rounded, dtype, cuda, experts=True)
+        made = Holding.of(form, native.multiply, rounding, dtype, cuda, experts=True)
         assert made is None
 
 
 def test_bf16_rounds_what_is_stored_wider() -> None:
     found = load(checkpoint("qwen3"), weights="bf16").decoder.weights
-    plain = load(checkpoint("qwen3")).decoder.weights
+    wider = load(checkpoint("qwen3")).decoder.weights
     assert found.form == "bf16" and found.dtype == torch.float32
-    for ours, theirs in zip(found.matrices(), plain.matrices(), strict=True):
-        assert isinstance(ours, Tensor) and isinstance(theirs, Tensor)
-        assert ours.dtype == torch.bfloat16 and theirs.dtype == torch.float32
-        assert torch.equal(ours, theirs.bfloat16())
+    for ours, theirs in zip(found.matrices(), wider.matrices(), strict=True):
+        assert isinstance(theirs, Tensor) and theirs.dtype == torch.float32
+        assert torch.equal(plain(ours), theirs.bfloat16())

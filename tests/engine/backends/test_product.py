@@ -1,4 +1,4 @@
-"""Products with weights held in bfloat16: torch and every level of C, and what the engine holds."""
+"""Weights in bfloat16, in panels: torch and every level of C, and what the engine holds."""
 
 from __future__ import annotations
 
@@ -7,17 +7,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.backends.cpu import levels
+from engine.backends.cpu import levels, packed
 from engine.backends.cpu import product as native
 from engine.model import product as reference
+from engine.model.bf16 import Bf16Matrix
+from engine.model.finite import find_not_finite
+from engine.model.product import Matrix
 from engine.model.weights import DecoderWeights
 from engine.runtime import Runtime
 from mmkv.resources import bundled_model
 from tests.engine.backends.test_native import assert_close, needs_native
 
 FORMS = ["torch", *levels()]
-# (out, in): whole vectors at every level, and neither rows nor numbers that fill a tile.
-SHAPES = [(96, 64), (33, 50), (3, 7), (9, 16)]
+# (out, in): whole panels, and neither rows nor columns that fill one.
+SHAPES = [(96, 64), (33, 51), (3, 7), (9, 16)]
 
 
 @pytest.fixture(params=FORMS)
@@ -36,11 +39,12 @@ def test_a_product_is_what_numpy_makes_of_it(
     multiply: native.Product, shape: tuple[int, int], biased: bool
 ) -> None:
     weight, bias = random(*shape).bfloat16(), random(shape[0]) if biased else None
+    held = Bf16Matrix.of(weight)
     matrix = weight.float().numpy().astype(np.float64)
     for tokens in (0, 1, 2, 5, 6, 7, 13, 40):
         x = random(tokens, shape[1])
         wanted = x.numpy().astype(np.float64) @ matrix.T + (0 if bias is None else bias.numpy())
-        made = multiply(x, weight, bias)
+        made = multiply(x, held, bias)
         assert made.dtype == torch.float32 and made.shape == wanted.shape
         np.testing.assert_allclose(made.numpy(), wanted, rtol=0, atol=1e-5 * shape[1] ** 0.5)
 
@@ -52,8 +56,8 @@ def test_a_row_does_not_depend_on_its_company_or_on_threads(
     shape: tuple[int, int], level: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MMKV_NATIVE", level)
-    monkeypatch.setattr(native, "_PER_THREAD", 1)
-    weight, x = random(*shape).bfloat16(), random(23, shape[1])
+    monkeypatch.setattr(native, "PER_THREAD", 1)
+    weight, x = Bf16Matrix.of(random(*shape).bfloat16()), random(23, shape[1])
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     together = native.multiply(x, weight)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
@@ -64,23 +68,40 @@ def test_a_row_does_not_depend_on_its_company_or_on_threads(
 def test_gradients_reach_the_states(multiply: native.Product) -> None:
     weight, bias = random(24, 40).bfloat16(), random(24)
     x = random(3, 5, 40).requires_grad_()
-    multiply(x, weight, bias).square().sum().backward()
+    multiply(x, Bf16Matrix.of(weight), bias).square().sum().backward()
     ours, x.grad = x.grad, None
     (x @ weight.float().T + bias).square().sum().backward()
     torch.testing.assert_close(ours, x.grad, rtol=1e-5, atol=1e-4)
 
 
 @needs_native
-@pytest.mark.parametrize("other", ["float32 weights", "a view of rows", "bfloat16 states"])
+@pytest.mark.parametrize("level", levels())
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_c_lays_out_the_same_panels(
+    shape: tuple[int, int], level: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MMKV_NATIVE", level)
+    weight = random(*shape).bfloat16()
+    ours, theirs = packed(weight), Bf16Matrix.of(weight)
+    assert ours.shape == theirs.shape == shape and torch.equal(ours.panels, theirs.panels)
+    assert torch.equal(ours.in_rows(), weight) and torch.equal(ours.wide(), weight.float())
+    ids = torch.tensor([[0, shape[0] - 1], [2, 1]])
+    assert torch.equal(ours.rows(ids), weight[ids])
+    assert torch.equal(ours.sample(20), weight.flatten()[:: max(1, weight.numel() // 20)])
+    assert not torch.equal(ours.panels.flatten()[: weight.numel()], weight.flatten())
+    weight[1, 1] = torch.nan
+    assert find_not_finite([("a", ours), ("b", packed(weight))]) == "b"
+
+
+@needs_native
+@pytest.mark.parametrize("other", ["rows in bfloat16", "bfloat16 states"])
 def test_other_forms_are_torchs(other: str) -> None:
     weight, x = random(12, 16).bfloat16(), random(4, 16)
-    if other == "float32 weights":
-        weight = weight.float()
-    if other == "a view of rows":
-        weight = random(16, 12).bfloat16().T
     if other == "bfloat16 states":
-        x = x.bfloat16()
-    torch.testing.assert_close(native.multiply(x, weight), x @ weight.T.to(x.dtype))
+        made = native.multiply(x.bfloat16(), packed(weight))
+        torch.testing.assert_close(made, x.bfloat16() @ weight.T)
+    else:
+        torch.testing.assert_close(native.multiply(x, weight), x @ weight.T.float())
 
 
 def test_what_bfloat16_does_not_hold_stays_float32() -> None:
@@ -98,10 +119,12 @@ def test_the_bundled_model_is_held_once_in_bfloat16(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("engine.runtime.native_product", lambda _: None)
     plain = Runtime.from_pretrained(bundled_model(), device="cpu", policy="full")
     ours, theirs = (engine.decoder.weights for engine in (narrow, plain))
-    assert {matrix.dtype for matrix in ours.matrices()} == {torch.bfloat16}
+    assert all(isinstance(matrix, Bf16Matrix) for matrix in ours.matrices())
+    assert ours.embed is ours.head
     assert {matrix.dtype for matrix in theirs.matrices()} == {torch.float32}
-    vectors = ours.numbers() - sum(t.numel() for t in unique(ours))
-    assert ours.nbytes() == 2 * ours.numbers() + 2 * vectors
+    vectors = ours.numbers() - sum(matrix.numel() for matrix in unique(ours))
+    held = sum(matrix.nbytes for matrix in unique(ours))
+    assert ours.nbytes() == held + 4 * vectors and held < 1.01 * 2 * (ours.numbers() - vectors)
     assert ours.fingerprint() == theirs.fingerprint()
     assert narrow.dtype == plain.dtype == narrow.cache.pool.dtype == torch.float32
     assert narrow.identity() == plain.identity()
@@ -115,5 +138,5 @@ def test_the_bundled_model_is_held_once_in_bfloat16(monkeypatch: pytest.MonkeyPa
         assert_close(one.decode(8), two.decode(8))
 
 
-def unique(weights: DecoderWeights) -> list[Tensor]:
+def unique(weights: DecoderWeights) -> list[Matrix]:
     return list({matrix.data_ptr(): matrix for matrix in weights.matrices()}.values())

@@ -1,0 +1,151 @@
+/* Products with weights in bfloat16 (engine/model/bf16.py). They lie in panels of BF16_PANEL rows, and
+ * in a panel two columns of every row lie together: one load gives the weights of both columns, each
+ * in the half of a lane that makes it a float, and the CPU reads memory in one stream.
+ *
+ * Every lane is a row. Even and odd columns are summed apart, in order, in any tile: a product does
+ * not depend, not in one bit, on the tile, on threads or on other vectors. */
+#include <string.h>
+
+#include "native.h"
+#include "vectors.h"
+
+/* Vectors of rows, and vectors of states, that a tile's sums and what it reads fit the registers with.
+ * One vector of states alone takes more rows: its sums would otherwise wait for each other. */
+#if defined(__AVX512F__)
+#define PARTS 2
+#define PARTS_OF_ONE 2
+#define MOST_VECTORS 6
+#elif defined(__AVX2__)
+#define PARTS 2
+#define PARTS_OF_ONE 4
+#define MOST_VECTORS 3
+#elif defined(__aarch64__)
+#define PARTS 2
+#define PARTS_OF_ONE 8
+#define MOST_VECTORS 6
+#else
+#define PARTS 2
+#define PARTS_OF_ONE 4
+#define MOST_VECTORS 3
+#endif
+
+#define AHEAD 1024 /* numbers that are asked for before they are read: as many as arrive meanwhile */
+
+INLINE lanes_bits pairs_at(const uint16_t *from)
+{
+    lanes_bits made;
+    memcpy(&made, from, sizeof made);
+    return made;
+}
+
+/* `parts` vectors of rows of a panel times `count` vectors; the sums of vector v go to made + v *
+ * BF16_PANEL. What lies `ahead` numbers further on is asked for meanwhile. */
+INLINE void tile(const uint16_t *panel, int64_t width, struct vectors x, int parts, int count,
+                 int64_t ahead, float *made)
+{
+    lanes even[MOST_VECTORS][PARTS_OF_ONE], odd[MOST_VECTORS][PARTS_OF_ONE];
+    for (int v = 0; v < count; v++)
+        for (int part = 0; part < parts; part++)
+            even[v][part] = odd[v][part] = (lanes){0};
+    int64_t at = 0;
+    for (; at + 2 <= width; at += 2, panel += 2 * BF16_PANEL) {
+        lanes_bits pairs[PARTS_OF_ONE];
+        for (int part = 0; part < parts; part++)
+            pairs[part] = pairs_at(panel + 2 * LANES * part);
+        for (int row = 0; row < parts * LANES; row += 16)
+            __builtin_prefetch(panel + ahead + 2 * row);
+        for (int v = 0; v < count; v++)
+            for (int part = 0; part < parts; part++)
+                even[v][part] += (lanes)(pairs[part] << 16) * x.at[v * x.stride + at];
+        for (int v = 0; v < count; v++)
+            for (int part = 0; part < parts; part++)
+                odd[v][part] += (lanes)(pairs[part] & 0xffff0000u) * x.at[v * x.stride + at + 1];
+    }
+    for (int part = 0; at < width && part < parts; part++) {
+        lanes last = (lanes)(pairs_at(panel + 2 * LANES * part) << 16);
+        for (int v = 0; v < count; v++)
+            even[v][part] += last * x.at[v * x.stride + at];
+    }
+    for (int v = 0; v < count; v++)
+        for (int part = 0; part < parts; part++) {
+            lanes sum = even[v][part] + odd[v][part];
+            memcpy(made + v * BF16_PANEL + part * LANES, &sum, sizeof sum);
+        }
+}
+
+INLINE void panel_times(const uint16_t *panel, int64_t width, struct vectors x, int count, int64_t ahead,
+                        float *made)
+{
+    int parts = count == 1 ? PARTS_OF_ONE : PARTS;
+    for (int row = 0; row < BF16_PANEL; row += parts * LANES)
+        tile(panel + 2 * row, width, x, parts, count, ahead, made + row);
+}
+
+static void product(const uint16_t *panel, int64_t width, struct vectors x, int64_t count, int64_t ahead,
+                    float *made)
+{
+    switch (count) {
+    case 1: panel_times(panel, width, x, 1, ahead, made); break;
+    case 2: panel_times(panel, width, x, 2, ahead, made); break;
+    case 3: panel_times(panel, width, x, 3, ahead, made); break;
+#if MOST_VECTORS > 3
+    case 4: panel_times(panel, width, x, 4, ahead, made); break;
+    case 5: panel_times(panel, width, x, 5, ahead, made); break;
+    case 6: panel_times(panel, width, x, 6, ahead, made); break;
+#endif
+    }
+}
+
+static int64_t numbers_of_panel(int64_t width)
+{
+    return (width + 1) / 2 * 2 * BF16_PANEL;
+}
+
+/* y or y += weight x + bias for rows from .. to-1: the vectors a few at a time, which stay in the
+ * nearest cache with the panels. */
+void bf16_rows(const struct linear *map, struct vectors x, struct vectors y, int64_t count,
+               int64_t from, int64_t to, int add)
+{
+    int64_t groups = (count + MOST_VECTORS - 1) / MOST_VECTORS, size = numbers_of_panel(map->in);
+    for (int64_t group = 0; group < groups; group++) {
+        int64_t first = count * group / groups, after = count * (group + 1) / groups;
+        struct vectors in = {.at = x.at + first * x.stride, .stride = x.stride};
+        /* one group alone waits for memory; of several the first computes, and panels come meanwhile */
+        int64_t ahead = groups == 1 ? AHEAD : group == 0 ? size : 0;
+        for (int64_t panel = from / BF16_PANEL; panel * BF16_PANEL < to; panel++) {
+            float made[MOST_VECTORS * BF16_PANEL];
+            int64_t start = panel * BF16_PANEL, end = start + BF16_PANEL;
+            product(map->bf16 + panel * size, map->in, in, after - first, ahead, made);
+            for (int64_t v = first; v < after; v++)
+                put_rows(map, made + (v - first) * BF16_PANEL - start, from > start ? from : start,
+                         to < end ? to : end, add, y.at + v * y.stride);
+        }
+    }
+}
+
+void bf16_row(const struct linear *map, int64_t row, float *to)
+{
+    const uint16_t *panel = map->bf16 + row / BF16_PANEL * numbers_of_panel(map->in);
+    for (int64_t i = 0; i < map->in; i++) {
+        uint32_t bits = (uint32_t)panel[(i / 2 * BF16_PANEL + row % BF16_PANEL) * 2 + i % 2] << 16;
+        memcpy(to + i, &bits, sizeof bits);
+    }
+}
+
+/* Lay out weights [out, in] in panels, as Bf16Matrix.of does. */
+EXPORT void mmkv_pack(const uint16_t *weights, int64_t out, int64_t in, uint16_t *panels,
+                      int64_t threads)
+{
+    int64_t count = (out + BF16_PANEL - 1) / BF16_PANEL, size = numbers_of_panel(in);
+#pragma omp parallel for num_threads((int)threads) if (threads > 1)
+    for (int64_t panel = 0; panel < count; panel++) {
+        uint16_t *to = panels + panel * size;
+        int64_t first = panel * BF16_PANEL, rows = out - first < BF16_PANEL ? out - first : BF16_PANEL;
+        if (rows < BF16_PANEL || in % 2)
+            memset(to, 0, sizeof *to * (size_t)size);
+        for (int64_t at = 0; at < in; at += 2)
+            for (int64_t row = 0; row < rows; row++)
+                memcpy(to + (at / 2 * BF16_PANEL + row) * 2, weights + (first + row) * in + at,
+                       sizeof *to * (at + 2 <= in ? 2 : 1));
+    }
+}

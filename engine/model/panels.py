@@ -1,0 +1,61 @@
+"""A matrix whose rows lie in panels, as the C products read them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+
+class Panels(ABC):
+    """A matrix ``[out, in]`` that is held in another form than one row after the other.
+
+    Attributes:
+        shape: ``(out, in)``.
+    """
+
+    shape: tuple[int, int]
+
+    @abstractmethod
+    def held(self) -> tuple[Tensor, ...]:
+        """Return what holds the numbers; the last of them is finite exactly where all are."""
+
+    @abstractmethod
+    def rows(self, ids: Tensor) -> Tensor:
+        """Return the rows ``ids [...]`` as ``[..., in]``."""
+
+    @abstractmethod
+    def sample(self, count: int) -> Tensor:
+        """Return some of what is held, at least ``count`` numbers, at places of equal distance."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the numbers lie."""
+        return self.held()[0].device
+
+    @property
+    def nbytes(self) -> int:
+        """Count the bytes of all that is held."""
+        return sum(part.nbytes for part in self.held())
+
+    def numel(self) -> int:
+        """Count the numbers of the matrix, what fills panels left out."""
+        return self.shape[0] * self.shape[1]
+
+    def data_ptr(self) -> int:
+        """Return the address of what is held: it tells matrices apart."""
+        return self.held()[0].data_ptr()
+
+    def is_contiguous(self) -> bool:
+        """Whether it lies as C reads it: always."""
+        return True
+
+    def wide(self) -> Tensor:
+        """Return the matrix in float32."""
+        return self.rows(torch.arange(self.shape[0], device=self.device)).float()
+
+
+def sampled(flat: Tensor, count: int) -> Tensor:
+    """Return ``flat`` at places of equal distance, at least ``count`` of them if it has so many."""
+    return flat[:: max(1, flat.numel() // count)]
