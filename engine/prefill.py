@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from engine.backends.cpu import native_product
 from engine.backends.torch.step import PackedChunks, PrefillChunk
 from engine.errors import InputError, NotFiniteError, SessionError
 from engine.memory import MANY_TOKENS, give_back
+from engine.model.int8 import Int8Matrix
 from engine.trace import PRUNED
 
 # Tokens of one pass on a CPU. Products gain nothing from more, and the states of more tokens leave
@@ -224,6 +226,37 @@ def advance_together(prefills: Sequence[Prefill]) -> None:
             raise NotFiniteError
 
 
+def pass_tokens(engine: Runtime) -> int:
+    """Return the most tokens of chunks that a pass reads so that each keeps what it keeps alone.
+
+    Bit for bit: a row of a product in C does not depend on the other rows. Elsewhere it may, and
+    where sequences share a budget all depends on all; 0 then.
+    """
+    weights = engine.decoder.weights
+    held = all(
+        isinstance(each, Int8Matrix) or (each.dtype == torch.bfloat16 and each.is_contiguous())
+        for each in weights.matrices()
+    )
+    exact = weights.product is native_product(weights.form) and weights.dtype == torch.float32
+    experts = any(layer.router is not None for layer in weights.layers)
+    if not (held and exact and weights.layers) or experts or engine.shared is not None:
+        return 0
+    return min(engine.prefill_chunk, _MOST_ON_CPU)
+
+
+def reserve_together(prefills: Sequence[Prefill]) -> None:
+    """Have pages ready for the next chunk of each. Raises BudgetError."""
+    with prefills[0]._session.engine.lock:
+        prefills[0]._session.engine.cache.pool.reserve(sum(map(_needed_pages, prefills)))
+
+
+def _needed_pages(prefill: Prefill) -> int:
+    """Count the pages that the next chunk takes, while it is stored."""
+    cache = prefill._session.engine.cache
+    length = cache.length[prefill._session.seq]
+    return cache.needed_pages(length + prefill.next_chunk) - cache.needed_pages(length)
+
+
 def _pack(waiting: Sequence[Prefill]) -> list[Prefill]:
     """Choose prompts whose next chunks are read in one pass: the longest, and what fits beside.
 
@@ -233,7 +266,7 @@ def _pack(waiting: Sequence[Prefill]) -> list[Prefill]:
         BudgetError: the pool has no room for them.
     """
     engine = waiting[0]._session.engine
-    cache, pool = engine.cache, engine.cache.pool
+    pool = engine.cache.pool
     room = math.inf if pool.limit is None else pool.limit - pool.num_pages + pool.free_pages
     on_cpu = engine.device.type == "cpu"
     most = min(engine.prefill_chunk, _MOST_ON_CPU) if on_cpu else engine.prefill_chunk
@@ -241,8 +274,7 @@ def _pack(waiting: Sequence[Prefill]) -> list[Prefill]:
     tokens = pages = 0
     for prefill in sorted(waiting, key=lambda one: one.next_chunk, reverse=True):
         count = prefill.next_chunk
-        length = cache.length[prefill._session.seq]
-        needed = cache.needed_pages(length + count) - cache.needed_pages(length)
+        needed = _needed_pages(prefill)
         fits = tokens + count <= most and pages + needed <= room
         if fits or not chosen:
             chosen.append(prefill)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -38,6 +38,11 @@ class ChunkAttention(StepAttention, Protocol):
 
         ``hidden [T, d]`` are the states before it.
         """
+        ...
+
+    @property
+    def counts(self) -> Sequence[int]:
+        """The tokens of each chunk, among those that go on."""
         ...
 
     def ends(self) -> Tensor:
@@ -123,7 +128,7 @@ class Decoder:
             if self.on_gate_input is not None:
                 self.on_gate_input(index, x)
             if self.gates is not None:
-                found = self.gates.logits(index, x)
+                found = self._gate_logits(self.gates, index, x, chunks)
                 if torch.is_inference_mode_enabled():
                     # All layers in one tensor from the start: small ones that stay would keep the
                     # heap between them from being used again.
@@ -145,6 +150,15 @@ class Decoder:
             tapped += [kept[index] for index in self.taps]
         log_beta = F.logsigmoid(torch.stack(gate_logits, 1)) if gate_logits else None
         return hidden, log_beta
+
+    @staticmethod
+    def _gate_logits(gates: Gates, index: int, x: Tensor, chunks: ChunkAttention | None) -> Tensor:
+        """Compute the gates of a layer; on a CPU chunk by chunk, so that none of their bits, which
+        decide what is kept, depend on what a chunk is read with.
+        """
+        if chunks is None or len(chunks.counts) < 2 or x.device.type != "cpu":
+            return gates.logits(index, x)
+        return torch.cat([gates.logits(index, part) for part in x.split(list(chunks.counts))])
 
     def gate_input(self, index: int, hidden: Tensor) -> Tensor:
         """Compute the output ``[T, d]`` of the input_layernorm of layer ``index``: what its gate

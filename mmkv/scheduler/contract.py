@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Protocol
 
 from engine.errors import MmkvError
@@ -15,7 +16,7 @@ class Price:
 
     Attributes:
         steady: of its session, from the first chunk until the session is closed or idle again.
-        chunk: beside them while a chunk is stored; one chunk is stored at a time.
+        chunk: beside them while a chunk is stored; it bounds what is stored in one pass, too.
         snapshot: beside them while the prompt is read, of the copy that a cancelled one returns to.
     """
 
@@ -77,7 +78,12 @@ class Job(Protocol):
 
     @property
     def next_chunk(self) -> int:
-        """Count the tokens of the next chunk; before the first one the most that it can have."""
+        """Count the tokens of the next chunk; before :meth:`begin` the most that it can have."""
+        ...
+
+    @property
+    def slow_to_begin(self) -> bool:
+        """Whether the next :meth:`begin` encodes pictures: a turn begins one such job at most."""
         ...
 
     @property
@@ -103,8 +109,8 @@ class Job(Protocol):
         """Begin what goes before the first chunk; called once, when the pages are committed."""
         ...
 
-    def advance(self) -> bool:
-        """Read one chunk of the prompt; True when it is complete (and the first token drawn).
+    def begin(self) -> None:
+        """Have the next chunk ready to be read; called before each.
 
         The first call may also open or wake the session and make the prompt.
         """
@@ -127,10 +133,29 @@ class Job(Protocol):
 
 
 class Executor(Protocol):
-    """Decodes for all jobs at once."""
+    """Reads chunks of several jobs in one pass, and decodes for all at once.
+
+    Attributes:
+        pass_tokens: the most tokens of chunks that share a pass; 0: chunks are read alone.
+    """
+
+    @property
+    def pass_tokens(self) -> int: ...
 
     def limit(self) -> int | None:
         """Return the pages that the scheduler's sessions may hold; None: as many as they like."""
+        ...
+
+    def pages_of(self, tokens: int) -> Fraction:
+        """Return the pages that so many new tokens fill, begun ones apart."""
+        ...
+
+    def read(self, jobs: Sequence[Job]) -> list[bool | Exception]:
+        """Read the next chunk of each, in one pass; the jobs have begun it.
+
+        Returns:
+            for each whether its prompt is complete (and the first token drawn), or why it fails.
+        """
         ...
 
     def step(self, jobs: Sequence[Job]) -> None:

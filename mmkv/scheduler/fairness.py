@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 from mmkv.scheduler.ticket import Ticket
 
@@ -11,8 +11,8 @@ from mmkv.scheduler.ticket import Ticket
 class UserQueues:
     """Requests that wait or are being read: first in, first out for each user.
 
-    Only the first of each user, its head, is served. Users stand in a row: a new one at the end,
-    and one whose head was admitted goes to the end.
+    The first of each user, its head, is served; later ones only beside it, in the same pass. Users
+    stand in a row: a new one at the end, and one whose head was admitted goes to the end.
     """
 
     def __init__(self) -> None:
@@ -30,9 +30,9 @@ class UserQueues:
         self._queues.setdefault(ticket.user, deque()).append(ticket)
 
     def push_first(self, ticket: Ticket) -> None:
-        """Put a request at the front of its user's queue, behind one that is being read."""
+        """Put a request at the front of its user's queue, behind those that are being read."""
         queue = self._queues.setdefault(ticket.user, deque())
-        queue.insert(int(bool(queue) and queue[0].state == "prefill"), ticket)
+        queue.insert(sum(other.state == "prefill" for other in queue), ticket)
 
     def remove(self, ticket: Ticket) -> None:
         """Take a request out, wherever it stands."""
@@ -41,9 +41,10 @@ class UserQueues:
         if not queue:
             del self._queues[ticket.user]
 
-    def heads(self) -> list[Ticket]:
-        """Return the first request of each user, in the users' order."""
-        return [queue[0] for queue in self._queues.values()]
+    def heads(self, behind: Collection[Ticket] = ()) -> list[Ticket]:
+        """Return the first request of each user that is not among ``behind``, in their order."""
+        firsts = (next((t for t in q if t not in behind), None) for q in self._queues.values())
+        return [ticket for ticket in firsts if ticket is not None]
 
     def to_the_end(self, user: str) -> None:
         """Let all other users go first the next time."""

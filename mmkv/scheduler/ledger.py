@@ -17,11 +17,13 @@ class Ledger:
 
     @property
     def committed(self) -> int:
-        """Return the most pages that all owners hold together.
+        """Return the most pages that all owners hold together."""
+        return self._sum + self.chunk
 
-        One chunk is stored at a time, so only the largest counts.
-        """
-        return self._sum + max(self._chunks.values(), default=0)
+    @property
+    def chunk(self) -> int:
+        """Return the pages for chunks: what is read in one turn takes no more than the largest."""
+        return max(self._chunks.values(), default=0)
 
     def commit(self, owner: Hashable, price: Price) -> None:
         """Set what ``owner`` may take; a price that was set before is replaced."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any, TypeVar
 
 from engine.errors import CapacityError, MmkvError, SessionError
@@ -103,13 +104,13 @@ class Scheduler:
         return ticket
 
     def turn(self) -> bool:
-        """Read at most one chunk of a prompt, then decode once for all; whether work is left."""
+        """Read chunks in at most one pass, then decode once for all; whether work is left."""
         self.turns += 1
         self._moved = False
         self._end_cancelled()
         self.admit()
         self._take_up_ready()
-        read = self._read_chunk()
+        read = self._read_chunks()
         self._end_cancelled()
         if self.decoding and (self.limits.interleave or not read):
             self._decode()
@@ -204,10 +205,14 @@ class Scheduler:
             self.queues.push_first(ticket)
             ticket.state = "prefill"
 
-    def admit(self) -> None:
-        """Admit what has room, as each turn does, so that it does not stand in the queue."""
+    def admit(self, beside: Collection[Ticket[Any]] = ()) -> None:
+        """Admit what has room, as each turn does, so that it does not stand in the queue.
+
+        Args:
+            beside: requests that are being read, and do not hold up their users' others.
+        """
         refused: list[Ticket[Any]] = []
-        for ticket in self.queues.heads():
+        for ticket in self.queues.heads(beside):
             if self.running >= self.limits.running:
                 break
             if ticket.state != "waiting" or self._impatient not in (None, ticket):
@@ -277,26 +282,81 @@ class Scheduler:
             limit,
         )
 
-    def _read_chunk(self) -> bool:
-        """Read the next chunk of one prompt; whether there was one."""
+    def _read_chunks(self) -> bool:
+        """Read the next chunk of one prompt, and others beside it; whether there was one."""
         reading = {one.user: one for one in self.queues.heads() if one.state == "prefill"}
         if not reading:
             return False
         costs = {user: one.job.next_chunk for user, one in reading.items()}
-        ticket = reading[self._round_robin.next(costs)]
-        job = ticket.job
+        first = reading[self._round_robin.next(costs)]
+        slow = first.job.slow_to_begin
+        if not self._begin(first):
+            return True
+        tickets = [first, *self._beside(first, slow)]
+        found = self.executor.read([ticket.job for ticket in tickets])
+        for ticket, complete in zip(tickets, found, strict=True):
+            if isinstance(complete, Exception):
+                self._end(ticket, "failed", complete)
+            elif complete:
+                self.queues.remove(ticket)
+                self.decoding.append(ticket)
+                ticket.state = "decode"
+                self.ledger.commit(_owner(ticket), Price(self.ledger.of(_owner(ticket)).steady))
+                self._end_finished(ticket)
+        return True
+
+    def _begin(self, ticket: Ticket[Any]) -> bool:
+        """Have a job's next chunk ready; whether that worked."""
         try:
-            complete = job.advance()
+            ticket.job.begin()
         except Exception as error:
             self._end(ticket, "failed", error)
-            return True
-        if complete:
-            self.queues.remove(ticket)
-            self.decoding.append(ticket)
-            ticket.state = "decode"
-            self.ledger.commit(_owner(ticket), Price(self.ledger.of(_owner(ticket)).steady))
-            self._end_finished(ticket)
+            return False
         return True
+
+    def _beside(self, first: Ticket[Any], slow: bool) -> list[Ticket[Any]]:
+        """Choose prompts whose next chunks fit into a pass with that of ``first``.
+
+        All of them take no more tokens than a pass has, and no more pages than are committed for
+        one chunk. They are not charged: they take what would be left over.
+
+        Args:
+            slow: whether a job that was slow to begin has begun in this turn.
+        """
+        tokens = self.executor.pass_tokens - first.job.next_chunk
+        pages, chosen, tried = self.ledger.chunk - self._pages(first), [], {first}
+        going = {first}  # those that do not hold up their users' next ones
+        while tokens > 0:
+            heads = self.queues.heads(going)
+            ready = [one for one in heads if one.state == "prefill" and one not in tried]
+            if not ready:
+                before = self.waiting
+                self.admit(going)
+                if self.waiting == before:
+                    break
+                continue
+            ticket = ready[0]
+            tried.add(ticket)
+            if slow and ticket.job.slow_to_begin:
+                continue
+            slow = slow or ticket.job.slow_to_begin
+            if not self._begin(ticket):
+                continue
+            needed = self._pages(ticket)
+            if ticket.job.next_chunk <= tokens and needed <= pages:
+                tokens, pages = tokens - ticket.job.next_chunk, pages - needed
+                chosen.append(ticket)
+                going.add(ticket)
+        return chosen
+
+    def _pages(self, ticket: Ticket[Any]) -> Fraction:
+        """Bound the pages of a job's next chunk beside its steady ones.
+
+        Not rounded up: what is begun of a page is in the steady ones, so that the sum of several
+        is bounded by their sum.
+        """
+        most = self.ledger.of(_owner(ticket)).chunk
+        return min(Fraction(most), self.executor.pages_of(ticket.job.next_chunk))
 
     def _decode(self) -> None:
         tickets = list(self.decoding)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
-from engine.errors import InputError, MmkvError, SessionError
+from engine.errors import InputError, MmkvError, NotFiniteError, SessionError
 from engine.page_bound import Extent, page_bound
+from engine.prefill import advance_together, pass_tokens, reserve_together
 from mmkv.reply import Reply, ReplyWriter
 from mmkv.sampling import Sampling, checked
 from mmkv.scheduler.contract import Job, Price
@@ -24,6 +27,8 @@ if TYPE_CHECKING:
     from mmkv.prompt.template import Message
     from mmkv.scheduler.stored import StoredSession
     from mmkv.session import Session, TurnStart
+
+log = logging.getLogger("mmkv.scheduler")
 
 
 @dataclass
@@ -66,13 +71,21 @@ class Growing:
     token: int
 
 
-@runtime_checkable
 class Replying(Protocol):
-    """A job that :class:`EngineExecutor` decodes."""
+    """A job that :class:`EngineExecutor` reads and decodes."""
 
     @property
     def growing(self) -> Sequence[Growing]:
         """Its replies; those whose writers have finished are left alone."""
+        ...
+
+    @property
+    def prefill(self) -> Prefill:
+        """What :meth:`~mmkv.scheduler.contract.Job.begin` has made ready."""
+        ...
+
+    def took(self, tokens: int) -> bool:
+        """Note that a chunk of so many tokens has been read; whether the prompt is complete."""
         ...
 
 
@@ -180,12 +193,31 @@ class ReplyJob:
             "entries or bytes"
         )
 
-    def advance(self) -> bool:
-        """Read one chunk; the first call wakes or opens the session and prepares the prompt."""
+    @property
+    def slow_to_begin(self) -> bool:
+        """See :class:`mmkv.scheduler.contract.Job`: a prompt that is a function may hold pictures.
+
+        One that is given may, too.
+        """
+        if self._prefill is not None:
+            return False
+        return not isinstance(self._given, Prompt) or len(self._given.inputs) > 2
+
+    def begin(self) -> None:
+        """Wake or open the session and prepare the prompt, the first time."""
         if self._prefill is None:
             self._begin()
+
+    @property
+    def prefill(self) -> Prefill:
+        """See :class:`Replying`."""
         assert self._prefill is not None
-        if not self._prefill.advance():
+        return self._prefill
+
+    def took(self, tokens: int) -> bool:
+        """See :class:`Replying`."""
+        assert self._prefill is not None
+        if self._prefill.logits is None:
             return False
         session, prompt, writer = self.live, self._prompt, self.writer
         assert session is not None and prompt is not None and writer is not None
@@ -260,7 +292,7 @@ class ReplyJob:
 
 
 class EngineExecutor:
-    """Decodes the replies of jobs on one engine.
+    """Reads the prompts of jobs on one engine and decodes their replies.
 
     Sessions that are open already are others', and may keep what they hold.
     """
@@ -268,6 +300,38 @@ class EngineExecutor:
     def __init__(self, engine: Engine) -> None:
         self.engine, pool = engine, engine.cache.pool
         self._others = pool.num_pages - pool.free_pages
+        self._pass_tokens = pass_tokens(engine)
+
+    @property
+    def pass_tokens(self) -> int:
+        """See :class:`mmkv.scheduler.contract.Executor`."""
+        return 0 if self.engine.shared is not None else self._pass_tokens
+
+    def pages_of(self, tokens: int) -> Fraction:
+        """See :class:`mmkv.scheduler.contract.Executor`."""
+        return Fraction(tokens * self.engine.spec.rows, self.engine.cache.pool.page_size)
+
+    def read(self, jobs: Sequence[Job]) -> list[bool | Exception]:
+        """See :class:`mmkv.scheduler.contract.Executor`.
+
+        Where a pass fails before it has changed a job's prompt, that job reads alone.
+        """
+        taken = cast(Sequence[Replying], jobs)
+        if len(taken) > 1:
+            before = [job.prefill.done for job in taken]
+            try:
+                reserve_together([job.prefill for job in taken])
+                advance_together([job.prefill for job in taken])
+            except NotFiniteError as error:
+                return [_taken(*each, error) for each in zip(taken, before, strict=True)]
+            except Exception as error:
+                log.debug("a pass of several prompts failed", exc_info=True)
+                return [
+                    _read_alone(job) if job.prefill.done == done else error
+                    for job, done in zip(taken, before, strict=True)
+                ]
+            return [_taken(*each) for each in zip(taken, before, strict=True)]
+        return [_read_alone(job) for job in taken]
 
     def limit(self) -> int | None:
         """Return the pool's limit (``kv_limit``) without the pages of other sessions.
@@ -280,7 +344,7 @@ class EngineExecutor:
 
     def step(self, jobs: Sequence[Job]) -> None:
         """See :class:`mmkv.scheduler.contract.Executor`."""
-        growing = [one for job in jobs if isinstance(job, Replying) for one in job.growing]
+        growing = [one for job in cast(Sequence[Replying], jobs) for one in job.growing]
         for one in growing:
             # A reply without a position left ends, so that it does not stop the others.
             if one.session.next_position >= self.engine.spec.max_position:
@@ -292,3 +356,23 @@ class EngineExecutor:
         for one, token in zip(growing, step(self.engine, fed), strict=True):
             if token is not None:
                 one.token = token
+
+
+def _read_alone(job: Replying) -> bool | Exception:
+    before = job.prefill.done
+    try:
+        job.prefill.advance()
+    except Exception as error:
+        return error
+    return _taken(job, before)
+
+
+def _taken(job: Replying, before: int, broken: NotFiniteError | None = None) -> bool | Exception:
+    """Let a job note its chunk; ``broken``: the error of a pass in which it may be that one."""
+    prefill = job.prefill
+    if broken is not None and prefill.logits is None and prefill.done in (before, prefill.tokens):
+        return broken
+    try:
+        return job.took(prefill.done - before)
+    except Exception as error:
+        return error

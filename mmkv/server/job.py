@@ -205,23 +205,38 @@ class ChatJob:
         """Give the pictures and videos of the messages that were not resumed, in order."""
         self._media = media
 
-    def advance(self) -> bool:
-        """Read one chunk; True when all messages are read and each reply has its first token."""
+    @property
+    def slow_to_begin(self) -> bool:
+        """See :class:`mmkv.scheduler.contract.Job`."""
+        return self._prefill is None and bool(self._media)
+
+    def begin(self) -> None:
+        """Make the next message ready, once the one before it is read."""
         session = self.live
         assert session is not None and self._media is not None
         if self._outline is None:
             shown = [message.for_template() for message in self.work.messages]
             self._outline = outline(self.engine.processor.template, shown)
             assert self._outline is not None
-        segment = self._outline.segments[0]
         if self._prefill is None:
-            self._prefill = session.begin_prefill(self._inputs(segment), self.chunk, undoable=False)
+            inputs = self._inputs(self._outline.segments[0])
+            self._prefill = session.begin_prefill(inputs, self.chunk, undoable=False)
             session.set_unfed(None)
-        before = self._prefill.done
-        complete = self._prefill.advance()
-        self.prefilled += self._prefill.done - before
-        if not complete:
+
+    @property
+    def prefill(self) -> Prefill:
+        """See :class:`mmkv.scheduler.replies.Replying`."""
+        assert self._prefill is not None
+        return self._prefill
+
+    def took(self, tokens: int) -> bool:
+        """Note a chunk; True when all messages are read and each reply has its first token."""
+        session = self.live
+        assert session is not None and self._prefill is not None and self._outline is not None
+        self.prefilled += tokens
+        if self._prefill.logits is None:
             return False
+        segment = self._outline.segments[0]
         counts = self._prefill._turn.modality.long().bincount(minlength=len(self._seen)).tolist()
         self._seen = [one + more for one, more in zip(self._seen, counts, strict=True)]
         logits, self._prefill = self._prefill.logits, None

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from engine.errors import BudgetError, MmkvError
+from engine.memory import keep_freed
 from mmkv.sampling import Sampling
 from mmkv.scheduler import Limits, Scheduler
 from mmkv.scheduler.replies import EngineExecutor
@@ -56,6 +57,8 @@ class Machine:
         self.facts = _facts(engine, lookahead)
         self._require_room()
         _set_aside(engine)
+        if engine.device.type == "cpu":
+            keep_freed()
         if settings.warm and engine.processor.sees:
             _show_a_picture(engine)
 

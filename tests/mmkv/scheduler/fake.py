@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from fractions import Fraction
 
 from engine.errors import BudgetError, SessionError
 from mmkv.scheduler import Job, Price
@@ -71,9 +72,15 @@ class FakeSession:
 
     def append(self, tokens: Sequence[int]) -> None:
         """Hold all of them for a moment, then cut back to the bound."""
+        self.store(tokens)
+        self.cut()
+
+    def store(self, tokens: Sequence[int]) -> None:
         self.tokens = [*self.tokens, *tokens]
         self.seen += len(tokens)
         self.hold()
+
+    def cut(self) -> None:
         self.tokens = self.tokens[-self.bound * PAGE :]
         self.hold()
 
@@ -100,6 +107,7 @@ class FakeJob:
         self.before: tuple[list[int], int] | None = None
         self.stopped = self.ended = False
         self.fails_at: int | None = None
+        self.fails_reading = False  # not when the chunk begins, but in the pass
         self.prepared, self.missing = False, 0  # what has to come before it is ready
 
     @property
@@ -135,18 +143,28 @@ class FakeJob:
             return Price(steady, min(every, steady + CHUNK // PAGE) - steady)
         return Price(self.kept.bound + 1, CHUNK // PAGE, snapshot)
 
-    def advance(self) -> bool:
+    slow_to_begin = False
+
+    def begin(self) -> None:
         assert self.ready
         if self.before is None:
             self.own.wake()
             self.before = self.own.state()
             if self.kept is not None and len(self.prompt) > CHUNK:
                 self.pool.set(self, _pages(len(self.before[0])))
-        if self.fails_at == self.read // CHUNK:
+        if self.fails_at == self.read // CHUNK and not self.fails_reading:
+            raise BudgetError("this chunk cannot be begun")
+
+    def store(self) -> None:
+        """Hold all entries of the next chunk; :meth:`took` cuts them back."""
+        if self.fails_at == self.read // CHUNK and self.fails_reading:
             raise BudgetError("this chunk cannot be read")
         count = self.next_chunk
-        self.own.append(self.prompt[self.read : self.read + count])
+        self.own.store(self.prompt[self.read : self.read + count])
         self.read += count
+
+    def took(self) -> bool:
+        self.own.cut()
         if self.read < len(self.prompt):
             return False
         self.pool.set(self, 0)
@@ -185,12 +203,29 @@ class FakeSpare:
 
 
 class FakeExecutor:
-    def __init__(self, pool: FakePool) -> None:
-        self.pool = pool
+    def __init__(self, pool: FakePool, pass_tokens: int = 0) -> None:
+        self.pool, self.pass_tokens = pool, pass_tokens
         self.steps = 0
+        self.passes: list[list[FakeJob]] = []
 
     def limit(self) -> int | None:
         return self.pool.limit
+
+    def pages_of(self, tokens: int) -> Fraction:
+        return Fraction(tokens, PAGE)
+
+    def read(self, jobs: Sequence[Job]) -> list[bool | Exception]:
+        """Store the chunks of all before any is cut back."""
+        taken = [job for job in jobs if isinstance(job, FakeJob)]
+        assert len({job.own for job in taken}) == len(jobs)
+        self.passes.append(taken)
+        found: dict[FakeJob, bool | Exception] = {}
+        for job in taken:
+            try:
+                job.store()
+            except BudgetError as error:
+                found[job] = error
+        return [found[job] if job in found else job.took() for job in taken]
 
     def step(self, jobs: Sequence[Job]) -> None:
         self.steps += 1

@@ -36,7 +36,9 @@ class Machine:
             interleave=self.random.random() < 0.8,
         )
         self.to_files = self.random.random() < 0.7
-        self.scheduler = Scheduler(FakeExecutor(self.pool), limits, self.to_files)
+        # Passes of more tokens than a chunk, too: then pages alone decide what is read together.
+        self.executor = FakeExecutor(self.pool, self.random.choice((0, CHUNK, 3 * CHUNK)))
+        self.scheduler = Scheduler(self.executor, limits, self.to_files)
         self.sessions: list[FakeSession] = []
         self.tickets: list[Ticket[FakeJob]] = []
         self.cancelled: dict[Ticket[FakeJob], int] = {}
@@ -85,6 +87,7 @@ class Machine:
         job = FakeJob(self.pool, self.prompt(), self.reply(), session)
         if self.random.random() < 0.05:
             job.fails_at = self.random.randint(0, 3)
+            job.fails_reading = self.random.random() < 0.5
         self.submit(job)
 
     def submit(self, job: FakeJob) -> None:
@@ -165,10 +168,13 @@ class Machine:
         self.same_disks = True
         moved = Counter(one.state for one in self.tickets)
         reads = sum(one.job.read for one in self.tickets)
-        steps = self.scheduler.executor.steps  # type: ignore[attr-defined]
+        steps = self.executor.steps
         rest = self.scheduler.turn()
-        assert self.scheduler.executor.steps <= steps + 1  # type: ignore[attr-defined]
-        assert sum(one.job.read for one in self.tickets) <= reads + CHUNK
+        assert self.executor.steps <= steps + 1 and len(self.executor.passes) <= 1
+        self.seen["read beside others"] += sum(len(jobs) - 1 for jobs in self.executor.passes)
+        self.executor.passes.clear()
+        most = max(CHUNK, self.executor.pass_tokens)
+        assert sum(one.job.read for one in self.tickets) <= reads + most
         assert rest == any(not ticket.over for ticket in self.tickets)
         if blocked:
             assert moved == Counter(one.state for one in self.tickets), "a blocked turn did work"
