@@ -18,7 +18,7 @@ from engine.backends.cpu import native_product
 from engine.backends.torch.step import PackedChunks, PrefillChunk
 from engine.errors import InputError, NotFiniteError, SessionError
 from engine.memory import MANY_TOKENS, give_back
-from engine.model.int8 import Int8Matrix
+from engine.model.panels import Panels
 from engine.trace import PRUNED
 
 # Tokens of one pass on a CPU. Products gain nothing from more, and the states of more tokens leave
@@ -233,10 +233,7 @@ def pass_tokens(engine: Runtime) -> int:
     where sequences share a budget all depends on all; 0 then.
     """
     weights = engine.decoder.weights
-    held = all(
-        isinstance(each, Int8Matrix) or (each.dtype == torch.bfloat16 and each.is_contiguous())
-        for each in weights.matrices()
-    )
+    held = all(isinstance(each, Panels) for each in weights.matrices())
     exact = weights.product is native_product(weights.form) and weights.dtype == torch.float32
     experts = any(layer.router is not None for layer in weights.layers)
     if not (held and exact and weights.layers) or experts or engine.shared is not None:
