@@ -88,6 +88,47 @@ def test_users_share_the_chunks_of_prompts() -> None:
         assert turns <= 4  # two chunks, and two of the other user's
 
 
+def test_short_prompts_share_a_pass_also_of_one_user() -> None:
+    pool = FakePool(limit=None)
+    executor = FakeExecutor(pool, pass_tokens=CHUNK)
+    scheduler = Scheduler(executor, Limits(quantum=CHUNK))
+    jobs = [FakeJob(pool, prompt(count), 9) for count in (1, 3, 2, 1)]
+    for job, user in zip(jobs, ("ann", "ann", "bob", "ann"), strict=True):
+        scheduler.submit(job, user)
+    scheduler.turn()  # Ann's second one leaves no room where Bob's goes first
+    assert [sorted(len(job.prompt) for job in one) for one in executor.passes] == [[1, 2]]
+    scheduler.turn()
+    assert executor.passes[1] == [jobs[1], jobs[3]]
+    assert scheduler.running == len(jobs) and not scheduler.waiting
+
+
+def test_a_full_chunk_takes_no_more_places_of_its_user() -> None:
+    """Who comes later finds one, as long as the first prompts are being read."""
+    pool = FakePool(limit=None)
+    scheduler = Scheduler(FakeExecutor(pool, pass_tokens=CHUNK), Limits(quantum=CHUNK, running=4))
+    for _ in range(8):
+        scheduler.submit(FakeJob(pool, prompt(3 * CHUNK), 9), "greedy")
+    scheduler.turn()
+    assert scheduler.running == 1
+    modest = scheduler.submit(FakeJob(pool, prompt(2), 1), "modest")
+    for _ in range(2):
+        scheduler.turn()
+    assert modest.over
+
+
+def test_a_turn_encodes_the_pictures_of_one_prompt() -> None:
+    pool = FakePool(limit=None)
+    scheduler = Scheduler(FakeExecutor(pool, pass_tokens=CHUNK), Limits(quantum=CHUNK))
+    jobs = [FakeJob(pool, prompt(1), 9) for _ in range(3)]
+    for job, user in zip(jobs, "abc", strict=True):
+        job.slow_to_begin = user != "c"
+        scheduler.submit(job, user)
+    scheduler.turn()
+    assert [job.read for job in jobs] == [1, 0, 1]
+    scheduler.turn()
+    assert [job.read for job in jobs] == [1, 1, 1]
+
+
 def test_users_are_admitted_in_turn() -> None:
     """There is room for one request at a time, and one user has asked for 30."""
     pool = FakePool(limit=None)
