@@ -125,19 +125,26 @@ def _readme(results: Path) -> Rows:
             yield [words, budget, share(row_of(page, "full", "1")), *cells]
 
 
-def _asked(words: str, page: Mapping[str, Any]) -> str:
-    return f"{words} ({page['questions']:,})"
+def _data(results: Path) -> Rows:
+    """Yield what was read at equal bytes, and at equal entries."""
+    yield ["at equal", "dialogues", "number", "tokens each", "questions", "gate seeds"]
+    for unit, shown in (("bytes", _BYTES), ("entries", _ENTRIES)):
+        for words, name, budgets in shown:
+            page = page_of(results, name)
+            tokens = "{least:,} to {most:,}".format(**page["context_tokens"])
+            seeds = str(row_of(page, "bf16", budgets[0])["seeds"])
+            yield [unit, words, str(page["dialogues"]), tokens, f"{page['questions']:,}", seeds]
 
 
 def _bytes(results: Path) -> Rows:
     """Yield accuracy and KL of every form of the cache at equal bytes."""
-    yield ["dialogues (questions)", "bytes of", "full", *(f"`{form}`" for form in _FORMS)]
+    yield ["dialogues", "bytes of", "full", *(f"`{form}`" for form in _FORMS)]
     for words, name, budgets in _BYTES:
         page = page_of(results, name)
         for budget in budgets:
             rows = [row_of(page, form, budget) for form in _FORMS]
             cells = (f"{with_interval(row)}; {row['kl_per_token']['value']:.3f}" for row in rows)
-            yield [_asked(words, page), budget, share(row_of(page, "full", "1")), *cells]
+            yield [words, budget, share(row_of(page, "full", "1")), *cells]
 
 
 def _perplexity(results: Path) -> Rows:
@@ -182,7 +189,7 @@ def _differences(
     """
 
     def rows(results: Path) -> Rows:
-        yield ["dialogues (questions)", unit, *(f"`{one}` less `{two}`" for one, two in pairs)]
+        yield ["dialogues", unit, *(f"`{one}` less `{two}`" for one, two in pairs)]
         for words, name, budgets in shown:
             page = page_of(results, name)
             for budget in budgets:
@@ -193,7 +200,7 @@ def _differences(
                         round(100 * found[key], 1) + 0.0 for key in ("value", "low", "high")
                     )
                     cells.append(f"{value:+.1f} [{low:+.1f}, {high:+.1f}], p = {found['p']:.2g}")
-                yield [_asked(words, page), budget, *cells]
+                yield [words, budget, *cells]
 
     return rows
 
@@ -227,6 +234,7 @@ TABLES: dict[str, Callable[[Path], Rows]] = {
     "trimkv-recipe": _gates(
         "quality-trimkv-recipe", {"dense": "dense", "sparse": "sparse"}, _RECIPES
     ),
+    "bytes-data": _data,
     "bytes": _bytes,
     "bytes-less": _differences(
         _BYTES,
