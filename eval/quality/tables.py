@@ -180,20 +180,25 @@ def _less(
 
 
 def _differences(
-    shown: Sequence[tuple[str, str, Sequence[str]]], pairs: Sequence[tuple[str, str]], unit: str
+    shown: Sequence[tuple[str, str, Sequence[str]]],
+    pairs: Sequence[tuple[str, str]],
+    unit: str,
+    base: Sequence[str] = (),
 ) -> Callable[[Path], Rows]:
     """Return paired differences of accuracy, in points, with p.
 
     Args:
         shown: what to call the data, result file, and the budgets; unit: heading of the budgets.
+        base: methods whose accuracy stands before them.
     """
 
     def rows(results: Path) -> Rows:
-        yield ["dialogues", unit, *(f"`{one}` less `{two}`" for one, two in pairs)]
+        less = (f"`{one}` less `{two}`" for one, two in pairs)
+        yield ["dialogues", unit, *(f"`{method}`" for method in base), *less]
         for words, name, budgets in shown:
             page = page_of(results, name)
             for budget in budgets:
-                cells = []
+                cells = [share(row_of(page, method, budget)) for method in base]
                 for pair in pairs:
                     found = _less(page, budget, *pair)
                     value, low, high = (
@@ -241,7 +246,7 @@ TABLES: dict[str, Callable[[Path], Rows]] = {
         [("int8", "bf16"), ("k8v4", "bf16"), ("int4", "bf16"), ("k8v4", "int8"), ("int4", "k8v4")],
         "bytes of",
     ),
-    "entries": _differences(_ENTRIES, [(form, "bf16") for form in _FORMS[1:]], "entries"),
+    "entries": _differences(_ENTRIES, [(form, "bf16") for form in _FORMS[1:]], "entries", ["bf16"]),
     "256-distractors": _differences(
         (("256 distractors", "quality-tiny-vlm-256-distractors", _BUDGETS_OF_256),),
         [("dbtrimkv", "trimkv"), ("balanced", "dbtrimkv"), ("balanced", "trimkv")],
