@@ -17,8 +17,8 @@ from engine.model.rope import rotate
 from engine.model.spec import DecoderSpec
 from engine.model.weights import DecoderWeights, LayerWeights
 
-# Tokens that go through an MLP at once on a CPU. What is between its matrices is by far the largest
-# of a chunk, and a product of so many is no slower than one of more.
+# Tokens that go through an MLP or a projection at once on a CPU. What is between its matrices is by
+# far the largest of a chunk, and a product of so many is no slower than one of more.
 _MLP_TOKENS = 256
 
 
@@ -185,6 +185,7 @@ class Decoder:
         """
         query, key, value = self._project(x, self.weights.layers[index], rope, on_keys)
         mixed = step.attend(index, query, key, value)
+        del query, key, value  # as large as all that the MLP makes
         hidden = self._after_attention(index, hidden, mixed)
         if index < len(deepstack):
             where, features = deepstack[index]
@@ -216,7 +217,7 @@ class Decoder:
             experts = plain(layer.gate_up), plain(layer.down)
             return mixture(x, layer.router, *experts, self.spec.routing)
         if x.device.type == "cpu" and len(x) > _MLP_TOKENS:
-            return torch.cat([self._mlp(part, layer) for part in x.split(_MLP_TOKENS)])
+            return self._in_blocks(lambda part: (self._mlp(part, layer),), x)[0]
         product = self.weights.product
         gate, up = product(x, layer.gate_up, layer.gate_up_bias).chunk(2, -1)
         return product(F.silu(gate) * up, layer.down, layer.down_bias)
@@ -229,6 +230,11 @@ class Decoder:
         on_keys: Callable[[Tensor, Tensor], None] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         spec = self.spec
+        if x.device.type == "cpu" and len(x) > _MLP_TOKENS and on_keys is None:
+            made = self._in_blocks(
+                lambda *parts: self._project(parts[0], layer, parts[1:]), x, *rope
+            )
+            return made[0], made[1], made[2]
         fused = self.weights.product(x, layer.qkv, layer.qkv_bias)
         fused = fused.view(x.shape[0], -1, spec.head_dim)
         turned, value = fused[:, : self._rotated], fused[:, self._rotated :]
@@ -239,6 +245,25 @@ class Decoder:
         if on_keys is not None:
             on_keys(plain, key)
         return query, key, value
+
+    @staticmethod
+    def _in_blocks(call: Callable[..., Sequence[Tensor]], *tensors: Tensor) -> list[Tensor]:
+        """Join what ``call`` makes of some tokens of ``tensors [T, ...]`` at a time.
+
+        In inference each block is put in its place at once, so that two copies of all never stand.
+        """
+        blocks = zip(*(tensor.split(_MLP_TOKENS) for tensor in tensors), strict=True)
+        if not torch.is_inference_mode_enabled():
+            parts = zip(*(call(*block) for block in blocks), strict=True)
+            return [torch.cat(part) for part in parts]
+        made: list[Tensor] = []
+        for index, block in enumerate(blocks):
+            found = call(*block)
+            if not made:
+                made = [part.new_empty(len(tensors[0]), *part.shape[1:]) for part in found]
+            for whole, part in zip(made, found, strict=True):
+                whole[index * _MLP_TOKENS :][: len(part)] = part
+        return made
 
     def _norm(self, x: Tensor, gain: Tensor) -> Tensor:
         return F.rms_norm(x, gain.shape, gain, self.spec.rms_eps)

@@ -9,6 +9,7 @@ import torch
 
 from engine.budget import Budget
 from engine.errors import BudgetError, InputError, SessionError
+from engine.model.decoder import Decoder
 from engine.page_bound import page_bound
 from engine.runtime import Runtime
 from tests.support.policies import EVICTING_KINDS, KINDS
@@ -164,3 +165,20 @@ def test_what_a_chunk_leaves_on_the_heap_is_given_back(
         chunks = len(given)
         session.prefill({"input_ids": torch.tensor([[3, 4, 5]])})
     assert chunks > 0 and len(given) == chunks, "a short prompt leaves little"
+
+
+def test_blocks_of_tokens_are_put_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In place where nothing is trained; else so that gradients reach every token."""
+    monkeypatch.setattr("engine.model.decoder._MLP_TOKENS", 5)
+    x, y = torch.randn(12, 3, requires_grad=True), torch.randn(12, 2, 3)
+
+    def call(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x * 2, y * x[:, None]
+
+    with torch.inference_mode():
+        quick = Decoder._in_blocks(call, x, y)
+    slow = Decoder._in_blocks(call, x, y)
+    for one, two, wanted in zip(quick, slow, call(x, y), strict=True):
+        assert torch.equal(one, wanted) and torch.equal(two, wanted)
+    slow[1].sum().backward()
+    assert x.grad is not None and torch.allclose(x.grad, y.sum(1))

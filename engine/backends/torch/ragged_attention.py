@@ -109,7 +109,7 @@ def merge(left: tuple[Tensor, Tensor], right: tuple[Tensor, Tensor]) -> tuple[Te
     """
     lse = torch.logaddexp(left[1], right[1])
     a, b = (left[1] - lse).exp()[..., None], (right[1] - lse).exp()[..., None]
-    return (left[0].float() * a + right[0].float() * b).to(left[0].dtype), lse
+    return (left[0].float() * a).add_(right[0].float() * b).to(left[0].dtype), lse
 
 
 def amax_by_row(values: Tensor, row: Tensor, rows: int) -> Tensor:
