@@ -48,6 +48,16 @@ _SCENES = {
     "locate": "where is the ...",
     "all single-picture": "**all**",
 }
+_LLAVA = {
+    "one thing": "what is this? (an emoji or a shape)",
+    "colour": "what color is the shape?",
+    "shape": "what shape is in the image?",
+    "easy-VQA colour": "easy-VQA: colour",
+    "easy-VQA shape": "easy-VQA: shape",
+    "grid": "what is in the third cell? (of 2 x 2)",
+    "all": "**all**",
+}
+_LLAVA_RUNS = ("pictures", "blank pictures", "other pictures", "most frequent answer")
 _SPEEDS = {
     "tiny-vlm": "bundled model, batch 1, `full`",
     "tiny-vlm-evicting": "bundled model, batch 1, 512 tokens, `dbtrimkv` M = 64",
@@ -115,6 +125,30 @@ def _scenes(results: Path) -> Rows:
         low, high = row["ci"]
         share = f"{row['share']:.3f}"
         yield [words, f"{row['right']} / {row['of']}", share, f"{low:.3f} .. {high:.3f}"]
+
+
+def _llava(results: Path) -> Rows:
+    """Show what SmolLM2 with eyes answers with its pictures and without."""
+    found = {(row["run"], row["kind"]): row for row in results_of(results, "accuracy-llava")}
+    yield ["question", "of", "right", "share", "white pictures", "another talk's", "one answer"]
+    for kind, words in _LLAVA.items():
+        first, *others = (found[run, kind] for run in _LLAVA_RUNS)
+        guesses = [f"{row['share']:.3f}" for row in others]
+        yield [words, str(first["of"]), str(first["right"]), _share(first), *guesses]
+
+
+def _llava_budgets(results: Path) -> Rows:
+    """Show what it answers under budgets."""
+    rows = [row for row in results_of(results, "accuracy-llava") if row["kind"] == "all"]
+    found = {tuple(row["run"].split(" at ")): row for row in rows if " at " in row["run"]}
+    budgets = list(dict.fromkeys(budget for _, budget in found))
+    yield ["all questions", "full cache", *budgets]
+    for policy in dict.fromkeys(policy for policy, _ in found):
+        yield [f"`{policy}`", _share(rows[0]), *(_share(found[policy, b]) for b in budgets)]
+
+
+def _share(row: Mapping[str, Any]) -> str:
+    return f"{row['share']:.3f} [{row['low']:.3f}, {row['high']:.3f}]"
 
 
 def _mmdu(results: Path) -> Rows:
@@ -251,6 +285,8 @@ TABLES: dict[str, Callable[[Path], Rows]] = {
     "pool": _pool,
     "replicas": _replicas,
     "scenes": _scenes,
+    "llava": _llava,
+    "llava-budgets": _llava_budgets,
     "dialogues": _dialogues,
     "mmdu": _mmdu,
     "memory": _memory,

@@ -18,7 +18,7 @@ from engine.errors import MmkvError
 from engine.model.fingerprint import fingerprint, language_fingerprint
 from engine.model.source import checkpoint_file, files_of
 from engine.registry import offered
-from mmkv.resources import BUNDLED_MODEL, bundled_gates, bundled_model
+from mmkv.resources import BUNDLED_ADAPTER, BUNDLED_MODEL, asset, bundled_gates, bundled_model
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -30,7 +30,7 @@ FAMILIES: dict[str, tuple[str, str]] = {
     "qwen3_vl": ("Qwen3-VL (dense)", f"{_VIDEOS}; the bundled model"),
     "qwen3_vl_moe": ("Qwen3-VL with experts, such as 30B-A3B", _VIDEOS),
     "qwen2_5_vl": ("Qwen2.5-VL", _VIDEOS),
-    "llava": ("LLaVA-1.5", _PICTURES),
+    "llava": ("LLaVA-1.5", f"{_PICTURES}; SmolLM2-135M with trained eyes"),
     "llava_next": ("LLaVA-NeXT", _PICTURES),
     "llava_onevision": ("LLaVA-OneVision", _PICTURES),
     "internvl": ("InternVL3 (-hf)", _VIDEOS),
@@ -88,6 +88,7 @@ PUBLISHED: list[Published] = [
     ),
 ]
 _GATE_FILES = ("gates.safetensors", "trimkv_weights.pth")
+_NOT_JOINED = "eyes for SmolLM2-135M-Instruct; `python -m training.llava join` puts both together"
 _DEEPEST = 2  # folders below the present one
 _MOST_FOLDERS = 2000
 
@@ -149,7 +150,7 @@ class Listing:
 
 
 def listed() -> Listing:
-    """Return the bundled model, the checkpoints below the present folder and in the hub cache."""
+    """Return what is bundled, and the checkpoints below the present folder and in the hub cache."""
     found: list[tuple[str, Path, str, int]] = []
     sets = [_gates(name, folder, "bundled") for name, folder in bundled_gates().items()]
     with suppress(MmkvError):
@@ -164,7 +165,13 @@ def listed() -> Listing:
             found.append((name, folder, where, _size(folder) if size < 0 else size))
         elif any((folder / file).is_file() for file in _GATE_FILES):
             sets.append(_gates(name, folder, where))
-    return Listing([_checkpoint(*one, sets) for one in found], sets)
+    models = [_checkpoint(*one, sets) for one in found]
+    with suppress(MmkvError):
+        path = asset(BUNDLED_ADAPTER)
+        size = _size(path)
+        eyes = Checkpoint(BUNDLED_ADAPTER, str(path), "bundled", "llava", size, [], _NOT_JOINED)
+        models.insert(1, eyes)
+    return Listing(models, sets)
 
 
 def families_with_added() -> dict[str, tuple[str, str]]:

@@ -17,6 +17,7 @@ from engine.errors import GateError, InputError, ModelError
 from engine.model.fingerprint import fingerprint, language_fingerprint
 
 BUNDLED_MODEL = "tiny-vlm"
+BUNDLED_ADAPTER = "smollm2-llava"  # tower and projector without their language model
 
 
 def asset(name: str) -> Path:

@@ -3,7 +3,8 @@
 ``python -m eval.accuracy.llava FOLDER`` asks a checkpoint that ``python -m training.llava join``
 made, about talks of ``training.llava``'s held-out half. With the full cache each talk is read with
 its own pictures, with white ones, and with those of the next talk that has as many; then under
-each method of ``--method`` and budget of ``--budgets``. An answer is right when greedy decoding
+each method of ``--method`` and budget of ``--budgets``. Beside it stands what the most frequent
+answer to each kind of question would get. An answer is right when greedy decoding
 would have given all of it, with the true answers before it; intervals are bootstraps over talks.
 """
 
@@ -12,7 +13,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -32,11 +33,11 @@ from mmkv.measure.record import write_results
 from mmkv.measure.stats import mean, paired
 from mmkv.measure.teacher_forced import FullCache, read_at, spans
 from mmkv.prompt.processing import load_processor
-from training.llava.adapter import PIXELS
-from training.llava.pictures import EasyVQA, Turn, easy_vqa_folder, talk
+from training.llava.pictures import PIXELS, EasyVQA, Turn, easy_vqa_folder, talk
 from training.llava.teach import encode, opening
 
 _SIGHTS = ("pictures", "blank pictures", "other pictures")
+_CONSTANT, _ALL = "most frequent answer", "all"
 Scores = dict[str, list[dict[str, list[int]]]]  # run -> per talk: kind -> [right, of]
 
 
@@ -82,7 +83,8 @@ def run(args: argparse.Namespace) -> Scores:
     engines = {name: cells[0].engine(engine, args.model) for name, cells in methods.items()}
     other = partners(talks)
     runs = (f"{name} at {budget}" for name, budget in itertools.product(methods, budgets))
-    scores: Scores = {name: [] for name in (*_SIGHTS, *runs)}
+    scores: Scores = {name: [] for name in (*_SIGHTS, _CONSTANT, *runs)}
+    scores[_CONSTANT] = constant(talks)
     for index, turns in enumerate(track(talks, "asking", console=Console(stderr=True))):
         own = pictures_of(turns)
         blank = [Image.new("RGB", (PIXELS, PIXELS), "white")] * len(own)
@@ -113,14 +115,25 @@ def rights_of(full: FullCache, labels: torch.Tensor) -> list[bool]:
 
 
 def by_kind(turns: Sequence[Turn], rights: Sequence[bool]) -> dict[str, list[int]]:
-    """Count answers of a talk: kind -> [right, of]; ``open`` are those beside yes and no."""
+    """Count answers of a talk: kind -> [right, of]."""
     made: dict[str, list[int]] = defaultdict(lambda: [0, 0])
     for turn, right in zip(turns, rights, strict=True):
-        kind = turn.question.kind
-        for name in (kind, *(() if kind.endswith("yes/no") else ("open",))):
+        for name in (turn.question.kind, _ALL):
             made[name][0] += right
             made[name][1] += 1
     return dict(made)
+
+
+def constant(talks: Sequence[Sequence[Turn]]) -> list[dict[str, list[int]]]:
+    """Count what the answer that is most often right would get, given to all of a kind."""
+    answers: dict[str, Counter[str]] = defaultdict(Counter)
+    for turn in itertools.chain.from_iterable(talks):
+        answers[turn.question.kind][turn.question.answer] += 1
+    said = {kind: counts.most_common(1)[0][0] for kind, counts in answers.items()}
+    return [
+        by_kind(turns, [turn.question.answer == said[turn.question.kind] for turn in turns])
+        for turns in talks
+    ]
 
 
 def rows_of(scores: Scores) -> list[dict[str, Any]]:
@@ -133,7 +146,7 @@ def rows_of(scores: Scores) -> list[dict[str, Any]]:
         share = mean(right, of)
         row: dict[str, Any] = {"run": name, "kind": kind, "right": sum(right), "of": sum(of)}
         row |= {"share": share.value, "low": share.low, "high": share.high}
-        if name != _SIGHTS[0] and kind == "open":
+        if name != _SIGHTS[0] and kind == _ALL:
             best = [scores[_SIGHTS[0]][n][kind][0] for n in with_kind]
             gap = paired(right, best, of)
             row |= {"difference": [gap.value, gap.low, gap.high], "p": gap.p}
@@ -147,7 +160,7 @@ def main() -> None:
     parser.add_argument("model", help="a joined checkpoint")
     parser.add_argument("--easy-vqa", type=Path, help="its folder data; else the package's")
     parser.add_argument("--talks", type=int, default=200)
-    parser.add_argument("--turns", type=int, default=8, help="questions of a talk, at least")
+    parser.add_argument("--turns", type=int, default=4, help="questions of a talk")
     parser.add_argument("--first", type=int, default=10**6, help="number of the first talk")
     parser.add_argument(
         "--method",

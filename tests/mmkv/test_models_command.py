@@ -122,7 +122,9 @@ def test_folders_are_found_with_family_size_and_gates(mmkv: Callable[..., Ran], 
     found = listed(mmkv)
     rows = {row["name"]: row for row in found["models"]}
     torn = {"torn1", "torn2", "torn17"}
-    assert set(rows) == {"tiny-vlm", "models/one", "two", "other", "light", "small"} | torn
+    own = {"tiny-vlm", "smollm2-llava"}
+    assert set(rows) == {"models/one", "two", "other", "light", "small"} | own | torn
+    assert "training.llava join" in rows["smollm2-llava"]["problem"]
     assert {rows[name]["problem"] for name in torn} == {"its index of weight files cannot be read"}
     assert "quantised" in rows["small"]["problem"]
     assert rows["tiny-vlm"]["where"] == "bundled" and "gates/" in rows["tiny-vlm"]["gates"]

@@ -78,12 +78,13 @@ def _text_sizes(vocabulary: int) -> dict[str, object]:
     }
 
 
-def save_llama(folder: Path, template: str | None = CHATML, seed: int = 0) -> Path:
-    """Return a text-only checkpoint."""
+def save_llama(folder: Path, template: str | None = CHATML, seed: int = 0, **sizes: int) -> Path:
+    """Return a text-only checkpoint; ``sizes`` replace those of its config."""
     tokenizer = byte_tokenizer(template)
     torch.manual_seed(seed)
     eos = tokenizer.convert_tokens_to_ids("<|im_end|>")
-    config = LlamaConfig(**_text_sizes(len(tokenizer)), eos_token_id=eos, bos_token_id=None)
+    shape = _text_sizes(len(tokenizer)) | sizes
+    config = LlamaConfig(**shape, eos_token_id=eos, bos_token_id=None)
     LlamaForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,10 +22,12 @@ from engine.runtime import Runtime
 from eval.accuracy import llava as accuracy
 from mmkv import Engine, Sampling
 from mmkv.data.scenes import EMPTY, Question
+from mmkv.measure.record import ROOT
 from mmkv.measure.teacher_forced import FullCache
 from mmkv.prompt.processing import load_processor
+from mmkv.resources import BUNDLED_ADAPTER, asset
 from tests.support.chat_models import save_llama
-from training.llava.__main__ import main
+from training.llava.__main__ import arguments, main
 from training.llava.adapter import (
     CHAT_TEMPLATE,
     Adapter,
@@ -33,12 +36,22 @@ from training.llava.adapter import (
     vision_config,
     with_image_token,
 )
-from training.llava.pictures import EasyVQA, Shown, Turn, all_names, talk
-from training.llava.teach import Language, encode, opening
+from training.llava.pictures import PLACES, EasyVQA, Shown, Turn, all_names, talk
+from training.llava.teach import (
+    Eyes,
+    Language,
+    WordTable,
+    caption,
+    encode,
+    entries,
+    install,
+    opening,
+)
 
 if TYPE_CHECKING:
     from tests.support.cli_fixtures import Ran
 
+HIDDEN = 224  # two units of the projector for each word
 pytest_plugins = ("tests.support.cli_fixtures",)
 SYSTEM = (
     "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face"
@@ -70,14 +83,14 @@ def easy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def language(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_llama(tmp_path_factory.mktemp("language"))
+    return save_llama(tmp_path_factory.mktemp("language"), hidden_size=HIDDEN)
 
 
 @pytest.fixture(scope="module")
 def trained(
     language: Path, easy: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, dict[str, Any]]:
-    """Train two steps of each phase; return the adapter, and the language model's bytes before."""
+    """Train a few steps; return the adapter, and the language model's bytes before."""
     before = {path.name: path.read_bytes() for path in language.iterdir()}
     output = tmp_path_factory.mktemp("run") / "adapter"
     assert main(["train", *options(language, easy, output)]) == 0
@@ -95,15 +108,16 @@ def joined(
 
 
 def options(language: Path, easy: Path, output: Path) -> list[str]:
-    steps = [f"--{phase}-steps=2" for phase in ("words", "eyes", "answers")]
-    sizes = ["--width=16", "--layers=1", "--batch=1", "--held-out=2", "--dtype=float32"]
+    steps = ["--words-steps=3", "--words-batch=1", "--eyes-steps=2", "--eyes-batch=2"]
+    sizes = ["--width=16", "--layers=1", "--held-out=4", "--dtype=float32"]
     folders = {"language-model": language, "easy-vqa": easy, "output": output}
     return [f"--{name}={folder}" for name, folder in folders.items()] + steps + sizes
 
 
-def random_adapter(folder: Path, hidden: int = 32) -> Adapter:
+def random_adapter(folder: Path, hidden: int = HIDDEN) -> Adapter:
     torch.manual_seed(1)
-    made = Adapter(vision_config(16, 1), transformers.LlamaConfig(hidden_size=hidden))
+    text = transformers.LlamaConfig(hidden_size=hidden, head_dim=8)
+    made = Adapter(vision_config(16, 1), text)
     save(made, folder, {})
     return made
 
@@ -117,11 +131,11 @@ def test_training_changes_the_adapter_and_not_the_language_model(
     adapter, before = trained
     assert {path.name: path.read_bytes() for path in language.iterdir()} == before
     facts = json.loads((adapter / "adapter.json").read_text())
-    assert facts["settings"]["words_steps"] == 2 and facts["commit"] is not None
+    assert facts["settings"]["words_steps"] == 3 and facts["commit"] is not None
     counted = facts["results"]["adapter"]
-    assert sum(row["of"] for row in counted.values()) >= 8
+    assert sum(row["of"] for row in counted.values()) == 4 * 6
     phases = [json.loads((adapter / name / "log.json").read_text()) for name in ("words", "eyes")]
-    assert all(lines[-1]["step"] == 2 for lines in phases)
+    assert [lines[-1]["step"] for lines in phases] == [3, 2]
 
 
 def test_a_finished_run_resumes_to_the_same_adapter(
@@ -140,26 +154,6 @@ def test_a_finished_run_resumes_to_the_same_adapter(
     assert main(["train", *given, "--resume"]) == 0
     again = load_file(adapter / "adapter.safetensors")
     assert all(torch.equal(first[name], again[name]) for name in first)
-
-
-def test_a_run_may_begin_with_an_adapter(
-    trained: tuple[Path, dict[str, Any]],
-    language: Path,
-    easy: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    given = options(language, easy, tmp_path / "next")
-    none = [f"--{phase}-steps=0" for phase in ("words", "eyes", "answers")]
-    assert main(["train", *given, *none, f"--init={trained[0]}"]) == 0
-    first, same = (load_file(f / "adapter.safetensors") for f in (trained[0], tmp_path / "next"))
-    assert all(torch.equal(first[name], same[name]) for name in first)
-    random_adapter(tmp_path / "wide", 64)
-    assert main(["train", *given[:2], f"--output={tmp_path / 'n'}", f"--init={tmp_path}"]) == 1
-    assert "no LLaVA adapter" in capsys.readouterr().err
-    wide = [f"--output={tmp_path / 'm'}", f"--init={tmp_path / 'wide'}"]
-    assert main(["train", *given[:2], *wide]) == 1
-    assert "another shape" in capsys.readouterr().err
 
 
 def test_a_language_model_is_read_as_its_own_template_says(language: Path, easy: Path) -> None:
@@ -185,7 +179,7 @@ def test_a_language_model_is_read_as_its_own_template_says(language: Path, easy:
     said = [turn.question.answer + "<|im_end|>" for turn in turns]
     assert tokenizer.decode([label for label in labels if label >= 0]) == "".join(said)
     wanted = torch.tensor([label >= 0 for label in labels[1:]] + [False])[None]
-    visual = torch.randn(16 * len(shown), 32)
+    visual = torch.randn(16 * len(shown), HIDDEN)
     with torch.no_grad():
         logits = reads.logits(torch.tensor([ids]), visual, wanted)
         first = tokenizer(SYSTEM, return_tensors="pt", add_special_tokens=False)["input_ids"]
@@ -206,34 +200,109 @@ def test_easy_vqa_tells_colour_and_shape_through_negations(easy: Path) -> None:
 
 
 def test_held_out_talks_ask_what_training_never_shows(easy: Path) -> None:
-    data = {split: EasyVQA.of(easy, split) for split in ("train", "heldout")}  # type: ignore[arg-type]
-    seen = {split: [talk(n, split, data[split]) for n in range(300)] for split in data}  # type: ignore[arg-type]
-    trained = {part for turns in seen["train"] for turn in turns for part in cells(turn)}
-    known = {name for name, _, _ in trained}
-    asked = 0
+    data = {split: EasyVQA.of(easy, split) for split in ("train", "heldout")}
+    seen = {split: [talk(n, split, data[split]) for n in range(400)] for split in data}  # type: ignore[arg-type]
+    trained = {part for turns in seen["train"] for turn in turns for part in parts(turn)}
+    known = {name for name, _ in trained}
+    asked: Counter[str] = Counter()
     for turns in seen["heldout"]:
+        shown = Shown(())
         for turn in turns:
-            held = cells(turn) - trained
-            if held and next(iter(held))[0] in known:
-                asked += 1
-    assert asked > 200
-    assert known < set(all_names()) | {EMPTY}
+            shown = turn.shown or shown
+            if shown.file is not None:
+                continue
+            about = (shown.names[0], shown.background)
+            if turn.question.kind == "grid":
+                where = next(place for place in PLACES if place in turn.question.text)
+                about = (turn.question.answer, where)
+                assert shown.names[PLACES.index(where)] == turn.question.answer
+            assert about not in trained and about[0] in {*known, EMPTY}
+            asked[turn.question.kind] += 1
+    assert min(asked[kind] for kind in ("one thing", "colour", "shape", "grid")) > 30
+    assert known <= set(all_names())
 
 
-def cells(turn: Turn) -> set[tuple[str, int, int]]:
-    """Return (name, side, cell) of what a drawn picture shows."""
+def parts(turn: Turn) -> set[tuple[str, str]]:
+    """Return name and background, or name and place, of what a drawn picture shows."""
     if turn.shown is None or turn.shown.file is not None:
         return set()
-    shown = turn.shown
-    return {(name, shown.side, at) for at, name in enumerate(shown.names) if name != EMPTY}
+    names = turn.shown.names
+    where = PLACES if len(names) > 1 else (turn.shown.background,)
+    return {each for each in zip(names, where, strict=True) if each[0] != EMPTY}
 
 
-def test_patches_of_a_grid_name_their_cells() -> None:
+def test_a_caption_says_what_stands_where() -> None:
     shown = Shown(("apple", EMPTY, "red circle", "frog"))
-    patches = shown.patches()
-    assert patches[:4] == [("apple", 1, 1)] * 2 + [(EMPTY, 1, 2)] * 2
-    assert patches[-4:] == [("red circle", 2, 1)] * 2 + [("frog", 2, 2)] * 2
-    assert shown.picture().size == (64, 64) and shown.at(2, 1) == "red circle"
+    told = caption(shown)
+    assert len(told) == 16
+    at = told.index("third")
+    assert told[at : at + 6] == ["third", "red", "circle", "fourth", "frog", ","]
+    alone = caption(Shown(("teal circle",)))
+    assert len(alone) == 16 and [e for e in alone if " " not in e] == ["teal", "circle"]
+    colours = shown.picture().resize((2, 2), Image.Resampling.BOX)
+    assert colours.getpixel((1, 0)) == (255, 255, 255)
+    red, _, blue = colours.getpixel((0, 1))  # type: ignore[misc]
+    assert red > blue + 50
+
+
+def test_a_projector_gives_the_vector_of_the_entry_that_is_seen(language: Path, easy: Path) -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(language, dtype=torch.float32)
+    tokenizer = with_image_token(transformers.AutoTokenizer.from_pretrained(language))
+    table = WordTable(Language(model, tokenizer))
+    adapter = Adapter(vision_config(16, 1), model.config)
+    eyes = Eyes(adapter, table)
+    shown = [Shown(("frog",)), Shown(("apple", "bus", EMPTY, "key"))]
+    lines = table.lines(shown)
+    for sure in (4.0, 20.0):
+        # A classifier that says these entries whatever it sees: their logit is high.
+        said = torch.full((len(table.vectors),), -sure)
+        said[lines[0, 8]] = sure
+        with torch.no_grad():
+            eyes.classify.weight.zero_()
+            eyes.classify.bias.copy_(said)
+        install(eyes, table)
+        made = adapter(shown)
+        torch.testing.assert_close(
+            made, table.vectors[lines[0, 8]].expand_as(made), atol=2e-3, rtol=2e-3
+        )
+
+
+# --- the bundled adapter ---
+
+
+def test_the_bundled_eyes_read_held_out_pictures() -> None:
+    text = transformers.LlamaConfig(hidden_size=576, num_attention_heads=9)
+    adapter = load(asset(BUNDLED_ADAPTER), text)
+    # The projector's second matrix holds the vectors, in the table's order.
+    vectors = adapter.multi_modal_projector.linear_2.weight[:, : len(entries())].T
+    names = list(entries())
+    none = EasyVQA((Shown((EMPTY,)),), ((Question("easy-VQA", "?", "?"),),))
+    turns = [talk(number, "heldout", none, turns=1)[0] for number in range(80)]
+    shown = [turn.shown for turn in turns if turn.shown]
+    with torch.no_grad():
+        nearest = torch.cdist(adapter(shown).flatten(0, 1), vectors).argmin(-1).view(len(turns), -1)
+    read: Counter[str] = Counter()
+    asked = Counter(turn.question.kind for turn in turns)
+    for turn, one, lines in zip(turns, shown, nearest.tolist(), strict=True):
+        read[turn.question.kind] += [names[at] for at in lines] == caption(one)
+    for kind in ("one thing", "grid"):
+        assert asked[kind] > 10 and read[kind] >= 0.8 * asked[kind], (kind, read, asked)
+
+
+def test_the_bundled_adapter_is_what_the_command_makes() -> None:
+    folder = asset(BUNDLED_ADAPTER)
+    facts = json.loads((folder / "adapter.json").read_text())
+    given = arguments(["train", "--language-model=x", "--output=y"])
+    unsettled = {"command", "output", "language_model", "easy_vqa", "threads", "save_every"}
+    asked = {k: v for k, v in vars(given).items() if k not in unsettled | {"resume", "held_out"}}
+    assert {name: facts["settings"][name] for name in asked} == asked
+    assert (folder / "chat_template.jinja").read_text() == CHAT_TEMPLATE
+    assert sum(file.stat().st_size for file in folder.iterdir()) < 6_000_000
+    join = "python -m training.llava join --language-model smollm2 --output smollm2-llava"
+    train = "python -m training.llava train --language-model smollm2 --output runs/llava"
+    page = (ROOT / "docs" / "smollm2-llava.md").read_text()
+    assert join in page and train in page
+    assert "docs/smollm2-llava.md" in (ROOT / "README.md").read_text()
 
 
 # --- the joined checkpoint ---
@@ -259,11 +328,14 @@ def test_transformers_and_mmkv_give_the_same_tokens(joined: Path) -> None:
 
 
 def test_the_trained_features_are_transformers_own(
-    joined: Path, trained: tuple[Path, dict[str, Any]]
+    joined: Path, trained: tuple[Path, dict[str, Any]], tmp_path: Path
 ) -> None:
     model = transformers.AutoModelForImageTextToText.from_pretrained(joined, dtype=torch.float32)
     made = load(trained[0], model.config.text_config)
+    picture = tmp_path / "half.png"
+    Image.effect_noise((64, 64), 90).convert("RGB").save(picture)
     shown = [Shown(("frog",)), Shown(("apple", "bus", EMPTY, "key"))]
+    shown += [Shown(("red circle",), file=picture, mirrored=mirrored) for mirrored in (True, False)]
     processor = transformers.AutoProcessor.from_pretrained(joined, backend="pil")
     pixels = processor.image_processor([one.picture() for one in shown], return_tensors="pt")
     with torch.no_grad():
@@ -365,6 +437,14 @@ def test_the_spare_token_becomes_the_picture_token() -> None:
         with_image_token(transformers.PreTrainedTokenizerFast(tokenizer_object=inner))
 
 
+def test_a_language_model_too_narrow_is_refused(
+    easy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    narrow = save_llama(tmp_path / "narrow")
+    assert main(["train", *options(narrow, easy, tmp_path / "out")]) == 1
+    assert "a hidden size of 204" in capsys.readouterr().err
+
+
 def test_missing_pictures_are_named(
     language: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -384,13 +464,13 @@ def test_accuracy_is_counted_by_picture_and_budget(
     monkeypatch.setattr("sys.argv", ["llava", *given.split()])
     accuracy.main()
     rows = json.loads(file.read_text())["results"]
-    runs = ["pictures", "blank pictures", "other pictures", "snapkv at 1/2", "snapkv at 1/4"]
+    runs = ["pictures", "blank pictures", "other pictures", "most frequent answer"]
+    runs += ["snapkv at 1/2", "snapkv at 1/4"]
     assert list(dict.fromkeys(row["run"] for row in rows)) == runs
     held = EasyVQA.of(easy, "heldout")
     turns = [turn for n in range(3) for turn in talk(10**6 + n, "heldout", held, 2)]
-    openly = [turn for turn in turns if turn.question.answer not in ("yes", "no")]
-    counts = {row["run"]: row["of"] for row in rows if row["kind"] == "open"}
-    assert counts == dict.fromkeys(runs, len(openly))
+    counts = {row["run"]: row["of"] for row in rows if row["kind"] == "all"}
+    assert counts == dict.fromkeys(runs, len(turns))
 
 
 def test_a_talk_is_fed_as_the_checkpoints_processor_makes_it(joined: Path, easy: Path) -> None:
@@ -431,4 +511,9 @@ def test_other_pictures_come_from_a_talk_with_as_many() -> None:
     assert accuracy.partners([one, two, two, one, two]) == [3, 2, 4, 0, 1]
     assert accuracy.partners([one, two]) == [0, 1]
     counted = accuracy.by_kind(two, [True, False])
-    assert counted == {"cell": [1, 2], "open": [1, 2]}
+    assert counted == {"cell": [1, 2], "all": [1, 2]}
+    three = [Turn(Question("cell", "?", answer)) for answer in ("a", "b", "a")]
+    assert accuracy.constant([three, three[:1]]) == [
+        {"cell": [2, 3], "all": [2, 3]},
+        {"cell": [1, 1], "all": [1, 1]},
+    ]

@@ -1,9 +1,9 @@
 """``python -m training.llava``: give SmolLM2-135M eyes.
 
 ``train --language-model FOLDER --output FOLDER`` trains tower and projector beside the frozen
-language model; ``join --language-model FOLDER --adapter FOLDER --output FOLDER`` writes a LLaVA
-checkpoint of both. Neither downloads anything: ``python -m eval.smollm2 FOLDER`` fetches the
-language model. Training needs the ``train`` extra and easy-VQA's pictures.
+language model; ``join --language-model FOLDER --output FOLDER`` writes a LLaVA checkpoint of the
+language model and the bundled adapter. Neither downloads anything: ``python -m eval.smollm2``
+fetches the language model. Training needs the ``train`` extra and easy-VQA's pictures.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 from engine.errors import InputError, MmkvError, ModelError, one_line
+from mmkv.resources import BUNDLED_ADAPTER, asset
 
 
 def arguments(given: Sequence[str] | None) -> argparse.Namespace:
@@ -31,25 +32,21 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     for command in (join, train):
         command.add_argument("--language-model", type=Path, required=True, help="folder")
         command.add_argument("--output", type=Path, required=True, help="folder to write")
-    join.add_argument("--adapter", type=Path, required=True, help="folder that train wrote")
+    join.add_argument("--adapter", type=Path, help="folder that train wrote; else the bundled one")
     train.add_argument("--easy-vqa", type=Path, help="its folder data; else the package's")
-    train.add_argument("--init", type=Path, help="an adapter to begin with; else a random one")
-    train.add_argument("--words-steps", type=int, default=120, help="through the language model")
-    train.add_argument("--eyes-steps", type=int, default=1000, help="pictures alone")
-    train.add_argument("--answers-steps", type=int, default=60, help="through the language model")
-    train.add_argument("--words-lr", type=float, default=3e-3)
-    train.add_argument("--eyes-lr", type=float, default=2e-3)
-    train.add_argument("--answers-lr", type=float, default=2e-4)
-    train.add_argument(
-        "--batch", type=int, default=4, help="talks a step; pictures alone: 4 times that"
-    )
-    train.add_argument("--width", type=int, default=128, help="of the tower")
-    train.add_argument("--layers", type=int, default=3, help="of the tower")
+    train.add_argument("--words-steps", type=int, default=500, help="through the language model")
+    train.add_argument("--words-batch", type=int, default=8, help="talks a step")
+    train.add_argument("--words-lr", type=float, default=6e-3)
+    train.add_argument("--eyes-steps", type=int, default=5000, help="pictures alone")
+    train.add_argument("--eyes-batch", type=int, default=64, help="pictures a step")
+    train.add_argument("--eyes-lr", type=float, default=1e-3)
+    train.add_argument("--width", type=int, default=192, help="of the tower")
+    train.add_argument("--layers", type=int, default=4, help="of the tower")
     train.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16"))
     train.add_argument("--held-out", type=int, default=100, help="talks to measure on at the end")
     train.add_argument("--seed", type=int, default=0)
     train.add_argument("--threads", type=int, default=0, help="torch threads, 0 for its default")
-    train.add_argument("--save-every", type=int, default=50, help="steps between checkpoints")
+    train.add_argument("--save-every", type=int, default=100, help="steps between checkpoints")
     train.add_argument("--resume", action="store_true", help="continue from the last checkpoint")
     return parser.parse_args(given)
 
@@ -61,14 +58,15 @@ def main(given: Sequence[str] | None = None) -> int:
         if args.command == "join":
             from training.llava.adapter import EXAMPLE, join
 
+            adapter = args.adapter or asset(BUNDLED_ADAPTER)
             try:
-                join(args.adapter, args.language_model, args.output, _note)
+                join(adapter, args.language_model, args.output, _note)
             except (ValueError, KeyError, TypeError) as error:  # transformers', of odd files
                 raise ModelError(
-                    f"{args.language_model} or {args.adapter} is not what join reads ({error}); "
+                    f"{args.language_model} or {adapter} is not what join reads ({error}); "
                     "name a Llama's checkpoint and what train wrote"
                 ) from error
-            asked = f'--image {args.output / EXAMPLE} -p "what is this?"'
+            asked = f'--image {args.output / EXAMPLE} -p "what is in the third cell?"'
             print(f"wrote {args.output}; ask it: mmkv chat {args.output} {asked}")
             return 0
         if not importlib.util.find_spec("accelerate"):

@@ -12,6 +12,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +29,13 @@ from engine.errors import InputError, ModelError
 from engine.model.fingerprint import fingerprint
 from engine.model.source import files_of
 from mmkv.measure.outputs import require_output
-from training.llava.pictures import SIDE, Shown
+from training.llava.pictures import PIXELS, SIDE, Shown
 
 FORMAT = "mmkv-llava-adapter-1"
 IMAGE_TOKEN, SPARE_TOKEN = "<image>", "<empty_output>"
-PIXELS = 128
 WEIGHTS, FACTS, TEMPLATE = "adapter.safetensors", "adapter.json", "chat_template.jinja"
 EXAMPLE = "example.png"
-EXAMPLE_SHOWS = Shown(("frog",))
+EXAMPLE_SHOWS = Shown(("frog", "red circle", "pizza", "umbrella"))
 # Some versions of transformers leave "vision_model" out; every version reads it, as the hub has it.
 _TOWER = re.compile(r"^vision_tower\.(?!vision_model\.)")
 # SmolLM2-Instruct's own, with pictures: what has none is rendered as by the language model alone.
@@ -100,18 +100,23 @@ class Adapter(nn.Module):
 
         These are the features of transformers' ``LlavaModel.get_image_features``.
         """
+        return self.multi_modal_projector(self.seen(shown))
+
+    def seen(self, shown: Sequence[Shown]) -> Tensor:
+        """Return what the projector reads: float32 ``[n, SIDE * SIDE, width of the tower]``."""
         device = self.multi_modal_projector.linear_1.weight.device
         pixels = torch.stack([self._read(each) for each in shown]).to(device)
-        states = self.vision_tower(pixels, output_hidden_states=True).hidden_states[-1]
-        return self.multi_modal_projector(states)
+        return self.vision_tower(pixels, output_hidden_states=True).hidden_states[-1]
 
     def _read(self, shown: Shown) -> Tensor:
-        """Return the processor's pixels; those of a file are kept, as uint8 would be read again."""
+        """Return the processor's pixels; those of a file are kept, as it would be read again."""
+        if shown.mirrored:
+            return self._read(replace(shown, mirrored=False)).flip(-1)
         if shown in self._pixels:
-            return self._pixels[shown]
+            return self._pixels[shown].float()
         made = self._scale(shown.picture(), return_tensors="pt")["pixel_values"][0]
         if shown.file is not None:
-            self._pixels[shown] = made
+            self._pixels[shown] = made.half()
         return made
 
 
@@ -210,7 +215,7 @@ def join(adapter: Path, language_model: Path, output: Path, note: Callable[[str]
         chat_template=template,
         image_token=IMAGE_TOKEN,
     ).save_pretrained(output)
-    EXAMPLE_SHOWS.picture().resize((PIXELS, PIXELS)).save(output / EXAMPLE)
+    EXAMPLE_SHOWS.picture().save(output / EXAMPLE)
 
 
 def with_image_token(tokenizer: Any) -> Any:

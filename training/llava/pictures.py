@@ -1,7 +1,8 @@
-"""What the adapter learns to read: grids of emoji and shapes, and easy-VQA's pictures.
+"""What the adapter learns to read: one thing, four of them in a 2 x 2 grid, easy-VQA's shapes.
 
-A talk is a function of its split and seed. Held-out talks ask about combinations of object and
-cell that no training picture shows, and about easy-VQA's own test pictures.
+A talk is a function of its split and seed. Held-out talks ask about combinations that no training
+picture shows: of a thing and its background, or of a thing and its cell of a grid; and about
+easy-VQA's own test pictures.
 """
 
 from __future__ import annotations
@@ -12,28 +13,35 @@ import random
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from PIL import Image
+from PIL import Image, ImageOps
 
 from engine.errors import InputError
 from mmkv.data.scenes import (
-    CELL,
     EMPTY,
     SHAPES,
-    Item,
     Question,
-    Scene,
     Split,
     is_heldout,
     object_names,
-    place,
-    render,
+    tile,
 )
 
-SIDE = 4  # patches along an edge of a picture; a grid has 1 or 2 cells there
-_SIDES, _WEIGHTS = (1, 2), (1, 2)
+SIDE = 4  # patches along an edge of a picture, a token each
+PIXELS = 128
+PLACES = ("first", "second", "third", "fourth")  # cells of a grid, row by row
+# Light, so that no shape has the colour of what it lies on.
+BACKGROUNDS = {
+    "white": (255, 255, 255),
+    "grey": (232, 232, 232),
+    "cream": (250, 243, 222),
+    "pink": (252, 228, 232),
+    "sky": (222, 238, 252),
+    "mint": (224, 246, 228),
+}
+_SMALLEST = 64  # pixels along the edge of a thing that is alone
 _EASY_COLOURS = ("black", "blue", "brown", "gray", "green", "red", "teal", "yellow")
 _EASY_SHAPES = ("circle", "rectangle", "triangle")
 _FETCH = "pip install --no-deps easy-vqa==1.0 (3 MB, MIT)"
@@ -44,38 +52,34 @@ class Shown:
     """A picture and what it shows.
 
     Attributes:
-        names: of the things in its cells, row by row; 1 or 4 of them.
-        file: of a picture that is not drawn here.
+        names: of the one thing, or of the four in the cells of a 2 x 2 grid, row by row.
+        box: left, top and edge of a thing that is alone, in pixels.
+        background: one of BACKGROUNDS.
+        file: of a picture that is not drawn here. mirrored: left and right of it change places.
     """
 
     names: tuple[str, ...]
+    box: tuple[int, int, int] = (0, 0, PIXELS)
+    background: str = "white"
     file: Path | None = None
-
-    @property
-    def side(self) -> int:
-        """Return the cells along an edge."""
-        return int(len(self.names) ** 0.5)
-
-    def at(self, row: int, column: int) -> str:
-        """Name of what stands in a cell (1-based), or ``nothing``."""
-        return self.names[(row - 1) * self.side + column - 1]
+    mirrored: bool = False
 
     def picture(self) -> Image.Image:
         """Draw or read the picture, RGB."""
         if self.file is not None:
             with Image.open(self.file) as opened:
-                return opened.convert("RGB")
-        items = tuple(
-            Item(name, index % self.side * CELL, index // self.side * CELL)
-            for index, name in enumerate(self.names)
-            if name != EMPTY
-        )
-        return render(Scene("grid", self.side, self.side, items))
-
-    def patches(self) -> list[tuple[str, int, int]]:
-        """Return what each of the SIDE x SIDE patches shows: name, row and column of its cell."""
-        cells = [index * self.side // SIDE + 1 for index in range(SIDE)]
-        return [(self.at(row, column), row, column) for row in cells for column in cells]
+                read = opened.convert("RGB")
+            return ImageOps.mirror(read) if self.mirrored else read
+        made = Image.new("RGB", (PIXELS, PIXELS), BACKGROUNDS[self.background])
+        half = PIXELS // 2
+        cells = [(index % 2 * half, index // 2 * half, half) for index in range(4)]
+        for name, (left, top, edge) in zip(
+            self.names, cells if len(self.names) > 1 else [self.box], strict=True
+        ):
+            if name != EMPTY:
+                sprite = tile(name).resize((edge, edge), Image.Resampling.BICUBIC)
+                made.paste(sprite, (left, top), sprite)
+        return made
 
 
 @dataclass(frozen=True)
@@ -118,10 +122,12 @@ class EasyVQA:
                 asked[int(number)].append(Question(_kind(answer), str(text), str(answer)))
         except (OSError, ValueError, TypeError) as error:
             raise InputError(f"{part} does not hold easy-VQA ({error}); {_FETCH}") from error
-        found = {number: _seen(questions) for number, questions in sorted(asked.items())}
+        # Yes and no can be guessed from most of the questions with these answers.
+        openly = {n: tuple(q for q in asked[n] if q.answer not in ("yes", "no")) for n in asked}
+        found = {n: _seen(questions) for n, questions in sorted(asked.items()) if openly[n]}
         whole = [number for number, name in found.items() if name]
-        shown = (Shown((found[n],), part / "images" / f"{n}.png") for n in whole)
-        return cls(tuple(shown), tuple(tuple(asked[number]) for number in whole))
+        shown = (Shown((found[n],), file=part / "images" / f"{n}.png") for n in whole)
+        return cls(tuple(shown), tuple(openly[n] for n in whole))
 
 
 def easy_vqa_folder() -> Path:
@@ -133,8 +139,6 @@ def easy_vqa_folder() -> Path:
 
 
 def _kind(answer: str) -> str:
-    if answer in ("yes", "no"):
-        return "easy-VQA yes/no"
     return "easy-VQA shape" if answer in _EASY_SHAPES else "easy-VQA colour"
 
 
@@ -153,7 +157,7 @@ def _seen(questions: Iterable[Question]) -> str:
 
 
 def talk(seed: int, split: Split, easy: EasyVQA, turns: int = 4) -> list[Turn]:
-    """Make a talk of so many questions, or a few more: pictures come as they are asked about.
+    """Make a talk of so many questions: pictures come as they are asked about.
 
     Args:
         easy: easy-VQA's pictures, of the same split.
@@ -161,66 +165,55 @@ def talk(seed: int, split: Split, easy: EasyVQA, turns: int = 4) -> list[Turn]:
     rng = random.Random(f"llava-{split}-{seed}")
     made: list[Turn] = []
     while len(made) < turns:
-        shown, questions = _picture(rng, split, easy)
+        shown, questions = picture(rng, split, easy)
         made += [Turn(q, None if index else shown) for index, q in enumerate(questions)]
-    return made
+    return made[:turns]
 
 
-def _picture(rng: random.Random, split: Split, easy: EasyVQA) -> tuple[Shown, list[Question]]:
-    """Draw a picture with questions; of held-out ones none gives another's answer away."""
-    if rng.random() < 0.3:
+def picture(rng: random.Random, split: Split, easy: EasyVQA) -> tuple[Shown, list[Question]]:
+    """Draw a picture with one or two questions."""
+    kind = rng.random()
+    if kind < 0.25:
         index = rng.randrange(len(easy.pictures))
-        # One of each kind; three in four of all are yes or no, and few of these need the picture.
-        asked = list(easy.asked[index])
-        rng.shuffle(asked)
-        by_kind = {each.kind: each for each in asked}
-        return easy.pictures[index], rng.sample(list(by_kind.values()), min(2, len(by_kind)))
-    side = rng.choices(_SIDES, _WEIGHTS)[0]
-    shown = grid(rng, split, side)
-    cells = [
-        index
-        for index, name in enumerate(shown.names)
-        if split == "train" or _held(name, side, index)
-    ]
-    rng.shuffle(cells)
-    made = [(cell // side, ask(rng, shown, cell)) for cell in cells[:3]]
-    if split == "heldout":  # a row that was named gives its cells away, and itself
-        rows = {row for row, question in made if question.kind.startswith("row")}
-        made = [each for each in made if each[1].kind.startswith("row") or each[0] not in rows]
-        made = list({question.text: (row, question) for row, question in made}.values())
-    return shown, [question for _, question in made]
+        mirrored = split == "train" and rng.random() < 0.5
+        shown = replace(easy.pictures[index], mirrored=mirrored)
+        return shown, [rng.choice(easy.asked[index])]
+    return one(rng, split) if kind < 0.55 else grid(rng, split)
 
 
-def grid(rng: random.Random, split: Split, side: int) -> Shown:
-    """Draw a grid of ``side`` x ``side`` cells; held-out ones hold held-out combinations."""
+def one(rng: random.Random, split: Split) -> tuple[Shown, list[Question]]:
+    """Draw one thing at any size and place on a background."""
+    while True:
+        name, background = rng.choice((*object_names(), EMPTY)), rng.choice(list(BACKGROUNDS))
+        if is_heldout("llava", name, background) == (split == "heldout"):
+            break
+    edge = rng.randint(_SMALLEST, PIXELS)
+    left, top = (rng.randint(0, PIXELS - edge) for _ in range(2))
+    shown = Shown((name,), (left, top, edge), background)
+    colour, _, shape = name.rpartition(" ")
+    if shape in SHAPES and rng.random() < 0.5:
+        return shown, [
+            Question("colour", "what color is the shape?", colour),
+            Question("shape", "what shape is in the image?", shape),
+        ]
+    return shown, [Question("one thing", "what is this?", name)]
+
+
+def grid(rng: random.Random, split: Split) -> tuple[Shown, list[Question]]:
+    """Draw four things, some of them left out, and ask about two cells."""
     names: Sequence[str] = object_names()
     while True:
-        filled = 1.0 if side == 1 else rng.choice((1.0, 1.0, 0.8, 0.6))
-        cells = [rng.choice(names) if rng.random() < filled else EMPTY for _ in range(side**2)]
-        held = [_held(name, side, index) for index, name in enumerate(cells)]
-        if split == "heldout" and any(held):
-            return Shown(tuple(cells))
-        if split == "train" and not (side == 1 and held[0]):
-            return Shown(tuple(EMPTY if out else n for n, out in zip(cells, held, strict=True)))
-
-
-def ask(rng: random.Random, shown: Shown, cell: int) -> Question:
-    """Ask about a cell of a grid, or about its row."""
-    side, name, kind = shown.side, shown.names[cell], rng.random()
-    row, column = _cell(cell, side)
-    if name.split()[-1] in SHAPES and kind < 0.2:
-        text = f"what colour is the shape at {place(row, column)}?"
-        return Question(f"colour, {side} x {side}", text, name.split()[0])
-    if side > 1 and kind > 0.8:
-        line = ", ".join(shown.at(row, each) for each in range(1, side + 1))
-        return Question(f"row, {side} x {side}", f"name row {row}.", line)
-    text = "what is this?" if side == 1 else f"what is at {place(row, column)}?"
-    return Question(f"cell, {side} x {side}", text, name)
-
-
-def _cell(index: int, side: int) -> tuple[int, int]:
-    return index // side + 1, index % side + 1
-
-
-def _held(name: str, side: int, index: int) -> bool:
-    return name != EMPTY and is_heldout("llava", name, side, index)
+        filled = rng.choice((1.0, 1.0, 0.8, 0.6))
+        cells = [rng.choice(names) if rng.random() < filled else EMPTY for _ in PLACES]
+        held = [
+            name != EMPTY and is_heldout("llava", name, where)
+            for name, where in zip(cells, PLACES, strict=True)
+        ]
+        if split == "train":
+            cells = [EMPTY if out else name for name, out in zip(cells, held, strict=True)]
+        if split == "train" or any(held):
+            break
+    asked = [at for at in range(len(PLACES)) if split == "train" or held[at]]
+    rng.shuffle(asked)
+    made = [Question("grid", f"what is in the {PLACES[at]} cell?", cells[at]) for at in asked[:2]]
+    return Shown(tuple(cells)), made

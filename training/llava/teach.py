@@ -1,11 +1,13 @@
-"""What is trained, in three phases, through or beside the frozen language model.
+"""What is trained, in two phases.
 
-1. ``words``: a table of vectors stands for the tower. A patch is a word, a row or a column. The
-   table starts as the language model's own embeddings and learns what makes the frozen model
-   answer.
-2. ``eyes``: tower and projector learn to give the table's vectors for pictures. No language model
-   runs, so that a picture costs next to nothing.
-3. ``answers``: tower and projector learn from the answers, as in LLaVA.
+1. ``words``: what the frozen language model should read of a picture. A table of vectors, learned
+   through it: words, places, and the phrases around them. They start as its own embeddings.
+2. ``eyes``: the tower learns to say of pictures which entry of the table each token is. No
+   language model runs. :func:`install` then makes LLaVA's projector of the classifier and the
+   table.
+
+The second does not depend on the first. A projector that is trained to come near the vectors
+leaves an error that the frozen model cannot read through.
 """
 
 from __future__ import annotations
@@ -20,12 +22,11 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 
+from engine.errors import ModelError
 from mmkv.data.labels import IGNORED
 from mmkv.measure.teacher_forced import spans
 from training.llava.adapter import CHAT_TEMPLATE, IMAGE_TOKEN, Adapter
-from training.llava.pictures import SIDE, Shown, Turn, all_names
-
-_SHARPNESS = 10.0
+from training.llava.pictures import PLACES, SIDE, Shown, Turn, all_names
 
 
 def opening(tokenizer: Any) -> str:
@@ -98,44 +99,65 @@ class Language:
         return self.model.lm_head(states[wanted]).float()
 
 
-class WordTable(nn.Module):
-    """A vector for each patch: a word, a row or a column of the cell that it lies in.
+# Around the name of one thing and before the things of a grid: what it starts as, tokens.
+PHRASES = {
+    "before": ("The picture shows one thing. It is a", 9),
+    "after": (". Short answer.", 5),
+    "grid": ("Give short answers:", 4),
+}
+_NO_WORD = ","
 
-    Of each 2 x 2 patches the upper two say row and column, the lower two the first and the last
-    word of what stands there. All start as the language model's embeddings of these words and
-    numbers: one vector for several words at once, or for a word and its place, it reads less well.
-    """
+
+def caption(shown: Shown) -> list[str]:
+    """Return which entry of the table each of a picture's SIDE * SIDE tokens is."""
+    if len(shown.names) == 1:
+        return [*_phrase("before"), *_two(shown.names[0]), *_phrase("after")]
+    things = ((place, *_two(name)) for place, name in zip(PLACES, shown.names, strict=True))
+    return [*_phrase("grid"), *(entry for thing in things for entry in thing)]
+
+
+def _phrase(name: str) -> list[str]:
+    return [f"{name} {index}" for index in range(PHRASES[name][1])]
+
+
+def _two(name: str) -> tuple[str, str]:
+    first, *rest = name.split()
+    return first, rest[-1] if rest else _NO_WORD
+
+
+def entries() -> dict[str, str]:
+    """Return the table's entries in their order, and the text that each starts as."""
+    words = sorted({word for name in all_names() for word in _two(name)})
+    made = {word: word if word == _NO_WORD else f" {word}" for word in (*words, *PLACES)}
+    return made | {entry: text for name, (text, _) in PHRASES.items() for entry in _phrase(name)}
+
+
+class WordTable(nn.Module):
+    """A vector for each entry of :func:`caption`; they start as the language model's embeddings."""
 
     def __init__(self, language: Language) -> None:
         super().__init__()
-        words = sorted({word for name in all_names() for word in name.split()})
-        self._index = {word: index for index, word in enumerate(words)}
-        numbers = [str(number + 1) for number in range(SIDE)]
+        texts = entries()
+        self.index = {name: line for line, name in enumerate(texts)}
+        starts = {name: language.ids(text) for name, text in texts.items()}
+        for name in PHRASES:
+            for n, entry in enumerate(_phrase(name)):
+                starts[entry] = [starts[entry][min(n, len(starts[entry]) - 1)]]
+        rows = [language.embed[ids].float().mean(0) for ids in starts.values()]
+        self.vectors = nn.Parameter(torch.stack(rows))
 
-        def start(texts: list[str]) -> nn.Parameter:
-            ids = [language.ids(f" {text}") for text in texts]
-            return nn.Parameter(torch.stack([language.embed[i].float().mean(0) for i in ids]))
-
-        self.words, self.rows, self.columns = start(words), start(numbers), start(numbers)
+    def lines(self, shown: Sequence[Shown]) -> Tensor:
+        """Return which line of the table each token is: int64 ``[n, SIDE * SIDE]``."""
+        found = [[self.index[entry] for entry in caption(each)] for each in shown]
+        return torch.tensor(found, device=self.vectors.device)
 
     def forward(self, shown: Sequence[Shown]) -> Tensor:
         """Return float32 ``[n, SIDE * SIDE, hidden]``."""
-        # Which line of the three tables, one under the other, stands for each patch.
-        rows, columns = len(self.words), len(self.words) + len(self.rows)
-        lines = []
-        for each in shown:
-            for patch, (name, row, column) in enumerate(each.patches()):
-                words, right = name.split(), patch % 2
-                if patch // SIDE % 2:
-                    lines.append(self._index[words[-right]])
-                else:
-                    lines.append(columns + column - 1 if right else rows + row - 1)
-        table = torch.cat([self.words, self.rows, self.columns])
-        return table[torch.tensor(lines, device=table.device)].view(len(shown), SIDE**2, -1)
+        return self.vectors[self.lines(shown)]
 
 
 class Answers(nn.Module):
-    """Cross-entropy of the answers, given what ``sight`` makes of the pictures (phases 1 and 3)."""
+    """Cross-entropy of the answers, given what ``sight`` makes of the pictures (phase 1)."""
 
     def __init__(self, sight: WordTable | Adapter, language: Language) -> None:
         super().__init__()
@@ -178,33 +200,63 @@ class Answers(nn.Module):
 
 
 class Eyes(nn.Module):
-    """Learns the table's vectors from pictures (phase 2).
+    """Learns which entry of the table each token of a picture is (phase 2).
 
-    The loss is the squared error in units of the vectors' variance, and the cross-entropy of
-    choosing the right one by distance from those in the batch, without which little is learned for
-    hundreds of steps.
+    The loss is the cross-entropy over the entries, and that of each entry alone: what
+    :func:`install` makes of it has no softmax, so that a logit must be positive for the right
+    entry only.
+
+    Raises:
+        ModelError: the language model, and so the projector, is too narrow for the entries.
     """
 
     def __init__(self, adapter: Adapter, table: WordTable) -> None:
         super().__init__()
+        count, units = table.vectors.shape
+        if 2 * count > units:
+            raise ModelError(
+                f"{count} words need a hidden size of {2 * count}, and the language model has "
+                f"{units}; take SmolLM2-135M-Instruct"
+            )
         self.adapter = adapter
-        self._table = (table.requires_grad_(False),)
-        self._spread = float(table.words.var())
+        self._table = (table,)  # a tuple: it is not a part to be trained
+        width = adapter.vision_tower.config.hidden_size
+        self.classify = nn.Linear(width, len(table.vectors))
+        nn.init.constant_(self.classify.bias, -4.0)  # an entry is rare
         self._hits: list[float] = []
 
     def forward(self, examples: Sequence[Sequence[Turn]]) -> dict[str, Tensor]:
-        """Return the ``loss``; notes how many patches are nearest to what they show."""
+        """Return the ``loss``; notes the share of pictures whose tokens are all right."""
         shown = [turn.shown for turns in examples for turn in turns if turn.shown]
-        made, wanted = self.adapter(shown).flatten(0, 1), self._table[0](shown).flatten(0, 1)
-        kinds, index = wanted.unique(dim=0, return_inverse=True)
-        unit = self._spread * kinds.shape[1]  # half the squared distance of two words, about
-        closeness = (made @ kinds.T - kinds.square().sum(-1) / 2) / unit
-        self._hits.append(float((closeness.argmax(-1) == index).float().mean()))
-        error = F.mse_loss(made, wanted) / self._spread
-        return {"loss": error + F.cross_entropy(_SHARPNESS * closeness, index)}
+        right = self._table[0].lines(shown)
+        with torch.autocast(right.device.type, torch.bfloat16):
+            logits = self.classify(self.adapter.seen(shown)).float()
+        self._hits.append(float((logits.argmax(-1) == right).all(-1).float().mean()))
+        chosen = F.one_hot(right, logits.shape[-1]).float()
+        alone = F.binary_cross_entropy_with_logits(logits, chosen, reduction="none").sum(-1)
+        return {"loss": F.cross_entropy(logits.flatten(0, 1), right.flatten()) + alone.mean()}
 
     def figures(self) -> dict[str, float]:
-        """Return the share of patches nearest to their own vector of those of the batch."""
+        """Return the share of pictures that were read without a mistake since the last call."""
         share = math.fsum(self._hits) / max(len(self._hits), 1)
         self._hits.clear()
-        return {"patches": round(share, 3)}
+        return {"pictures": round(share, 3)}
+
+
+@torch.no_grad()
+def install(eyes: Eyes, table: WordTable) -> None:
+    """Make the projector give an entry's vector where the classifier is sure of it.
+
+    Two units of linear_1 belong to an entry. Of a logit ``l`` they make
+    ``gelu(l + 1/2) - gelu(l - 1/2)``: 1 where it is well above zero, 0 where it is well below.
+    """
+    first, second = (getattr(eyes.adapter.multi_modal_projector, f"linear_{n}") for n in (1, 2))
+    for linear in (first, second):
+        linear.weight.zero_()
+        linear.bias.zero_()
+    count = len(table.vectors)
+    for half, sign in enumerate((1.0, -1.0)):
+        units = slice(half * count, (half + 1) * count)
+        first.weight[units] = eyes.classify.weight
+        first.bias[units] = eyes.classify.bias + sign / 2
+        second.weight[:, units] = sign * table.vectors.T

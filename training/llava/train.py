@@ -1,4 +1,4 @@
-"""Train an adapter: three phases of Hugging Face's Trainer, each with its own checkpoints."""
+"""Train an adapter: two phases of Hugging Face's Trainer, each with its own checkpoints."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, SequentialSampler
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
@@ -21,33 +21,45 @@ from mmkv.data.scenes import Split
 from mmkv.measure.outputs import require_output
 from mmkv.measure.record import provenance
 from training.folder import first_process
-from training.llava.adapter import Adapter, load, save, vision_config, with_image_token
+from training.llava.adapter import Adapter, save, vision_config, with_image_token
 from training.llava.pictures import EasyVQA, Turn, easy_vqa_folder, talk
-from training.llava.teach import Answers, Eyes, Language, WordTable
+from training.llava.teach import Answers, Eyes, Language, WordTable, install
 from training.stopping import Stopping
 
 _APART = 10**6  # seeds of talks between two phases
-_PICTURES = 4  # talks of the phase without a language model, for one of the others
+_TURNS = 6  # questions of a talk, at most
 _FREE = {"resume", "threads", "save_every", "output", "command", "held_out"}
 
 
 class Talks(Dataset[list[Turn]]):
-    """Talk n of a phase."""
+    """Talks of a phase, ``batch`` for a step; those of a step are equally long.
 
-    def __init__(self, first: int, count: int, split: Split, easy: EasyVQA) -> None:
-        self.first, self.count, self.split, self.easy = first, count, split, easy
+    Args:
+        turns: questions of each; 0 for one in the first half of the steps, then up to _TURNS.
+    """
+
+    def __init__(
+        self, first: int, steps: int, batch: int, split: Split, easy: EasyVQA, turns: int = 0
+    ) -> None:
+        self.first, self.steps, self.batch = first, steps, batch
+        self.split, self.easy, self.turns = split, easy, turns
 
     def __len__(self) -> int:
-        return self.count
+        return self.steps * self.batch
 
     def __getitem__(self, index: int) -> list[Turn]:
-        if index >= self.count:
+        if index >= len(self):
             raise IndexError(index)
-        return talk(self.first + index, self.split, self.easy)
+        step = index // self.batch
+        turns = self.turns or (1 if 2 * step < self.steps else 1 + step % _TURNS)
+        return talk(self.first + index, self.split, self.easy, turns)
 
 
 class Phase(Trainer):
-    """A Trainer that adds the module's figures to each log line."""
+    """A Trainer that reads talks in order, and adds the module's figures to each log line."""
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        return SequentialSampler(train_dataset or self.train_dataset)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add the figures since the last line."""
@@ -81,27 +93,21 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     language = load_language(args.language_model, getattr(torch, args.dtype))
     torch.manual_seed(args.seed)
     table = WordTable(language)
-    if args.init:
-        adapter = load(args.init, language.model.config)
-    else:
-        adapter = Adapter(vision_config(args.width, args.layers), language.model.config)
-    device = language.embed.device
+    adapter = Adapter(vision_config(args.width, args.layers), language.model.config)
+    eyes, answers = Eyes(adapter, table), Answers(table, language)
     first = args.seed * 10 * _APART
-
-    def run(name: str, module: Any, steps: int, batch: int, lr: float, start: int) -> None:
-        data = Talks(first + start * _APART, steps * batch, "train", easy["train"])
-        module.to(device)
-        phase(name, module, data, args, steps, batch, lr)
-
-    run("words", Answers(table, language), args.words_steps, args.batch, args.words_lr, 0)
-    many = args.batch * _PICTURES
-    run("eyes", Eyes(adapter, table), args.eyes_steps, many, args.eyes_lr, 1)
-    run("answers", Answers(adapter, language), args.answers_steps, args.batch, args.answers_lr, 2)
+    for module in (eyes, answers):
+        module.to(language.embed.device)
+    talks = Talks(first, args.words_steps, args.words_batch, "train", easy["train"])
+    phase("words", answers, talks, args, args.words_lr)
+    talks = Talks(first + _APART, args.eyes_steps, args.eyes_batch, "train", easy["train"], 1)
+    phase("eyes", eyes, talks, args, args.eyes_lr)
+    install(eyes, table)
+    held = Talks(first, args.held_out, 1, "heldout", easy["heldout"], _TURNS)
     rounded = copy.deepcopy(adapter).to(torch.bfloat16).float()
-    held = Talks(first, args.held_out, "heldout", easy["heldout"])
     results = {
-        "words": measure(Answers(table, language), held, args.batch),
-        "adapter": measure(Answers(rounded, language), held, args.batch),
+        "words": measure(answers, held),
+        "adapter": measure(Answers(rounded, language), held),
     }
     if first_process():
         save(
@@ -155,18 +161,10 @@ def load_language(folder: Path, dtype: torch.dtype) -> Language:
     return Language(model.to(device), with_image_token(tokenizer))
 
 
-def phase(
-    name: str,
-    module: nn.Module,
-    data: Talks,
-    args: argparse.Namespace,
-    steps: int,
-    batch: int,
-    lr: float,
-) -> None:
-    """Train one module for ``steps``; a phase that a resumed run has behind it is only loaded."""
+def phase(name: str, module: nn.Module, data: Talks, args: argparse.Namespace, lr: float) -> None:
+    """Train one module; a phase that a resumed run has behind it is only loaded."""
     folder = args.output / name
-    if steps == 0:
+    if data.steps == 0:
         return
     last = get_last_checkpoint(str(folder)) if args.resume and folder.is_dir() else None
     stopping = Stopping()
@@ -174,11 +172,11 @@ def phase(
         model=module,
         args=TrainingArguments(
             output_dir=str(folder),
-            max_steps=steps,
-            per_device_train_batch_size=batch,
+            max_steps=data.steps,
+            per_device_train_batch_size=data.batch,
             learning_rate=lr,
             lr_scheduler_type="cosine",
-            warmup_steps=max(1, min(20, steps // 10)),
+            warmup_steps=max(1, min(50, data.steps // 10)),
             weight_decay=0.0,
             adam_beta2=0.98,  # the runs are short
             max_grad_norm=1.0,
@@ -202,11 +200,10 @@ def phase(
 
 
 @torch.no_grad()
-def measure(module: Answers, talks: Talks, batch: int) -> dict[str, Any]:
+def measure(module: Answers, talks: Talks) -> dict[str, Any]:
     """Count right answers, given the true history, by kind of question."""
-    examples = [talks[index] for index in range(len(talks))]
-    for start in range(0, len(examples), batch):
-        module(examples[start : start + batch])
+    module.figures()
+    for index in range(len(talks)):
+        module([talks[index]])
     asked, right = module.asked, module.right
-    rows = {kind: {"right": right[kind], "of": asked[kind]} for kind in sorted(asked)}
-    return rows
+    return {kind: {"right": right[kind], "of": asked[kind]} for kind in sorted(asked)}
