@@ -78,10 +78,18 @@ class ReplyWriter:
         """Sample from ``logits`` [vocab]; the token to feed next, or None when the reply ends."""
         return self.put(self.choose(logits))
 
-    def choose(self, logits: torch.Tensor) -> int:
-        """Sample a token from ``logits`` [vocab]; BROKEN where they are not finite."""
+    @property
+    def greedy(self) -> bool:
+        """Whether the likeliest token is the next one."""
+        return self._sampler.sampling.temperature == 0
+
+    def choose(self, logits: torch.Tensor, likeliest: tuple[float, float] | None = None) -> int:
+        """Sample a token from ``logits`` [vocab]; BROKEN where they are not finite.
+
+        ``likeliest``: as :meth:`mmkv.sampling.Sampler.draw` takes it.
+        """
         try:
-            return self._sampler.draw(logits, self.changed(logits))
+            return self._sampler.draw(logits, self.changed(logits), likeliest)
         except NotFiniteError:
             return BROKEN
 

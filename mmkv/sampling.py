@@ -85,17 +85,28 @@ class Sampler:
         self.sampling, self._never = sampling, sorted(never)
         self._generator: torch.Generator | None = None
 
-    def draw(self, logits: torch.Tensor, changed: torch.Tensor | None = None) -> int:
+    def draw(
+        self,
+        logits: torch.Tensor,
+        changed: torch.Tensor | None = None,
+        likeliest: tuple[float, float] | None = None,
+    ) -> int:
         """Draw a token id for ``logits`` [vocab] (any float dtype, any device).
 
         Args:
             changed: what to draw from in their place; it may hold minus infinity.
+            likeliest: index of the greatest logit and their sum, from :func:`likeliest_of`: where
+                that token is drawn, it is not read from the device again.
 
         Raises:
             NotFiniteError: the logits hold NaN or infinity.
         """
         import torch
 
+        if self.sampling.temperature == 0 and (changed is None or changed is logits):
+            [(token, read)] = likeliest_of(logits[None]) if likeliest is None else [likeliest]
+            _require_finite(read)
+            return int(token) if token not in self._never else int(self._allowed(logits).argmax())
         # A sum is finite only if all its terms are; it is read together with the token.
         total = logits.sum(dtype=torch.float64)[None]
         logits = logits if changed is None else changed
@@ -130,6 +141,17 @@ class Sampler:
         chosen = self.sampling
         seed = secrets.randbits(63) if chosen.seed is None else chosen.seed
         return Draw(chosen.temperature, chosen.top_k, chosen.top_p, seed=seed)
+
+
+def likeliest_of(logits: torch.Tensor) -> list[tuple[float, float]]:
+    """Return per row of ``logits [B, vocab]`` the index of its greatest and its sum, in one read.
+
+    A sum is finite only if all its terms are.
+    """
+    import torch
+
+    both = torch.stack([logits.argmax(-1).double(), logits.sum(-1, dtype=torch.float64)], 1)
+    return [(token, total) for token, total in both.tolist()]
 
 
 def _require_finite(total: float) -> None:

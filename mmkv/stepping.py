@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from engine.errors import NotFiniteError
+from mmkv.sampling import likeliest_of
 
 if TYPE_CHECKING:
     from engine.sequence import CachedSequence
@@ -40,7 +41,12 @@ def step(
         following: list[int | None] = []
         with engine.lock:  # the logits are read back before another thread's step
             logits = engine.decode(sessions, tokens)
-            chosen = [writer.choose(row) for writer, row in zip(writers, logits, strict=True)]
+            read: Sequence[tuple[float, float] | None] = [None] * len(writers)
+            if sum(writer.greedy for writer in writers) > 1:
+                read = likeliest_of(logits)
+            chosen = [
+                writer.choose(*row) for writer, *row in zip(writers, logits, read, strict=True)
+            ]
         for writer, token in zip(writers, chosen, strict=True):
             writer.fed()
             following.append(writer.put(token))

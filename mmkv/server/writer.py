@@ -73,11 +73,11 @@ class ScoredWriter(ReplyWriter):
         self._added: torch.Tensor | None = None  # to the logits [vocab]: bias less penalties
         self._drawn: set[int] = set()
 
-    def choose(self, logits: torch.Tensor) -> int:
+    def choose(self, logits: torch.Tensor, likeliest: tuple[float, float] | None = None) -> int:
         """Sample a token from ``logits`` [vocab]."""
         import torch
 
-        token = super().choose(logits)
+        token = super().choose(logits, likeliest)
         if token == BROKEN:
             return token
         if self._extras.top_logprobs is not None:

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from engine.errors import InputError
+from engine.errors import InputError, NotFiniteError
 from mmkv.detokenizer import Detokenizer, StopStrings
-from mmkv.sampling import Sampler, Sampling, distribution
+from mmkv.sampling import Sampler, Sampling, distribution, likeliest_of
 from tests.support.chat_models import byte_tokenizer
 
 
@@ -124,3 +124,19 @@ def test_no_tensor_is_taken_apart_to_draw_a_token(temperature: float) -> None:
 def test_settings_out_of_range(wrong: dict[str, Any]) -> None:
     with pytest.raises(InputError):
         Sampling(**wrong)
+
+
+def test_rows_that_are_read_at_once_draw_as_alone() -> None:
+    logits = torch.randn(5, 40, generator=torch.Generator().manual_seed(0))
+    logits[1, 6] = 99.0  # what is never drawn
+    logits[2, 3] = torch.nan
+    logits[3, 5] = torch.inf
+    sampler = Sampler(Sampling(), never=[6])
+    for row, read in zip(logits, likeliest_of(logits), strict=True):
+        if row.isfinite().all():
+            assert sampler.draw(row, row, read) == sampler.draw(row) != 6
+            assert sampler.draw(row, -row, read) == int(row.argmin())
+        else:
+            for given in (read, None):
+                with pytest.raises(NotFiniteError):
+                    sampler.draw(row, row, given)
