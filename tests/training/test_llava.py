@@ -517,3 +517,12 @@ def test_other_pictures_come_from_a_talk_with_as_many() -> None:
         {"cell": [2, 3], "all": [2, 3]},
         {"cell": [1, 1], "all": [1, 1]},
     ]
+
+
+def test_an_installation_without_the_adapter_says_where_it_is(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("training.llava.__main__.BUNDLED_ADAPTER", "not-installed")
+    asked = ["join", "--language-model", str(tmp_path), "--output", str(tmp_path / "made")]
+    assert main(asked) == 1
+    assert "holds no adapter; name one with --adapter" in capsys.readouterr().err

@@ -51,6 +51,16 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(given)
 
 
+def _bundled_adapter() -> Path:
+    try:
+        return asset(BUNDLED_ADAPTER)
+    except ModelError as error:  # a wheel leaves it out, to stay small
+        raise InputError(
+            f"this installation holds no adapter; name one with --adapter: a checkout of mmkv has "
+            f"assets/{BUNDLED_ADAPTER}"
+        ) from error
+
+
 def main(given: Sequence[str] | None = None) -> int:
     """Run the program and return the exit code."""
     args = arguments(given)
@@ -58,7 +68,7 @@ def main(given: Sequence[str] | None = None) -> int:
         if args.command == "join":
             from training.llava.adapter import EXAMPLE, join
 
-            adapter = args.adapter or asset(BUNDLED_ADAPTER)
+            adapter = args.adapter or _bundled_adapter()
             try:
                 join(adapter, args.language_model, args.output, _note)
             except (ValueError, KeyError, TypeError) as error:  # transformers', of odd files
