@@ -63,23 +63,63 @@ class Answer(Response):
     async def _send_stream(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send events; an error before the first one is an HTTP status, later an event."""
         events: AsyncIterator[Any] = self._work()  # type: ignore[assignment]
-        started = False
+        lines = _Lines(send)
         try:
-            async with contextlib.aclosing(_with_comments(events, self._keep_alive)) as lines:  # type: ignore[type-var]
-                async for line in lines:
-                    if not started:
-                        await send(_start())
-                        started = True
-                    await send({"type": "http.response.body", "body": line, "more_body": True})
+            async with lines.commented(self._keep_alive), contextlib.aclosing(events):  # type: ignore[type-var]
+                async for event in events:
+                    await lines.write(event_line(event))
         except Exception as error:
             if isinstance(error, OSError):
                 raise
-            if not started:
+            if not lines.started:
                 await error_response(error)(scope, receive, send)
                 return
-            failed = event_line(api_error(error).body())
-            await send({"type": "http.response.body", "body": failed, "more_body": True})
+            await lines.write(event_line(api_error(error).body()))
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+class _Lines:
+    """Writes a stream of events over ASGI; two tasks may write.
+
+    Attributes:
+        started: whether the status and the headers are sent.
+    """
+
+    def __init__(self, send: Send) -> None:
+        self._send, self._turn = send, asyncio.Lock()
+        self._clock = asyncio.get_running_loop().time
+        self._latest = self._clock()
+        self.started = False
+
+    async def write(self, line: bytes) -> None:
+        """Send a line, after the status and the headers if it is the first."""
+        async with self._turn:
+            self._latest = self._clock()
+            if not self.started:
+                await self._send(_start())
+                self.started = True
+            await self._send({"type": "http.response.body", "body": line, "more_body": True})
+
+    @contextlib.asynccontextmanager
+    async def commented(self, every: float) -> AsyncIterator[None]:
+        """Send a comment whenever nothing was written for ``every`` seconds.
+
+        One task for the whole stream: one for each event took a tenth of the server's time.
+        """
+        commenting = asyncio.ensure_future(self._comment(every))
+        try:
+            yield
+        finally:
+            commenting.cancel()
+            await asyncio.gather(commenting, return_exceptions=True)
+
+    async def _comment(self, every: float) -> None:
+        while True:
+            left = self._latest + every - self._clock()
+            if left > 0:
+                await asyncio.sleep(left)
+            else:
+                await self.write(b": keep-alive\n\n")
 
 
 def error_response(error: Exception) -> JSONResponse:
@@ -100,27 +140,6 @@ def _start() -> dict[str, Any]:
     headers = {"Content-Type": "text/event-stream; charset=utf-8"} | _STREAM
     pairs = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
     return {"type": "http.response.start", "status": 200, "headers": pairs}
-
-
-async def _with_comments(events: AsyncIterator[Any], every: float) -> AsyncIterator[bytes]:
-    """Yield events as lines, and a comment whenever none comes for ``every`` seconds."""
-    coming = asyncio.ensure_future(anext(events))
-    try:
-        while True:
-            await asyncio.wait({coming}, timeout=every)
-            if not coming.done():
-                yield b": keep-alive\n\n"
-                continue
-            try:
-                event = coming.result()
-            except StopAsyncIteration:
-                return
-            yield event_line(event)
-            coming = asyncio.ensure_future(anext(events))
-    finally:
-        coming.cancel()
-        await asyncio.gather(coming, return_exceptions=True)
-        await events.aclose()  # type: ignore[attr-defined]
 
 
 async def _gone(receive: Receive) -> None:

@@ -163,7 +163,7 @@ def test_dialogues_side_by_side_equal_each_alone(dialogues, tmp_path: Path) -> N
     for name, more in (("alone", []), ("together", ["--together", "2"])):
         main([*options, "--dialogues", "3", "--output", str(tmp_path), "--name", name, *more])
         rows = map(json.loads, (tmp_path / f"{name}.runs.jsonl").read_text().splitlines())
-        found.append({(r["cell"], r["index"]): r["record"]["wrong"] for r in rows})
+        found.append({(r["cell"], r["index"]): r["record"] for r in rows})
     assert found[0] == found[1] and len(found[0]) == 6
 
 

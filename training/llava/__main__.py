@@ -2,8 +2,9 @@
 
 ``train --language-model FOLDER --output FOLDER`` trains tower and projector beside the frozen
 language model; ``join --language-model FOLDER --output FOLDER`` writes a LLaVA checkpoint of the
-language model and the bundled adapter. Neither downloads anything: ``python -m eval.smollm2``
-fetches the language model. Training needs the ``train`` extra and easy-VQA's pictures.
+language model and an adapter, by default assets/smollm2-llava of a checkout. Neither downloads
+anything: ``python -m eval.smollm2`` fetches the language model. Training needs the ``train`` extra
+and easy-VQA's pictures.
 """
 
 from __future__ import annotations
@@ -32,7 +33,11 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     for command in (join, train):
         command.add_argument("--language-model", type=Path, required=True, help="folder")
         command.add_argument("--output", type=Path, required=True, help="folder to write")
-    join.add_argument("--adapter", type=Path, help="folder that train wrote; else the bundled one")
+    join.add_argument(
+        "--adapter",
+        type=Path,
+        help="folder that train wrote; else assets/smollm2-llava of a checkout",
+    )
     train.add_argument("--easy-vqa", type=Path, help="its folder data; else the package's")
     train.add_argument("--words-steps", type=int, default=500, help="through the language model")
     train.add_argument("--words-batch", type=int, default=8, help="talks a step")

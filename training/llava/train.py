@@ -88,6 +88,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
         if name not in _FREE
     }
     _begin(args.output, settings, args.resume)
+    made_by = provenance()
     data = args.easy_vqa or easy_vqa_folder()
     easy = {split: EasyVQA.of(data, split) for split in ("train", "heldout")}
     language = load_language(args.language_model, getattr(torch, args.dtype))
@@ -114,7 +115,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
             adapter,
             args.output,
             {
-                **provenance(),
+                **made_by,
                 "base_model": "SmolLM2-135M-Instruct",
                 "base_fingerprint": fingerprint(str(args.language_model)),
                 "settings": settings,
