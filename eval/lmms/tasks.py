@@ -22,7 +22,7 @@ from typing import Any
 import yaml
 
 from engine.errors import InputError, MmkvError
-from engine.paths import is_folder
+from engine.paths import is_file, is_folder
 from eval.lmms.media import FOLDER
 from eval.lmms.mmdu import check
 from mmkv.resources import bundled_dialogues
@@ -181,7 +181,9 @@ def require_known(names: Sequence[str], folders: Sequence[Path]) -> None:
         for line in _NAMES.findall(path.read_text("utf-8")):
             known.update(re.findall(r"[\w.:+/-]+", line))
     for name in names:
-        if name in known or "*" in name or name.startswith("list") or Path(name).exists():
+        if name in known or "*" in name or name.startswith("list"):
+            continue
+        if is_folder(Path(name)) or is_file(Path(name)):
             continue
         near = difflib.get_close_matches(name, known, n=3)
         meant = f"did you mean {' or '.join(near)}" if near else "see mmkv eval --tasks list"
