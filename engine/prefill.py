@@ -235,6 +235,9 @@ def pass_tokens(engine: Runtime) -> int:
     weights = engine.decoder.weights
     held = all(isinstance(each, Panels) for each in weights.matrices())
     exact = weights.product is native_product(weights.form) and weights.dtype == torch.float32
+    # More threads of torch cut an elementwise operation inside a vector of the CPU, the rest takes
+    # another path: the last bits of a row then depend on the rows beside it.
+    exact = exact and torch.get_num_threads() <= 2
     experts = any(layer.router is not None for layer in weights.layers)
     if not (held and exact and weights.layers) or experts or engine.shared is not None:
         return 0

@@ -201,7 +201,8 @@ class ReplyJob:
         """
         if self._prefill is not None:
             return False
-        return not isinstance(self._given, Prompt) or len(self._given.inputs) > 2
+        given = self._given
+        return not isinstance(given, Prompt) or any("pixel" in name for name in given.inputs)
 
     def begin(self) -> None:
         """Wake or open the session and prepare the prompt, the first time."""
