@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import time
 from abc import abstractmethod
 from collections import Counter
@@ -54,6 +55,7 @@ class Adapter(lmms):
         **given: Any,
     ) -> None:
         super().__init__()
+        atexit.register(_leave_process_group)
         if batch_size == "auto":
             raise InputError("mmkv has no automatic batch size; give --batch_size a number")
         self.settings = Settings.of({**given, "batch_size": batch_size or 1})
@@ -203,6 +205,17 @@ def _repeats(requests: Sequence[Instance]) -> Iterator[int]:
     for request in requests:
         yield made[request.task_name, request.doc_id]
         made[request.task_name, request.doc_id] += 1
+
+
+def _leave_process_group() -> None:
+    """End torch.distributed's process group, which lmms-eval begins and never ends.
+
+    A process that exits inside a gloo group sometimes aborts in the destructor of a thread.
+    """
+    from torch import distributed
+
+    if distributed.is_available() and distributed.is_initialized():
+        distributed.destroy_process_group()
 
 
 def _log_throughput(made: list[GenerationResult], seconds: float, rank: int) -> None:

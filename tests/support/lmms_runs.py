@@ -63,6 +63,11 @@ def few_tasks(modules: Path) -> None:
 
 def run(arguments: list[str], home: Path) -> subprocess.CompletedProcess[str]:
     """Run ``python -m ...`` offline, on one thread, with its own cache folder."""
+    return run_python(["-m", *arguments], home)
+
+
+def run_python(arguments: list[str], home: Path) -> subprocess.CompletedProcess[str]:
+    """Run Python as :func:`run` does."""
     modules = home / "modules"
     if not modules.exists():
         few_tasks(modules)
@@ -77,9 +82,8 @@ def run(arguments: list[str], home: Path) -> subprocess.CompletedProcess[str]:
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join(paths),
     }
-    return subprocess.run(
-        [sys.executable, "-m", *arguments], env=env, cwd=ROOT, capture_output=True, text=True
-    )
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
 
 
 def written(output: Path) -> Written:
