@@ -80,8 +80,8 @@ class Machine:
         if limit is not None and job.price().total > limit:
             size = self.engine.cache.pool.page_bytes
             raise BudgetError(
-                f"a request may take {job.price().total * size:,} bytes, the memory limit is "
-                f"{limit * size:,}; raise --memory, or lower the budget"
+                f"a request may take {job.price().total * size:,} bytes, the memory limit holds "
+                f"{limit * size:,} in whole pages; raise --memory, or lower the budget"
             )
 
     def report(self) -> None:

@@ -198,6 +198,8 @@ class Sessions:
         if asked.budget is not None:
             raise ApiError(400, "a saved session has its own budget", "invalid_value", "budget")
         path = self._path(asked.file, caller)
+        if not await asyncio.to_thread(path.is_file):  # nobody makes way for it
+            raise SessionError(f"there is no saved session {asked.file}; save one first")
         self._require_room()
         with self._coming_in(object()):
             kept = await self._load(path, asked.file, caller.tenant)
