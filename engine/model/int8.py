@@ -16,7 +16,7 @@ from torch import Tensor
 
 from engine.model.panels import Panels, sampled
 
-BLOCK, PANEL = 32, 16  # CODE_BLOCK and PANEL of native.h
+BLOCK, PANEL = 32, 16  # CODE_BLOCK and INT8_PANEL of native.h
 _LARGEST = 127
 _LEAST_CODED = 1e-30  # LEAST_CODED of native.h
 _ROWS_AT_ONCE = 256  # so that what rounding makes stays in the cache

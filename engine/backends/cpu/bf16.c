@@ -2,8 +2,9 @@
  * in a panel two columns of every row lie together: one load gives the weights of both columns, each
  * in the half of a lane that makes it a float, and the CPU reads memory in one stream.
  *
- * Every lane is a row. Even and odd columns are summed apart, in order, in any tile: a product does
- * not depend, not in one bit, on the tile, on threads or on other vectors. */
+ * Every lane is a row. Even and odd columns are summed apart, in order, in any tile, and what a stretch
+ * of columns sums up to is added to those before: a product does not depend, not in one bit, on the
+ * tile, on threads or on other vectors. */
 #include <string.h>
 
 #include "native.h"
@@ -29,6 +30,7 @@
 #define MOST_VECTORS 3
 #endif
 
+#define STRETCH 256 /* columns that a sum runs over: of thousands, each would round a larger sum */
 #define AHEAD 1024 /* numbers that are asked for before they are read: as many as arrive meanwhile */
 
 INLINE lanes_bits pairs_at(const uint16_t *from)
@@ -38,17 +40,19 @@ INLINE lanes_bits pairs_at(const uint16_t *from)
     return made;
 }
 
-/* `parts` vectors of rows of a panel times `count` vectors; the sums of vector v go to made + v *
- * BF16_PANEL. What lies `ahead` numbers further on is asked for meanwhile. */
-INLINE void tile(const uint16_t *panel, int64_t width, struct vectors x, int parts, int count,
-                 int64_t ahead, float *made)
+/* `parts` vectors of rows of a panel times columns from .. to-1 of `count` vectors; the sums of vector
+ * v go to made + v * BF16_PANEL, or are added to what is there. What lies `ahead` numbers further on is
+ * asked for meanwhile. */
+INLINE void stretch(const uint16_t *panel, int64_t from, int64_t to, struct vectors x, int parts,
+                    int count, int64_t ahead, float *made)
 {
     lanes even[MOST_VECTORS][PARTS_OF_ONE], odd[MOST_VECTORS][PARTS_OF_ONE];
     for (int v = 0; v < count; v++)
         for (int part = 0; part < parts; part++)
             even[v][part] = odd[v][part] = (lanes){0};
-    int64_t at = 0;
-    for (; at + 2 <= width; at += 2, panel += 2 * BF16_PANEL) {
+    int64_t at = from;
+    panel += from * BF16_PANEL;
+    for (; at + 2 <= to; at += 2, panel += 2 * BF16_PANEL) {
         lanes_bits pairs[PARTS_OF_ONE];
         for (int part = 0; part < parts; part++)
             pairs[part] = pairs_at(panel + 2 * LANES * part);
@@ -61,16 +65,32 @@ INLINE void tile(const uint16_t *panel, int64_t width, struct vectors x, int par
             for (int part = 0; part < parts; part++)
                 odd[v][part] += (lanes)(pairs[part] & 0xffff0000u) * x.at[v * x.stride + at + 1];
     }
-    for (int part = 0; at < width && part < parts; part++) {
+    for (int part = 0; at < to && part < parts; part++) {
         lanes last = (lanes)(pairs_at(panel + 2 * LANES * part) << 16);
         for (int v = 0; v < count; v++)
             even[v][part] += last * x.at[v * x.stride + at];
     }
     for (int v = 0; v < count; v++)
         for (int part = 0; part < parts; part++) {
-            lanes sum = even[v][part] + odd[v][part];
-            memcpy(made + v * BF16_PANEL + part * LANES, &sum, sizeof sum);
+            float *out = made + v * BF16_PANEL + part * LANES;
+            lanes before = {0}, sum = even[v][part] + odd[v][part];
+            if (from > 0)
+                memcpy(&before, out, sizeof before);
+            sum += before;
+            memcpy(out, &sum, sizeof sum);
         }
+}
+
+/* `parts` vectors of rows of a panel times `count` vectors, a stretch of columns at a time. */
+INLINE void tile(const uint16_t *panel, int64_t width, struct vectors x, int parts, int count,
+                 int64_t ahead, float *made)
+{
+    int64_t from = 0;
+    do {
+        int64_t to = width - from > STRETCH ? from + STRETCH : width;
+        stretch(panel, from, to, x, parts, count, ahead, made);
+        from = to;
+    } while (from < width);
 }
 
 INLINE void panel_times(const uint16_t *panel, int64_t width, struct vectors x, int count, int64_t ahead,
@@ -115,10 +135,11 @@ void bf16_rows(const struct linear *map, struct vectors x, struct vectors y, int
         for (int64_t panel = from / BF16_PANEL; panel * BF16_PANEL < to; panel++) {
             float made[MOST_VECTORS * BF16_PANEL];
             int64_t start = panel * BF16_PANEL, end = start + BF16_PANEL;
+            int64_t low = from > start ? from : start, high = to < end ? to : end;
             product(map->bf16 + panel * size, map->in, in, after - first, ahead, made);
             for (int64_t v = first; v < after; v++)
-                put_rows(map, made + (v - first) * BF16_PANEL - start, from > start ? from : start,
-                         to < end ? to : end, add, y.at + v * y.stride);
+                put_rows(map, made + (v - first) * BF16_PANEL + (low - start), low, high, add,
+                         y.at + v * y.stride);
         }
     }
 }

@@ -22,7 +22,7 @@
 #define INLINE static inline __attribute__((always_inline))
 #define TARGET(name) __attribute__((target(name)))
 
-/* One panel times `count` vectors. The sums of PANEL rows go to `made`, vector by vector. */
+/* One panel times `count` vectors. The sums of INT8_PANEL rows go to `made`, vector by vector. */
 typedef void panel_product(const int8_t *codes, const uint16_t *scales, struct codes x,
                            int64_t count, float *made);
 
@@ -149,19 +149,19 @@ int64_t carve_codes(int64_t width, int64_t count, float *base, struct codes *to)
 static void portable(const int8_t *codes, const uint16_t *scales, struct codes x, int64_t count,
                      float *made)
 {
-    memset(made, 0, sizeof *made * PANEL * (size_t)count);
-    for (int64_t v = 0; v < count; v++, made += PANEL)
+    memset(made, 0, sizeof *made * INT8_PANEL * (size_t)count);
+    for (int64_t v = 0; v < count; v++, made += INT8_PANEL)
         for (int64_t block = 0; block < x.blocks; block++) {
-            const int8_t *weight = codes + block * CODE_BLOCK * PANEL;
+            const int8_t *weight = codes + block * CODE_BLOCK * INT8_PANEL;
             const int8_t *input = x.at + (block * CODE_BLOCK * count) + 4 * v;
-            int32_t dot[PANEL] = {0};
-            for (int group = 0; group < GROUPS; group++, weight += 4 * PANEL, input += 4 * count)
-                for (int row = 0; row < PANEL; row++)
+            int32_t dot[INT8_PANEL] = {0};
+            for (int group = 0; group < GROUPS; group++, weight += 4 * INT8_PANEL, input += 4 * count)
+                for (int row = 0; row < INT8_PANEL; row++)
                     dot[row] += weight[4 * row] * input[0] + weight[4 * row + 1] * input[1] +
                                 weight[4 * row + 2] * input[2] + weight[4 * row + 3] * input[3];
             float step = x.scale[block * count + v];
-            for (int row = 0; row < PANEL; row++)
-                made[row] += (float)dot[row] * (from_bf16(scales[block * PANEL + row]) * step);
+            for (int row = 0; row < INT8_PANEL; row++)
+                made[row] += (float)dot[row] * (from_bf16(scales[block * INT8_PANEL + row]) * step);
         }
 }
 
@@ -188,18 +188,18 @@ INLINE __m256 scales_256(const uint16_t *from)
 /* A tile in vectors of 256 bits. START: what sums begin with; DOT(sum, weight, input): the sum with
  * the products of four neighbours added in each lane. */
 #define TILE_OF_256(START, WEIGHT, DOT)                                                             \
-    for (int half = 0; half < PANEL; half += HALF) {                                               \
+    for (int half = 0; half < INT8_PANEL; half += HALF) {                                               \
         __m256 sum[TILE_256];                                                                      \
         for (int v = 0; v < count; v++)                                                            \
             sum[v] = _mm256_setzero_ps();                                                          \
         for (int64_t block = 0; block < x.blocks; block++) {                                       \
-            const int8_t *at = codes + block * CODE_BLOCK * PANEL + 4 * half;                           \
+            const int8_t *at = codes + block * CODE_BLOCK * INT8_PANEL + 4 * half;                           \
             const int8_t *input = x.at + block * CODE_BLOCK * count;                               \
             __m256i dot[TILE_256];                                                                 \
             for (int v = 0; v < count; v++)                                                        \
                 dot[v] = START(v);                                                                 \
             for (int group = 0; group < GROUPS; group++) {                                         \
-                __m256i weight = _mm256_loadu_si256((const void *)(at + group * 4 * PANEL));       \
+                __m256i weight = _mm256_loadu_si256((const void *)(at + group * 4 * INT8_PANEL));       \
                 WEIGHT;                                                                            \
                 for (int v = 0; v < count; v++) {                                                  \
                     const int8_t *from = input + 4 * (group * count + v);                 \
@@ -207,14 +207,14 @@ INLINE __m256 scales_256(const uint16_t *from)
                     dot[v] = DOT(dot[v], weight, four);                                            \
                 }                                                                                  \
             }                                                                                      \
-            __m256 scale = scales_256(scales + block * PANEL + half);                              \
+            __m256 scale = scales_256(scales + block * INT8_PANEL + half);                              \
             for (int v = 0; v < count; v++) {                                                      \
                 __m256 both = _mm256_mul_ps(scale, _mm256_set1_ps(x.scale[block * count + v])); \
                 sum[v] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(dot[v]), both, sum[v]);                \
             }                                                                                      \
         }                                                                                          \
         for (int v = 0; v < count; v++)                                                            \
-            _mm256_storeu_ps(made + v * PANEL + half, sum[v]);                                     \
+            _mm256_storeu_ps(made + v * INT8_PANEL + half, sum[v]);                                     \
     }
 
 #define ZERO(v) _mm256_setzero_si256()
@@ -289,19 +289,19 @@ INLINE TARGET_512 void tile_avx512vnni(const int8_t *codes, const uint16_t *scal
     for (int v = 0; v < count; v++)
         sum[v] = _mm512_setzero_ps();
     for (int64_t block = 0; block < x.blocks; block++) {
-        const int8_t *at = codes + block * CODE_BLOCK * PANEL, *input = x.at + block * CODE_BLOCK * count;
+        const int8_t *at = codes + block * CODE_BLOCK * INT8_PANEL, *input = x.at + block * CODE_BLOCK * count;
         __m512i dot[TILE_512];
         for (int v = 0; v < count; v++)
             dot[v] = _mm512_set1_epi32(x.shift[block * count + v]);
         for (int group = 0; group < GROUPS; group++) {
-            __m512i weight = _mm512_loadu_si512((const void *)(at + group * 4 * PANEL));
+            __m512i weight = _mm512_loadu_si512((const void *)(at + group * 4 * INT8_PANEL));
             weight = _mm512_xor_si512(weight, sign);
             for (int v = 0; v < count; v++) {
                 const int8_t *from = input + 4 * (group * count + v);
                 dot[v] = _mm512_dpbusd_epi32(dot[v], weight, _mm512_set1_epi32(four_codes(from)));
             }
         }
-        __m256i half = _mm256_loadu_si256((const void *)(scales + block * PANEL));
+        __m256i half = _mm256_loadu_si256((const void *)(scales + block * INT8_PANEL));
         __m512 scale = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
         for (int v = 0; v < count; v++) {
             __m512 both = _mm512_mul_ps(scale, _mm512_set1_ps(x.scale[block * count + v]));
@@ -309,7 +309,7 @@ INLINE TARGET_512 void tile_avx512vnni(const int8_t *codes, const uint16_t *scal
         }
     }
     for (int v = 0; v < count; v++)
-        _mm512_storeu_ps(made + v * PANEL, sum[v]);
+        _mm512_storeu_ps(made + v * INT8_PANEL, sum[v]);
 }
 
 static TARGET_512 void product_avx512vnni(const int8_t *codes, const uint16_t *scales,
@@ -348,25 +348,25 @@ INLINE int32x4_t dot_neon(int32x4_t sum, int8x16_t weight, int8x16_t four)
 INLINE void tile_neon(const int8_t *codes, const uint16_t *scales, struct codes x,
                                   int count, float *made)
 {
-    for (int quarter = 0; quarter < PANEL; quarter += 4) {
+    for (int quarter = 0; quarter < INT8_PANEL; quarter += 4) {
         float32x4_t sum[TILE_NEON];
         for (int v = 0; v < count; v++)
             sum[v] = vdupq_n_f32(0);
         for (int64_t block = 0; block < x.blocks; block++) {
-            const int8_t *at = codes + block * CODE_BLOCK * PANEL + 4 * quarter;
+            const int8_t *at = codes + block * CODE_BLOCK * INT8_PANEL + 4 * quarter;
             const int8_t *input = x.at + block * CODE_BLOCK * count;
             int32x4_t dot[TILE_NEON];
             for (int v = 0; v < count; v++)
                 dot[v] = vdupq_n_s32(0);
             for (int group = 0; group < GROUPS; group++) {
-                int8x16_t weight = vld1q_s8(at + group * 4 * PANEL);
+                int8x16_t weight = vld1q_s8(at + group * 4 * INT8_PANEL);
                 for (int v = 0; v < count; v++) {
                     const int8_t *from = input + 4 * (group * count + v);
                     int8x16_t four = vreinterpretq_s8_s32(vdupq_n_s32(four_codes(from)));
                     dot[v] = dot_neon(dot[v], weight, four);
                 }
             }
-            uint32x4_t wide = vmovl_u16(vld1_u16(scales + block * PANEL + quarter));
+            uint32x4_t wide = vmovl_u16(vld1_u16(scales + block * INT8_PANEL + quarter));
             float32x4_t scale = vreinterpretq_f32_u32(vshlq_n_u32(wide, 16));
             for (int v = 0; v < count; v++) {
                 float32x4_t both = vmulq_n_f32(scale, x.scale[block * count + v]);
@@ -374,7 +374,7 @@ INLINE void tile_neon(const int8_t *codes, const uint16_t *scales, struct codes 
             }
         }
         for (int v = 0; v < count; v++)
-            vst1q_f32(made + v * PANEL + quarter, sum[v]);
+            vst1q_f32(made + v * INT8_PANEL + quarter, sum[v]);
     }
 }
 
@@ -441,29 +441,25 @@ void int8_rows(const struct linear *map, struct codes x, struct vectors y, int64
     for (int64_t index = 0; index < tiles; index++) {
         struct tile tile = tile_of(count, tiles, index);
         struct codes in = codes_of(x, tile);
-        for (int64_t panel = from / PANEL; panel * PANEL < to; panel++) {
-            float made[MOST_VECTORS * PANEL];
-            int64_t start = panel * PANEL, at = panel * x.blocks * PANEL;
-            int64_t low = from > start ? from : start, high = to < start + PANEL ? to : start + PANEL;
+        for (int64_t panel = from / INT8_PANEL; panel * INT8_PANEL < to; panel++) {
+            float made[MOST_VECTORS * INT8_PANEL];
+            int64_t start = panel * INT8_PANEL, at = panel * x.blocks * INT8_PANEL;
+            int64_t low = from > start ? from : start, high = to < start + INT8_PANEL ? to : start + INT8_PANEL;
             chosen->product(map->codes + at * CODE_BLOCK, map->scales + at, in, tile.count, made);
-            for (int64_t v = 0; v < tile.count; v++) {
-                const float *mine = made + v * PANEL - start;
-                float *out = y.at + (tile.first + v) * y.stride;
-                for (int64_t row = low; row < high; row++)
-                    out[row] = (add ? out[row] : 0.0f) +
-                               (mine[row] + (map->bias ? map->bias[row] : 0.0f));
-            }
+            for (int64_t v = 0; v < tile.count; v++)
+                put_rows(map, made + v * INT8_PANEL + (low - start), low, high, add,
+                         y.at + (tile.first + v) * y.stride);
         }
     }
 }
 
 void int8_row(const struct linear *map, int64_t row, float *to)
 {
-    int64_t blocks = (map->in + CODE_BLOCK - 1) / CODE_BLOCK, panel = row / PANEL * blocks * PANEL;
+    int64_t blocks = (map->in + CODE_BLOCK - 1) / CODE_BLOCK, panel = row / INT8_PANEL * blocks * INT8_PANEL;
     for (int64_t i = 0; i < map->in; i++) {
-        int64_t at = panel + i / CODE_BLOCK * PANEL;
-        int8_t code = map->codes[at * CODE_BLOCK + (i % CODE_BLOCK / 4 * PANEL + row % PANEL) * 4 + i % 4];
-        to[i] = (float)code * from_bf16(map->scales[at + row % PANEL]);
+        int64_t at = panel + i / CODE_BLOCK * INT8_PANEL;
+        int8_t code = map->codes[at * CODE_BLOCK + (i % CODE_BLOCK / 4 * INT8_PANEL + row % INT8_PANEL) * 4 + i % 4];
+        to[i] = (float)code * from_bf16(map->scales[at + row % INT8_PANEL]);
     }
 }
 
@@ -495,7 +491,7 @@ static void round_block(const float *restrict x, int8_t *restrict codes, uint16_
         whole_block += x[i] * x[i];
     }
     for (int group = 0; group < GROUPS; group++)
-        memcpy(codes + group * 4 * PANEL, made + 4 * group, 4);
+        memcpy(codes + group * 4 * INT8_PANEL, made + 4 * group, 4);
     sums[0] += wrong;
     sums[1] += whole_block;
 }
@@ -505,19 +501,19 @@ static void round_block(const float *restrict x, int8_t *restrict codes, uint16_
 EXPORT void mmkv_round(const void *weights, int64_t half, int64_t out, int64_t in, int8_t *codes,
                        uint16_t *scales, double *sums, int64_t threads)
 {
-    int64_t panels = (out + PANEL - 1) / PANEL, blocks = (in + CODE_BLOCK - 1) / CODE_BLOCK;
+    int64_t panels = (out + INT8_PANEL - 1) / INT8_PANEL, blocks = (in + CODE_BLOCK - 1) / CODE_BLOCK;
 #pragma omp parallel for num_threads((int)threads) if (threads > 1)
     for (int64_t panel = 0; panel < panels; panel++) {
         sums[2 * panel] = sums[2 * panel + 1] = 0;
-        for (int64_t i = 0; i < PANEL * blocks; i++) {
-            int64_t row = panel * PANEL + i / blocks, block = i % blocks;
+        for (int64_t i = 0; i < INT8_PANEL * blocks; i++) {
+            int64_t row = panel * INT8_PANEL + i / blocks, block = i % blocks;
             int64_t from = row * in + block * CODE_BLOCK, left = in - block * CODE_BLOCK;
-            int64_t at = (panel * blocks + block) * PANEL + i / blocks, lane = 4 * (i / blocks);
+            int64_t at = (panel * blocks + block) * INT8_PANEL + i / blocks, lane = 4 * (i / blocks);
             float x[CODE_BLOCK] = {0};
             for (int64_t n = 0; row < out && n < (left < CODE_BLOCK ? left : CODE_BLOCK); n++)
                 x[n] = half ? from_bf16(((const uint16_t *)weights)[from + n])
                             : ((const float *)weights)[from + n];
-            round_block(x, codes + (panel * blocks + block) * CODE_BLOCK * PANEL + lane, scales + at,
+            round_block(x, codes + (panel * blocks + block) * CODE_BLOCK * INT8_PANEL + lane, scales + at,
                         sums + 2 * panel);
         }
     }

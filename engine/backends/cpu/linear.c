@@ -60,7 +60,6 @@ void dot_rows(const float *weight, int64_t rows, int64_t width, const float *x, 
 #else
 #define TILE_SLOTS 3
 #endif
-#define TILE_ROWS 4
 
 typedef float quad __attribute__((vector_size(16)));
 
@@ -95,7 +94,7 @@ INLINE lanes load_part(const float *from, int64_t left)
 INLINE void tile(const struct linear *map, struct vectors x, struct vectors y, int64_t row, int add,
                  int rows, int slots)
 {
-    lanes sum[2 * TILE_ROWS][TILE_SLOTS] = {0}, input[TILE_SLOTS];
+    lanes sum[2 * ROWS_TOGETHER][TILE_SLOTS] = {0}, input[TILE_SLOTS];
     const float *from = map->weight + row * map->in;
     int64_t at = 0, width = map->in, left = width % LANES;
     for (; at < width - left; at += LANES) {
@@ -129,10 +128,10 @@ INLINE void tiles(const struct linear *map, struct vectors x, struct vectors y, 
                   int64_t to, int add, int slots)
 {
     int64_t row = from;
-    for (; slots == 1 && row + 2 * TILE_ROWS <= to; row += 2 * TILE_ROWS)
-        tile(map, x, y, row, add, 2 * TILE_ROWS, slots);
-    for (; row + TILE_ROWS <= to; row += TILE_ROWS)
-        tile(map, x, y, row, add, TILE_ROWS, slots);
+    for (; slots == 1 && row + 2 * ROWS_TOGETHER <= to; row += 2 * ROWS_TOGETHER)
+        tile(map, x, y, row, add, 2 * ROWS_TOGETHER, slots);
+    for (; row + ROWS_TOGETHER <= to; row += ROWS_TOGETHER)
+        tile(map, x, y, row, add, ROWS_TOGETHER, slots);
     for (; row < to; row++)
         tile(map, x, y, row, add, 1, slots);
 }
@@ -152,11 +151,11 @@ static void few(const struct linear *map, struct vectors x, struct vectors y, in
     }
 }
 
-/* Write sums of rows from .. to-1, with their bias, to `y`, or add them to it. */
+/* Write the sums of rows from .. to-1 (sums[0]: of row `from`), with their bias, to `y`, or add them. */
 void put_rows(const struct linear *map, const float *sums, int64_t from, int64_t to, int add, float *y)
 {
     for (int64_t row = from; row < to; row++)
-        y[row] = (add ? y[row] : 0.0f) + (sums[row] + (map->bias ? map->bias[row] : 0.0f));
+        y[row] = (add ? y[row] : 0.0f) + (sums[row - from] + (map->bias ? map->bias[row] : 0.0f));
 }
 
 /* y or y += weight x + bias for rows from .. to-1: the vectors a few at a time, which stay in the

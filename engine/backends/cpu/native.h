@@ -15,8 +15,8 @@
 
 /* y = weight x + bias; weight [out, in] row-major, bias [out] or NULL. `bf16` holds weights in
  * bfloat16, panel by panel, [panels, pairs of columns, BF16_PANEL, 2], else NULL.
- * `codes` holds weights in 8 bits, panel by panel, [panels, blocks, 8, PANEL, 4], and `scales` their
- * steps in bfloat16, [panels, blocks, PANEL]; else NULL. With one of them, `weight` is not read. */
+ * `codes` holds weights in 8 bits, panel by panel, [panels, blocks, 8, INT8_PANEL, 4], and `scales` their
+ * steps in bfloat16, [panels, blocks, INT8_PANEL]; else NULL. With one of them, `weight` is not read. */
 struct linear {
     const float *weight, *bias;
     const uint16_t *bf16;
@@ -26,8 +26,9 @@ struct linear {
 };
 
 #define CODE_BLOCK 32 /* numbers of a row, or of a vector of states, that share a scale */
-#define PANEL 16 /* rows whose codes lie together; the last panel is filled with zeros */
+#define INT8_PANEL 16 /* rows whose codes lie together; the last panel is filled with zeros */
 #define BF16_PANEL 32 /* rows in bfloat16 that lie together, likewise */
+#define ROWS_TOGETHER 4 /* rows in float32 that a product takes at a time */
 #define LEAST_CODED 1e-30f /* a block of states whose greatest number is below this is all zeros */
 
 struct layer {
@@ -178,7 +179,7 @@ static inline int64_t at_a_time(int64_t bits, int64_t left)
 /* Rows of a matrix that are computed together, as far as they are asked for. */
 static inline int64_t rows_together(const struct linear *map)
 {
-    return map->codes ? PANEL : map->bf16 ? BF16_PANEL : 4;
+    return map->codes ? INT8_PANEL : map->bf16 ? BF16_PANEL : ROWS_TOGETHER;
 }
 
 /* forms.c */

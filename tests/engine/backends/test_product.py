@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.backends.cpu import levels, packed
+from engine.backends.cpu import levels, matrices, packed
 from engine.backends.cpu import product as native
 from engine.model import product as reference
 from engine.model.bf16 import Bf16Matrix
@@ -19,8 +19,8 @@ from mmkv.resources import bundled_model
 from tests.engine.backends.test_native import assert_close, needs_native
 
 FORMS = ["torch", *levels()]
-# (out, in): whole panels, and neither rows nor columns that fill one.
-SHAPES = [(96, 64), (33, 51), (3, 7), (9, 16)]
+# (out, in): whole panels, neither rows nor columns that fill one, and two stretches of columns.
+SHAPES = [(96, 64), (33, 51), (3, 7), (9, 16), (33, 257)]
 
 
 @pytest.fixture(params=FORMS)
@@ -47,6 +47,13 @@ def test_a_product_is_what_numpy_makes_of_it(
         made = multiply(x, held, bias)
         assert made.dtype == torch.float32 and made.shape == wanted.shape
         np.testing.assert_allclose(made.numpy(), wanted, rtol=0, atol=1e-5 * shape[1] ** 0.5)
+
+
+def test_sums_of_thousands_of_columns_are_no_worse_than_torchs(multiply: native.Product) -> None:
+    weight, x = random(96, 4864).bfloat16(), random(24, 4864)
+    wanted = x.double() @ weight.double().T
+    theirs = (x @ weight.float().T - wanted).abs().max()
+    assert (multiply(x, packed(weight)) - wanted).abs().max() <= 1.5 * theirs
 
 
 @needs_native
@@ -83,6 +90,9 @@ def test_c_lays_out_the_same_panels(
     monkeypatch.setenv("MMKV_NATIVE", level)
     weight = random(*shape).bfloat16()
     ours, theirs = packed(weight), Bf16Matrix.of(weight)
+    monkeypatch.setattr(matrices, "PER_THREAD", 1)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    assert torch.equal(packed(weight).panels, ours.panels)
     assert ours.shape == theirs.shape == shape and torch.equal(ours.panels, theirs.panels)
     assert torch.equal(ours.in_rows(), weight) and torch.equal(ours.wide(), weight.float())
     ids = torch.tensor([[0, shape[0] - 1], [2, 1]])
