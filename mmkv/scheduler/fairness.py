@@ -56,8 +56,8 @@ class DeficitRoundRobin:
     """Chooses whose chunk is next, so that users get equal numbers of tokens.
 
     At each visit a user is granted ``quantum`` tokens, and is served while what it was granted
-    lasts; the rest is kept for the next visit as long as it has something to be served.
-    (Shreedhar and Varghese, "Efficient fair queueing using deficit round robin", 1995.)
+    lasts; the rest, or what it owes, is kept for the next visit as long as it has something to be
+    served. (Shreedhar and Varghese, "Efficient fair queueing using deficit round robin", 1995.)
     """
 
     def __init__(self, quantum: int) -> None:
@@ -66,7 +66,7 @@ class DeficitRoundRobin:
         self._visited: str | None = None
 
     def next(self, costs: Mapping[str, int]) -> str:
-        """Return the user to serve, and charge its cost.
+        """Return the user to serve; :meth:`charge` it for what it has got then.
 
         Args:
             costs: by user the tokens of what it wants next; at least one user.
@@ -81,7 +81,11 @@ class DeficitRoundRobin:
                 self._visited = user
                 self._deficit[user] += self.quantum
             if self._deficit[user] >= costs[user]:
-                self._deficit[user] -= costs[user]
                 return user
             self._deficit.move_to_end(user)
             self._visited = None
+
+    def charge(self, user: str, tokens: int) -> None:
+        """Count tokens of a user that :meth:`next` knows, chosen by it or read beside."""
+        if user in self._deficit:
+            self._deficit[user] -= tokens

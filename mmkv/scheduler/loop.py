@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable
+from collections import Counter
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, TypeVar
@@ -291,8 +292,11 @@ class Scheduler:
         first = reading[self._round_robin.next(costs)]
         slow = first.job.slow_to_begin
         if not self._begin(first):
+            self._round_robin.charge(first.user, costs[first.user])
             return True
         tickets = [first, *self._beside(first, slow)]
+        for ticket in tickets:
+            self._round_robin.charge(ticket.user, ticket.job.next_chunk)
         found = self.executor.read([ticket.job for ticket in tickets])
         for ticket, complete in zip(tickets, found, strict=True):
             if isinstance(complete, Exception):
@@ -318,36 +322,41 @@ class Scheduler:
         """Choose prompts whose next chunks fit into a pass with that of ``first``.
 
         All of them take no more tokens than a pass has, and no more pages than are committed for
-        one chunk. They are not charged: they take what would be left over.
+        one chunk. Users who have fewer prompts in the pass go first.
 
         Args:
             slow: whether a job that was slow to begin has begun in this turn.
         """
         tokens = self.executor.pass_tokens - first.job.next_chunk
-        pages, chosen, tried = self.ledger.chunk - self._pages(first), [], {first}
-        going = {first}  # those that do not hold up their users' next ones
+        chosen, tried = [first], {first}
         while tokens > 0:
-            heads = self.queues.heads(going)
+            heads = self.queues.heads(chosen)
             ready = [one for one in heads if one.state == "prefill" and one not in tried]
             if not ready:
                 before = self.waiting
-                self.admit(going)
+                self.admit(chosen)
                 if self.waiting == before:
                     break
                 continue
-            ticket = ready[0]
+            users = Counter(one.user for one in chosen)
+            ticket = min(ready, key=lambda one: users[one.user])
             tried.add(ticket)
             if slow and ticket.job.slow_to_begin:
                 continue
             slow = slow or ticket.job.slow_to_begin
             if not self._begin(ticket):
                 continue
-            needed = self._pages(ticket)
-            if ticket.job.next_chunk <= tokens and needed <= pages:
-                tokens, pages = tokens - ticket.job.next_chunk, pages - needed
+            if ticket.job.next_chunk <= tokens and self._fit([*chosen, ticket]):
+                tokens -= ticket.job.next_chunk
                 chosen.append(ticket)
-                going.add(ticket)
-        return chosen
+        # One that could not begin has taken its pages out of what is committed.
+        while len(chosen) > 1 and not self._fit(chosen):
+            chosen.pop()
+        return chosen[1:]
+
+    def _fit(self, tickets: Sequence[Ticket[Any]]) -> bool:
+        """Whether the next chunks of all take no more pages than are committed for one chunk."""
+        return sum(map(self._pages, tickets)) <= self.ledger.chunk
 
     def _pages(self, ticket: Ticket[Any]) -> Fraction:
         """Bound the pages of a job's next chunk beside its steady ones.

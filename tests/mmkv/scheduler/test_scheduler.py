@@ -102,6 +102,54 @@ def test_short_prompts_share_a_pass_also_of_one_user() -> None:
     assert scheduler.running == len(jobs) and not scheduler.waiting
 
 
+def test_what_is_read_beside_counts_as_its_users() -> None:
+    """Twelve short prompts of one user share passes; another's long one does not wait for them."""
+    executor = FakeExecutor(FakePool(limit=None), pass_tokens=CHUNK)
+    scheduler = Scheduler(executor, Limits(quantum=CHUNK, running=99))
+    for _ in range(12):
+        scheduler.submit(FakeJob(executor.pool, prompt(1), 9), "ann")
+    job = FakeJob(executor.pool, prompt(CHUNK), 9)
+    scheduler.submit(job, "bob")
+    for _ in range(2):
+        scheduler.turn()
+    assert [len(one) for one in executor.passes] == [CHUNK, 1] and executor.passes[1] == [job]
+
+
+def test_each_user_has_a_prompt_in_the_pass_before_one_has_two() -> None:
+    executor = FakeExecutor(FakePool(limit=None), pass_tokens=CHUNK)
+    scheduler = Scheduler(executor, Limits(quantum=4 * CHUNK))
+    later = [FakeJob(executor.pool, prompt(2), 9) for _ in range(2)]
+    for job in later:
+        job.missing = 1
+        scheduler.submit(job, "ann")
+        scheduler.turn()
+    first, other = (
+        FakeJob(executor.pool, prompt(CHUNK + 1), 9),
+        FakeJob(executor.pool, prompt(2), 9),
+    )
+    scheduler.submit(first, "ann")
+    scheduler.turn()
+    for job in later:
+        job.missing = 0
+    scheduler.submit(other, "bob")
+    scheduler.turn()
+    assert executor.passes == [[first], [first, other]]
+
+
+def test_a_prompt_that_cannot_begin_leaves_a_pass_no_pages() -> None:
+    pool = FakePool(limit=None)
+    executor = FakeExecutor(pool, pass_tokens=2 * CHUNK)
+    scheduler = Scheduler(executor, Limits(quantum=CHUNK))
+    jobs = [FakeJob(pool, prompt(2), 8) for _ in range(2)]
+    large = FakeJob(pool, prompt(CHUNK), 9, FakeSession(pool, bound=4))
+    large.fails_at = 0
+    for job, user in zip([*jobs, large], "abc", strict=True):
+        scheduler.submit(job, user)
+    assert [job.price().chunk for job in (*jobs, large)] == [1, 1, 2]
+    scheduler.turn()
+    assert executor.passes == [jobs[:1]]
+
+
 def test_a_full_chunk_takes_no_more_places_of_its_user() -> None:
     """Who comes later finds one, as long as the first prompts are being read."""
     pool = FakePool(limit=None)
@@ -146,6 +194,7 @@ def test_deficits_make_up_for_unequal_chunks() -> None:
     costs = {"long": 10, "short": 3}
     for _ in range(1000):
         user = robin.next(costs)
+        robin.charge(user, costs[user])
         served[user] += costs[user]
     assert abs(served["long"] - served["short"]) <= 20
     assert robin.next({"short": 3}) == "short" and robin.next({"new": 9}) == "new"
