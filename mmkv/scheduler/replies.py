@@ -326,7 +326,9 @@ class EngineExecutor:
             except NotFiniteError as error:
                 return [_taken(*each, error) for each in zip(taken, before, strict=True)]
             except Exception as error:
-                log.debug("a pass of several prompts failed", exc_info=True)
+                expected = isinstance(error, (MmkvError, MemoryError))
+                level = logging.DEBUG if expected else logging.WARNING
+                log.log(level, "a pass of several prompts failed", exc_info=True)
                 return [
                     _read_alone(job) if job.prefill.done == done else error
                     for job, done in zip(taken, before, strict=True)

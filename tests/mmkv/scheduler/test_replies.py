@@ -407,21 +407,36 @@ def test_prompts_that_share_a_pass_are_read_as_alone(policy: str, weights: str, 
 
 
 def test_a_pass_holds_no_more_than_is_committed(
-    qwen: Path, monkeypatch: pytest.MonkeyPatch
+    qwen: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Where eight small sessions and the pages of one chunk are all that there is."""
-    engine = load(qwen, weights="bf16", budget=6)
-    price = ReplyJob(engine, message("?"), session=StoredSession(engine)).price()
+    """Where eight small sessions and the pages of one chunk, shorter than a pass, are all there is.
+
+    A check that fails in a pass is in the log: each prompt reads alone then.
+    """
+    engine, chunk = load(qwen, weights="bf16", budget=6), CHUNK // 2
+    kept = [StoredSession(engine) for _ in range(8)]
+    price = ReplyJob(engine, message("?"), session=kept[0], chunk=chunk).price()
     engine.cache.pool.limit = 8 * price.steady + price.chunk
-    scheduler = Scheduler(EngineExecutor(engine), Limits(quantum=CHUNK))
-    held = watch(monkeypatch, engine, scheduler)
+    executor, passes = EngineExecutor(engine), []
+    read, scheduler = executor.read, Scheduler(executor, Limits(quantum=CHUNK))
+
+    def counted(jobs: Any) -> Any:
+        new = sum(executor.pages_of(job.next_chunk) for job in jobs)
+        passes.append((len(jobs), new <= scheduler.ledger.chunk))
+        return read(jobs)
+
+    executor.read = counted  # type: ignore[method-assign]
+    held, tickets = watch(monkeypatch, engine, scheduler), []
     for turn in range(3):
-        for at in range(8):
-            prompt = Prompt({"input_ids": ids(1 + (5 * at + turn) % 9, seed=at)})
-            scheduler.submit(ReplyJob(engine, prompt, REPLY))
+        for at, session in enumerate(kept):
+            prompt = Prompt({"input_ids": ids(1 + (5 * at + turn) % chunk, seed=at)})
+            job = ReplyJob(engine, prompt, REPLY, session=session, chunk=chunk)
+            tickets.append(scheduler.submit(job))
         while scheduler.turn():
             pass
-    assert held
+    assert held and max(passes)[0] > 1 and all(fits for _, fits in passes)
+    assert [one.error for one in tickets] == [None] * 24
+    assert not [one for one in caplog.records if one.levelname == "WARNING"]
     scheduler.close()
 
 
@@ -453,12 +468,19 @@ def test_a_prompt_without_numbers_leaves_its_pass_alone(
     assert engine.cache.pool.free_pages == engine.cache.pool.num_pages
 
 
-def test_where_a_pass_fails_each_reads_alone(qwen: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("error", [BudgetError("no room for all of them"), TypeError("a mistake")])
+def test_where_a_pass_fails_each_reads_alone(
+    error: Exception,
+    qwen: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """What is no error of ours is in the log, too."""
     engine = load(qwen, weights="bf16")
     scheduler = Scheduler(EngineExecutor(engine), Limits(quantum=CHUNK))
 
     def no_room(prefills: Any) -> None:
-        raise BudgetError("no room for all of them")
+        raise error
 
     monkeypatch.setattr("mmkv.scheduler.replies.reserve_together", no_room)
     tickets = [
@@ -467,4 +489,6 @@ def test_where_a_pass_fails_each_reads_alone(qwen: Path, monkeypatch: pytest.Mon
     ]
     scheduler.turn()
     assert [ticket.state for ticket in tickets] == ["decode"] * 3
+    warned = [one for one in caplog.records if one.levelname == "WARNING"]
+    assert len(warned) == isinstance(error, TypeError)
     scheduler.close()
