@@ -20,6 +20,7 @@ FOLDER = "engine/backends/cpu"
 NAMES = (
     "step",
     "linear",
+    "elementwise",
     "bf16",
     "int8",
     "attention",

@@ -11,7 +11,13 @@ import torch
 from torch import Tensor
 
 from engine.backends.base import Backend, Backends
-from engine.backends.cpu import CpuBackend, native_product, packed, rounded
+from engine.backends.cpu import (
+    CpuBackend,
+    native_elementwise,
+    native_product,
+    packed,
+    rounded,
+)
 from engine.backends.cuda import CudaBackend
 from engine.backends.cuda.kernels.sample import Draw
 from engine.backends.torch.backend import TorchBackend
@@ -104,6 +110,7 @@ class Runtime:
             weights,
             self._placed_gates if reads_gates else None,
             tap_layers(policy, spec.num_layers),
+            native_elementwise(),
         )
         # What steps have to leave behind for the scorer.
         self.needs = policy.scoring.needs if policy.evicts else Needs()

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.model.elementwise import Elementwise, TorchElementwise, normed_heads
 from engine.model.families.base import Turn
 from engine.model.gates import Gates
 from engine.model.mixture import mixture
@@ -61,6 +62,7 @@ class Decoder:
         on_gate_input: called with (layer, ``[T, d]`` output of input_layernorm) when set: the
             tensor that retention gates read. For tools, tests and training data.
         taps: layers after which :meth:`forward` gives out the residual stream.
+        elementwise: computes what is between the products.
     """
 
     def __init__(
@@ -69,8 +71,10 @@ class Decoder:
         weights: DecoderWeights,
         gates: Gates | None,
         taps: tuple[int, ...] = (),
+        elementwise: Elementwise | None = None,
     ) -> None:
         self.spec, self.weights, self.gates, self.taps = spec, weights, gates, taps
+        self.elementwise = elementwise or TorchElementwise()
         self.on_gate_input: Callable[[int, Tensor], None] | None = None
         self._rotated = spec.num_heads + spec.num_kv_heads
 
@@ -219,8 +223,8 @@ class Decoder:
         if x.device.type == "cpu" and len(x) > _MLP_TOKENS:
             return self._in_blocks(lambda part: (self._mlp(part, layer),), x)[0]
         product = self.weights.product
-        gate, up = product(x, layer.gate_up, layer.gate_up_bias).chunk(2, -1)
-        return product(F.silu(gate) * up, layer.down, layer.down_bias)
+        gate_up = product(x, layer.gate_up, layer.gate_up_bias)
+        return product(self.elementwise.gated(gate_up), layer.down, layer.down_bias)
 
     def _project(
         self,
@@ -238,12 +242,15 @@ class Decoder:
         fused = self.weights.product(x, layer.qkv, layer.qkv_bias)
         fused = fused.view(x.shape[0], -1, spec.head_dim)
         turned, value = fused[:, : self._rotated], fused[:, self._rotated :]
-        if layer.qk_norm is not None:
-            turned = F.rms_norm(turned, (spec.head_dim,), eps=spec.rms_eps) * layer.qk_norm
-        plain, turned = turned[:, spec.num_heads :], rotate(turned, *rope)
-        query, key = turned[:, : spec.num_heads], turned[:, spec.num_heads :]
+        unturned = None
         if on_keys is not None:
-            on_keys(plain, key)
+            normed = normed_heads(turned, layer.qk_norm, spec.rms_eps)
+            unturned, turned = normed[:, spec.num_heads :], rotate(normed, *rope)
+        else:
+            turned = self.elementwise.turned(turned, layer.qk_norm, spec.rms_eps, rope)
+        query, key = turned[:, : spec.num_heads], turned[:, spec.num_heads :]
+        if on_keys is not None and unturned is not None:
+            on_keys(unturned, key)
         return query, key, value
 
     @staticmethod
@@ -266,7 +273,7 @@ class Decoder:
         return made
 
     def _norm(self, x: Tensor, gain: Tensor) -> Tensor:
-        return F.rms_norm(x, gain.shape, gain, self.spec.rms_eps)
+        return self.elementwise.norm(x, gain, self.spec.rms_eps)
 
 
 def _among(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from engine.backends.cpu.backend import CpuBackend
 from engine.backends.cpu.binding import levels, library
 from engine.backends.cpu.decoder import NativeDecoder
+from engine.backends.cpu.elementwise import native_elementwise
 from engine.backends.cpu.evictor import NativeEvictor
 from engine.backends.cpu.matrices import packed, rounded
 from engine.backends.cpu.product import native_product
@@ -17,6 +18,7 @@ __all__ = [
     "int8_form",
     "level",
     "levels",
+    "native_elementwise",
     "native_product",
     "packed",
     "reason",

@@ -161,6 +161,12 @@ _FUNCTIONS = {
     "mmkv_store": (None, [POINTER(Cache), c_int64, c_void_p, c_void_p]),
     "mmkv_product": (None, [POINTER(Linear), c_void_p, c_void_p, c_int64, c_int64, c_void_p]),
     "mmkv_product_scratch": (c_int64, [POINTER(Linear), c_int64]),
+    "mmkv_norm": (None, [*[c_void_p] * 2, *[c_int64] * 2, c_double, c_int64, c_void_p]),
+    "mmkv_turn": (
+        None,
+        [c_void_p, *[c_int64] * 5, c_void_p, c_double, *[c_void_p] * 2, c_int64],
+    ),
+    "mmkv_gated": (None, [c_void_p, *[c_int64] * 3, c_void_p]),
     "mmkv_round": (
         None,
         [c_void_p, c_int64, c_int64, c_int64, c_void_p, c_void_p, c_void_p, c_int64],

@@ -198,6 +198,10 @@ void copy_row(const struct linear *map, int64_t row, float *to);
 void dot_rows(const float *weight, int64_t rows, int64_t width, const float *x, float *y);
 void rms_norm(const float *x, const float *gain, int64_t size, float eps, float *y);
 
+/* elementwise.c */
+void rotate(float *x, const float *cos, const float *sin, int64_t half);
+void silu(float *x, int64_t from, int64_t to);
+
 /* bf16.c */
 void bf16_rows(const struct linear *map, struct vectors x, struct vectors y, int64_t count,
                int64_t from, int64_t to, int add);

@@ -146,15 +146,6 @@ static struct span rows_of(const struct linear *map, int64_t rows, int64_t chunk
     return (struct span){from, to < rows ? to : rows};
 }
 
-static void rotate(float *x, const float *cos, const float *sin, int64_t half)
-{
-    for (int64_t i = 0; i < half; i++) {
-        float low = x[i], high = x[i + half];
-        x[i] = low * cos[i] - high * sin[i];
-        x[i + half] = high * cos[i] + low * sin[i];
-    }
-}
-
 /* Finish one KV head of a batch slot: norm and turn its queries and key, store key and value, attend. */
 static void attend_head(const struct model *model, const struct layer *layer, struct cache *cache,
                         int64_t index, int64_t head, int64_t batch_slot, struct worker *me)
@@ -185,13 +176,6 @@ static void attend_head(const struct model *model, const struct layer *layer, st
     attend_row(cache, row, query, group, me->step->mass, me->scores, mixed);
     for (int64_t i = 0; i < group; i++)
         turn_features(cache, mixed + i * dim);
-}
-
-static void silu(float *x, int64_t from, int64_t to)
-{
-#pragma omp simd
-    for (int64_t i = from; i < to; i++)
-        x[i] = x[i] / (1.0f + exp_float(-x[i]));
 }
 
 static void trunk_chunk(const struct linear *map, struct vectors x, struct vectors y,

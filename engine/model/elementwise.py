@@ -1,0 +1,58 @@
+"""What a decoder does between its products: RMSNorm, RoPE and the gate of SwiGLU."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.model.rope import rotate
+
+
+class Elementwise(Protocol):
+    """Computes what is between the products; a token's numbers do not depend on other tokens."""
+
+    def norm(self, x: Tensor, gain: Tensor, eps: float) -> Tensor:
+        """Compute the RMSNorm of ``x [T, d]`` with ``gain [d]``."""
+        ...
+
+    def turned(
+        self, heads: Tensor, gain: Tensor | None, eps: float, rope: tuple[Tensor, Tensor]
+    ) -> Tensor:
+        """Norm each head of ``heads [T, R, D]`` if there is ``gain [R, D]``, then rotate it.
+
+        The result may lie in the memory of ``heads``.
+
+        Args:
+            rope: cos and signed sin ``[T, rot]`` (:class:`engine.model.rope.Rope`).
+        """
+        ...
+
+    def gated(self, gate_up: Tensor) -> Tensor:
+        """Compute ``silu(gate) * up`` ``[T, f]`` of ``gate_up [T, 2 f]``, the gate first."""
+        ...
+
+
+class TorchElementwise:
+    """Computes in torch: the reference."""
+
+    def norm(self, x: Tensor, gain: Tensor, eps: float) -> Tensor:
+        """See :class:`Elementwise`."""
+        return F.rms_norm(x, gain.shape, gain, eps)
+
+    def turned(
+        self, heads: Tensor, gain: Tensor | None, eps: float, rope: tuple[Tensor, Tensor]
+    ) -> Tensor:
+        """See :class:`Elementwise`."""
+        return rotate(normed_heads(heads, gain, eps), *rope)
+
+    def gated(self, gate_up: Tensor) -> Tensor:
+        """See :class:`Elementwise`."""
+        gate, up = gate_up.chunk(2, -1)
+        return F.silu(gate) * up
+
+
+def normed_heads(heads: Tensor, gain: Tensor | None, eps: float) -> Tensor:
+    """Compute the RMSNorm of each head of ``heads [T, R, D]`` with ``gain [R, D]``, None: none."""
+    return heads if gain is None else F.rms_norm(heads, heads.shape[-1:], eps=eps) * gain
