@@ -275,7 +275,11 @@ def test_idle_batch_slots_do_nothing(form: Callable[..., Tensor], dtype: torch.d
     )
     assert torch.equal(query[[0, 2, 3]], want_query)
     for name in COLUMNS:
-        assert torch.equal(getattr(cache.pool, name), getattr(want, name)), name
+        # torch's product may sum a row in another order where there are more rows
+        rtol = 1e-6 if name == "log_beta" else 0
+        torch.testing.assert_close(
+            getattr(cache.pool, name), getattr(want, name), rtol=rtol, atol=0
+        )
 
 
 @pytest.mark.parametrize("form", FORMS)
