@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import operator
 import weakref
 from collections.abc import Sequence
 
@@ -30,9 +31,10 @@ class CacheViews:
     def of(self, cache: RaggedCache, seqs: Sequence[int]) -> BorrowedViews:
         """Return the views of the sequences ``seqs``, to be used in a with statement."""
         pool = cache.pool
-        # Pool and tables are replaced by others when they grow.
-        now = (pool.keys, pool._stack, cache.length, cache.table)
-        if not self._of or len(self._views) != len(seqs) or any(map(_differ, self._of, now)):
+        # They are replaced when they grow, one by one: Ctrl-C may come between any two of them.
+        now = self._tensors(cache)
+        known = [tensor() for tensor in self._of]
+        if not known or len(self._views) != len(seqs) or any(map(operator.is_not, known, now)):
             self._of, self._seqs = (), []
             self._views = (Cache * len(seqs))(*([self._whole(cache)] * len(seqs)))
             self._each = list(self._views)  # to take one out of the array anew is slow
@@ -50,11 +52,13 @@ class CacheViews:
         return BorrowedViews(pool, self._views)
 
     @staticmethod
-    def _whole(cache: RaggedCache) -> Cache:
+    def _tensors(cache: RaggedCache) -> list[Tensor]:
+        return [*cache.pool.columns(), cache.length, cache.table, cache.pool._stack]
+
+    def _whole(self, cache: RaggedCache) -> Cache:
         pool = cache.pool
-        tensors = (*pool.columns(), cache.length, cache.table, pool._stack)
         return Cache(
-            *(tensor.data_ptr() for tensor in tensors),
+            *(tensor.data_ptr() for tensor in self._tensors(cache)),
             free=pool._free,
             rows=cache.rows,
             width=cache.table.shape[-1],
@@ -85,7 +89,3 @@ class BorrowedViews:
 
 def _bits(codec: Codec, dtype: torch.dtype) -> int:
     return codec.bits or 8 * dtype.itemsize
-
-
-def _differ(known: weakref.ref[Tensor], other: Tensor) -> bool:
-    return known() is not other

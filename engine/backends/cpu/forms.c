@@ -178,6 +178,23 @@ const float *values_at(const struct cache *cache, int64_t slot, int64_t count, f
                   count, wide);
 }
 
+/* Scales of `count` neighbouring vectors in 8 or 4 bits, and their zero points in 4. */
+void scales_at(const uint16_t *scales, int64_t bits, int64_t slot, int64_t count, float *scale,
+               float *zero)
+{
+    const uint16_t *mine = scales + slot * scales_of(bits);
+    if (bits == 8)
+#pragma omp simd
+        for (int64_t e = 0; e < count; e++)
+            scale[e] = from_half(mine[e]);
+    if (bits == 4)
+#pragma omp simd
+        for (int64_t e = 0; e < count; e++) {
+            scale[e] = from_half(mine[2 * e]);
+            zero[e] = from_half(mine[2 * e + 1]);
+        }
+}
+
 /* Multiply with the Hadamard matrix of a rotated form; sums in the order of hadamard() there. */
 void turn_features(const struct cache *cache, float *x)
 {

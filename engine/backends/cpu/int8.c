@@ -336,10 +336,17 @@ static int runs_avx512vnni(void)
 #elif defined(__aarch64__)
 #define TILE_NEON 4
 
-/* Written out: compilers would want all of this, and what it calls, for ARMv8.2. */
+/* Written out: compilers would want all of this, and what it calls, for ARMv8.2. Assemblers want to be
+ * told; what the other levels are compiled for has to stay allowed. */
+#ifdef __ARM_FEATURE_DOTPROD
+#define WITH_DOTS ""
+#else
+#define WITH_DOTS ".arch armv8.2-a+dotprod+sve\n\t"
+#endif
+
 INLINE int32x4_t dot_neon(int32x4_t sum, int8x16_t weight, int8x16_t four)
 {
-    __asm__(".arch_extension dotprod\n\tsdot %0.4s, %1.16b, %2.16b"
+    __asm__(WITH_DOTS "sdot %0.4s, %1.16b, %2.16b"
             : "+w"(sum)
             : "w"(weight), "w"(four));
     return sum;

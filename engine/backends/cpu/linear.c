@@ -61,26 +61,6 @@ void dot_rows(const float *weight, int64_t rows, int64_t width, const float *x, 
 #define TILE_SLOTS 3
 #endif
 
-typedef float quad __attribute__((vector_size(16)));
-
-INLINE lanes load(const float *from)
-{
-    lanes made;
-    memcpy(&made, from, sizeof made);
-    return made;
-}
-
-/* Sum of the lanes, always in the same order. */
-INLINE float total(lanes sums)
-{
-    quad part[LANES / 4];
-    memcpy(part, &sums, sizeof sums);
-    for (int n = LANES / 8; n > 0; n /= 2)
-        for (int i = 0; i < n; i++)
-            part[i] += part[i + n];
-    return (part[0][0] + part[0][2]) + (part[0][1] + part[0][3]);
-}
-
 /* The last `left` < LANES numbers of a row, then zeros. */
 INLINE lanes load_part(const float *from, int64_t left)
 {

@@ -185,6 +185,8 @@ static inline int64_t rows_together(const struct linear *map)
 /* forms.c */
 const float *keys_at(const struct cache *cache, int64_t slot, int64_t count, float *wide);
 const float *values_at(const struct cache *cache, int64_t slot, int64_t count, float *wide);
+void scales_at(const uint16_t *scales, int64_t bits, int64_t slot, int64_t count, float *scale,
+               float *zero);
 void turn_features(const struct cache *cache, float *x);
 void mmkv_store(const struct cache *cache, int64_t slot, float *key, float *value);
 
@@ -217,7 +219,7 @@ void int8_rows(const struct linear *map, struct codes x, struct vectors y, int64
 void int8_row(const struct linear *map, int64_t row, float *to);
 
 /* attention.c */
-void attend_row(const struct cache *cache, int64_t row, const float *query, int64_t group,
+void mmkv_attend(const struct cache *cache, int64_t row, const float *query, int64_t group,
                 int64_t mass, float *scores, float *out);
 
 /* pages.c */

@@ -173,7 +173,7 @@ static void attend_head(const struct model *model, const struct layer *layer, st
     int64_t slot = slot_of(cache, row, cache->length[row] - 1);
     float *mixed = of_batch_slot(me->mixed, batch_slot) + head * group * dim;
     mmkv_store(cache, slot, key, value);
-    attend_row(cache, row, query, group, me->step->mass, me->scores, mixed);
+    mmkv_attend(cache, row, query, group, me->step->mass, me->scores, mixed);
     for (int64_t i = 0; i < group; i++)
         turn_features(cache, mixed + i * dim);
 }

@@ -1,8 +1,14 @@
-/* Vectors of the level's own width, for products in float32. */
+/* Vectors of the level's own width, for arithmetic in float32. */
 #ifndef MMKV_VECTORS_H
 #define MMKV_VECTORS_H
 
 #include <stdint.h>
+#include <string.h>
+#if defined(__SSE2__)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
 
 #if defined(__AVX512F__)
 #define LANES 16
@@ -16,5 +22,151 @@
 
 typedef float lanes __attribute__((vector_size(4 * LANES)));
 typedef uint32_t lanes_bits __attribute__((vector_size(4 * LANES)));
+typedef int32_t lanes_int __attribute__((vector_size(4 * LANES)));
+typedef uint16_t lanes_uint16 __attribute__((vector_size(2 * LANES)));
+typedef float quad __attribute__((vector_size(16)));
+
+INLINE lanes load(const float *from)
+{
+    lanes made;
+    memcpy(&made, from, sizeof made);
+    return made;
+}
+
+/* LANES bytes as numbers. Compilers make single moves of a vector's conversion. */
+INLINE lanes_int bytes_at(const uint8_t *from)
+{
+#if LANES == 16
+    return (lanes_int)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)from));
+#elif LANES == 8
+    return (lanes_int)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)from));
+#elif defined(__aarch64__)
+    uint32_t word;
+    memcpy(&word, from, sizeof word);
+    return (lanes_int)vmovl_u16(vget_low_u16(vmovl_u8(vcreate_u8(word))));
+#elif defined(__SSE2__)
+    int32_t word;
+    memcpy(&word, from, sizeof word);
+    __m128i none = _mm_setzero_si128(), pairs = _mm_unpacklo_epi8(_mm_cvtsi32_si128(word), none);
+    return (lanes_int)_mm_unpacklo_epi16(pairs, none);
+#else
+    return (lanes_int){from[0], from[1], from[2], from[3]};
+#endif
+}
+
+INLINE lanes_int signed_bytes_at(const int8_t *from)
+{
+#if LANES == 16
+    return (lanes_int)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)from));
+#elif LANES == 8
+    return (lanes_int)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)from));
+#elif defined(__aarch64__)
+    uint32_t word;
+    memcpy(&word, from, sizeof word);
+    return (lanes_int)vmovl_s16(vget_low_s16(vmovl_s8(vcreate_s8(word))));
+#elif defined(__SSE2__)
+    int32_t word;
+    memcpy(&word, from, sizeof word);
+    __m128i once = _mm_cvtsi32_si128(word), pairs = _mm_unpacklo_epi8(once, once);
+    return (lanes_int)_mm_srai_epi32(_mm_unpacklo_epi16(pairs, pairs), 24);
+#else
+    return (lanes_int){from[0], from[1], from[2], from[3]};
+#endif
+}
+
+/* LANES numbers in bfloat16. */
+INLINE lanes bf16_at(const uint16_t *from)
+{
+    lanes_uint16 short_form;
+    memcpy(&short_form, from, sizeof short_form);
+    return (lanes)(__builtin_convertvector(short_form, lanes_bits) << 16);
+}
+
+/* Sum of the lanes, always in the same order. */
+INLINE float total(lanes sums)
+{
+    quad part[LANES / 4];
+    memcpy(part, &sums, sizeof sums);
+    for (int n = LANES / 8; n > 0; n /= 2)
+        for (int i = 0; i < n; i++)
+            part[i] += part[i + n];
+    return (part[0][0] + part[0][2]) + (part[0][1] + part[0][3]);
+}
+
+/* Lanes of a and b by number: those of b are counted on. */
+#ifdef __clang__
+#define PICK(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define PICK(a, b, ...) __builtin_shuffle(a, b, (lanes_int){__VA_ARGS__})
+#endif
+
+/* Of each pair of neighbouring runs of n lanes the sum: that of a's in the first, that of b's in the
+ * second of the two places. */
+#if LANES == 16
+INLINE lanes fold8(lanes a, lanes b)
+{
+    return PICK(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
+           PICK(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+}
+
+INLINE lanes fold4(lanes a, lanes b)
+{
+    return PICK(a, b, 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27) +
+           PICK(a, b, 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31);
+}
+
+INLINE lanes fold2(lanes a, lanes b)
+{
+    return PICK(a, b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29) +
+           PICK(a, b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
+}
+
+INLINE lanes fold1(lanes a, lanes b)
+{
+    return PICK(a, b, 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30) +
+           PICK(a, b, 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
+}
+#elif LANES == 8
+INLINE lanes fold4(lanes a, lanes b)
+{
+    return PICK(a, b, 0, 1, 2, 3, 8, 9, 10, 11) + PICK(a, b, 4, 5, 6, 7, 12, 13, 14, 15);
+}
+
+INLINE lanes fold2(lanes a, lanes b)
+{
+    return PICK(a, b, 0, 1, 8, 9, 4, 5, 12, 13) + PICK(a, b, 2, 3, 10, 11, 6, 7, 14, 15);
+}
+
+INLINE lanes fold1(lanes a, lanes b)
+{
+    return PICK(a, b, 0, 8, 2, 10, 4, 12, 6, 14) + PICK(a, b, 1, 9, 3, 11, 5, 13, 7, 15);
+}
+#else
+INLINE lanes fold2(lanes a, lanes b)
+{
+    return PICK(a, b, 0, 1, 4, 5) + PICK(a, b, 2, 3, 6, 7);
+}
+
+INLINE lanes fold1(lanes a, lanes b)
+{
+    return PICK(a, b, 0, 4, 2, 6) + PICK(a, b, 1, 5, 3, 7);
+}
+#endif
+
+/* Lane i: the sum of the lanes of sums[i], of LANES vectors; they are used up. */
+INLINE lanes totals(lanes *sums)
+{
+#if LANES == 16
+    for (int i = 0; i < 8; i++)
+        sums[i] = fold8(sums[i], sums[i + 8]);
+#endif
+#if LANES >= 8
+    for (int i = 0; i < 4; i++)
+        sums[i] = fold4(sums[i], sums[i + 4]);
+#endif
+    for (int i = 0; i < 2; i++)
+        sums[i] = fold2(sums[i], sums[i + 2]);
+    return fold1(sums[0], sums[1]);
+}
 
 #endif
