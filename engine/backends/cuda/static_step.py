@@ -8,6 +8,7 @@ references run it, for tests.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -70,7 +71,8 @@ class StaticStep:
         self.top = torch.zeros(1, dtype=torch.int64, device=device)
         pool = cache.pool
         self.rows = Rows(cache.length, cache.table, pool._stack, self.top, pool.page_size)
-        self._keys = pool.keys
+        # Weak: what a pool has outgrown shall not live on here.
+        self._columns = [weakref.ref(column) for column in pool.columns()]
         self.room = empty_room(batch, self.rows)
         tile = tile_entries(spec.head_dim, engine.dtype)
         self._work = empty_worklist(
@@ -108,7 +110,11 @@ class StaticStep:
         cache, rows = self.engine.cache, self.rows
         return (
             entries <= self.most_entries
-            and self._keys is cache.pool.keys
+            # Columns are replaced one by one when they grow: Ctrl-C may come between any two.
+            and all(
+                known() is now
+                for known, now in zip(self._columns, cache.pool.columns(), strict=True)
+            )
             and rows.stack is cache.pool._stack
             and rows.length is cache.length
             and rows.table is cache.table

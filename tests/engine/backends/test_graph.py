@@ -17,12 +17,14 @@ import engine.backends.cuda.kernels
 import mmkv
 from engine.backends.cuda import GraphRunner
 from engine.backends.cuda.kernels.sample import Draw
+from engine.cache import COLUMNS
 from engine.errors import BudgetError, ContextError
 from engine.policies import Budget
 from engine.runtime import Runtime
 from engine.sequence import CachedSequence
 from mmkv.resources import bundled_model
 from tests.engine.backends.test_native import POLICIES, content, engine_for
+from tests.support.interrupted_growth import grow_one_column
 from tests.support.kernels import HAS_TRITON, INTERPRETED
 from tests.support.policies import STATIC
 from tests.support.sessions import state, text_ids
@@ -169,6 +171,17 @@ def test_a_pool_that_grew_is_found_again() -> None:
         assert not any(step.fits() for step, _ in runner._steps.values())
     assert states(one) == states(two)
     assert len(runner._steps) == 1
+
+
+def test_a_pool_whose_growth_was_interrupted_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = engine_for("odd", "full", kv="int8")
+    session, runner, pool = runtime.session(), GraphRunner(runtime), runtime.cache.pool
+    for _ in range(len(COLUMNS) - 1):
+        runner.decode([session], [3], 1)
+        (step,) = (step for step, _ in runner._steps.values())
+        assert step.fits()
+        grow_one_column(pool, monkeypatch)
+        assert not step.fits()
 
 
 def test_long_runs_are_lent_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,6 +30,7 @@ from engine.sequence import CachedSequence
 from mmkv.environment import describe
 from mmkv.resources import bundled_model
 from tests.support.factories import checkpoint, make_turn
+from tests.support.interrupted_growth import grow_one_column
 from tests.support.model_configs import Checkpoint
 from tests.support.policies import EVICTING_STATIC
 from tests.support.sessions import load, save_checkpoint, state, text_ids
@@ -368,6 +369,21 @@ def test_a_pool_that_has_been_outgrown_is_let_go() -> None:
     session.decode(6)
     gc.collect()
     assert outgrown() is None
+
+
+@needs_native
+def test_c_reads_the_columns_that_stand_after_interrupted_growths(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    session, plain = open_both("odd", "full", kv="int8", page_size=64)  # its pages have room
+    cache = session.engine.cache
+    session.decode(5), plain.decode(5)
+    for token in range(6, 5 + len(COLUMNS)):
+        grow_one_column(cache.pool, monkeypatch)
+        assert_close(session.decode(token), plain.decode(token))
+        (view,) = session.engine.backends.cpu.decoder._views._each
+        shown = [getattr(view, name) or 0 for name in COLUMNS]
+        assert shown == [column.data_ptr() for column in cache.pool.columns()]
 
 
 @needs_native
