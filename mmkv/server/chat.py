@@ -95,6 +95,7 @@ class ChatCall:
                 )
             messages, root = [*start.facets.messages, *messages], start.facets.root
             budget = start.budget
+        facts.lengths.require_possible(sum(len(text) for one in messages for text in one.texts))
         chosen = (budget or facts.budget).describe()
         self.choices = request.n or 1
         if self.choices > settings.max_choices:
@@ -156,6 +157,8 @@ class ChatCall:
         asked = self.request
         user = f"{self.caller.name} {asked.user or asked.safety_identifier or ''}"
         with self.room.entered(self.caller):
+            texts = [text for one in self.work.messages for text in one.texts]
+            await self.room.facts.lengths.count(texts)
             request = await self.room.worker.submit(self.work, user)
             try:
                 while True:

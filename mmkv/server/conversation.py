@@ -39,6 +39,11 @@ class Message:
         """Return its pictures and videos."""
         return [part for part in self.parts if part.kind != "text"]
 
+    @property
+    def texts(self) -> list[str]:
+        """Return its texts."""
+        return [part.text for part in self.parts if part.kind == "text"]
+
     def without_urls(self) -> Message:
         """Return it as a memory needs it: URLs can be megabytes, and the media were read."""
         if not any(part.url for part in self.parts):

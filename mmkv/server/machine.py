@@ -17,6 +17,7 @@ from mmkv.server.grammar import Grammars
 from mmkv.server.hibernation import HibernationFolder
 from mmkv.server.job import ChatJob
 from mmkv.server.kept import Shelf
+from mmkv.server.lengths import Lengths
 from mmkv.server.reply_json import FINISH
 from mmkv.server.settings import Facts
 from mmkv.server.snapshots import Snapshots
@@ -194,4 +195,5 @@ def _facts(engine: Engine, lookahead: float) -> Facts:
         watches=engine.processor.watches,
         shared=engine.shared is not None,
         rules=getattr(engine.processor, "rules", None),
+        lengths=Lengths(engine.processor.tokenizer, engine.spec.max_position),
     )

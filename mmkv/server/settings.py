@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from engine.budget import Budget
     from mmkv.prompt.qwen_vision import VideoRules
+    from mmkv.server.lengths import Lengths
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ class Facts:
     Attributes:
         root: a hash of what the memory of a conversation depends on: weights, gates, policy,
             cuts, template.
-        context: most positions; vocabulary: number of tokens.
+        context: most positions; vocabulary: number of tokens; lengths: bounds texts by them.
         shared: whether all sessions compete for the budget.
         sees, watches: whether the model takes pictures, videos; rules: how it scales videos.
     """
@@ -74,6 +75,7 @@ class Facts:
     lookahead: float
     context: int
     vocabulary: int
+    lengths: Lengths
     sees: bool
     watches: bool
     shared: bool = False
