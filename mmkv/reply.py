@@ -129,7 +129,7 @@ class ReplyWriter:
         else:
             self._decoding += now - self._mark
         if token == BROKEN:
-            self.failure = NotFiniteError()
+            self.failure = self.failure or NotFiniteError()
             self.finish("interrupted")
             return None
         if token in self._eos:

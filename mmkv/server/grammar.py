@@ -51,9 +51,13 @@ def _grammar(schema: dict[str, Any]) -> str:
     except ValueError as error:
         wrong = str(error)
     if wrong:
-        first = wrong.strip().splitlines()[0][:300]
-        raise InputError(f"the schema cannot be followed: {first}; simplify it")
+        raise _cannot_follow(wrong)
     return grammar
+
+
+def _cannot_follow(reason: str) -> InputError:
+    first = next(iter(reason.strip().splitlines()), "llguidance gave up")[:300]
+    return InputError(f"the schema cannot be followed: {first}; simplify it")
 
 
 class Grammars:
@@ -79,7 +83,7 @@ class Grammars:
 
         matcher = LLMatcher(self._known, grammar)
         if matcher.is_error():
-            raise InputError(f"the schema cannot be followed: {matcher.get_error()[:300]}")
+            raise _cannot_follow(matcher.get_error())
         return GrammarState(matcher)
 
 
@@ -101,3 +105,8 @@ class GrammarState:
     def take(self, token: int) -> None:
         """Go on by a token that was allowed."""
         self._matcher.consume_token(token)
+
+    @property
+    def failure(self) -> InputError | None:
+        """Why no token can come next: llguidance has given up, and allows only the end then."""
+        return _cannot_follow(self._matcher.get_error()) if self._matcher.is_error() else None

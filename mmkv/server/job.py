@@ -100,8 +100,9 @@ class ChatJob:
 
     @property
     def finished(self) -> bool:
-        """Whether all replies are complete."""
-        return bool(self.writers) and all(one.finish_reason is not None for one in self.writers)
+        """Whether all replies are complete, or one has failed."""
+        ended = bool(self.writers) and all(one.finish_reason is not None for one in self.writers)
+        return ended or self.failure is not None
 
     @property
     def failure(self) -> MmkvError | None:

@@ -74,12 +74,14 @@ class ScoredWriter(ReplyWriter):
         self._drawn: set[int] = set()
 
     def choose(self, logits: torch.Tensor, likeliest: tuple[float, float] | None = None) -> int:
-        """Sample a token from ``logits`` [vocab]."""
+        """Sample a token from ``logits`` [vocab]; BROKEN, too, where the grammar has failed."""
         import torch
 
         token = super().choose(logits, likeliest)
-        if token == BROKEN:
-            return token
+        if self._grammar is not None:
+            self.failure = self._grammar.failure
+        if token == BROKEN or self.failure is not None:
+            return BROKEN
         if self._extras.top_logprobs is not None:
             logprobs = logits.float().log_softmax(-1)
             best = logprobs.topk(min(self._extras.top_logprobs, logprobs.numel()))
