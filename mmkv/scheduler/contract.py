@@ -101,6 +101,11 @@ class Job(Protocol):
         """Whether the prompt can be read; asked before the first chunk, after :meth:`prepare`."""
         ...
 
+    @property
+    def fetches(self) -> bool:
+        """Whether :meth:`prepare` waits for other servers: the job takes no place meanwhile."""
+        ...
+
     def price(self) -> Price:
         """Return what the job may take, before anything is read. Raises MmkvError."""
         ...

@@ -24,7 +24,8 @@ class Limits:
 
     Attributes:
         waiting: most requests that wait; one more is refused.
-        running: most requests that are read or decoded at a time.
+        running: most requests that are read or decoded at a time, or prepare for it here.
+        fetching: most requests beside those that wait for other servers, or for a place after that.
         quantum: tokens of prompts that each user is granted in turn; a chunk's length at least.
         patience: later requests that may be admitted before one for which there is no room; then
             nothing is admitted until there is.
@@ -34,6 +35,7 @@ class Limits:
 
     waiting: int = 64
     running: int = 8
+    fetching: int = 16
     quantum: int = 256
     patience: int = 8
     interleave: bool = True
@@ -73,11 +75,16 @@ class Scheduler:
         return len(self.queues) - self.waiting + len(self.preparing) + len(self.decoding)
 
     @property
+    def places(self) -> int:
+        """Count the requests that may be read or decoded beside those that are."""
+        return self.limits.running - self.running + len(self._fetching())
+
+    @property
     def blocked(self) -> bool:
         """Whether a turn would do nothing until a request is ready, cancelled or submitted."""
         reading = any(one.state == "prefill" for one in self.queues.heads())
         asked = any(one.cancel_asked for one in self._open())
-        ready = any(one.job.ready for one in self.preparing)
+        ready = any(one.job.ready for one in self._taking_up())
         return not (self._moved or reading or self.decoding or asked or ready)
 
     def submit(self, job: J, user: str = "") -> Ticket[J]:
@@ -201,10 +208,19 @@ class Scheduler:
 
     def _take_up_ready(self) -> None:
         """Let prompts that have become ready be read next among their users' requests."""
-        for ticket in [one for one in self.preparing if one.job.ready]:
+        for ticket in self._taking_up():
             self.preparing.remove(ticket)
             self.queues.push_first(ticket)
             ticket.state = "prefill"
+
+    def _fetching(self) -> list[Ticket[Any]]:
+        return [one for one in self.preparing if one.job.fetches]
+
+    def _taking_up(self) -> list[Ticket[Any]]:
+        """Return the prompts that have become ready, as far as there are places."""
+        ready = [one for one in self.preparing if one.job.ready]
+        fetched = [one for one in ready if one.job.fetches][: max(self.places, 0)]
+        return [one for one in ready if not one.job.fetches or one in fetched]
 
     def admit(self, beside: Collection[Ticket[Any]] = ()) -> None:
         """Admit what has room, as each turn does, so that it does not stand in the queue.
@@ -214,9 +230,17 @@ class Scheduler:
         """
         refused: list[Ticket[Any]] = []
         for ticket in self.queues.heads(beside):
-            if self.running >= self.limits.running:
+            fetching = self._fetching()
+            # What was fetched has a place before others.
+            if self.places <= sum(one.job.ready for one in fetching):
                 break
-            if ticket.state != "waiting" or self._impatient not in (None, ticket):
+            full = len(fetching) >= self.limits.fetching
+            late = self._impatient
+            if late is not None and late.job.fetches and full:
+                late = None  # it waits for other servers, not for room
+            if ticket.state != "waiting" or late not in (None, ticket):
+                continue
+            if full and ticket.job.fetches:
                 continue
             try:
                 if not self._admit(ticket):

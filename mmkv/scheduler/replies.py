@@ -155,6 +155,8 @@ class ReplyJob:
         """See :class:`mmkv.scheduler.contract.Job`."""
         return True
 
+    fetches = False
+
     def prepare(self) -> None:
         """Do nothing: the prompt is made with its first chunk."""
 

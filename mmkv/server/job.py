@@ -109,6 +109,12 @@ class ChatJob:
         """See :class:`mmkv.scheduler.contract.Job`."""
         return next((one.failure for one in self.writers if one.failure is not None), None)
 
+    @property
+    def fetches(self) -> bool:
+        """See :class:`mmkv.scheduler.contract.Job`."""
+        parts = (part for message in self.work.messages for part in message.media)
+        return any(part.url[:4].lower() == "http" for part in parts)
+
     def price(self) -> Price:
         """Bound the pages of all replies by the budget, or else by the model's context."""
         engine, count = self.engine, self.work.choices

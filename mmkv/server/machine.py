@@ -45,7 +45,8 @@ class Machine:
         self, engine: Engine, settings: Settings, metrics: Metrics, lookahead: float
     ) -> None:
         self.engine, self.metrics = engine, metrics
-        limits = Limits(settings.max_queue, settings.max_running, engine.prefill_chunk)
+        running = settings.max_running
+        limits = Limits(settings.max_queue, running, 2 * running, engine.prefill_chunk)
         self.scheduler = Scheduler(EngineExecutor(engine), limits, to_files=True)
         most, pool = settings.snapshot_bytes, engine.cache.pool
         self.snapshots = Snapshots(

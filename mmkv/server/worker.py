@@ -277,7 +277,7 @@ class Worker(threading.Thread):
         assert self.machine is not None
         scheduler = self.machine.scheduler
         limits, waiting = scheduler.limits, scheduler.waiting
-        free = max(limits.running - scheduler.running, 0)  # a place for each, if there is memory
+        free = max(scheduler.places, 0)  # one for each, if there is memory
         self._places = 0 if waiting >= limits.waiting else limits.waiting - waiting + free
 
     def _publish(self) -> None:

@@ -109,6 +109,7 @@ class FakeJob:
         self.fails_at: int | None = None
         self.fails_reading = False  # not when the chunk begins, but in the pass
         self.prepared, self.missing = False, 0  # what has to come before it is ready
+        self.fetches = False  # from other servers
 
     @property
     def session(self) -> FakeSession | None:

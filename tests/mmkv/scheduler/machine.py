@@ -16,10 +16,10 @@ from tests.mmkv.scheduler.fake import CHUNK, FakeExecutor, FakeJob, FakePool, Fa
 
 USERS = ("ann", "bob", "eve", "joe")
 LONGEST_PROMPT, LONGEST_REPLY = 5 * CHUNK, 9
-WAITING, RUNNING = 12, 5
+WAITING, RUNNING, FETCHING = 12, 5, 3
 # Everything that may be in front of a request: what waits and runs, overtakes it before it is
 # its turn, and what all of that takes if every chunk and every token were a turn of its own.
-LONGEST_WAIT = (WAITING + RUNNING + 2 * 8) * (LONGEST_PROMPT // CHUNK + LONGEST_REPLY)
+LONGEST_WAIT = (WAITING + RUNNING + FETCHING + 2 * 8) * (LONGEST_PROMPT // CHUNK + LONGEST_REPLY)
 
 
 class Machine:
@@ -32,6 +32,7 @@ class Machine:
         limits = Limits(
             waiting=WAITING,
             running=RUNNING,
+            fetching=FETCHING,
             quantum=CHUNK,
             interleave=self.random.random() < 0.8,
         )
@@ -94,6 +95,7 @@ class Machine:
         session = job.kept
         if self.random.random() < 0.3:
             job.missing = self.random.randint(1, 3)
+            job.fetches = self.random.random() < 0.5
         before = session.state() if session else ([], 0)
         try:
             # One user asks for as much as all others together.
@@ -231,7 +233,10 @@ class Machine:
         for ticket in list(self.tickets):
             self.check_ticket(ticket)
         going = [one for one in self.tickets if one.state in ("preparing", "prefill", "decode")]
-        assert len(going) == self.scheduler.running <= RUNNING
+        assert len(going) == self.scheduler.running
+        fetching = [one for one in going if one.state == "preparing" and one.job.fetches]
+        assert len(fetching) <= FETCHING and len(going) - len(fetching) <= RUNNING
+        assert self.scheduler.places == RUNNING - len(going) + len(fetching)
         waiting = [one for one in self.tickets if one.state == "waiting"]
         assert len(waiting) == self.scheduler.waiting <= WAITING
 

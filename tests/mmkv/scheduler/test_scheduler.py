@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from engine.errors import BudgetError, CapacityError, SessionError
-from mmkv.scheduler import Limits, Price, Scheduler
+from mmkv.scheduler import Limits, Price, Scheduler, Ticket
 from mmkv.scheduler.fairness import DeficitRoundRobin
 from mmkv.scheduler.ledger import Ledger
 from tests.mmkv.scheduler.fake import CHUNK, FakeExecutor, FakeJob, FakePool, FakeSession
@@ -134,6 +134,40 @@ def test_each_user_has_a_prompt_in_the_pass_before_one_has_two() -> None:
     scheduler.submit(other, "bob")
     scheduler.turn()
     assert executor.passes == [[first], [first, other]]
+
+
+def test_what_other_servers_hold_up_takes_no_place() -> None:
+    """And is bounded by itself; what has come then goes before what waits."""
+    pool = FakePool(limit=None)
+    scheduler = scheduler_of(pool, running=2, fetching=3)
+
+    def asked(user: str, fetches: bool, reply: int = 2) -> FakeJob:
+        job = FakeJob(pool, prompt(2), reply)
+        job.fetches, job.missing = fetches, int(fetches)
+        tickets[job] = scheduler.submit(job, user)
+        return job
+
+    tickets: dict[FakeJob, Ticket[FakeJob]] = {}
+    slow = [asked(f"slow {at}", True) for at in range(5)]
+    scheduler.turn()
+    assert [tickets[job].state for job in slow] == ["preparing"] * 3 + ["waiting"] * 2
+    scheduler.turn()
+    assert scheduler.blocked and scheduler.places == 2 and scheduler.running == 3
+    quick = asked("quick", False)
+    while not tickets[quick].over:
+        scheduler.turn()
+    long = [asked(f"long {at}", False, 9) for at in range(2)]
+    scheduler.turn()
+    later = asked("later", False)
+    slow[0].missing = 0
+    scheduler.turn()
+    assert tickets[slow[0]].state == "preparing" and scheduler.places == 0
+    long[0].reply = long[0].said + 1
+    for _ in range(2):
+        scheduler.turn()
+    assert tickets[long[0]].state == "done" and tickets[later].state == "waiting"
+    assert tickets[slow[0]].state in ("prefill", "decode", "done")
+    scheduler.close()
 
 
 def test_a_prompt_that_cannot_begin_leaves_a_pass_no_pages() -> None:

@@ -159,6 +159,23 @@ def test_while_its_picture_comes(
     assert stopped.wait(10), "the picture is still being fetched"
 
 
+def test_a_slow_address_holds_up_nobody(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One request is served at a time; two that wait for their pictures take no place."""
+
+    async def never(*_: Any) -> Any:
+        await asyncio.sleep(3600)
+
+    monkeypatch.setattr(server.room.media, "resolve", never)
+    part = {"type": "image_url", "image_url": {"url": "HTTP://example.org/a.png"}}
+    message = {"role": "user", "content": [part]}
+    slow = [Client(server, asked(message)) for _ in range(2)]
+    server.wait_for(lambda machine: states(machine) == ["preparing"] * 2)
+    assert server.chat("hello").status_code == 200
+    for client in slow:
+        client.leave()
+    server.wait_for(nothing_held)
+
+
 def test_a_full_queue_is_said_before_pictures_are_decoded(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
