@@ -21,7 +21,7 @@ class Budget:
 
     Attributes:
         kind: ``entries``: value = M, mean entries per (layer, KV head), the papers' unit;
-            ``bytes``: value = physical bytes of pages after an eviction;
+            ``bytes``: value = physical bytes of pages after a step or a prompt;
             ``fraction``: value = share of the tokens seen, in (0, 1].
     """
 
@@ -80,11 +80,15 @@ class Budget:
             raise BudgetError(f"a budget fraction of {made.value} is above 1; give one in (0, 1]")
         return made
 
-    def entries(self, rows: int, seen: int, page_size: int, page_bytes: int) -> int:
+    def entries(self, rows: int, seen: int, page_size: int, page_bytes: int, slack: int = 0) -> int:
         """Return M_global: the entries one sequence may hold after eviction.
 
         Bytes are turned into entries with every row's last page counted as nearly empty, so
-        the pages really held never pass them.
+        the pages really held never pass them, nor between two evictions.
+
+        Args:
+            slack: entries above M_global that are let be between two evictions; only bytes leave
+                room for them.
 
         Raises:
             BudgetError: when fewer than one entry per row would be left.
@@ -96,9 +100,9 @@ class Budget:
             total = math.floor(min(self.value, _MOST) * rows)
         else:
             pages = int(min(self.value, _MOST * page_bytes)) // page_bytes
-            total = pages * page_size - rows * (page_size - 1)
+            total = pages * page_size - rows * (page_size - 1) - slack
         if total < rows:
-            least = rows * page_bytes
+            least = -(-(rows * page_size + slack) // page_size) * page_bytes
             raise BudgetError(
                 f"the budget of {self.describe()} leaves {max(total, 0)} entries for {rows} rows "
                 f"(layers x KV heads); give at least 1 entry per row ({least:,} bytes of pages)"

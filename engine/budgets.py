@@ -122,8 +122,8 @@ class OwnBudgets:
 
     def allowed(self, budget: Budget, seen: int) -> int:
         """See :class:`Budgets`."""
-        pool = self._engine.cache.pool
-        return budget.entries(self._engine.spec.rows, seen, pool.page_size, pool.page_bytes)
+        engine, pool = self._engine, self._engine.cache.pool
+        return budget.entries(engine.spec.rows, seen, pool.page_size, pool.page_bytes, engine.slack)
 
     def competing(self, session: CachedSequence) -> int:
         """See :class:`Budgets`."""

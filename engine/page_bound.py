@@ -58,7 +58,7 @@ def page_bound(
     if not policy.evicts:
         return PageBound(_pages(every, rows, pool.page_size), 0)
     seen = start.seen + prompt + generated
-    kept = budget.entries(rows, seen, pool.page_size, pool.page_bytes)
+    kept = budget.entries(rows, seen, pool.page_size, pool.page_bytes, engine.slack)
     kept += (start.prompt_tokens + prompt) * rows if policy.keeps_prompt else 0
     # Between two evictions a sequence may stand above its budget, and a step adds to that.
     kept = max(kept + engine.slack, start.entries) + (rows if generated else 0)
@@ -75,7 +75,7 @@ def lasting_pages(engine: Runtime, budget: Budget) -> int | None:
     if not engine.policy.evicts or engine.policy.keeps_prompt or budget.kind == "fraction":
         return None
     rows, pool = engine.spec.rows, engine.cache.pool
-    kept = budget.entries(rows, 0, pool.page_size, pool.page_bytes)
+    kept = budget.entries(rows, 0, pool.page_size, pool.page_bytes, engine.slack)
     return _pages(kept + engine.evict_every * rows, rows, pool.page_size)
 
 

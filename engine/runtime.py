@@ -122,7 +122,9 @@ class Runtime:
         # A budget that binds nothing chooses nothing.
         binding = self.budget if policy.evicts else Budget.of(EngineConfig.budget)
         layout = Layout(size, spec.head_dim, self.dtype, state=state)
-        form, self.form_note = choose_form(config.kv, binding, spec.rows, spec.max_position, layout)
+        form, self.form_note = choose_form(
+            config.kv, binding, spec.rows, spec.max_position, layout, self.slack
+        )
         pool = PagePool(size, spec.head_dim, 0, self.dtype, self.device, None, state, form)
         if config.kv_limit is not None:
             pool.limit = config.kv_limit // pool.page_bytes
@@ -136,7 +138,7 @@ class Runtime:
         reference = TorchBackend(self)
         self.backends = Backends(reference, CpuBackend(self), CudaBackend(self, reference))
         # A budget that can never hold is the user's mistake now, not at the first eviction.
-        self.budget.entries(spec.rows, 0, pool.page_size, pool.page_bytes)
+        self.budgets.allowed(self.budget, 0)
 
     @classmethod
     def from_pretrained(

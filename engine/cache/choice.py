@@ -25,7 +25,7 @@ def best_at(entries: float) -> str:
 
 
 def choose_form(
-    kv: str | None, budget: Budget, rows: int, longest: int, layout: Layout
+    kv: str | None, budget: Budget, rows: int, longest: int, layout: Layout, slack: int = 0
 ) -> tuple[Form, str | None]:
     """Return the form of an engine's cache, and a line on why where nobody named it.
 
@@ -35,6 +35,7 @@ def choose_form(
     Args:
         kv: the form that was asked for; None: none.
         rows: layers x KV heads; longest: positions of the model; layout: of the model's dtype.
+        slack: entries above the budget that are let be between two evictions.
 
     Raises:
         PolicyError: the form asked for cannot be for this head_dim.
@@ -51,7 +52,7 @@ def choose_form(
     def entries(name: str) -> float:
         """Return the entries per row that the budget lets stay, however full their pages are."""
         try:
-            return budget.entries(rows, 0, size, size * entry_bytes(name)) / rows
+            return budget.entries(rows, 0, size, size * entry_bytes(name), slack) / rows
         except BudgetError:
             return 0.0
 

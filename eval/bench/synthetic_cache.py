@@ -122,7 +122,7 @@ def synthetic_sessions(
     pool = cache.pool
     entries = most = seen * rows
     if engine.policy.evicts:
-        budget = engine.budget.entries(rows, seen, pool.page_size, pool.page_bytes)
+        budget = engine.budgets.allowed(engine.budget, seen)
         entries = min(entries, budget)
         most = entries + engine.evict_every * rows
     else:

@@ -369,10 +369,14 @@ def test_budget_units() -> None:
         # The worst split of that many entries over the rows still fits the bytes.
         worst = (entries + rows * (page - 1)) // page
         assert worst * page_bytes <= count < (worst + 2) * page_bytes
+        assert Budget.bytes(count).entries(rows, 10, page, page_bytes, 42) == entries - 42
     too_small = (Budget.of(0.5), Budget.bytes(100))
     for budget in too_small:
         with pytest.raises(BudgetError, match="at least 1 entry per row"):
             budget.entries(rows, 10, page, page_bytes)
+    with pytest.raises(BudgetError, match=r"\(9,000 bytes of pages\)"):
+        Budget.bytes(8_999).entries(rows, 10, page, page_bytes, 42)  # 9 x 16 = 6 x 15 + 42 + 12
+    assert Budget.bytes(9_000).entries(rows, 10, page, page_bytes, 42) == 12
     for value in (0, -1, math.inf, math.nan):
         with pytest.raises(BudgetError):
             Budget.of(value)

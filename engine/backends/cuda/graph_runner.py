@@ -122,10 +122,7 @@ class GraphRunner:
         for session in sessions:
             most = session.entries + steps * rows
             if self.engine.policy.evicts:
-                pool = cache.pool
-                budget = session.budget.entries(
-                    rows, session.seen + steps, pool.page_size, pool.page_bytes
-                )
+                budget = self.engine.budgets.allowed(session.budget, session.seen + steps)
                 kept = max(budget + self.engine.slack, session.entries) + rows
                 most = min(most, kept)
             largest = max(largest, most)

@@ -122,11 +122,9 @@ class StaticStep:
 
     def set_budget(self, batch_slot: int, budget: Budget) -> None:
         """Bound a batch slot by ``budget``."""
-        engine, pool = self.engine, self.engine.cache.pool
         self.share[batch_slot] = budget.value if budget.kind == "fraction" else 0
         if budget.kind != "fraction":
-            rows = engine.spec.rows
-            self.allowed[batch_slot] = budget.entries(rows, 0, pool.page_size, pool.page_bytes)
+            self.allowed[batch_slot] = self.engine.budgets.allowed(budget, 0)
 
     def run(self) -> None:
         """Append every batch slot's token, choose the next, evict."""
