@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from mmkv.api import Engine
 
 _SERVER = "Server"
+_KEY_VARIABLE = "MMKV_API_KEY"
 # A chunk of a prompt holds up everyone's next token, so that it is shorter than for one user.
 CHUNK_ON_CPU = 256
 
@@ -65,7 +67,7 @@ def serve(
     api_key: Annotated[
         list[str] | None,
         typer.Option(
-            envvar="MMKV_API_KEY",
+            envvar=_KEY_VARIABLE,
             help="Key that requests have to show. Repeatable.",
             rich_help_panel=_SERVER,
         ),
@@ -179,6 +181,7 @@ def serve(
         )
     if shared_budget is None and arguments.on_command_line(context, "shared_floor"):
         raise UsageError("--shared-floor is a part of --shared-budget; give that, too")
+    _require_keys(api_key or [])
     weights = _weights(key_weight or [], api_key or [], shared_budget is not None)
     limit, body = _bytes("--memory", memory), _bytes("--max-body", max_body)
     copies = None if snapshots is None else _bytes("--snapshots", snapshots)
@@ -224,6 +227,17 @@ def serve(
         from mmkv.server.replicas import serve_replicas
 
         serve_replicas(*given, replicas, gpus=_gpus(config.device))
+
+
+def _require_keys(keys: list[str]) -> None:
+    """Raise UsageError for an API key that is empty or blank."""
+    # A variable of spaces gives no key at all; one that is empty is as if it were not set.
+    blank = not keys and bool(os.environ.get(_KEY_VARIABLE))
+    if blank or not all(key.strip() for key in keys):
+        raise UsageError(
+            f"an API key is empty; give one with --api-key or {_KEY_VARIABLE}, or leave it out to "
+            "serve everybody"
+        )
 
 
 def _weights(given: list[float], keys: list[str], shared: bool) -> tuple[float, ...]:

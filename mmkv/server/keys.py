@@ -51,7 +51,9 @@ class CheckKey:
     def _fitting(self, shown: str) -> str | None:
         """Return the key's digest when one of the known ones is shown."""
         scheme, _, key = shown.partition(" ")
-        given = digest_of_key(key.strip() if scheme.lower() == "bearer" else "")
+        if scheme.lower() != "bearer" or not key.strip():
+            return None
+        given = digest_of_key(key.strip())
         # All are compared, whichever fits, in a time that says nothing.
         fits = [hmac.compare_digest(given, known) for known in self._known]
         return given.hex() if any(fits) else None

@@ -317,6 +317,12 @@ def test_metrics_count_what_was_done(server: Server) -> None:
     assert after["mmkv_page_leaks_total"] == 0
 
 
+def test_no_header_fits_an_empty_key(folder: Path) -> None:
+    with serving(lambda: load(folder), api_keys=("",)) as server:
+        for shown in ({}, {"Authorization": "Bearer"}, {"Authorization": "Basic x"}):
+            assert server.client.get("/v1/models", headers=shown).status_code == 401
+
+
 def test_keys_and_long_bodies(folder: Path) -> None:
     with serving(lambda: load(folder), api_keys=("one", "two"), body=2000) as server:
         for headers in ({}, {"Authorization": "Bearer three"}, {"Authorization": "Basic one"}):

@@ -47,6 +47,24 @@ def test_memory_that_cannot_be(
     assert says in said and said.count("\n") == 1
 
 
+@pytest.mark.parametrize("keys", [[""], [" "], ["one", "\t"]])
+def test_an_empty_key_is_refused(
+    keys: list[str], folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = [text for key in keys for text in ("--api-key", key)]
+    assert run(["serve", str(folder), "--memory", "1KiB", "--quiet", *given]) == 2
+    said = capsys.readouterr().err
+    assert "API key is empty" in said and said.count("\n") == 1
+
+
+def test_a_key_of_spaces_in_the_environment_is_refused(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MMKV_API_KEY", "  ")
+    assert run(["serve", str(folder), "--memory", "1KiB", "--quiet"]) == 2
+    assert "API key is empty" in capsys.readouterr().err
+
+
 def test_an_engine_that_cannot_be_loaded_ends_the_start() -> None:
     def load() -> Engine:
         raise ModelError("no such model; name another")
