@@ -341,10 +341,14 @@ class ChatJob:
 
     def leave(self) -> None:
         """Keep each session after its reply, or close it; after :meth:`end`."""
-        for one, choice in zip(self.growing, self.choices, strict=True):
-            if self.work.keep and not one.session.closed:
+        # Fewer choices where end() has failed.
+        for one, choice in zip(self.growing, self.choices, strict=False):
+            if one.session.closed:
+                continue
+            if self.work.keep:
                 self._keep_whole(one.session, choice)
-            elif not one.session.closed and not self._keep_reply(one.session, choice.text):
+            # After a stop text the session holds words that the client never saw.
+            elif choice.finish_reason == "stop" or not self._keep_reply(one.session, choice.text):
                 one.session.close()
 
     def _keep_whole(self, session: Session, choice: Choice) -> None:

@@ -99,7 +99,7 @@ class Lasting:
     def new_memory(self, tenant: str, name: str) -> Path:
         """Return where the next memory of a session may be written."""
         path = self._path(tenant, f"{name}.{uuid.uuid4().hex}{_MEMORY}")
-        with _told():
+        with told():
             path.parent.mkdir(parents=True, exist_ok=True)
         return path
 
@@ -119,7 +119,7 @@ class Lasting:
                     "the session went on at another server meanwhile; send its requests to one "
                     "place (X-Session-Id), and this one again"
                 )
-            with _told():
+            with told():
                 if note.memory is not None:  # it has to last before a note names it
                     _sync(self.memory(tenant, note))
                     _sync(path.parent)
@@ -131,7 +131,7 @@ class Lasting:
 
     def delete(self, tenant: str, name: str) -> None:
         """Remove a session's files. Raises NotWrittenError."""
-        with self._locked(tenant), _told():
+        with self._locked(tenant), told():
             note = None
             with contextlib.suppress(SessionError):
                 note = self.note(tenant, name)
@@ -168,7 +168,7 @@ class Lasting:
         """Have a tenant's folder alone, among all threads and servers."""
         path = self._path(tenant, ".lock")
         with contextlib.ExitStack() as stack:
-            with _told():
+            with told():
                 path.parent.mkdir(parents=True, exist_ok=True)
                 stack.enter_context(FileLock(path).acquire(poll_interval=_POLL))
             yield
@@ -178,7 +178,7 @@ class Lasting:
 
 
 @contextlib.contextmanager
-def _told() -> Iterator[None]:
+def told() -> Iterator[None]:
     """Say in one line what the disk refuses."""
     try:
         yield

@@ -20,7 +20,7 @@ from engine.errors import SessionError
 from mmkv.server.chat import refuse_own
 from mmkv.server.conversation import digest_of
 from mmkv.server.errors import ApiError
-from mmkv.server.lasting import Lasting, Note, NotWrittenError
+from mmkv.server.lasting import Lasting, Note, NotWrittenError, told
 from mmkv.server.room import Caller, Room
 from mmkv.server.schema import parse_budget
 from mmkv.server.turns import hold, release
@@ -199,7 +199,12 @@ class Sessions:
             raise ApiError(400, "a saved session has its own budget", "invalid_value", "budget")
         path = self._path(asked.file, caller)
         if not await asyncio.to_thread(path.is_file):  # nobody makes way for it
-            raise SessionError(f"there is no saved session {asked.file}; save one first")
+            raise ApiError(
+                404,
+                f"there is no saved session {asked.file}; save one first",
+                "file_not_found",
+                "file",
+            )
         self._require_room()
         with self._coming_in(object()):
             kept = await self._load(path, asked.file, caller.tenant)
@@ -226,11 +231,10 @@ class Sessions:
         if kept is None:
             raise ApiError(400, "the session is empty; save it after a turn", "invalid_value")
         if path.exists() and not asked.overwrite:
-            raise ApiError(
-                409, f"there is a file {asked.name} already; set overwrite", "file_exists", "name"
-            )
-        path.parent.mkdir(parents=True, exist_ok=True)
-        await self._write(kept, path)
+            raise _saved_already(asked.name)
+        with told():
+            path.parent.mkdir(parents=True, exist_ok=True)
+        await self._write(kept, path, asked.overwrite)
 
     async def delete(self, record: Record) -> None:
         """Close a session; its saved files stay."""
@@ -320,10 +324,18 @@ class Sessions:
         made.note, made.turns = note, note.turns
         return made
 
-    async def _write(self, kept: Kept, path: Path) -> None:
-        """Write a session file. Raises NotWrittenError."""
+    async def _write(self, kept: Kept, path: Path, over: bool = True) -> None:
+        """Write a session file. Raises NotWrittenError; ApiError (409): there is one."""
+
+        def write() -> None:
+            with told():
+                if over:
+                    kept.save(path)
+                else:
+                    _save_new(kept, path)
+
         try:
-            await self._room.worker.call(lambda: kept.save(path))
+            await self._room.worker.call(write)
         except SessionError as error:
             raise NotWrittenError(str(error)) from error
 
@@ -403,6 +415,24 @@ class Sessions:
 
 def _gone(name: str) -> ApiError:
     return ApiError(404, f"there is no session {name[:60]!r}; create one", "session_not_found")
+
+
+def _save_new(kept: Kept, path: Path) -> None:
+    """Write a session file where there is none; of two at once the second is refused."""
+    draft = path.with_name(f".{path.stem}.{secrets.token_hex(8)}.part")
+    try:
+        kept.save(draft)
+        try:
+            path.touch(exist_ok=False)
+        except FileExistsError:
+            raise _saved_already(path.stem) from None
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def _saved_already(name: str) -> ApiError:
+    return ApiError(409, f"there is a file {name} already; set overwrite", "file_exists", "name")
 
 
 def _exists(name: str) -> ApiError:

@@ -138,3 +138,29 @@ def paused_in_a_reply(server: Server) -> Iterator[threading.Event]:
     finally:
         over.set()
         server.inside(release)
+
+
+@contextmanager
+def stopped(server: Server) -> Iterator[None]:
+    """Let the engine's thread take no commands meanwhile."""
+    stands, over = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        stands.set()
+        assert over.wait(60)
+
+    waiting = server.room.worker.post(wait)
+    assert stands.wait(60)
+    try:
+        yield
+    finally:
+        over.set()
+        waiting.result(60)
+
+
+def until(what: Callable[[], bool]) -> None:
+    """Wait for the event loop, while the engine's thread stands; a minute at most."""
+    deadline = time.monotonic() + 60
+    while not what():
+        assert time.monotonic() < deadline, "not within a minute"
+        time.sleep(0.002)

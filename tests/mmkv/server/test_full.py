@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import socket
-import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import closing
 from urllib.parse import urlsplit
 
 import pytest
@@ -16,7 +14,7 @@ import pytest
 from mmkv import Engine
 from mmkv.server.metrics import Metrics
 from tests.support.chat_models import save_qwen3_vl
-from tests.support.servers import Server, serving
+from tests.support.servers import Server, serving, stopped, until
 
 
 @pytest.fixture(scope="module")
@@ -30,24 +28,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield made
 
 
-@contextmanager
-def stopped(server: Server) -> Iterator[None]:
-    """Let the engine's thread take no commands meanwhile."""
-    stands, over = threading.Event(), threading.Event()
-
-    def wait() -> None:
-        stands.set()
-        assert over.wait(60)
-
-    waiting = server.room.worker.post(wait)
-    assert stands.wait(60)
-    try:
-        yield
-    finally:
-        over.set()
-        waiting.result(60)
-
-
 def begun(server: Server, path: str) -> socket.socket:
     """Send the head of a request, and nothing of its body."""
     parts = urlsplit(server.url)
@@ -55,14 +35,6 @@ def begun(server: Server, path: str) -> socket.socket:
     kind = "Content-Type: application/json\r\nContent-Length: 100000"
     made.sendall(f"POST {path} HTTP/1.1\r\nHost: x\r\n{kind}\r\n\r\n".encode())
     return made
-
-
-def until(what: Callable[[], bool]) -> None:
-    """Wait for the event loop, while the engine's thread stands; a minute at most."""
-    deadline = time.monotonic() + 60
-    while not what():
-        assert time.monotonic() < deadline, "not within a minute"
-        time.sleep(0.002)
 
 
 def on_the_way(server: Server) -> int:

@@ -271,7 +271,7 @@ def test_a_fork_takes_no_place_from_its_origin(
     before = one.inside(lambda machine: len(machine.scheduler.sessions))
     again = one.client.post("/v1/sessions", json={}, headers={"X-Session-Id": name})
     missing = one.client.post("/v1/sessions", json={"file": "never-saved"})
-    assert (again.status_code, missing.status_code) == (409, 409)
+    assert (again.status_code, missing.status_code) == (409, 404)
     assert "no saved session never-saved" in missing.json()["error"]["message"]
     assert one.inside(lambda machine: len(machine.scheduler.sessions)) == before
 

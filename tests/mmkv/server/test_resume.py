@@ -175,6 +175,24 @@ def test_resume_can_be_required_and_be_said_in_a_header(server: Server) -> None:
         del server.client.headers["X-Mmkv-Resume"]
 
 
+def test_what_a_stop_text_cut_off_is_not_resumed(server: Server) -> None:
+    """The memory after it holds words that the client never saw."""
+
+    def replies(machine: Machine) -> int:
+        return sum(one.replied for one in machine.snapshots._found.values())
+
+    said = server.chat(QUESTION, max_tokens=12, cache_salt="whole").json()["choices"][0]
+    stop = said["message"]["content"][3:5]
+    before = server.inside(replies)
+    cut = server.chat(QUESTION, max_tokens=12, cache_salt="cut", stop=stop).json()["choices"][0]
+    assert cut["finish_reason"] == "stop"
+    text = cut["message"]["content"]
+    assert said["message"]["content"].startswith(text) and len(text) <= 3
+    assert server.inside(replies) == before
+    found = usage(server.chat(QUESTION, text, "and?", cache_salt="cut"))
+    assert 0 < found["mmkv"]["resumed"] < found["prompt_tokens"] - len("and?")
+
+
 def test_policies_that_score_by_the_question_share_only_when_asked(folder: Path) -> None:
     with serving(lambda: load(folder, policy="snapkv:window=4")) as server:
         for _ in range(2):

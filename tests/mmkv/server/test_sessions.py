@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ from tests.support.servers import (
     paused_in_a_reply,
     picture_part,
     serving,
+    stopped,
+    until,
 )
 
 SCENE = picture_part(picture("red", (48, 40)))
@@ -192,6 +195,34 @@ def test_a_saved_session_goes_on_from_its_file(server: Server, saved: Path) -> N
     assert said(server, created(server, file="chat"), "and now?")
 
 
+def test_of_two_saves_under_one_name_one_stands(server: Server, saved: Path) -> None:
+    """Both look before either has written."""
+    names = [created(server) for _ in range(2)]
+    for name in names:
+        turn(server, name, f"hello from {name}")
+    with ThreadPoolExecutor(2) as clients, stopped(server):
+        sent = [
+            clients.submit(server.client.post, f"/v1/sessions/{name}/save", json={"name": "twice"})
+            for name in names
+        ]
+        until(lambda: server.room.worker._commands.qsize() == 2)
+    answers = [one.result() for one in sent]
+    assert sorted(one.status_code for one in answers) == [200, 409]
+    refused = next(one for one in answers if one.status_code == 409)
+    assert refused.json()["error"]["code"] == "file_exists"
+    assert not list((saved / "public").glob(".*"))
+
+
+def test_a_folder_that_cannot_be_made_is_the_disks_fault(folder: Path, tmp_path: Path) -> None:
+    with serving(lambda: load(folder), session_folder=tmp_path) as made:
+        (tmp_path / "public").write_text("in the way")
+        name = created(made)
+        turn(made, name, "hello")
+        answer = made.client.post(f"/v1/sessions/{name}/save", json={"name": "mine"})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (507, "not_written")
+        assert made.client.delete(f"/v1/sessions/{name}").status_code == 200
+
+
 def test_a_session_file_is_read_whole_or_not_at_all(server: Server, saved: Path) -> None:
     name = created(server)
     said(server, name, TURNS[0])
@@ -232,7 +263,7 @@ def test_what_a_session_refuses(server: Server) -> None:
     assert save.status_code == 400 and "empty" in save.json()["error"]["message"]
     for fields in ({"budget": "no"}, {"budget": 8, "file": "x"}, {"colour": 1}):
         assert server.client.post("/v1/sessions", json=fields).status_code == 400
-    assert server.client.post("/v1/sessions", json={"file": "never-saved"}).status_code == 409
+    assert server.client.post("/v1/sessions", json={"file": "never-saved"}).status_code == 404
     for _ in range(5):
         created(server)
     full = server.client.post("/v1/sessions", json={})
@@ -277,7 +308,7 @@ def test_sessions_belong_to_their_key(folder: Path, tmp_path: Path) -> None:
             answer = made.client.request(method, f"/v1/sessions/{name}{path}")
             assert answer.status_code == 404, answer.text
         assert post(made, name, "tell me").status_code == 404
-        assert made.client.post("/v1/sessions", json={"file": "mine"}).status_code == 409
+        assert made.client.post("/v1/sessions", json={"file": "mine"}).status_code == 404
         for head in ({}, heads[2]):
             made.client.headers = head
             assert made.client.get("/v1/sessions").status_code == 401
