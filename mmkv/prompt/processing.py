@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 _ANCHOR = "a"
 PICTURES, _VIDEOS = "preprocessor_config.json", "video_preprocessor_config.json"
 BOTH = "processor_config.json"
+_PICTURES_IN_PIL = "Qwen2VLImageProcessorPil"
 
 
 class Processor:
@@ -43,6 +44,11 @@ class Processor:
     def __init__(self, tokenizer: Any, template: ChatTemplate) -> None:
         self.tokenizer, self.template = tokenizer, template
         self._lock = threading.RLock()  # libraries keep settings of a call in the tokenizer
+
+    @property
+    def picture_rules(self) -> VideoRules | None:
+        """Return the sizes that pictures are scaled to; None where they are not known."""
+        return None
 
     @property
     def size_rule(self) -> Any:
@@ -182,6 +188,21 @@ class QwenProcessor(Processor):
     def size_rule(self) -> Any:
         """Return the rule that scales frames to the model's size while they are read."""
         return self.rules.scaler
+
+    @property
+    def picture_rules(self) -> VideoRules | None:
+        """Return the sizes that pictures are scaled to; None where they are not known."""
+        from mmkv.prompt.qwen_vision import VideoRules
+
+        if not self.sees:
+            return None
+        made = self.image_processor
+        size = dict(self.image_size or made.size)
+        least, most = (size.get(name) for name in ("shortest_edge", "longest_edge"))
+        scales = type(made).__name__ == _PICTURES_IN_PIL and made.do_resize and made.resample == 3
+        if not (scales and least and most):
+            return None
+        return VideoRules(made.patch_size, 1, made.merge_size, least, most, frames_apart=False)
 
     def video_texts(self, clips: Sequence[Clip], inputs: dict[str, torch.Tensor]) -> list[str]:
         """See :meth:`Processor.video_texts`."""

@@ -26,6 +26,7 @@ from mmkv.server.worker import Done, Event
 
 if TYPE_CHECKING:
     from mmkv.api import Engine
+    from mmkv.prompt.qwen_vision import VideoRules
     from mmkv.server.metrics import Metrics
     from mmkv.server.settings import Settings
     from mmkv.server.worker import Request
@@ -196,5 +197,13 @@ def _facts(engine: Engine, lookahead: float) -> Facts:
         watches=engine.processor.watches,
         shared=engine.shared is not None,
         rules=getattr(engine.processor, "rules", None),
+        picture_rules=_picture_rules(engine),
         lengths=Lengths(engine.processor.tokenizer, engine.spec.max_position),
     )
+
+
+def _picture_rules(engine: Engine) -> VideoRules | None:
+    try:
+        return engine.processor.picture_rules
+    except MmkvError:  # settings that cannot be used are the first picture's error
+        return None

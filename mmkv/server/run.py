@@ -54,7 +54,9 @@ def opened(
     worker.start()
     try:
         facts = worker.facts()
-        media = MediaResolver(folder=settings.media_folder, rules=facts.rules)
+        media = MediaResolver(
+            folder=settings.media_folder, rules=facts.rules, picture_rules=facts.picture_rules
+        )
         yield Room(settings, facts, worker, metrics, media)
     finally:
         worker.stop()

@@ -66,7 +66,8 @@ class Facts:
             cuts, template.
         context: most positions; vocabulary: number of tokens; lengths: bounds texts by them.
         shared: whether all sessions compete for the budget.
-        sees, watches: whether the model takes pictures, videos; rules: how it scales videos.
+        sees, watches: whether the model takes pictures, videos; picture_rules, rules: how it scales
+            them.
     """
 
     root: str
@@ -80,3 +81,4 @@ class Facts:
     watches: bool
     shared: bool = False
     rules: VideoRules | None = None
+    picture_rules: VideoRules | None = None

@@ -34,7 +34,8 @@ def resolver(shared: MediaResolver) -> Callable[..., MediaResolver]:
 
     def make(folder: Path | None = None, rules: Any = None, **limits: Any) -> MediaResolver:
         names, allowed = limits.pop("names", None), limits.pop("allowed", is_public)
-        made = MediaResolver(MediaLimits(**limits), folder, rules, names, allowed)
+        pictures = limits.pop("picture_rules", None)
+        made = MediaResolver(MediaLimits(**limits), folder, rules, names, allowed, pictures)
         made.pool = shared.pool
         return made
 

@@ -65,6 +65,7 @@ class MediaResolver:
     Args:
         folder: where ``file:`` URLs may point; None: nowhere.
         rules: how the model scales the frames of videos; None: they stay as they are.
+        picture_rules: how it scales pictures; None: only very large ones are scaled down.
         resolve_host, allowed: how names become addresses, and which of them may be dialled
             (:func:`mmkv.server.media.addresses.is_public`).
     """
@@ -76,11 +77,13 @@ class MediaResolver:
         rules: VideoRules | None = None,
         resolve_host: Resolver | None = None,
         allowed: Callable[[str], bool] = is_public,
+        picture_rules: VideoRules | None = None,
     ) -> None:
         self.limits = limits or MediaLimits()
         self.folder = folder
         self.pool = DecodePool(self.limits.workers, self.limits.worker_bytes)
         self._rules = None if rules is None else dataclasses.asdict(rules)
+        self._picture_rules = None if picture_rules is None else dataclasses.asdict(picture_rules)
         self._names = SystemResolver()
         self._fetcher = Fetcher(self.limits, resolve_host or self._names, allowed)
 
@@ -153,10 +156,11 @@ class MediaResolver:
             "fps": source.fps,
             "num_frames": source.num_frames,
             "rules": self._rules,
+            "picture_rules": self._picture_rules,
         }
         seconds = self.limits.seconds(source.kind)
         result, pixels = await self.pool.decode(task, content, seconds)
-        allowance.take_pixels(len(pixels) // 3)
+        allowance.take_pixels(result.get("decoded", len(pixels) // 3))
         if source.kind == "image":
             from PIL import Image as pil
 

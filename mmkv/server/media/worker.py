@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import os
 import resource
 import signal
@@ -30,6 +31,7 @@ from mmkv.server.media.errors import TOO_LARGE, UNREADABLE
 from mmkv.server.media.wire import HEADER, pack
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # JPEG opens MPO, too
+MOST_PIXELS = 16 * 10**6  # of a picture, where it is not known what the model reads
 _GRACE_S = 5  # beyond the deadline that the server keeps
 
 
@@ -66,9 +68,11 @@ def _decoded(task: dict[str, Any], content: bytes) -> tuple[dict[str, Any], byte
         if task["kind"] == "video":
             return _video(task, content)
         picture = decode_image(content, task["name"], FORMATS, task["pixels"])
+        decoded = picture.width * picture.height
+        picture = _scaled(picture, task["picture_rules"])
         pixels = picture.tobytes()
         result = {"size": picture.size}
-        return result | {"digest": _digest(result, pixels)}, pixels
+        return result | {"digest": _digest(result, pixels), "decoded": decoded}, pixels
     except TooManyPixelsError as error:
         return {"status": TOO_LARGE, "error": str(error)}, b""
     except InputError as error:
@@ -76,6 +80,29 @@ def _decoded(task: dict[str, Any], content: bytes) -> tuple[dict[str, Any], byte
     except MemoryError:
         what = f"{task['name']} does not fit into the memory of a decoder; scale it down"
         return {"status": TOO_LARGE, "error": what}, b""
+
+
+def _scaled(picture: pil.Image, rules: dict[str, Any] | None) -> pil.Image:
+    """Scale a large picture down here: in the server that would hold up all replies.
+
+    By the model's rules the pixels are those that its processor makes, which finds nothing left to
+    do. Where they are not known, a picture keeps more than any model reads of it.
+    """
+    width, height = picture.size
+    if rules is None:
+        shrink = math.sqrt(width * height / MOST_PIXELS)
+        if shrink <= 1:
+            return picture
+        size = max(1, round(width / shrink)), max(1, round(height / shrink))
+        return picture.resize(size, pil.Resampling.BICUBIC)
+    rule = VideoRules(**rules)
+    try:
+        rows, columns = rule.size(1, height, width)
+    except InputError:  # too thin: the processor says so
+        return picture
+    if rows * columns >= width * height or rule.size(1, rows, columns) != (rows, columns):
+        return picture
+    return picture.resize((columns, rows), pil.Resampling.BICUBIC)
 
 
 def _video(task: dict[str, Any], content: bytes) -> tuple[dict[str, Any], memoryview]:

@@ -14,7 +14,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from engine.errors import InputError
 from mmkv.prompt.media import load_image
+from mmkv.prompt.processing import load_processor
 from mmkv.prompt.qwen_vision import VideoRules
 from mmkv.prompt.video import Clip, load_video
 from mmkv.server.conversation import Message, Part
@@ -22,7 +24,9 @@ from mmkv.server.media.errors import MediaError
 from mmkv.server.media.limits import MediaLimits
 from mmkv.server.media.local import _open_below
 from mmkv.server.media.resolver import MediaResolver, Medium, Source
+from mmkv.server.media.worker import MOST_PIXELS
 from mmkv.server.request_media import RequestMedia
+from tests.support.chat_models import save_qwen3_vl
 from tests.support.media import (
     PICTURE,
     data_url,
@@ -82,6 +86,49 @@ def test_pictures_are_those_that_load_image_makes(
     one, two = runner.run(resolver().resolve([Source("image", url), Source("image", url)]))
     assert np.array_equal(np.asarray(one.content), np.asarray(load_image(tmp_path / "x")))
     assert one.digest == two.digest and one.part == {"type": "image", "image": one.content}
+
+
+@pytest.mark.parametrize("size", [(1200, 999), (2000, 31), (70, 60), (5, 1100)])
+def test_large_pictures_come_as_the_model_reads_them(
+    size: tuple[int, int],
+    tmp_path: Path,
+    runner: asyncio.Runner,
+    resolver: Callable[..., MediaResolver],
+) -> None:
+    """Scaled where they are decoded, by the model's own rules: its inputs are the same."""
+    processor = load_processor(save_qwen3_vl(tmp_path))
+    rules = processor.picture_rules
+    assert rules is not None
+    noise = np.random.default_rng(0).integers(0, 256, (size[1], size[0], 3), np.uint8)
+    url = data_url(encoded(Image.fromarray(noise)))
+    whole, scaled = (
+        runner.run(resolver(picture_rules=given).resolve([Source("image", url)]))[0].content
+        for given in (None, rules)
+    )
+    assert whole.size == size
+    if size == (1200, 999):
+        assert scaled.width * scaled.height <= rules.longest_edge
+
+    def read(picture: Image.Image) -> str | list[Any]:
+        try:
+            inputs = processor.encode("<|vision_start|><|image_pad|><|vision_end|>", [picture])
+        except InputError as error:  # too thin
+            return str(error)
+        return [inputs["pixel_values"].tolist(), inputs["image_grid_thw"].tolist()]
+
+    assert read(whole) == read(scaled)
+
+
+def test_very_large_pictures_are_scaled_where_the_rules_are_not_known(
+    runner: asyncio.Runner, resolver: Callable[..., MediaResolver]
+) -> None:
+    """What they were counts against the request's allowance."""
+    url = data_url(encoded(Image.new("RGB", (6000, 3000), "red")))
+    (medium,) = runner.run(resolver().resolve([Source("image", url)]))
+    width, height = medium.content.size
+    assert abs(width * height - MOST_PIXELS) < 10_000 and abs(width / height - 2) < 1e-3
+    made = resolver(pixels=20 * 10**6)
+    assert refusal(runner, made, url, url).status == 413
 
 
 def test_what_is_no_picture(runner: asyncio.Runner, resolver: Callable[..., MediaResolver]) -> None:
