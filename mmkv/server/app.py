@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -12,6 +13,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from fastapi.security import HTTPBearer
 from starlette.exceptions import HTTPException
+from starlette.routing import Match
 
 from engine.errors import MmkvError
 from mmkv import __version__
@@ -20,12 +22,13 @@ from mmkv.server.body import LimitBody
 from mmkv.server.chat import ChatCall
 from mmkv.server.errors import ApiError
 from mmkv.server.full import RefuseWhenFull
+from mmkv.server.headers import take_resume
 from mmkv.server.keys import CheckKey
 from mmkv.server.metrics import CONTENT_TYPE
 from mmkv.server.page import page_router
 from mmkv.server.responses import responses_router
 from mmkv.server.room import Room
-from mmkv.server.schema import ChatRequest, MmkvOptions
+from mmkv.server.schema import ChatRequest
 from mmkv.server.session_routes import sessions_router
 from mmkv.server.transformers_chat import load_router
 
@@ -74,7 +77,7 @@ def _add_keyed(router: APIRouter, room: Room) -> None:
 
     @router.post("/chat/completions", summary="Reply to a conversation")
     async def chat(request: Request, body: ChatRequest) -> Response:
-        _take_header(request, body)
+        take_resume(request, body)
         call = ChatCall(room, body, request.state.caller)
         work: Any = call.stream if body.stream else call.whole
         return Answer(work, bool(body.stream), settings.keep_alive)
@@ -124,17 +127,8 @@ def _model(room: Room) -> dict[str, Any]:
     }
 
 
-def _take_header(request: Request, body: ChatRequest) -> None:
-    """Let X-Mmkv-Resume say what ``mmkv.resume`` does not."""
-    given = request.headers.get("x-mmkv-resume")
-    if given is None:
-        return
-    if given not in ("auto", "never", "required"):
-        raise ApiError(
-            400, "X-Mmkv-Resume is auto, never or required", "invalid_value", "X-Mmkv-Resume"
-        )
-    body.mmkv = body.mmkv or MmkvOptions()
-    body.mmkv.resume = body.mmkv.resume or given  # type: ignore[assignment]
+# What pydantic says of the types of a value that could be several things.
+_OF_TYPES = re.compile(r"(str|int|float|constrained-\w+)$|[A-Z]\w*$|(list|dict|function)[-\[]")
 
 
 async def _on_error(_: Request, error: Exception) -> Response:
@@ -143,16 +137,40 @@ async def _on_error(_: Request, error: Exception) -> Response:
 
 async def _on_invalid(_: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
-    first = error.errors()[0]
-    place = ".".join(str(one) for one in first["loc"] if one != "body")
+    # Of a value that could be several things, what came nearest to one.
+    first = max(error.errors(), key=lambda one: (len(one["loc"]), one["type"] != "string_type"))
+    if first["type"] == "json_invalid":
+        what = f"the body is no valid JSON: {first['ctx']['error']}"
+        what += f" at character {first['loc'][-1]}; send a JSON object"
+        return error_response(ApiError(400, what, "invalid_request"))
+    extra = first["type"] == "extra_forbidden"
+    names = [str(one) for one in first["loc"][1:]]
+    inner, last = names[:-1] if extra else names, names[-1:] if extra else []
+    place = ".".join([*(one for one in inner if not _OF_TYPES.match(one)), *last])
     if not place.isprintable():  # a field of the request's own making
         place = ascii(place)[1:-1]
     message = f"{place}: {first['msg']}" if place else str(first["msg"])
-    if first["type"] == "extra_forbidden":
+    if extra:
         message = f"{place} is not a known field; leave it out"
     return error_response(ApiError(400, message[:500], "invalid_request", place[:200] or None))
 
 
-async def _on_http(_: Request, error: Exception) -> Response:
+async def _on_http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    return error_response(ApiError(error.status_code, str(error.detail)))
+    answer = error_response(ApiError(error.status_code, str(error.detail)))
+    answer.headers.update(error.headers or {})
+    if error.status_code == 405:
+        answer.headers["Allow"] = ", ".join(_methods(request))
+    return answer
+
+
+def _methods(request: Request) -> list[str]:
+    """Return the methods that a path has; each stands in a route of its own."""
+    return [
+        method
+        for method in ("DELETE", "GET", "PATCH", "POST", "PUT")
+        if any(
+            route.matches({**request.scope, "method": method})[0] == Match.FULL
+            for route in request.app.routes
+        )
+    ]

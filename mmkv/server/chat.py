@@ -89,7 +89,7 @@ class ChatCall:
                 raise ApiError(
                     400,
                     f"the memory that is gone on from has a budget of {start.budget.describe()} "
-                    "and is resumed; leave out mmkv.budget and mmkv.resume",
+                    "and is resumed; leave out mmkv.budget, mmkv.resume and X-Mmkv-Resume",
                     "invalid_value",
                     "mmkv",
                 )
@@ -220,7 +220,7 @@ def _sampling(request: ChatRequest, settings: Settings, facts: Facts) -> Samplin
             max_new_tokens=most,
             temperature=1.0 if request.temperature is None else request.temperature,
             top_p=1.0 if request.top_p is None else request.top_p,
-            top_k=request.top_k or 0,
+            top_k=max(request.top_k or 0, 0),
             seed=None if request.seed is None else request.seed % 2**63,
             stop=stop,
         )
@@ -231,15 +231,17 @@ def _sampling(request: ChatRequest, settings: Settings, facts: Facts) -> Samplin
 def _extras(request: ChatRequest, facts: Facts) -> Extras:
     bias = {}
     for text, value in (request.logit_bias or {}).items():
-        if not (text.isascii() and text.isdecimal() and int(text) < facts.vocabulary):
+        # Python refuses to read numbers of very many digits.
+        number = int(text) if text.isascii() and text.isdecimal() and len(text) < 20 else None
+        if number is None or number >= facts.vocabulary:
             raise ApiError(
                 400,
                 f"logit_bias names {text[:20]!r}; token ids are below {facts.vocabulary}",
                 "invalid_value",
                 "logit_bias",
             )
-        bias[int(text)] = value
-    if request.top_logprobs is not None and not request.logprobs:
+        bias[number] = value
+    if request.top_logprobs and not request.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs", "invalid_value", "top_logprobs")
     top = (request.top_logprobs or 0) if request.logprobs else None
     try:

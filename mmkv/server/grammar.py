@@ -13,6 +13,11 @@ if TYPE_CHECKING:
     import torch
     from llguidance import LLMatcher, LLTokenizer
 
+_TYPES = {
+    "name": (str, "a text"),
+    "description": (str, "a text"),
+    "strict": (bool, "true or false"),
+}
 LONGEST_SCHEMA = 64 * 2**10  # characters of JSON
 
 
@@ -22,21 +27,41 @@ def grammar_of(response_format: Any) -> str | None:
     Raises:
         InputError: it is none of OpenAI's, or llguidance cannot follow the schema.
     """
-    kind = response_format.get("type") if isinstance(response_format, dict) else None
-    if response_format is None or response_format == {"type": "text"}:
+    if response_format is None:
         return None
-    if kind == "json_object":
-        schema: Any = {"type": "object"}
-    elif kind == "json_schema":
-        named = response_format.get("json_schema")
-        schema = named.get("schema") if isinstance(named, dict) else None
-    else:
+    kind = response_format.get("type") if isinstance(response_format, dict) else None
+    if kind not in ("text", "json_object", "json_schema"):
         raise InputError("response_format has to be of type text, json_object or json_schema")
+    named = response_format.get("json_schema") if kind == "json_schema" else None
+    own = {"json_schema"} if kind == "json_schema" else set()
+    _require_known(response_format, {"type", *own}, "")
+    if kind == "text":
+        return None
+    schema: Any = {"type": "object"}
+    if kind == "json_schema":
+        schema = _schema_of(named)
     if not isinstance(schema, dict):
         raise InputError("response_format.json_schema.schema has to be an object")
     if len(json.dumps(schema)) > LONGEST_SCHEMA:
         raise InputError(f"the schema is longer than {LONGEST_SCHEMA:,} characters; shorten it")
     return _grammar(schema)
+
+
+def _schema_of(named: Any) -> Any:
+    if not isinstance(named, dict):
+        return None
+    _require_known(named, {"schema", *_TYPES}, ".json_schema")
+    for name, (kind, wanted) in _TYPES.items():
+        if not isinstance(named.get(name), (kind, type(None))):
+            raise InputError(f"response_format.json_schema.{name} has to be {wanted}")
+    return named.get("schema")
+
+
+def _require_known(given: dict[str, Any], known: Collection[str], where: str) -> None:
+    for name in given:
+        if name not in known and given[name] is not None:
+            shown = ascii(name[:60])[1:-1]
+            raise InputError(f"response_format{where}.{shown} is not a known field; leave it out")
 
 
 def _grammar(schema: dict[str, Any]) -> str:

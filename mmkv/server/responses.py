@@ -9,12 +9,13 @@ from collections.abc import AsyncGenerator, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Request, Response
 
 from engine.errors import MmkvError
 from mmkv.server.answer import Answer
 from mmkv.server.chat import ChatCall
 from mmkv.server.errors import ApiError, api_error
+from mmkv.server.headers import take_resume
 from mmkv.server.responses_json import Shape
 from mmkv.server.responses_schema import (
     ResponseRequest,
@@ -214,7 +215,8 @@ def responses_router(room: Room) -> APIRouter:
     router = APIRouter(prefix="/responses", tags=["responses"])
 
     @router.post("", summary="Reply to a conversation, or go on with an earlier response")
-    async def create(body: ResponseRequest, who: Asking) -> Response:
+    async def create(body: ResponseRequest, who: Asking, request: Request) -> Response:
+        take_resume(request, body)
         call = ResponseCall(room, responses, body, who)
         work: Any = call.stream if body.stream else call.whole
         return Answer(work, bool(body.stream), room.settings.keep_alive)

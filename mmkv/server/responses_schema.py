@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, StrictBool
+from pydantic import BaseModel, ConfigDict, Field, StrictBool
 
 from mmkv.server.errors import ApiError
 from mmkv.server.schema import (
@@ -13,24 +13,30 @@ from mmkv.server.schema import (
     Body,
     ChatMessage,
     ChatRequest,
+    Effort,
+    Hinted,
     ImagePart,
     ImageUrl,
+    Metadata,
     MmkvOptions,
     Number,
     OtherPart,
     RefusalPart,
+    Short,
     Strict,
     TextPart,
     VideoPart,
+    improper,
     unsupported,
 )
 
 _MESSAGE = re.compile(r"\bmessages\[(-?\d+)\]")
 _NAMES = {"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text.format"}
 LOGPROBS = "message.output_text.logprobs"
+ENCRYPTED = "reasoning.encrypted_content"  # of which there is none
 
 
-class InputText(Strict):
+class InputText(Hinted):
     """A text of the user, or of an earlier reply."""
 
     type: Literal["input_text", "output_text", "text"]
@@ -39,7 +45,7 @@ class InputText(Strict):
     logprobs: Any = None
 
 
-class InputImage(Strict):
+class InputImage(Hinted):
     """A picture. ``detail`` makes no difference: pictures are read at the model's size."""
 
     type: Literal["input_image"]
@@ -48,7 +54,7 @@ class InputImage(Strict):
     file_id: str | None = None
 
 
-class InputVideo(Strict):
+class InputVideo(Hinted):
     """A video, as Open Responses has it."""
 
     type: Literal["input_video"]
@@ -64,22 +70,35 @@ class InputMessage(Strict):
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
     content: str | list[InputPart]
-    id: str | None = None
-    status: str | None = None
-    phase: str | None = None
+    id: Short | None = None
+    status: Short | None = None
+    phase: Short | None = None
 
 
 class OtherItem(BaseModel):
     """Calls of tools, references and what else there is; refused."""
 
+    model_config = ConfigDict(extra="allow")
+
     type: str
+
+
+Summary = Literal["auto", "concise", "detailed"]
+
+
+class Reasoning(Strict):
+    """How a model reasons; of no consequence here, where none does apart from its reply."""
+
+    effort: Effort | None = None
+    summary: Summary | None = None
+    generate_summary: Summary | None = None
 
 
 class TextOptions(Strict):
     """How the text looks."""
 
     format: dict[str, Any] | None = None
-    verbosity: str | None = None
+    verbosity: Short | None = None
 
 
 class ResponseRequest(Body):
@@ -101,23 +120,24 @@ class ResponseRequest(Body):
     presence_penalty: Annotated[Number, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[Number, Field(ge=-2, le=2)] | None = None
     include: list[str] | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Metadata | None = None
     text: TextOptions | None = None
     mmkv: MmkvOptions | None = None
     # Of no consequence here, or hints that are free to be followed. Nothing is ever truncated.
     truncation: Literal["auto", "disabled"] | None = None
-    user: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_retention: str | None = None
-    service_tier: str | None = None
+    user: Short | None = None
+    safety_identifier: Short | None = None
+    prompt_cache_key: Short | None = None
+    prompt_cache_retention: Short | None = None
+    prompt_cache_options: Any = None
+    service_tier: Short | None = None
+    reasoning: Reasoning | None = None
     stream_options: Any = None
     max_tool_calls: int | None = None
     # Refused unless they ask for what happens anyway.
     background: Any = None
     conversation: Any = None
     prompt: Any = None
-    reasoning: Any = None
     tools: Any = None
     tool_choice: Any = None
     parallel_tool_calls: Any = None
@@ -127,7 +147,6 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
     "background": (False,),
     "conversation": (),
     "prompt": (),
-    "reasoning": ({}, {"effort": "none"}, {"effort": None, "summary": None}),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "parallel_tool_calls": (True, False),
@@ -145,7 +164,7 @@ def chat_request(asked: ResponseRequest) -> ChatRequest:
         if value is not None and not any(value == one for one in harmless):
             raise unsupported(name, f"{name} is not supported by this server; leave it out")
     for name in asked.include or ():
-        if name != LOGPROBS:
+        if name not in (LOGPROBS, ENCRYPTED):
             raise unsupported("include", f"include: {name[:60]!r} is not supported")
     items = _items(asked)
     messages = [_message(item, f"input[{index}]") for index, item in enumerate(items)]
@@ -183,6 +202,7 @@ def named_as_asked(error: ApiError, instructions: bool) -> ApiError:
         return f"input[{index - instructions}]" if index >= instructions else "instructions"
 
     def renamed(text: str) -> str:
+        text = re.sub(r"\bresponse_format(\.json_schema)?\b", "text.format", text)
         return _MESSAGE.sub(own, text)
 
     made = ApiError(error.status, renamed(str(error)), error.code, error.param, **error.extra)
@@ -202,11 +222,23 @@ def _format(text: TextOptions | None) -> dict[str, Any] | None:
 
 def _message(item: InputMessage | OtherItem, where: str) -> ChatMessage:
     if isinstance(item, OtherItem):
+        if item.type == "message":
+            raise improper(InputMessage, item, where)
         raise unsupported(where, f"items of type {item.type[:40]!r} are not supported")
     if isinstance(item.content, str):
         return ChatMessage(role=item.role, content=item.content)
     parts: list[Any] = [_part(one, f"{where}.content[{at}]") for at, one in enumerate(item.content)]
     return ChatMessage(role=item.role, content=parts)
+
+
+_PARTS: dict[str, type[BaseModel]] = {
+    "input_text": InputText,
+    "output_text": InputText,
+    "text": InputText,
+    "refusal": RefusalPart,
+    "input_image": InputImage,
+    "input_video": InputVideo,
+}
 
 
 def _part(part: InputPart, where: str) -> TextPart | RefusalPart | ImagePart | VideoPart:
@@ -220,6 +252,8 @@ def _part(part: InputPart, where: str) -> TextPart | RefusalPart | ImagePart | V
         return VideoPart(type="video_url", video_url=part.video_url)
     if isinstance(part, RefusalPart):
         return part
+    if part.type in _PARTS:
+        raise improper(_PARTS[part.type], part, where)
     raise unsupported(
         where, f"a part of type {part.type[:40]!r} is not supported; use input_text or input_image"
     )
@@ -244,7 +278,10 @@ def input_items(asked: ResponseRequest, name: str) -> list[dict[str, Any]]:
         parts: list[Any] = (
             [{"type": own, "text": item.content}]
             if isinstance(item.content, str)
-            else [part.model_dump(exclude_none=True) for part in item.content]
+            else [
+                part.model_dump(exclude_none=True, exclude={"cache_control"})
+                for part in item.content
+            ]
         )
         for part in parts:
             if part["type"] == "output_text":

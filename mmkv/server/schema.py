@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, model_validator
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, ValidationError, model_validator
 
 from engine.budget import Budget
 from engine.errors import MmkvError
@@ -12,6 +13,15 @@ from mmkv.server.conversation import Message, Part
 from mmkv.server.errors import ApiError
 
 Number = Annotated[float, Field(allow_inf_nan=False)]
+# 0 and -1 switch it off.
+TopK = Annotated[int, Field(ge=-1, lt=2**31)]
+# OpenAI's limits.
+Metadata = Annotated[
+    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],
+    Field(max_length=16),
+]
+Short = Annotated[str, Field(max_length=512)]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 class Strict(BaseModel):
@@ -20,14 +30,20 @@ class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
 
-class TextPart(Strict):
+class Hinted(Strict):
+    """A part that may say what is to be cached; of no consequence here."""
+
+    cache_control: Any = None
+
+
+class TextPart(Hinted):
     """A text."""
 
     type: Literal["text"]
     text: str
 
 
-class RefusalPart(Strict):
+class RefusalPart(Hinted):
     """A refusal of an earlier reply; read as text."""
 
     type: Literal["refusal"]
@@ -41,7 +57,7 @@ class ImageUrl(Strict):
     detail: Literal["auto", "low", "high", "original"] | None = None
 
 
-class ImagePart(Strict):
+class ImagePart(Hinted):
     """A picture. ``detail`` makes no difference: pictures are read at the model's size."""
 
     type: Literal["image_url"]
@@ -56,7 +72,7 @@ class VideoUrl(Strict):
     num_frames: Annotated[int, Field(ge=1)] | None = None
 
 
-class VideoPart(Strict):
+class VideoPart(Hinted):
     """A video."""
 
     type: Literal["video_url"]
@@ -65,6 +81,8 @@ class VideoPart(Strict):
 
 class OtherPart(BaseModel):
     """Audio, files and what else there is; refused."""
+
+    model_config = ConfigDict(extra="allow")
 
     type: str
 
@@ -115,8 +133,8 @@ class Body(Strict):
 
     @model_validator(mode="before")
     @classmethod
-    def _has_whole_characters(cls, given: Any) -> Any:
-        require_whole_characters(given)
+    def _is_proper(cls, given: Any) -> Any:
+        require_proper(given)
         return given
 
 
@@ -133,7 +151,7 @@ class ChatRequest(Body):
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     temperature: Annotated[Number, Field(ge=0, le=2)] | None = None
     top_p: Annotated[Number, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=0)] | None = None
+    top_k: TopK | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     n: Annotated[int, Field(ge=1)] | None = None
     stop: str | list[str] | None = None
@@ -148,13 +166,15 @@ class ChatRequest(Body):
     cache_salt: str | None = None
     generation_config: str | None = None  # of transformers chat
     # Of no consequence here, or hints that are free to be followed.
-    user: str | None = None
-    safety_identifier: str | None = None
-    metadata: dict[str, str] | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_retention: str | None = None
-    service_tier: str | None = None
-    verbosity: str | None = None
+    user: Short | None = None
+    safety_identifier: Short | None = None
+    metadata: Metadata | None = None
+    prompt_cache_key: Short | None = None
+    prompt_cache_retention: Short | None = None
+    prompt_cache_options: Any = None
+    service_tier: Short | None = None
+    verbosity: Short | None = None
+    reasoning_effort: Effort | None = None
     response_format: Any = None
     # Refused unless they ask for what happens anyway; see ``refuse_unsupported``.
     tools: Any = None
@@ -165,26 +185,46 @@ class ChatRequest(Body):
     modalities: Any = None
     audio: Any = None
     prediction: Any = None
-    reasoning_effort: Any = None
     web_search_options: Any = None
     store: Any = None
     moderation: Any = None
 
 
-def require_whole_characters(given: Any) -> None:
-    """Raise ValueError for JSON with a text that UTF-8 cannot write (half a surrogate pair)."""
-    if isinstance(given, str) and not given.isascii():
-        try:
-            given.encode()
-        except UnicodeEncodeError:
-            raise ValueError("a text has half of a surrogate pair; send whole characters") from None
-    elif isinstance(given, dict):
-        for name, value in given.items():
-            require_whole_characters(name)
-            require_whole_characters(value)
-    elif isinstance(given, list):
-        for value in given:
-            require_whole_characters(value)
+# Far from where Python's recursion ends: values that are passed on are compared and written again.
+DEEPEST = 128
+
+
+def require_proper(given: Any) -> None:
+    """Raise ValueError for what JSON does not have, or what is nested too deep.
+
+    That is NaN, infinities, and texts that UTF-8 cannot write (half a surrogate pair).
+    """
+    level, depth = [given], 0
+    while level:
+        if depth > DEEPEST:
+            raise ValueError(f"the body is nested more than {DEEPEST} deep; send a flatter one")
+        inner: list[Any] = []
+        for value in level:
+            if isinstance(value, dict):
+                inner += value.keys()
+                inner += value.values()
+            elif isinstance(value, list):
+                inner += value
+            elif isinstance(value, float) and not math.isfinite(value):
+                raise ValueError("a number is NaN or infinite; send finite numbers")
+            elif isinstance(value, str) and not _whole(value):
+                raise ValueError("a text has half of a surrogate pair; send whole characters")
+        level, depth = inner, depth + 1
+
+
+def _whole(text: str) -> bool:
+    if text.isascii():
+        return True
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 # By field, the values that change nothing.
@@ -197,7 +237,6 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "audio": (),
     "prediction": (),
-    "reasoning_effort": ("none",),
     "web_search_options": (),
     "store": (False,),
     "moderation": (),
@@ -257,6 +296,30 @@ def conversation(messages: list[ChatMessage], sees: bool, watches: bool) -> list
     return found
 
 
+_PARTS: dict[str, type[BaseModel]] = {
+    "text": TextPart,
+    "refusal": RefusalPart,
+    "image_url": ImagePart,
+    "video_url": VideoPart,
+}
+
+
+def improper(model: type[BaseModel], given: BaseModel, where: str) -> ApiError:
+    """Return the error of a part that ``model`` does not take: it names the field."""
+    try:
+        model.model_validate(given.model_dump())
+    except ValidationError as error:
+        wrong = error.errors()
+        first = next((one for one in wrong if one["type"] == "extra_forbidden"), wrong[0])
+        names = [*first["loc"][:1], *first["loc"][2:][-1:]]  # in between: of a union's type
+        place = ascii(".".join([where, *map(str, names)])[:200])[1:-1]
+        message = f"{place}: {first['msg']}"
+        if first["type"] == "extra_forbidden":
+            message = f"{place} is not a known field; leave it out"
+        return ApiError(400, message, "invalid_value", where)
+    return ApiError(400, f"{where} cannot be read; check its fields", "invalid_value", where)
+
+
 def _part(given: Any, where: str) -> Part:
     if isinstance(given, TextPart):
         return Part("text", given.text)
@@ -272,8 +335,8 @@ def _part(given: Any, where: str) -> Part:
         options = {"fps": film.fps, "num_frames": film.num_frames}
         chosen = tuple((name, value) for name, value in options.items() if value is not None)
         return Part("video", url=film.url, options=chosen)
-    if given.type in ("text", "refusal", "image_url", "video_url"):
-        raise ApiError(400, f"{where} is no proper {given.type} part", "invalid_value", where)
+    if given.type in _PARTS:
+        raise improper(_PARTS[given.type], given, where)
     raise unsupported(
         where, f"a part of type {given.type[:40]!r} is not supported; use text or image_url"
     )

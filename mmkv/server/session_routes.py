@@ -8,8 +8,9 @@ from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
 from mmkv.server.answer import Answer
+from mmkv.server.headers import take_resume
 from mmkv.server.room import Room
-from mmkv.server.schema import Body, ChatRequest, Number
+from mmkv.server.schema import Body, ChatRequest, Metadata, Number
 from mmkv.server.session_turns import SessionTurn
 from mmkv.server.sessions import Sessions
 from mmkv.server.turns import Asking
@@ -25,7 +26,7 @@ class NewSession(Body):
 
     budget: Number | str | None = None
     file: str | None = None
-    metadata: dict[str, str] = Field(default_factory=dict)
+    metadata: Metadata = Field(default_factory=dict)
 
 
 class SavedName(Body):
@@ -65,7 +66,8 @@ def sessions_router(room: Room) -> APIRouter:
         return {"object": "list", "data": [one.for_template() for one in said]}
 
     @router.post("/{name}/chat/completions", summary="A turn: messages that are new, and a reply")
-    async def turn(name: str, body: ChatRequest, who: Asking) -> Response:
+    async def turn(name: str, body: ChatRequest, who: Asking, request: Request) -> Response:
+        take_resume(request, body)
         record = await sessions.find(name, who, idle=True)
         await sessions.memory_of(record)
         made = SessionTurn(room, sessions, record, body, who)

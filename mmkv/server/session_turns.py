@@ -29,7 +29,11 @@ class SessionTurn:
         own = request.mmkv
         if own is not None and (own.budget is not None or own.resume is not None):
             raise ApiError(
-                400, "a session has its budget and goes on from itself", "invalid_value", "mmkv"
+                400,
+                "a session has its budget and goes on from itself; leave out mmkv.budget, "
+                "mmkv.resume and X-Mmkv-Resume",
+                "invalid_value",
+                "mmkv",
             )
         if (request.n or 1) != 1:
             raise ApiError(400, "a turn of a session has one reply", "invalid_value", "n")

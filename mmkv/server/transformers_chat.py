@@ -10,7 +10,7 @@ from pydantic import Field, StrictBool, ValidationError
 
 from mmkv.server.answer import event_line
 from mmkv.server.errors import ApiError
-from mmkv.server.schema import Number, Strict
+from mmkv.server.schema import Number, Strict, TopK
 
 if TYPE_CHECKING:
     from mmkv.server.schema import ChatRequest
@@ -23,7 +23,7 @@ class GenerationFields(Strict):
     do_sample: StrictBool | None = None
     temperature: Annotated[Number, Field(ge=0, le=2)] | None = None
     top_p: Annotated[Number, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=0)] | None = None
+    top_k: TopK | None = None
     transformers_version: str | None = None
 
 

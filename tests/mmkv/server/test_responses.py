@@ -242,7 +242,7 @@ def test_instructions_stand_at_the_beginning(server: Server) -> None:
         {"background": True},
         {"conversation": "conv_1"},
         {"prompt": {"id": "p"}},
-        {"reasoning": {"effort": "high"}},
+        {"reasoning": {"effort": "much"}},
         {"include": ["file_search_call.results"]},
         {"text": {"format": {"type": "no such format"}}},
         {"text": {"format": {"type": "json_schema", "schema": {"type": "no such type"}}}},

@@ -1,0 +1,250 @@
+"""What requests may say, what makes no difference, and what is refused in one line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from mmkv import Engine
+from tests.support.chat_models import picture, save_qwen3_vl
+from tests.support.servers import MODEL, Server, asked, picture_part, serving
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = save_qwen3_vl(tmp_path_factory.mktemp("qwen"))
+
+    def load() -> Engine:
+        return Engine.from_pretrained(folder, policy="streamingllm", budget=64, dtype="float32")
+
+    with serving(load) as made:
+        yield made
+
+
+def post(server: Server, path: str, body: str, **headers: str) -> httpx.Response:
+    kind = {"Content-Type": "application/json"}
+    return server.client.post(path, content=body, headers=kind | headers)
+
+
+def respond(server: Server, said: Any = "hello", **fields: Any) -> httpx.Response:
+    body = {"model": MODEL, "input": said, "max_output_tokens": 3} | fields
+    return post(server, "/v1/responses", json.dumps(body))
+
+
+def error_of(answer: httpx.Response) -> dict[str, Any]:
+    error = answer.json()["error"]
+    assert answer.status_code == 400, error
+    assert "\n" not in error["message"] and "server" not in error["type"]
+    return error
+
+
+def nested(depth: int) -> Any:
+    made: Any = []
+    for _ in range(depth):
+        made = [made]
+    return made
+
+
+def test_a_token_id_of_very_many_digits(server: Server) -> None:
+    for text in ("1" * 5000, "9" * 19):
+        assert error_of(server.chat("hello", logit_bias={text: 1}))["param"] == "logit_bias"
+
+
+@pytest.mark.parametrize("depth", [130, 600, 900, 945, 947, 949])
+def test_bodies_that_are_nested_deep(server: Server, depth: int) -> None:
+    for fields in ({"tools": nested(depth)}, {"metadata": nested(depth)}):
+        assert "nested" in error_of(server.chat("hello", **fields))["message"]
+    given = {"type": "json_schema", "name": "a", "schema": {"a": nested(depth)}}
+    assert "nested" in error_of(respond(server, text={"format": given}))["message"]
+
+
+@pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity", "1e999"])
+def test_numbers_that_json_does_not_have(server: Server, value: str) -> None:
+    for path, body in (
+        ("/v1/responses", '{"model": "small", "input": "a", "text": {"format": {"x": %s}}}'),
+        ("/v1/responses", '{"model": "small", "input": "a", "stream_options": {"x": %s}}'),
+        ("/v1/chat/completions", json.dumps(asked("a"))[:-1] + ', "temperature": %s}'),
+        ("/v1/sessions", '{"budget": %s}'),
+    ):
+        assert "NaN or infinite" in error_of(post(server, path, body % value))["message"]
+
+
+def test_top_k_has_a_bound_and_can_be_off(server: Server) -> None:
+    for wrong in (2**31, 10**30, -2):
+        assert error_of(server.chat("hello", top_k=wrong))["param"] == "top_k"
+        config = json.dumps({"top_k": wrong})
+        wanted = "generation_config.top_k"
+        assert error_of(server.chat("hello", generation_config=config))["param"] == wanted
+    for good in (-1, 0, 2**31 - 1):
+        assert server.chat("hello", top_k=good, temperature=1).status_code == 200
+
+
+METADATA: list[Any] = [
+    {f"{at}": "x" for at in range(17)},
+    {"a" * 65: "x"},
+    {"a": "x" * 513},
+    {"a": 1},
+]
+
+
+@pytest.mark.parametrize("given", METADATA, ids=["pairs", "key", "value", "type"])
+def test_metadata_has_openais_limits(server: Server, given: Any) -> None:
+    most = {f"{at:064}": "x" * 512 for at in range(16)}
+    for ask in (
+        lambda metadata: server.chat("hello", metadata=metadata),
+        lambda metadata: respond(server, metadata=metadata),
+        lambda metadata: server.client.post("/v1/sessions", json={"metadata": metadata}),
+    ):
+        assert error_of(ask(given))["param"].startswith("metadata")
+        assert ask(most).status_code == 200
+
+
+@pytest.mark.parametrize("name", ["user", "safety_identifier", "prompt_cache_key", "service_tier"])
+def test_names_are_short(server: Server, name: str) -> None:
+    def chat(**fields: Any) -> httpx.Response:
+        return server.chat("hello", **fields)
+
+    def response(**fields: Any) -> httpx.Response:
+        return respond(server, **fields)
+
+    for ask in (chat, response):
+        assert error_of(ask(**{name: "x" * 513}))["param"] == name
+        assert ask(**{name: "x" * 512}).status_code == 200
+
+
+FORMATS: list[tuple[dict[str, Any], str]] = [
+    ({"type": "json_object", "schema": {"type": "object"}}, "schema"),
+    ({"type": "text", "colour": 1}, "colour"),
+    ({"type": "json_schema", "schema": {}, "json_schema": {"schema": {}}}, "schema"),
+    ({"type": "json_schema", "json_schema": {"schema": {}, "foo": 1}}, "json_schema.foo"),
+    ({"type": "json_schema", "json_schema": {"schema": {}, "strict": "yes"}}, "json_schema.strict"),
+    ({"type": "json_schema", "json_schema": {"schema": {}, "name": 1}}, "json_schema.name"),
+    ({"type": "json_schema", "json_schema": {}}, "json_schema.schema"),
+    ({"type": "json_schema"}, "json_schema.schema"),
+    ({"type": ["text"]}, ""),
+]
+
+
+@pytest.mark.parametrize(("given", "named"), FORMATS, ids=lambda one: str(one)[:40])
+def test_a_format_has_known_fields(server: Server, given: Any, named: str) -> None:
+    error = error_of(server.chat("hello", response_format=given))
+    assert error["param"] == "response_format"
+    assert error["message"].startswith(f"response_format.{named} " if named else "response_format ")
+
+
+def test_a_format_of_a_response_is_named_as_it_is_there(server: Server) -> None:
+    given = {"type": "json_schema", "name": "a", "schema": {"type": "object"}, "foo": 1}
+    error = error_of(respond(server, text={"format": given}))
+    assert error["param"] == "text.format"
+    assert error["message"] == "text.format.foo is not a known field; leave it out"
+    good = {"type": "json_schema", "json_schema": {"schema": {"type": "object"}, "strict": None}}
+    assert server.chat("hello", response_format=good).status_code == 200
+
+
+def test_the_header_on_how_to_resume(server: Server) -> None:
+    """A response follows it; a turn of a session cannot."""
+    answer = respond(server)
+    body = json.dumps({"model": MODEL, "input": "new", "max_output_tokens": 3})
+    header = {"X-Mmkv-Resume": "required"}
+    assert post(server, "/v1/responses", body, **header).status_code == 409
+    wrong = post(server, "/v1/responses", body, **{"X-Mmkv-Resume": "maybe"})
+    assert error_of(wrong)["param"] == "X-Mmkv-Resume"
+    never = {"X-Mmkv-Resume": "never"}
+    after = body[:-1] + f', "previous_response_id": "{answer.json()["id"]}"}}'
+    assert "X-Mmkv-Resume" in error_of(post(server, "/v1/responses", after, **never))["message"]
+    session = server.client.post("/v1/sessions", json={}).json()["id"]
+    path = f"/v1/sessions/{session}/chat/completions"
+    error = error_of(post(server, path, json.dumps(asked("hello")), **never))
+    assert "X-Mmkv-Resume" in error["message"]
+    assert post(server, path, json.dumps(asked("hello"))).status_code == 200
+
+
+HINTS: list[dict[str, Any]] = [
+    {"reasoning_effort": "high"},
+    {"top_logprobs": 0},
+    {"top_logprobs": 0, "logprobs": False},
+    {"prompt_cache_key": "a", "prompt_cache_options": {"ttl": "1h"}},
+    {"service_tier": "auto", "verbosity": "low", "prompt_cache_retention": "24h"},
+    {"tools": [], "tool_choice": "none", "parallel_tool_calls": True, "store": False},
+]
+
+
+@pytest.mark.parametrize("fields", HINTS, ids=str)
+def test_hints_change_nothing(server: Server, fields: dict[str, Any]) -> None:
+    plain = server.chat("hello").json()["choices"]
+    answer = server.chat("hello", **fields)
+    assert answer.status_code == 200 and answer.json()["choices"] == plain
+
+
+def test_hints_to_a_response_change_nothing(server: Server) -> None:
+    reasoning = {"effort": "high", "summary": "auto"}
+    hints = {"reasoning": reasoning, "include": ["reasoning.encrypted_content"]}
+    said = [{"type": "input_text", "text": "hello", "cache_control": {"type": "ephemeral"}}]
+    answer = respond(server, [{"role": "user", "content": said}], temperature=0, **hints)
+    plain = respond(server, temperature=0).json()
+    assert answer.status_code == 200
+    assert answer.json()["output"][0]["content"] == plain["output"][0]["content"]
+    items = server.client.get(f"/v1/responses/{answer.json()['id']}/input_items").json()["data"]
+    assert items[0]["content"] == [{"type": "input_text", "text": "hello"}]
+    error = error_of(respond(server, reasoning={"effort": "high", "colour": 1}))
+    assert error["message"] == "reasoning.colour is not a known field; leave it out"
+
+
+def test_a_part_may_say_what_is_to_be_cached(server: Server) -> None:
+    control = {"cache_control": {"type": "ephemeral"}}
+    parts = [picture_part(picture("red", (48, 40))), {"type": "text", "text": "what?"}]
+    plain = server.chat({"role": "user", "content": parts}).json()["choices"]
+    hinted = [part | control for part in parts]
+    assert server.chat({"role": "user", "content": hinted}).json()["choices"] == plain
+
+
+@pytest.mark.parametrize(
+    ("part", "place"),
+    [
+        ({"type": "text", "text": "a", "colour": 1}, "colour"),
+        ({"type": "image_url", "image_url": {"url": "data:,", "size": 2}}, "image_url.size"),
+        ({"type": "video_url", "video_url": "data:,", "fps": 2}, "fps"),
+    ],
+)
+def test_a_field_that_a_part_does_not_have_is_named(server: Server, part: Any, place: str) -> None:
+    where = "messages[0].content[0]"
+    error = error_of(server.chat({"role": "user", "content": [part]}))
+    assert error["message"] == f"{where}.{place} is not a known field; leave it out"
+    assert error["param"] == where
+
+
+def test_the_field_at_fault_is_named_in_the_input_of_a_response(server: Server) -> None:
+    part = {"type": "input_text", "text": "a", "colour": 1}
+    error = error_of(respond(server, [{"role": "user", "content": [part]}]))
+    assert error["message"] == "input[0].content[0].colour is not a known field; leave it out"
+    item = {"type": "message", "role": "king", "content": "a"}
+    assert error_of(respond(server, [item]))["message"].startswith("input[0].role: ")
+    error = error_of(respond(server, [{"role": "king", "content": "a"}]))
+    assert error["param"] == "input.0.role" and error["message"].startswith("input.0.role: ")
+    assert error_of(respond(server, []))["param"] == "input"
+    assert error_of(server.chat("hello", stop=5))["param"] == "stop"
+
+
+def test_storing_a_chat_is_refused(server: Server) -> None:
+    """It promises that the completion can be read later."""
+    assert error_of(server.chat("hello", store=True))["param"] == "store"
+
+
+def test_a_method_that_is_not_allowed_names_those_that_are(server: Server) -> None:
+    for path, methods in (
+        ("/v1/models", {"GET"}),
+        ("/v1/responses/x", {"GET", "DELETE"}),
+        ("/v1/sessions", {"GET", "POST"}),
+    ):
+        answer = server.client.put(path)
+        assert answer.status_code == 405 and answer.json()["error"]["message"]
+        assert set(answer.headers["Allow"].split(", ")) == methods
+
+
+def test_a_body_that_is_no_json_names_no_field(server: Server) -> None:
+    error = error_of(post(server, "/v1/chat/completions", '{"model": x}'))
+    assert error["param"] is None and "character 10" in error["message"]
