@@ -9,6 +9,7 @@ from torch import Tensor
 
 from engine.cache import Stored
 from engine.cache.forms import Codec
+from tests.support.kernels import DEVICE
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,25 @@ def rounded(cache: Paged, key_bits: int, value_bits: int) -> Paged:
 
     keys, values = stored(cache.keys, key_bits), stored(cache.values, value_bits)
     return replace(cache, keys=keys, values=values)
+
+
+def beside_a_sink(bits: int, dim: int = 64) -> tuple[Paged, Tensor]:
+    """Return a row of float16 with values of ``bits``, and a query ``[1, 1, dim]`` of scale 0.2.
+
+    The first entry is 8 nats above all others, which have values of size 0.1 and outweigh its own.
+    """
+    cache = paged(torch.tensor([[[512]]]), 16, dim, torch.float16, DEVICE)
+    generator = torch.Generator().manual_seed(0)
+    score = torch.randn(512, generator=generator)
+    score[0] = score.max() + 8
+    value = torch.randn(512, dim, generator=generator) * 0.1 + 0.05
+    value[0] *= 0.01
+    pages = cache.table[0, 0, 0, :32]
+    cache.keys[pages, :, 0] = score.view(32, 16).to(cache.keys)
+    cache.values[pages] = value.view(32, 16, dim).to(cache.values)
+    query = torch.zeros(1, 1, dim, dtype=torch.float16, device=DEVICE)
+    query[..., 0] = 5
+    return replace(cache, values=rounded(cache, bits, bits).values), query
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor]:

@@ -18,7 +18,7 @@ from tests.support.kernels import (
     is_triton,
     needs_compiler,
 )
-from tests.support.paged import Paged, attention, paged, rounded
+from tests.support.paged import Paged, attention, beside_a_sink, paged, rounded
 
 FORMS = forms("decode_attention", "decode_attention")
 SCALE = 0.2
@@ -141,6 +141,16 @@ def test_fewer_bits(form, key_bits, value_bits, dim, dtype) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("bits", [8, 4])
+def test_small_values_beside_a_sink_keep_their_digits_in_float16(form, bits) -> None:
+    cache, query = beside_a_sink(bits)
+    work, partials = plan(cache, [0], 64, 4, 1)
+    out, _ = run(form, query, cache, work, partials)
+    want, _ = attention(query[0], *cache.row(0, 0, 0), SCALE)
+    assert (out[0].double() - want).norm() <= 2e-3 * want.norm()
+
+
+@pytest.mark.parametrize("form", FORMS)
 def test_idle_batch_slots_layers_and_strided_queries(form) -> None:
     """Batch slots of -1 read nothing and give zeros; the scratch serves layer after layer."""
     length = torch.tensor([[[40, 16], [3, 70]], [[33, 0], [20, 90]]])
@@ -202,12 +212,14 @@ def test_a_long_row_is_merged_from_many_pieces(form) -> None:
     compare(query, cache, [0], 0, run(form, query, cache, work, partials))
 
 
-def compiled(group: int, tile: int, dim: int, bits: tuple[int, int], folder: Path) -> Report:
-    """Compile the kernel for a bfloat16 model with codes of so many bits; 0: none."""
-    types = dict.fromkeys(("query", "out"), "*bf16")
-    codes = {0: "*bf16", 8: "*i8", 4: "*u8"}
+def compiled(
+    group: int, tile: int, dim: int, bits: tuple[int, int], folder: Path, model: str = "*bf16"
+) -> Report:
+    """Compile the kernel for a model of a half precision with codes of so many bits; 0: none."""
+    types = dict.fromkeys(("query", "out"), model)
+    codes = {0: model, 8: "*i8", 4: "*u8"}
     types |= {"keys": codes[bits[0]], "values": codes[bits[1]]}
-    scales = {0: "*bf16", 8: "*fp16", 4: "*fp16"}
+    scales = {0: model, 8: "*fp16", 4: "*fp16"}
     types |= {"key_scale": scales[bits[0]], "value_scale": scales[bits[1]]}
     types |= dict.fromkeys(("partial", "peaks", "totals", "lse"), "*fp32")
     types |= dict.fromkeys(("rows", "runs", "arrived"), "*i32") | {"table": "*i64"}
@@ -220,12 +232,13 @@ def compiled(group: int, tile: int, dim: int, bits: tuple[int, int], folder: Pat
 
 
 @needs_compiler
+@pytest.mark.parametrize("model", ["*bf16", "*fp16"])
 @pytest.mark.parametrize("bits", [(8, 8), (8, 4), (4, 4)])
-def test_decode_kernel_of_fewer_bits_fits_a_hopper_sm(bits, tmp_path: Path) -> None:
+def test_decode_kernel_of_fewer_bits_fits_a_hopper_sm(bits, model, tmp_path: Path) -> None:
     """Three programs of 4 warps per multiprocessor at least. ptxas spills one register, out and in,
     to stay at 128 with 8 bits.
     """
-    report = compiled(4, 32, 128, bits, tmp_path)
+    report = compiled(4, 32, 128, bits, tmp_path, model)
     assert report.spills <= 8 and report.registers <= 168 and report.shared <= 56 * 1024
 
 

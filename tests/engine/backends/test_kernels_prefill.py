@@ -11,7 +11,7 @@ from torch import Tensor
 from engine.backends.torch.chunk_attention import chunk_attention
 from engine.backends.torch.ragged_attention import merge
 from tests.support.kernels import DEVICE, Report, compile_for_hopper, forms, needs_compiler
-from tests.support.paged import Paged, attention, paged, rounded
+from tests.support.paged import Paged, attention, beside_a_sink, paged, rounded
 
 FORMS = forms("prefill_attention", "prefill_attention")
 SCALE = 0.2
@@ -86,6 +86,15 @@ def test_fewer_bits(form, key_bits, value_bits, dim, dtype) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("bits", [8, 4])
+def test_small_values_beside_a_sink_keep_their_digits_in_float16(form, bits) -> None:
+    cache, query = beside_a_sink(bits)
+    out, _ = form(query, cache.keys, cache.values, cache.length[0, 0], cache.table[0, 0], SCALE)
+    want, _ = attention(query[0], *cache.row(0, 0, 0), SCALE)
+    assert (out[0].double() - want).norm() <= 2e-3 * want.norm()
+
+
+@pytest.mark.parametrize("form", FORMS)
 def test_large_logits(form) -> None:
     cache = paged(torch.tensor([[[70]]]), 16, 32, torch.float32, DEVICE)
     query = queries(2, 5, 32) * 100
@@ -113,13 +122,19 @@ def test_merges_with_the_chunk_itself(form) -> None:
             torch.testing.assert_close(out[head, at].double(), want[0], rtol=0, atol=4e-6)
 
 
-def compiled(queries: int, bits: tuple[int, int], folder: Path) -> tuple[Report, int]:
-    """Compile the kernel for a bfloat16 model with codes of so many bits, 0: none; its warps."""
+def compiled(
+    queries: int, bits: tuple[int, int], folder: Path, model: str = "*bf16"
+) -> tuple[Report, int]:
+    """Compile the kernel for a model of a half precision with codes of so many bits, 0: none.
+
+    Returns:
+        what the compiler says, and the kernel's warps.
+    """
     from engine.backends.cuda.kernels import prefill_attention_triton
 
     block, tile, warps = prefill_attention_triton.blocks(torch.bfloat16, 128, queries)
-    codes, scales = {0: "*bf16", 8: "*i8", 4: "*u8"}, {0: "*bf16", 8: "*fp16", 4: "*fp16"}
-    types = dict.fromkeys(("query", "out"), "*bf16") | {"lse": "*fp32"}
+    codes, scales = {0: model, 8: "*i8", 4: "*u8"}, {0: model, 8: "*fp16", 4: "*fp16"}
+    types = dict.fromkeys(("query", "out"), model) | {"lse": "*fp32"}
     types |= {"keys": codes[bits[0]], "values": codes[bits[1]]}
     types |= {"key_scale": scales[bits[0]], "value_scale": scales[bits[1]]}
     types |= {"length": "*i64", "table": "*i64", "count": "i32", "scale": "fp32"}
@@ -132,11 +147,12 @@ def compiled(queries: int, bits: tuple[int, int], folder: Path) -> tuple[Report,
 
 
 @needs_compiler
+@pytest.mark.parametrize("model", ["*bf16", "*fp16"])
 @pytest.mark.parametrize("bits", [(8, 8), (8, 4), (4, 4)])
 @pytest.mark.parametrize("queries", [64, 2048])
-def test_kernel_of_fewer_bits_fits_a_hopper_sm(queries, bits, tmp_path: Path) -> None:
+def test_kernel_of_fewer_bits_fits_a_hopper_sm(queries, bits, model, tmp_path: Path) -> None:
     """No spills, and as many programs as fit with plain pages."""
-    report, warps = compiled(queries, bits, tmp_path)
+    report, warps = compiled(queries, bits, tmp_path, model)
     assert report.spills == 0 and report.registers <= 255
     assert report.shared <= (113 if warps == 4 else 227) * 1024
 

@@ -244,7 +244,11 @@ def decode_kernel(
         total = total * shrink[:, None] + weight
         share = weight
         if (VALUE_BITS == 8) | (VALUE_BITS == 4):
-            share = weight * load_scale(value_scale, entry, there, VALUE_BITS)[None, :]
+            value_step = load_scale(value_scale, entry, there, VALUE_BITS)
+            if value.dtype == tl.float16:  # which has no room for a small weight times a scale
+                value *= value_step.to(tl.float16)[:, None]
+            else:
+                share = weight * value_step[None, :]
         acc = tl.dot(share.to(value.dtype), value, acc * shrink[:, None], input_precision="ieee")
         if VALUE_BITS == 4:
             zero = load_zero(value_scale, entry, there)

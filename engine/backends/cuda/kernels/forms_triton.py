@@ -1,7 +1,8 @@
 """Keys and values in fewer bits, in Triton: codes to tiles, vectors to codes.
 
 A tile is read as whole numbers, which every dtype holds exactly: scales stay outside of the matrix
-products, ``q.k = scale (q.codes) + zero sum(q)``, and those of values go into the weights.
+products, ``q.k = scale (q.codes) + zero sum(q)``, and those of values go into the weights; float16,
+which has no room for such weights, takes values times their scales instead.
 """
 
 # mypy: disable-error-code="import-not-found, import-untyped, no-untyped-def"
