@@ -89,8 +89,8 @@ def _at_least(x: Tensor) -> Tensor:
 
 
 def _steps(x: Tensor, scale: Tensor) -> Tensor:
-    """Return ``x / scale`` in whole steps, 0 where that is 0 / 0 or not a number."""
-    return (x / scale.float()).round().nan_to_num(0.0)
+    """Return ``x / scale`` in whole steps, 0 where the scale is 0 or that is not a number."""
+    return (x / scale.float().masked_fill(scale == 0, torch.inf)).round().nan_to_num(0.0)
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ def hadamard(x: Tensor) -> Tensor:
 
 @functools.cache
 def _matrix(size: int, device: torch.device) -> Tensor:
-    return hadamard(torch.eye(size)).to(device)
+    return hadamard(torch.eye(size, device="cpu")).to(device)
 
 
 class Stored:

@@ -115,7 +115,8 @@ def code_states(x: Tensor) -> tuple[Tensor, Tensor]:
     """
     x = F.pad(x, (0, -x.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK))
     most = x.abs().amax(-1, keepdim=True)
-    inverse = torch.where(most >= _LEAST_CODED, _LARGEST / most, 0.0)
+    # Tensors divided: torch makes a number / most of a reciprocal, which C does not.
+    inverse = torch.where(most >= _LEAST_CODED, torch.full_like(most, _LARGEST) / most, 0.0)
     codes = torch.where(most.isfinite(), (x * inverse).round(), 0.0)
     return codes, torch.where(most.isfinite(), most / _LARGEST, torch.nan).squeeze(-1)
 

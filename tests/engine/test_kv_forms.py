@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from engine.budget import Budget
 from engine.cache import COLUMNS, Form
 from engine.cache.choice import choose_form
-from engine.cache.forms import FORMS, Codec, hadamard
+from engine.cache.forms import FORMS, Codec, _matrix, hadamard
 from engine.cache.layout import Layout
 from engine.errors import PolicyError, SessionError
 from engine.sequence_file import _digest
@@ -26,9 +26,12 @@ ROUNDED = ("int8", "k8v4", "int4")
 FINITE = st.floats(-65504, 65504, width=32)
 
 
+VECTORS = st.lists(FINITE, min_size=2, max_size=48).map(lambda x: x[len(x) % 2 :])  # even
+
+
 @settings(max_examples=300, deadline=None)
 @given(
-    vector=st.lists(FINITE, min_size=1, max_size=24).map(lambda x: x * 2),
+    vector=VECTORS,
     power=st.integers(-8, 0),
     bits=st.sampled_from([8, 4]),
 )
@@ -41,8 +44,37 @@ def test_no_feature_is_off_by_more_than_half_a_step(
     # Half a step, and what float32 itself rounds and loses near 0.
     assert bool((error <= 0.5 * scales[0].float() + 4e-7 * x.abs().max() + 1e-37).all())
     assert codes.nbytes == len(vector) * bits // 8
-    again = codec.encode(x)
+
+
+@settings(max_examples=300, deadline=None)
+@given(vector=VECTORS, power=st.integers(-3, 0), bits=st.sampled_from([8, 4]))
+def test_what_was_rounded_is_rounded_to_the_same_codes(
+    vector: list[float], power: int, bits: int
+) -> None:
+    """Where float16 holds the scale to 11 bits, and codes of 4 bits reach from 0 to 15."""
+    codec = Codec(bits)
+    codes, scales = codec.encode(torch.tensor(vector) * 10.0**power)
+    assume(float(scales[0]) >= 2**-14)
+    if bits == 4:
+        steps = torch.cat([codes & 15, codes >> 4])
+        # Beyond that the zero point is so large that float32 rounds what is added to it.
+        assume(int(steps.min()) == 0 and int(steps.max()) == 15)
+        assume(abs(float(scales[1])) <= 256 * float(scales[0]))
+    again = codec.encode(codec.decode(codes, scales, torch.float32))
     assert torch.equal(again[0], codes) and torch.equal(again[1], scales)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("size", [1e-44, 3e-45])
+def test_a_scale_of_zero_has_codes_of_zero(size: float, bits: int) -> None:
+    codes, scales = Codec(bits).encode(torch.tensor([size, 0.0]))
+    assert not codes.any() and not scales.any()
+
+
+def test_the_matrix_of_a_rotation_is_made_on_the_cpu() -> None:
+    with torch.device("meta"):
+        matrix = _matrix.__wrapped__(8, torch.device("cpu"))
+    assert torch.equal(matrix, hadamard(torch.eye(8)))
 
 
 @pytest.mark.parametrize("bits", [8, 4])

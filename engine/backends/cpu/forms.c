@@ -43,7 +43,7 @@ static float from_half(uint16_t half)
 static uint16_t half_at_least(float x)
 {
     uint16_t near = to_half(x);
-    if (from_half(near) < x)
+    if (near == 0xfc00 ? isfinite(x) : from_half(near) < x) /* -infinity is below all numbers */
         near = near & 0x8000 ? near - 1 : near + 1;
     return near;
 }

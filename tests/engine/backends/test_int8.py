@@ -104,6 +104,29 @@ def test_a_product_is_what_numpy_makes_of_the_codes(
         np.testing.assert_allclose(made.numpy(), oracle(x, weight, bias), rtol=0, atol=2e-5)
 
 
+def test_states_at_half_steps_get_the_same_codes_everywhere(multiply: native.Product) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randint(-254, 255, (2000, 32), generator=generator) * 0.5
+    x[:, 0] = 127.0
+    x *= torch.rand(2000, 1, generator=generator) * 3 + 0.1
+    one = torch.eye(32)
+    made = multiply(x, Int8Matrix.of(one))  # a code too many or too few is off by 0.1 at least
+    np.testing.assert_allclose(made.numpy(), oracle(x, one, None), rtol=0, atol=1e-3)
+
+
+@needs_native
+@pytest.mark.skipif(not Path("/proc/cpuinfo").exists(), reason="asks Linux what the CPU has")
+def test_a_form_runs_where_the_cpu_has_its_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = Path("/proc/cpuinfo").read_text().split()
+    for level in levels():
+        monkeypatch.setenv("MMKV_NATIVE", level)
+        loaded = library()
+        assert isinstance(loaded, Library)
+        takes = level in ("v3", "v4") and "avx_vnni" in flags
+        assert loaded.take_int8("avxvnni") == takes
+        loaded.take_int8()
+
+
 @settings(max_examples=200, deadline=None)
 @given(
     numbers=st.lists(st.floats(-(2.0**99), 2.0**99, width=32), min_size=1, max_size=70),

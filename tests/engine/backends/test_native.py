@@ -210,6 +210,8 @@ def test_c_rounds_as_torch_does_bit_by_bit(
         vectors[:, 8:12] = 0
         vectors[:, 12:24] = vectors[:, 12:24].abs()
         vectors[:, 24:40] = vectors[:, 24:40].round()
+        vectors[:, 40:44] *= 1e-44 / size[:, 40:44]  # too small for a scale of 8 bits
+        vectors[:, 44:48] = 7e4 + vectors[:, 44:48].abs() / size[:, 44:48]  # beyond float16
         pools[0].store(torch.arange(160), *vectors)
         cache = RaggedCache(pools[1], 1, 1)
         view = CacheViews().of(cache, [cache.open()])
