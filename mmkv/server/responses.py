@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import secrets
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Query, Request, Response
 
 from engine.errors import MmkvError
 from mmkv.server.answer import Answer
 from mmkv.server.chat import ChatCall
 from mmkv.server.errors import ApiError, api_error
 from mmkv.server.headers import take_resume
-from mmkv.server.responses_json import Shape
+from mmkv.server.responses_json import Shape, page_of
 from mmkv.server.responses_schema import (
     ResponseRequest,
     chat_request,
@@ -36,27 +37,17 @@ class Stored:
     """A response that can be gone on from.
 
     Attributes:
-        shown: as the API shows it; items: its input; instructions: those of its conversation.
+        shown: as the API shows it; items: its input; both as JSON, whose length is what they take.
+        instructions: those of its conversation.
+        size: its bytes when it was stored. Those of a memory that shares a budget change.
     """
 
     tenant: str
     kept: Kept
-    shown: dict[str, Any]
-    items: list[dict[str, Any]]
+    shown: bytes
+    items: bytes
     instructions: str | None
-
-    @property
-    def bytes(self) -> int:
-        """Count what it holds: its pages, and its input with the pictures inside."""
-        return self.kept.bytes + _length(self.items)
-
-
-def _length(value: Any) -> int:
-    """Count the characters of all texts in a JSON value."""
-    if isinstance(value, str):
-        return len(value)
-    inner = value.values() if isinstance(value, dict) else value
-    return sum(map(_length, inner)) if isinstance(value, (dict, list)) else 0
+    size: int = 0
 
 
 class Responses:
@@ -85,15 +76,16 @@ class Responses:
 
     def keep(self, name: str, stored: Stored) -> None:
         """Store a response; others make way for it."""
+        stored.size = stored.kept.bytes + len(stored.shown) + len(stored.items)
         self._stored[name] = stored
-        self._bytes += stored.bytes
+        self._bytes += stored.size
         while self._bytes > self._room.settings.store_bytes and self._stored:
             self.delete(next(iter(self._stored)))
 
     def delete(self, name: str) -> None:
         """Let a response go."""
         stored = self._stored.pop(name)
-        self._bytes -= stored.bytes
+        self._bytes -= stored.size
         release(self._room, stored.kept)
 
 
@@ -186,9 +178,13 @@ class ResponseCall:
     def _keep(self, turn: Turn, made: dict[str, Any]) -> None:
         if not self._store:
             return
-        items = input_items(self._asked, self._name)
-        stored = Stored(self._caller.tenant, turn.claim(), made, items, self._instructions)
+        items = _json(input_items(self._asked, self._name))
+        stored = Stored(self._caller.tenant, turn.claim(), _json(made), items, self._instructions)
         self._responses.keep(self._name, stored)
+
+
+def _json(value: Any) -> bytes:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
 
 
 def _instructions(asked: ResponseRequest, before: Stored | None) -> str | None:
@@ -198,7 +194,7 @@ def _instructions(asked: ResponseRequest, before: Stored | None) -> str | None:
     """
     if before is None:
         return asked.instructions
-    if asked.instructions not in (None, before.instructions):
+    if (asked.instructions or None) not in (None, before.instructions):
         raise ApiError(
             400,
             "the conversation has other instructions, which its memory holds; leave them out, or "
@@ -231,14 +227,20 @@ def responses_router(room: Room) -> APIRouter:
         )
 
     @router.get("/{name}", summary="A stored response")
-    async def one(name: str, who: Asking) -> dict[str, Any]:
-        return responses.find(name, who).shown
+    async def one(name: str, who: Asking) -> Response:
+        return Response(responses.find(name, who).shown, media_type="application/json")
 
     @router.get("/{name}/input_items", summary="What a stored response replied to")
-    async def items(name: str, who: Asking) -> dict[str, Any]:
-        data = responses.find(name, who).items
-        ends = {"first_id": data[0]["id"], "last_id": data[-1]["id"], "has_more": False}
-        return {"object": "list", "data": data} | ends
+    async def items(
+        name: str,
+        who: Asking,
+        limit: Annotated[int, Query(ge=1, le=100)] = 20,
+        order: Literal["asc", "desc"] = "desc",
+        after: str | None = None,
+    ) -> dict[str, Any]:
+        """List the items, the newest first unless ``order`` is ``asc``."""
+        data = json.loads(responses.find(name, who).items)
+        return page_of(data if order == "asc" else data[::-1], limit, after)
 
     @router.delete("/{name}", summary="Let a stored response go")
     async def delete(name: str, who: Asking) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from mmkv.server import reply_json
+from mmkv.server.errors import ApiError
 
 if TYPE_CHECKING:
     from mmkv.server.responses_schema import ResponseRequest
@@ -170,3 +171,19 @@ class Shape:
             "total_tokens": chat["total_tokens"],
             "mmkv": chat["mmkv"],
         }
+
+
+def page_of(items: list[dict[str, Any]], limit: int, after: str | None) -> dict[str, Any]:
+    """Return a page of a list, from the item that follows ``after`` on. Raises ApiError (400)."""
+    names = [one["id"] for one in items]
+    if after is not None and after not in names:
+        raise ApiError(
+            400,
+            f"after names no item of the list: {after[:60]!r}; take last_id of the page before",
+            "invalid_value",
+            "after",
+        )
+    start = 0 if after is None else names.index(after) + 1
+    data, more = items[start : start + limit], start + limit < len(items)
+    first, last = (data[0]["id"], data[-1]["id"]) if data else (None, None)
+    return {"object": "list", "data": data, "first_id": first, "last_id": last, "has_more": more}

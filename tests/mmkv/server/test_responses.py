@@ -180,7 +180,7 @@ def test_items_and_deletion(server: Server) -> None:
         ],
     )
     path = f"/v1/responses/{response['id']}"
-    items = server.client.get(f"{path}/input_items").json()
+    items = server.client.get(f"{path}/input_items", params={"order": "asc"}).json()
     ResponseItemList.model_validate(items)
     assert [one["role"] for one in items["data"]] == ["developer", "user", "assistant", "user"]
     assert server.client.delete(path).json()["deleted"]
@@ -319,10 +319,11 @@ def test_stored_responses_have_a_limit(folder: Path) -> None:
         assert tight.client.get(f"/v1/responses/{response['id']}").status_code == 404
         assert kept(tight) == 0
     with serving(lambda: load(folder), snapshot_bytes=0) as roomy:
-        size = roomy.inside(lambda machine: machine.engine.cache.pool.page_bytes)
         first, second = responded(roomy, "hello"), responded(roomy, "hello")
-        one = max(kept_bytes(roomy))
-    with serving(lambda: load(folder), snapshot_bytes=0, store_bytes=2 * one + size) as made:
+        path = f"/v1/responses/{first['id']}"
+        shown = [roomy.client.get(f"{path}{end}").content for end in ("", "/input_items")]
+        one = max(kept_bytes(roomy)) + sum(map(len, shown))
+    with serving(lambda: load(folder), snapshot_bytes=0, store_bytes=2 * one + 100) as made:
         first, second = responded(made, "hello"), responded(made, "hello")
         responded(made, "go on", previous_response_id=first["id"])
         assert kept(made) == 2
@@ -333,7 +334,7 @@ def test_stored_responses_have_a_limit(folder: Path) -> None:
 def test_pictures_that_were_sent_count_in_the_limit(folder: Path) -> None:
     """What was sent is listed by input_items; the memory itself holds no URL."""
     with serving(lambda: load(folder), snapshot_bytes=0) as made:
-        size = made.inside(lambda machine: machine.engine.cache.pool.page_bytes)
+        size = 4096  # more than what is shown of the response
         responded(made, SCENE)
         (pages,) = kept_bytes(made)
         urls = made.inside(
