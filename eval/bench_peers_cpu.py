@@ -211,12 +211,17 @@ class Bench:
         return self.found()
 
     def compare_logits(self) -> None:
-        """Note how far logits lie from those of the first method: they run the same weights."""
-        first, *_ = self.logits
-        base = self.logits[first]
+        """Note how far logits lie from those of the first method that has some.
+
+        All run the same weights.
+        """
+        found = {name: values for name, values in self.logits.items() if values}
+        if not found:
+            return
+        first, base = next(iter(found.items()))
         size = sum(x * x for x in base) ** 0.5
-        for name, values in self.logits.items():
-            if values and name in self.methods:
+        for name, values in found.items():
+            if name in self.methods:
                 apart = sum((x - y) ** 2 for x, y in zip(values, base, strict=True)) ** 0.5
                 self.methods[name]["logits_apart"] = {"from": first, "relative": apart / size}
 

@@ -181,6 +181,19 @@ def test_the_program_with_a_fake_llama_cpp(
     ]
 
 
+def test_logits_are_compared_with_those_of_the_first_method_that_has_some() -> None:
+    bench = object.__new__(bench_peers_cpu.Bench)
+    bench.methods = {"dead": {}, "one": {}, "two": {}}
+    bench.logits = {"dead": [], "one": [3.0, 4.0], "two": [3.0, 4.5]}
+    bench.compare_logits()
+    assert bench.methods["dead"] == {}
+    assert bench.methods["one"]["logits_apart"] == {"from": "one", "relative": 0.0}
+    assert bench.methods["two"]["logits_apart"] == {"from": "one", "relative": 0.1}
+    for nothing in ({}, {"dead": []}):
+        bench.logits = nothing
+        bench.compare_logits()
+
+
 def test_what_cannot_run_says_why(model: Path, tmp_path: Path, capsys: Any) -> None:
     where = ["--output", str(tmp_path)]
     for words, wanted in (
