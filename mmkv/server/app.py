@@ -28,6 +28,7 @@ from mmkv.server.metrics import CONTENT_TYPE
 from mmkv.server.page import page_router
 from mmkv.server.responses import responses_router
 from mmkv.server.room import Room
+from mmkv.server.routes_page import add_routes_page
 from mmkv.server.schema import ChatRequest
 from mmkv.server.session_routes import sessions_router
 from mmkv.server.transformers_chat import load_router
@@ -49,6 +50,8 @@ def make_app(room: Room) -> FastAPI:
         version=__version__,
         description="Vision-language decoding with a bounded KV cache; OpenAI-compatible.",
         lifespan=lifespan,
+        docs_url=None,  # FastAPI's pages load scripts from elsewhere
+        redoc_url=None,
     )
     app.state.room = room
     app.add_middleware(LimitBody, most=room.settings.body)
@@ -67,6 +70,7 @@ def make_app(room: Room) -> FastAPI:
     app.include_router(keyed)
     app.include_router(load_router(room.settings.name))
     _add_open(app, room)
+    add_routes_page(app)
     if room.settings.page:
         app.include_router(page_router())
     return app

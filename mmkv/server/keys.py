@@ -14,9 +14,7 @@ from mmkv.server.page import FILES
 from mmkv.server.room import Caller, digest_of_key
 
 # What tells nothing about anybody's requests. All else wants a key.
-_OPEN = frozenset(
-    ("/health", "/metrics", "/docs", "/docs/oauth2-redirect", "/openapi.json", *FILES)
-)
+_OPEN = frozenset(("/health", "/metrics", "/docs", "/openapi.json", *FILES))
 
 
 class CheckKey:

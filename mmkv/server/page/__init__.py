@@ -11,7 +11,7 @@ POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-_HEADERS = {
+HEADERS = {
     "Content-Security-Policy": POLICY,
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
@@ -37,4 +37,4 @@ def page_router() -> APIRouter:
 def _add(router: APIRouter, path: str, content: bytes, kind: str) -> None:
     @router.get(path)
     async def file() -> Response:
-        return Response(content, headers=_HEADERS, media_type=f"{kind}; charset=utf-8")
+        return Response(content, headers=HEADERS, media_type=f"{kind}; charset=utf-8")

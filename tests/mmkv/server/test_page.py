@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from mmkv import Engine
-from mmkv.server.page import FILES
+from mmkv.server.page import FILES, POLICY
 from tests.support.browser import browsing
 from tests.support.chat_models import picture, save_qwen3_vl
 from tests.support.servers import Server, paused_in_a_reply, serving
@@ -36,6 +36,19 @@ def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
     with serving(lambda: load(folder), session_folder=saved, api_keys=(KEY,)) as made:
         made.client.headers["Authorization"] = f"Bearer {KEY}"
         yield made
+
+
+def test_the_list_of_routes_loads_nothing(server: Server) -> None:
+    answer = server.client.get("/docs", headers={"Authorization": ""})
+    assert answer.status_code == 200
+    assert answer.headers["Content-Type"].startswith("text/html")
+    assert answer.headers["Content-Security-Policy"] == POLICY
+    assert not re.search(r"https?:|<script|<link|src=", answer.text)
+    for path in ("/v1/chat/completions", "/v1/responses/{name}", "/v1/sessions/{name}/fork"):
+        assert f"<code>{path}</code>" in answer.text
+    assert "<td>DELETE</td>" in answer.text and 'href="/openapi.json"' in answer.text
+    for gone in ("/redoc", "/docs/oauth2-redirect"):
+        assert server.client.get(gone).status_code == 404
 
 
 def test_the_files_come_without_a_key_and_fenced_in(server: Server) -> None:
