@@ -125,8 +125,16 @@ def _check_identity(engine: Runtime, identity: dict[str, str | int], path: Path)
     """Raise SessionError unless the file was made with the same model and settings."""
     # Older files hold what the model computes, with its own weights.
     identity = {"weights": "auto", "kv": "auto", **identity}
-    for name, ours in engine.identity().items():
-        if (theirs := identity.get(name)) != ours:
+    engines = engine.identity()
+    same_numbers = {
+        "weights": identity.get("model") == engines["model"],  # so bfloat16 holds them exactly
+        "kv": engine.dtype == torch.bfloat16,
+    }
+    for name, ours in engines.items():
+        theirs = identity.get(name)
+        if {theirs, ours} == {"auto", "bf16"} and same_numbers.get(name):
+            continue
+        if theirs != ours:
             remedy = "load it with the model and settings it was made with"
             if name in ("kv", "weights"):
                 remedy = f"load it with {name}={shown(theirs)} (--{name} {shown(theirs)})"

@@ -19,6 +19,7 @@ from engine.cache.choice import choose_form
 from engine.cache.forms import FORMS, Codec, _matrix, hadamard
 from engine.cache.layout import Layout
 from engine.errors import PolicyError, SessionError
+from engine.runtime import Runtime
 from engine.sequence_file import _digest
 from tests.support.sessions import LATER, PICTURES, assert_same_rows, load, run, text_ids, turn
 
@@ -286,6 +287,24 @@ def test_a_file_of_another_form_is_refused_by_name(
         other.load_session(tmp_path / "session")
     assert "\n" not in str(caught.value)
     assert other.cache.pool.num_pages == other.cache.pool.free_pages
+
+
+def test_bf16_is_the_form_auto_of_a_bfloat16_model(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    engines = {
+        kv: Runtime.from_pretrained(folders["text"], device="cpu", dtype="bfloat16", kv=kv)
+        for kv in ("auto", "bf16", "int8")
+    }
+    for kv, other in (("auto", "bf16"), ("bf16", "auto")):
+        session = engines[kv].session()
+        session.prefill({"input_ids": text_ids(20, 1)[None]})
+        session.save(tmp_path / kv)
+        read, _ = engines[other].load_session(tmp_path / kv)
+        assert_same_rows(session, read)
+        assert torch.equal(session.decode(5), read.decode(5))
+        with pytest.raises(SessionError, match=f"load it with kv={kv}"):
+            engines["int8"].load_session(tmp_path / kv)
 
 
 def without_forms(path: Path) -> None:

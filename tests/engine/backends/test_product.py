@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +11,7 @@ from torch import Tensor
 
 from engine.backends.cpu import levels, matrices, packed
 from engine.backends.cpu import product as native
+from engine.errors import SessionError
 from engine.model import product as reference
 from engine.model.bf16 import Bf16Matrix
 from engine.model.finite import find_not_finite
@@ -17,6 +20,7 @@ from engine.model.weights import DecoderWeights
 from engine.runtime import Runtime
 from mmkv.resources import bundled_model
 from tests.engine.backends.test_native import assert_close, needs_native
+from tests.support.factories import checkpoint
 
 FORMS = ["torch", *levels()]
 # (out, in): whole panels, neither rows nor columns that fill one, and two stretches of columns.
@@ -120,6 +124,27 @@ def test_what_bfloat16_does_not_hold_stays_float32() -> None:
     weight[-1, -1] += 2.0**-20
     assert reference.narrowed(weight) is weight
     assert reference.narrowed(weight.half()).dtype == torch.float16
+
+
+@needs_native
+def test_files_of_weights_that_bfloat16_holds_exactly_fit_both_forms(tmp_path: Path) -> None:
+    """The bundled model's are such; of others the weights differ, and so do answers."""
+    path = tmp_path / "session"
+    for model, fits in ((bundled_model(), True), (checkpoint("qwen3"), False)):
+        engines = [
+            Runtime.from_pretrained(model, device="cpu", policy="full", weights=weights)
+            for weights in ("auto", "bf16")
+        ]
+        for one, other in (engines, engines[::-1]):
+            session = one.session()
+            session.prefill({"input_ids": torch.arange(20, 60)[None]})
+            session.save(path)
+            if fits:
+                read, _ = other.load_session(path)
+                assert torch.equal(session.decode(7), read.decode(7))
+                continue
+            with pytest.raises(SessionError, match="load it with weights="):
+                other.load_session(path)
 
 
 @needs_native
