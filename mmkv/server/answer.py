@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 from fastapi import Response
 from fastapi.responses import JSONResponse
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from mmkv.server.errors import api_error
 
+log = logging.getLogger("mmkv.server")
 _STREAM = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
@@ -37,13 +39,20 @@ class Answer(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer over ASGI."""
-        working = asyncio.ensure_future(self._answer(scope, receive, send))
+
+        async def sending(message: Message) -> None:
+            try:
+                await send(message)
+            except OSError as error:
+                raise _GoneError from error
+
+        working = asyncio.ensure_future(self._answer(scope, receive, sending))
         watching = asyncio.ensure_future(_gone(receive))
         try:
             await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
             if not working.done():
                 return
-            with contextlib.suppress(OSError):  # the client went while the answer was written
+            with contextlib.suppress(_GoneError):
                 await working
         finally:
             for task in (working, watching):
@@ -69,13 +78,17 @@ class Answer(Response):
                 async for event in events:
                     await lines.write(event_line(event))
         except Exception as error:
-            if isinstance(error, OSError):
+            if isinstance(error, _GoneError):
                 raise
             if not lines.started:
                 await error_response(error)(scope, receive, send)
                 return
             await lines.write(event_line(api_error(error).body()))
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+class _GoneError(Exception):
+    """The client went while the answer was written."""
 
 
 class _Lines:
@@ -125,6 +138,8 @@ class _Lines:
 def error_response(error: Exception) -> JSONResponse:
     """Return the answer to a request that failed."""
     shown = api_error(error)
+    if isinstance(error, OSError):  # of this server's files: nobody else says so
+        log.error("a request failed", exc_info=error)
     return JSONResponse(shown.body(), shown.status, shown.headers)
 
 

@@ -341,15 +341,23 @@ class ChatJob:
 
     def leave(self) -> None:
         """Keep each session after its reply, or close it; after :meth:`end`."""
-        # Fewer choices where end() has failed.
-        for one, choice in zip(self.growing, self.choices, strict=False):
-            if one.session.closed:
-                continue
-            if self.work.keep:
-                self._keep_whole(one.session, choice)
-            # After a stop text the session holds words that the client never saw.
-            elif choice.finish_reason == "stop" or not self._keep_reply(one.session, choice.text):
+        if len(self.choices) < len(self.growing):  # what failed before has returned its pages
+            return
+        for one, choice in zip(self.growing, self.choices, strict=True):
+            try:
+                self._give_away(one.session, choice)
+            except BaseException:
                 one.session.close()
+                raise
+
+    def _give_away(self, session: Session, choice: Choice) -> None:
+        if session.closed:
+            return
+        if self.work.keep:
+            self._keep_whole(session, choice)
+        # After a stop text the session holds words that the client never saw.
+        elif choice.finish_reason == "stop" or not self._keep_reply(session, choice.text):
+            session.close()
 
     def _keep_whole(self, session: Session, choice: Choice) -> None:
         assert choice.memory is not None

@@ -136,8 +136,9 @@ class Machine:
         request.counted, request.longest = tokens, longest
         if not ticket.over:
             return
-        metrics.whole_time.observe(now - times.submitted)
-        if times.first is not None:
+        if ticket.state == "done":
+            assert times.first is not None
+            metrics.whole_time.observe(now - times.submitted)
             metrics.decode_time.observe(now - times.first)
         reasons = [one.finish_reason for one in job.choices] or [ticket.state]
         for reason in reasons if ticket.state == "done" else [ticket.state]:

@@ -20,7 +20,9 @@ class Metrics:
         self.waiting = gauge("num_requests_waiting", "Requests that wait for room.")
         self.first_token = histogram("time_to_first_token_seconds", "From request to token.", _LONG)
         self.inter_token = histogram("inter_token_latency_seconds", "Between two tokens.", _SHORT)
-        self.whole_time = histogram("e2e_request_latency_seconds", "Of whole requests.", _LONG)
+        self.whole_time = histogram(
+            "e2e_request_latency_seconds", "Of requests that were answered.", _LONG
+        )
         self.queue_time = histogram("request_queue_time_seconds", "Waiting for room.", _LONG)
         self.prefill_time = histogram(
             "request_prefill_time_seconds", "From room to the first token.", _LONG
@@ -32,7 +34,9 @@ class Metrics:
             "resumed_tokens", "Tokens of prompts that a snapshot held already."
         )
         self.finished = counter(
-            "request_success", "Requests that ended, by how.", "finished_reason"
+            "request_success",
+            "Replies that ended, by how; requests that failed or were cancelled, too.",
+            "finished_reason",
         )
         self.rejected = counter(
             "admission_rejections", "Requests that were refused, by why.", "reason"

@@ -73,6 +73,7 @@ class Request:
         self.loop = asyncio.get_running_loop()
         self.ticket: Ticket[ChatJob] | None = None
         self.times, self.counted, self.longest = Times(), 0, 0
+        self.broken = False  # told that it failed, though its ticket is not over
         self._sent: list[int] = []  # per reply, log probabilities that were sent
         self._told: set[int] = set()  # replies whose end was sent
 
@@ -240,9 +241,14 @@ class Worker(threading.Thread):
         except BaseException as error:
             log.critical("the engine's thread has failed", exc_info=error)
             self.failed = True
+            stopped = ApiError(
+                503,
+                "the engine has stopped; its log says why, restart the server",
+                "engine_stopped",
+            )
             for request in self._requests:
-                self._tell([(request, [Failed(error)])])
-            self._refuse(error)
+                self._tell([(request, [Failed(stopped)])])
+            self._refuse(stopped)
 
     def _idle(self) -> bool:
         assert self.machine is not None
@@ -285,19 +291,33 @@ class Worker(threading.Thread):
         news: list[tuple[Request, list[Event]]] = []
         assert self.machine is not None
         for request in list(self._requests):
-            ticket = request.ticket
-            assert ticket is not None
-            events = [] if ticket.state == "cancelled" else request.news()
-            self.machine.observe(request, events)
+            try:
+                events = self._published(request)
+            except Exception as error:  # its own: others go on
+                log.error("a request failed", exc_info=error)
+                events = [] if request.broken else [Failed(error)]
+                request.broken = True
+                assert request.ticket is not None
+                request.ticket.cancel()
             if events:
                 news.append((request, events))
+        if news:
+            self._tell(news)
+
+    def _published(self, request: Request) -> list[Event]:
+        """Return what has happened to a request; one that is over leaves."""
+        ticket = request.ticket
+        assert ticket is not None and self.machine is not None
+        try:
+            events = [] if ticket.state == "cancelled" or request.broken else request.news()
+            self.machine.observe(request, events)
+        finally:
             if ticket.over:
                 self._requests.remove(request)
                 ticket.job.leave()
-                if isinstance(ticket.error, Exception) and not _expected(ticket.error):
-                    log.error("a request failed", exc_info=ticket.error)
-        if news:
-            self._tell(news)
+        if isinstance(ticket.error, Exception) and not _expected(ticket.error):
+            log.error("a request failed", exc_info=ticket.error)
+        return events
 
     def _tell(self, news: list[tuple[Request, list[Event]]]) -> None:
         """Hand events to the event loop, all in one call."""

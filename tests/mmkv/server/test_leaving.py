@@ -15,6 +15,7 @@ import pytest
 
 from mmkv import Engine
 from mmkv.scheduler import Ticket
+from mmkv.server.job import ChatJob
 from mmkv.server.machine import Machine
 from tests.support.chat_models import picture, save_qwen3_vl
 from tests.support.servers import Server, asked, held_pages, picture_part, serving
@@ -228,11 +229,64 @@ def test_an_error_of_the_thread_ends_all_requests(
         monkeypatch.setattr(machine.scheduler, "turn", fails)
         for _ in range(2):
             answer = server.chat("hello")
-            assert answer.status_code == 500 and "defect" not in answer.text
-            assert answer.json()["error"]["code"] == "internal"
+            assert answer.status_code == 503 and "defect" not in answer.text
+            assert answer.json()["error"]["code"] == "engine_stopped"
         assert server.client.get("/health").status_code == 503
         monkeypatch.undo()
         machine.scheduler.close()
+
+
+@pytest.mark.parametrize(
+    ("what", "keep"),
+    [("usage", False), ("_keep_reply", False), ("_keep_whole", True)],
+)
+def test_an_error_at_the_end_of_one_request_is_its_own(
+    server: Server, what: str, keep: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine's thread goes on, and nothing of the request is held."""
+
+    def fails(*_: Any) -> None:
+        raise ZeroDivisionError("a defect")
+
+    monkeypatch.setattr(ChatJob, what, fails)
+    if keep:
+        body = {"model": "small", "input": "hello", "max_output_tokens": 3}
+        answer = server.client.post("/v1/responses", json=body)
+    else:
+        answer = server.chat(f"hello {what}")
+    assert answer.status_code == 500 and "defect" not in answer.text
+    monkeypatch.undo()
+    server.wait_for(nothing_held)
+    assert server.chat("hello").status_code == 200
+    assert server.client.get("/health").status_code == 200
+
+
+def test_a_prompt_whose_replies_cannot_begin_fails_alone(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin = ChatJob._begin_replies
+
+    def fails(job: ChatJob, logits: Any) -> None:
+        begin(job, logits)
+        raise ZeroDivisionError("a defect")
+
+    monkeypatch.setattr(ChatJob, "_begin_replies", fails)
+    assert server.chat("hello", n=2).status_code == 500
+    monkeypatch.undo()
+    server.wait_for(nothing_held)
+    assert server.chat("hello").status_code == 200
+
+
+def test_an_error_of_a_file_is_no_client_that_left(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fails(*_: Any) -> None:
+        raise PermissionError("a file of the server's")
+
+    monkeypatch.setattr(server.room.worker, "submit", fails)
+    for stream in (False, True):
+        answer = server.chat("hello", stream=stream)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (500, "internal")
 
 
 def test_one_key_has_so_many_requests_under_way(folder: Path) -> None:
