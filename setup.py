@@ -23,6 +23,7 @@ NAMES = (
     "elementwise",
     "bf16",
     "int8",
+    "int8_forms",
     "attention",
     "forms",
     "pages",
@@ -58,7 +59,7 @@ setup(
             [f"{FOLDER}/{name}.c" for name in NAMES],
             depends=[
                 "setup.py",
-                *(f"{FOLDER}/{name}.h" for name in ("native", "evict", "vectors", "vmath")),
+                *(f"{FOLDER}/{name}.h" for name in ("native", "evict", "int8", "vectors", "vmath")),
             ],
             extra_compile_args=FLAGS + flags + (OPENMP or ["-fopenmp-simd"]),
             extra_link_args=OPENMP,

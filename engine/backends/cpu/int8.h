@@ -1,0 +1,37 @@
+/* What products with weights in 8 bits (int8.c) and their forms (int8_forms.c) share. */
+#ifndef MMKV_INT8_H
+#define MMKV_INT8_H
+
+#include <stdint.h>
+#include <string.h>
+
+#include "native.h"
+#include "vectors.h"
+
+#define GROUPS 8       /* of a block: four columns of each row of a panel lie together */
+#define MOST_VECTORS 8 /* in a tile, of any form */
+
+/* One panel times `count` vectors. The sums of INT8_PANEL rows go to `made`, vector by vector. */
+typedef void panel_product(const int8_t *codes, const uint16_t *scales, struct codes x,
+                           int64_t count, float *made);
+
+/* How a panel is multiplied: with an extension of the instruction set, or in plain C. */
+struct int8_form {
+    const char *name;
+    int (*runs)(void);
+    panel_product *product;
+    int64_t vectors; /* in a tile */
+};
+
+/* The form of that name, or for "" the best that the CPU can run; NULL where there is none. */
+const struct int8_form *int8_form_of(const char *name);
+
+INLINE float from_bf16(uint16_t half)
+{
+    uint32_t bits = (uint32_t)half << 16;
+    float made;
+    memcpy(&made, &bits, sizeof made);
+    return made;
+}
+
+#endif
