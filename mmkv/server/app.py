@@ -23,6 +23,7 @@ from mmkv.server.chat import ChatCall
 from mmkv.server.errors import ApiError
 from mmkv.server.full import RefuseWhenFull
 from mmkv.server.headers import take_resume
+from mmkv.server.hosts import CheckHost
 from mmkv.server.keys import CheckKey
 from mmkv.server.metrics import CONTENT_TYPE
 from mmkv.server.page import page_router
@@ -34,8 +35,12 @@ from mmkv.server.session_routes import sessions_router
 from mmkv.server.transformers_chat import load_router
 
 
-def make_app(room: Room) -> FastAPI:
-    """Return the application; the worker has to run."""
+def make_app(room: Room, hosts: frozenset[str] | None = None) -> FastAPI:
+    """Return the application; the worker has to run.
+
+    Args:
+        hosts: the names that it answers to, by the Host header; None: all.
+    """
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -54,9 +59,10 @@ def make_app(room: Room) -> FastAPI:
         redoc_url=None,
     )
     app.state.room = room
-    app.add_middleware(LimitBody, most=room.settings.body)
+    app.add_middleware(LimitBody, most=room.settings.body, seconds=room.settings.body_seconds)
     app.add_middleware(RefuseWhenFull, room=room)
     app.add_middleware(CheckKey, keys=room.settings.api_keys)  # before the body is counted
+    app.add_middleware(CheckHost, hosts=hosts)
     app.add_exception_handler(ApiError, _on_error)
     app.add_exception_handler(MmkvError, _on_error)
     app.add_exception_handler(RequestValidationError, _on_invalid)

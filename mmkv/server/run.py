@@ -75,11 +75,12 @@ def serve(
     import uvicorn
 
     from mmkv.server.app import make_app
+    from mmkv.server.hosts import allowed_hosts
 
     with opened(load, settings, lookahead) as room:
         gc.freeze()  # what is imported stays: looking through it again would stop all replies
         options = uvicorn.Config(
-            make_app(room),
+            make_app(room, None if settings.api_keys else allowed_hosts(host)),
             host,
             port,
             log_level="warning",

@@ -23,7 +23,8 @@ class Settings:
         max_queue: requests that wait for room; max_running: those that are served at a time.
         max_per_key: requests of one key (or one address, without keys) at a time; None: no limit.
         max_choices: replies to one request (``n``).
-        max_tokens: of a reply whose request does not say; body: most bytes of a request.
+        max_tokens: of a reply whose request does not say; body: most bytes of a request, which has
+            to arrive in body_seconds.
         snapshot_bytes: most bytes of the copies by which chats resume; None: what is free.
         session_folder: where sessions are saved, and idle ones hibernate; None: none are saved.
         lasting: whether sessions outlast the server, in that folder, for all servers that share it.
@@ -45,6 +46,7 @@ class Settings:
     max_choices: int = 8
     max_tokens: int = 512
     body: int = 32 * 2**20
+    body_seconds: float = 120.0
     snapshot_bytes: int | None = None
     session_folder: Path | None = None
     lasting: bool = False

@@ -18,11 +18,11 @@ class MediaLimits:
         pixels: of all decoded pictures and frames of a request together.
         frames: pictures and frames of a request together.
         picture_s, video_s: seconds in which one medium has to arrive, and again to be decoded.
-        request_s: seconds for all media of a request.
+        request_s: seconds for all media of a request, waiting for a decoder among them.
         fetches: media of one request that are fetched at a time.
         redirects: hops that are followed.
         ports: ports beside 80 for http and 443 for https.
-        workers: decoding processes; worker_bytes: address space of each.
+        workers: decoding processes of each kind; worker_bytes: address space of each.
     """
 
     bytes: int = MAX_IMAGE_BYTES

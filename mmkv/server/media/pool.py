@@ -17,16 +17,17 @@ _PIECE = 2**20
 
 
 class DecodePool:
-    """Runs at most ``workers`` decoding processes, each started when it is first needed.
+    """Runs at most ``workers`` decoding processes for pictures, and as many beside for videos.
 
-    One event loop uses it.
+    So a picture never waits for a video. Each is started when it is first needed. One event loop
+    uses it.
 
     Args:
         memory: address space of a process, in bytes.
     """
 
     def __init__(self, workers: int, memory: int) -> None:
-        self._free = asyncio.Semaphore(workers)
+        self._free = {kind: asyncio.Semaphore(workers) for kind in ("image", "video")}
         self._memory = memory
         self._idle: list[asyncio.subprocess.Process] = []
         self._all: set[asyncio.subprocess.Process] = set()
@@ -47,7 +48,7 @@ class DecodePool:
             MediaError: 408, 413 or 422.
         """
         name = task["name"]
-        async with self._free, self._worker() as process:
+        async with self._free[task["kind"]], self._worker() as process:
             try:
                 async with asyncio.timeout(seconds):
                     result, pixels = await _exchange(process, task | {"seconds": seconds}, content)
@@ -65,7 +66,7 @@ class DecodePool:
 
     async def warm(self) -> None:
         """Start a process now; it is used first."""
-        async with self._free, self._worker():
+        async with self._free["image"], self._worker():
             pass
 
     async def aclose(self) -> None:

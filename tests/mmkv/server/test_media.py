@@ -131,6 +131,18 @@ def test_very_large_pictures_are_scaled_where_the_rules_are_not_known(
     assert refusal(runner, made, url, url).status == 413
 
 
+def test_a_picture_does_not_wait_for_a_video(
+    runner: asyncio.Runner, resolver: Callable[..., MediaResolver]
+) -> None:
+    made = resolver()
+
+    async def beside_a_video() -> list[Medium]:
+        async with made.pool._free["video"]:
+            return await made.resolve([Source("image", data_url(PICTURE))])
+
+    assert runner.run(beside_a_video())[0].content.size == (4, 2)
+
+
 def test_what_is_no_picture(runner: asyncio.Runner, resolver: Callable[..., MediaResolver]) -> None:
     made = resolver()
     for content in (

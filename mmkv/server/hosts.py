@@ -1,0 +1,54 @@
+"""Refuse requests that a web page sends to this machine under a name of its own."""
+
+from __future__ import annotations
+
+import ipaddress
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from mmkv.server.answer import error_response
+from mmkv.server.errors import ApiError
+
+_LOCAL = ("localhost", "127.0.0.1", "[::1]")
+
+
+def allowed_hosts(host: str) -> frozenset[str] | None:
+    """Return the names that a server on ``host`` answers to; None: all, where others reach it."""
+    try:
+        local = ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        local = host.lower() == "localhost"
+    own = f"[{host}]" if ":" in host else host.lower()
+    return frozenset({*_LOCAL, own}) if local else None
+
+
+class CheckHost:
+    """Answers 403 to a request whose Host header has another name than ``hosts``.
+
+    A page can have its own name lead to 127.0.0.1 (DNS rebinding): the browser then takes the
+    server's answers for the page's own, and shows them to it.
+    """
+
+    def __init__(self, app: ASGIApp, hosts: frozenset[str] | None) -> None:
+        self._app, self._hosts = app, hosts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on, if it names this server."""
+        if scope["type"] == "http" and self._hosts is not None:
+            given = dict(scope["headers"]).get(b"host")
+            if given is not None and _name(given.decode("latin-1")) not in self._hosts:
+                error = ApiError(
+                    403,
+                    "without an API key this server answers to localhost alone; start it with "
+                    "--api-key to use another name",
+                    "host_refused",
+                )
+                await error_response(error)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+def _name(header: str) -> str:
+    """Return a Host header without its port."""
+    name, _, port = header.strip().lower().rpartition(":")
+    return name if name and port.isdigit() else header.strip().lower()
