@@ -62,6 +62,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--join", type=Path, nargs="+", help="add up the --output of other runs")
     parser.add_argument("--replay", type=Path, help="run the case in this file, and nothing else")
     options = parser.parse_args(arguments)
+    if options.output is not None and options.output.is_dir():
+        parser.error(f"--output {options.output} is a folder; name a JSON file in it")
     if options.replay is not None:
         return _replay(options.replay, options)
     if options.join is not None:

@@ -110,6 +110,12 @@ def test_runs_add_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "| gates | 5 | 0 | 1 | 2 | 0 | 2.0 s |" in capsys.readouterr().out
 
 
+def test_a_folder_is_no_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):  # before anything is tried
+        main(["--inputs", "1", "--output", str(tmp_path)])
+    assert "is a folder" in capsys.readouterr().err
+
+
 def test_only_an_own_refusal_is_none() -> None:
     def raised(make: Any) -> Any:
         try:
