@@ -242,15 +242,13 @@ class Decoder:
         fused = self.weights.product(x, layer.qkv, layer.qkv_bias)
         fused = fused.view(x.shape[0], -1, spec.head_dim)
         turned, value = fused[:, : self._rotated], fused[:, self._rotated :]
-        unturned = None
-        if on_keys is not None:
-            normed = normed_heads(turned, layer.qk_norm, spec.rms_eps)
-            unturned, turned = normed[:, spec.num_heads :], rotate(normed, *rope)
-        else:
+        if on_keys is None:
             turned = self.elementwise.turned(turned, layer.qk_norm, spec.rms_eps, rope)
+        else:
+            normed = normed_heads(turned, layer.qk_norm, spec.rms_eps)
+            turned = rotate(normed, *rope)
+            on_keys(normed[:, spec.num_heads :], turned[:, spec.num_heads :])
         query, key = turned[:, : spec.num_heads], turned[:, spec.num_heads :]
-        if on_keys is not None and unturned is not None:
-            on_keys(unturned, key)
         return query, key, value
 
     @staticmethod

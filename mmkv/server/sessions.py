@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from filelock import FileLock
+
 from engine.budget import Budget
 from engine.contents import MODALITIES
 from engine.errors import SessionError
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from mmkv.server.kept import Kept
     from mmkv.server.session_routes import NewSession, SavedName
 
+_SAVING = ".saving"  # of a folder in which a new name is taken
 _NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}"
 _NAMED = "named by letters, digits, dots, dashes and underscores"
 
@@ -419,16 +422,10 @@ def _gone(name: str) -> ApiError:
 
 def _save_new(kept: Kept, path: Path) -> None:
     """Write a session file where there is none; of two at once the second is refused."""
-    draft = path.with_name(f".{path.stem}.{secrets.token_hex(8)}.part")
-    try:
-        kept.save(draft)
-        try:
-            path.touch(exist_ok=False)
-        except FileExistsError:
-            raise _saved_already(path.stem) from None
-        draft.replace(path)
-    finally:
-        draft.unlink(missing_ok=True)
+    with FileLock(path.with_name(_SAVING)):  # among all servers with this folder
+        if path.exists():
+            raise _saved_already(path.stem)
+        kept.save(path)
 
 
 def _saved_already(name: str) -> ApiError:

@@ -210,7 +210,7 @@ def test_of_two_saves_under_one_name_one_stands(server: Server, saved: Path) -> 
     assert sorted(one.status_code for one in answers) == [200, 409]
     refused = next(one for one in answers if one.status_code == 409)
     assert refused.json()["error"]["code"] == "file_exists"
-    assert not list((saved / "public").glob(".*"))
+    assert not list((saved / "public").glob("*.part"))
 
 
 def test_a_folder_that_cannot_be_made_is_the_disks_fault(folder: Path, tmp_path: Path) -> None:
