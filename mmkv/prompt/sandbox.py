@@ -12,6 +12,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import lru_cache, wraps
 from typing import Any
 
@@ -33,17 +34,31 @@ _PIECES = 64  # of a text, after which the clock is read; loops and calls read i
 _SLOW = frozenset(("pprint", "striptags", "sum", "urlize", "wordwrap", "xmlattr"))
 _LONG_WIDTH = re.compile(r"%(\([^)]*\))?[-+ #0]*(\d*\.)?(\d{5,}|\*)")
 _JOIN, _EACH, _KEEP, _AT = "mmkv_join", "mmkv_each", "mmkv_keep", "mmkv_at"
+_END = "mmkv_end"
+_OPENING = "add_generation_prompt"
 
 
-def render(
-    source: str, given: int, values: Mapping[str, Any], begins: dict[int, int] | None = None
-) -> str:
+@dataclass
+class Marks:
+    """Where in a text its parts begin, in characters; filled in while it is rendered.
+
+    Attributes:
+        begins: by the id of an object, what stood before it when a loop came to it, the last time;
+            for the ids that it has.
+        end: what stands before the opening of a reply, if all that the template does with the
+            wish for one is to write it at the very end; else None.
+    """
+
+    begins: dict[int, int]
+    end: int | None = None
+
+
+def render(source: str, given: int, values: Mapping[str, Any], marks: Marks | None = None) -> str:
     """Render the template ``source`` with ``values``.
 
     Args:
         given: characters of the messages in ``values``.
-        begins: by the id of an object, how many characters stood before it when a loop came to it,
-            the last time; filled in for the ids that it has.
+        marks: filled in.
 
     Raises:
         InputError: a limit was passed. Otherwise whatever the template leads to.
@@ -51,7 +66,7 @@ def render(
     template = _compiled(source)
     environment = template.environment
     assert isinstance(environment, _Limited)
-    with environment.meter.started(given, begins):
+    with environment.meter.started(given, marks):
         return template.render(**values)
 
 
@@ -61,8 +76,24 @@ def _compiled(source: str) -> Template:
         raise _stopped(f"it has more than {_SOURCE:,} characters")
     environment = _Limited()
     with environment.meter.started(0):  # constant expressions are computed here
-        tree = _guarded(environment.parse(source))
+        tree = environment.parse(source)
+        _mark_end(tree)
+        tree = _guarded(tree)
         return Template.from_code(environment, environment.compile(tree), environment.globals)
+
+
+def _mark_end(tree: nodes.Template) -> None:
+    """Have the length noted before the opening of a reply, if that is the template's last word."""
+    last = tree.body[-1] if tree.body else None
+    if not isinstance(last, nodes.If) or last.elif_ or last.else_:
+        return
+    names = [name for name in tree.find_all(nodes.Name) if name.name == _OPENING]
+    if len(names) == 1 and names[0] is last.test:
+        # Of a name: what is constant is computed when the template is compiled.
+        noted = nodes.Filter(
+            nodes.Name(_OPENING, "load"), _END, [], [], None, None, lineno=last.lineno
+        )
+        tree.body.insert(-1, nodes.Output([noted], lineno=last.lineno))
 
 
 def _guarded(tree: nodes.Template) -> nodes.Template:
@@ -105,11 +136,11 @@ class _Meter(threading.local):
     end = float("inf")
     largest = made = 0
     depth = written = 0  # texts that are being put together, one in another; of the outer one
-    begins: dict[int, int] | None = None
+    marks: Marks | None = None
 
-    def started(self, given: int, begins: dict[int, int] | None = None) -> _Meter:
+    def started(self, given: int, marks: Marks | None = None) -> _Meter:
         self.largest, self.made = _OUTPUT + 8 * given, _MADE + 1024 * given
-        self.begins, self.depth, self.written = begins, 0, 0
+        self.marks, self.depth, self.written = marks, 0, 0
         return self
 
     def __enter__(self) -> None:
@@ -164,7 +195,7 @@ class _Limited(ImmutableSandboxedEnvironment):
         self.globals["namespace"] = _namespace(theirs.globals["namespace"])
         self.filters = {name: self._filter(name, use) for name, use in theirs.filters.items()}
         self.filters |= {_JOIN: self._join, _EACH: self._each, _KEEP: self.meter.keep}
-        self.filters[_AT] = self._at
+        self.filters |= {_AT: self._at, _END: self._end}
         tests: dict[str, Any] = theirs.tests
         self.tests = {name: self._ticking(test) for name, test in tests.items()}
 
@@ -233,9 +264,14 @@ class _Limited(ImmutableSandboxedEnvironment):
         return meter.keep("".join(kept))
 
     def _at(self, value: Any) -> str:
-        begins = self.meter.begins
-        if begins is not None and id(value) in begins:
-            begins[id(value)] = self.meter.written
+        marks = self.meter.marks
+        if marks is not None and id(value) in marks.begins:
+            marks.begins[id(value)] = self.meter.written
+        return ""
+
+    def _end(self, _: Any) -> str:
+        if self.meter.marks is not None:
+            self.meter.marks.end = self.meter.written
         return ""
 
     def _each(self, values: Iterable[Any]) -> Iterator[Any]:

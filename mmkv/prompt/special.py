@@ -40,6 +40,10 @@ class Cutter:
         self._found = re.compile(f"(?={'|'.join(map(re.escape, longest_first))})")
         self._any = bool(longest_first)
 
+    def finds(self, text: str) -> bool:
+        """Whether a special token stands in ``text``."""
+        return self._any and self._found.search(text) is not None
+
     def cut(self, texts: Sequence[str]) -> list[str]:
         """Cut texts that may be rendered side by side, so that a token may begin in one of them
         and end in the next.

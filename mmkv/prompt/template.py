@@ -34,6 +34,22 @@ class Addition:
     note: str | None = None
 
 
+@dataclass(frozen=True)
+class Layout:
+    """A rendered conversation.
+
+    Attributes:
+        begins: per message, how many characters stand before what the template's loop over
+            messages makes of it; -1 where no loop came to it.
+        end: the length of the text without the opening of a reply, where ``text`` is known to
+            begin with that; else None.
+    """
+
+    text: str
+    begins: list[int]
+    end: int | None
+
+
 class ChatTemplate:
     """The template of one tokenizer; messages are in the transformers chat format.
 
@@ -88,27 +104,23 @@ class ChatTemplate:
         stable = before == self.render(history[:latest], opening=True)
         return Addition(after, True, None if stable else REWRITES)
 
-    def render(
-        self, messages: list[Message], opening: bool, begins: list[int] | None = None
-    ) -> str:
-        """Render the template; ``opening`` adds the beginning of the assistant's reply.
+    def render(self, messages: list[Message], opening: bool) -> str:
+        """Render the template; ``opening`` adds the beginning of the assistant's reply."""
+        return self.layout(messages, opening).text
 
-        Args:
-            begins: gets, per message, how many characters stand before what the template's loop
-                over messages makes of it; -1 where no loop came to it.
-        """
+    def layout(self, messages: list[Message], opening: bool) -> Layout:
+        """Do as :meth:`render`; say where the messages stand in the text, too."""
         messages = self._cut(messages)
         if self.source is None:
-            if begins is not None:
-                begins[:] = [-1] * len(messages)
-            return "".join(self._plain(message) for message in messages)
+            text = "".join(self._plain(message) for message in messages)
+            return Layout(text, [-1] * len(messages), len(text))
         from jinja2 import TemplateError
 
         from mmkv.prompt import sandbox
 
         parts = [part for message in messages for part in as_parts(message["content"])]
         shaped = [self._shape(message) for message in messages]
-        found = None if begins is None else dict.fromkeys(map(id, shaped), -1)
+        marks = sandbox.Marks(dict.fromkeys(map(id, shaped), -1))
         values = {
             **self._tokenizer.special_tokens_map,
             "messages": shaped,
@@ -118,7 +130,7 @@ class ChatTemplate:
         }
         given = sum(len(part.get("text", "")) for part in parts)
         try:
-            text = sandbox.render(self.source, given, values, found)
+            text = sandbox.render(self.source, given, values, marks)
         except InputError:
             raise
         except TemplateError as error:
@@ -132,16 +144,17 @@ class ChatTemplate:
                 f"the model's chat template is broken ({type(error).__name__}: "
                 f"{first_line(error)}); use another model, or --raw"
             ) from error
-        if begins is not None and found is not None:
-            begins[:] = [found[id(message)] for message in shaped]
-        return text
+        end = marks.end if opening else len(text)
+        return Layout(text, [marks.begins[id(message)] for message in shaped], end)
 
     def _cut(self, messages: list[Message]) -> list[Message]:
         """Return the messages, their contents as parts, with special tokens in texts cut."""
-        made = [
-            {**message, "content": [dict(part) for part in as_parts(message["content"])]}
-            for message in messages
-        ]
+        made = [{**message, "content": as_parts(message["content"])} for message in messages]
+        texts = [part["text"] for one in made for part in one["content"] if part["type"] == "text"]
+        if not self._cutter.finds("".join(texts)):  # all at once: a conversation can be long
+            return made
+        for message in made:
+            message["content"] = [dict(part) for part in message["content"]]
         contents = [message["content"] for message in made]
         if self.source is None:  # nothing stands between them then
             contents = [[part for content in contents for part in content]]

@@ -85,10 +85,13 @@ def link(before: str, message: Message) -> str:
         ["text", part.text] if part.kind == "text" else [part.kind, part.digest, part.options]
         for part in message.parts
     ]
-    assert all(part.digest is not None for part in message.media)
+    assert not any(kind != "text" and value is None for kind, value, *_ in parts)
     return digest_of([before, message.role, parts])
+
+
+_json = json.JSONEncoder(sort_keys=True).encode  # json.dumps makes an encoder each time
 
 
 def digest_of(value: Any) -> str:
     """Return SHA-256 of a value that JSON can write."""
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(_json(value).encode()).hexdigest()

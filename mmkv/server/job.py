@@ -52,6 +52,7 @@ class ChatJob:
             then :meth:`supply` have to be called.
 
     Attributes:
+        fetches: see :class:`mmkv.scheduler.contract.Job`.
         held: messages that were resumed; resumed: their tokens.
         prompt_tokens: of the whole conversation.
         choices: when the job has ended.
@@ -73,6 +74,8 @@ class ChatJob:
         self.snapshots, self.grammars, self._shelf = snapshots, grammars, shelf
         self.budget = engine.budgets.checked(work.budget)
         self._admitted = admitted
+        parts = (part for message in work.messages for part in message.media)
+        self.fetches = any(part.url[:4].lower() == "http" for part in parts)
         self._made_keys: list[str] | None = None
         self.live: Session | None = None
         self.held, self.resumed, self.prompt_tokens = 0, 0, 0
@@ -108,12 +111,6 @@ class ChatJob:
     def failure(self) -> MmkvError | None:
         """See :class:`mmkv.scheduler.contract.Job`."""
         return next((one.failure for one in self.writers if one.failure is not None), None)
-
-    @property
-    def fetches(self) -> bool:
-        """See :class:`mmkv.scheduler.contract.Job`."""
-        parts = (part for message in self.work.messages for part in message.media)
-        return any(part.url[:4].lower() == "http" for part in parts)
 
     def price(self) -> Price:
         """Bound the pages of all replies by the budget, or else by the model's context."""

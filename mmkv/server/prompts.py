@@ -12,7 +12,7 @@ from mmkv.prompt.special import new_marker
 from mmkv.prompt.template import as_parts
 
 if TYPE_CHECKING:
-    from mmkv.prompt.template import ChatTemplate
+    from mmkv.prompt.template import ChatTemplate, Layout
 
 _FEW = 3  # messages, up to which each is rendered to find its end
 _SHORT = 256  # characters of a question that is cheaper to read again than to end a pass after
@@ -91,8 +91,8 @@ def outline(
     marker = new_marker()
     if replied:
         shown[held - 1] = {"role": "assistant", "content": marker}
-    begins: list[int] = []
-    text = whole = template.render(shown, True, begins)
+    layout = template.layout(shown, opening=True)
+    text = whole = layout.text
     done = 0
     if replied:
         before, found, after = whole.rpartition(marker)
@@ -110,7 +110,7 @@ def outline(
             return None
         done = len(before)
     found_segments, first = [], held
-    for last, end in _ends(template, shown, held, whole, begins):
+    for last, end in _ends(template, shown, held, layout):
         if end > done:
             found_segments.append(Segment(whole[done:end], first, last))
             done, first = end, last
@@ -135,24 +135,21 @@ def _is_short(messages: Sequence[dict[str, Any]]) -> bool:
 
 
 def _ends(
-    template: ChatTemplate,
-    shown: list[dict[str, Any]],
-    held: int,
-    whole: str,
-    begins: Sequence[int],
+    template: ChatTemplate, shown: list[dict[str, Any]], held: int, layout: Layout
 ) -> list[tuple[int, int]]:
-    """Return how many messages end where in ``whole``, of those after the ``held`` ones."""
+    """Return how many messages end where in the text, of those after the ``held`` ones."""
     if len(shown) - held > _FEW:
-        found = _ends_by_loop(template, shown, whole, begins)
+        found = _ends_by_loop(template, shown, layout)
         if found is not None:
             return [(last, end) for last, end in enumerate(found, 1) if last > held and end > 0]
     each = range(held + 1, len(shown) + 1)
-    found = [_length(template, shown[:last], whole) for last in each]
+    found = [_length(template, shown[:last], layout.text) for last in each[:-1]]
+    found += [_whole_length(template, shown, layout)] if each else []
     return [(last, end) for last, end in zip(each, found, strict=True) if end > 0]
 
 
 def _ends_by_loop(
-    template: ChatTemplate, shown: list[dict[str, Any]], whole: str, begins: Sequence[int]
+    template: ChatTemplate, shown: list[dict[str, Any]], layout: Layout
 ) -> list[int] | None:
     """Return where each message ends, by where the template's loop began the next one.
 
@@ -162,20 +159,25 @@ def _ends_by_loop(
     Returns:
         0 for messages of the system that do not end by themselves; None where it is not so.
     """
-    before: list[int] = []
+    whole, begins = layout.text, layout.begins
     try:
-        text = template.render(shown[:-1], False, before)
+        before = template.layout(shown[:-1], opening=False)
     except InputError:
         return None
-    ends = [*begins[1:], _length(template, shown, whole)]
-    if len(text) != ends[-2] or not whole.startswith(text):
+    ends = [*begins[1:], _whole_length(template, shown, layout)]
+    if len(before.text) != ends[-2] or not whole.startswith(before.text):
         return None
-    if before[1:] != list(begins[1:-1]) or min(ends) < 0 or sorted(ends) != ends:
+    if before.begins[1:] != begins[1:-1] or min(ends) < 0 or sorted(ends) != ends:
         return None
     leading = next((i for i, one in enumerate(shown) if one["role"] != "system"), len(shown))
     if leading and _length(template, shown[:leading], whole) != ends[leading - 1]:
         ends[:leading] = [0] * leading
     return ends
+
+
+def _whole_length(template: ChatTemplate, shown: list[dict[str, Any]], layout: Layout) -> int:
+    """Return the length of the text without its opening if it begins with that, else 0."""
+    return _length(template, shown, layout.text) if layout.end is None else layout.end
 
 
 def _length(template: ChatTemplate, messages: list[dict[str, Any]], whole: str) -> int:

@@ -39,15 +39,13 @@ class RequestMedia:
         for part, medium in zip(far, await self._resolve(far), strict=True):
             digests[part] = medium.digest
             self._contents[part] = medium.content
+
+        def named(part: Part) -> Part:
+            return dataclasses.replace(part, digest=digests[part]) if part in digests else part
+
         return [
-            dataclasses.replace(
-                message,
-                parts=tuple(
-                    dataclasses.replace(part, digest=digests[part]) if part in digests else part
-                    for part in message.parts
-                ),
-            )
-            for message in messages
+            Message(one.role, tuple(map(named, one.parts))) if one.media else one
+            for one in messages
         ]
 
     async def _resolve(self, parts: Sequence[Part]) -> list[Medium]:

@@ -87,7 +87,11 @@ class OtherPart(BaseModel):
     type: str
 
 
-Content = str | list[TextPart | RefusalPart | ImagePart | VideoPart | OtherPart]
+# Left to right: the first that takes a part ends the search.
+ContentPart = Annotated[
+    TextPart | RefusalPart | ImagePart | VideoPart | OtherPart, Field(union_mode="left_to_right")
+]
+Content = str | list[ContentPart]
 
 
 class ChatMessage(Strict):
@@ -278,10 +282,12 @@ def conversation(messages: list[ChatMessage], sees: bool, watches: bool) -> list
         where = f"messages[{index}].content"
         content = message.content if message.content is not None else message.refusal
         parts: list[Part] = []
-        given = [TextPart(type="text", text=content)] if isinstance(content, str) else content
-        for place, one in enumerate(given or []):
+        if isinstance(content, str):
+            parts, content = [Part("text", content)], None
+        for place, one in enumerate(content or []):
             part = _part(one, f"{where}[{place}]")
-            _require_taken(part, message.role, sees, watches, f"{where}[{place}]")
+            if part.kind != "text":
+                _require_taken(part, message.role, sees, watches, f"{where}[{place}]")
             if parts and part.kind == parts[-1].kind == "text":
                 part = Part("text", parts.pop().text + part.text)
             parts.append(part)
@@ -343,8 +349,6 @@ def _part(given: Any, where: str) -> Part:
 
 
 def _require_taken(part: Part, role: str, sees: bool, watches: bool, where: str) -> None:
-    if part.kind == "text":
-        return
     if not part.url:
         raise ApiError(400, f"{where} has an empty url", "invalid_value", where)
     if not (sees if part.kind == "image" else watches):

@@ -286,6 +286,18 @@ TEMPLATES = {
     "{{ m.content }};{% endfor %}{% if add_generation_prompt %}it:{% endif %}",
     "closed": "{% for m in messages %}{{ m.content }};{% endfor %}"
     "{% if add_generation_prompt %}it:{% else %}end{% endif %}",
+    "open by mistake": "{% set add_generation_prompt = true %}{% for m in messages %}"
+    "{{ m.content }};{% endfor %}{% if add_generation_prompt %}it:{% endif %}",
+    "asked twice": "{% for m in messages %}{{ m.content }}{% if not (loop.last and "
+    "add_generation_prompt) %};{% endif %}{% endfor %}{% if add_generation_prompt %}it:{% endif %}",
+    "asked in other words": "{% for m in messages %}{{ m.content }};{% endfor %}"
+    "{% if add_generation_prompt and messages | length > 1 %}it:{% endif %}",
+}
+PLAIN_ENDS = {"chatml", "plain", "system apart", "system folded into a question"} | {
+    "the last looks different",
+    "replies look ahead",
+    "in a macro",
+    "read twice",
 }
 
 
@@ -334,6 +346,17 @@ def test_what_was_read_before_is_not_rendered_by_itself_again(
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
+def test_where_the_opening_begins_is_known_where_it_is_a_template_s_last_word(name: str) -> None:
+    template = ChatTemplate(byte_tokenizer(), TEMPLATES[name], parts=False)
+    messages = [{"role": role, "content": role * 9} for role in ("system", "user")]
+    layout, without = template.layout(messages, True), template.render(messages, False)
+    assert (layout.end is not None) == (name in PLAIN_ENDS)
+    if layout.end is not None:
+        assert layout.text[: layout.end] == without
+    assert template.layout(messages, False).end == len(without)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
 def test_a_long_conversation_is_cut_where_each_of_its_beginnings_ends(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -361,17 +384,16 @@ def test_a_long_conversation_is_cut_where_each_of_its_beginnings_ends(
         assert found == cut(template, shown, held)
         monkeypatch.setattr(prompts, "_FEW", often)
         if name in ("chatml", "system apart", "read twice"):
-            assert times <= 5 and found is not None
+            assert times <= 3 and found is not None
             assert len(found) == len(shown) - held + 1
 
 
 def test_a_template_that_forgets_replies_is_not_resumed_after_them() -> None:
-    class Forgetful:
-        def render(self, messages: list[Any], opening: bool, begins: Any = None) -> str:
-            shown = [m for m in messages if m["role"] == "user"]
-            return "".join(f"[{m['content']}]" for m in shown) + ">" * opening
-
-    template: Any = Forgetful()
+    source = (
+        "{% for m in messages %}{% if m.role == 'user' %}[{{ m.content }}]{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}>{% endif %}"
+    )
+    template = ChatTemplate(byte_tokenizer(), source, parts=False)
     said = "a" * 300
     messages = [{"role": role, "content": said} for role in ("user", "assistant", "user")]
     assert cut(template, messages, 2, replied=True) is None
