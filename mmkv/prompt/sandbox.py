@@ -36,6 +36,7 @@ _LONG_WIDTH = re.compile(r"%(\([^)]*\))?[-+ #0]*(\d*\.)?(\d{5,}|\*)")
 _JOIN, _EACH, _KEEP, _AT = "mmkv_join", "mmkv_each", "mmkv_keep", "mmkv_at"
 _END = "mmkv_end"
 _OPENING = "add_generation_prompt"
+_OF_DICTS = frozenset(dir(dict))
 
 
 @dataclass
@@ -201,7 +202,7 @@ class _Limited(ImmutableSandboxedEnvironment):
 
     def getattr(self, obj: Any, attribute: str) -> Any:
         """Return ``message.role`` at once, as Jinja does after it has missed the attribute."""
-        if type(obj) is dict and attribute in obj and not hasattr(dict, attribute):
+        if type(obj) is dict and attribute in obj and attribute not in _OF_DICTS:
             return obj[attribute]
         return super().getattr(obj, attribute)
 

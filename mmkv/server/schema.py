@@ -209,21 +209,20 @@ def require_proper(given: Any) -> None:
             raise ValueError(f"the body is nested more than {DEEPEST} deep; send a flatter one")
         inner: list[Any] = []
         for value in level:
-            if isinstance(value, dict):
+            if isinstance(value, str):
+                if not (value.isascii() or _whole(value)):
+                    raise ValueError("a text has half of a surrogate pair; send whole characters")
+            elif isinstance(value, dict):
                 inner += value.keys()
                 inner += value.values()
             elif isinstance(value, list):
                 inner += value
             elif isinstance(value, float) and not math.isfinite(value):
                 raise ValueError("a number is NaN or infinite; send finite numbers")
-            elif isinstance(value, str) and not _whole(value):
-                raise ValueError("a text has half of a surrogate pair; send whole characters")
         level, depth = inner, depth + 1
 
 
 def _whole(text: str) -> bool:
-    if text.isascii():
-        return True
     try:
         text.encode()
     except UnicodeEncodeError:
