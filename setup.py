@@ -25,6 +25,7 @@ NAMES = (
     "int8",
     "int8_forms",
     "attention",
+    "chunk",
     "forms",
     "pages",
     "evict",

@@ -334,6 +334,7 @@ def _chunk(session: CachedSequence, turn: Turn, rope: tuple[Tensor, Tensor]) -> 
         session.entries > 0,
         engine.policy.pruner,
         engine.write_step(rope),
+        engine.backends.cpu.chunk_attention,
     )
 
 

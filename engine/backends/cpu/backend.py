@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from engine.backends.base import Decoded
+from engine.backends.cpu.chunk import NativeChunkAttention, native_chunk_attention
 from engine.backends.cpu.decoder import NativeDecoder
 from engine.backends.cpu.evictor import NativeEvictor
 from engine.new_entries import write_state
@@ -24,6 +25,7 @@ class CpuBackend:
     Attributes:
         decoder: the model laid out for C, or None where it cannot run there or is switched off.
         evictor: None where nothing is evicted.
+        chunk_attention: of prompts; None where C cannot read the cache or is switched off.
     """
 
     def __init__(self, engine: Runtime) -> None:
@@ -32,6 +34,9 @@ class CpuBackend:
         self._reason = NativeDecoder.unsupported_reason(weights, gates)
         self.decoder: NativeDecoder | None = None
         self.evictor: NativeEvictor | None = None
+        self.chunk_attention: NativeChunkAttention | None = None
+        if NativeChunkAttention.takes(engine.cache):
+            self.chunk_attention = native_chunk_attention()
         if not self._reason:
             spec = engine.spec
             mass, taps = engine.needs.mass, engine.decoder.taps
@@ -40,8 +45,8 @@ class CpuBackend:
                 self.evictor = NativeEvictor(policy, spec.num_layers, spec.num_kv_heads)
 
     def switch_off(self) -> None:
-        """Leave every step and eviction to torch from now on."""
-        self.decoder = self.evictor = None
+        """Leave every step, eviction and prompt's attention to torch from now on."""
+        self.decoder = self.evictor = self.chunk_attention = None
 
     def unsupported_reason(self, sessions: Sequence[CachedSequence] = ()) -> str:
         """See :class:`engine.backends.base.Backend`."""

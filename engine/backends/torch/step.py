@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import torch
@@ -34,6 +34,8 @@ class PrefillChunk:
             host knows both: reading them from tensors would make it wait for the device.
         pruner: drops visual tokens of the chunk on the way, or None.
         writes: says what the chunk's tokens see under a write gate, or None.
+        native: attends in C where nothing limits what a token sees, or None:
+            :class:`engine.backends.cpu.chunk.NativeChunkAttention`.
     """
 
     def __init__(
@@ -48,8 +50,10 @@ class PrefillChunk:
         retained: bool,
         pruner: Pruner | None = None,
         writes: WriteStep | None = None,
+        native: Callable[[RaggedCache, int, int, Tensor], Tensor] | None = None,
     ) -> None:
         self.cache, self.spec, self.seq, self.needs = cache, spec, seq, needs or Needs()
+        self._native = None if pruner is not None else native
         self.position, self.seen, self.retained = position, seen, retained
         page_size = cache.pool.page_size
         ids = torch.tensor([seq], device=position.device)
@@ -57,7 +61,7 @@ class PrefillChunk:
         self.past: list[LayerWork] | None = None
         self.length = cache.length[seq].clone()  # of what was retained before this chunk
         self.paged = on_triton(cache.pool.keys)
-        if self.retained and not self.paged:
+        if self.retained and not self.paged and self._native is None:
             self.past = build_worklist(
                 cache.length[ids], cache.table[ids], page_size, cache.pool.dtype
             )
@@ -124,6 +128,10 @@ class PrefillChunk:
                 scale,
                 limit,
             )
+        elif self._native is not None:
+            out = self._native(self.cache, self.seq, layer, query.transpose(0, 1))
+            out = pool.form.rotate(out.view(count, spec.num_heads, -1))
+            return out.view(count, -1)
         else:
             out, lse = chunk_attention(query, key, value, scale)
             past = self._attend_to_past(layer, query, grouped, scale)

@@ -1,0 +1,274 @@
+/* Attention of a prompt's chunk to the rows of one layer: to what was retained before it, and causally to
+ * itself. The chunk's entries are the last ones of each row.
+ *
+ * A stretch of entries is laid out once for all queries of a row, keys with a feature's numbers side by
+ * side, so that both products are sums of vectors times one number. What a query gets does not depend, not
+ * in one bit, on the queries beside it or on threads. */
+#include <math.h>
+#include <string.h>
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+
+#include "native.h"
+#include "vectors.h"
+#include "vmath.h"
+
+#define STRETCH 256 /* entries that are laid out together */
+#define ROWS 6      /* queries that are taken together */
+#if defined(__AVX512F__) || defined(__aarch64__)
+#define VECTORS 4 /* of entries or features, beside which their sums fit the registers */
+#else
+#define VECTORS 2
+#endif
+
+/* What one thread works in. */
+struct room {
+    float *keys;   /* [head_dim, STRETCH] */
+    float *values; /* [STRETCH, filled] */
+    float *wide;   /* where entries are decoded */
+    float *scores; /* [ROWS, STRETCH] */
+    float *sums;   /* [queries, filled]: of values times shares */
+    float *highest, *shares; /* [queries]: the greatest score so far, and the sum of shares */
+};
+
+struct call {
+    const struct cache *cache;
+    const float *query;
+    float *out;
+    int64_t row, stride, group, kv_heads, asked, filled; /* filled: head_dim, up to whole vectors */
+};
+
+static int64_t filled_up(int64_t count, int64_t to)
+{
+    return (count + to - 1) / to * to;
+}
+
+/* sums[r][v] += a[r][i] b[i][v] over `depth` rows of b, `stride` floats apart. */
+INLINE void add_products(const float *const *a, const float *b, int64_t stride, int64_t depth,
+                         int vectors, lanes (*sums)[VECTORS])
+{
+    for (int64_t i = 0; i < depth; i++, b += stride)
+        for (int v = 0; v < vectors; v++) {
+            lanes x = load(b + v * LANES);
+            for (int r = 0; r < ROWS; r++)
+                sums[r][v] += x * a[r][i];
+        }
+}
+
+/* scores [ROWS, STRETCH] = queries a times the first `count` keys, and some beyond. */
+static void score(const float *const *a, const float *keys, int64_t dim, int64_t count, float *scores)
+{
+    for (int64_t at = 0; at < count; at += VECTORS * LANES) {
+        lanes sums[ROWS][VECTORS] = {{{0}}};
+        add_products(a, keys + at, STRETCH, dim, VECTORS, sums);
+        for (int r = 0; r < ROWS; r++)
+            memcpy(scores + r * STRETCH + at, sums[r], sizeof sums[r]);
+    }
+}
+
+INLINE void mix_features(const float *const *shares, const float *values, int64_t filled, int64_t count,
+                         int vectors, float *const *to)
+{
+    lanes sums[ROWS][VECTORS];
+    for (int r = 0; r < ROWS; r++)
+        for (int v = 0; v < vectors; v++)
+            sums[r][v] = load(to[r] + v * LANES);
+    add_products(shares, values, filled, count, vectors, sums);
+    for (int r = 0; r < ROWS; r++)
+        memcpy(to[r], sums[r], sizeof(lanes) * (size_t)vectors);
+}
+
+/* to[r] [filled] += shares[r] [count] times the values. */
+static void mix(const float *const *shares, const float *values, int64_t filled, int64_t count,
+                float *const *to)
+{
+    float *at[ROWS];
+    memcpy(at, to, sizeof at);
+    for (int64_t left = filled / LANES; left > 0;) {
+        int64_t vectors = left >= VECTORS ? VECTORS : left >= 2 ? 2 : 1;
+        const float *from = values + filled - left * LANES;
+        switch (vectors) {
+        case VECTORS: mix_features(shares, from, filled, count, VECTORS, at); break;
+#if VECTORS > 2
+        case 2: mix_features(shares, from, filled, count, 2, at); break;
+#endif
+        case 1: mix_features(shares, from, filled, count, 1, at); break;
+        }
+        for (int r = 0; r < ROWS; r++)
+            at[r] += vectors * LANES;
+        left -= vectors;
+    }
+}
+
+/* exp(x) for x <= 0, of -87.3 where it is below; see exp_float. */
+INLINE lanes exp_lanes(lanes x)
+{
+    lanes_int below = x < -87.3f, limit = (lanes_int)((lanes){0} - 87.3f);
+    x = (lanes)((below & limit) | (~below & (lanes_int)x));
+    lanes shifted = x * 1.44269504f + 12582912.0f, n = shifted - 12582912.0f;
+    lanes r = (x - n * 0.693359375f) + n * 2.12194440e-4f, p = (lanes){0} + 1.0f / 5040;
+    p = p * r + 1.0f / 720;
+    p = p * r + 1.0f / 120;
+    p = p * r + 1.0f / 24;
+    p = p * r + 1.0f / 6;
+    p = p * r + 0.5f;
+    p = p * r + 1.0f;
+    p = p * r + 1.0f;
+    return p * (lanes)(((lanes_int)shifted + 127) << 23);
+}
+
+/* Turn `count` scores into exp(scale (score - highest)), with those seen before; what is beyond, up to
+ * `end`, becomes 0. Returns how much less the sums of before count now. */
+static float soften(float *scores, int64_t count, int64_t end, float scale, float *highest, float *shares)
+{
+    float most = *highest;
+    for (int64_t i = count; i % LANES; i++)
+        scores[i] = -INFINITY; /* of a last vector: hardly anything beside a sum of 1 or more */
+#pragma omp simd reduction(max : most)
+    for (int64_t i = 0; i < count; i++)
+        most = scores[i] > most ? scores[i] : most;
+    lanes sum = {0};
+    for (int64_t i = 0; i < count; i += LANES) {
+        lanes share = exp_lanes((load(scores + i) - most) * scale);
+        memcpy(scores + i, &share, sizeof share);
+        sum += share;
+    }
+    if (count < end)
+        memset(scores + count, 0, sizeof *scores * (size_t)(end - count));
+    float less = *highest == -INFINITY ? 0 : exp_float((*highest - most) * scale);
+    *highest = most, *shares = *shares * less + total(sum);
+    return less;
+}
+
+/* Lay out entries from .. from + count - 1 of a row. */
+static void lay_out(const struct call *call, int64_t row, int64_t from, int64_t count, struct room *room)
+{
+    const struct cache *cache = call->cache;
+    int64_t dim = cache->head_dim, filled = call->filled;
+    int64_t bits = cache->key_bits < cache->value_bits ? cache->key_bits : cache->value_bits;
+    int64_t end = filled_up(count, VECTORS * LANES);
+    for (int64_t at = 0; at < count;) {
+        int64_t left = cache->page_size - (from + at) % cache->page_size;
+        int64_t some = at_a_time(bits, left < count - at ? left : count - at);
+        int64_t slot = slot_of(cache, row, from + at);
+        const float *key = keys_at(cache, slot, some, room->wide);
+        for (int64_t e = 0; e < some; e++)
+            for (int64_t d = 0; d < dim; d++)
+                room->keys[d * STRETCH + at + e] = key[e * dim + d];
+        const float *value = values_at(cache, slot, some, room->wide);
+        for (int64_t e = 0; e < some; e++) {
+            float *to = room->values + (at + e) * filled;
+            memcpy(to, value + e * dim, sizeof *value * (size_t)dim);
+            memset(to + dim, 0, sizeof *value * (size_t)(filled - dim));
+        }
+        at += some;
+    }
+    for (int64_t d = 0; d < dim; d++)
+        memset(room->keys + d * STRETCH + count, 0, sizeof *room->keys * (size_t)(end - count));
+}
+
+/* Queries of tokens `first` .. `after` - 1 and one KV head. */
+static void attend(const struct call *call, int64_t head, int64_t first, int64_t after, struct room room)
+{
+    int64_t dim = call->cache->head_dim, group = call->group, row = call->row + head;
+    int64_t length = call->cache->length[row], queries = (after - first) * group;
+    int64_t seen = length - call->asked + 1; /* by the first query; the others see one more each */
+    float scale = 1.0f / sqrtf((float)dim);
+    memset(room.sums, 0, sizeof *room.sums * (size_t)(queries * call->filled));
+    memset(room.shares, 0, sizeof *room.shares * (size_t)queries);
+    for (int64_t q = 0; q < queries; q++)
+        room.highest[q] = -INFINITY;
+    for (int64_t from = 0; from < seen + after - 1; from += STRETCH) {
+        int64_t most = seen + after - 1 - from;
+        lay_out(call, row, from, most < STRETCH ? most : STRETCH, &room);
+        for (int64_t q = 0; q < queries; q += ROWS) {
+            const float *asked[ROWS], *shares[ROWS];
+            float *sums[ROWS];
+            int64_t last = q + ROWS < queries ? q + ROWS - 1 : queries - 1;
+            int64_t end = seen + first + last / group - from;
+            end = end < STRETCH ? end : STRETCH;
+            if (end <= 0)
+                continue;
+            for (int r = 0; r < ROWS; r++) { /* those beyond the last are it once more, for nothing */
+                int64_t mine = q + r < queries ? q + r : last;
+                asked[r] = call->query + (first + mine / group) * call->stride +
+                           (head * group + mine % group) * dim;
+            }
+            score(asked, room.keys, dim, end, room.scores);
+            float spare[ROWS][call->filled];
+            for (int r = 0; r < ROWS; r++) {
+                int64_t mine = q + r < queries ? q + r : last;
+                int64_t count = seen + first + mine / group - from;
+                count = count < 0 ? 0 : count < end ? count : end;
+                shares[r] = room.scores + r * STRETCH;
+                sums[r] = q + r < queries ? room.sums + mine * call->filled : spare[r];
+                if (q + r >= queries) {
+                    memset(spare[r], 0, sizeof spare[r]);
+                    memset(room.scores + r * STRETCH, 0, sizeof(float) * (size_t)end);
+                    continue;
+                }
+                float less = soften(room.scores + r * STRETCH, count, end, scale, room.highest + mine,
+                                    room.shares + mine);
+                if (less != 1)
+                    for (int64_t d = 0; d < call->filled; d++)
+                        sums[r][d] *= less;
+            }
+            mix(shares, room.values, call->filled, end, sums);
+        }
+    }
+    for (int64_t q = 0; q < queries; q++) {
+        float *to = call->out + ((first + q / group) * call->kv_heads * group + head * group + q % group) * dim;
+        for (int64_t d = 0; d < dim; d++)
+            to[d] = room.sums[q * call->filled + d] / room.shares[q];
+    }
+}
+
+/* Cut a thread's room from `base`, for `queries` of one KV head; returns its size in floats. */
+static int64_t carve(const struct cache *cache, int64_t queries, float *base, struct room *room)
+{
+    int64_t dim = cache->head_dim, filled = filled_up(dim, LANES), size = 0;
+    int64_t sizes[] = {dim * STRETCH, STRETCH * filled, decoded_room(cache), ROWS * STRETCH,
+                       queries * filled, queries, queries};
+    float **parts[] = {&room->keys, &room->values, &room->wide, &room->scores,
+                       &room->sums, &room->highest, &room->shares};
+    for (int i = 0; i < 7; i++) {
+        if (base)
+            *parts[i] = base + size;
+        size += filled_up(sizes[i], 16); /* a cache line */
+    }
+    return size;
+}
+
+/* Floats that a thread works in, for `asked` tokens. */
+EXPORT int64_t mmkv_attend_chunk_scratch(const struct cache *cache, int64_t group, int64_t asked)
+{
+    struct room none;
+    return carve(cache, asked * group, NULL, &none);
+}
+
+/* out [asked, heads, D]: what the queries [asked, heads, D], `stride` floats from token to token, of the
+ * last tokens get from rows row .. row + kv_heads - 1, which hold the chunk's entries already. scratch:
+ * for `threads`, as large as mmkv_attend_chunk_scratch says. */
+EXPORT void mmkv_attend_chunk(const struct cache *cache, int64_t row, int64_t kv_heads, int64_t group,
+                              const float *query, int64_t stride, int64_t asked, int64_t threads,
+                              float *scratch, float *out)
+{
+    struct call call = {.cache = cache, .query = query, .out = out, .row = row, .stride = stride,
+                        .group = group, .kv_heads = kv_heads, .asked = asked,
+                        .filled = filled_up(cache->head_dim, LANES)};
+    int64_t parts = threads > kv_heads ? (threads + kv_heads - 1) / kv_heads : 1;
+    int64_t size = mmkv_attend_chunk_scratch(cache, group, asked);
+#pragma omp parallel for num_threads((int)threads) schedule(static, 1) if (threads > 1)
+    for (int64_t item = 0; item < kv_heads * parts; item++) {
+        int64_t part = item % parts, thread = 0;
+#ifdef _OPENMP
+        thread = omp_get_thread_num();
+#endif
+        struct room room = {0};
+        carve(cache, asked * group, scratch + thread * size, &room);
+        int64_t first = asked * part / parts, after = asked * (part + 1) / parts;
+        if (after > first)
+            attend(&call, item / parts, first, after, room);
+    }
+}

@@ -1,0 +1,70 @@
+"""Attention of a prompt's chunk, in C (chunk.c)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from engine.backends.cpu.binding import Library, library
+from engine.backends.cpu.cache_views import CacheViews
+from engine.cache import RaggedCache
+
+# Products of a query with a key that are worth a thread.
+_PER_THREAD = 2**14
+
+
+def native_chunk_attention() -> NativeChunkAttention | None:
+    """Return the function in C; None where C is not there."""
+    found = library()
+    return None if isinstance(found, str) else NativeChunkAttention(found)
+
+
+class NativeChunkAttention:
+    """Attends from a chunk's queries to what its sequence held before it, and to the chunk.
+
+    Stands for :func:`chunk_attention` and :func:`ragged_attention` of :mod:`engine.backends.torch`
+    together, where the pool computes in float32 and no window limits what is seen.
+    """
+
+    def __init__(self, found: Library) -> None:
+        self._library, self._views = found, CacheViews()
+        self._scratch = torch.empty(0)
+
+    @staticmethod
+    def takes(cache: RaggedCache) -> bool:
+        """Whether C can read this cache."""
+        return cache.length.device.type == "cpu" and cache.pool.dtype == torch.float32
+
+    def __call__(self, cache: RaggedCache, seq: int, layer: int, query: Tensor) -> Tensor:
+        """Compute the attention of the last T tokens of a chunk.
+
+        Args:
+            query: float32 ``[T, Hq, D]``, rotated as the pool's keys are. The chunk's entries are
+                stored already, as the last ones of each row of the layer.
+
+        Returns:
+            float32 ``[T, Hq D]``, rotated as the pool's values are.
+        """
+        tokens, heads, dim = query.shape
+        if query.stride()[1:] != (dim, 1):
+            query = query.contiguous()
+        out, group = query.new_empty(tokens, heads * dim), heads // cache.kv_heads
+        row = layer * cache.kv_heads
+        with self._views.of(cache, [seq]) as views:
+            size = self._library.mmkv_attend_chunk_scratch(views, group, tokens)
+            threads = min(torch.get_num_threads(), 1 + heads * tokens * tokens // _PER_THREAD)
+            if self._scratch.numel() < threads * size:
+                self._scratch = torch.empty(threads * size)
+            places = self._scratch.data_ptr(), out.data_ptr()
+            self._library.mmkv_attend_chunk(
+                views,
+                row,
+                cache.kv_heads,
+                group,
+                query.data_ptr(),
+                query.stride(0),
+                tokens,
+                threads,
+                *places,
+            )
+        return out
