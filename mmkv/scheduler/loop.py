@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from fractions import Fraction
-from typing import Any, TypeVar
+from typing import Any
 
 from engine.errors import CapacityError, MmkvError, SessionError
-from mmkv.scheduler.contract import Executor, KeptSession, Price, Spare
+from mmkv.scheduler.capacity import Capacity, S
+from mmkv.scheduler.contract import Executor, KeptSession, Price
 from mmkv.scheduler.fairness import DeficitRoundRobin, UserQueues
-from mmkv.scheduler.ledger import Ledger
-from mmkv.scheduler.residents import Residents
+from mmkv.scheduler.shared_pass import SharedPass
 from mmkv.scheduler.ticket import J, State, Ticket
-
-S = TypeVar("S", bound=Spare)
 
 
 @dataclass(frozen=True)
@@ -56,8 +52,8 @@ class Scheduler:
         self, executor: Executor, limits: Limits | None = None, to_files: bool = False
     ) -> None:
         self.executor, self.limits = executor, limits or Limits()
-        self.ledger = Ledger()
-        self.residents = Residents(self.ledger, to_files)
+        self.capacity = Capacity(executor, to_files)
+        self.ledger, self.residents = self.capacity.ledger, self.capacity.residents
         self.queues = UserQueues()
         self.preparing: list[Ticket[Any]] = []
         self.decoding: list[Ticket[Any]] = []
@@ -100,7 +96,7 @@ class Scheduler:
             raise SessionError("the session is busy with another request; wait for it or cancel it")
         if self.waiting >= self.limits.waiting:
             raise queue_is_full(self.waiting, self.limits.waiting)
-        self._require_possible(job.price(), session)
+        self.capacity.require_possible(job.price(), session)
         self._submitted += 1
         self._moved = True
         ticket = Ticket(job, user, self._submitted, self.turns)
@@ -139,18 +135,10 @@ class Scheduler:
         Returns:
             the spare, None where there is no room for it.
         """
-        limit, residents = self.executor.limit(), self.residents
-        free = None if limit is None else limit - self.ledger.committed + residents.spare_pages
-        if pages > min((one for one in (free, most) if one is not None), default=pages):
+        if not self.capacity.spare_fits(pages, most):
             return None
         self._moved = True
-        while most is not None and residents.spare_pages + pages > most:
-            residents.drop_oldest_spare()
-        while limit is not None and self.ledger.committed + pages > limit:
-            residents.drop_oldest_spare()
-        spare = make()
-        residents.keep_spare(spare, lambda: dropped(spare))
-        return spare
+        return self.capacity.keep_spare(pages, make, dropped, most)
 
     @property
     def sessions(self) -> frozenset[KeptSession]:
@@ -165,13 +153,8 @@ class Scheduler:
 
     def free_up(self, pages: int) -> None:
         """Let spares and idle sessions go until there is room. Raises CapacityError."""
-        limit = self.executor.limit()
-        if limit is None:
-            return
         self._moved = True
-        short = self.ledger.committed + pages - limit
-        if short > self.residents.movable(None) or not self.residents.make_room(short, None):
-            raise self._refusal(Price(pages), limit)
+        self.capacity.free_up(pages)
 
     def hibernate(self, session: KeptSession) -> None:
         """Move an idle session to its file now. Raises SessionError."""
@@ -258,22 +241,9 @@ class Scheduler:
 
     def _admit(self, ticket: Ticket[Any]) -> bool:
         """Commit what a request may take, if it fits. Raises CapacityError if it never can."""
-        session, limit = ticket.job.session, self.executor.limit()
-        price: Price = ticket.job.price()
-        if limit is not None:
-            short = self.ledger.committed_with(_owner(ticket), price) - limit
-            if short > self.residents.movable(session):
-                self._require_possible(price, session)
-                if self.running:
-                    return False
-                raise self._refusal(price, limit)
-            if not self.residents.make_room(short, session):
-                if self.running:
-                    return False
-                raise self._refusal(price, limit)
-        if session is not None:
-            self.residents.take(session)
-        self.ledger.commit(_owner(ticket), price)
+        job, wait = ticket.job, self.running > 0
+        if not self.capacity.commit(ticket.owner, job.price(), job.session, wait):
+            return False
         self.waiting -= 1
         self._moved = True
         if ticket is self._impatient:
@@ -290,23 +260,6 @@ class Scheduler:
             self.preparing.append(ticket)
             ticket.state = "preparing"
 
-    def _require_possible(self, price: Price, session: KeptSession | None) -> None:
-        """Refuse what would not fit if everything that ends had ended."""
-        limit = self.executor.limit()
-        if limit is not None and price.total + self.residents.pinned(session) > limit:
-            raise self._refusal(price, limit)
-
-    def _refusal(self, price: Price, limit: int) -> CapacityError:
-        committed = self.ledger.committed
-        remedy = "lower its budget or its length" if price.total > limit else "close a session"
-        return CapacityError(
-            f"the request may take {price.total:,} pages, {committed:,} of {limit:,} are "
-            f"committed; {remedy}, or raise the memory limit",
-            price.total,
-            committed,
-            limit,
-        )
-
     def _read_chunks(self) -> bool:
         """Read the next chunk of one prompt, and others beside it; whether there was one."""
         reading = {one.user: one for one in self.queues.heads() if one.state == "prefill"}
@@ -318,7 +271,7 @@ class Scheduler:
         if not self._begin(first):
             self._round_robin.charge(first.user, costs[first.user])
             return True
-        tickets = [first, *self._beside(first, slow)]
+        tickets = self._sharing(first, slow)
         for ticket in tickets:
             self._round_robin.charge(ticket.user, ticket.job.next_chunk)
         found = self.executor.read([ticket.job for ticket in tickets])
@@ -329,7 +282,7 @@ class Scheduler:
                 self.queues.remove(ticket)
                 self.decoding.append(ticket)
                 ticket.state = "decode"
-                self.ledger.commit(_owner(ticket), Price(self.ledger.of(_owner(ticket)).steady))
+                self.ledger.commit(ticket.owner, Price(self.ledger.of(ticket.owner).steady))
                 self._end_finished(ticket)
         return True
 
@@ -342,54 +295,24 @@ class Scheduler:
             return False
         return True
 
-    def _beside(self, first: Ticket[Any], slow: bool) -> list[Ticket[Any]]:
-        """Choose prompts whose next chunks fit into a pass with that of ``first``.
-
-        All of them take no more tokens than a pass has, and no more pages than are committed for
-        one chunk. Users who have fewer prompts in the pass go first.
+    def _sharing(self, first: Ticket[Any], slow: bool) -> list[Ticket[Any]]:
+        """Choose the prompts that are read in one pass with ``first``, and begin their chunks.
 
         Args:
             slow: whether a job that was slow to begin has begun in this turn.
         """
-        tokens = self.executor.pass_tokens - first.job.next_chunk
-        chosen, tried = [first], {first}
-        while tokens > 0:
-            heads = self.queues.heads(chosen)
-            ready = [one for one in heads if one.state == "prefill" and one not in tried]
-            if not ready:
+        shared = SharedPass(self.executor, self.ledger, first, slow)
+        while shared.tokens > 0:
+            ticket = shared.candidate(self.queues.heads(shared.tickets))
+            if ticket is None:
                 before = self.waiting
-                self.admit(chosen)
+                self.admit(shared.tickets)
                 if self.waiting == before:
                     break
-                continue
-            users = Counter(one.user for one in chosen)
-            ticket = min(ready, key=lambda one: users[one.user])
-            tried.add(ticket)
-            if slow and ticket.job.slow_to_begin:
-                continue
-            slow = slow or ticket.job.slow_to_begin
-            if not self._begin(ticket):
-                continue
-            if ticket.job.next_chunk <= tokens and self._fit([*chosen, ticket]):
-                tokens -= ticket.job.next_chunk
-                chosen.append(ticket)
-        # One that could not begin has taken its pages out of what is committed.
-        while len(chosen) > 1 and not self._fit(chosen):
-            chosen.pop()
-        return chosen[1:]
-
-    def _fit(self, tickets: Sequence[Ticket[Any]]) -> bool:
-        """Whether the next chunks of all take no more pages than are committed for one chunk."""
-        return sum(map(self._pages, tickets)) <= self.ledger.chunk
-
-    def _pages(self, ticket: Ticket[Any]) -> Fraction:
-        """Bound the pages of a job's next chunk beside its steady ones.
-
-        Not rounded up: what is begun of a page is in the steady ones, so that the sum of several
-        is bounded by their sum.
-        """
-        most = self.ledger.of(_owner(ticket)).chunk
-        return min(Fraction(most), self.executor.pages_of(ticket.job.next_chunk))
+            elif shared.may_begin(ticket) and self._begin(ticket):
+                shared.add(ticket)
+        shared.shrink()
+        return shared.tickets
 
     def _decode(self) -> None:
         tickets = list(self.decoding)
@@ -454,8 +377,3 @@ def queue_is_full(waiting: int, limit: int) -> CapacityError:
     """Return the error of one more request while ``waiting`` of at most ``limit`` wait."""
     message = f"{waiting} requests wait already, the limit is {limit}; try later"
     return CapacityError(message, 1, waiting, limit, "requests")
-
-
-def _owner(ticket: Ticket[Any]) -> Hashable:
-    """Return who commits what a request takes: its session, if that is kept."""
-    return ticket if ticket.job.session is None else ticket.job.session

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Generic, Literal, TypeVar
 
 from mmkv.scheduler.contract import Job
@@ -28,6 +29,11 @@ class Ticket(Generic[J]):
         self.error: Exception | None = None
         self.overtaken = 0
         self.cancel_asked = False
+
+    @property
+    def owner(self) -> Hashable:
+        """Return who commits what the request takes: its session, if that is kept."""
+        return self if self.job.session is None else self.job.session
 
     @property
     def over(self) -> bool:
