@@ -3,41 +3,30 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from engine.contents import MODALITIES, Memory
 from engine.errors import InputError, MmkvError
 from engine.page_bound import page_bound
 from mmkv.scheduler.contract import Price
 from mmkv.scheduler.replies import Growing
-from mmkv.server.conversation import Message, chain, link, reply_message
+from mmkv.server.counts import Counts
 from mmkv.server.errors import ApiError
-from mmkv.server.kept import Facets, Kept, Shelf
-from mmkv.server.prompts import Outline, Rendered, Segment, outline
-from mmkv.server.work import Usage
+from mmkv.server.memories import Memories
+from mmkv.server.prompts import Outline, Segment, outline
+from mmkv.server.work import Choice, Usage
 from mmkv.server.writer import ScoredWriter
 
 if TYPE_CHECKING:
     from engine.prefill import Prefill
     from mmkv.api import Engine
+    from mmkv.server.conversation import Message
     from mmkv.server.grammar import Grammars
-    from mmkv.server.snapshots import Snapshot, Snapshots
     from mmkv.server.work import ChatWork
     from mmkv.session import Session
-
-
-@dataclass
-class Choice:
-    """One finished reply."""
-
-    text: str
-    tokens: int
-    finish_reason: str
-    memory: Memory | None
 
 
 class ChatJob:
@@ -53,8 +42,7 @@ class ChatJob:
 
     Attributes:
         fetches: see :class:`mmkv.scheduler.contract.Job`.
-        held: messages that were resumed; resumed: their tokens.
-        prompt_tokens: of the whole conversation.
+        counts: its tokens and entries; memories: what it goes on from and leaves behind.
         choices: when the job has ended.
     """
 
@@ -64,31 +52,24 @@ class ChatJob:
         self,
         engine: Engine,
         work: ChatWork,
-        snapshots: Snapshots,
-        shelf: Shelf,
+        memories: Memories,
         grammars: Grammars,
         chunk: int,
         admitted: Callable[[], None],
     ) -> None:
         self.engine, self.work, self.chunk = engine, work, chunk
-        self.snapshots, self.grammars, self._shelf = snapshots, grammars, shelf
+        self.memories, self.grammars, self.counts = memories, grammars, Counts(engine)
         self.budget = engine.budgets.checked(work.budget)
         self._admitted = admitted
         parts = (part for message in work.messages for part in message.media)
         self.fetches = any(part.url[:4].lower() == "http" for part in parts)
-        self._made_keys: list[str] | None = None
         self.live: Session | None = None
-        self.held, self.resumed, self.prompt_tokens = 0, 0, 0
-        self.prefilled = 0
-        self._replied = False
-        self._seen = [0] * len(MODALITIES)
         self._media: list[Any] | None = None
         self._outline: Outline | None = None
         self._prefill: Prefill | None = None
         self.growing: list[Growing] = []
         self.writers: list[ScoredWriter] = []
         self.choices: list[Choice] = []
-        self._gone_before = dict.fromkeys(MODALITIES, 0)
         self._dropped = False
 
     @property
@@ -147,27 +128,18 @@ class ChatJob:
         Raises:
             ApiError: 409 if the request has to be resumed and cannot be.
         """
-        work, engine = self.work, self.engine
-        work.messages, self._made_keys = messages, None
-        found: tuple[int, Snapshot | Kept] | None = None
-        if work.start is not None:
-            found = len(work.start.facets.messages), work.start
-            self._shelf.used(work.start)
-        elif self._shares:
-            found = self.snapshots.find(self._keys)
+        work, engine, held = self.work, self.engine, 0
+        work.messages = messages
+        found = self.memories.find()
         if found is not None:
-            held, snapshot = found
+            count, memory = found
             shown = [message.for_template() for message in messages]
-            template, known = engine.processor.template, snapshot.rendered
-            rest = outline(template, shown, held, snapshot.replied, known)
+            template, known = engine.processor.template, memory.rendered
+            rest = outline(template, shown, count, memory.replied, known)
             if rest is not None and rest.segments:
-                self.held, self._replied = held, snapshot.replied
-                self.live, self._seen = snapshot.open(), list(snapshot.seen)
-                if work.start is not None:
-                    self._shelf.set_apart(work.start, work)
-                self.resumed, self._outline = self.live.seen, rest
-                memory = self.live.memory().by_modality
-                self._gone_before = self._gone(self._seen, memory)
+                held, self.live, self._outline = count, memory.open(), rest
+                self.memories.set_apart()
+                self.counts.resume(self.live, memory.seen)
         if self.live is None:
             if work.start is not None:
                 raise InputError(
@@ -185,25 +157,7 @@ class ChatJob:
         if engine.shared is not None:
             with engine.lock:
                 engine.shared.join(self.live, work.weight)
-        return self.held
-
-    @property
-    def _keys(self) -> list[str]:
-        """The key of each message; most who name what they go on from need none."""
-        if self._made_keys is None:
-            self._made_keys = chain(self.work.root, self.work.messages)
-        return self._made_keys
-
-    @property
-    def _shares(self) -> bool:
-        """Whether snapshots are used and made.
-
-        A policy that scores by the prompt's last queries compresses before the next question is
-        known, so it shares snapshots only when asked to.
-        """
-        if self.work.resume == "never" or self.engine.shared is not None:
-            return False
-        return self.work.asked or not self.engine.policy.scoring.needs.queries
+        return held
 
     def supply(self, media: list[Any]) -> None:
         """Give the pictures and videos of the messages that were not resumed, in order."""
@@ -237,19 +191,18 @@ class ChatJob:
         """Note a chunk; True when all messages are read and each reply has its first token."""
         session = self.live
         assert session is not None and self._prefill is not None and self._outline is not None
-        self.prefilled += tokens
+        self.counts.prefilled += tokens
         if self._prefill.logits is None:
             return False
         segment = self._outline.segments[0]
-        counts = self._prefill._turn.modality.long().bincount(minlength=len(self._seen)).tolist()
-        self._seen = [one + more for one, more in zip(self._seen, counts, strict=True)]
+        self.counts.add(self._prefill._turn.modality)
         logits, self._prefill = self._prefill.logits, None
         self._outline.segments.pop(0)
         if self._outline.segments:
-            self._keep_at(segment.last)
+            self.memories.keep_at(session, segment.last, self.counts.seen, self._outline)
             return False
         assert logits is not None
-        self.prompt_tokens = session.seen
+        self.counts.prompt_tokens = session.seen
         self._begin_replies(logits)
         return True
 
@@ -272,20 +225,6 @@ class ChatJob:
         )
         return session.with_unfed(inputs)
 
-    def _keep_at(self, count: int) -> None:
-        """Keep a snapshot after ``count`` messages, where other requests are likely to go on."""
-        messages, session = self.work.messages, self.live
-        leading = next((i for i, one in enumerate(messages) if one.role != "system"), 0)
-        assert session is not None
-        if (
-            self._shares
-            and self.work.start is None
-            and count in {leading, len(messages) - 1, len(messages)} - {0}
-        ):
-            key, pages = self._keys[count - 1], self.engine.cache.held_pages(session.seq)
-            kept = (session.fork, False, tuple(self._seen), self._rendered())
-            self.snapshots.keep((key,), pages, *kept)
-
     def _begin_replies(self, logits: torch.Tensor) -> None:
         engine, sampling, session = self.engine, self.work.sampling, self.live
         assert session is not None
@@ -307,12 +246,7 @@ class ChatJob:
         for session in [self.live, *(one.session for one in self.growing)]:
             if session is not None:
                 session.close()
-        self._let_compete()
-
-    def _let_compete(self) -> None:
-        """Let what the request went on from compete again: its own session is gone."""
-        if self.work.start is not None:
-            self._shelf.let_compete(self.work.start, self.work)
+        self.memories.let_compete()
 
     def interrupt(self) -> None:
         """End the replies where they stand; they leave nothing behind."""
@@ -328,98 +262,39 @@ class ChatJob:
         for one in self.growing:
             writer, session = one.writer, one.session
             session.set_unfed(writer.unfed)
-            reply = writer.reply(self.prompt_tokens, session.memory())
+            reply = writer.reply(self.counts.prompt_tokens, session.memory())
             self.choices.append(
                 Choice(reply.text, len(reply.token_ids), reply.finish_reason, reply.memory)
             )
             if self._dropped:
                 session.close()
-                self._let_compete()
+                self.memories.let_compete()
 
     def leave(self) -> None:
         """Keep each session after its reply, or close it; after :meth:`end`."""
         if len(self.choices) < len(self.growing):  # what failed before has returned its pages
             return
-        for one, choice in zip(self.growing, self.choices, strict=True):
+        for session, choice in self._replies():
+            if session.closed:
+                continue
+            assert self._outline is not None
             try:
-                self._give_away(one.session, choice)
+                seen = self.counts.seen_by(session)
+                self.memories.keep_after(session, choice, seen, self._outline)
             except BaseException:
-                one.session.close()
+                session.close()
                 raise
-
-    def _give_away(self, session: Session, choice: Choice) -> None:
-        if session.closed:
-            return
-        if self.work.keep:
-            self._keep_whole(session, choice)
-        # After a stop text the session holds words that the client never saw.
-        elif choice.finish_reason == "stop" or not self._keep_reply(session, choice.text):
-            session.close()
-
-    def _keep_whole(self, session: Session, choice: Choice) -> None:
-        assert choice.memory is not None
-        read = [message.without_urls() for message in self.work.messages]
-        messages = (*read, reply_message(choice.text))
-        seen, rendered = self._seen_by(session), self._rendered()
-        facets = Facets(messages, self.work.root, seen, choice.memory, rendered)
-        self.work.kept = self._shelf.keep(session, facets)
-
-    def _keep_reply(self, session: Session, text: str) -> bool:
-        if not self._shares:
-            return False
-        # Clients may send the reply back without the spaces around it.
-        texts = dict.fromkeys((text, text.strip()))
-        keys = tuple(link(self._keys[-1], reply_message(one)) for one in texts)
-        pages = self.engine.cache.held_pages(session.seq)
-        kept = (lambda: session, True, self._seen_by(session), self._rendered())
-        return self.snapshots.keep(keys, pages, *kept)
-
-    def _rendered(self) -> Rendered:
-        """Return the text that has been read, but for the reply."""
-        assert self._outline is not None
-        left = sum(len(one.text) for one in self._outline.segments)
-        return Rendered.of(self._outline.text[: len(self._outline.text) - left])
-
-    def _seen_by(self, session: Session) -> tuple[int, ...]:
-        """Count the tokens that a session has seen, by modality; sampled ones are text."""
-        return (self._seen[0] + session.seen - self.prompt_tokens, *self._seen[1:])
-
-    def _gone(self, seen: Sequence[int], kept: Mapping[str, int]) -> dict[str, int]:
-        """Count the entries that are gone of those that a session has seen, by modality."""
-        rows = self.engine.spec.rows
-        return {
-            name: count * rows - kept[name] for name, count in zip(MODALITIES, seen, strict=True)
-        }
-
-    def _evicted(self) -> dict[str, int]:
-        gone = dict.fromkeys(MODALITIES, 0)
-        for one, choice in zip(self.growing, self.choices, strict=True):
-            assert choice.memory is not None
-            own = self._gone(self._seen_by(one.session), choice.memory.by_modality)
-            gone = {name: gone[name] + own[name] for name in MODALITIES}
-        return gone
 
     def evicted_here(self) -> dict[str, int]:
         """Count the entries that this request evicted, by modality; after :meth:`end`."""
-        times = len(self.choices)
-        return {
-            name: count - times * self._gone_before[name] for name, count in self._evicted().items()
-        }
+        return self.counts.evicted_here(self._replies())
 
     def usage(self) -> Usage:
         """Return the request's numbers; after :meth:`end`."""
-        memories = [one.memory for one in self.choices if one.memory is not None]
-        kept = {name: sum(one.by_modality[name] for one in memories) for name in MODALITIES}
-        page, budgets = self.engine.cache.pool.kv_page_bytes, self.engine.budgets
-        bound = self.price().steady + budgets.fixed_pages
-        return Usage(
-            self.prompt_tokens,
-            sum(one.tokens for one in self.choices),
-            self.resumed,
-            sum(one.entries for one in memories),
-            sum(self._evicted().values()),
-            kept,
-            sum(one.kv_bytes for one in memories),
-            bound * page,
-            self.engine.shared is not None,
-        )
+        bound = self.price().steady + self.engine.budgets.fixed_pages
+        return self.counts.usage(self._replies(), bound)
+
+    def _replies(self) -> list[tuple[Session, Choice]]:
+        """Return all, with the sessions that they stand in."""
+        sessions = [one.session for one in self.growing]
+        return list(zip(sessions, self.choices, strict=True))

@@ -18,6 +18,7 @@ from mmkv.server.hibernation import HibernationFolder
 from mmkv.server.job import ChatJob
 from mmkv.server.kept import Shelf
 from mmkv.server.lengths import Lengths
+from mmkv.server.memories import Memories
 from mmkv.server.reply_json import FINISH
 from mmkv.server.settings import Facts
 from mmkv.server.snapshots import Snapshots
@@ -68,8 +69,8 @@ class Machine:
     def job(self, work: ChatWork, admitted: Callable[[], None]) -> ChatJob:
         """Return the job of a request. Raises MmkvError."""
         chunk = self.engine.prefill_chunk
-        kept = (self.snapshots, self.shelf, self.grammars)
-        return ChatJob(self.engine, work, *kept, chunk, admitted)
+        memories = Memories(self.engine, work, self.snapshots, self.shelf)
+        return ChatJob(self.engine, work, memories, self.grammars, chunk, admitted)
 
     def close(self) -> None:
         """Cancel what is left, and return all pages and files."""
@@ -126,8 +127,8 @@ class Machine:
             times.first = times.latest = now
             metrics.first_token.observe(now - times.submitted)
             metrics.prefill_time.observe(now - (times.admitted or times.submitted))
-            metrics.prompt_tokens.inc(job.prefilled)
-            metrics.resumed_tokens.inc(job.resumed)
+            metrics.prompt_tokens.inc(job.counts.prefilled)
+            metrics.resumed_tokens.inc(job.counts.resumed)
         elif times.latest is not None and new:
             for _ in range(new):
                 metrics.inter_token.observe((now - times.latest) / new)

@@ -55,11 +55,16 @@ class Outline:
 
     Attributes:
         text: all of it, up to the opening of the reply.
-        segments: its end, cut.
+        segments: its end, cut; whoever reads one takes it out.
     """
 
     text: str
     segments: list[Segment]
+
+    def rendered(self) -> Rendered:
+        """Return the text that has been read, but for the reply."""
+        left = sum(len(one.text) for one in self.segments)
+        return Rendered.of(self.text[: len(self.text) - left])
 
 
 def outline(

@@ -10,6 +10,7 @@ from mmkv.server.writer import Extras
 
 if TYPE_CHECKING:
     from engine.budget import Budget
+    from engine.contents import Memory
     from mmkv.server.conversation import Message
     from mmkv.server.kept import Kept
 
@@ -42,6 +43,16 @@ class ChatWork:
     start: Kept | None = None
     keep: bool = False
     kept: Kept | None = None
+
+
+@dataclass
+class Choice:
+    """One finished reply."""
+
+    text: str
+    tokens: int
+    finish_reason: str
+    memory: Memory | None
 
 
 @dataclass

@@ -17,6 +17,7 @@ from mmkv import Engine
 from mmkv.scheduler import Ticket
 from mmkv.server.job import ChatJob
 from mmkv.server.machine import Machine
+from mmkv.server.memories import Memories
 from tests.support.chat_models import picture, save_qwen3_vl
 from tests.support.servers import Server, asked, held_pages, picture_part, serving
 
@@ -237,18 +238,18 @@ def test_an_error_of_the_thread_ends_all_requests(
 
 
 @pytest.mark.parametrize(
-    ("what", "keep"),
-    [("usage", False), ("_keep_reply", False), ("_keep_whole", True)],
+    ("where", "what", "keep"),
+    [(ChatJob, "usage", False), (Memories, "_keep_reply", False), (Memories, "_keep_whole", True)],
 )
 def test_an_error_at_the_end_of_one_request_is_its_own(
-    server: Server, what: str, keep: bool, monkeypatch: pytest.MonkeyPatch
+    server: Server, where: type, what: str, keep: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The engine's thread goes on, and nothing of the request is held."""
 
     def fails(*_: Any) -> None:
         raise ZeroDivisionError("a defect")
 
-    monkeypatch.setattr(ChatJob, what, fails)
+    monkeypatch.setattr(where, what, fails)
     if keep:
         body = {"model": "small", "input": "hello", "max_output_tokens": 3}
         answer = server.client.post("/v1/responses", json=body)

@@ -58,7 +58,7 @@ class Watch:
 
         def watched(job: ChatJob, logits: torch.Tensor) -> None:
             assert job.live is not None
-            self.seen.append((job.live.retained(), logits.clone(), job.prefilled))
+            self.seen.append((job.live.retained(), logits.clone(), job.counts.prefilled))
             begin(job, logits)
 
         monkeypatch.setattr(ChatJob, "_begin_replies", watched)
