@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import Protocol
 
 from engine.errors import MmkvError
@@ -151,8 +150,12 @@ class Executor(Protocol):
         """Return the pages that the scheduler's sessions may hold; None: as many as they like."""
         ...
 
-    def pages_of(self, tokens: int) -> Fraction:
-        """Return the pages that so many new tokens fill, begun ones apart."""
+    def held(self) -> int:
+        """Return the pages that the scheduler's sessions hold now."""
+        ...
+
+    def pages_for(self, job: Job) -> int:
+        """Return the new pages that the next chunk of a job takes, which has begun it."""
         ...
 
     def read(self, jobs: Sequence[Job]) -> list[bool | Exception]:

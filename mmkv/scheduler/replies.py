@@ -6,12 +6,11 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from fractions import Fraction
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from engine.errors import InputError, MmkvError, NotFiniteError, SessionError
 from engine.page_bound import Extent, page_bound
-from engine.prefill import advance_together, pass_tokens, reserve_together
+from engine.prefill import advance_together, needed_pages, pass_tokens, reserve_together
 from mmkv.reply import Reply, ReplyWriter
 from mmkv.sampling import Sampling, checked
 from mmkv.scheduler.contract import Job, Price
@@ -310,9 +309,14 @@ class EngineExecutor:
         """See :class:`mmkv.scheduler.contract.Executor`."""
         return 0 if self.engine.shared is not None else self._pass_tokens
 
-    def pages_of(self, tokens: int) -> Fraction:
+    def held(self) -> int:
         """See :class:`mmkv.scheduler.contract.Executor`."""
-        return Fraction(tokens * self.engine.spec.rows, self.engine.cache.pool.page_size)
+        pool = self.engine.cache.pool
+        return pool.num_pages - pool.free_pages - self._others
+
+    def pages_for(self, job: Job) -> int:
+        """See :class:`mmkv.scheduler.contract.Executor`."""
+        return needed_pages(cast(Replying, job).prefill)
 
     def read(self, jobs: Sequence[Job]) -> list[bool | Exception]:
         """See :class:`mmkv.scheduler.contract.Executor`.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Sequence
-from fractions import Fraction
 from typing import Any
 
 from mmkv.scheduler.contract import Executor
@@ -15,8 +14,8 @@ from mmkv.scheduler.ticket import Ticket
 class SharedPass:
     """Prompts whose next chunks are read together.
 
-    All of them take no more tokens than a pass has, and no more pages than are committed for one
-    chunk.
+    All of them take no more tokens than a pass has, and no more pages than are committed: what
+    other requests may take and do not hold yet is free for the length of a pass.
 
     Args:
         first: the prompt whose turn it is; its chunk has begun.
@@ -29,7 +28,7 @@ class SharedPass:
 
     def __init__(self, executor: Executor, ledger: Ledger, first: Ticket[Any], slow: bool) -> None:
         self.executor, self.ledger = executor, ledger
-        self.tickets = [first]
+        self.tickets, self._pages = [first], [executor.pages_for(first.job)]
         self.tokens = executor.pass_tokens - first.job.next_chunk
         self._tried, self._slow = {first}, slow
 
@@ -58,28 +57,20 @@ class SharedPass:
 
     def add(self, ticket: Ticket[Any]) -> None:
         """Take in a prompt whose chunk has begun, if it fits."""
-        chunk = ticket.job.next_chunk
-        if chunk <= self.tokens and self._fit([*self.tickets, ticket]):
+        chunk, pages = ticket.job.next_chunk, self.executor.pages_for(ticket.job)
+        if chunk <= self.tokens and self._fit([*self._pages, pages]):
             self.tokens -= chunk
             self.tickets.append(ticket)
+            self._pages.append(pages)
 
     def shrink(self) -> None:
         """Leave out the last ones until the others fit.
 
-        One that failed to begin has taken its pages out of what is committed for a chunk.
+        One that failed to begin has taken its pages out of what is committed.
         """
-        while len(self.tickets) > 1 and not self._fit(self.tickets):
+        while len(self.tickets) > 1 and not self._fit(self._pages):
             self.tickets.pop()
+            self._pages.pop()
 
-    def _fit(self, tickets: Sequence[Ticket[Any]]) -> bool:
-        """Whether the next chunks of all take no more pages than are committed for one chunk."""
-        return sum(map(self._pages, tickets)) <= self.ledger.chunk
-
-    def _pages(self, ticket: Ticket[Any]) -> Fraction:
-        """Bound the pages of a job's next chunk beside its steady ones.
-
-        Not rounded up: what is begun of a page is in the steady ones, so that the sum of several
-        is bounded by their sum.
-        """
-        most = self.ledger.of(ticket.owner).chunk
-        return min(Fraction(most), self.executor.pages_of(ticket.job.next_chunk))
+    def _fit(self, pages: Sequence[int]) -> bool:
+        return self.executor.held() + sum(pages) <= self.ledger.committed

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from fractions import Fraction
 
 from engine.errors import BudgetError, SessionError
 from mmkv.scheduler import Job, Price
@@ -212,8 +211,13 @@ class FakeExecutor:
     def limit(self) -> int | None:
         return self.pool.limit
 
-    def pages_of(self, tokens: int) -> Fraction:
-        return Fraction(tokens, PAGE)
+    def held(self) -> int:
+        return self.pool.total
+
+    def pages_for(self, job: Job) -> int:
+        assert isinstance(job, FakeJob)
+        held = len(job.own.tokens)
+        return _pages(held + job.next_chunk) - _pages(held)
 
     def read(self, jobs: Sequence[Job]) -> list[bool | Exception]:
         """Store the chunks of all before any is cut back."""

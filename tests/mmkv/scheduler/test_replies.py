@@ -358,7 +358,7 @@ def read_by(engine: Engine, pass_tokens: int | None) -> tuple[list[Any], list[in
         pass_tokens: of the executor; None: its own.
     """
     executor, passes = EngineExecutor(engine), []
-    assert executor.pass_tokens == CHUNK
+    assert executor.pass_tokens == CHUNK * 5 // 4
     if pass_tokens is not None:
         executor._pass_tokens = pass_tokens
     read = executor.read
@@ -421,8 +421,8 @@ def test_a_pass_holds_no_more_than_is_committed(
     read, scheduler = executor.read, Scheduler(executor, Limits(quantum=CHUNK))
 
     def counted(jobs: Any) -> Any:
-        new = sum(executor.pages_of(job.next_chunk) for job in jobs)
-        passes.append((len(jobs), new <= scheduler.ledger.chunk))
+        new = executor.held() + sum(map(executor.pages_for, jobs))
+        passes.append((len(jobs), new <= scheduler.ledger.committed))
         return read(jobs)
 
     executor.read = counted  # type: ignore[method-assign]

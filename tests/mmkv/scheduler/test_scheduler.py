@@ -170,6 +170,21 @@ def test_what_other_servers_hold_up_takes_no_place() -> None:
     scheduler.close()
 
 
+@pytest.mark.parametrize("spent, together", [(0, True), (6, True), (8, False)])
+def test_a_pass_takes_pages_that_are_committed_and_not_held(spent: int, together: bool) -> None:
+    """A whole chunk and the end of another prompt, though pages for one chunk are committed."""
+    pool = FakePool(limit=None)
+    executor = FakeExecutor(pool, pass_tokens=CHUNK + 2)
+    scheduler = Scheduler(executor, Limits(quantum=CHUNK))
+    jobs = [FakeJob(pool, prompt(CHUNK), 9), FakeJob(pool, prompt(2), 9)]
+    assert [(one.steady, one.chunk) for one in map(FakeJob.price, jobs)] == [(4, 2), (4, 2)]
+    pool.set("of what both may take", spent)
+    for job, user in zip(jobs, "ab", strict=True):
+        scheduler.submit(job, user)
+    scheduler.turn()
+    assert executor.passes == [jobs if together else jobs[:1]]
+
+
 def test_a_prompt_that_cannot_begin_leaves_a_pass_no_pages() -> None:
     pool = FakePool(limit=None)
     executor = FakeExecutor(pool, pass_tokens=2 * CHUNK)
@@ -179,7 +194,12 @@ def test_a_prompt_that_cannot_begin_leaves_a_pass_no_pages() -> None:
     large.fails_at = 0
     for job, user in zip([*jobs, large], "abc", strict=True):
         scheduler.submit(job, user)
-    assert [job.price().chunk for job in (*jobs, large)] == [1, 1, 2]
+    assert [(one.steady, one.chunk) for one in map(FakeJob.price, (*jobs, large))] == [
+        (4, 1),
+        (4, 1),
+        (5, 2),
+    ]
+    pool.set("of what all of them may take", 12)
     scheduler.turn()
     assert executor.passes == [jobs[:1]]
 
