@@ -80,6 +80,14 @@ def serve(
             rich_help_panel=_SERVER,
         ),
     ] = None,
+    allowed_host: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Name that requests may call this server, beside localhost. Repeatable. Default: "
+            "all, but on a loopback address without keys localhost alone.",
+            rich_help_panel=_SERVER,
+        ),
+    ] = None,
     max_queue: Annotated[
         int, typer.Option(help="Requests that may wait.", min=1, rich_help_panel=_SERVER)
     ] = 64,
@@ -192,6 +200,7 @@ def serve(
         name=name or Path(model).name or model,
         api_keys=tuple(api_key or ()),
         key_weights=weights,
+        hosts=tuple(allowed_host or ()),
         max_queue=max_queue,
         max_running=max_running,
         max_per_key=max_per_key,

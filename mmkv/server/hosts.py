@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+from collections.abc import Sequence
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -12,14 +13,24 @@ from mmkv.server.errors import ApiError
 _LOCAL = ("localhost", "127.0.0.1", "[::1]")
 
 
-def allowed_hosts(host: str) -> frozenset[str] | None:
-    """Return the names that a server on ``host`` answers to; None: all, where others reach it."""
+def allowed_hosts(
+    host: str, keyed: bool = False, named: Sequence[str] = ()
+) -> frozenset[str] | None:
+    """Return the names that a server on ``host`` answers to; None: all.
+
+    Those of this machine, where it alone can reach the server and no key is asked for.
+
+    Args:
+        keyed: whether requests have to show a key; named: further names, and no others then.
+    """
     try:
         local = ipaddress.ip_address(host).is_loopback
     except ValueError:
         local = host.lower() == "localhost"
     own = f"[{host}]" if ":" in host else host.lower()
-    return frozenset({*_LOCAL, own}) if local else None
+    if named:
+        return frozenset({*_LOCAL, own, *(name.lower() for name in named)})
+    return frozenset({*_LOCAL, own}) if local and not keyed else None
 
 
 class CheckHost:
@@ -39,8 +50,8 @@ class CheckHost:
             if given is not None and _name(given.decode("latin-1")) not in self._hosts:
                 error = ApiError(
                     403,
-                    "without an API key this server answers to localhost alone; start it with "
-                    "--api-key to use another name",
+                    "this server does not answer to the name that the Host header has; start it "
+                    "with --allowed-host NAME, or with --api-key",
                     "host_refused",
                 )
                 await error_response(error)(scope, receive, send)

@@ -45,9 +45,11 @@ def deployment(
 
     def build() -> ASGIApp:
         from mmkv.server.app import make_app
+        from mmkv.server.hosts import allowed_hosts
 
         opening = opened(load, settings, lookahead)
-        app = make_app(opening.__enter__())
+        hosts = allowed_hosts("localhost", keyed=True, named=settings.hosts)
+        app = make_app(opening.__enter__(), hosts)
         app.state.opening = opening  # the engine's thread ends with it
         app.add_middleware(_Named)
         return app

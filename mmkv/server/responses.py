@@ -172,7 +172,7 @@ class ResponseCall:
             except Exception as error:
                 if not begun:
                     raise
-                yield shape.failed(str(api_error(error)))
+                yield shape.failed(api_error(error))
             yield "[DONE]"
 
     def _keep(self, turn: Turn, made: dict[str, Any]) -> None:

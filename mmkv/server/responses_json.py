@@ -77,12 +77,13 @@ class Shape:
         yield self._event("response.output_item.done", output_index=0, item=whole["output"][0])
         yield self._event(f"response.{whole['status']}", response=whole)
 
-    def failed(self, message: str) -> dict[str, Any]:
+    def failed(self, error: ApiError) -> dict[str, Any]:
         """Return the last event of a response that broke off."""
-        error = {"code": "server_error", "message": message}
+        code = "invalid_prompt" if error.status < 500 else "server_error"  # of OpenAI's list
+        told = {"code": code, "message": str(error)}
         output = [self._message("incomplete")]
         return self._event(
-            "response.failed", response=self._response("failed", output) | {"error": error}
+            "response.failed", response=self._response("failed", output) | {"error": told}
         )
 
     def _event(self, kind: str, **fields: Any) -> dict[str, Any]:

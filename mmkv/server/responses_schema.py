@@ -13,6 +13,7 @@ from mmkv.server.schema import (
     Body,
     ChatMessage,
     ChatRequest,
+    Count,
     Effort,
     Hinted,
     ImagePart,
@@ -113,7 +114,7 @@ class ResponseRequest(Body):
     previous_response_id: str | None = None
     store: StrictBool | None = None
     stream: StrictBool | None = None
-    max_output_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_output_tokens: Count | None = None
     temperature: Annotated[Number, Field(ge=0, le=2)] | None = None
     top_p: Annotated[Number, Field(gt=0, le=1)] | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None

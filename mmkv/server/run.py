@@ -80,7 +80,7 @@ def serve(
     with opened(load, settings, lookahead) as room:
         gc.freeze()  # what is imported stays: looking through it again would stop all replies
         options = uvicorn.Config(
-            make_app(room, None if settings.api_keys else allowed_hosts(host)),
+            make_app(room, allowed_hosts(host, bool(settings.api_keys), settings.hosts)),
             host,
             port,
             log_level="warning",

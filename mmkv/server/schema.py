@@ -13,6 +13,8 @@ from mmkv.server.conversation import Message, Part
 from mmkv.server.errors import ApiError
 
 Number = Annotated[float, Field(allow_inf_nan=False)]
+# Bounded, so that no error repeats thousands of digits.
+Count = Annotated[int, Field(ge=1, lt=2**63)]
 # 0 and -1 switch it off.
 TopK = Annotated[int, Field(ge=-1, lt=2**31)]
 # OpenAI's limits.
@@ -69,7 +71,7 @@ class VideoUrl(Strict):
 
     url: str
     fps: Annotated[Number, Field(gt=0)] | None = None
-    num_frames: Annotated[int, Field(ge=1)] | None = None
+    num_frames: Count | None = None
 
 
 class VideoPart(Hinted):
@@ -151,13 +153,13 @@ class ChatRequest(Body):
 
     model: str
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MOST_MESSAGES)]
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_tokens: Count | None = None
+    max_completion_tokens: Count | None = None
     temperature: Annotated[Number, Field(ge=0, le=2)] | None = None
     top_p: Annotated[Number, Field(gt=0, le=1)] | None = None
     top_k: TopK | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    n: Annotated[int, Field(ge=1)] | None = None
+    n: Count | None = None
     stop: str | list[str] | None = None
     stream: StrictBool | None = None
     stream_options: StreamOptions | None = None

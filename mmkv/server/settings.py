@@ -20,6 +20,7 @@ class Settings:
         name: the model as requests name it.
         api_keys: keys that requests may show; none: everyone may ask.
         key_weights: of those keys' sessions in a shared budget, in the same order; none: 1 each.
+        hosts: names that the Host header may have; none: see :mod:`mmkv.server.hosts`.
         max_queue: requests that wait for room; max_running: those that are served at a time.
         max_per_key: requests of one key (or one address, without keys) at a time; None: no limit.
         max_choices: replies to one request (``n``).
@@ -40,6 +41,7 @@ class Settings:
     name: str
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     key_weights: tuple[float, ...] = ()
+    hosts: tuple[str, ...] = ()
     max_queue: int = 64
     max_running: int = 8
     max_per_key: int | None = None

@@ -10,7 +10,7 @@ from pydantic import Field, StrictBool, ValidationError
 
 from mmkv.server.answer import event_line
 from mmkv.server.errors import ApiError
-from mmkv.server.schema import Number, Strict, TopK
+from mmkv.server.schema import Count, Number, Strict, TopK
 
 if TYPE_CHECKING:
     from mmkv.server.schema import ChatRequest
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class GenerationFields(Strict):
     """The fields of a generation config that a request can set here."""
 
-    max_new_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_new_tokens: Count | None = None
     do_sample: StrictBool | None = None
     temperature: Annotated[Number, Field(ge=0, le=2)] | None = None
     top_p: Annotated[Number, Field(gt=0, le=1)] | None = None

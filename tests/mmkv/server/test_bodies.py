@@ -105,3 +105,12 @@ def test_a_server_of_this_machine_answers_to_its_names(
         assert (client.status, code) == (status, "host_refused" if status == 403 else None)
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("host, keyed", [("127.0.0.1", False), ("0.0.0.0", False), ("::", True)])
+def test_names_that_are_given_stand_beside_this_machine_s(host: str, keyed: bool) -> None:
+    found = allowed_hosts(host, keyed, ["Chat.Example"])
+    assert found is not None and {"chat.example", "localhost"} <= found
+    assert "evil.example" not in found
+    assert (allowed_hosts(host, keyed) is None) == (host != "127.0.0.1" or keyed)
+    assert allowed_hosts("127.0.0.1", keyed=True) is None

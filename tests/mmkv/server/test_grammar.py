@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -78,3 +79,16 @@ def test_a_response_whose_schema_breaks(server: Server) -> None:
     answer = server.client.post("/v1/responses", json=body)
     assert answer.status_code == 400
     assert "the schema cannot be followed" in answer.json()["error"]["message"]
+
+
+def test_a_streamed_response_whose_schema_breaks_blames_the_request(server: Server) -> None:
+    late = LOOP | {
+        "properties": {"colour": {"enum": ["a"]}} | LOOP["properties"],
+        "required": ["colour", "red"],
+    }
+    text = {"format": {"type": "json_schema", "name": "answer", "schema": late}}
+    body = {"model": "small", "input": "what?", "text": text, "stream": True}
+    lines = server.client.post("/v1/responses", json=body).text.split("\n")
+    events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    assert events[0]["type"] == "response.created" and events[-1]["type"] == "response.failed"
+    assert events[-1]["response"]["error"]["code"] == "invalid_prompt"
