@@ -27,8 +27,8 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import MmkvError
+from eval.bench.cpu_methods.base import Job
 from eval.bench.output import BenchError, failure, plain_parser, save
-from eval.bench.peers_cpu import Job
 from eval.bench.peers_report import case_rows, checks, target_rows
 from eval.bench.process import Child
 from mmkv.measure.outputs import require_output
@@ -39,7 +39,7 @@ from mmkv.measure.timing import spread, take_turns
 
 @dataclass(frozen=True)
 class Side:
-    """A row of the table: a method of :mod:`eval.bench.peers_cpu`, and how its weights lie."""
+    """A row of the table: a method of :mod:`eval.bench.cpu_methods`, and how its weights lie."""
 
     method: str
     weights: str
@@ -62,6 +62,15 @@ SIDES = {
     # The same as mmkv bf16, of another checkout (--before).
     "mmkv before": Side("before", "bf16"),
 }
+
+# The benchmark's modules come from this checkout, all others from the one that is measured.
+BEFORE = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from eval.bench.peers_cpu import main
+sys.path.remove(sys.argv[1])
+sys.exit(main(sys.argv[2:]))
+"""
 
 
 class Bench:
@@ -106,8 +115,7 @@ class Bench:
             program = ["-m", "eval.bench.peers_cpu"]
             path = ROOT
             if side.environment == "before":
-                # -P: the folder of the program holds modules whose names others may want.
-                program, path = ["-P", str(ROOT / "eval/bench/peers_cpu.py")], args.before
+                program, path = ["-c", BEFORE, str(ROOT)], args.before
             command = [python, *program, json.dumps(asdict(job))]
             child = self.stack.enter_context(Child(command, args.patience, log, path))
         except BenchError as error:

@@ -27,8 +27,8 @@ import torch
 import transformers
 from torch import Tensor
 
+from eval.bench.child import answering
 from eval.bench.names import BATCHING, DYNAMIC, KVPRESS, STATIC, TRIMKV
-from eval.bench.peers_cpu import answering
 from eval.bench.shapes import SHAPES, Shape, build_model, config_arguments, randomise
 
 

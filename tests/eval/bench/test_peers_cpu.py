@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,13 @@ import torch
 from safetensors.torch import load_file
 
 from eval import bench_peers_cpu
+from eval.bench.child import memory
+from eval.bench.cpu_methods import METHODS
+from eval.bench.cpu_methods.base import Job, Method
 from eval.bench.llama_gguf import interleaved, renamed, tensors
-from eval.bench.peers_cpu import METHODS, Job, Method, memory, obey
+from eval.bench.peers_cpu import obey
 from eval.bench.peers_report import allowed_bytes, case_rows, checks, target_rows
+from mmkv.measure.record import ROOT
 from mmkv.measure.timing import spread
 from tests.support.chat_models import save_llama
 
@@ -111,6 +116,14 @@ def test_the_budget_holds_in_every_run(model: Path) -> None:
     rows = made.engine.spec.rows
     assert made.forks[0].memory().entries == made.sessions[0].memory().entries == 4 * rows
     made.after()
+
+
+def test_the_program_of_a_method_imports_no_package_at_its_top() -> None:
+    """Some environments lack torch, and mmkv may have to come from another checkout."""
+    code = "import sys, eval.bench.peers_cpu; print(*sys.modules)"
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert "eval.bench.cpu_methods.llama_cpp" in run.stdout
+    assert not {"torch", "transformers", "engine", "mmkv"} & set(run.stdout.split()), run.stderr
 
 
 def test_the_memory_of_this_process_is_read() -> None:
