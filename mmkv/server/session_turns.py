@@ -11,7 +11,8 @@ from mmkv.server.chat import ChatCall
 from mmkv.server.errors import ApiError
 from mmkv.server.room import Caller, Room
 from mmkv.server.schema import ChatRequest
-from mmkv.server.sessions import Record, Sessions
+from mmkv.server.session_record import Record
+from mmkv.server.sessions import Sessions
 from mmkv.server.turns import Turn, release
 
 

@@ -7,92 +7,24 @@ import dataclasses
 import itertools
 import re
 import secrets
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
-
-from filelock import FileLock
+from typing import TYPE_CHECKING, Any
 
 from engine.budget import Budget
 from engine.contents import MODALITIES
-from engine.errors import SessionError
 from mmkv.server.chat import refuse_own
-from mmkv.server.conversation import digest_of
 from mmkv.server.errors import ApiError
-from mmkv.server.lasting import Lasting, Note, NotWrittenError, told
+from mmkv.server.lasting import Lasting, Note, told
 from mmkv.server.room import Caller, Room
 from mmkv.server.schema import parse_budget
+from mmkv.server.session_files import NAME, NAMED, SessionFiles, saved_already
+from mmkv.server.session_record import Record
 from mmkv.server.turns import hold, release
 
 if TYPE_CHECKING:
     from mmkv.server.kept import Kept
     from mmkv.server.session_routes import NewSession, SavedName
-
-_SAVING = ".saving"  # of a folder in which a new name is taken
-_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}"
-_NAMED = "named by letters, digits, dots, dashes and underscores"
-
-
-@dataclass
-class Record:
-    """One session.
-
-    Attributes:
-        kept: its memory after the latest turn; None before the first, or while it lies in the
-            folder that servers share.
-        note: what that folder says of it; None without.
-        busy: whether a turn is under way; made_way: whether it was closed here for another one;
-            used: grows with each use.
-    """
-
-    id: str
-    tenant: str
-    budget: Budget
-    metadata: dict[str, str]
-    kept: Kept | None = None
-    busy: bool = False
-    created: int = field(default_factory=lambda: int(time.time()))
-    turns: int = 0
-    note: Note | None = None
-    made_way: bool = False
-    used: int = 0
-
-    @property
-    def lies_in_the_folder(self) -> bool:
-        """Whether another server could go on from where it stands."""
-        note = self.note
-        return note is not None and bool(note.version and (self.kept is None or note.memory))
-
-    @property
-    def messages(self) -> int:
-        """Count the messages that it holds."""
-        if self.kept is not None:
-            return len(self.kept.facets.messages)
-        return 0 if self.note is None else self.note.messages
-
-    @property
-    def state(self) -> Literal["empty", "memory", "file"]:
-        """Where its memory lies."""
-        if self.kept is None:
-            return "empty" if self.note is None or self.note.memory is None else "file"
-        return "memory" if self.kept.resident else "file"
-
-    def shown(self) -> dict[str, Any]:
-        """Return it as the API shows it."""
-        return {
-            "id": self.id,
-            "object": "session",
-            "created": self.created,
-            "metadata": self.metadata,
-            "budget": self.budget.describe(),
-            "turns": self.turns,
-            "messages": self.messages,
-            "busy": self.busy,
-            "state": self.state,
-        }
 
 
 class Sessions:
@@ -102,7 +34,7 @@ class Sessions:
     """
 
     def __init__(self, room: Room) -> None:
-        self._room = room
+        self._room, self._files = room, SessionFiles(room)
         self._records: dict[tuple[str, str], Record] = {}
         self._uses = itertools.count(1)
         self._coming: list[object] = []  # what is read from files, by identity
@@ -123,7 +55,7 @@ class Sessions:
 
     async def find(self, name: str, caller: Caller, idle: bool = False) -> Record:
         """Return a session. Raises ApiError: 404, also for another's; 409 if it has to be idle."""
-        if self._lasting is not None and re.fullmatch(_NAME, name):
+        if self._lasting is not None and re.fullmatch(NAME, name):
             note = await asyncio.to_thread(self._lasting.note, caller.tenant, name)
             self._take_note(caller.tenant, name, note)
         record = self._records.get((caller.tenant, name))
@@ -154,7 +86,7 @@ class Sessions:
         if note.memory:
             path = lasting.memory(record.tenant, note)
             with self._coming_in(record):
-                kept = await self._load(path, record.id, record.tenant)
+                kept = await self._files.load(path, record.id, record.tenant)
             if self._records.get((record.tenant, record.id)) is not record:
                 release(self._room, kept)
                 raise _gone(record.id)
@@ -178,7 +110,7 @@ class Sessions:
         note = dataclasses.replace(
             record.note, memory=path.name, messages=len(kept.facets.messages), turns=turns
         )
-        await self._write(kept, path)
+        await self._files.write(kept, path)
         try:
             record.note = await asyncio.to_thread(lasting.commit, record.tenant, note)
         except Exception:  # no cancellation: the thread may still put the note in its place
@@ -200,7 +132,7 @@ class Sessions:
             return await self._add(caller.tenant, budget, asked.metadata, name)
         if asked.budget is not None:
             raise ApiError(400, "a saved session has its own budget", "invalid_value", "budget")
-        path = self._path(asked.file, caller)
+        path = self._files.path(asked.file, caller)
         if not await asyncio.to_thread(path.is_file):  # nobody makes way for it
             raise ApiError(
                 404,
@@ -210,7 +142,7 @@ class Sessions:
             )
         self._require_room()
         with self._coming_in(object()):
-            kept = await self._load(path, asked.file, caller.tenant)
+            kept = await self._files.load(path, asked.file, caller.tenant)
         return await self._add(caller.tenant, kept.budget, asked.metadata, name, kept)
 
     async def fork(self, record: Record) -> Record:
@@ -230,14 +162,14 @@ class Sessions:
 
     async def save(self, record: Record, asked: SavedName, caller: Caller) -> None:
         """Write a session to a file of the server's folder."""
-        kept, path = await self.memory_of(record), self._path(asked.name, caller)
+        kept, path = await self.memory_of(record), self._files.path(asked.name, caller)
         if kept is None:
             raise ApiError(400, "the session is empty; save it after a turn", "invalid_value")
         if path.exists() and not asked.overwrite:
-            raise _saved_already(asked.name)
+            raise saved_already(asked.name)
         with told():
             path.parent.mkdir(parents=True, exist_ok=True)
-        await self._write(kept, path, asked.overwrite)
+        await self._files.write(kept, path, asked.overwrite)
 
     async def delete(self, record: Record) -> None:
         """Close a session; its saved files stay."""
@@ -327,35 +259,10 @@ class Sessions:
         made.note, made.turns = note, note.turns
         return made
 
-    async def _write(self, kept: Kept, path: Path, over: bool = True) -> None:
-        """Write a session file. Raises NotWrittenError; ApiError (409): there is one."""
-
-        def write() -> None:
-            with told():
-                if over:
-                    kept.save(path)
-                else:
-                    _save_new(kept, path)
-
-        try:
-            await self._room.worker.call(write)
-        except SessionError as error:
-            raise NotWrittenError(str(error)) from error
-
-    async def _load(self, path: Path, name: str, tenant: str) -> Kept:
-        """Read a session file of a tenant."""
-        machine = self._room.worker.machine
-        assert machine is not None
-        shelf = machine.shelf
-        # What other settings or cuts it was made with is not known: it resumes nothing else.
-        root = digest_of([self._room.facts.root, secrets.token_hex(16)])
-        weight = self._room.weights.get(tenant, 1.0)
-        return await self._room.worker.call(lambda: shelf.load(path, name, root, weight))
-
     async def _require_new(self, name: str, caller: Caller) -> None:
         """Raise ApiError: the name cannot be one, or is a session's."""
-        if not re.fullmatch(_NAME, name):
-            raise ApiError(400, f"X-Session-Id is {_NAMED}", "invalid_value")
+        if not re.fullmatch(NAME, name):
+            raise ApiError(400, f"X-Session-Id is {NAMED}", "invalid_value")
         try:
             await self.find(name, caller)
         except ApiError:
@@ -397,39 +304,9 @@ class Sessions:
         finally:
             self._coming = [other for other in self._coming if other is not one]
 
-    def _path(self, name: str, caller: Caller) -> Path:
-        """Return where a saved session lies; callers with different keys have different folders."""
-        folder = self._room.settings.session_folder
-        if folder is None:
-            raise ApiError(
-                400,
-                "this server saves no sessions; start it with --session-folder",
-                "no_session_folder",
-            )
-        if not re.fullmatch(_NAME, name):
-            raise ApiError(
-                400,
-                f"a file is {_NAMED}",
-                "invalid_value",
-                "name",
-            )
-        return folder / (caller.tenant[:32] or "public") / f"{name}.mmkv"
-
 
 def _gone(name: str) -> ApiError:
     return ApiError(404, f"there is no session {name[:60]!r}; create one", "session_not_found")
-
-
-def _save_new(kept: Kept, path: Path) -> None:
-    """Write a session file where there is none; of two at once the second is refused."""
-    with FileLock(path.with_name(_SAVING)):  # among all servers with this folder
-        if path.exists():
-            raise _saved_already(path.stem)
-        kept.save(path)
-
-
-def _saved_already(name: str) -> ApiError:
-    return ApiError(409, f"there is a file {name} already; set overwrite", "file_exists", "name")
 
 
 def _exists(name: str) -> ApiError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import errno
 import fcntl
@@ -25,7 +26,7 @@ from mmkv.server import answer as answers
 from mmkv.server.kept import Kept
 from mmkv.server.lasting import Lasting, Note
 from mmkv.server.machine import Machine
-from mmkv.server.sessions import Sessions
+from mmkv.server.session_files import SessionFiles
 from tests.support.chat_models import picture, save_qwen3_vl
 from tests.support.servers import Server, asked, picture_part, serving
 
@@ -191,14 +192,15 @@ def test_one_deleted_while_its_memory_is_read_holds_nothing(
     name = created(one)
     said(one, name, "one")
     before = two.inside(lambda machine: len(machine.scheduler.sessions))
-    load = Sessions._load
+    load = SessionFiles.load
 
-    async def slow(self: Sessions, path: Path, of: str, tenant: str) -> Kept:
+    async def slow(self: SessionFiles, path: Path, of: str, tenant: str) -> Kept:
         kept = await load(self, path, of, tenant)
-        await self.delete(self._records["", of])
+        gone = await asyncio.to_thread(two.client.delete, f"/v1/sessions/{of}")
+        assert gone.status_code == 200
         return kept
 
-    monkeypatch.setattr(Sessions, "_load", slow)
+    monkeypatch.setattr(SessionFiles, "load", slow)
     assert two.client.get(f"/v1/sessions/{name}/memory").status_code == 404
     assert two.inside(lambda machine: len(machine.scheduler.sessions)) == before
 

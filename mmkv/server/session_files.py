@@ -1,0 +1,105 @@
+"""The files that sessions are saved to and read from."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from typing import TYPE_CHECKING
+
+from filelock import FileLock
+
+from engine.errors import SessionError
+from mmkv.server.conversation import digest_of
+from mmkv.server.errors import ApiError
+from mmkv.server.lasting import NotWrittenError, told
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from mmkv.server.kept import Kept
+    from mmkv.server.room import Caller, Room
+
+NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}"
+NAMED = "named by letters, digits, dots, dashes and underscores"
+_SAVING = ".saving"  # of a folder in which a new name is taken
+
+
+class SessionFiles:
+    """Writes and reads memories, on the engine's thread; whoever asks waits in the event loop."""
+
+    def __init__(self, room: Room) -> None:
+        self._room = room
+
+    def path(self, name: str, caller: Caller) -> Path:
+        """Return where a saved session lies; callers with different keys have different folders.
+
+        Raises:
+            ApiError: 400, the name cannot be one, or this server has no folder.
+        """
+        folder = self._room.settings.session_folder
+        if folder is None:
+            raise ApiError(
+                400,
+                "this server saves no sessions; start it with --session-folder",
+                "no_session_folder",
+            )
+        if not re.fullmatch(NAME, name):
+            raise ApiError(
+                400,
+                f"a file is {NAMED}",
+                "invalid_value",
+                "name",
+            )
+        return folder / (caller.tenant[:32] or "public") / f"{name}.mmkv"
+
+    async def write(self, kept: Kept, path: Path, over: bool = True) -> None:
+        """Write a session file.
+
+        Args:
+            over: whether one that is there may be replaced.
+
+        Raises:
+            NotWrittenError: the disk refuses it; ApiError: 409, there is one.
+        """
+
+        def write() -> None:
+            with told():
+                if over:
+                    kept.save(path)
+                else:
+                    _save_new(kept, path)
+
+        try:
+            await self._room.worker.call(write)
+        except SessionError as error:
+            raise NotWrittenError(str(error)) from error
+
+    async def load(self, path: Path, name: str, tenant: str) -> Kept:
+        """Read a session file of a tenant.
+
+        Args:
+            name: of the file, for messages.
+
+        Raises:
+            SessionError: it cannot be read; CapacityError: there is no room now.
+        """
+        machine = self._room.worker.machine
+        assert machine is not None
+        shelf = machine.shelf
+        # What other settings or cuts it was made with is not known: it resumes nothing else.
+        root = digest_of([self._room.facts.root, secrets.token_hex(16)])
+        weight = self._room.weights.get(tenant, 1.0)
+        return await self._room.worker.call(lambda: shelf.load(path, name, root, weight))
+
+
+def _save_new(kept: Kept, path: Path) -> None:
+    """Write a session file where there is none; of two at once the second is refused."""
+    with FileLock(path.with_name(_SAVING)):  # among all servers with this folder
+        if path.exists():
+            raise saved_already(path.stem)
+        kept.save(path)
+
+
+def saved_already(name: str) -> ApiError:
+    """Return the error of a name that is taken, where the caller does not want it replaced."""
+    return ApiError(409, f"there is a file {name} already; set overwrite", "file_exists", "name")
