@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from mmkv import Engine
-from tests.support.chat_models import save_qwen3_vl
-from tests.support.servers import Server, serving
+from tests.support.servers import Server
 
 # What llguidance takes, and gives up in the middle of a reply.
 LOOP: dict[str, Any] = {
@@ -31,17 +28,6 @@ WIDE = {
         for at in range(60)
     ]
 }
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    folder = save_qwen3_vl(tmp_path_factory.mktemp("qwen"))
-
-    def load() -> Engine:
-        return Engine.from_pretrained(folder, policy="streamingllm", budget=64, dtype="float32")
-
-    with serving(load) as made:
-        yield made
 
 
 def form(schema: Any, **fields: Any) -> dict[str, Any]:

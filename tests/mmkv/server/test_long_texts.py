@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,25 +10,13 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from engine.errors import ContextError
-from mmkv import Engine
 from mmkv.server.lengths import Lengths
-from tests.support.chat_models import byte_tokenizer, save_qwen3_vl
-from tests.support.servers import Server, serving
+from tests.support.chat_models import byte_tokenizer
+from tests.support.servers import Server
 
 CONTEXT = 2048  # of the model; its longest token has 16 characters
 COUNTED = 5 * CONTEXT
 TOO_LONG = 16 * CONTEXT + 1
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    folder = save_qwen3_vl(tmp_path_factory.mktemp("qwen"))
-
-    def load() -> Engine:
-        return Engine.from_pretrained(folder, policy="streamingllm", budget=24, dtype="float32")
-
-    with serving(load) as made:
-        yield made
 
 
 def pairs() -> PreTrainedTokenizerFast:

@@ -3,26 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
 
-from mmkv import Engine
-from tests.support.chat_models import picture, save_qwen3_vl
-from tests.support.servers import MODEL, Server, asked, picture_part, serving
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    folder = save_qwen3_vl(tmp_path_factory.mktemp("qwen"))
-
-    def load() -> Engine:
-        return Engine.from_pretrained(folder, policy="streamingllm", budget=64, dtype="float32")
-
-    with serving(load) as made:
-        yield made
+from tests.support.chat_models import picture
+from tests.support.servers import MODEL, Server, asked, picture_part
 
 
 def post(server: Server, path: str, body: str, **headers: str) -> httpx.Response:
