@@ -11,7 +11,7 @@ import torch
 from engine import query_window
 from engine.backends.torch import step
 from engine.policies import make_policy
-from tests.engine.backends.test_native import engine_for
+from tests.support.native import engine_for
 from tests.support.policies import KINDS
 from tests.support.sessions import assert_same_rows, text_ids
 from tests.support.tiers import slow_but

@@ -12,7 +12,7 @@ from engine.backends.cpu import levels
 from engine.model.elementwise import Elementwise, TorchElementwise
 from engine.model.rope import Rope
 from engine.model.spec import RopeSpec
-from tests.engine.backends.test_native import needs_native
+from tests.support.native import needs_native
 
 EPS = 1e-5
 

@@ -23,9 +23,9 @@ from engine.policies import Budget
 from engine.runtime import Runtime
 from engine.sequence import CachedSequence
 from mmkv.resources import bundled_model
-from tests.engine.backends.test_native import POLICIES, content, engine_for
 from tests.support.interrupted_growth import grow_one_column
 from tests.support.kernels import HAS_TRITON, INTERPRETED
+from tests.support.native import POLICIES, content, engine_for
 from tests.support.policies import STATIC
 from tests.support.sessions import state, text_ids
 from tests.support.tiers import slow_but

@@ -23,8 +23,8 @@ from engine.model.int8 import BLOCK, Int8Matrix
 from engine.model.product import Holding, plain
 from engine.runtime import Runtime
 from mmkv.resources import bundled_model
-from tests.engine.backends.test_native import assert_close, content, needs_native
 from tests.support.factories import checkpoint
+from tests.support.native import assert_close, content, needs_native
 from tests.support.sessions import load, text_ids
 
 # (out, in): whole panels and blocks, and neither.

@@ -13,7 +13,7 @@ from engine.backends.cpu import binding, levels
 from engine.backends.cpu.cache_views import CacheViews
 from engine.cache import PagePool, RaggedCache
 from engine.cache.forms import Form
-from tests.engine.backends.test_native import needs_native
+from tests.support.native import needs_native
 
 FORMS = ["auto", "bf16", "int8", "k8v4", "int4"]
 

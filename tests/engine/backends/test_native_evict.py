@@ -19,7 +19,7 @@ from engine.cache import PagePool, RaggedCache
 from engine.policies import CacheView, Policy, make_policy
 from engine.policies.allocation import GlobalAllocation
 from engine.policies.scoring import Retention
-from tests.engine.backends.test_native import POLICIES, content, needs_native
+from tests.support.native import POLICIES, content, needs_native
 from tests.support.tiers import slow_but
 
 # Rows of 2 layers and 2 heads. Few values, and the same positions in most rows: many ties.

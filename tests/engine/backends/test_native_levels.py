@@ -12,7 +12,7 @@ import pytest
 from engine.backends.cpu import binding, level, levels, reason
 from engine.backends.cpu.binding import LEVELS
 from mmkv.environment import describe
-from tests.engine.backends.test_native import MODELS, POLICIES, compare, needs_native
+from tests.support.native import MODELS, POLICIES, compare, needs_native
 from tests.support.tiers import slow_but
 
 

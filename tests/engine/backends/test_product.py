@@ -19,8 +19,8 @@ from engine.model.product import Matrix
 from engine.model.weights import DecoderWeights
 from engine.runtime import Runtime
 from mmkv.resources import bundled_model
-from tests.engine.backends.test_native import assert_close, needs_native
 from tests.support.factories import checkpoint
+from tests.support.native import assert_close, needs_native
 
 FORMS = ["torch", *levels()]
 # (out, in): whole panels, neither rows nor columns that fill one, and two stretches of columns.
