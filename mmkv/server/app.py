@@ -30,6 +30,7 @@ from mmkv.server.page import page_router
 from mmkv.server.responses import responses_router
 from mmkv.server.room import Room
 from mmkv.server.routes_page import add_routes_page
+from mmkv.server.saved_routes import saved_router
 from mmkv.server.schema import ChatRequest
 from mmkv.server.session_routes import sessions_router
 from mmkv.server.transformers_chat import load_router
@@ -72,6 +73,7 @@ def make_app(room: Room, hosts: frozenset[str] | None = None) -> FastAPI:
     keyed = APIRouter(prefix="/v1", dependencies=[Depends(HTTPBearer(auto_error=False))])
     _add_keyed(keyed, room)
     keyed.include_router(sessions_router(room))
+    keyed.include_router(saved_router(room))
     keyed.include_router(responses_router(room))
     app.include_router(keyed)
     app.include_router(load_router(room.settings.name))

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import re
 import secrets
-from typing import TYPE_CHECKING
+import stat
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock
 
@@ -21,7 +25,26 @@ if TYPE_CHECKING:
 
 NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}"
 NAMED = "named by letters, digits, dots, dashes and underscores"
+_SUFFIX = ".mmkv"
 _SAVING = ".saving"  # of a folder in which a new name is taken
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A session file: its name, size, and when it was written, in seconds since 1970."""
+
+    name: str
+    bytes: int
+    saved_at: int
+
+    def shown(self) -> dict[str, Any]:
+        """Return it as requests see it."""
+        return {
+            "id": self.name,
+            "object": "saved_session",
+            "bytes": self.bytes,
+            "saved_at": self.saved_at,
+        }
 
 
 class SessionFiles:
@@ -50,7 +73,42 @@ class SessionFiles:
                 "invalid_value",
                 "name",
             )
-        return folder / (caller.tenant[:32] or "public") / f"{name}.mmkv"
+        return folder / (caller.tenant[:32] or "public") / f"{name}{_SUFFIX}"
+
+    async def of(self, caller: Caller) -> list[Saved]:
+        """Return a caller's files, by name. Raises ApiError (400): this server has no folder."""
+        folder = self.path("any", caller).parent
+
+        def read() -> list[Saved]:
+            found = []
+            for path in sorted(folder.glob(f"*{_SUFFIX}")):
+                with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
+                    about = path.stat()
+                    name = path.name.removesuffix(_SUFFIX)
+                    if stat.S_ISREG(about.st_mode) and re.fullmatch(NAME, name):
+                        found.append(Saved(name, about.st_size, int(about.st_mtime)))
+            return found
+
+        return await asyncio.to_thread(read)
+
+    async def delete(self, name: str, caller: Caller) -> None:
+        """Remove a file. Raises ApiError: there is none (404), the disk refuses it (507)."""
+        path = self.path(name, caller)
+
+        def remove() -> None:
+            try:
+                path.unlink()
+            except FileNotFoundError:
+                raise no_such_file(name, "name") from None
+            except OSError as error:
+                raise ApiError(
+                    507,
+                    f"the file cannot be removed: {error.strerror}; see to the disk of "
+                    "--session-folder",
+                    "cannot_remove",
+                ) from error
+
+        await asyncio.to_thread(remove)
 
     async def write(self, kept: Kept, path: Path, over: bool = True) -> None:
         """Write a session file.
@@ -98,6 +156,12 @@ def _save_new(kept: Kept, path: Path) -> None:
         if path.exists():
             raise saved_already(path.stem)
         kept.save(path)
+
+
+def no_such_file(name: str, param: str) -> ApiError:
+    """Return the error of a request that names a file which is not there."""
+    message = f"there is no saved session {name}; save one first"
+    return ApiError(404, message, "file_not_found", param)
 
 
 def saved_already(name: str) -> ApiError:

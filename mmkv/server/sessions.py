@@ -18,7 +18,7 @@ from mmkv.server.errors import ApiError
 from mmkv.server.lasting import Lasting, Note, told
 from mmkv.server.room import Caller, Room
 from mmkv.server.schema import parse_budget
-from mmkv.server.session_files import NAME, NAMED, SessionFiles, saved_already
+from mmkv.server.session_files import NAME, NAMED, SessionFiles, no_such_file, saved_already
 from mmkv.server.session_record import Record
 from mmkv.server.turns import hold, release
 
@@ -134,12 +134,7 @@ class Sessions:
             raise ApiError(400, "a saved session has its own budget", "invalid_value", "budget")
         path = self._files.path(asked.file, caller)
         if not await asyncio.to_thread(path.is_file):  # nobody makes way for it
-            raise ApiError(
-                404,
-                f"there is no saved session {asked.file}; save one first",
-                "file_not_found",
-                "file",
-            )
+            raise no_such_file(asked.file, "file")
         self._require_room()
         with self._coming_in(object()):
             kept = await self._files.load(path, asked.file, caller.tenant)

@@ -195,6 +195,35 @@ def test_a_saved_session_goes_on_from_its_file(server: Server, saved: Path) -> N
     assert said(server, created(server, file="chat"), "and now?")
 
 
+def test_saved_sessions_are_listed_and_removed(folder: Path, tmp_path: Path) -> None:
+    """Those of the caller; a session that was opened from one stays."""
+    keys = ("first-key", "second-key")
+    with serving(lambda: load(folder), api_keys=keys, session_folder=tmp_path) as made:
+        made.client.headers = {"Authorization": "Bearer first-key"}
+        files = "/v1/saved_sessions"
+        assert made.client.get(files).json() == {"object": "list", "data": []}
+        name = created(made)
+        said(made, name, TURNS[0])
+        for saved in ("b", "a.1"):
+            made.client.post(f"/v1/sessions/{name}/save", json={"name": saved})
+        found = made.client.get(files).json()["data"]
+        paths = [*tmp_path.glob("*/a.1.mmkv"), *tmp_path.glob("*/b.mmkv")]
+        assert [(one["id"], one["bytes"]) for one in found] == [
+            (path.stem, path.stat().st_size) for path in paths
+        ]
+        again = created(made, file="a.1")
+        made.client.headers = {"Authorization": "Bearer second-key"}
+        assert made.client.get(files).json()["data"] == []
+        assert made.client.delete(f"{files}/a.1").status_code == 404
+        made.client.headers = {"Authorization": "Bearer first-key"}
+        assert made.client.delete(f"{files}/a.1").json()["deleted"]
+        assert made.client.delete(f"{files}/a.1").json()["error"]["code"] == "file_not_found"
+        assert [one["id"] for one in made.client.get(files).json()["data"]] == ["b"]
+        assert said(made, again, "go on")
+        assert made.client.delete(f"{files}/..%2Fb").status_code in (400, 404)
+        assert paths[1].exists() and not paths[0].exists()
+
+
 def test_of_two_saves_under_one_name_one_stands(server: Server, saved: Path) -> None:
     """Both look before either has written."""
     names = [created(server) for _ in range(2)]
