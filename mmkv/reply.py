@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from engine.errors import BROKEN, MmkvError, NotFiniteError
+from engine.errors import BROKEN, NotFiniteError
 from mmkv.detokenizer import Detokenizer, StopStrings
 from mmkv.sampling import Sampler, Sampling
 
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
     from engine.backends.cuda.kernels.sample import Draw
     from engine.contents import Memory
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ class ReplyWriter:
 
     ``unfed`` is the token that was sampled but that the session does not hold yet: part of the
     reply, so it must be appended before the next turn. ``failure``: why the reply ended where no
-    token could be chosen; ``finish_reason`` is ``interrupted`` then.
+    token could be chosen or written; ``finish_reason`` is ``interrupted`` then.
 
     Args:
         eos: token ids that end it; never: those that are not to be drawn.
@@ -68,7 +70,7 @@ class ReplyWriter:
         self.token_ids: list[int] = []
         self.unfed: int | None = None
         self.finish_reason: str | None = None
-        self.failure: MmkvError | None = None
+        self.failure: Exception | None = None
 
     def start_clock(self, at: float) -> None:
         """Count the time to the first token from ``at`` (time.perf_counter())."""
@@ -161,6 +163,16 @@ class ReplyWriter:
             self.finish_reason = reason
             rest = self._stops.push(self._detokenizer.flush())
             self._ready += rest + self._stops.flush()
+
+    def attempt(self, call: Callable[..., T], *given: Any) -> T | None:
+        """Call one of its own methods; what that raises ends this reply, and no other one."""
+        try:
+            return call(*given)
+        except Exception as error:
+            self.failure = self.failure or error
+            # Not by finish(), which writes the rest of the text and may be what raises.
+            self.finish_reason = "interrupted"
+            return None
 
     def take(self) -> str:
         """Return the text that became certain since the last call."""

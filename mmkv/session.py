@@ -95,7 +95,8 @@ class Session(CachedSequence):
         the session as it was. Ctrl-C, or closing the iterator, ends the reply where it stands
         (Ctrl-C while a prompt of several chunks is prefilled takes the turn back); the session
         holds what was shown. A stream that is no longer referred to is closed. Raises MmkvError;
-        NotFiniteError takes the turn back where :meth:`take_back` can.
+        where a token cannot be chosen (NotFiniteError) or written, that takes the turn back if
+        :meth:`take_back` can.
         """
         settings = checked(sampling)
         with self.claimed():

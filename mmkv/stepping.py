@@ -28,6 +28,7 @@ def step(
 
     Returns:
         per reply the token to feed next, None where it has ended (or failed: see its writer).
+        What a writer raises is its own failure; the sessions of all hold their tokens by then.
 
     Raises:
         ContextError: a session has no position left; nothing has changed.
@@ -45,11 +46,12 @@ def step(
             if sum(writer.greedy for writer in writers) > 1:
                 read = likeliest_of(logits)
             chosen = [
-                writer.choose(*row) for writer, *row in zip(writers, logits, read, strict=True)
+                writer.attempt(writer.choose, *row)
+                for writer, *row in zip(writers, logits, read, strict=True)
             ]
         for writer, token in zip(writers, chosen, strict=True):
             writer.fed()
-            following.append(writer.put(token))
+            following.append(None if token is None else writer.attempt(writer.put, token))
         return following
     draws = [writer.draw for writer in writers]
     try:
@@ -62,7 +64,10 @@ def step(
         )
     except NotFiniteError as error:  # of some of them, which their writers will say
         generated = error.generated
-    return [writer.take_burst(row) for writer, row in zip(writers, generated, strict=True)]
+    return [
+        writer.attempt(writer.take_burst, row)
+        for writer, row in zip(writers, generated, strict=True)
+    ]
 
 
 def _ahead(

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from engine.errors import MmkvError
-
 
 @dataclass(frozen=True)
 class Price:
@@ -91,7 +89,7 @@ class Job(Protocol):
         ...
 
     @property
-    def failure(self) -> MmkvError | None:
+    def failure(self) -> Exception | None:
         """Why a finished reply is none; None where it is one."""
         ...
 

@@ -160,7 +160,7 @@ class ReplyJob:
         """Do nothing: the prompt is made with its first chunk."""
 
     @property
-    def failure(self) -> MmkvError | None:
+    def failure(self) -> Exception | None:
         """See :class:`mmkv.scheduler.contract.Job`."""
         return None if self.writer is None else self.writer.failure
 
@@ -357,7 +357,7 @@ class EngineExecutor:
         for one in growing:
             # A reply without a position left ends, so that it does not stop the others.
             if one.session.next_position >= self.engine.spec.max_position:
-                one.writer.finish("context")
+                one.writer.attempt(one.writer.finish, "context")
         growing = [one for one in growing if one.writer.finish_reason is None]
         if not growing:
             return

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from engine.errors import InputError, MmkvError
+from engine.errors import InputError
 from engine.page_bound import page_bound
 from mmkv.scheduler.contract import Price
 from mmkv.scheduler.replies import Growing
@@ -89,7 +89,7 @@ class ChatJob:
         return ended or self.failure is not None
 
     @property
-    def failure(self) -> MmkvError | None:
+    def failure(self) -> Exception | None:
         """See :class:`mmkv.scheduler.contract.Job`."""
         return next((one.failure for one in self.writers if one.failure is not None), None)
 

@@ -18,6 +18,7 @@ from mmkv.scheduler import Ticket
 from mmkv.server.job import ChatJob
 from mmkv.server.machine import Machine
 from mmkv.server.memories import Memories
+from mmkv.server.writer import ScoredWriter
 from tests.support.chat_models import picture, save_qwen3_vl
 from tests.support.servers import Server, asked, held_pages, picture_part, serving
 
@@ -276,6 +277,27 @@ def test_a_prompt_whose_replies_cannot_begin_fails_alone(
     monkeypatch.undo()
     server.wait_for(nothing_held)
     assert server.chat("hello").status_code == 200
+
+
+def test_a_reply_that_cannot_be_written_fails_alone(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put = ScoredWriter.put
+
+    def fails(writer: ScoredWriter, token: int) -> int | None:
+        if writer._limit == 7 and len(writer.token_ids) == 1:
+            raise ZeroDivisionError("a defect")
+        return put(writer, token)
+
+    monkeypatch.setattr(ScoredWriter, "put", fails)
+    with serving(lambda: load(folder)) as server:
+        other = Client(server, asked("first", max_tokens=FOREVER))
+        server.wait_for(lambda machine: states(machine) == ["decode"])
+        answer = server.chat("hello", n=2, max_tokens=7)
+        assert answer.status_code == 500 and "defect" not in answer.text
+        assert server.inside(states) == ["decode"]
+        other.leave()
+        server.wait_for(nothing_held)
 
 
 def test_an_error_of_a_file_is_no_client_that_left(
