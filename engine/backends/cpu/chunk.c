@@ -107,15 +107,8 @@ INLINE lanes exp_lanes(lanes x)
     lanes_int below = x < -87.3f, limit = (lanes_int)((lanes){0} - 87.3f);
     x = (lanes)((below & limit) | (~below & (lanes_int)x));
     lanes shifted = x * 1.44269504f + 12582912.0f, n = shifted - 12582912.0f;
-    lanes r = (x - n * 0.693359375f) + n * 2.12194440e-4f, p = (lanes){0} + 1.0f / 5040;
-    p = p * r + 1.0f / 720;
-    p = p * r + 1.0f / 120;
-    p = p * r + 1.0f / 24;
-    p = p * r + 1.0f / 6;
-    p = p * r + 0.5f;
-    p = p * r + 1.0f;
-    p = p * r + 1.0f;
-    return p * (lanes)(((lanes_int)shifted + 127) << 23);
+    lanes r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+    return EXP_NEAR_0(r) * (lanes)(((lanes_int)shifted + 127) << 23);
 }
 
 /* Turn `count` scores into exp(scale (score - highest)), with those seen before; what is beyond, up to

@@ -5,6 +5,12 @@
 #include <stdint.h>
 #include <string.h>
 
+/* exp(r) for |r| <= ln 2 / 2, of a float or of a vector of them. */
+#define HORNER(p, r, term) ((p) * (r) + (term))
+#define EXP_NEAR_0(r)                                                                  \
+    HORNER(HORNER(HORNER(HORNER(HORNER(HORNER(HORNER(1.0f / 5040, r, 1.0f / 720), \
+    r, 1.0f / 120), r, 1.0f / 24), r, 1.0f / 6), r, 0.5f), r, 1.0f), r, 1.0f)
+
 /* exp(x) for x clamped to [-87.3, 88], to about one unit in the last place. */
 static inline float exp_float(float x)
 {
@@ -13,20 +19,12 @@ static inline float exp_float(float x)
     float shifted = x * 1.44269504f + 12582912.0f;
     float n = shifted - 12582912.0f;
     float r = (x - n * 0.693359375f) + n * 2.12194440e-4f; /* ln 2 in two parts */
-    float p = 1.0f / 5040;
-    p = p * r + 1.0f / 720;
-    p = p * r + 1.0f / 120;
-    p = p * r + 1.0f / 24;
-    p = p * r + 1.0f / 6;
-    p = p * r + 0.5f;
-    p = p * r + 1.0f;
-    p = p * r + 1.0f;
     uint32_t bits;
     memcpy(&bits, &shifted, sizeof bits);
     bits = (bits + 127u) << 23;
     float scale;
     memcpy(&scale, &bits, sizeof scale);
-    return p * scale;
+    return EXP_NEAR_0(r) * scale;
 }
 
 /* x times its logistic function. exp stops at 64, so that no quotient is subnormal: a CPU takes a
