@@ -12,7 +12,7 @@ import typer
 
 from engine.budget import parse_bytes
 from engine.config import EngineConfig
-from engine.errors import BudgetError
+from engine.errors import BudgetError, InputError
 from mmkv.chat.options import UsageError
 from mmkv.cli import arguments
 
@@ -200,7 +200,7 @@ def serve(
         name=name or Path(model).name or model,
         api_keys=tuple(api_key or ()),
         key_weights=weights,
-        hosts=tuple(allowed_host or ()),
+        hosts=_hosts(allowed_host or []),
         max_queue=max_queue,
         max_running=max_running,
         max_per_key=max_per_key,
@@ -247,6 +247,15 @@ def _require_keys(keys: list[str]) -> None:
             f"an API key is empty; give one with --api-key or {_KEY_VARIABLE}, or leave it out to "
             "serve everybody"
         )
+
+
+def _hosts(names: list[str]) -> tuple[str, ...]:
+    from mmkv.server.hosts import host_names
+
+    try:
+        return host_names(names)
+    except InputError as error:
+        raise UsageError(f"--allowed-host: {error}") from error
 
 
 def _weights(given: list[float], keys: list[str], shared: bool) -> tuple[float, ...]:

@@ -89,7 +89,8 @@ def _mark_end(tree: nodes.Template) -> None:
     if not isinstance(last, nodes.If) or last.elif_ or last.else_:
         return
     names = [name for name in tree.find_all(nodes.Name) if name.name == _OPENING]
-    if len(names) == 1 and names[0] is last.test:
+    hidden = any(macro.name == _OPENING for macro in tree.find_all(nodes.Macro))
+    if len(names) == 1 and names[0] is last.test and not hidden:
         # Of a name: what is constant is computed when the template is compiled.
         noted = nodes.Filter(
             nodes.Name(_OPENING, "load"), _END, [], [], None, None, lineno=last.lineno

@@ -296,7 +296,8 @@ class ReplyJob:
 class EngineExecutor:
     """Reads the prompts of jobs on one engine and decodes their replies.
 
-    Sessions that are open already are others', and may keep what they hold.
+    Sessions that are open already are others', and may keep what they hold: they are taken to hold
+    that for as long as this lives.
     """
 
     def __init__(self, engine: Engine) -> None:

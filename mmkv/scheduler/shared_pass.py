@@ -28,8 +28,10 @@ class SharedPass:
 
     def __init__(self, executor: Executor, ledger: Ledger, first: Ticket[Any], slow: bool) -> None:
         self.executor, self.ledger = executor, ledger
-        self.tickets, self._pages = [first], [executor.pages_for(first.job)]
+        self.tickets = [first]
         self.tokens = executor.pass_tokens - first.job.next_chunk
+        # On a GPU, where nothing is shared, counting them would wait for the device.
+        self._pages = [executor.pages_for(first.job)] if self.tokens > 0 else []
         self._tried, self._slow = {first}, slow
 
     def candidate(self, heads: Collection[Ticket[Any]]) -> Ticket[Any] | None:
@@ -73,4 +75,7 @@ class SharedPass:
             self._pages.pop()
 
     def _fit(self, pages: Sequence[int]) -> bool:
+        """Whether new pages of the chunks keep to what is committed, where there is a limit."""
+        if self.executor.limit() is None:
+            return True
         return self.executor.held() + sum(pages) <= self.ledger.committed

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from engine.errors import InputError
 from mmkv.server.answer import error_response
 from mmkv.server.errors import ApiError
 
@@ -21,7 +23,8 @@ def allowed_hosts(
     Those of this machine, where it alone can reach the server and no key is asked for.
 
     Args:
-        keyed: whether requests have to show a key; named: further names, and no others then.
+        keyed: whether requests have to show a key.
+        named: further names, as :func:`host_names` returns them; no others are answered then.
     """
     try:
         local = ipaddress.ip_address(host).is_loopback
@@ -29,8 +32,26 @@ def allowed_hosts(
         local = host.lower() == "localhost"
     own = f"[{host}]" if ":" in host else host.lower()
     if named:
-        return frozenset({*_LOCAL, own, *(name.lower() for name in named)})
+        return frozenset({*_LOCAL, own, *named})
     return frozenset({*_LOCAL, own}) if local and not keyed else None
+
+
+def host_names(given: Iterable[str]) -> tuple[str, ...]:
+    """Return names as Host headers have them. Raises InputError: one is no name."""
+    return tuple(map(_checked, given))
+
+
+def _checked(name: str) -> str:
+    bare = name.strip().lower().removesuffix(".")
+    try:
+        address = ipaddress.ip_address(bare.removeprefix("[").removesuffix("]"))
+    except ValueError:
+        if not re.fullmatch(r"[a-z0-9_]([a-z0-9_.-]*[a-z0-9_])?", bare):
+            raise InputError(
+                f"{name!r} is no name of a host; give one without scheme, port or *"
+            ) from None
+        return bare
+    return f"[{address}]" if address.version == 6 else str(address)
 
 
 class CheckHost:
@@ -51,7 +72,7 @@ class CheckHost:
                 error = ApiError(
                     403,
                     "this server does not answer to the name that the Host header has; start it "
-                    "with --allowed-host NAME, or with --api-key",
+                    "with --allowed-host and that name",
                     "host_refused",
                 )
                 await error_response(error)(scope, receive, send)
@@ -60,6 +81,6 @@ class CheckHost:
 
 
 def _name(header: str) -> str:
-    """Return a Host header without its port."""
+    """Return a Host header without its port, and without the dot that may end a name."""
     name, _, port = header.strip().lower().rpartition(":")
-    return name if name and port.isdigit() else header.strip().lower()
+    return (name if name and port.isdigit() else header.strip().lower()).removesuffix(".")

@@ -82,7 +82,7 @@ class SessionFiles:
         def read() -> list[Saved]:
             found = []
             for path in sorted(folder.glob(f"*{_SUFFIX}")):
-                with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
+                with contextlib.suppress(OSError):  # deleted meanwhile, a broken link
                     about = path.stat()
                     name = path.name.removesuffix(_SUFFIX)
                     if stat.S_ISREG(about.st_mode) and re.fullmatch(NAME, name):

@@ -160,10 +160,10 @@ _FUNCTIONS = {
     "mmkv_step": (None, [POINTER(Model), POINTER(Cache), POINTER(Step)]),
     "mmkv_store": (None, [POINTER(Cache), c_int64, c_void_p, c_void_p]),
     "mmkv_attend": (None, [POINTER(Cache), c_int64, c_void_p, *[c_int64] * 2, *[c_void_p] * 2]),
-    "mmkv_attend_chunk_scratch": (c_int64, [POINTER(Cache), *[c_int64] * 2]),
+    "mmkv_attend_chunk_plan": (c_int64, [POINTER(Cache), *[c_int64] * 5, POINTER(c_int64)]),
     "mmkv_attend_chunk": (
         None,
-        [POINTER(Cache), *[c_int64] * 3, c_void_p, *[c_int64] * 3, *[c_void_p] * 2],
+        [POINTER(Cache), *[c_int64] * 3, c_void_p, *[c_int64] * 4, *[c_void_p] * 2],
     ),
     "mmkv_product": (None, [POINTER(Linear), c_void_p, c_void_p, c_int64, c_int64, c_void_p]),
     "mmkv_product_scratch": (c_int64, [POINTER(Linear), c_int64]),

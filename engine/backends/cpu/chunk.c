@@ -14,8 +14,10 @@
 #include "vectors.h"
 #include "vmath.h"
 
-#define STRETCH 256 /* entries that are laid out together */
-#define ROWS 6      /* queries that are taken together */
+#define STRETCH 256         /* entries that are laid out together */
+#define WIDE (STRETCH + 16) /* floats from feature to feature: a power of two would share few cache sets */
+#define ROWS 6              /* queries that are taken together */
+#define PER_THREAD 16384    /* products of a query with a key that are worth a thread */
 #if defined(__AVX512F__) || defined(__aarch64__)
 #define VECTORS 4 /* of entries or features, beside which their sums fit the registers */
 #else
@@ -24,7 +26,7 @@
 
 /* What one thread works in. */
 struct room {
-    float *keys;   /* [head_dim, STRETCH] */
+    float *keys;   /* [head_dim, WIDE] */
     float *values; /* [STRETCH, filled] */
     float *wide;   /* where entries are decoded */
     float *scores; /* [ROWS, STRETCH] */
@@ -61,7 +63,7 @@ static void score(const float *const *a, const float *keys, int64_t dim, int64_t
 {
     for (int64_t at = 0; at < count; at += VECTORS * LANES) {
         lanes sums[ROWS][VECTORS] = {{{0}}};
-        add_products(a, keys + at, STRETCH, dim, VECTORS, sums);
+        add_products(a, keys + at, WIDE, dim, VECTORS, sums);
         for (int r = 0; r < ROWS; r++)
             memcpy(scores + r * STRETCH + at, sums[r], sizeof sums[r]);
     }
@@ -148,7 +150,7 @@ static void lay_out(const struct call *call, int64_t row, int64_t from, int64_t 
         const float *key = keys_at(cache, slot, some, room->wide);
         for (int64_t e = 0; e < some; e++)
             for (int64_t d = 0; d < dim; d++)
-                room->keys[d * STRETCH + at + e] = key[e * dim + d];
+                room->keys[d * WIDE + at + e] = key[e * dim + d];
         const float *value = values_at(cache, slot, some, room->wide);
         for (int64_t e = 0; e < some; e++) {
             float *to = room->values + (at + e) * filled;
@@ -158,7 +160,7 @@ static void lay_out(const struct call *call, int64_t row, int64_t from, int64_t 
         at += some;
     }
     for (int64_t d = 0; d < dim; d++)
-        memset(room->keys + d * STRETCH + count, 0, sizeof *room->keys * (size_t)(end - count));
+        memset(room->keys + d * WIDE + count, 0, sizeof *room->keys * (size_t)(end - count));
 }
 
 /* Queries of tokens `first` .. `after` - 1 and one KV head. */
@@ -221,7 +223,7 @@ static void attend(const struct call *call, int64_t head, int64_t first, int64_t
 static int64_t carve(const struct cache *cache, int64_t queries, float *base, struct room *room)
 {
     int64_t dim = cache->head_dim, filled = filled_up(dim, LANES), size = 0;
-    int64_t sizes[] = {dim * STRETCH, STRETCH * filled, decoded_room(cache), ROWS * STRETCH,
+    int64_t sizes[] = {dim * WIDE, STRETCH * filled, decoded_room(cache), ROWS * STRETCH,
                        queries * filled, queries, queries};
     float **parts[] = {&room->keys, &room->values, &room->wide, &room->scores,
                        &room->sums, &room->highest, &room->shares};
@@ -233,35 +235,61 @@ static int64_t carve(const struct cache *cache, int64_t queries, float *base, st
     return size;
 }
 
-/* Floats that a thread works in, for `asked` tokens. */
-EXPORT int64_t mmkv_attend_chunk_scratch(const struct cache *cache, int64_t group, int64_t asked)
+static int64_t common_divisor(int64_t a, int64_t b)
 {
+    return b ? common_divisor(b, a % b) : a;
+}
+
+/* Parts of the queries of each KV head, so that all threads have as much to do; each lays out the
+ * entries for itself, which few queries are not worth. */
+static int64_t parts_of(int64_t kv_heads, int64_t group, int64_t asked, int64_t threads)
+{
+    int64_t parts = threads / common_divisor(threads, kv_heads);
+    return asked * group >= 4 * ROWS * parts ? parts : 1;
+}
+
+/* Say how many threads to take, of `most`; returns the floats that each of them works in. */
+EXPORT int64_t mmkv_attend_chunk_plan(const struct cache *cache, int64_t row, int64_t kv_heads,
+                                      int64_t group, int64_t asked, int64_t most, int64_t *threads)
+{
+    int64_t longest = 0;
+    for (int64_t head = 0; head < kv_heads; head++)
+        longest = cache->length[row + head] > longest ? cache->length[row + head] : longest;
+    int64_t worth = 1 + kv_heads * group * asked * longest / PER_THREAD;
+    *threads = most < worth ? most : worth;
+    if (asked == 1)
+        return filled_up(group * longest, 16);
+    int64_t parts = parts_of(kv_heads, group, asked, *threads);
     struct room none;
-    return carve(cache, asked * group, NULL, &none);
+    return carve(cache, (asked + parts - 1) / parts * group, NULL, &none);
 }
 
 /* out [asked, heads, D]: what the queries [asked, heads, D], `stride` floats from token to token, of the
  * last tokens get from rows row .. row + kv_heads - 1, which hold the chunk's entries already. scratch:
- * for `threads`, as large as mmkv_attend_chunk_scratch says. */
+ * `size` floats for each of the threads, both as mmkv_attend_chunk_plan says. */
 EXPORT void mmkv_attend_chunk(const struct cache *cache, int64_t row, int64_t kv_heads, int64_t group,
                               const float *query, int64_t stride, int64_t asked, int64_t threads,
-                              float *scratch, float *out)
+                              int64_t size, float *scratch, float *out)
 {
     struct call call = {.cache = cache, .query = query, .out = out, .row = row, .stride = stride,
                         .group = group, .kv_heads = kv_heads, .asked = asked,
                         .filled = filled_up(cache->head_dim, LANES)};
-    int64_t parts = threads > kv_heads ? (threads + kv_heads - 1) / kv_heads : 1;
-    int64_t size = mmkv_attend_chunk_scratch(cache, group, asked);
+    int64_t parts = asked == 1 ? 1 : parts_of(kv_heads, group, asked, threads);
 #pragma omp parallel for num_threads((int)threads) schedule(static, 1) if (threads > 1)
     for (int64_t item = 0; item < kv_heads * parts; item++) {
-        int64_t part = item % parts, thread = 0;
+        int64_t head = item / parts, part = item % parts, thread = 0;
 #ifdef _OPENMP
         thread = omp_get_thread_num();
 #endif
+        float *own = scratch + thread * size;
+        if (asked == 1) { /* nothing is laid out for one query: it reads each entry once */
+            int64_t first = head * group * cache->head_dim;
+            mmkv_attend(cache, row + head, query + first, group, 0, own, out + first);
+            continue;
+        }
         struct room room = {0};
-        carve(cache, asked * group, scratch + thread * size, &room);
         int64_t first = asked * part / parts, after = asked * (part + 1) / parts;
-        if (after > first)
-            attend(&call, item / parts, first, after, room);
+        carve(cache, (after - first) * group, own, &room);
+        attend(&call, head, first, after, room);
     }
 }

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+from ctypes import c_int64
+
 import torch
 from torch import Tensor
 
-from engine.backends.cpu.binding import Library, library
+from engine.backends.cpu.binding import Library, byref, library
 from engine.backends.cpu.cache_views import CacheViews
 from engine.cache import RaggedCache
-
-# Products of a query with a key that are worth a thread.
-_PER_THREAD = 2**14
 
 
 def native_chunk_attention() -> NativeChunkAttention | None:
@@ -48,23 +47,14 @@ class NativeChunkAttention:
         tokens, heads, dim = query.shape
         if query.stride()[1:] != (dim, 1):
             query = query.contiguous()
-        out, group = query.new_empty(tokens, heads * dim), heads // cache.kv_heads
-        row = layer * cache.kv_heads
+        out, threads = query.new_empty(tokens, heads * dim), c_int64()
+        rows = layer * cache.kv_heads, cache.kv_heads, heads // cache.kv_heads
         with self._views.of(cache, [seq]) as views:
-            size = self._library.mmkv_attend_chunk_scratch(views, group, tokens)
-            threads = min(torch.get_num_threads(), 1 + heads * tokens * tokens // _PER_THREAD)
-            if self._scratch.numel() < threads * size:
-                self._scratch = torch.empty(threads * size)
+            most = torch.get_num_threads()
+            size = self._library.mmkv_attend_chunk_plan(views, *rows, tokens, most, byref(threads))
+            if self._scratch.numel() < threads.value * size:
+                self._scratch = torch.empty(threads.value * size)
             places = self._scratch.data_ptr(), out.data_ptr()
-            self._library.mmkv_attend_chunk(
-                views,
-                row,
-                cache.kv_heads,
-                group,
-                query.data_ptr(),
-                query.stride(0),
-                tokens,
-                threads,
-                *places,
-            )
+            asked = query.data_ptr(), query.stride(0), tokens
+            self._library.mmkv_attend_chunk(views, *rows, *asked, threads.value, size, *places)
         return out

@@ -170,10 +170,14 @@ def test_what_other_servers_hold_up_takes_no_place() -> None:
     scheduler.close()
 
 
-@pytest.mark.parametrize("spent, together", [(0, True), (6, True), (8, False)])
-def test_a_pass_takes_pages_that_are_committed_and_not_held(spent: int, together: bool) -> None:
+@pytest.mark.parametrize(
+    "limit, spent, together", [(99, 0, True), (99, 6, True), (99, 8, False), (None, 8, True)]
+)
+def test_a_pass_takes_pages_that_are_committed_and_not_held(
+    limit: int | None, spent: int, together: bool
+) -> None:
     """A whole chunk and the end of another prompt, though pages for one chunk are committed."""
-    pool = FakePool(limit=None)
+    pool = FakePool(limit)
     executor = FakeExecutor(pool, pass_tokens=CHUNK + 2)
     scheduler = Scheduler(executor, Limits(quantum=CHUNK))
     jobs = [FakeJob(pool, prompt(CHUNK), 9), FakeJob(pool, prompt(2), 9)]
@@ -186,7 +190,7 @@ def test_a_pass_takes_pages_that_are_committed_and_not_held(spent: int, together
 
 
 def test_a_prompt_that_cannot_begin_leaves_a_pass_no_pages() -> None:
-    pool = FakePool(limit=None)
+    pool = FakePool(limit=99)
     executor = FakeExecutor(pool, pass_tokens=2 * CHUNK)
     scheduler = Scheduler(executor, Limits(quantum=CHUNK))
     jobs = [FakeJob(pool, prompt(2), 8) for _ in range(2)]

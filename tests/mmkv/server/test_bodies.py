@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from starlette.types import Message, Receive, Scope, Send
 
+from engine.errors import InputError
 from mmkv.server.body import TOGETHER, LimitBody
-from mmkv.server.hosts import CheckHost, allowed_hosts
+from mmkv.server.hosts import CheckHost, allowed_hosts, host_names
 
 MOST = 100
 
@@ -109,8 +110,16 @@ def test_a_server_of_this_machine_answers_to_its_names(
 
 @pytest.mark.parametrize("host, keyed", [("127.0.0.1", False), ("0.0.0.0", False), ("::", True)])
 def test_names_that_are_given_stand_beside_this_machine_s(host: str, keyed: bool) -> None:
-    found = allowed_hosts(host, keyed, ["Chat.Example"])
-    assert found is not None and {"chat.example", "localhost"} <= found
+    names = host_names(["Chat.Example.", "::1", "[FE80::1]", "10.0.0.1"])
+    found = allowed_hosts(host, keyed, names)
+    assert found is not None
+    assert {"chat.example", "localhost", "[::1]", "[fe80::1]", "10.0.0.1"} <= found
     assert "evil.example" not in found
     assert (allowed_hosts(host, keyed) is None) == (host != "127.0.0.1" or keyed)
     assert allowed_hosts("127.0.0.1", keyed=True) is None
+
+
+@pytest.mark.parametrize("name", ["", " ", "a.example:80", "http://a.example", "*", "a b", "-a"])
+def test_what_is_no_name_of_a_host_is_refused(name: str) -> None:
+    with pytest.raises(InputError, match="is no name"):
+        host_names([name])

@@ -290,6 +290,9 @@ TEMPLATES = {
     "{{ m.content }};{% endfor %}{% if add_generation_prompt %}it:{% endif %}",
     "asked twice": "{% for m in messages %}{{ m.content }}{% if not (loop.last and "
     "add_generation_prompt) %};{% endif %}{% endfor %}{% if add_generation_prompt %}it:{% endif %}",
+    "a macro of that name": "{% macro add_generation_prompt() %}x{% endmacro %}"
+    "{% for m in messages %}{{ m.content }};{% endfor %}"
+    "{% if add_generation_prompt %}it:{% endif %}",
     "asked in other words": "{% for m in messages %}{{ m.content }};{% endfor %}"
     "{% if add_generation_prompt and messages | length > 1 %}it:{% endif %}",
 }
