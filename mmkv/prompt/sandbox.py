@@ -16,11 +16,12 @@ from dataclasses import dataclass
 from functools import lru_cache, wraps
 from typing import Any
 
-from jinja2 import Environment, Template, nodes, pass_eval_context
+from jinja2 import Environment, Template, pass_eval_context
 from jinja2.runtime import markup_join, str_join
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedFormatter
 
 from engine.errors import InputError
+from mmkv.prompt.template_tree import AT, EACH, END, JOIN, KEEP, guard, mark_end
 
 SECONDS = 5.0
 _SOURCE = 2**20  # characters of a template
@@ -33,9 +34,6 @@ _PIECES = 64  # of a text, after which the clock is read; loops and calls read i
 # Filters whose time or output grows faster than their input.
 _SLOW = frozenset(("pprint", "striptags", "sum", "urlize", "wordwrap", "xmlattr"))
 _LONG_WIDTH = re.compile(r"%(\([^)]*\))?[-+ #0]*(\d*\.)?(\d{5,}|\*)")
-_JOIN, _EACH, _KEEP, _AT = "mmkv_join", "mmkv_each", "mmkv_keep", "mmkv_at"
-_END = "mmkv_end"
-_OPENING = "add_generation_prompt"
 _OF_DICTS = frozenset(dir(dict))
 
 
@@ -78,58 +76,9 @@ def _compiled(source: str) -> Template:
     environment = _Limited()
     with environment.meter.started(0):  # constant expressions are computed here
         tree = environment.parse(source)
-        _mark_end(tree)
-        tree = _guarded(tree)
+        mark_end(tree)
+        guard(tree)
         return Template.from_code(environment, environment.compile(tree), environment.globals)
-
-
-def _mark_end(tree: nodes.Template) -> None:
-    """Have the length noted before the opening of a reply, if that is the template's last word."""
-    last = tree.body[-1] if tree.body else None
-    if not isinstance(last, nodes.If) or last.elif_ or last.else_:
-        return
-    names = [name for name in tree.find_all(nodes.Name) if name.name == _OPENING]
-    hidden = any(macro.name == _OPENING for macro in tree.find_all(nodes.Macro))
-    if len(names) == 1 and names[0] is last.test and not hidden:
-        # Of a name: what is constant is computed when the template is compiled.
-        noted = nodes.Filter(
-            nodes.Name(_OPENING, "load"), _END, [], [], None, None, lineno=last.lineno
-        )
-        tree.body.insert(-1, nodes.Output([noted], lineno=last.lineno))
-
-
-def _guarded(tree: nodes.Template) -> nodes.Template:
-    """Lead loops, ``~`` and computed lists through filters that look at them."""
-
-    def through(name: str, value: Any) -> nodes.Filter:
-        return nodes.Filter(value, name, [], [], None, None, lineno=value.lineno)
-
-    def inner(node: nodes.Node) -> None:
-        for field, value in node.iter_fields():
-            if isinstance(value, list):
-                setattr(node, field, [one(v) if isinstance(v, nodes.Node) else v for v in value])
-            elif isinstance(value, nodes.Node):
-                setattr(node, field, one(value))
-
-    def one(node: nodes.Node) -> nodes.Node:
-        inner(node)
-        if isinstance(node, nodes.For):
-            node.iter = through(_EACH, node.iter)
-            if isinstance(node.target, nodes.Name):  # prints nothing
-                named = nodes.Name(node.target.name, "load", lineno=node.lineno)
-                node.body.insert(0, nodes.Output([through(_AT, named)], lineno=node.lineno))
-        elif isinstance(node, nodes.Concat):
-            return through(_JOIN, nodes.List(node.nodes, lineno=node.lineno))
-        elif isinstance(node, (nodes.List, nodes.Dict, nodes.Tuple)):
-            # A tuple of names can be what is assigned to.
-            stored = isinstance(node, nodes.Tuple) and node.ctx != "load"
-            if not stored and node.find(nodes.Name) is not None:
-                return through(_KEEP, node)
-        return node
-
-    inner(tree)
-    tree.set_environment(tree.environment)  # type: ignore[arg-type]
-    return tree
 
 
 class _Meter(threading.local):
@@ -196,8 +145,8 @@ class _Limited(ImmutableSandboxedEnvironment):
         self.globals.pop("lipsum", None)
         self.globals["namespace"] = _namespace(theirs.globals["namespace"])
         self.filters = {name: self._filter(name, use) for name, use in theirs.filters.items()}
-        self.filters |= {_JOIN: self._join, _EACH: self._each, _KEEP: self.meter.keep}
-        self.filters |= {_AT: self._at, _END: self._end}
+        self.filters |= {JOIN: self._join, EACH: self._each, KEEP: self.meter.keep}
+        self.filters |= {AT: self._at, END: self._end}
         tests: dict[str, Any] = theirs.tests
         self.tests = {name: self._ticking(test) for name, test in tests.items()}
 
