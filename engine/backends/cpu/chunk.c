@@ -163,59 +163,79 @@ static void lay_out(const struct call *call, int64_t row, int64_t from, int64_t 
         memset(room->keys + d * WIDE + count, 0, sizeof *room->keys * (size_t)(end - count));
 }
 
+/* Queries of some tokens and one KV head, token by token; the first one sees `seen` entries. */
+struct queries {
+    const float *at;
+    int64_t stride, group, dim, count, seen;
+};
+
+static const float *query_at(const struct queries *these, int64_t number)
+{
+    return these->at + number / these->group * these->stride + number % these->group * these->dim;
+}
+
+/* How many of the entries from `from` on a query sees, `most` at most. */
+static int64_t seen_by(const struct queries *these, int64_t number, int64_t from, int64_t most)
+{
+    int64_t count = these->seen + number / these->group - from;
+    return count < 0 ? 0 : count < most ? count : most;
+}
+
+/* ROWS queries from `number` on and the entries that are laid out, those from `from` on. */
+static void attend_tile(const struct queries *these, int64_t number, int64_t from, int64_t filled,
+                        const struct room *room)
+{
+    int64_t left = these->count - number, last = left < ROWS ? left - 1 : ROWS - 1;
+    int64_t end = seen_by(these, number + last, from, STRETCH);
+    if (!end)
+        return;
+    const float *asked[ROWS], *shares[ROWS];
+    float *sums[ROWS], none[filled], scale = 1.0f / sqrtf((float)these->dim);
+    memset(none, 0, sizeof none);
+    for (int r = 0; r < ROWS; r++) /* beyond the last query it is taken again, for nothing */
+        asked[r] = query_at(these, number + (r < last ? r : last));
+    score(asked, room->keys, these->dim, end, room->scores);
+    for (int r = 0; r < ROWS; r++) {
+        float *scores = room->scores + r * STRETCH;
+        shares[r] = scores;
+        if (r > last) {
+            sums[r] = none;
+            memset(scores, 0, sizeof *scores * (size_t)end);
+            continue;
+        }
+        int64_t mine = number + r;
+        sums[r] = room->sums + mine * filled;
+        float less = soften(scores, seen_by(these, mine, from, end), end, scale, room->highest + mine,
+                            room->shares + mine);
+        if (less != 1)
+            for (int64_t d = 0; d < filled; d++)
+                sums[r][d] *= less;
+    }
+    mix(shares, room->values, filled, end, sums);
+}
+
 /* Queries of tokens `first` .. `after` - 1 and one KV head. */
 static void attend(const struct call *call, int64_t head, int64_t first, int64_t after, struct room room)
 {
-    int64_t dim = call->cache->head_dim, group = call->group, row = call->row + head;
-    int64_t length = call->cache->length[row], queries = (after - first) * group;
-    int64_t seen = length - call->asked + 1; /* by the first query; the others see one more each */
-    float scale = 1.0f / sqrtf((float)dim);
-    memset(room.sums, 0, sizeof *room.sums * (size_t)(queries * call->filled));
-    memset(room.shares, 0, sizeof *room.shares * (size_t)queries);
-    for (int64_t q = 0; q < queries; q++)
+    int64_t dim = call->cache->head_dim, group = call->group, row = call->row + head, filled = call->filled;
+    struct queries these = {.at = call->query + first * call->stride + head * group * dim,
+                            .stride = call->stride, .group = group, .dim = dim,
+                            .count = (after - first) * group,
+                            .seen = call->cache->length[row] - call->asked + first + 1};
+    memset(room.sums, 0, sizeof *room.sums * (size_t)(these.count * filled));
+    memset(room.shares, 0, sizeof *room.shares * (size_t)these.count);
+    for (int64_t q = 0; q < these.count; q++)
         room.highest[q] = -INFINITY;
-    for (int64_t from = 0; from < seen + after - 1; from += STRETCH) {
-        int64_t most = seen + after - 1 - from;
-        lay_out(call, row, from, most < STRETCH ? most : STRETCH, &room);
-        for (int64_t q = 0; q < queries; q += ROWS) {
-            const float *asked[ROWS], *shares[ROWS];
-            float *sums[ROWS];
-            int64_t last = q + ROWS < queries ? q + ROWS - 1 : queries - 1;
-            int64_t end = seen + first + last / group - from;
-            end = end < STRETCH ? end : STRETCH;
-            if (end <= 0)
-                continue;
-            for (int r = 0; r < ROWS; r++) { /* those beyond the last are it once more, for nothing */
-                int64_t mine = q + r < queries ? q + r : last;
-                asked[r] = call->query + (first + mine / group) * call->stride +
-                           (head * group + mine % group) * dim;
-            }
-            score(asked, room.keys, dim, end, room.scores);
-            float spare[ROWS][call->filled];
-            for (int r = 0; r < ROWS; r++) {
-                int64_t mine = q + r < queries ? q + r : last;
-                int64_t count = seen + first + mine / group - from;
-                count = count < 0 ? 0 : count < end ? count : end;
-                shares[r] = room.scores + r * STRETCH;
-                sums[r] = q + r < queries ? room.sums + mine * call->filled : spare[r];
-                if (q + r >= queries) {
-                    memset(spare[r], 0, sizeof spare[r]);
-                    memset(room.scores + r * STRETCH, 0, sizeof(float) * (size_t)end);
-                    continue;
-                }
-                float less = soften(room.scores + r * STRETCH, count, end, scale, room.highest + mine,
-                                    room.shares + mine);
-                if (less != 1)
-                    for (int64_t d = 0; d < call->filled; d++)
-                        sums[r][d] *= less;
-            }
-            mix(shares, room.values, call->filled, end, sums);
-        }
+    int64_t entries = these.seen + after - first - 1;
+    for (int64_t from = 0; from < entries; from += STRETCH) {
+        lay_out(call, row, from, entries - from < STRETCH ? entries - from : STRETCH, &room);
+        for (int64_t q = 0; q < these.count; q += ROWS)
+            attend_tile(&these, q, from, filled, &room);
     }
-    for (int64_t q = 0; q < queries; q++) {
-        float *to = call->out + ((first + q / group) * call->kv_heads * group + head * group + q % group) * dim;
+    for (int64_t q = 0; q < these.count; q++) {
+        float *to = call->out + ((first + q / group) * call->kv_heads + head) * group * dim + q % group * dim;
         for (int64_t d = 0; d < dim; d++)
-            to[d] = room.sums[q * call->filled + d] / room.shares[q];
+            to[d] = room.sums[q * filled + d] / room.shares[q];
     }
 }
 
