@@ -2,7 +2,8 @@
  * itself. The chunk's entries are the last ones of each row.
  *
  * A stretch of entries is laid out once for all queries of a row, keys with a feature's numbers side by
- * side, so that both products are sums of vectors times one number. What a query gets does not depend, not
+ * side, so that both products are sums of vectors times one number. The softmax goes on from stretch to
+ * stretch (Milakov and Gimelshein, arXiv 1805.02867). What a query gets does not depend, not
  * in one bit, on the queries beside it or on threads. */
 #include <math.h>
 #include <string.h>
@@ -25,7 +26,7 @@
 #endif
 
 /* What one thread works in. */
-struct room {
+struct workspace {
     float *keys;   /* [head_dim, WIDE] */
     float *values; /* [STRETCH, filled] */
     float *wide;   /* where entries are decoded */
@@ -137,7 +138,7 @@ static float soften(float *scores, int64_t count, int64_t end, float scale, floa
 }
 
 /* Lay out entries from .. from + count - 1 of a row. */
-static void lay_out(const struct call *call, int64_t row, int64_t from, int64_t count, struct room *room)
+static void lay_out(const struct call *call, int64_t row, int64_t from, int64_t count, struct workspace *work)
 {
     const struct cache *cache = call->cache;
     int64_t dim = cache->head_dim, filled = call->filled;
@@ -147,20 +148,20 @@ static void lay_out(const struct call *call, int64_t row, int64_t from, int64_t 
         int64_t left = cache->page_size - (from + at) % cache->page_size;
         int64_t some = at_a_time(bits, left < count - at ? left : count - at);
         int64_t slot = slot_of(cache, row, from + at);
-        const float *key = keys_at(cache, slot, some, room->wide);
+        const float *key = keys_at(cache, slot, some, work->wide);
         for (int64_t e = 0; e < some; e++)
             for (int64_t d = 0; d < dim; d++)
-                room->keys[d * WIDE + at + e] = key[e * dim + d];
-        const float *value = values_at(cache, slot, some, room->wide);
+                work->keys[d * WIDE + at + e] = key[e * dim + d];
+        const float *value = values_at(cache, slot, some, work->wide);
         for (int64_t e = 0; e < some; e++) {
-            float *to = room->values + (at + e) * filled;
+            float *to = work->values + (at + e) * filled;
             memcpy(to, value + e * dim, sizeof *value * (size_t)dim);
             memset(to + dim, 0, sizeof *value * (size_t)(filled - dim));
         }
         at += some;
     }
     for (int64_t d = 0; d < dim; d++)
-        memset(room->keys + d * WIDE + count, 0, sizeof *room->keys * (size_t)(end - count));
+        memset(work->keys + d * WIDE + count, 0, sizeof *work->keys * (size_t)(end - count));
 }
 
 /* Queries of some tokens and one KV head, token by token; the first one sees `seen` entries. */
@@ -183,7 +184,7 @@ static int64_t seen_by(const struct queries *these, int64_t number, int64_t from
 
 /* ROWS queries from `number` on and the entries that are laid out, those from `from` on. */
 static void attend_tile(const struct queries *these, int64_t number, int64_t from, int64_t filled,
-                        const struct room *room)
+                        const struct workspace *work)
 {
     int64_t left = these->count - number, last = left < ROWS ? left - 1 : ROWS - 1;
     int64_t end = seen_by(these, number + last, from, STRETCH);
@@ -194,9 +195,9 @@ static void attend_tile(const struct queries *these, int64_t number, int64_t fro
     memset(none, 0, sizeof none);
     for (int r = 0; r < ROWS; r++) /* beyond the last query it is taken again, for nothing */
         asked[r] = query_at(these, number + (r < last ? r : last));
-    score(asked, room->keys, these->dim, end, room->scores);
+    score(asked, work->keys, these->dim, end, work->scores);
     for (int r = 0; r < ROWS; r++) {
-        float *scores = room->scores + r * STRETCH;
+        float *scores = work->scores + r * STRETCH;
         shares[r] = scores;
         if (r > last) {
             sums[r] = none;
@@ -204,49 +205,49 @@ static void attend_tile(const struct queries *these, int64_t number, int64_t fro
             continue;
         }
         int64_t mine = number + r;
-        sums[r] = room->sums + mine * filled;
-        float less = soften(scores, seen_by(these, mine, from, end), end, scale, room->highest + mine,
-                            room->shares + mine);
+        sums[r] = work->sums + mine * filled;
+        float less = soften(scores, seen_by(these, mine, from, end), end, scale, work->highest + mine,
+                            work->shares + mine);
         if (less != 1)
             for (int64_t d = 0; d < filled; d++)
                 sums[r][d] *= less;
     }
-    mix(shares, room->values, filled, end, sums);
+    mix(shares, work->values, filled, end, sums);
 }
 
 /* Queries of tokens `first` .. `after` - 1 and one KV head. */
-static void attend(const struct call *call, int64_t head, int64_t first, int64_t after, struct room room)
+static void attend(const struct call *call, int64_t head, int64_t first, int64_t after, struct workspace work)
 {
     int64_t dim = call->cache->head_dim, group = call->group, row = call->row + head, filled = call->filled;
     struct queries these = {.at = call->query + first * call->stride + head * group * dim,
                             .stride = call->stride, .group = group, .dim = dim,
                             .count = (after - first) * group,
                             .seen = call->cache->length[row] - call->asked + first + 1};
-    memset(room.sums, 0, sizeof *room.sums * (size_t)(these.count * filled));
-    memset(room.shares, 0, sizeof *room.shares * (size_t)these.count);
+    memset(work.sums, 0, sizeof *work.sums * (size_t)(these.count * filled));
+    memset(work.shares, 0, sizeof *work.shares * (size_t)these.count);
     for (int64_t q = 0; q < these.count; q++)
-        room.highest[q] = -INFINITY;
+        work.highest[q] = -INFINITY;
     int64_t entries = these.seen + after - first - 1;
     for (int64_t from = 0; from < entries; from += STRETCH) {
-        lay_out(call, row, from, entries - from < STRETCH ? entries - from : STRETCH, &room);
+        lay_out(call, row, from, entries - from < STRETCH ? entries - from : STRETCH, &work);
         for (int64_t q = 0; q < these.count; q += ROWS)
-            attend_tile(&these, q, from, filled, &room);
+            attend_tile(&these, q, from, filled, &work);
     }
     for (int64_t q = 0; q < these.count; q++) {
         float *to = call->out + ((first + q / group) * call->kv_heads + head) * group * dim + q % group * dim;
         for (int64_t d = 0; d < dim; d++)
-            to[d] = room.sums[q * filled + d] / room.shares[q];
+            to[d] = work.sums[q * filled + d] / work.shares[q];
     }
 }
 
-/* Cut a thread's room from `base`, for `queries` of one KV head; returns its size in floats. */
-static int64_t carve(const struct cache *cache, int64_t queries, float *base, struct room *room)
+/* Cut a thread's workspace from `base`, for `queries` of one KV head; returns its size in floats. */
+static int64_t carve(const struct cache *cache, int64_t queries, float *base, struct workspace *work)
 {
     int64_t dim = cache->head_dim, filled = filled_up(dim, LANES), size = 0;
     int64_t sizes[] = {dim * WIDE, STRETCH * filled, decoded_room(cache), ROWS * STRETCH,
                        queries * filled, queries, queries};
-    float **parts[] = {&room->keys, &room->values, &room->wide, &room->scores,
-                       &room->sums, &room->highest, &room->shares};
+    float **parts[] = {&work->keys, &work->values, &work->wide, &work->scores,
+                       &work->sums, &work->highest, &work->shares};
     for (int i = 0; i < 7; i++) {
         if (base)
             *parts[i] = base + size;
@@ -280,7 +281,7 @@ EXPORT int64_t mmkv_attend_chunk_plan(const struct cache *cache, int64_t row, in
     if (asked == 1)
         return filled_up(group * longest, 16);
     int64_t parts = parts_of(kv_heads, group, asked, *threads);
-    struct room none;
+    struct workspace none;
     return carve(cache, (asked + parts - 1) / parts * group, NULL, &none);
 }
 
@@ -307,9 +308,9 @@ EXPORT void mmkv_attend_chunk(const struct cache *cache, int64_t row, int64_t kv
             mmkv_attend(cache, row + head, query + first, group, 0, own, out + first);
             continue;
         }
-        struct room room = {0};
+        struct workspace work = {0};
         int64_t first = asked * part / parts, after = asked * (part + 1) / parts;
-        carve(cache, (after - first) * group, own, &room);
-        attend(&call, head, first, after, room);
+        carve(cache, (after - first) * group, own, &work);
+        attend(&call, head, first, after, work);
     }
 }

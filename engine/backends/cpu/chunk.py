@@ -22,7 +22,8 @@ class NativeChunkAttention:
     """Attends from a chunk's queries to what its sequence held before it, and to the chunk.
 
     Stands for :func:`chunk_attention` and :func:`ragged_attention` of :mod:`engine.backends.torch`
-    together, where the pool computes in float32 and no window limits what is seen.
+    together, where the pool computes in float32 and no window limits what is seen. The softmax runs
+    on from one stretch of entries to the next (arXiv 1805.02867).
     """
 
     def __init__(self, found: Library) -> None:
