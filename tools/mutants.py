@@ -7,12 +7,16 @@ written into a copy of the working tree, where the tests that reach its line run
 first. ``--again FILE`` runs the survivors of an earlier report once more, after tests were added.
 
 A first run of the tests under coverage says which ones reach a line. Every run is a fork of a
-process that has torch and transformers loaded. Needs mutmut and coverage (``make mutants``).
+process that has loaded what the tests import, but for this project. Needs mutmut and coverage
+(``make mutants``).
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import gc
+import importlib
 import json
 import os
 import random
@@ -64,6 +68,7 @@ ROOMS = {
         "tests/training/test_student.py tests/training/test_losses.py",
     ),
 }
+OWN = {"engine", "mmkv", "training", "eval", "tests", "tools", "conftest", "__main__"}
 MARKS = "not triton and not drawn and not long"
 
 
@@ -313,6 +318,7 @@ class Reach:
         }
         seconds = {t: s for t, s in self.seconds.items() if t not in self.failed}
         page = {"seconds": seconds, "failed": sorted(self.failed), "lines": lines}
+        page["modules"] = [name for name in sys.modules if name.split(".")[0] not in OWN]
         path.write_text(json.dumps(page))
 
 
@@ -330,6 +336,11 @@ def reach(room: str, tree: Path, folder: Path) -> dict[str, Any]:
 
         forked(tree, folder / f"reach-{room}.log", work, 3600)
     found: dict[str, Any] = json.loads(target.read_text())
+    for name in found["modules"]:
+        if name not in sys.modules:
+            with contextlib.suppress(Exception):
+                importlib.import_module(name)
+    gc.freeze()
     return found
 
 
@@ -427,11 +438,13 @@ def main() -> None:
     shutil.rmtree(tree, ignore_errors=True)
     copy_tree(tree)
     failed: list[str] = []
+    reached: dict[str, dict[str, Any]] = {}
     for number, mutant in enumerate(todo, 1):
-        reached = reach(mutant.room, tree, folder)
-        failed += [test for test in reached["failed"] if test not in failed]
+        if mutant.room not in reached:
+            reached[mutant.room] = reach(mutant.room, tree, folder)
+        failed += [t for t in reached[mutant.room]["failed"] if t not in failed]
         started = time.monotonic()
-        attempt(mutant, tree, folder, reached, args.seconds)
+        attempt(mutant, tree, folder, reached[mutant.room], args.seconds)
         took = time.monotonic() - started
         print(
             f"{number}/{len(todo)} {mutant.outcome}, {mutant.tests} tests, {took:.0f} s: "
@@ -439,25 +452,35 @@ def main() -> None:
             flush=True,
         )
         if args.output:
-            _write(args, mutants, failed, {room: len(found) for room, found in every.items()})
+            _write(args, folder, _results(mutants, failed, every))
     for row in counts(mutants):
         print(row)
 
 
-def _write(
-    args: argparse.Namespace, mutants: list[Mutant], failed: list[str], whole: dict[str, int]
-) -> None:
-    from mmkv.measure.record import write_results
+def _write(args: argparse.Namespace, folder: Path, results: dict[str, Any]) -> None:
+    """Write the report in a fork: mmkv must not be loaded where mutants are to be."""
 
+    def work() -> int:
+        from mmkv.measure.record import write_results
+
+        write_results(args.output.resolve(), {"seed": args.seed, "seconds": args.seconds}, results)
+        return 0
+
+    if forked(ROOT, folder / "write.log", work, 120) != 0:
+        raise SystemExit(f"the report cannot be written: {(folder / 'write.log').read_text()}")
+
+
+def _results(
+    mutants: Sequence[Mutant], failed: Sequence[str], every: dict[str, list[Mutant]]
+) -> dict[str, Any]:
+    done = [m for m in mutants if m.outcome]
     left_out = ("made", "lines")
-    rows = [{k: v for k, v in asdict(m).items() if k not in left_out} for m in mutants if m.outcome]
-    results = {
-        "counts": counts([m for m in mutants if m.outcome]),
-        "mutants_of_the_rooms": whole,
-        "tests_left_out": failed,
-        "mutants": rows,
+    return {
+        "counts": counts(done),
+        "mutants_of_the_rooms": {room: len(found) for room, found in every.items()},
+        "tests_left_out": list(failed),
+        "mutants": [{k: v for k, v in asdict(m).items() if k not in left_out} for m in done],
     }
-    write_results(args.output, {"seed": args.seed, "seconds": args.seconds}, results)
 
 
 if __name__ == "__main__":

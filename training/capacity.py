@@ -116,17 +116,6 @@ def retained_total_grouped(
     return kept.sum(0).to(log_beta.dtype)
 
 
-def retained_counts_reference(log_beta: Tensor, document_start: Tensor | None = None) -> Tensor:
-    """Compute the definition densely in float64: ``[R, T]`` -> float64 ``[R, T]``, small T only."""
-    _check(log_beta, document_start)
-    step = torch.arange(log_beta.shape[1], device=log_beta.device)
-    age = step[:, None] - step
-    start = torch.zeros_like(step) if document_start is None else document_start
-    seen = (age >= 0) & (step >= start[:, None])
-    terms = torch.exp(log_beta.double()[:, None, :] * age.clamp(min=0))
-    return torch.where(seen, terms, 0.0).sum(-1)
-
-
 def capacity_loss(
     counts: Tensor,
     budget: float,

@@ -40,6 +40,72 @@ def registered() -> Iterator[None]:
     registry._REGISTRY.registered.update(before)
 
 
+# The papers' numbers (docs/policies.md says where each stands), as text that changes nothing.
+PUBLISHED = {
+    "full": "",
+    "dbtrimkv": "lookahead=2,recent=0,age=paper",
+    "trimkv": "recent=0,age=paper",
+    "balanced": "floor=1,free=32,lookahead=2,recent=0,age=paper",
+    "streamingllm": "sinks=4",
+    "snapkv": "window=16,kernel=5,pool=avg,group=mean",
+    "h2o": "recent=0.5,group=mean",
+    "tova": "",
+    "pyramidkv": "beta=20,window=16,kernel=5,pool=avg,group=mean",
+    "adakv": "floor=0.2,window=16,kernel=5,pool=avg,group=mean",
+    "ada-pyramidkv": "beta=20,floor=0.2,window=16,kernel=5,pool=avg,group=mean",
+    "morphkv": "window=32,fusion=sum,group=mean",
+    "rkv": "window=8,lambda=0.1,kernel=7,threshold=0.5",
+    "gkv": "window=16,alpha=0.8,form=max,redundancy=true,lambda=0.7,threshold=0.5,group=max",
+    "keydiff": "recent=0",
+    "knorm": "recent=0",
+    "lagkv": "sinks=4,lag=128",
+    "epikv": "a=0.3125,b=0.65625,window=64,eps=1e-6",
+    "hs-variance": "a=0.3125,b=0.65625,window=64",
+    "band-adaptive": "window=64,eps=1e-6",
+    "kv-key": "window=64",
+    "kv-val": "window=64",
+    "lag-kv": "lag=128",
+    "attention-hs": "a=0.3125,window=64,eps=1e-6,group=mean",
+    "segments-hs": "segment=128,r=64,e=32,t=8,a=0.3125,b=0.65625,window=64,eps=1e-6",
+    "fastv": "layer=2,keep=0.5,attention=all",
+    "divprune": "keep=0.098",
+    "wgkv": "window=0,threshold=0.1",
+    "wgkv+dbtrimkv": "window=0,threshold=0.1,lookahead=2,age=paper",
+    "wgkv+snapkv": "window=0,threshold=0.1,observed=0,kernel=5,pool=max,group=max",
+}
+# And what each keeps whatever the scores: sinks, newest tokens, their share of the budget.
+PROTECTED = {
+    "streamingllm": (4, 0, None),
+    "lagkv": (4, 0, None),
+    "h2o": (0, 0, 0.5),
+    "morphkv": (0, 32, None),
+    "rkv": (0, 8, None),
+    **dict.fromkeys(["snapkv", "pyramidkv", "adakv", "ada-pyramidkv", "gkv"], (0, 16, None)),
+    **dict.fromkeys(["epikv", "hs-variance", "band-adaptive"], (0, 128, 0.25)),
+    **dict.fromkeys(["kv-key", "kv-val", "lag-kv"], (0, 128, 0.25)),
+    **dict.fromkeys(["attention-hs", "segments-hs"], (0, 128, 0.25)),
+}
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_the_defaults_are_the_published_numbers(preset: str) -> None:
+    plain = make_policy(preset)
+    assert make_policy(f"{preset}:{PUBLISHED[preset]}" if PUBLISHED[preset] else preset) == plain
+    given = {pair.partition("=")[0] for pair in PUBLISHED[preset].split(",") if pair}
+    assert given == {key for key, one in PRESETS[preset].parameters.items() if not one.path}
+    kept = plain.protect_first, plain.protect_recent, plain.recent_share
+    assert kept == PROTECTED.get(preset, (0, 0, None))
+    assert plain.keeps_prompt is (PROTECTED.get(preset, (0, 0, None))[2] == 0.25)
+    for pair in filter(None, PUBLISHED[preset].split(",")):
+        name, _, value = pair.partition("=")
+        parameter = PRESETS[preset].parameters[name]
+        other = next((x for x in parameter.choices if x != value), None)
+        if other is None:
+            other = "false" if value == "true" else "1" if value != "1" else "0"
+        changed = make_policy(f"{preset}:{name}={other}")
+        assert changed != plain and changed.identity() != plain.identity(), name
+
+
 @pytest.mark.parametrize("preset", PRESETS)
 def test_no_parameters_and_all_defaults_are_one_policy(preset: str) -> None:
     parameters = PRESETS[preset].parameters

@@ -1,4 +1,4 @@
-"""Retained counts: the chunked form and the Triton kernels against the dense float64 reference.
+"""Retained counts: the chunked form and the Triton kernels against the definition in float64.
 
 Tolerance. A term ``exp(x)`` with ``x = age * log_beta`` rounded in float32 is off by up to
 ``|x| 2**-24`` of itself, at most ``2**-24 / e`` of 1, and is a product of two such; sums of up to
@@ -8,6 +8,7 @@ terms are positive), and for the gradient relative to the sum of its terms' abso
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,7 +23,6 @@ from training import capacity
 from training.capacity import (
     capacity_loss,
     retained_counts,
-    retained_counts_reference,
     retained_total,
     retained_total_grouped,
 )
@@ -58,13 +58,26 @@ def documents(steps: int, count: int, seed: int = 0) -> Tensor:
     return start.cummax(0).values
 
 
+def by_definition(log_beta: Tensor, start: Tensor | None = None) -> Tensor:
+    """Return ``S[r, t] = sum over i <= t of beta[r, i] ** (t - i)``, float64, by documents."""
+    rows, steps = log_beta.shape
+    cuts = [0] if start is None else sorted(set(start.tolist()))
+    counts = []
+    for first, end in zip(cuts, [*cuts[1:], steps], strict=True):
+        rate = log_beta.double()[:, first:end]
+        age = torch.arange(end - first).view(-1, 1) - torch.arange(end - first)
+        # Entries of the future have age below 0 and are cut off above the diagonal.
+        counts.append((age.clamp(min=0) * rate.unsqueeze(1)).exp().tril().sum(2))
+    return torch.cat(counts, 1).view(rows, steps)
+
+
 def check(
     form: Callable[..., Tensor], log_beta: Tensor, start: Tensor | None, seed: int = 0
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
     weight = torch.rand(log_beta.shape, generator=generator) - 0.3
     fast, exact = log_beta.clone().requires_grad_(), log_beta.double().requires_grad_()
-    got, want = form(fast, start), retained_counts_reference(exact, start)
+    got, want = form(fast, start), by_definition(exact, start)
     assert got.dtype == torch.float32
     assert ((got - want).abs() <= TOLERANCE * want).all()
     (d_got,) = torch.autograd.grad(got, fast, weight)
@@ -74,9 +87,30 @@ def check(
 
 
 @pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("beta", [0.5, 0.9, 0.999])
+def test_counts_of_one_beta_are_geometric_sums(form: Callable[..., Tensor], beta: float) -> None:
+    """``S_t = (1 - beta ** (t + 1)) / (1 - beta)``, with ``(t - i) beta ** (t - i)`` as gradient.
+
+    In the second document from its own first token on.
+    """
+    steps, cut = 150, 70
+    log_beta = torch.full((2, steps), math.log(beta)).requires_grad_()
+    start = torch.where(torch.arange(steps) < cut, 0, cut)
+    counts = form(log_beta, start)
+    own = [t if t < cut else t - cut for t in range(steps)]
+    wanted = torch.tensor([(1 - beta ** (t + 1)) / (1 - beta) for t in own])
+    torch.testing.assert_close(counts, wanted.expand(2, -1), rtol=1e-5, atol=0)
+    (pull,) = torch.autograd.grad(counts[1, steps - 1], log_beta)
+    left = [steps - 1 - i for i in range(steps)]
+    wanted = torch.tensor([n * beta**n if n < steps - cut else 0.0 for n in left])
+    torch.testing.assert_close(pull[1], wanted, rtol=1e-4, atol=1e-7)
+    assert not pull[0].any()
+
+
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("steps", [1, 2, 31, 64, 65, 200])
-def test_counts_match_the_reference(form: Callable[..., Tensor], packed: bool, steps: int) -> None:
+def test_counts_match_the_definition(form: Callable[..., Tensor], packed: bool, steps: int) -> None:
     check(form, rates(2, steps), documents(steps, 4) if packed else None)
 
 
@@ -147,7 +181,7 @@ def test_memory_grows_with_rows_times_steps(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_total_is_the_sum_over_rows() -> None:
     log_beta, start = rates(5, 130), documents(130, 3)
-    want = retained_counts_reference(log_beta, start).sum(0).float()
+    want = by_definition(log_beta, start).sum(0).float()
     torch.testing.assert_close(retained_total(log_beta, start), want)
 
 

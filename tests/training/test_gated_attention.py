@@ -7,6 +7,8 @@ Tolerance. Outputs are averages of unit-normal values; a logit of age ``a`` carr
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
@@ -49,6 +51,41 @@ def documents(batch: int, steps: int, count: int) -> Tensor:
 
 def doubled(tensors: list[Tensor]) -> list[Tensor]:
     return [x.detach().double().requires_grad_() for x in tensors]
+
+
+@pytest.mark.parametrize("gating", GATINGS)
+@pytest.mark.parametrize("backend", ["sdpa", "reference"])
+def test_three_tokens_by_hand(gating: str, backend: str) -> None:
+    """One number at a time: two query heads on a KV head, the third token in a new document."""
+    beta, window, scale = [0.5, 0.25, 0.9], 1, 0.5
+    query, key, value = [[1.0, 2.0, -1.0], [0.5, -1.0, 3.0]], [2.0, -1.0, 0.5], [10.0, 20.0, 40.0]
+
+    def out(head: int, step: int) -> float:
+        weights = {}
+        for i in range(step + 1) if step < 2 else [2]:
+            logit, age = scale * query[head][step] * key[i], step - i
+            if gating == "log-bias":  # DBTrimKV, section 4
+                weight = math.exp(logit) * beta[i] ** age
+            elif gating == "logit-scale":  # TRIM-KV, equation 3
+                weight = math.exp(logit * beta[i] ** age)
+            else:  # WG-KV, section 3.2
+                weight = math.exp(logit) * (beta[i] if age >= window else 1.0)
+            weights[i] = weight
+        return sum(w * value[i] for i, w in weights.items()) / sum(weights.values())
+
+    found = gated_attention(
+        torch.tensor(query)[None, ..., None],
+        torch.tensor(key)[None, None, :, None],
+        torch.tensor(value)[None, None, :, None],
+        torch.tensor(beta).log()[None, None],
+        scale=scale,
+        document_start=torch.tensor([[0, 0, 2]]),
+        gating=gating,
+        window=window,
+        backend=backend,
+    )
+    wanted = torch.tensor([[out(head, step) for step in range(3)] for head in range(2)])
+    torch.testing.assert_close(found[0, ..., 0], wanted, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("gating", GATINGS)

@@ -19,6 +19,7 @@ from mmkv.measure.full_attention import full_attention_states, lay_out
 from tests.support.factories import CHECKPOINTS, checkpoint, make_turn
 from training.losses import quality_losses
 from training.model import DistillModel, Objective, backbone_digest, weights_at_end
+from training.settings import Settings
 from training.student import student_states
 from training.trainable import TrainableGates
 
@@ -188,6 +189,61 @@ def test_quality_losses_are_the_plain_formulas(block: int, reverse: bool) -> Non
     expected = torch.autograd.grad(kl + ntp, student, retain_graph=True)[0]
     got = torch.autograd.grad(found.kl + found.ntp, student)[0]
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-6)
+
+
+# --loss: weights of KL and of next tokens, and which KL.
+LOSSES = {
+    "kl+ntp": (1, 1, "teacher first"),
+    "kl": (1, 0, "teacher first"),
+    "ntp": (0, 1, "teacher first"),
+    "reverse-kl": (1, 0, "student first"),
+    "reverse-kl+ntp": (1, 1, "student first"),
+}
+
+
+def test_losses_train_what_their_names_say() -> None:
+    """Every ``--loss`` over two packed documents, against transformers and sums in float64.
+
+    All labels are given, those of first tokens too, which nothing before them predicts: in a pack
+    the last token of the document before would.
+    """
+    engine = load("qwen3")
+    rows = [document("qwen3", length, seed) for length, seed in ((9, 1), (13, 2))]
+    made = lively(engine)
+    batch = [{**row, "labels": row["input_ids"].clone()} for row in rows]
+    batch[0]["labels"][0, 4:6] = -100
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        checkpoint("qwen3"), dtype=torch.float32
+    ).eval()
+    sums, count = {"teacher first": 0.0, "student first": 0.0, "ntp": 0.0}, 0
+    with torch.no_grad():
+        for row, example in zip(rows, batch, strict=True):
+            ours = gated_by_transformers("qwen3", row, made.gates()).double().log_softmax(-1)
+            theirs = model(input_ids=row["input_ids"]).logits[0].double().log_softmax(-1)
+            labels = example["labels"][0].tolist()
+            for step in range(1, len(labels)):
+                if labels[step] == -100:
+                    continue
+                p, q = theirs[step - 1], ours[step - 1]
+                sums["teacher first"] += float((p.exp() * (p - q)).sum())
+                sums["student first"] += float((q.exp() * (q - p)).sum())
+                sums["ntp"] -= float(q[labels[step]])
+                count += 1
+    assert count == 8 - 2 + 12
+    assert abs(sums["teacher first"] - sums["student first"]) > 0.01 * count
+    for name, (kl, ntp, which) in LOSSES.items():
+        common = {"model": "m", "output": "o", "loss": name, "budget": 1e6, "lambda_cap": 5.0}
+        found = DistillModel(engine, made, Settings(**common).objective())(batch)
+        assert float(found["capacity"]) == 0.0  # nothing is over that budget
+        for part, wanted in (("kl", sums[which]), ("ntp", sums["ntp"])):
+            assert float(found[part]) == pytest.approx(wanted / count, rel=1e-4), (name, part)
+        wanted = (kl * sums[which] + ntp * sums["ntp"]) / count
+        assert float(found["loss"]) == pytest.approx(wanted, rel=1e-4), name
+        over = Settings(**{**common, "budget": 1.0}).objective()
+        found = DistillModel(engine, made, over)(batch)
+        assert float(found["capacity"]) > 0.01
+        wanted += 5.0 * float(found["capacity"])
+        assert float(found["loss"]) == pytest.approx(wanted, rel=1e-4), name
 
 
 @pytest.mark.parametrize("scope", ["global", "head"])

@@ -146,6 +146,38 @@ def test_a_batch_goes_on_row_by_row(whole: bool, engine: mmkv.Engine) -> None:
                 logits = session.decode(token)
 
 
+@pytest.mark.parametrize("kept", ["full", "streamingllm"])  # with room for all
+def test_a_mask_over_padding_before_and_in_the_new_ids(kept: str) -> None:
+    """Conversations of other lengths in both turns, as transformers goes on with each alone.
+
+    Long turns follow short ones: columns of the mask from its wrong end would mask real tokens
+    in one row and show padding in the other.
+    """
+    model, made = model_of("llama"), RetainedCache()
+    firsts, seconds = ([make_turn("llama", [n], seed=n) for n in pair] for pair in ((9, 4), (3, 8)))
+    replies, wanted = [], []
+    for first, second in zip(firsts, seconds, strict=True):
+        said = greedy(model, first, max_new_tokens=SAID)
+        replies.append(said[0, -SAID:])
+        whole = after(said[0].tolist(), second)
+        wanted.append(greedy(model, whole, max_new_tokens=SAID)[0, -SAID:].tolist())
+    asked, more = pad_left(firsts), pad_left(seconds)
+    parts = [asked["attention_mask"], torch.ones(2, SAID), more["attention_mask"]]
+    mask = torch.cat([part.long() for part in parts], 1)
+    assert mask[:, : more["input_ids"].shape[1]].tolist() != more["attention_mask"].tolist()
+    more["attention_mask"] = mask
+    with retain(model, policy=kept, budget=64):
+        said = greedy(model, asked, max_new_tokens=SAID, past_key_values=made)
+        assert [row.tolist() for row in said[:, -SAID:]] == [row.tolist() for row in replies]
+        found = greedy(model, more, max_new_tokens=SAID, past_key_values=made)
+        assert found[:, -SAID:].tolist() == wanted
+        held = [turn["input_ids"].shape[1] for turn in firsts]
+        assert [len(row.ids) for row in made.rows] == [
+            first + SAID + turn["input_ids"].shape[1] + SAID - 1
+            for first, turn in zip(held, seconds, strict=True)
+        ]
+
+
 def test_a_call_that_fails_leaves_the_cache_as_it_was() -> None:
     model, turns, held = model_of(NAME), conversation(), RetainedCache()
 
