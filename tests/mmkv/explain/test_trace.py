@@ -17,6 +17,7 @@ from engine.errors import InputError, SessionError
 from engine.policies import Policy
 from engine.policies.allocation import GlobalAllocation
 from engine.policies.scoring import Retention
+from engine.runtime import Runtime
 from engine.sequence import CachedSequence
 from engine.trace import _BLOCK, DEATH, KINDS, PRUNED, REFUSED, Record, Recorder
 from mmkv import Engine, Sampling
@@ -333,6 +334,54 @@ def test_a_record_is_of_one_moment(
     monkeypatch.setattr(recording, "Record", asked)
     assert trace.retained(-1) and free == [False]
     session.close()
+
+
+@pytest.mark.parametrize("path", ["native", "torch"])
+@pytest.mark.parametrize("policy", ["dbtrimkv", "streamingllm", "snapkv"])
+def test_sessions_of_a_batch_are_recorded_each_as_if_alone(
+    path: str, policy: str, folders: dict[str, Path]
+) -> None:
+    """Three of four in one step, with budgets of their own; the first is not recorded."""
+    budgets, seeds = (8, 5, 9, 13), (1, 2, 3, 4)
+
+    def play(engine: Runtime, which: list[int]) -> list[CachedSequence]:
+        sessions = [engine.session(budgets[at]) for at in which]
+        for at, session in zip(which, sessions, strict=True):
+            if at:
+                session.record(2**26)
+            session.prefill(PICTURES if at % 2 else LATER)
+        # Those of later indices join the steps later.
+        for step in range(9):
+            now = [i for i, at in enumerate(which) if at <= step]
+            tokens = [int(text_ids(9, seeds[which[i]])[step]) for i in now]
+            if now:
+                engine.decode([sessions[i] for i in now], tokens)
+        return sessions
+
+    def made() -> Runtime:
+        engine = load(folders["vl"], policy=policy)
+        if path == "torch":
+            engine.backends.cpu.switch_off()
+        return engine
+
+    together = play(made(), [0, 1, 2, 3])
+    assert together[0].recorder is None
+    for at in (1, 2, 3):
+        (alone,) = play(made(), [at])
+        records = []
+        for session in (together[at], alone):
+            assert session.recorder is not None
+            records.append(session.recorder.read(session))
+        one, two = records
+        for name in ("seen", "allowed", "kind", "token_ids", "modality", "died_at"):
+            assert np.array_equal(getattr(one, name), getattr(two, name)), (at, name)
+        for name in ("row", "position", "cause"):
+            assert np.array_equal(one.deaths[name], two.deaths[name]), (at, name)
+        np.testing.assert_allclose(one.deaths["score"], two.deaths["score"], rtol=1e-4, atol=1e-5)
+        rows = one.layers * one.kv_heads
+        assert len(one.deaths) == together[at].memory().evicted > 20
+        assert len(one.deaths) + len(one.position) == rows * len(one.token_ids)
+        assert known(one, -1) == kept(together[at])
 
 
 def test_sessions_that_share_a_budget_are_recorded(folders: dict[str, Path]) -> None:
