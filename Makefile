@@ -13,7 +13,7 @@ endif
 # Without its cache of compiled modules, every process that the tests start compiles torch anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo serve-demo test test-fast test-triton test-drawn test-pages test-browser wheel-test lint format clean
+.PHONY: demo serve-demo test test-fast test-triton test-drawn test-pages test-browser mutants wheel-test lint format clean
 
 demo: $(READY)
 	$(BIN)/mmkv chat --image assets/scene.png --budget 8 --prefill-chunk 12 --cost -p "what is at row 2, column 3?"
@@ -41,6 +41,12 @@ test-drawn: $(READY)
 # A million operations on the page pool, all invariants after each: half an hour of one core. PAGES="--seed N" repeats a run.
 test-pages: $(READY)
 	$(BIN)/python -m tests.engine.page_operations $(PAGES)
+
+# Small bugs put into a copy of the code, one at a time: which ones do the tests find? An hour of one
+# core. MUTANTS="--seed 7 --count 300" draws others; "--again FILE" runs the survivors of a report.
+mutants: $(READY)
+	$(BIN)/pip install -q --constraint constraints.txt 'mutmut==3.8.*'
+	$(BIN)/python -m tools.mutants --output runs/mutants.json $(MUTANTS)
 
 # The pages of mmkv serve and mmkv explain in headless Chromium (apt-get install chromium), also where it came after .venv.
 test-browser: $(READY)

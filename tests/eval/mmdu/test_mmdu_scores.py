@@ -240,23 +240,26 @@ def test_judges_that_differ_are_named(tmp_path: Path) -> None:
     assert table.rows[1][-1] == "-"  # no dialogue in common
 
 
+FIVES = dict.fromkeys(NAMES, 5)
+
+
 @pytest.mark.parametrize(
-    ("reply", "kind"),
+    ("reply", "kind", "says"),
     [
-        ("no numbers", "no scores"),
-        ("{'Creativity': 1", "no scores"),
-        ("{1, 2}", "bad scores"),
-        ("{open(}", "bad scores"),
-        (str(dict.fromkeys(NAMES[:-1], 5)), "bad scores"),
-        (str(dict.fromkeys(NAMES, 5) | {"Richness": 0}), "bad scores"),
-        (str(dict.fromkeys(NAMES, 5) | {"Richness": 11}), "bad scores"),
-        (str(dict.fromkeys(NAMES, 5) | {"Richness": True}), "bad scores"),
-        (str(dict.fromkeys(NAMES, 5) | {"Richness": 5.0}), "bad scores"),
-        (str(dict.fromkeys(NAMES, 5)).replace("}", " " * 2000 + "}"), "bad scores"),
+        ("no numbers", "no scores", "holds no dictionary"),
+        ("{'Creativity': 1", "no scores", "holds no dictionary"),
+        ("{1, 2}", "bad scores", "no dictionary"),
+        ("{open(}", "bad scores", "cannot be read"),
+        (str(dict.fromkeys(NAMES[:-1], 5)), "bad scores", "Overall Score is missing"),
+        (str(FIVES | {"Richness": 0}), "bad scores", "Richness is '0', no integer from 1 to 10"),
+        (str(FIVES | {"Richness": 11}), "bad scores", "Richness is '11'"),
+        (str(FIVES | {"Richness": True}), "bad scores", "Richness is 'True'"),
+        (str(FIVES | {"Richness": 5.0}), "bad scores", r"Richness is '5\.0'"),
+        (str(FIVES).replace("}", " " * 2000 + "}"), "bad scores", "no dictionary"),
     ],
 )
-def test_replies_without_usable_scores(reply: str, kind: str) -> None:
-    with pytest.raises(UnreadableScoresError) as error:
+def test_replies_without_usable_scores(reply: str, kind: str, says: str) -> None:
+    with pytest.raises(UnreadableScoresError, match=says) as error:
         read_scores(reply)
     assert error.value.kind == kind
 

@@ -80,6 +80,9 @@ def test_p_is_never_0_and_1_without_a_difference() -> None:
     """Of 2**40 arrangements two are as extreme: none is drawn, and the observed one counts."""
     assert paired([1.0] * 40, [0.0] * 40, [1] * 40, draws=999).p == 1 / 1000
     assert paired([3.0] * 9, [3.0] * 9, [4] * 9).p == 1.0
+    # Sums that are equal but for rounding count as equally extreme: both signs of one gap.
+    gaps = [0.1, 0.2, 0.3]
+    assert paired(gaps, [0.0] * 3, [1] * 3, draws=4000).p == pytest.approx(2 / 8, abs=0.03)
 
 
 def test_p_is_below_a_twentieth_in_a_twentieth_of_studies_without_a_difference() -> None:
