@@ -147,7 +147,7 @@ def load_hub(name: str | Path, tokenizer: Any, config: Any) -> HubProcessor:
         processor = without_video(name, tokenizer, error)
     vision = config.vision_config
     require_settings(processor.image_processor, PICTURES, vision, pixels=False)
-    template = template_of(name, tokenizer) or getattr(processor, "chat_template", None)
+    template = template_of(name, tokenizer, True)
     placeholders = {"image": processor.image_token + "\n"}
     tokens = [processor.image_token]
     kind = HubProcessor

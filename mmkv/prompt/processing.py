@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 _ANCHOR = "a"
 PICTURES, _VIDEOS = "preprocessor_config.json", "video_preprocessor_config.json"
 BOTH = "processor_config.json"
+_TEMPLATE = "chat_template"
 _PICTURES_IN_PIL = "Qwen2VLImageProcessorPil"
 
 
@@ -267,7 +268,7 @@ def _load(name: str | Path, min_pixels: int | None, max_pixels: int | None) -> P
         )
     if getattr(config, "vision_config", None) is None:
         return Processor(
-            tokenizer, ChatTemplate(tokenizer, template_of(name, tokenizer), parts=False)
+            tokenizer, ChatTemplate(tokenizer, template_of(name, tokenizer, False), parts=False)
         )
     from mmkv.prompt.hub_processor import load_hub
 
@@ -312,7 +313,8 @@ def _load_qwen(
         "video": f"{FRAME_START}{VIDEO}{FRAME_END}",
     }
     tokens = (IMAGE, VIDEO, FRAME_START, FRAME_END)
-    template = ChatTemplate(tokenizer, template_of(name, tokenizer), True, placeholders, tokens)
+    source = template_of(name, tokenizer, True)
+    template = ChatTemplate(tokenizer, source, True, placeholders, tokens)
     return QwenProcessor(tokenizer, template, load, rules.changed(config), size)
 
 
@@ -343,11 +345,32 @@ def load_image_processor(name: str | Path) -> Any | None:
         ) from error
 
 
-def template_of(name: str | Path, tokenizer: Any) -> str | None:
-    """Read the chat template: the tokenizer's, or that of the older separate file."""
-    found = tokenizer.chat_template or read_json(name, "chat_template.json").get("chat_template")
-    if isinstance(found, dict):  # several, by name
-        found = found.get("default")
+def template_of(name: str | Path, tokenizer: Any, sees: bool) -> str | None:
+    """Return the chat template that transformers would take, None where there is none.
+
+    A processor's is that of ``processor_config.json``, else of ``chat_template.json``, else
+    ``chat_template.jinja``; a tokenizer's is ``chat_template.jinja``, else that of its config. Of
+    several, with names, the one named ``default`` counts.
+
+    Args:
+        sees: whether transformers has a processor for the model, not a tokenizer alone.
+
+    Raises:
+        ModelError: the template is no text, or none of several is the default.
+    """
+    own, older = tokenizer.chat_template, read_json(name, "chat_template.json").get(_TEMPLATE)
+    sources = [read_json(name, BOTH).get(_TEMPLATE), older, own] if sees else [own, older]
+    found = next((one for one in sources if one), None)
+    if isinstance(found, list):
+        found = {one.get("name"): one.get("template") for one in found if isinstance(one, dict)}
+    if isinstance(found, dict):
+        if "default" not in found:
+            named = ", ".join(sorted(ascii(key)[1:-1] for key in found))[:100]
+            raise ModelError(
+                f"{name} has several chat templates ({named}) and none is named default; save the "
+                "one that you want as chat_template.jinja"
+            )
+        found = found["default"]
     if found is not None and not isinstance(found, str):
         raise ModelError(f"the chat template of {name} is no text; get the original file")
     return found or None
