@@ -25,6 +25,8 @@ class Memory:
         metadata_bytes: log_beta, position, modality and state of those pages, block tables, and
             what a scorer keeps of the sequence, such as recent queries.
         by_modality: live entries per modality.
+        differs: how what was read differs from the conversation rendered afresh, in a line; None:
+            it does not, or nobody compared them.
     """
 
     tokens_seen: int
@@ -35,6 +37,7 @@ class Memory:
     metadata_bytes: int
     by_modality: dict[str, int] = field(default_factory=dict)
     evicted_nan: int = 0
+    differs: str | None = None
 
 
 def memory_of(cache: RaggedCache, seq: int, seen: int, evicted: int, evicted_nan: int) -> Memory:

@@ -19,6 +19,7 @@ from engine.page_bound import Extent
 from engine.paths import user_path
 from engine.policies import Budget, CacheView
 from engine.prefill import Prefill, run_whole
+from engine.query_window import QUERIES
 from engine.trace import Recorder
 
 if TYPE_CHECKING:
@@ -333,6 +334,40 @@ class CachedSequence:
         self.restore(before)
         self.roll_back()
         return True
+
+    @property
+    def can_cut_back(self) -> bool:
+        """Whether :meth:`cut_back` leaves what the policy would have kept of fewer tokens.
+
+        A policy that sums up what tokens have done to others cannot take that back.
+        """
+        cache = self.engine.cache
+        return not cache.pool.state_size and cache.memory.keys() <= {QUERIES}
+
+    @torch.inference_mode()
+    def cut_back(self, seen: int, next_position: int, prompt_tokens: int) -> None:
+        """Drop all but the first ``seen`` tokens; what was evicted of those stays evicted.
+
+        Args:
+            next_position: rope position of the next text token; prompt_tokens: how many of those
+                tokens came in prompts.
+        """
+        with self.claimed(), self.engine.lock:
+            if not seen:
+                fresh = dict.fromkeys(_STATE, 0) | {"long_rope": None}
+                self.adopt(self.engine.cache.open(), fresh)
+                return
+            recorder, nan = self.recorder, self.evicted_nan
+            self.seen, self.next_position, self.prompt_tokens = seen, next_position, prompt_tokens
+            self.roll_back()
+            self.entries = int(self.engine.cache.length[self.seq].sum())
+            before, self.evicted = self.evicted, seen * self.engine.spec.rows - self.entries
+            self.evicted_nan = min(nan, self.evicted)
+            if recorder is not None and before:  # who died later of what stays is not told apart
+                self.recorder = None
+                self.record(recorder.limit).media = [m for m in recorder.media if m[0] < seen]
+            elif recorder is not None:
+                recorder.rewind(seen)
 
     def is_due(self, slack: int) -> bool:
         """Whether a group of rows stands above its share by more than its part of ``slack``."""

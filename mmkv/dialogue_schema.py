@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+from pydantic import NonNegativeInt
+
 from engine.strict import Damage, Strict, parse
+from mmkv.prompt.held import Held, Piece, Place
 
 
 class _Text(Strict):
@@ -19,6 +22,22 @@ class _Media(Strict):
 class _Message(Strict):
     role: Literal["system", "user", "assistant"]
     content: str | list[_Text | _Media]
+
+
+class _Piece(Strict):
+    """See :class:`mmkv.prompt.held.Piece`; ``end``: of its numbers, in their order."""
+
+    text: str | None
+    ids: list[int] | None
+    end: tuple[NonNegativeInt, NonNegativeInt, NonNegativeInt, NonNegativeInt]
+    pictures: NonNegativeInt
+    rule: bool | None
+    reply: bool
+
+
+class _Held(Strict):
+    pieces: list[_Piece] | None
+    differs: str | None
 
 
 class _Options(Strict):
@@ -53,3 +72,28 @@ def parse_unfed(text: str, vocabulary: int, placeholders: set[int]) -> list[int]
     if any(not 0 <= token < vocabulary or token in placeholders for token in ids):
         raise Damage("a token of the latest reply cannot have been generated")
     return ids
+
+
+def parse_held(text: str, seen: int, vocabulary: int, placeholders: set[int]) -> Held:
+    """Return what a session of ``seen`` tokens has read, from JSON ``text``. Raises Damage.
+
+    Files from before it was kept have ``null``.
+    """
+    made: _Held | None = parse(_Held | None, text, is_json=True)
+    if made is None or made.pieces is None:
+        return Held(None, None if made is None else made.differs)
+    pieces, at = [], Place()
+    for one in made.pieces:
+        end, ids = Place(*one.end), one.ids
+        grown = end.seen - at.seen, end.position - at.position, end.prompt - at.prompt
+        counted = ids is None or grown[0] == grown[1] == len(ids)
+        if min(grown) < 0 or not counted or (one.text is None and ids is None):
+            raise Damage("the numbers of what was read do not add up")
+        if any(not 0 <= token < vocabulary or token in placeholders for token in ids or ()):
+            raise Damage("a token of what was read is none of a text")
+        held = None if ids is None else tuple(ids)
+        pieces.append(Piece(one.text, held, end, one.pictures, one.rule, None, one.reply))
+        at = end
+    if pieces and at.seen != seen:
+        raise Damage("what was read is not as long as the session")
+    return Held(tuple(pieces), made.differs)

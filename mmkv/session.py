@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, cast
 
@@ -16,17 +16,20 @@ from engine.errors import ContextError, SessionError
 from engine.sequence import CachedSequence
 from engine.sequence_file import checked_extra
 from mmkv.interrupts import CtrlC
+from mmkv.prompt.held import Held, Place
 from mmkv.reply import Reply, ReplyWriter
 from mmkv.sampling import Sampling, checked
 from mmkv.stepping import step
 from mmkv.stream import ReplyStream
-from mmkv.turn import UserTurn, compose
+from mmkv.turn import Reading, Rewrites, UserTurn, compose
 
 if TYPE_CHECKING:
     from engine.budget import Budget
+    from engine.contents import Memory
     from mmkv.api import Engine
     from mmkv.explain import Trace
     from mmkv.explain.frames import Frame
+    from mmkv.prompt.held import Read
     from mmkv.prompt.template import Message
 
 Progress = Callable[[int, int], None]
@@ -43,6 +46,8 @@ class TurnStart:
     unfed: tuple[int, ...]
     last: Reply | None
     note: str | None
+    held: Held
+    cuts: int
 
 
 class Session(CachedSequence):
@@ -50,8 +55,10 @@ class Session(CachedSequence):
 
     ``history``: its messages in the transformers chat format (pictures and videos as bare
     placeholders). ``last``: the latest Reply. ``note``: a note for the user about how
-    the turn was rendered, or None. ``undo_depth``: how many turns :meth:`undo` can take back; each
-    costs a copy of the cache, so it is 0 unless asked for.
+    the turn was rendered, or None. ``rewrites``: what to do where the chat template, or the way in
+    which pictures are read, changes what was said before a new message: ``reread`` goes back and
+    reads it so, ``keep`` leaves it as it was read. ``undo_depth``: how many turns :meth:`undo` can
+    take back; each costs a copy of the cache, so it is 0 unless asked for.
 
     From the first piece of a stream to its end only the stream changes the session: another call
     raises :class:`SessionError`, unless it reads or closes the session. Threads may share an
@@ -66,6 +73,9 @@ class Session(CachedSequence):
         self.last: Reply | None = None
         self.note: str | None = None
         self.undo_depth = 0
+        self.rewrites: Rewrites = "reread"
+        self.held = Held()
+        self._cuts = 0  # how often the session went back
         # Sampled tokens that are part of the latest reply but not yet in the cache; the next turn
         # begins with them. (The last token of a reply is never needed to produce the reply.)
         self._unfed: list[int] = []
@@ -138,6 +148,7 @@ class Session(CachedSequence):
             other = cast(Session, super().fork())
             other.history, other.last = deepcopy(self.history), self.last
             other._unfed, other.undo_depth = list(self._unfed), self.undo_depth
+            other.held, other.rewrites, other._cuts = self.held.copy(), self.rewrites, self._cuts
             other._turn_mark = self._turn_mark
             return other
 
@@ -155,6 +166,7 @@ class Session(CachedSequence):
             dialogue = {
                 "mmkv.history": json.dumps(self.history),
                 "mmkv.unfed": json.dumps(self._unfed),
+                "mmkv.held": json.dumps(self.held.as_json()),
             }
             super().save(path, kept | dialogue)
 
@@ -165,20 +177,24 @@ class Session(CachedSequence):
 
     def restore_dialogue(self, extra: dict[str, str]) -> None:
         """Take over the conversation from a session file's strings. Raises SessionError."""
-        from mmkv.dialogue_schema import Damage, parse_history, parse_unfed
+        from mmkv.dialogue_schema import Damage, parse_held, parse_history, parse_unfed
 
         family = self.engine.family
+        known = family.vocab_size, {*family.placeholder.values()}
         try:
             history = parse_history(extra.get("mmkv.history", "[]"))
-            unfed = parse_unfed(
-                extra.get("mmkv.unfed", "[]"), family.vocab_size, {*family.placeholder.values()}
-            )
+            unfed = parse_unfed(extra.get("mmkv.unfed", "[]"), *known)
+            held = parse_held(extra.get("mmkv.held", "null"), self.seen, *known)
         except Damage as error:
             raise SessionError(
                 f"the conversation in the session file is damaged ({error}); use a copy, or begin "
                 "a new session"
             ) from error
-        self.history, self._unfed = history, unfed
+        self.history, self._unfed, self.held = history, unfed, held
+
+    def memory(self) -> Memory:
+        """Return physical memory, entries, and how what was read differs from a fresh rendering."""
+        return replace(super().memory(), differs=self.held.differs)
 
     def close(self) -> None:
         """Return every page, also those held for undo; a stream raises at its next piece."""
@@ -216,6 +232,11 @@ class Session(CachedSequence):
     def basis(self) -> tuple[object, int]:
         """What a turn is composed for: another one once the session has changed."""
         return self._turn_mark, self.seen
+
+    @property
+    def unfed(self) -> tuple[int, ...]:
+        """Return the tokens of the latest reply that the cache lacks."""
+        return tuple(self._unfed)
 
     def set_unfed(self, token: int | None) -> None:
         """Note which token of the latest reply the cache lacks; the next turn puts it first."""
@@ -262,7 +283,7 @@ class Session(CachedSequence):
         writer.start_clock(turn.started)
         with CtrlC() as control:
             logits = self._append(turn, control, progress)
-            self.begin_reply(turn.messages, turn.note)
+            self.begin_reply(turn.messages, turn.reading)
         try:
             with CtrlC():
                 token = writer.advance(logits)
@@ -284,18 +305,63 @@ class Session(CachedSequence):
 
     def turn_start(self) -> TurnStart:
         """Return where the session stands, for :meth:`take_back`."""
-        return TurnStart(self.state(), len(self.history), tuple(self._unfed), self.last, self.note)
+        before = self.state(), len(self.history), self.unfed, self.last, self.note
+        return TurnStart(*before, self.held.copy(), self._cuts)
 
-    def begin_reply(self, messages: Sequence[Message], note: str | None) -> None:
-        """Note that a turn of ``messages`` is in the cache, and that an empty reply follows."""
+    @property
+    def place(self) -> Place:
+        """Return where the session stands."""
+        return Place(self.seen, self.next_position, self.prompt_tokens, self.evicted)
+
+    def go_back(self, reading: Reading) -> None:
+        """Let go what a turn reads again, before it is read; none of it can be taken back alone."""
+        plan = reading.plan
+        if plan is None:
+            return
+        place = self.held.back(plan, reading.again)
+        self.cut_back(place.seen, place.position, place.prompt)
+        self._unfed, self._cuts = [], self._cuts + 1
+        lost = self.evicted - plan.start.evicted
+        if not place.seen:
+            self.held.differs = None
+        elif lost > 0:
+            reading.differs = (
+                f"the chat template shows earlier messages in another way now; they were read "
+                f"again so, and up to {lost:,} entries that stand before them were evicted while "
+                "they stood as before"
+            )
+
+    def begin_reply(self, messages: Sequence[Message], reading: Reading | None) -> None:
+        """Note that a turn of ``messages`` is in the cache, and that an empty reply follows.
+
+        Args:
+            reading: what was read for it; None: that is not known as text.
+        """
         self.history += [*messages, {"role": "assistant", "content": ""}]
-        self._unfed, self.note, self.last = [], note, None
+        self._unfed, self.note, self.last = [], None, None
+        if reading is None:
+            self.held = Held(None)
+        else:
+            self.note = reading.note or reading.differs
+            self.note_read(reading.read, reading.differs)
         self._turn_mark = object()  # a stream that was composed before this turn is out of date
+
+    def note_read(self, read: Read, differs: str | None = None) -> None:
+        """Note the text of a prompt that is in the cache."""
+        self.held.add_prompt(read, self.place)
+        self.held.let_go(read.stays)
+        self.held.differs = differs or self.held.differs
+
+    def note_reply(self, writer: ReplyWriter, text: str) -> None:
+        """Note a reply that is over, shown as ``text``, and which token of it the cache lacks."""
+        self.set_unfed(writer.unfed)
+        fed = writer.token_ids if writer.unfed is None else writer.token_ids[:-1]
+        self.held.add_reply(text, fed, self.place)
 
     def end_reply(self, writer: ReplyWriter, prompt_tokens: int) -> Reply:
         """Put the reply that ``writer`` has finished into the history."""
-        self.set_unfed(writer.unfed)
-        self.history[-1]["content"] = writer.held_text()
+        self.history[-1]["content"] = text = writer.held_text()
+        self.note_reply(writer, text)
         with self.engine.lock:
             memory = None if self.closed else self.memory()
         self.last = reply = writer.reply(prompt_tokens, memory)
@@ -311,17 +377,20 @@ class Session(CachedSequence):
                 return False
             if self.undo_depth and self._snapshots:
                 self._become(self._snapshots.pop())
-            elif not self.rewind(start.state):
+            elif start.cuts != self._cuts or not self.rewind(start.state):
                 return False
             del self.history[start.messages :]
             self._unfed, self.last, self.note = list(start.unfed), start.last, start.note
+            self.held = start.held
             self._turn_mark = object()
             return True
 
     def _append(self, turn: UserTurn, control: CtrlC, progress: Progress | None) -> torch.Tensor:
         """Prefill a turn whole, or leave the session as it was."""
-        frames = self._frames(turn)  # what fails here leaves the session as it was
-        if not self.undo_depth and turn.tokens <= self.engine.prefill_chunk:
+        reading = turn.reading
+        back = reading.plan is not None
+        frames = [] if back else self._frames(reading)  # what fails here changes nothing
+        if not self.undo_depth and turn.tokens <= self.engine.prefill_chunk and not back:
             # One chunk: the engine undoes it itself when it fails. A Ctrl-C meanwhile is
             # delivered once the turn stands in the history, as an interrupted empty reply.
             logits = self.prefill(turn.inputs, progress)
@@ -335,6 +404,8 @@ class Session(CachedSequence):
                 progress(done, total)
 
         try:
+            self.go_back(reading)
+            frames = self._frames(reading) if back else frames
             logits = self.prefill(turn.inputs, report)
         except BaseException:
             self._become(snapshot)
@@ -343,14 +414,15 @@ class Session(CachedSequence):
         self._show(frames)
         return logits
 
-    def _frames(self, turn: UserTurn) -> list[tuple[int, Frame, int]]:
+    def _frames(self, reading: Reading) -> list[tuple[int, Frame, int]]:
         """Encode the pictures of a turn that comes next for the recorder, if there is one."""
-        if self.recorder is None or not (turn.pictures or turn.clips):
+        read = reading.read
+        if self.recorder is None or not (read.pictures or read.clips):
             return []
         from mmkv.explain.frames import frames_of
 
         family, known = self.engine.family, self.recorder.media
-        given = (turn.inputs, family.placeholder, turn.pictures, turn.clips)
+        given = (reading.inputs, family.placeholder, read.pictures, read.clips)
         return frames_of(*given, self.seen, family.config, known)
 
     def _show(self, frames: list[tuple[int, Frame, int]]) -> None:

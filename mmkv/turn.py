@@ -3,21 +3,54 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
 
 from engine.checks import require_list
 from engine.errors import InputError
+from mmkv.prompt.held import Plan, Read, common_length, read_of
 from mmkv.prompt.media import load_image
 from mmkv.prompt.messages import is_blank, take_media
+from mmkv.prompt.processing import PER_TOKEN
+from mmkv.prompt.special import CUT, new_marker
+from mmkv.prompt.template import as_parts
 from mmkv.prompt.video import load_video
 
 if TYPE_CHECKING:
+    from mmkv.prompt.processing import Processor
     from mmkv.prompt.template import Message
     from mmkv.session import Session
+
+
+# How a session goes on where the template, or the rule by which pictures are read, changes what
+# stands before a new message.
+Rewrites = Literal["reread", "keep"]
+_KEPT = "stays as it was read"
+_STATELESS = "by the numbers that policy {} has summed up for each entry it cannot be taken back"
+
+
+@dataclass
+class Reading:
+    """What a turn appends, and how far the session goes back for it.
+
+    Attributes:
+        inputs: the processor's tensors, one row.
+        read: for the session's record of its text.
+        plan: the text from which the session goes back, keeping ``again`` tokens of it; None: it
+            stays as it is.
+        differs: how what is read will differ from a fresh rendering; None: by nothing new.
+        note: on how the messages were rendered, for the user, or None.
+    """
+
+    inputs: dict[str, Tensor]
+    read: Read
+    plan: Plan | None = None
+    again: int = 0
+    differs: str | None = None
+    note: str | None = None
 
 
 @dataclass
@@ -25,20 +58,20 @@ class UserTurn:
     """A turn, ready to be appended.
 
     Attributes:
-        messages: what the history gets; inputs: the processor's tensors, one row.
-        note: on how the messages were rendered, for the user, or None.
+        messages: what the history gets; reading: what is appended.
         started: when composing began, on ``time.perf_counter``'s clock.
         basis: what it was composed for, :attr:`mmkv.Session.basis`.
-        pictures, clips: as they were loaded, in their order.
     """
 
     messages: list[Message]
-    inputs: dict[str, Tensor]
-    note: str | None
+    reading: Reading
     started: float
     basis: tuple[object, int]
-    pictures: Sequence[Any] = ()
-    clips: Sequence[Any] = ()
+
+    @property
+    def inputs(self) -> dict[str, Tensor]:
+        """Return the processor's tensors, one row."""
+        return self.reading.inputs
 
     @property
     def tokens(self) -> int:
@@ -76,11 +109,140 @@ def compose(
     if is_blank(messages[-1]):
         raise InputError("the prompt is empty; write a question")
     processor = session.engine.processor
-    addition = processor.template.addition(session.history, messages)
-    seen = [load_image(picture) for picture in pictures]
-    clips = [load_video(film, fps, num_frames, processor.size_rule) for film in films]
-    if (seen or clips) and processor.sees:
-        _ = session.engine.family.hf  # Ctrl-C ends it here, and not while the turn is appended
-    inputs = processor.encode(addition.text, seen, clips, addition.continuing)
-    fed = session.with_unfed(inputs)
-    return UserTurn(messages, fed, addition.note, started, session.basis, seen, clips)
+
+    def load() -> tuple[list[Any], list[Any]]:
+        seen = [load_image(picture) for picture in pictures]
+        clips = [load_video(film, fps, num_frames, processor.size_rule) for film in films]
+        if (seen or clips) and processor.sees:
+            _ = session.engine.family.hf  # Ctrl-C ends it here, and not while it is appended
+        return seen, clips
+
+    reading = compose_messages(session, messages, load)
+    return UserTurn(messages, reading, started, session.basis)
+
+
+def compose_messages(
+    session: Session,
+    messages: Sequence[Message],
+    load: Callable[[], tuple[Sequence[Any], Sequence[Any]]],
+) -> Reading:
+    """Return what makes a session hold its conversation and ``messages``, as rendered afresh.
+
+    Mostly that is what follows its latest reply. Where the template shows earlier messages in
+    another way now, it is the text from there on, if the session can go back: ``rewrites`` is
+    ``reread``, pictures in that text are at hand, and the policy keeps nothing that cannot be taken
+    back. Otherwise ``differs`` says how what is held differs.
+
+    Args:
+        messages: with bare placeholders for media; load: gives their pictures and videos.
+
+    Raises:
+        InputError: the messages or media cannot be.
+    """
+    processor, held = session.engine.processor, session.held
+    template, talk = processor.template, [*session.history, *messages]
+    total = sum(part["type"] == "image" for one in talk for part in as_parts(one["content"]))
+    rule = processor.rule(total)
+    if template.source is None or held.pieces is None:
+        return _appended(session, messages, load, total, rule)
+    whole = template.render(talk, opening=True)
+    plan, why = held.plan(whole, rule), None
+    if not plan.appends:
+        plan, why = agreed(session, plan, whole, rule)
+    if why is not None:
+        made = _appended(session, messages, load, total, rule)
+        made.differs = why
+        return made
+    assert plan.media is not None
+    pictures, clips = ([*old, *new] for old, new in zip(plan.media, load(), strict=True))
+    inputs = processor.encode(plan.text, pictures, clips, plan.start.seen > 0, total)
+    ids = inputs["input_ids"][0].tolist()
+    unfed = session.unfed if plan.appends else ()
+    read = read_of(processor, plan.text, ids, pictures, clips, rule=rule, unfed=unfed)
+    if pictures or clips or held.has_media:
+        read = replace(read, stays=_stays(processor, talk, whole, total))
+    if plan.appends:
+        return Reading(session.with_unfed(inputs), read)
+    again = kept_tokens(session, plan, ids)
+    return Reading(without_first(inputs, again), read, plan, again)
+
+
+def agreed(session: Session, plan: Plan, whole: str, rule: Any) -> tuple[Plan, str | None]:
+    """Return from where a session reads on that has to go back, or why it cannot.
+
+    Args:
+        plan: what :meth:`Held.plan` says of ``whole`` and ``rule``.
+    """
+    piece = (session.held.pieces or ())[plan.kept]
+    what = "an earlier picture" if piece.ids is None and piece.rule != rule else None
+    cause = (
+        "the model reads its pictures in another way now that there are several"
+        if what
+        else "the chat template shows earlier messages in another way now"
+    )
+    what = what or "what was said before"
+    if session.rewrites == "keep":
+        return plan, f"{cause}; {what} {_KEPT}, as wanted (rewrites: keep)"
+    if not session.can_cut_back:
+        plan = session.held.plan(whole, rule, 0)
+        if plan.media is None:
+            name = session.engine.policy.name
+            return plan, f"{cause}; {what} {_KEPT}: {_STATELESS.format(name)}"
+    if plan.media is None:
+        return plan, (
+            f"{cause}; {what} {_KEPT}, since its pictures are not at hand any more: begin a new "
+            "conversation with all messages to have it read so"
+        )
+    return plan, None
+
+
+def kept_tokens(session: Session, plan: Plan, ids: Sequence[int]) -> int:
+    """Count the tokens behind a plan's start that stay: those of the new text ``ids``, too.
+
+    Enough are read again for a policy that scores with the latest queries.
+    """
+    window = session.engine.policy.scoring.needs.queries if session.engine.policy.evicts else 0
+    if not session.can_cut_back:
+        return 0
+    return max(0, min(common_length(plan.ids, tuple(ids)), len(ids) - max(window, 1)))
+
+
+def without_first(inputs: dict[str, Tensor], tokens: int) -> dict[str, Tensor]:
+    """Return inputs of one row without their first tokens, which are text."""
+    return {key: value[:, tokens:] if key in PER_TOKEN else value for key, value in inputs.items()}
+
+
+def _appended(
+    session: Session,
+    messages: Sequence[Message],
+    load: Callable[[], tuple[Sequence[Any], Sequence[Any]]],
+    total: int,
+    rule: Any,
+) -> Reading:
+    """Return what follows the latest reply, whatever stands before it."""
+    processor, held = session.engine.processor, session.held
+    addition = processor.template.addition(session.history, list(messages))
+    if addition.continuing and held.pieces is not None and not held.ends_with_reply:
+        raise InputError(
+            "the latest reply was let go for a turn that was not completed, and cannot be read "
+            "again; start a new conversation"
+        )
+    pictures, clips = load()
+    inputs = processor.encode(addition.text, pictures, clips, addition.continuing, total)
+    ids, unfed = inputs["input_ids"][0].tolist(), session.unfed
+    read = read_of(processor, addition.text, ids, pictures, clips, rule=rule, unfed=unfed)
+    inputs = session.with_unfed(inputs)
+    return Reading(inputs, read, differs=addition.differs, note=addition.note)
+
+
+def _stays(processor: Processor, talk: Sequence[Message], whole: str, total: int) -> int:
+    """Return how many characters of a rendered text another turn is likely to leave as they are."""
+    if processor.rule(total + 1) != processor.rule(total):
+        return 0
+    mark = {"content": new_marker()}
+    later = [*talk, {"role": "assistant", **mark}, {"role": "user", **mark}]
+    try:
+        text = processor.template.render(later, opening=True)
+    except InputError:
+        return len(whole)
+    return common_length(whole.replace(CUT, ""), text.replace(CUT, ""))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from eval.lmms.messages import Frames, Key, keys
 from mmkv.prompt.media import load_image
@@ -11,6 +11,7 @@ from mmkv.prompt.messages import take_media
 from mmkv.reply import Reply
 from mmkv.scheduler.replies import Prompt, ReplyJob
 from mmkv.scheduler.stored import StoredSession
+from mmkv.turn import compose_messages
 
 if TYPE_CHECKING:
     from mmkv import Engine, Sampling, Session
@@ -60,13 +61,12 @@ class Dialogue:
 
     def _prompt(self, session: Session, messages: Sequence[Message]) -> Prompt:
         """Read the pictures of the new messages. Raises InputError."""
-        processor = self.engine.processor
         plain, images, videos = take_media(messages)
-        addition = processor.template.addition(session.history, plain)
-        inputs = processor.encode(
-            addition.text,
-            [load_image(image) for image in images],
-            [self.frames.load(video, processor.size_rule) for video in videos],
-            addition.continuing,
-        )
-        return Prompt(session.with_unfed(inputs), plain)
+
+        def load() -> tuple[list[Any], list[Any]]:
+            rule = self.engine.processor.size_rule
+            pictures = [load_image(image) for image in images]
+            return pictures, [self.frames.load(video, rule) for video in videos]
+
+        reading = compose_messages(session, plain, load)
+        return Prompt(reading.inputs, plain, reading)

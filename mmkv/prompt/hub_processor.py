@@ -57,6 +57,27 @@ class HubProcessor(Processor):
             self.processor.tokenizer = self.tokenizer
 
 
+class OneVisionProcessor(HubProcessor):
+    """LLaVA-OneVision, which cuts the picture of a prompt into tiles if it is the only one."""
+
+    def rule(self, pictures: int) -> bool:
+        """See :meth:`Processor.rule`."""
+        return pictures == 1
+
+    def _inputs(
+        self, text: str, images: Sequence[Image], clips: Sequence[Clip], continuing: bool
+    ) -> dict[str, torch.Tensor]:
+        if len(images) != 1 or self.rule(self._pictures):
+            return super()._inputs(text, images, clips, continuing)
+        # A part with one picture of a prompt with several: read beside a copy, which goes again.
+        made = super()._inputs(text + self.image_token, [*images] * 2, clips, continuing)
+        picture = self.tokenizer.convert_tokens_to_ids(self.image_token)
+        count = int((made["input_ids"] == picture).sum()) // 2
+        for key in ("input_ids", "attention_mask"):
+            made[key] = made[key][:, :-count]
+        return made | {key: made[key][:1] for key in ("pixel_values", "image_sizes")}
+
+
 class InternVLProcessor(HubProcessor):
     """As it is for pictures. The frames of a video are pictures in one tile each, behind their
     numbers; transformers' part for videos needs torchvision.
@@ -150,7 +171,7 @@ def load_hub(name: str | Path, tokenizer: Any, config: Any) -> HubProcessor:
     template = template_of(name, tokenizer, True)
     placeholders = {"image": processor.image_token + "\n"}
     tokens = [processor.image_token]
-    kind = HubProcessor
+    kind = OneVisionProcessor if config.model_type == "llava_onevision" else HubProcessor
     if config.model_type == "internvl":
         require_tile(processor.image_processor, PICTURES)
         kind = InternVLProcessor

@@ -27,6 +27,8 @@ _ANCHOR = "a"
 PICTURES, _VIDEOS = "preprocessor_config.json", "video_preprocessor_config.json"
 BOTH = "processor_config.json"
 _TEMPLATE = "chat_template"
+# What inputs have for each token.
+PER_TOKEN = frozenset(("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids"))
 _PICTURES_IN_PIL = "Qwen2VLImageProcessorPil"
 
 
@@ -45,6 +47,7 @@ class Processor:
     def __init__(self, tokenizer: Any, template: ChatTemplate) -> None:
         self.tokenizer, self.template = tokenizer, template
         self._lock = threading.RLock()  # libraries keep settings of a call in the tokenizer
+        self._pictures = 0  # of the whole prompt, while a part of it is encoded
 
     @property
     def picture_rules(self) -> VideoRules | None:
@@ -56,23 +59,33 @@ class Processor:
         """Return the rule by which mmkv.prompt.video.load_video scales frames."""
         return None
 
+    def rule(self, pictures: int) -> bool | None:
+        """Return by which rule a picture is read in a prompt that has so many; None: by the same.
+
+        Pictures that were read by another rule have to be read again.
+        """
+        return None
+
     def encode(
         self,
         text: str,
         images: Sequence[Image] = (),
         clips: Sequence[Clip] = (),
         continuing: bool = False,
+        pictures: int | None = None,
     ) -> dict[str, torch.Tensor]:
         """Make model inputs of one row for ``text``, in which each picture and video has a
         placeholder.
 
         ``continuing``: the text follows tokens that a session holds, so nothing that marks a
-        beginning is added. Raises InputError: no text, placeholders that do not match the media,
-        media the model cannot take, a picture the image processor refuses.
+        beginning is added. ``pictures``: how many the whole prompt has, of which ``text`` may be a
+        part; None: those given. Raises InputError: no text, placeholders that do not match the
+        media, media the model cannot take, a picture the image processor refuses.
         """
         self._check(text, images, clips)
         try:
             with self._lock:
+                self._pictures = len(images) if pictures is None else pictures
                 inputs = self._inputs(
                     _ANCHOR + text if continuing else text, images, clips, continuing
                 )
@@ -142,9 +155,9 @@ class Processor:
         if ids[: len(anchor)] != anchor:
             # The anchor merged with the text; at worst the text then starts like a fresh one.
             raise InputError("the tokenizer cannot continue a text; start a new conversation")
-        cut = {"input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids"}
         return {
-            key: value[:, len(anchor) :] if key in cut else value for key, value in inputs.items()
+            key: value[:, len(anchor) :] if key in PER_TOKEN else value
+            for key, value in inputs.items()
         }
 
     def _ids(self, text: str) -> list[int]:

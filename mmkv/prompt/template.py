@@ -20,18 +20,24 @@ Message = dict[str, Any]
 
 NO_TEMPLATE = "this model's tokenizer has no chat template: the text is continued as it stands"
 REWRITES = (
-    "the chat template rewrites earlier turns in later ones; "
-    "the cache keeps each turn as it was first sent"
+    "the chat template shows earlier messages in another way now; what was said before stays as it "
+    "was read"
 )
 
 
 @dataclass(frozen=True)
 class Addition:
-    """Text that a turn appends. ``continuing``: whether a reply stands before it."""
+    """Text that a turn appends.
+
+    Attributes:
+        continuing: whether a reply stands before it; note: for the user.
+        differs: that what stands before it is not what the template shows now; None: it is.
+    """
 
     text: str
     continuing: bool
     note: str | None = None
+    differs: str | None = None
 
 
 @dataclass(frozen=True)
@@ -102,7 +108,7 @@ class ChatTemplate:
                 "start a new conversation"
             )
         stable = before == self.render(history[:latest], opening=True)
-        return Addition(after, True, None if stable else REWRITES)
+        return Addition(after, True, differs=None if stable else REWRITES)
 
     def render(self, messages: list[Message], opening: bool) -> str:
         """Render the template; ``opening`` adds the beginning of the assistant's reply."""

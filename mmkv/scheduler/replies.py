@@ -15,7 +15,7 @@ from mmkv.reply import Reply, ReplyWriter
 from mmkv.sampling import Sampling, checked
 from mmkv.scheduler.contract import Job, Price
 from mmkv.stepping import step
-from mmkv.turn import compose
+from mmkv.turn import Reading, compose
 
 if TYPE_CHECKING:
     import torch
@@ -38,12 +38,12 @@ class Prompt:
         inputs: model inputs of the new tokens alone, and of what the session still lacks of its
             latest reply.
         messages: what the session's history gets when the prompt stands in it.
-        note: on how they were rendered, for the user.
+        reading: how far the session goes back for it, and what is read; None: it only appends.
     """
 
     inputs: dict[str, torch.Tensor]
     messages: Sequence[Message] = field(default_factory=list)
-    note: str | None = None
+    reading: Reading | None = None
 
     @property
     def tokens(self) -> int:
@@ -56,7 +56,7 @@ def message(text: str | Sequence[dict[str, Any]], **more: Any) -> Callable[[Sess
 
     def prepare(session: Session) -> Prompt:
         turn = compose(session, text, **more)
-        return Prompt(turn.inputs, turn.messages, turn.note)
+        return Prompt(turn.inputs, turn.messages, turn.reading)
 
     return prepare
 
@@ -223,7 +223,7 @@ class ReplyJob:
             return False
         session, prompt, writer = self.live, self._prompt, self.writer
         assert session is not None and prompt is not None and writer is not None
-        session.begin_reply(prompt.messages, prompt.note)
+        session.begin_reply(prompt.messages, prompt.reading)
         assert self._prefill.logits is not None
         token = writer.advance(self._prefill.logits)
         self.growing = [] if token is None else [Growing(session, writer, token)]
@@ -289,6 +289,8 @@ class ReplyJob:
             )
         if self.undo:
             self._before = self.live.fork_apart()
+        if prompt.reading is not None:
+            self.live.go_back(prompt.reading)
         undoable = self._kept is not None and not self.undo
         self._prefill = self.live.begin_prefill(prompt.inputs, self.chunk, undoable)
 

@@ -45,7 +45,7 @@ def test_a_template_that_rewrites_or_drops_turns_is_noticed() -> None:
     numbered = "{% for m in messages %}[{{ messages | length }}]{{ m.content }}{% endfor %}"
     talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     addition = ChatTemplate(tokenizer, numbered, parts=False).addition(talk, talk[:1])
-    assert (addition.text, addition.note) == ("[3]a", REWRITES)
+    assert (addition.text, addition.differs) == ("[3]a", REWRITES)
     forgetful = "{{ messages[-1].content }}"
     with pytest.raises(InputError, match="drops earlier replies"):
         ChatTemplate(tokenizer, forgetful, parts=False).addition(talk, talk[:1])

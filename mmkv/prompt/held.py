@@ -1,0 +1,306 @@
+"""What a session has read, as text, and where its conversation rendered afresh goes another way.
+
+A session appends. A chat template may still show earlier messages in another way once there are
+later ones (without the thoughts of earlier replies, with the system's message further down), and a
+family may read a picture in another way once there are two. So the text that was read is kept
+beside the cache, in pieces that begin where a fresh text would be tokenized alike: prompts,
+replies, and what stands behind the last picture of a prompt. Where the fresh text leaves it, the
+session can go back and read on from there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from engine.errors import InputError
+from mmkv.prompt.special import CUT
+
+if TYPE_CHECKING:
+    from mmkv.prompt.processing import Processor
+
+# Bytes of loaded pictures and videos that a session holds, in case a later turn changes them.
+MOST_MEDIA = 2**26
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a session stands.
+
+    Attributes:
+        seen: tokens so far; position: rope position of the next text token.
+        prompt: tokens that came in prompts; evicted: entries that were evicted up to there.
+    """
+
+    seen: int = 0
+    position: int = 0
+    prompt: int = 0
+    evicted: int = 0
+
+    def after(self, tokens: int, prompt: int) -> Place:
+        """Return the place ``tokens`` of text later, ``prompt`` of them from prompts."""
+        return Place(self.seen + tokens, self.position + tokens, self.prompt + prompt, self.evicted)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Text that was read.
+
+    Attributes:
+        text: without cuts; None: not known, tokens of a piece that was cut in two.
+        ids: its tokens; None where pictures or videos stand in it.
+        end: where it ends.
+        pictures: how many stand in it; rule: how those were read, see
+            :meth:`mmkv.prompt.processing.Processor.rule`.
+        media: its pictures and videos, while a later turn may want them again.
+        reply: whether it is a reply.
+    """
+
+    text: str | None
+    ids: tuple[int, ...] | None
+    end: Place
+    pictures: int = 0
+    rule: Any = None
+    media: tuple[tuple[Any, ...], tuple[Any, ...]] | None = None
+    reply: bool = False
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a session has to read to hold a text.
+
+    Attributes:
+        kept: pieces that stay; start: where they end; text: what follows, with cuts.
+        ids: tokens that the session holds after ``start``, up to the next picture.
+        media: pictures and videos of earlier turns in ``text``; None: they are not at hand.
+        appends: whether all pieces stay.
+    """
+
+    kept: int
+    start: Place
+    text: str
+    ids: tuple[int, ...] = ()
+    media: tuple[tuple[Any, ...], tuple[Any, ...]] | None = ((), ())
+    appends: bool = True
+
+
+@dataclass
+class Held:
+    """The text of one session.
+
+    Attributes:
+        pieces: in order; None: what it has read is not known as text.
+        differs: how what was read differs from the conversation rendered afresh, for the user.
+    """
+
+    pieces: tuple[Piece, ...] | None = ()
+    differs: str | None = None
+
+    def copy(self) -> Held:
+        """Return one that goes on for itself."""
+        return replace(self)
+
+    def plan(self, whole: str, rule: Any, chosen: int | None = None) -> Plan:
+        """Return what to read so that the session holds ``whole``, a rendered conversation.
+
+        Args:
+            rule: how its pictures are to be read.
+            chosen: go back at least to the end of so many pieces.
+        """
+        pieces, plain = self.pieces or (), whole.replace(CUT, "")
+        begins, at = [0], 0
+        first = len(pieces)
+        for i, piece in enumerate(pieces):
+            stays = piece.text is not None and plain.startswith(piece.text, at)
+            if not stays or (piece.pictures and piece.rule != rule):
+                first = i
+                break
+            at += len(piece.text or "")
+            begins.append(at)
+        if first == len(pieces) and chosen is None:
+            return Plan(first, self._end(first), _from(whole, at))
+        # A reply begins behind the prompt's last tokens, with which it may be tokenized together.
+        kept = first
+        if 0 < kept < len(pieces) and pieces[kept].reply:
+            kept -= pieces[kept - 1].ids is not None
+        kept = kept if chosen is None else min(kept, chosen)
+        again = pieces[kept:]
+        ids: list[int] = []
+        for piece in again:
+            if piece.ids is None:
+                break
+            ids += piece.ids
+        media: Any = ((), ())
+        for piece in again:
+            if piece.ids is None:
+                shown = piece.media
+                media = None if media is None or shown is None else _joined(media, shown)
+        return Plan(kept, self._end(kept), _from(whole, begins[kept]), tuple(ids), media, False)
+
+    def back(self, plan: Plan, tokens: int) -> Place:
+        """Forget what follows a plan's start but for ``tokens`` of text; where that ends."""
+        pieces = (self.pieces or ())[: plan.kept]
+        end = plan.start
+        left = tokens
+        for piece in (self.pieces or ())[plan.kept :]:
+            if not left or piece.ids is None:
+                break
+            count = min(left, len(piece.ids))
+            whole = count == len(piece.ids)
+            prompt = min(count, piece.end.prompt - end.prompt)
+            end, left = piece.end if whole else end.after(count, prompt), left - count
+        if tokens:
+            pieces += (Piece(None, plan.ids[:tokens], end),)
+        self.pieces = pieces
+        return end
+
+    def add_prompt(self, read: Read, end: Place) -> None:
+        """Note that a prompt has been read, up to ``end``."""
+        if self.pieces is None:
+            return
+        pieces = [piece for piece in self.pieces if piece.text is not None]
+        if pieces and read.unfed and pieces[-1].ids is not None:
+            reply, count = pieces[-1], len(read.unfed)
+            moved = reply.end.after(count, count)
+            pieces[-1] = replace(reply, ids=(*reply.ids, *read.unfed), end=moved)  # type: ignore[misc]
+        if (pieces[-1].end.seen if pieces else 0) + len(read.ids) != end.seen:
+            self.pieces = None  # tokens came in that nobody noted as text
+            return
+        plain = read.text.replace(CUT, "")
+        if not (read.pictures or read.clips):
+            self.pieces = (*pieces, Piece(plain, read.ids, end))
+            return
+        behind = len(read.tail or ())
+        text = plain[: len(plain) - len(read.tail_text)] if read.tail is not None else plain
+        middle = Place(end.seen - behind, end.position - behind, end.prompt - behind, end.evicted)
+        media = (tuple(read.pictures), tuple(read.clips))
+        pieces.append(Piece(text, None, middle, len(read.pictures), read.rule, media))
+        if read.tail is not None:
+            pieces.append(Piece(read.tail_text, read.tail, end))
+        self.pieces = tuple(pieces)
+
+    def add_reply(self, text: str, ids: Sequence[int], end: Place) -> None:
+        """Note a reply, of which the session holds the tokens ``ids``, up to ``end``."""
+        if self.pieces is not None:
+            self.pieces = (*self.pieces, Piece(text, tuple(ids), end, reply=True))
+
+    def let_go(self, stays: int) -> None:
+        """Let the pictures go that stand in the first ``stays`` characters, which stay so.
+
+        Where the others take more than :data:`MOST_MEDIA` bytes, all go.
+        """
+        at, pieces, size = 0, [], 0
+        for piece in self.pieces or ():
+            at += len(piece.text or "")
+            if piece.media is not None and at > stays:
+                size += sum(map(_size, (*piece.media[0], *piece.media[1])))
+            elif piece.media is not None:
+                piece = replace(piece, media=None)
+            pieces.append(piece)
+        if size > MOST_MEDIA:
+            pieces = [replace(piece, media=None) for piece in pieces]
+        if self.pieces is not None:
+            self.pieces = tuple(pieces)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return it as JSON can hold it, without pictures."""
+        made = None
+        if self.pieces is not None:
+            made = [
+                {"text": one.text, "ids": one.ids, "end": astuple(one.end)}
+                | {"pictures": one.pictures, "rule": one.rule, "reply": one.reply}
+                for one in self.pieces
+            ]
+        return {"pieces": made, "differs": self.differs}
+
+    @property
+    def ends_with_reply(self) -> bool:
+        """Whether a reply stands at the end."""
+        return bool(self.pieces) and self.pieces[-1].reply  # type: ignore[index]
+
+    @property
+    def has_media(self) -> bool:
+        """Whether pictures or videos are held."""
+        return any(piece.media is not None for piece in self.pieces or ())
+
+    def _end(self, count: int) -> Place:
+        return (self.pieces or ())[count - 1].end if count else Place()
+
+
+@dataclass(frozen=True)
+class Read:
+    """A prompt that is about to be read.
+
+    Attributes:
+        text: with cuts; ids: all of its tokens; pictures, clips: in it; rule: how they are read.
+        unfed: tokens of the reply before it that come first.
+        tail: tokens behind the last picture, whose text is ``tail_text``; None: not known.
+        stays: characters of the conversation that the next turn changes nothing in.
+    """
+
+    text: str
+    ids: tuple[int, ...]
+    pictures: Sequence[Any] = ()
+    clips: Sequence[Any] = ()
+    rule: Any = None
+    unfed: tuple[int, ...] = ()
+    tail: tuple[int, ...] | None = None
+    tail_text: str = field(default="", repr=False)
+    stays: int = 0
+
+
+def read_of(
+    processor: Processor,
+    text: str,
+    ids: Sequence[int],
+    pictures: Sequence[Any] = (),
+    clips: Sequence[Any] = (),
+    **more: Any,
+) -> Read:
+    """Return what :meth:`Held.add_prompt` wants to know of a text that was encoded to ``ids``."""
+    made = Read(text, tuple(ids), pictures=pictures, clips=clips, **more)
+    if not (pictures or clips):
+        return made
+    tokens = [token for token in (processor.image_token, processor.video_token) if token]
+    tail = text[max(text.rfind(token) + len(token) for token in tokens if token in text) :]
+    if not tail:
+        return replace(made, tail=())
+    try:
+        behind = tuple(processor.encode(tail, continuing=True)["input_ids"][0].tolist())
+    except InputError:
+        return made
+    same = made.ids[len(made.ids) - len(behind) :] == behind
+    return replace(made, tail=behind, tail_text=tail.replace(CUT, "")) if same else made
+
+
+def common_length(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """Return how much of two texts or lists is the same at their beginnings."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if one[low:middle] == other[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _size(media: Any) -> int:
+    """Return the bytes of a picture, or of the frames of a video."""
+    frames = getattr(media, "frames", None)
+    return media.width * media.height * 3 if frames is None else frames.nbytes
+
+
+def _from(raw: str, plain: int) -> str:
+    """Return the rest of a text with cuts, behind ``plain`` characters that are none."""
+    at = passed = 0
+    for part in raw.split(CUT):
+        if passed + len(part) >= plain:
+            return raw[at + plain - passed :].removeprefix(CUT)
+        passed, at = passed + len(part), at + len(part) + len(CUT)
+    return ""
+
+
+def _joined(one: Any, other: Any) -> Any:
+    return ((*one[0], *other[0]), (*one[1], *other[1]))

@@ -1,0 +1,360 @@
+"""A session's prompt after several turns beside a fresh rendering of them all.
+
+Right values are those of transformers: the tokens that ``apply_chat_template`` and its processors
+make of the whole conversation, and the logits of its model for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from transformers import AutoModelForImageTextToText, AutoTokenizer
+
+from mmkv import Engine, Session
+from mmkv.prompt.template import ChatTemplate
+from tests.mmkv.prompt.test_processing import of_transformers
+from tests.support.chat_models import (
+    CHATML,
+    picture,
+    save_llama,
+    save_llava,
+    save_llava_onevision,
+    save_qwen3_vl,
+    script,
+)
+
+# What templates of published models do with earlier turns, shortened.
+THOUGHTS = (
+    "{%- set ns = namespace(last=0) %}{% for m in messages %}"
+    "{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% set text = m.content if m.content is string else m.content[-1].text %}"
+    "{% if m.content is not string %}{% for p in m.content %}"
+    "{% if p.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% endif %}"
+    "{% endfor %}{% endif %}"
+    "{% if m.role == 'assistant' and loop.index0 < ns.last %}"
+    "{{ text.split('</think>')[-1].lstrip('\n') }}{% else %}{{ text }}{% endif %}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+OPENED = THOUGHTS.replace(
+    "<|im_start|>assistant\n{% endif %}", "<|im_start|>assistant\n<think>\n{% endif %}"
+)
+TRIMMED = CHATML.replace("{{ m.content }}", "{{ m.content | trim }}")
+# As Mistral's: the system's message stands in the last user's.
+MOVING = (
+    "{% set s = messages[0].content if messages[0].role == 'system' else '' %}"
+    "{% for m in messages if m.role != 'system' %}"
+    "{% if m.role == 'user' %}[{{ s + '|' if loop.last else '' }}{{ m.content }}]"
+    "{% else %}{{ m.content }}<|im_end|>{% endif %}{% endfor %}"
+)
+COUNTED = "{% for m in messages %}({{ messages | length }}){{ m.content }};{% endfor %}"
+LATEST = "{{ messages[-1].content }}"
+REWRITING = {
+    "thoughts": THOUGHTS,
+    "opened thoughts": OPENED,
+    "trimmed": TRIMMED,
+    "moving": MOVING,
+    "counted": COUNTED,
+    "latest": LATEST,
+}
+TALK = [
+    ("hello", "<think>\nwell, well\n</think>\n\n hi "),
+    ("and now?", "<think>x</think>y"),
+    ("so?", "z"),
+]
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_llama(tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module")
+def engine(llama: Path) -> Engine:
+    return Engine.from_pretrained(llama, policy="full", dtype="float32")
+
+
+def with_template(engine: Engine, source: str, parts: bool = False) -> None:
+    processor = engine.processor
+    more = [processor.image_token] if processor.image_token else []
+    processor.template = ChatTemplate(processor.tokenizer, source, parts, tokens=more)
+
+
+def held_ids(session: Session) -> list[int]:
+    """The tokens that the session says it holds; its length says whether that is so."""
+    assert session.held.pieces is not None
+    ids = [token for piece in session.held.pieces for token in piece.ids or ()]
+    assert len(ids) == session.seen
+    return ids
+
+
+def reads(session: Session, text: str, **more: Any) -> torch.Tensor:
+    """Send a message; the logits behind it, before the reply."""
+    made: list[torch.Tensor] = []
+    extend = session.prefill
+
+    def watched(*given: Any) -> torch.Tensor:
+        made.append(extend(*given))
+        return made[-1]
+
+    session.prefill = watched  # type: ignore[method-assign]
+    try:
+        list(session.send(text, **more))
+    finally:
+        del session.prefill
+    return made[-1]
+
+
+@pytest.mark.parametrize("kind", REWRITING)
+@pytest.mark.parametrize("system", [None, "be kind"])
+def test_a_session_holds_what_a_fresh_rendering_holds(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, kind: str, system: str | None
+) -> None:
+    with_template(engine, REWRITING[kind])
+    script(monkeypatch, engine, [reply for _, reply in TALK])
+    tokenizer, talk = engine.processor.tokenizer, []
+    with engine.session() as session, engine.session() as fresh:
+        for at, (asked, replied) in enumerate(TALK):
+            if system and not at:
+                talk.append({"role": "system", "content": system})
+            talk.append({"role": "user", "content": asked})
+            logits = reads(session, asked, system=None if at else system)
+            wanted = tokenizer.apply_chat_template(
+                talk, chat_template=REWRITING[kind], add_generation_prompt=True
+            )["input_ids"]
+            prompt = held_ids(session)[: len(wanted)]
+            assert prompt == wanted
+            with engine.session() as fresh:
+                exact = fresh.prefill({"input_ids": torch.tensor([wanted])})
+            torch.testing.assert_close(logits, exact, atol=1e-5, rtol=1e-5)
+            assert session.note is None and session.memory().differs is None
+            talk.append({"role": "assistant", "content": replied})
+        engine.cache.check()
+
+
+def test_only_what_changed_is_read_again(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_template(engine, THOUGHTS)
+    script(monkeypatch, engine, ["<think>" + "thought " * 8 + "</think>y", "z"])
+    with engine.session() as session:
+        list(session.send("a question of some length, which stays"))
+        assert session.seen == 57 + 80  # the last token of the reply comes with the next turn
+        list(session.send("b"))
+        assert session.last is not None
+        # y, its end, and a message: one token a byte or marker, by hand.
+        assert session.last.prompt_tokens == 3 + 9 + 11 and session.seen == 57 + 23 + 1
+
+
+def test_thoughts_can_be_kept_on_purpose(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_template(engine, THOUGHTS)
+    script(monkeypatch, engine, ["<think>t</think>y", "z", "u"])
+    with engine.session() as session:
+        session.rewrites = "keep"
+        list(session.send("a"))
+        list(session.send("b"))
+        decoded = engine.processor.tokenizer.decode(held_ids(session))
+        assert "<think>t</think>y<|im_end|>" in decoded
+        assert session.note == session.memory().differs
+        assert session.note is not None and "stays as it was read, as wanted" in session.note
+        session.rewrites = "reread"
+        list(session.send("c"))
+        assert "think" not in engine.processor.tokenizer.decode(held_ids(session))
+
+
+def test_under_eviction_it_is_read_again_and_says_what_is_lost(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine.from_pretrained(llama, policy="streamingllm", budget=24, dtype="float32")
+    with_template(engine, THOUGHTS)
+    script(monkeypatch, engine, ["<think>" + "thought " * 8 + "</think>y", "z", "z"])
+    with engine.session() as session:
+        list(session.send("a question of some length, which stays"))
+        list(session.send("b"))
+        memory = session.memory()
+        assert memory.entries + memory.evicted == session.seen * engine.spec.rows
+        assert memory.differs == session.note
+        assert memory.differs is not None and "were evicted while they stood" in memory.differs
+        list(session.send("c"))
+        assert session.memory().differs is not None
+    engine.cache.check()
+    assert engine.cache.pool.free_pages == engine.cache.pool.num_pages
+
+
+@pytest.mark.parametrize("policy", ["snapkv:window=32", "h2o", "streamingllm", "dbtrimkv"])
+def test_with_room_for_all_every_policy_reads_what_a_fresh_rendering_has(
+    llama: Path, monkeypatch: pytest.MonkeyPatch, policy: str
+) -> None:
+    """And scores alike afterwards: a cut to a small budget leaves the same entries."""
+    engine = Engine.from_pretrained(
+        llama, policy=policy, budget=400, dtype="float32", gates="random", prefill_chunk=400
+    )
+    with_template(engine, THOUGHTS)
+    replies = ["<think>" + "thought " * 8 + "</think>y", "z"]
+    script(monkeypatch, engine, replies)
+    talk = [{"role": "user", "content": "a question"}, {"role": "assistant", "content": replies[0]}]
+    talk += [{"role": "user", "content": "b"}]
+    with engine.session() as session, engine.session() as fresh:
+        list(session.send("a question"))
+        list(session.send("b"))
+        assert session.memory().differs is None
+        ids = engine.processor.tokenizer.apply_chat_template(
+            talk, chat_template=THOUGHTS, add_generation_prompt=True
+        )["input_ids"]
+        fresh.prefill({"input_ids": torch.tensor([ids])})
+        fresh.decode(engine.processor.tokenizer("z")["input_ids"][0])
+        assert held_ids(session)[: len(ids)] == ids
+        for one in (session, fresh):
+            one.set_budget(20)
+        same = [
+            torch.equal(mine, theirs)
+            for rows in zip(session.retained(), fresh.retained(), strict=True)
+            for mine, theirs in zip(*rows, strict=True)
+        ]
+        assert all(same)
+
+
+def test_a_saved_session_goes_back_as_well(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with_template(engine, THOUGHTS)
+    script(monkeypatch, engine, ["<think>t</think>y", "z", "z"])
+    with engine.session() as session:
+        list(session.send("a"))
+        session.save(tmp_path / "s.mmkv")
+        with Session.load(engine, tmp_path / "s.mmkv") as loaded, session.fork() as fork:
+            for one in (session, loaded):
+                list(one.send("b"))
+            assert held_ids(loaded) == held_ids(session) != held_ids(fork)
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_turn_that_goes_back_can_be_taken_back_and_fail(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, depth: int
+) -> None:
+    with_template(engine, THOUGHTS)
+    script(monkeypatch, engine, ["<think>t</think>y", "z"])
+    with engine.session() as session:
+        session.undo_depth = depth
+        list(session.send("a"))
+        before = held_ids(session), session.history[:], session.memory().entries
+        with monkeypatch.context() as broken:
+            broken.setattr(Session, "prefill", lambda *_: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                list(session.send("b"))
+        assert (held_ids(session), session.history, session.memory().entries) == before
+        list(session.send("b"))
+        if depth:
+            assert session.undo()
+            assert (held_ids(session), session.history, session.memory().entries) == before
+    engine.cache.check()
+
+
+def shown(messages: list[dict[str, Any]]) -> Iterator[Image.Image]:
+    for message in messages:
+        for part in message["content"]:
+            if part["type"] == "image":
+                yield part["image"]
+
+
+def fresh_inputs(folder: Path, messages: list[dict[str, Any]]) -> Any:
+    """What transformers makes of a conversation with pictures."""
+    processor = of_transformers(folder)
+    images = list(shown(messages))
+    text = AutoTokenizer.from_pretrained(folder).apply_chat_template(
+        messages, add_generation_prompt=True, tokenize=False
+    )
+    return processor(text=[text], images=[images] if images else None, return_tensors="pt")
+
+
+def test_onevision_cuts_a_picture_into_tiles_only_while_it_is_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = save_llava_onevision(tmp_path)
+    engine = Engine.from_pretrained(folder, policy="full", dtype="float32")
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
+    script(monkeypatch, engine, ["red", "blue", "none", "green"])
+    talk: list[dict[str, Any]] = []
+    turns = [((50, 70), "red"), ((90, 40), "blue"), (None, "none"), ((30, 30), "green")]
+    counts = []
+    with engine.session() as session:
+        for size, replied in turns:
+            images = [] if size is None else [picture(replied, size)]
+            parts = [{"type": "image", "image": image} for image in images]
+            talk.append({"role": "user", "content": [*parts, {"type": "text", "text": "what?"}]})
+            logits = reads(session, "what?", images=images)
+            wanted = fresh_inputs(folder, talk)
+            counts.append(wanted["input_ids"].shape[1])
+            ours = engine.inputs(talk)
+            assert torch.equal(ours["input_ids"], wanted["input_ids"])
+            with torch.no_grad():
+                theirs = model(**wanted).logits[0, -1]
+            torch.testing.assert_close(logits, theirs, atol=1e-4, rtol=1e-4)
+            assert session.note is None
+            talk.append({"role": "assistant", "content": [{"type": "text", "text": replied}]})
+        assert session.seen == counts[-1] + len("green")
+    # By hand: two pictures of 16 + 1 tokens and 52 bytes or markers around them.
+    assert counts[1] == 2 * 17 + 52
+
+
+def test_a_picture_that_moves_is_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A template that puts the system's message into the latest question changes the one before."""
+    folder = save_qwen3_vl(tmp_path)
+    moving = (
+        "{% set s = messages[0].content[0].text %}{% for m in messages if m.role != 'system' %}"
+        "{% if m.role == 'user' %}[{{ s if loop.last }}{% for p in m.content %}"
+        "{{ '<|image_pad|>' if p.type == 'image' else p.text }}{% endfor %}]{% else %}"
+        "{{ m.content[0].text }}<|im_end|>{% endif %}{% endfor %}"
+    )
+    engine = Engine.from_pretrained(folder, policy="full", dtype="float32")
+    with_template(engine, moving, parts=True)
+    script(monkeypatch, engine, ["red", "blue", "green"])
+    talk: list[dict[str, Any]] = [
+        {"role": "system", "content": [{"type": "text", "text": "be kind"}]}
+    ]
+    with engine.session() as session:
+        for at, colour in enumerate(["red", "blue", "green"]):
+            image = picture(colour, (40 + 16 * at, 24))
+            asked = [{"type": "image", "image": image}, {"type": "text", "text": "what?"}]
+            talk.append({"role": "user", "content": asked})
+            logits = reads(session, "what?", images=[image], system=None if at else "be kind")
+            with engine.session() as fresh:
+                exact = fresh.prefill(engine.inputs(talk))
+                assert fresh.next_position == session.next_position - len(colour)
+            torch.testing.assert_close(logits, exact, atol=1e-5, rtol=1e-5)
+            talk.append({"role": "assistant", "content": [{"type": "text", "text": colour}]})
+            assert session.held.has_media and session.note is None
+
+
+def test_a_picture_that_is_gone_is_said_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = save_llava_onevision(tmp_path / "m")
+    engine = Engine.from_pretrained(folder, policy="full", dtype="float32")
+    script(monkeypatch, engine, ["red", "blue"])
+    with engine.session() as session:
+        list(session.send("what?", images=[picture("red", (50, 70))]))
+        session.save(tmp_path / "s.mmkv")
+    with Session.load(engine, tmp_path / "s.mmkv") as loaded:
+        list(loaded.send("what?", images=[picture("blue", (90, 40))]))
+        assert loaded.note is not None and loaded.note == loaded.memory().differs
+        assert "an earlier picture stays as it was read" in loaded.note
+        assert "begin a new conversation" in loaded.note
+        # The first in tiles, as it was; the second as transformers reads it beside another.
+        ids = loaded.engine.processor.encode("<image>", [picture("red", (50, 70))])["input_ids"]
+        assert loaded.seen == ids.numel() + 17 + 52 + len("blue")
+
+
+def test_a_turn_without_rewriting_appends_as_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """LLaVA-1.5: nothing is held, nothing is read again."""
+    engine = Engine.from_pretrained(save_llava(tmp_path), policy="full", dtype="float32")
+    script(monkeypatch, engine, ["red", "blue"])
+    with engine.session() as session:
+        list(session.send("what?", images=[picture("red")]))
+        list(session.send("and?", images=[picture("blue")]))
+        assert not session.held.has_media and session._cuts == 0
