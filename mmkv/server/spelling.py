@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from mmkv.detokenizer import token_bytes
+
 if TYPE_CHECKING:
     from mmkv.server.writer import Scored
 
@@ -14,7 +16,11 @@ _LOWEST = -9999.0  # JSON has no infinity
 
 @dataclass(frozen=True)
 class Spelled:
-    """A token as text with its log probability; ``bytes``: None for half a character."""
+    """A token as text with its log probability.
+
+    Attributes:
+        bytes: of the token; those of several may make up one character. None: not known.
+    """
 
     text: str
     logprob: float
@@ -33,6 +39,9 @@ def spell(tokenizer: Any, scored: Sequence[Scored]) -> list[Spelled]:
 
 
 def _spelled(tokenizer: Any, token: int, logprob: float, top: tuple[Spelled, ...] = ()) -> Spelled:
-    text = tokenizer.decode([token], clean_up_tokenization_spaces=False)
-    whole = None if "\ufffd" in text else list(text.encode())
-    return Spelled(text, max(logprob, _LOWEST), whole, top)
+    raw = token_bytes(tokenizer).of(token)
+    if raw is None:
+        text = tokenizer.decode([token], clean_up_tokenization_spaces=False)
+    else:
+        text = raw.decode("utf-8", errors="replace")
+    return Spelled(text, max(logprob, _LOWEST), None if raw is None else list(raw), top)
