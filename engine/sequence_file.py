@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -84,6 +85,8 @@ def load_session(engine: Runtime, path: Path) -> tuple[CachedSequence, dict[str,
     from engine.strict import Damage, parse
 
     try:
+        with path.open("rb"):  # safe_open says that a file is not there, whatever is wrong
+            pass
         with safe_open(path, framework="pt") as file:
             metadata: dict[str, str] = file.metadata() or {}
             if metadata.get("format") != FORMAT:
@@ -100,6 +103,10 @@ def load_session(engine: Runtime, path: Path) -> tuple[CachedSequence, dict[str,
     except FileNotFoundError as error:
         raise SessionError(f"no session file at {path}; check the path") from error
     except (SafetensorError, OSError, ValueError) as error:
+        if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+            raise SessionError(
+                f"cannot open {path}: {error.strerror}; close some and try again, it is untouched"
+            ) from error
         reason = shown(error, 300) or type(error).__name__
         raise SessionError(
             f"cannot read the session {path}: {reason}; it is damaged or not a session file: use a "

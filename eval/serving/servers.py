@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -29,6 +29,8 @@ class ServerProcess:
     Args:
         command: after the interpreter; ``{port}`` stands for the port.
         threads: of its tensors; log: a file for what it prints.
+        descriptors: most files that it may open; None: as many as this process.
+        environment: variables beside those of this process.
 
     Attributes:
         url: where it answers.
@@ -37,19 +39,30 @@ class ServerProcess:
         BenchError: it did not come up.
     """
 
-    def __init__(self, command: Sequence[str], log: Path, threads: int = 1) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        log: Path,
+        threads: int = 1,
+        descriptors: int | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         port = _free_port()
         self.url, self.log = f"http://127.0.0.1:{port}", log
         path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         given = {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(threads)}
+        interpreter = [sys.executable]
+        if descriptors is not None:
+            limited = f'ulimit -n {descriptors}; exec "$@"'
+            interpreter = ["sh", "-c", limited, "sh", *interpreter]
         with log.open("ab") as said:
             self.process = subprocess.Popen(
-                [sys.executable, *(part.replace("{port}", str(port)) for part in command)],
+                [*interpreter, *(part.replace("{port}", str(port)) for part in command)],
                 cwd=log.parent,
                 stdin=subprocess.DEVNULL,
                 stdout=said,
                 stderr=said,
-                env=os.environ | given,
+                env=os.environ | given | dict(environment or {}),
                 start_new_session=True,
             )
         self._about = Path(f"/proc/{self.process.pid}")
@@ -105,11 +118,18 @@ class ServerProcess:
         self.close()
 
 
-def mmkv_serve(model: str | None, log: Path, *options: str, threads: int = 1) -> ServerProcess:
-    """Start ``mmkv serve``; None: the bundled model."""
+def mmkv_serve(
+    model: str | None,
+    log: Path,
+    *options: str,
+    threads: int = 1,
+    descriptors: int | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> ServerProcess:
+    """Start ``mmkv serve``; None: the bundled model. For the rest see :class:`ServerProcess`."""
     named = [] if model is None else [model]
     command = ["-m", "mmkv", "serve", *named, "--port", "{port}", "--quiet", *options]
-    return ServerProcess(command, log, threads)
+    return ServerProcess(command, log, threads, descriptors, environment)
 
 
 def transformers_serve(model: str, log: Path, *options: str, threads: int = 1) -> ServerProcess:

@@ -100,6 +100,14 @@ def serve(
             help="Requests of one key or address at a time.", min=1, rich_help_panel=_SERVER
         ),
     ] = None,
+    max_connections: Annotated[
+        int | None,
+        typer.Option(
+            help="Open connections (default: as many as file descriptors allow, 1024 at most).",
+            min=1,
+            rich_help_panel=_SERVER,
+        ),
+    ] = None,
     max_tokens: Annotated[
         int,
         typer.Option(
@@ -204,6 +212,7 @@ def serve(
         max_queue=max_queue,
         max_running=max_running,
         max_per_key=max_per_key,
+        connections=max_connections,
         max_tokens=max_tokens,
         body=body,
         snapshot_bytes=copies,

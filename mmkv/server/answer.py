@@ -138,7 +138,9 @@ class _Lines:
 def error_response(error: Exception) -> JSONResponse:
     """Return the answer to a request that failed."""
     shown = api_error(error)
-    if isinstance(error, OSError):  # of this server's files: nobody else says so
+    if shown.code == "no_descriptors":
+        log.warning("as many files are open as may be; raise the limit (ulimit -n)")
+    elif isinstance(error, OSError):  # of this server's files: nobody else says so
         log.error("a request failed", exc_info=error)
     return JSONResponse(shown.body(), shown.status, shown.headers)
 

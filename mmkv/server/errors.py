@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from typing import Any
 
 from engine.errors import CapacityError, ContextError, MmkvError, SessionError
@@ -57,10 +58,25 @@ _TYPES = {
 }
 
 
+def _descriptors_are_out(error: BaseException | None) -> bool:
+    """Whether something failed for want of a file descriptor, whatever was made of that since."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
 def api_error(error: BaseException) -> ApiError:
     """Return what a request that met ``error`` is answered with."""
     if isinstance(error, ApiError):
         return error
+    if _descriptors_are_out(error):
+        return ApiError(
+            503,
+            "the server has as many files open as it may; try again, nothing is lost",
+            "no_descriptors",
+        )
     if isinstance(error, CapacityError):
         numbers = {"needed": error.needed, "committed": error.committed, "limit": error.limit}
         final = error.final

@@ -16,7 +16,15 @@ if TYPE_CHECKING:
     from mmkv.api import Engine
     from mmkv.server.room import Room
 
-PACKAGES = ("fastapi", "filelock", "uvicorn", "prometheus_client", "httpx", "llguidance")
+PACKAGES = (
+    "fastapi",
+    "filelock",
+    "httptools",
+    "uvicorn",
+    "prometheus_client",
+    "httpx",
+    "llguidance",
+)
 
 
 def require_packages() -> None:
@@ -72,21 +80,19 @@ def serve(
 ) -> None:
     """Serve until SIGINT or SIGTERM; replies under way are then brought to their end."""
     require_packages()
-    import uvicorn
-
     from mmkv.server.app import make_app
+    from mmkv.server.connections import WebServer
     from mmkv.server.hosts import allowed_hosts
 
     with opened(load, settings, lookahead) as room:
         gc.freeze()  # what is imported stays: looking through it again would stop all replies
-        options = uvicorn.Config(
+        web = WebServer(
+            room,
             make_app(room, allowed_hosts(host, bool(settings.api_keys), settings.hosts)),
             host,
             port,
             log_level="warning",
             timeout_graceful_shutdown=round(settings.drain),
-            timeout_keep_alive=30,
-            server_header=False,
         )
         facts = room.facts
         say(
@@ -95,4 +101,4 @@ def serve(
         )
         # uvicorn passes the signal on when it is done; the program then ends by itself.
         signal.signal(signal.SIGTERM, lambda *_: None)
-        uvicorn.Server(options).run()
+        web.run()

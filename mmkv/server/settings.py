@@ -31,6 +31,8 @@ class Settings:
         lasting: whether sessions outlast the server, in that folder, for all servers that share it.
         max_sessions: most sessions that are open; store_bytes: most bytes of stored responses.
         media_folder: where file: URLs may point; None: nowhere.
+        connections: most that are open; None: what the file descriptors are enough for.
+        head_seconds, stall_seconds: see :class:`mmkv.server.connections.ConnectionLimits`.
         keep_alive: seconds after which a stream without news sends a comment.
         page: whether ``/`` is a page to chat with.
         drain: seconds that replies under way have when the server is told to stop.
@@ -56,6 +58,9 @@ class Settings:
     store_bytes: int = 2**30
     media_folder: Path | None = None
     page: bool = True
+    connections: int | None = None
+    head_seconds: float = 20.0
+    stall_seconds: float = 30.0
     keep_alive: float = 15.0
     drain: float = 30.0
     warm: bool = False

@@ -17,6 +17,7 @@ from PIL.Image import Image
 
 from mmkv import Engine
 from mmkv.server.app import make_app
+from mmkv.server.connections import WebServer
 from mmkv.server.machine import Machine
 from mmkv.server.room import Room
 from mmkv.server.run import opened
@@ -88,8 +89,7 @@ def picture_part(picture: Image) -> dict[str, Any]:
 def serving(load: Callable[[], Engine], **settings: Any) -> Iterator[Server]:
     """Serve on a free port of the loopback; in the end nothing may be held."""
     with opened(load, Settings(**{"name": MODEL} | settings)) as room:
-        config = uvicorn.Config(make_app(room), "127.0.0.1", 0, log_level="error")
-        server = uvicorn.Server(config)
+        server = WebServer(room, make_app(room), "127.0.0.1", 0, log_level="error")
         thread = threading.Thread(target=server.run)
         thread.start()
         try:

@@ -353,3 +353,29 @@ def _files(server: Server) -> list[Path]:
     folder = server.room.settings.session_folder
     assert folder is not None
     return list((folder / ".sessions" / "public").iterdir())
+
+
+@pytest.mark.parametrize("method", ["read_text", "open"])
+def test_a_session_outlives_a_time_without_descriptors(
+    servers: tuple[Server, Server], monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    """The note cannot be opened, or the session file: neither is damaged."""
+    one, two = servers
+    name = one.client.post("/v1/sessions", json={}).json()["id"]
+    path = f"/v1/sessions/{name}"
+    one.client.post(f"{path}/chat/completions", json=asked("what is red?"))
+    with monkeypatch.context() as patched:
+
+        def out(self: Path, *_: Any, **__: Any) -> Any:
+            raise OSError(errno.EMFILE, "Too many open files", str(self))
+
+        patched.setattr(Path, method, out)
+        refused = two.client.get(f"{path}/memory")
+    assert refused.status_code == 503 and refused.headers["Retry-After"] == "1"
+    error = refused.json()["error"]
+    assert error["code"] == "no_descriptors"
+    assert str(one.room.settings.session_folder) not in error["message"]
+    found, there = (server.client.get(f"{path}/memory").json() for server in (two, one))
+    assert found["entries"] == there["entries"] > 0
+    for server in (one, two):
+        server.client.delete(path)

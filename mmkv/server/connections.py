@@ -1,0 +1,344 @@
+"""Bound what connections take before anybody knows who asks: heads, idle ones, unread answers.
+
+uvicorn has no bound for the head of a request, for the time before its first byte, nor for an
+answer that nobody reads, and asyncio accepts connections until no file descriptor is left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import select
+import socket
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from mmkv.server.errors import RETRY_AFTER, ApiError
+
+if TYPE_CHECKING:
+    from mmkv.server.room import Room
+
+log = logging.getLogger("mmkv.server")
+RESERVE = 48  # descriptors for session files, locks, decoding processes and fetched pictures
+MOST = 1024  # connections, however many descriptors there are
+_FEWEST = 8
+_AT_ONCE = 8  # connections that are accepted before the loop looks at them
+_WAITING = 1024  # connections that the system holds meanwhile
+_GRACE = 0.5  # seconds for a first request to come
+_SENT = 64 * 2**10  # bytes of an answer that the system holds, or twice as many
+_PIPELINED = 16  # requests of one connection that were sent before an answer
+_PROBE = 0.05  # seconds
+_PROBES = 100  # of them until a half-closed connection is written to again
+
+
+@dataclass(frozen=True)
+class ConnectionLimits:
+    """Bounds of connections.
+
+    Attributes:
+        most: connections; head_bytes: of a request's line and headers, and of its trailers.
+        head_seconds: from a connection, or a head's first byte, to the head's end.
+        stall_seconds: without a byte of an answer taken, after which a client is dropped.
+    """
+
+    most: int = MOST
+    head_bytes: int = 32 * 2**10
+    head_seconds: float = 20.0
+    stall_seconds: float = 30.0
+
+
+def most_connections() -> int:
+    """Return how many connections the descriptors at hand are enough for."""
+    try:
+        import resource
+
+        soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        if soft == resource.RLIM_INFINITY:
+            return MOST
+        there = len(os.listdir("/dev/fd"))
+    except (ImportError, OSError):  # Windows counts otherwise
+        return MOST
+    return max(_FEWEST, min(MOST, soft - there - RESERVE))
+
+
+class Guard:
+    """The connections of one server, within their limits; all methods run in the event loop."""
+
+    def __init__(self, limits: ConnectionLimits) -> None:
+        self.limits = limits
+        self.open: set[Connection] = set()
+        self._sweeping = False
+
+    def opened(self, one: Connection) -> bool:
+        """Note a connection; whether it may stay. The one idle for longest makes way for it."""
+        self.open.add(one)
+        if not self._sweeping:
+            self._sweeping = True
+            one.loop.call_later(self._every, self._sweep, one.loop)
+        if len(self.open) <= self.limits.most:
+            return True
+        idle = [other for other in self.open if other is not one and other.idle]
+        log.warning(
+            "%d connections are open, as many as the file descriptors and --max-connections allow; "
+            "idle ones make way",
+            self.limits.most,
+        )
+        if not idle:
+            return False
+        # Those that never asked for anything, in time, go before clients that may ask again.
+        now = one.loop.time()
+        oldest = min(
+            idle,
+            key=lambda other: (bool(other.served or now - other.since < _GRACE), other.since),
+        )
+        self.open.discard(oldest)
+        oldest.transport.abort()
+        return True
+
+    @property
+    def _every(self) -> float:
+        return min(1.0, self.limits.head_seconds / 4, self.limits.stall_seconds / 4)
+
+    def _sweep(self, loop: asyncio.AbstractEventLoop) -> None:
+        now = loop.time()
+        for one in list(self.open):
+            one.look(now)
+        self._sweeping = bool(self.open)
+        if self._sweeping:
+            loop.call_later(self._every, self._sweep, loop)
+
+
+class Connection(HttpToolsProtocol):
+    """A connection of uvicorn's within the limits of its guard.
+
+    Attributes:
+        since: when it began to wait for a head, or its answer was complete; served: answers.
+    """
+
+    guard: Guard  # of a subclass, see guarded()
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Take a connection, or refuse it while all others are served."""
+        super().connection_made(transport)
+        # What the system holds is memory, too, and progress that nobody sees: with its usual
+        # megabytes a slow reader looks like one that does not read.
+        with contextlib.suppress(OSError, AttributeError):
+            made = transport.get_extra_info("socket")
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SENT)
+        self.since = self._took = self.loop.time()
+        self.served = self._head = self._aside = self._unsent = 0
+        self._in_body = self._half_closed = False
+        if not self.guard.opened(self):
+            self._refuse(503, "the server has no connection left; try again", "connections")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Forget it."""
+        self.guard.open.discard(self)
+        super().connection_lost(exc)
+
+    @property
+    def idle(self) -> bool:
+        """Whether no request is under way; half a head, or what follows an answer, is none."""
+        return (self.cycle is None or self.cycle.response_complete) and not self.pipeline
+
+    def data_received(self, data: bytes) -> None:
+        """Read on, but no head, and nothing else beside a body, of more than its bytes."""
+        most = self.guard.limits.head_bytes
+        if self.idle and not self._head and not self._in_body:
+            self.since = self.loop.time()
+        while data and not self.transport.is_closing():
+            piece, data = data, b""
+            if not self._in_body:
+                left = most - self._head
+                if left <= 0:
+                    self._refuse_head(431, f"the head of the request has over {most:,} bytes")
+                    return
+                piece, data = piece[:left], piece[left:]
+                self._head += len(piece)
+                super().data_received(piece)
+                continue
+            self._aside += len(piece)  # on_body begins to count anew
+            super().data_received(piece)
+            if self._in_body and self._aside > most + len(piece):
+                self._refuse_head(431, f"the trailers of the request have over {most:,} bytes")
+                return
+
+    def on_headers_complete(self) -> None:
+        """Begin with what follows a head."""
+        self._in_body, self._head, self._aside = True, 0, 0
+        if len(self.pipeline) >= _PIPELINED:
+            raise ValueError("too many requests before an answer")  # a 400 of the parser
+        super().on_headers_complete()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Take a header, or a trailer, within the bound of both."""
+        if self._in_body:
+            self._head += len(name) + len(value)
+            if self._head > self.guard.limits.head_bytes:
+                raise ValueError("the trailers are too long")
+        super().on_header(name, value)
+
+    def on_body(self, body: bytes) -> None:
+        """Take a piece of a body."""
+        self._aside = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """Wait for the next head."""
+        self._in_body, self._head = False, 0
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        """Wait for the next request, unless none can come."""
+        self.since = self.loop.time()
+        self.served += 1
+        super().on_response_complete()
+        if self._half_closed and not self.pipeline:
+            self.transport.close()
+
+    def eof_received(self) -> bool | None:  # type: ignore[override]
+        """Answer a whole request although nothing more can come; a client that left is dropped.
+
+        The end of a half-closed connection looks like that of a closed one until something is
+        written: an interim answer, which every client of HTTP/1.1 has to skip.
+        """
+        cycle = self.cycle
+        if self.idle or cycle.more_body or not hasattr(select, "poll"):
+            return None
+        if self.scope["http_version"] != "1.1" and not cycle.response_started:
+            return None  # HTTP/1.0 has no interim answers
+        if not self._half_closed:
+            self._half_closed = True
+            self._probe(0)
+        return True
+
+    def _probe(self, count: int) -> None:
+        if self.transport.is_closing() or self.idle:
+            return
+        poll = select.poll()
+        poll.register(self.transport.get_extra_info("socket").fileno(), 0)
+        if poll.poll(0):  # nothing was asked for: an error, or both ends are closed
+            self.transport.abort()
+            return
+        if count % _PROBES == 0 and not self.cycle.response_started:
+            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        self.loop.call_later(_PROBE, self._probe, count + 1)
+
+    def look(self, now: float) -> None:
+        """Drop a client that is late with a head, or that does not read."""
+        limits, waiting = (
+            self.guard.limits,
+            self.idle and (not self.served or self._head or self._in_body),
+        )
+        if self.transport.is_closing() and not self.transport.get_write_buffer_size():
+            return
+        if waiting and now - self.since > limits.head_seconds:
+            if self._head and not self._in_body:
+                self._refuse_head(408, f"the head did not arrive within {limits.head_seconds:g} s")
+            else:
+                self.transport.abort()
+            return
+        unsent = self.transport.get_write_buffer_size()
+        if not unsent or unsent < self._unsent:
+            self._took = now
+        self._unsent = unsent
+        if now - self._took > limits.stall_seconds:
+            self.transport.abort()
+
+    def _refuse_head(self, status: int, message: str) -> None:
+        self._refuse(status, f"{message}; send fewer or shorter headers", "head")
+
+    def _refuse(self, status: int, message: str, code: str) -> None:
+        """Answer without the application, and close."""
+        body = json.dumps(ApiError(status, message, code).body()).encode()
+        lines = [
+            f"HTTP/1.1 {status} {_PHRASES[status]}",
+            "Content-Type: application/json",
+            f"Content-Length: {len(body)}",
+            "Connection: close",
+            *([f"Retry-After: {RETRY_AFTER}"] if status == 503 else []),
+        ]
+        self.transport.write("\r\n".join([*lines, "", ""]).encode() + body)
+        self.transport.close()
+
+
+_PHRASES = {408: "Request Timeout", 431: "Request Header Fields Too Large"}
+_PHRASES[503] = "Service Unavailable"
+
+
+class Seldom(logging.Filter):
+    """Lets a warning without a traceback pass once a minute; clients can cause any number."""
+
+    def __init__(self, seconds: float = 60.0) -> None:
+        super().__init__()
+        self._seconds = seconds
+        self._latest: dict[str, float] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Return whether a record is written."""
+        if record.levelno > logging.WARNING or record.exc_info:
+            return True
+        now, key = time.monotonic(), str(record.msg)
+        if now - self._latest.get(key, -self._seconds) < self._seconds:
+            return False
+        self._latest[key] = now
+        return True
+
+
+class WebServer(uvicorn.Server):
+    """uvicorn with bounded connections.
+
+    Args:
+        app: the application; options: uvicorn's.
+    """
+
+    def __init__(self, room: Room, app: Any, host: str, port: int, **options: Any) -> None:
+        settings = room.settings
+        limits = ConnectionLimits(
+            settings.connections or most_connections(),
+            head_seconds=settings.head_seconds,
+            stall_seconds=settings.stall_seconds,
+        )
+        self.guard = Guard(limits)
+        guarded = type("GuardedConnection", (Connection,), {"guard": self.guard})
+        config = uvicorn.Config(
+            app,
+            host,
+            port,
+            http=guarded,
+            # asyncio accepts as many in one go before any of them is counted.
+            backlog=_AT_ONCE,
+            timeout_keep_alive=30,
+            server_header=False,
+            **options,
+        )
+        super().__init__(config)
+        for name in ("uvicorn.error", "mmkv.server"):
+            logger = logging.getLogger(name)
+            if not any(isinstance(one, Seldom) for one in logger.filters):
+                logger.addFilter(Seldom())
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen; more connections may wait than are accepted in one go."""
+        asyncio.get_running_loop().set_exception_handler(_on_loop_error)
+        await super().startup(sockets)
+        for server in getattr(self, "servers", ()):
+            for one in server.sockets:
+                with socket.fromfd(one.fileno(), one.family, one.type) as same:
+                    same.listen(_WAITING)
+
+
+def _on_loop_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """Say in one line, and seldom, that no connection can be accepted; pass on all else."""
+    if "accept" not in context.get("message", ""):
+        loop.default_exception_handler(context)
+        return
+    with contextlib.suppress(Exception):
+        log.warning("no connection can be accepted: %s", context.get("exception"))

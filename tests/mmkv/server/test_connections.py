@@ -1,0 +1,323 @@
+"""What a connection may take before anybody knows who asks."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from starlette.types import Receive, Scope, Send
+
+from mmkv.server import connections
+from mmkv.server.connections import Seldom, WebServer, most_connections
+from mmkv.server.settings import Settings
+
+MOST = 4
+GET = b"GET /%s HTTP/1.1\r\nHost: x\r\n\r\n"
+
+
+class App:
+    """Answers at once; on /wait when it is told to, on /flood without an end."""
+
+    def __init__(self) -> None:
+        self.waiting = self.left = self.done = 0
+        self.told, self.requests = asyncio.Event(), 0
+        self.loop: asyncio.AbstractEventLoop | None = None
+
+    def tell(self, end: bool = True) -> None:
+        """Let requests for /wait end, or wait again; from another thread."""
+        assert self.loop is not None
+        self.loop.call_soon_threadsafe(self.told.set if end else self.told.clear)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        self.requests += 1
+        self.loop = asyncio.get_running_loop()
+        path, start = scope["path"], {"type": "http.response.start", "status": 200}
+        if path == "/early":  # without a look at the body
+            await send(start | {"headers": [(b"content-length", b"2")]})
+            await send({"type": "http.response.body", "body": b"ok"})
+            return
+        while (await receive()).get("more_body", False):
+            pass
+        gone = asyncio.ensure_future(receive())
+        if path == "/wait":
+            self.waiting += 1
+            told = asyncio.ensure_future(self.told.wait())
+            await asyncio.wait({gone, told}, return_when=asyncio.FIRST_COMPLETED)
+            told.cancel()
+        await send(start | {"headers": []})
+        piece = {"type": "http.response.body", "body": b"x" * 2**16, "more_body": True}
+        while path == "/flood" and not gone.done():
+            await send(piece)
+        self.left += gone.done()
+        gone.cancel()
+        whole = b"ok" * (2**22 if path == "/large" else 1)
+        await send({"type": "http.response.body", "body": whole})
+        self.done += path == "/large"
+
+
+class Running:
+    """A server with an app, and connections to it."""
+
+    def __init__(self, web: WebServer, app: App) -> None:
+        self.web, self.app = web, app
+        self.address = web.servers[0].sockets[0].getsockname()
+
+    def connect(self, sent: bytes = b"") -> socket.socket:
+        made = socket.create_connection(self.address, timeout=20)
+        made.sendall(sent)
+        return made
+
+    def ask(self, sent: bytes = GET % b"") -> bytes:
+        with self.connect(sent) as made:
+            return made.recv(4096)
+
+
+def until(what: Any) -> None:
+    end = time.monotonic() + 20
+    while not what():
+        assert time.monotonic() < end, "not within 20 s"
+        time.sleep(0.005)
+
+
+def rest(made: socket.socket) -> bytes:
+    """Return what comes until the server closes."""
+    found = b""
+    with contextlib.suppress(ConnectionError):
+        while piece := made.recv(2**16):
+            found += piece
+    return found
+
+
+@contextlib.contextmanager
+def running(**settings: Any) -> Iterator[Running]:
+    given = {"connections": MOST, "head_seconds": 60, "stall_seconds": 60} | settings
+    room: Any = SimpleNamespace(settings=Settings("m", **given))
+    app = App()
+    web = WebServer(room, app, "127.0.0.1", 0, lifespan="off", log_level="error")
+    thread = threading.Thread(target=web.run)
+    thread.start()
+    try:
+        until(lambda: web.started)
+        yield Running(web, app)
+    finally:
+        web.should_exit = web.force_exit = True
+        thread.join()
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Running]:
+    with running() as made:
+        yield made
+
+
+def answer(made: socket.socket) -> bytes:
+    """Return an answer of the app, after which the connection stays."""
+    found = b""
+    while not found.endswith((b"ok", b"ok\r\n0\r\n\r\n")):
+        piece = made.recv(4096)
+        assert piece, found
+        found += piece
+    return found
+
+
+def refused(made: socket.socket) -> tuple[int, str]:
+    """Return the status and code of an answer after which the connection is closed."""
+    head, _, body = rest(made).partition(b"\r\n\r\n")
+    return int(head.split()[1]), json.loads(body)["error"]["code"]
+
+
+@pytest.mark.parametrize("size", [1, 1000, 2**16])
+def test_a_head_has_a_bound(server: Running, size: int) -> None:
+    made = server.connect(b"GET / HTTP/1.1\r\nHost: x\r\n")
+    sent = 0
+    with contextlib.suppress(ConnectionError):
+        while sent < 2**22:
+            made.sendall(b"X-%d: " % sent + b"a" * size + b"\r\n")
+            sent += size
+    # Much is in the buffers of the loopback; 4 MiB are not.
+    assert sent < 2**22 or size == 1
+    with contextlib.suppress(ConnectionError):
+        found = made.recv(4096)
+        assert not found or found.startswith(b"HTTP/1.1 431 ")
+    assert server.ask().startswith(b"HTTP/1.1 200")
+
+
+def test_the_bound_is_exact(server: Running) -> None:
+    base = len(GET % b"") + len(b"X: \r\n")
+    for more, status in ((0, b"200"), (1, b"431")):
+        head = (GET % b"")[:-2] + b"X: " + b"a" * (2**15 - base + more) + b"\r\n\r\n"
+        assert server.ask(head).split()[1] == status
+
+
+def test_the_answer_names_the_remedy(server: Running) -> None:
+    with server.connect(b"GET /" + b"a" * 2**15) as made:
+        assert refused(made) == (431, "head")
+
+
+@pytest.mark.parametrize("end", [b"", b"\r\nX: "])
+def test_trailers_have_a_bound(server: Running, end: bytes) -> None:
+    head = b"POST /wait HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n1\r\na\r\n0\r\nX: "
+    with server.connect(head) as made, contextlib.suppress(ConnectionError):
+        for _ in range(200):
+            made.sendall(b"a" * 1000 + end)
+        assert rest(made).split()[1] in (b"400", b"431")
+    until(lambda: not server.web.guard.open)
+
+
+def test_requests_before_an_answer_have_a_bound(server: Running) -> None:
+    before = server.app.requests
+    with server.connect(GET % b"wait" * 100) as made:
+        assert b"HTTP/1.1 400" in rest(made)
+    assert server.app.requests - before <= 1
+
+
+def test_a_long_body_is_no_head(server: Running) -> None:
+    body = b"a" * 2**20
+    head = b"POST /early HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body)
+    with server.connect(head + body) as made:
+        answer(made)
+        made.sendall(GET % b"")
+        assert answer(made).startswith(b"HTTP/1.1 200")
+    chunks = b"1\r\na\r\n" * 2**14 + b"0\r\n\r\n"
+    head = b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+    assert server.ask(head + chunks).startswith(b"HTTP/1.1 200")
+
+
+def test_connections_that_say_nothing_make_way(server: Running) -> None:
+    with contextlib.ExitStack() as stack:
+        silent = [stack.enter_context(server.connect(b"GET /" * (at % 2))) for at in range(40)]
+        assert server.ask().startswith(b"HTTP/1.1 200")
+        assert len(server.web.guard.open) <= MOST
+        assert rest(silent[0]) == b""
+
+
+def test_clients_that_ask_again_stay_before_those_that_never_asked(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "_GRACE", 0)
+    with server.connect(GET % b"") as good, contextlib.ExitStack() as stack:
+        answer(good)
+        for _ in range(20):
+            stack.enter_context(server.connect())
+        until(lambda: len(server.web.guard.open) == MOST)
+        good.sendall(GET % b"")
+        assert answer(good).startswith(b"HTTP/1.1 200")
+
+
+def test_one_more_than_can_be_served_is_told(server: Running) -> None:
+    before = server.app.waiting
+    with contextlib.ExitStack() as stack:
+        for _ in range(MOST):
+            stack.enter_context(server.connect(GET % b"wait"))
+        until(lambda: server.app.waiting == before + MOST)
+        with server.connect() as made:
+            assert refused(made) == (503, "connections")
+        assert len(server.web.guard.open) == MOST
+    until(lambda: not server.web.guard.open)
+
+
+def test_a_request_whose_client_closes_its_side_is_answered(server: Running) -> None:
+    with server.connect(GET % b"wait") as made:
+        made.shutdown(socket.SHUT_WR)
+        assert made.recv(4096) == b"HTTP/1.1 100 Continue\r\n\r\n"
+        time.sleep(0.2)  # a few looks at whether it is there
+        server.app.tell()
+        found = rest(made)
+        server.app.tell(False)
+        assert found.startswith(b"HTTP/1.1 200") and found.endswith(b"ok\r\n0\r\n\r\n")
+    half = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\nabc"
+    with server.connect(half) as made:
+        made.shutdown(socket.SHUT_WR)
+        assert rest(made) == b""
+
+
+def test_a_request_whose_client_has_gone_is_ended(server: Running) -> None:
+    left = server.app.left
+    server.connect(GET % b"wait").close()
+    until(lambda: server.app.left == left + 1)
+
+
+def test_a_late_head_is_given_up() -> None:
+    with running(head_seconds=0.2) as server:
+        with server.connect(b"GET / HT") as made:
+            assert refused(made) == (408, "head")
+        with server.connect() as made:
+            assert rest(made) == b""
+        # What comes after an early answer is no reason to stay.
+        head = b"POST /early HTTP/1.1\r\nHost: x\r\nContent-Length: 99999\r\n\r\n"
+        with server.connect(head) as made, contextlib.suppress(ConnectionError):
+            assert made.recv(4096)
+            for _ in range(1000):
+                made.sendall(b"a")
+                time.sleep(0.02)
+            pytest.fail("a body that drips keeps a connection for ever")
+
+
+def test_a_client_that_does_not_read_is_dropped() -> None:
+    with running(stall_seconds=0.3) as server:
+        made = socket.socket()
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        made.connect(server.address)
+        with made:
+            made.sendall(GET % b"flood")
+            until(lambda: server.app.left == 1)
+            assert not server.web.guard.open
+
+
+def test_an_answer_that_nobody_reads_goes_with_its_client() -> None:
+    with running(stall_seconds=0.3) as server:
+        made = socket.socket()
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        made.connect(server.address)
+        with made:
+            made.sendall(GET % b"large")
+            until(lambda: server.app.done == 1)
+            until(lambda: not server.web.guard.open)
+
+
+def test_a_slow_reader_stays() -> None:
+    with running(stall_seconds=2) as server:
+        made = socket.socket()
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**14)
+        made.connect(server.address)
+        with made:
+            made.sendall(GET % b"flood")
+            for _ in range(100):
+                assert made.recv(2**13)
+                time.sleep(0.03)
+            assert server.app.left == 0
+
+
+def test_descriptors_bound_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    resource = pytest.importorskip("resource", reason="descriptors are bounded on Unix alone")
+    for soft, there, most in ((128, 30, 50), (64, 40, 8), (20_000, 30, 1024)):
+        monkeypatch.setattr(resource, "getrlimit", lambda _, soft=soft: (soft, soft))
+        monkeypatch.setattr(connections.os, "listdir", lambda _, there=there: range(there))
+        assert most_connections() == most
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY,) * 2)
+    assert most_connections() == 1024
+
+
+def test_warnings_that_clients_cause_are_written_seldom() -> None:
+    seldom, name = Seldom(), "x"
+
+    def passes(level: int, message: str, error: Any = None) -> bool:
+        record = logging.LogRecord(name, level, "", 0, message, (), error)
+        return seldom.filter(record)
+
+    assert [passes(logging.WARNING, "a") for _ in range(3)] == [True, False, False]
+    assert passes(logging.WARNING, "b")
+    assert all(passes(logging.ERROR, "a") for _ in range(2))
+    known = (ValueError, ValueError(), None)
+    assert all(passes(logging.WARNING, "a", known) for _ in range(2))
