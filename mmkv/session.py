@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from mmkv.api import Engine
     from mmkv.explain import Trace
     from mmkv.explain.frames import Frame
-    from mmkv.prompt.held import Read
+    from mmkv.prompt.held import Plan, Read
     from mmkv.prompt.template import Message
 
 Progress = Callable[[int, int], None]
@@ -313,23 +313,27 @@ class Session(CachedSequence):
         """Return where the session stands."""
         return Place(self.seen, self.next_position, self.prompt_tokens, self.evicted)
 
-    def go_back(self, reading: Reading) -> None:
-        """Let go what a turn reads again, before it is read; none of it can be taken back alone."""
-        plan = reading.plan
-        if plan is None:
-            return
-        place = self.held.back(plan, reading.again)
+    def go_back(self, plan: Plan, again: int) -> str | None:
+        """Let go what is to be read again.
+
+        Args:
+            plan: from where; again: how many of its tokens stay.
+
+        Returns:
+            how the session differs now from one that reads the conversation afresh, or None.
+        """
+        place = self.held.back(plan, again)
         self.cut_back(place.seen, place.position, place.prompt)
         self._unfed, self._cuts = [], self._cuts + 1
         lost = self.evicted - plan.start.evicted
         if not place.seen:
             self.held.differs = None
-        elif lost > 0:
-            reading.differs = (
-                f"the chat template shows earlier messages in another way now; they were read "
-                f"again so, and up to {lost:,} entries that stand before them were evicted while "
-                "they stood as before"
-            )
+        if lost <= 0:
+            return None
+        return (
+            "earlier messages were read again, as they are shown now; up to "
+            f"{lost:,} entries of what stands before them were evicted while they stood as before"
+        )
 
     def begin_reply(self, messages: Sequence[Message], reading: Reading | None) -> None:
         """Note that a turn of ``messages`` is in the cache, and that an empty reply follows.
@@ -388,9 +392,9 @@ class Session(CachedSequence):
     def _append(self, turn: UserTurn, control: CtrlC, progress: Progress | None) -> torch.Tensor:
         """Prefill a turn whole, or leave the session as it was."""
         reading = turn.reading
-        back = reading.plan is not None
-        frames = [] if back else self._frames(reading)  # what fails here changes nothing
-        if not self.undo_depth and turn.tokens <= self.engine.prefill_chunk and not back:
+        appends = reading.plan is None
+        frames = self._frames(reading) if appends else []  # what fails here changes nothing
+        if appends and not self.undo_depth and turn.tokens <= self.engine.prefill_chunk:
             # One chunk: the engine undoes it itself when it fails. A Ctrl-C meanwhile is
             # delivered once the turn stands in the history, as an interrupted empty reply.
             logits = self.prefill(turn.inputs, progress)
@@ -404,8 +408,9 @@ class Session(CachedSequence):
                 progress(done, total)
 
         try:
-            self.go_back(reading)
-            frames = self._frames(reading) if back else frames
+            if reading.plan is not None:
+                reading.differs = self.go_back(reading.plan, reading.again)
+                frames = self._frames(reading)
             logits = self.prefill(turn.inputs, report)
         except BaseException:
             self._become(snapshot)

@@ -207,6 +207,18 @@ def kept_tokens(session: Session, plan: Plan, ids: Sequence[int]) -> int:
     return max(0, min(common_length(plan.ids, tuple(ids)), len(ids) - max(window, 1)))
 
 
+def text_before_media(processor: Processor, plan: Plan) -> list[int]:
+    """Return the tokens of a plan's text up to its first picture or video, which may not be here
+    yet.
+    """
+    tokens = [token for token in (processor.image_token, processor.video_token) if token]
+    ends = [plan.text.find(token) for token in tokens if token in plan.text]
+    text = plan.text[: min(ends, default=len(plan.text))]
+    if not text:
+        return []
+    return processor.encode(text, continuing=plan.start.seen > 0)["input_ids"][0].tolist()
+
+
 def without_first(inputs: dict[str, Tensor], tokens: int) -> dict[str, Tensor]:
     """Return inputs of one row without their first tokens, which are text."""
     return {key: value[:, tokens:] if key in PER_TOKEN else value for key, value in inputs.items()}

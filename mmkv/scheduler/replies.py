@@ -289,8 +289,10 @@ class ReplyJob:
             )
         if self.undo:
             self._before = self.live.fork_apart()
-        if prompt.reading is not None:
-            self.live.go_back(prompt.reading)
+        reading = prompt.reading
+        if reading is not None and reading.plan is not None:
+            # A copy to return to is not priced: what is taken back then is read again next time.
+            reading.differs = self.live.go_back(reading.plan, reading.again)
         undoable = self._kept is not None and not self.undo
         self._prefill = self.live.begin_prefill(prompt.inputs, self.chunk, undoable)
 

@@ -113,6 +113,7 @@ class ChatCall:
             weight=room.weights.get(caller.tenant, 1.0),
             start=start,
             keep=keep,
+            rewrites=(request.mmkv and request.mmkv.rewrites) or "reread",
         )
         self.head = Head(f"chatcmpl-{secrets.token_hex(12)}", int(time.time()), settings.name)
 

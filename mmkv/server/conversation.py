@@ -65,26 +65,34 @@ def reply_message(text: str) -> Message:
     return Message("assistant", (Part("text", text),) if text else ())
 
 
-def chain(root: str, messages: Sequence[Message]) -> list[str]:
+def chain(root: str, messages: Sequence[Message], rule: object = None) -> list[str]:
     """Return a key per message: a hash of it, all before it, and ``root``.
 
     Args:
         root: what else the memory of a conversation depends on.
         messages: with the digests of their media.
+        rule: by which pictures are read in a conversation with so many; None: by the same always.
     """
     keys = []
     for message in messages:
-        root = link(root, message)
+        root = link(root, message, rule)
         keys.append(root)
     return keys
 
 
-def link(before: str, message: Message) -> str:
+def pictures_in(messages: Sequence[Message]) -> int:
+    """Count the pictures, without videos."""
+    return sum(part.kind == "image" for one in messages for part in one.media)
+
+
+def link(before: str, message: Message, rule: object = None) -> str:
     """Return the key of ``message`` after the one with key ``before``."""
-    parts = [
+    parts: list[list[Any]] = [
         ["text", part.text] if part.kind == "text" else [part.kind, part.digest, part.options]
         for part in message.parts
     ]
+    if rule is not None:
+        parts = [[*part, rule] if part[0] == "image" else part for part in parts]
     assert not any(kind != "text" and value is None for kind, value, *_ in parts)
     return digest_of([before, message.role, parts])
 

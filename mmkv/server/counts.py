@@ -72,6 +72,7 @@ class Counts:
             sum(one.kv_bytes for one in memories),
             bound * self.engine.cache.pool.kv_page_bytes,
             self.engine.shared is not None,
+            next((one.differs for one in memories if one.differs), None),
         )
 
     def _evicted(self, replies: Iterable[tuple[Session, Choice]]) -> dict[str, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -11,20 +12,26 @@ import torch
 
 from engine.errors import InputError
 from engine.page_bound import page_bound
+from mmkv.prompt.held import Read, read_of
+from mmkv.prompt.template import REWRITES
 from mmkv.scheduler.contract import Price
 from mmkv.scheduler.replies import Growing
+from mmkv.server.conversation import pictures_in
 from mmkv.server.counts import Counts
 from mmkv.server.errors import ApiError
 from mmkv.server.memories import Memories
 from mmkv.server.prompts import Outline, Segment, outline
 from mmkv.server.work import Choice, Usage
 from mmkv.server.writer import ScoredWriter
+from mmkv.turn import agreed, kept_tokens, text_before_media, without_first
 
 if TYPE_CHECKING:
     from engine.prefill import Prefill
     from mmkv.api import Engine
     from mmkv.server.conversation import Message
     from mmkv.server.grammar import Grammars
+    from mmkv.server.kept import Kept
+    from mmkv.server.snapshots import Snapshot
     from mmkv.server.work import ChatWork
     from mmkv.session import Session
 
@@ -67,6 +74,7 @@ class ChatJob:
         self._media: list[Any] | None = None
         self._outline: Outline | None = None
         self._prefill: Prefill | None = None
+        self._read: Read | None = None
         self.growing: list[Growing] = []
         self.writers: list[ScoredWriter] = []
         self.choices: list[Choice] = []
@@ -130,21 +138,23 @@ class ChatJob:
         """
         work, engine, held = self.work, self.engine, 0
         work.messages = messages
-        found = self.memories.find()
-        if found is not None:
-            count, memory = found
-            shown = [message.for_template() for message in messages]
-            template, known = engine.processor.template, memory.rendered
-            rest = outline(template, shown, count, memory.replied, known)
-            if rest is not None and rest.segments:
-                held, self.live, self._outline = count, memory.open(), rest
-                self.memories.set_apart()
-                self.counts.resume(self.live, memory.seen)
+        shown = [message.for_template() for message in messages]
+        for count, memory in self.memories.find():
+            found = self._gone_on(shown, count, memory)
+            if found is None:
+                continue
+            held, (self.live, self._outline) = count, found
+            self.memories.used(memory)
+            self.memories.set_apart()
+            text, *others = memory.seen
+            again = sum(memory.seen) - self.live.seen  # text that is read in another way
+            self.counts.resume(self.live, (text - again, *others))
+            break
         if self.live is None:
             if work.start is not None:
                 raise InputError(
-                    "the model's chat template shows earlier messages in another way now, so the "
-                    "memory cannot be gone on from; send the whole conversation"
+                    "the template shows nothing new behind the memory that is gone on from; send "
+                    "the whole conversation"
                 )
             if work.resume == "required":
                 raise ApiError(
@@ -158,6 +168,87 @@ class ChatJob:
             with engine.lock:
                 engine.shared.join(self.live, work.weight)
         return held
+
+    def _gone_on(
+        self, shown: list[dict[str, Any]], count: int, memory: Snapshot | Kept
+    ) -> tuple[Session, Outline] | None:
+        """Open a session on a memory of ``count`` messages; what it has to read.
+
+        Where the template shows those in another way now, it goes back to where that begins. A
+        memory that was not named is left alone then, if something has been evicted from it: what
+        is read afresh is better.
+        """
+        template, work = self.engine.processor.template, self.work
+        named = work.start is not None or work.rewrites == "keep"
+        fits = outline(template, shown, count, memory.replied, memory.rendered)
+        if fits is not None and not fits.segments:
+            return None
+        if fits is None and not named and not memory.replied:
+            return None
+        session = memory.open()
+        session.rewrites = work.rewrites
+        try:
+            made = self._agreed(session, shown, count, fits, named)
+        except BaseException:
+            session.close()
+            raise
+        if made is None:
+            session.close()
+        return None if made is None else (session, made)
+
+    def _agreed(
+        self,
+        session: Session,
+        shown: list[dict[str, Any]],
+        count: int,
+        fits: Outline | None,
+        named: bool,
+    ) -> Outline | None:
+        """Return what a session reads to hold the conversation; it goes back if it has to."""
+        processor, held = self.engine.processor, session.held
+        template, last = processor.template, len(shown)
+        whole = template.render(shown, opening=True)
+        if held.pieces is None or template.source is None:
+            why = None if fits is not None else REWRITES
+        else:
+            rule = processor.rule(pictures_in(self.work.messages))
+            plan = held.plan(whole, rule)
+            if plan.appends:
+                return fits or Outline(whole, [Segment(plan.text, count, last)])
+            if fits is not None and session.evicted and self._only_spaces(session, shown, count):
+                return fits
+            if session.evicted and not named:
+                return None
+            plan, why = agreed(session, plan, whole, rule)
+            if why is None:
+                same = kept_tokens(session, plan, text_before_media(processor, plan))
+                held.differs = session.go_back(plan, same) or held.differs
+                return Outline(whole, [Segment(plan.text, count, last, same)])
+        if why is None or not named:
+            return fits
+        held.differs = why
+        text = template.addition(shown[:count], shown[count:]).text
+        return fits or Outline(whole, [Segment(text, count, last)])
+
+    @property
+    def _rule(self) -> bool | None:
+        return self.engine.processor.rule(pictures_in(self.work.messages))
+
+    def _only_spaces(self, session: Session, shown: list[dict[str, Any]], count: int) -> bool:
+        """Whether the client sent the latest reply back without the spaces around it.
+
+        That alone is no reason to let a memory go from which entries have been evicted.
+        """
+        held, sent = session.held, shown[count - 1]
+        if not held.pieces or not held.ends_with_reply:
+            return False
+        said, text = held.pieces[-1].text or "", "".join(p.get("text", "") for p in sent["content"])
+        if said == text or said.strip() != text.strip():
+            return False
+        as_said = [*shown[: count - 1], {**sent, "content": said}, *shown[count:]]
+        processor = self.engine.processor
+        rule = processor.rule(pictures_in(self.work.messages))
+        return held.plan(processor.template.render(as_said, opening=True), rule).appends
 
     def supply(self, media: list[Any]) -> None:
         """Give the pictures and videos of the messages that were not resumed, in order."""
@@ -197,6 +288,9 @@ class ChatJob:
         segment = self._outline.segments[0]
         self.counts.add(self._prefill._turn.modality)
         logits, self._prefill = self._prefill.logits, None
+        if self._read is not None:
+            session.note_read(self._read)
+            self._read = None  # and its pictures
         self._outline.segments.pop(0)
         if self._outline.segments:
             self.memories.keep_at(session, segment.last, self.counts.seen, self._outline)
@@ -217,13 +311,14 @@ class ChatJob:
         ]
         media, self._media = self._media[: len(kinds)], self._media[len(kinds) :]
         pairs = list(zip(kinds, media, strict=True))
-        inputs = self.engine.processor.encode(
-            segment.text,
-            [one for kind, one in pairs if kind == "image"],
-            [one for kind, one in pairs if kind == "video"],
-            continuing=session.seen > 0,
-        )
-        return session.with_unfed(inputs)
+        images = [one for kind, one in pairs if kind == "image"]
+        videos = [one for kind, one in pairs if kind == "video"]
+        processor, total = self.engine.processor, pictures_in(self.work.messages)
+        inputs = processor.encode(segment.text, images, videos, session.seen > 0, total)
+        ids = inputs["input_ids"][0].tolist()
+        more = {"rule": self._rule, "unfed": session.unfed, "stays": sys.maxsize}
+        self._read = read_of(processor, segment.text, ids, images, videos, **more)
+        return session.with_unfed(without_first(inputs, segment.held))
 
     def _begin_replies(self, logits: torch.Tensor) -> None:
         engine, sampling, session = self.engine, self.work.sampling, self.live
@@ -261,8 +356,8 @@ class ChatJob:
         """
         for one in self.growing:
             writer, session = one.writer, one.session
-            session.set_unfed(writer.unfed)
             reply = writer.reply(self.counts.prompt_tokens, session.memory())
+            session.note_reply(writer, reply.text)
             self.choices.append(
                 Choice(reply.text, len(reply.token_ids), reply.finish_reason, reply.memory)
             )

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from mmkv.server.conversation import chain, link, reply_message
+from mmkv.server.conversation import chain, link, pictures_in, reply_message
 from mmkv.server.kept import Facets, Kept, Shelf
 
 if TYPE_CHECKING:
@@ -27,16 +28,23 @@ class Memories:
         self.engine, self.work = engine, work
         self._snapshots, self._shelf = snapshots, shelf
 
-    def find(self) -> tuple[int, Snapshot | Kept] | None:
-        """Return how many messages are held by a memory, and the one that holds most of them.
+    def find(self) -> Iterator[tuple[int, Snapshot | Kept]]:
+        """Yield how many messages are held by a memory, and it, those with most of them first.
 
         Called once the digests of all media are known.
         """
         start = self.work.start
         if start is not None:
-            self._shelf.used(start)
-            return len(start.facets.messages), start
-        return self._snapshots.find(self._keys) if self._shares else None
+            yield len(start.facets.messages), start
+        elif self._shares:
+            yield from self._snapshots.find(self._keys)
+
+    def used(self, memory: Snapshot | Kept) -> None:
+        """Note that a memory was used last."""
+        if isinstance(memory, Kept):
+            self._shelf.used(memory)
+        else:
+            self._snapshots.used(memory)
 
     def set_apart(self) -> None:
         """Let what the request goes on from compete with no one: its own session stands for it."""
@@ -105,7 +113,8 @@ class Memories:
     @cached_property
     def _keys(self) -> list[str]:
         """The key of each message; most who name what they go on from need none."""
-        return chain(self.work.root, self.work.messages)
+        rule = self.engine.processor.rule(pictures_in(self.work.messages))
+        return chain(self.work.root, self.work.messages, rule)
 
     @property
     def _shares(self) -> bool:

@@ -25,11 +25,13 @@ class Segment:
     Attributes:
         first, last: the messages that end in it, ``messages[first:last]``; none for the opening
             of the reply, or if the template renders nothing for one.
+        held: tokens at its beginning that the session holds already.
     """
 
     text: str
     first: int
     last: int
+    held: int = 0
 
 
 @dataclass(frozen=True)

@@ -126,9 +126,12 @@ class MmkvOptions(Strict):
             there is one, ``never``, or ``required``.
         budget: entries per row (256), or text such as ``"64MiB"``; the server's by default.
         policy, lookahead: have to be the server's.
+        rewrites: what to do where earlier messages are shown in another way now: ``reread`` them
+            so, or ``keep`` them as they were read.
     """
 
     resume: Literal["auto", "never", "required"] | None = None
+    rewrites: Literal["reread", "keep"] | None = None
     budget: Number | str | None = None
     policy: str | None = None
     lookahead: float | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -54,20 +54,24 @@ class Snapshots:
         """Count the pages that they hold."""
         return self._scheduler.residents.spare_pages
 
-    def find(self, keys: Iterable[str]) -> tuple[int, Snapshot] | None:
-        """Return the snapshot of the longest conversation.
+    def find(self, keys: Sequence[str]) -> Iterator[tuple[int, Snapshot]]:
+        """Yield snapshots of a conversation's first messages, the longest first.
+
+        Whoever goes on from one calls :meth:`used`.
 
         Args:
             keys: of its messages, in order.
 
-        Returns:
-            how many messages it holds, and the snapshot; None when there is none.
+        Yields:
+            how many messages it holds, and the snapshot.
         """
-        for count, key in reversed(list(enumerate(keys, 1))):
-            if (found := self._found.get(key)) is not None:
-                self._scheduler.residents.used_spare(found)
-                return count, found
-        return None
+        for count in range(len(keys), 0, -1):
+            if (found := self._found.get(keys[count - 1])) is not None:
+                yield count, found
+
+    def used(self, snapshot: Snapshot) -> None:
+        """Note that a snapshot was used last."""
+        self._scheduler.residents.used_spare(snapshot)
 
     def keep(
         self,

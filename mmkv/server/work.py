@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from engine.contents import Memory
     from mmkv.server.conversation import Message
     from mmkv.server.kept import Kept
+    from mmkv.turn import Rewrites
 
 Resume = Literal["auto", "never", "required"]
 
@@ -28,6 +29,7 @@ class ChatWork:
         asked: whether the request itself says how to resume.
         weight: of its sessions in a shared budget.
         start: the memory that the request goes on from; ``messages`` begin with its own.
+        rewrites: see :class:`mmkv.Session`.
         keep: whether the memory after the reply stays, in ``kept`` when the request is done.
     """
 
@@ -42,6 +44,7 @@ class ChatWork:
     weight: float = 1.0
     start: Kept | None = None
     keep: bool = False
+    rewrites: Rewrites = "reread"
     kept: Kept | None = None
 
 
@@ -66,6 +69,7 @@ class Usage:
         kv_bytes: of the keys and values held at the end; bound_bytes: the most that there can be
             between two chunks.
         shared_pool: whether all sessions compete for one budget: what is kept depends on others.
+        differs: how what was read differs from the conversation rendered afresh; None: it does not.
     """
 
     prompt_tokens: int
@@ -77,3 +81,4 @@ class Usage:
     kv_bytes: int
     bound_bytes: int
     shared_pool: bool = False
+    differs: str | None = None
