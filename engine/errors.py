@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 _LONGEST_WORD = 250
+# What moves a terminal's cursor, changes its colours, or turns the direction of what it shows.
+_CODES = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 class MmkvError(Exception):
@@ -59,10 +62,24 @@ class InputError(MmkvError):
     """Malformed model inputs: pictures, videos, token ids, messages, requests."""
 
 
+def plain(text: str, keep: str = "\n\t") -> str:
+    """Return text of others as a terminal may show it: codes that steer it become escapes.
+
+    Args:
+        keep: those that stay as they are.
+    """
+    return _CODES.sub(lambda m: m[0] if m[0] in keep else ascii(m[0])[1:-1], text)
+
+
+def without_codes(text: str) -> str:
+    """Return a model's text for a terminal: codes that steer it are left out."""
+    return _CODES.sub(lambda m: m[0] if m[0] in "\n\t" else "", text)
+
+
 def one_line(message: str) -> str:
-    """Return a message without line breaks, words of any length (names of files) cut."""
+    """Return a message as plain text without line breaks, long words (names of files) cut."""
     words = (w if len(w) <= _LONGEST_WORD else f"{w[:_LONGEST_WORD]}..." for w in message.split())
-    return " ".join(words)
+    return plain(" ".join(words))
 
 
 BROKEN = -2  # stands for a token where the logits were not finite
@@ -90,6 +107,9 @@ def printable(message: str) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's text, at most 200 characters, or else its type."""
+    """Return the first line of an error's text, at most 200 characters, or else its type.
+
+    The text is often that of a file, a template or a library: codes in it become escapes.
+    """
     text = str(error).strip()
-    return text.splitlines()[0][:200] if text else type(error).__name__
+    return plain(text.splitlines()[0])[:200] if text else type(error).__name__

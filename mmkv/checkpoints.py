@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.budget import format_bytes
-from engine.errors import MmkvError
+from engine.errors import MmkvError, plain
 from engine.model.fingerprint import fingerprint, language_fingerprint
 from engine.model.source import checkpoint_file, files_of
 from engine.registry import offered
@@ -190,11 +190,11 @@ def table(listing: Listing) -> RenderableType:
     for one in listing.models:
         shown = one.gates or (["-"] if not one.problem else [one.problem])
         cells = (one.name, one.where, one.family, format_bytes(one.size), "\n".join(shown))
-        models.add_row(*(Text(cell, overflow="fold") for cell in cells))
+        models.add_row(*(Text(plain(cell), overflow="fold") for cell in cells))
     gates = Table("gates", "where", "kind", "trained for", title="gates")
     for set_ in listing.gates:
         facts = (set_.name, set_.where, set_.kind, set_.base or "-")
-        gates.add_row(*(Text(fact, overflow="fold") for fact in facts))
+        gates.add_row(*(Text(plain(fact), overflow="fold") for fact in facts))
     families = Table(
         "model type",
         "family",

@@ -16,12 +16,12 @@ from engine.errors import ContextError, SessionError
 from engine.sequence import CachedSequence
 from engine.sequence_file import checked_extra
 from mmkv.interrupts import CtrlC
-from mmkv.prompt.held import Held, Place
+from mmkv.prompt.held import Held, Place, Rewrites
 from mmkv.reply import Reply, ReplyWriter
 from mmkv.sampling import Sampling, checked
 from mmkv.stepping import step
 from mmkv.stream import ReplyStream
-from mmkv.turn import Reading, Rewrites, UserTurn, compose
+from mmkv.turn import Reading, UserTurn, compose
 
 if TYPE_CHECKING:
     from engine.budget import Budget

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -25,9 +25,6 @@ if TYPE_CHECKING:
     from mmkv.session import Session
 
 
-# How a session goes on where the template, or the rule by which pictures are read, changes what
-# stands before a new message.
-Rewrites = Literal["reread", "keep"]
 _KEPT = "stays as it was read"
 _STATELESS = "by the numbers that policy {} has summed up for each entry it cannot be taken back"
 

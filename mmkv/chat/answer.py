@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from engine.errors import without_codes
 from mmkv.chat.record import record
 
 if TYPE_CHECKING:
@@ -114,10 +115,13 @@ def _watch(engine: Engine, session: Session, display: Display) -> Watch:
 
 
 class _Plain:
-    """Writes a reply as it is."""
+    """Writes a reply as it is; to a terminal without the codes that would steer it."""
+
+    def __init__(self) -> None:
+        self._shown = sys.stdout.isatty()
 
     def feed(self, piece: str) -> None:
-        _write(piece)
+        _write(without_codes(piece) if self._shown else piece)
 
     def close(self) -> None:
         _write("\n")

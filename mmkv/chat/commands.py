@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from rich.table import Table
 
@@ -19,6 +19,7 @@ from mmkv.chat.saved import is_session
 from mmkv.chat.targets import checked_target
 from mmkv.chat.transcript import export, is_transcript, spoken
 from mmkv.chat.watch import panel
+from mmkv.prompt.held import Rewrites
 from mmkv.prompt.media import load_image
 from mmkv.prompt.video import check_sampling
 
@@ -79,6 +80,7 @@ def _set(repl: Repl, rest: str) -> None:
     elif name:
         raise InputError(f"no setting {name!r}; there are {', '.join(SETTINGS)}")
     values = asdict(repl.sampling) | {"fps": repl.fps, "num_frames": repl.num_frames}
+    values["rewrites"] = repl.session.rewrites
     values["stop"] = list(values["stop"])
     repl.display.say(", ".join(f"{key} {value}" for key, value in values.items()))
 
@@ -88,6 +90,13 @@ def _sampling_setting(name: str, parse: Callable[[str], Any]) -> Callable[[Repl,
         repl.set_sampling(**{name: parse(value)})
 
     return change
+
+
+def _set_rewrites(repl: Repl, value: str) -> None:
+    choices = get_args(Rewrites)
+    if value not in choices:
+        raise InputError(f"rewrites is {' or '.join(choices)}, not {value!r}")
+    repl.rewrites = repl.session.rewrites = value  # type: ignore[assignment]
 
 
 def _set_fps(repl: Repl, value: str) -> None:
@@ -111,11 +120,18 @@ SETTINGS: dict[str, Callable[[Repl, str], None]] = {
     "stop": _sampling_setting("stop", lambda value: (value,) if value else ()),
     "fps": _set_fps,
     "num_frames": _set_num_frames,
+    "rewrites": _set_rewrites,
 }
 
 
 def _stats(repl: Repl, _: str) -> None:
     repl.display.show(statistics(repl.engine, repl.session))
+
+
+def _memory(repl: Repl, _: str) -> None:
+    repl.display.say(memory_line(repl.engine, repl.session))
+    if differs := repl.session.memory().differs:
+        repl.display.say(differs)
 
 
 def _budget(repl: Repl, value: str) -> None:
@@ -248,6 +264,7 @@ COMMANDS = {
     "system": Command("[TEXT]", "system message of the next conversation", _system),
     "set": Command("[NAME VALUE]", "show or change sampling settings", _set),
     "stats": Command("", "tokens, entries by modality, memory, entries per layer", _stats),
+    "memory": Command("", "what is kept, and how it differs from a fresh reading", _memory),
     "budget": Command("[256|25%|64MiB]", "show or change the budget", _budget),
     "undo": Command("", "take back the latest turn; its pictures are queued again", _undo),
     "retry": Command("", "take back the latest reply and ask for another", _retry),

@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from engine.budget import format_bytes
+from engine.errors import plain
 from mmkv.chat.trouble import one_line
 
 if TYPE_CHECKING:
@@ -39,8 +40,8 @@ class Display:
             self.say(f"mmkv: {text}")
 
     def say(self, text: str) -> None:
-        """Print a line that was asked for, such as a command's answer."""
-        self.console.print(Text(text), soft_wrap=not self.console.is_terminal)
+        """Print a line that was asked for, such as a command's answer, as plain text."""
+        self.console.print(Text(plain(text)), soft_wrap=not self.console.is_terminal)
 
     def error(self, error: Exception) -> None:
         """Print an error that does not end the conversation, in one line."""

@@ -7,7 +7,6 @@ scrolled away is right. Nothing is hidden: HTML, references and the addresses of
 
 from __future__ import annotations
 
-import re
 import sys
 import termios
 import time
@@ -24,9 +23,10 @@ from rich.segment import Segment, SegmentLines
 from rich.syntax import Syntax
 from rich.table import Table
 
+from engine.errors import without_codes
+
 # Redraw at most this often, and spend no more than 1/SHARE of the time on it.
 PAUSE_S, SHARE = 0.08, 8
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 # Rules that would take text off the screen: raw HTML, definitions of links, pictures.
 _PARSER = (
     MarkdownIt("commonmark", {"html": False})
@@ -53,7 +53,7 @@ class MarkdownStream:
 
     def feed(self, piece: str) -> None:
         """Take the next piece of the reply. Control characters are dropped."""
-        self._open += _CONTROL.sub("", piece)
+        self._open += without_codes(piece)
         begun = time.monotonic()
         self._line_ended |= "\n" in piece
         if begun < self._rest_until:

@@ -40,6 +40,7 @@ def record(engine: Engine, session: Session, model: str) -> dict[str, Any]:
             "total": total_entries(engine, memory),
             "by_modality": memory.by_modality,
         },
+        "differs": memory.differs,
         "memory": {
             "pages": memory.pages,
             "kv_bytes": memory.kv_bytes,

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from mmkv.api import Engine, Session
     from mmkv.chat.display import Display
     from mmkv.chat.options import ChatOptions
+    from mmkv.prompt.held import Rewrites
 
 # Turns that /undo can take back; each holds a copy of the (bounded) cache.
 UNDO_DEPTH = 4
@@ -55,6 +56,7 @@ class Repl:
         self.extra = chat_extra(engine, options.engine, options.model)
         self.autosave = Autosave(self.extra, display.say) if options.autosave else None
         self.watching = False
+        self.rewrites: Rewrites = "reread"
         self.sent: WeakKeyDictionary[Session, list[Sent]] = WeakKeyDictionary()
         self.session = self.new_session()
         self.branches: dict[str, Session] = {"main": self.session}
@@ -230,7 +232,7 @@ class Repl:
 
         On a GPU a record costs bursts of steps, so that there /explain has to ask for it.
         """
-        session.undo_depth = UNDO_DEPTH
+        session.undo_depth, session.rewrites = UNDO_DEPTH, self.rewrites
         if self.engine.device.type == "cpu":
             session.record()
         return session

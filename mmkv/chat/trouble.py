@@ -5,7 +5,7 @@ from __future__ import annotations
 import traceback
 from pathlib import Path
 
-from engine.errors import InputError, MmkvError
+from engine.errors import InputError, MmkvError, plain
 
 _LONGEST = 300
 _OURS = ("mmkv", "engine")
@@ -51,7 +51,7 @@ def _lacks_memory(error: Exception) -> bool:
 
 def _text(error: Exception, longest: int | None = _LONGEST) -> str:
     try:
-        words = " ".join(str(error).split())
+        words = plain(" ".join(str(error).split()))
     except Exception:
         words = ""
     return words[:longest] or type(error).__name__

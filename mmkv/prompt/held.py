@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from engine.errors import InputError
 from mmkv.prompt.special import CUT
@@ -20,6 +20,8 @@ from mmkv.prompt.special import CUT
 if TYPE_CHECKING:
     from mmkv.prompt.processing import Processor
 
+# What a session does where earlier messages are shown in another way than they were read.
+Rewrites = Literal["reread", "keep"]
 # Bytes of loaded pictures and videos that a session holds, in case a later turn changes them.
 MOST_MEDIA = 2**26
 

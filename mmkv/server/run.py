@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import logging
 import signal
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from engine.config import EngineConfig
-from engine.errors import ModelError
+from engine.errors import ModelError, plain
 from mmkv.server.settings import Settings
 
 if TYPE_CHECKING:
@@ -25,6 +26,14 @@ PACKAGES = (
     "httpx",
     "llguidance",
 )
+
+
+class PlainFormatter(logging.Formatter):
+    """Writes what requests, files and libraries say without codes that steer a terminal."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the record's lines."""
+        return plain(super().format(record))
 
 
 def require_packages() -> None:
@@ -84,6 +93,9 @@ def serve(
     from mmkv.server.connections import WebServer
     from mmkv.server.hosts import allowed_hosts
 
+    log = logging.StreamHandler()
+    log.setFormatter(PlainFormatter())
+    logging.getLogger("mmkv").addHandler(log)
     with opened(load, settings, lookahead) as room:
         gc.freeze()  # what is imported stays: looking through it again would stop all replies
         web = WebServer(

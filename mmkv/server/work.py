@@ -11,9 +11,9 @@ from mmkv.server.writer import Extras
 if TYPE_CHECKING:
     from engine.budget import Budget
     from engine.contents import Memory
+    from mmkv.prompt.held import Rewrites
     from mmkv.server.conversation import Message
     from mmkv.server.kept import Kept
-    from mmkv.turn import Rewrites
 
 Resume = Literal["auto", "never", "required"]
 
