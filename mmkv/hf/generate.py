@@ -149,10 +149,13 @@ class Call:
         """Read the prompts; the rows and float32 logits ``[B copies, vocab]``."""
         engine, held = self._engine, [] if self.cache is None else self.cache.rows
         given = without_padding(input_ids, mask)
-        new = new_tokens(held, given, masked_before(input_ids, mask)) if held else given
-        for i in range(len(given)):
+        begun = [(0, ids) for ids in given]
+        begun = new_tokens(held, given, masked_before(input_ids, mask)) if held else begun
+        new = [ids for _, ids in begun]
+        for i, (kept, _) in enumerate(begun):
             # What is held stays as it is until the call has ended well.
             self._opened.append(held[i].fork() if held else Row(engine.session()))
+            self._opened[-1].go_back(kept)
         prompted = list(self._opened)
         with engine.lock:
             turns = engine.family.turns(
@@ -160,7 +163,7 @@ class Call:
                 self._media,
                 [row.session.next_position for row in prompted],
                 engine.device,
-                [torch.tensor(row.ids, dtype=torch.long) for row in held],
+                [torch.tensor(row.ids, dtype=torch.long) for row in prompted if held],
             )
         logits = extend_together([row.session for row in prompted], turns)
         rows = []

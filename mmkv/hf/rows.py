@@ -32,6 +32,25 @@ class Row:
         """Return an independent copy."""
         return Row(self.session.fork(), list(self.ids), self.prompt, self.pending)
 
+    def can_go_back(self, count: int) -> bool:
+        """Whether it can stand behind its first ``count`` tokens again as if it had read no more.
+
+        Not once something has been evicted, nor behind a picture that it would have to read again.
+        """
+        session, engine = self.session, self.session.engine
+        media = set(engine.family.placeholder.values())
+        exact = session.can_cut_back and not session.evicted and not engine.policy.keeps_prompt
+        return exact and media.isdisjoint(self.ids[count:])
+
+    def go_back(self, count: int) -> None:
+        """Let go what follows its first ``count`` tokens; see :meth:`can_go_back`."""
+        if count == len(self.ids):
+            return
+        session = self.session
+        position = session.next_position - (session.seen - count)
+        session.cut_back(count, position, min(session.prompt_tokens, count))
+        self.ids, self.pending, self.prompt = self.ids[:count], None, min(self.prompt, count)
+
     def fed(self, token: int) -> None:
         """Note that the session has seen ``token``."""
         self.ids.append(token)
@@ -69,8 +88,11 @@ def masked_before(input_ids: Tensor, mask: Tensor | None) -> list[int] | None:
 
 def new_tokens(
     rows: Sequence[Row], given: Sequence[Tensor], before: Sequence[int] | None
-) -> list[Tensor]:
-    """Return what each conversation has to read before it goes on.
+) -> list[tuple[int, Tensor]]:
+    """Return how many of its tokens each conversation keeps, and what it has to read then.
+
+    Where the tokens of a whole conversation leave those that are held, as templates do that drop
+    the thoughts of earlier replies, it goes back if nothing is lost by that.
 
     Args:
         rows: the conversations so far.
@@ -86,23 +108,36 @@ def new_tokens(
             "pass as many rows as the generate call that filled it returned"
         )
     if before is not None:
-        return [_after(*parts) for parts in zip(rows, given, before, strict=True)]
+        joined = [_after(*parts) for parts in zip(rows, given, before, strict=True)]
+        return [(len(row.ids), ids) for row, ids in zip(rows, joined, strict=True)]
     common = [_common(row.ids, ids) for row, ids in zip(rows, given, strict=True)]
     whole = [
         count == len(row.ids) < ids.numel()
         for count, row, ids in zip(common, rows, given, strict=True)
     ]
-    for count, row, ids, complete in zip(common, rows, given, whole, strict=True):
-        # Ids that repeat the first prompt and go on are those of the whole conversation.
-        if not complete and (any(whole) or row.prompt <= count < ids.numel()):
-            raise InputError(
-                f"input_ids repeat the conversation up to token {count}, and the cache holds "
-                f"{len(row.ids)} tokens that go on differently; pass the tokens that generate "
-                "returned, followed by the new ones, or the new ones alone"
-            )
-    if all(whole):
-        return [ids[len(row.ids) :] for row, ids in zip(rows, given, strict=True)]
-    return [_joined(row, ids) for row, ids in zip(rows, given, strict=True)]
+    # Ids that repeat the first prompt and go on are those of the whole conversation.
+    leaves = [
+        row.prompt <= count < ids.numel()
+        for count, row, ids in zip(common, rows, given, strict=True)
+    ]
+    if any(leaves) or any(whole):
+        made = []
+        for count, row, ids, complete, left in zip(common, rows, given, whole, leaves, strict=True):
+            session = row.session
+            needs = session.engine.policy.scoring.needs if session.engine.policy.evicts else None
+            # A policy that scores with the latest queries reads as many again.
+            window = 0 if needs is None else needs.queries
+            kept = count if complete else max(min(count, ids.numel() - max(window, 1)), 0)
+            if not (complete or (left and row.can_go_back(kept))):
+                raise InputError(
+                    f"input_ids repeat the conversation up to token {count}, and the cache holds "
+                    f"{len(row.ids)} tokens that go on differently; pass the tokens that generate "
+                    "returned, followed by the new ones, or a new RetainedCache()"
+                )
+            made.append((kept, ids[kept:]))
+        return made
+    joined = [_joined(row, ids) for row, ids in zip(rows, given, strict=True)]
+    return [(len(row.ids), ids) for row, ids in zip(rows, joined, strict=True)]
 
 
 def _after(row: Row, ids: Tensor, before: int) -> Tensor:

@@ -180,6 +180,17 @@ class ChatJob:
         """
         template, work = self.engine.processor.template, self.work
         named = work.start is not None or work.rewrites == "keep"
+        held = memory.held
+        if held is not None and held.pieces is not None and template.source is not None:
+            rule = self._rule
+
+            def unread(whole: str) -> str | None:
+                plan = held.plan(whole, rule)
+                return plan.text if plan.appends else None
+
+            made = outline(template, shown, count, unread=unread)
+            if made is not None:  # mostly; all is rendered once then
+                return (memory.open(), made) if made.segments else None
         fits = outline(template, shown, count, memory.replied, memory.rendered)
         if fits is not None and not fits.segments:
             return None
@@ -211,8 +222,7 @@ class ChatJob:
         if held.pieces is None or template.source is None:
             why = None if fits is not None else REWRITES
         else:
-            rule = processor.rule(pictures_in(self.work.messages))
-            plan = held.plan(whole, rule)
+            plan = held.plan(whole, rule := self._rule)
             if plan.appends:
                 return fits or Outline(whole, [Segment(plan.text, count, last)])
             if fits is not None and session.evicted and self._only_spaces(session, shown, count):
@@ -246,9 +256,8 @@ class ChatJob:
         if said == text or said.strip() != text.strip():
             return False
         as_said = [*shown[: count - 1], {**sent, "content": said}, *shown[count:]]
-        processor = self.engine.processor
-        rule = processor.rule(pictures_in(self.work.messages))
-        return held.plan(processor.template.render(as_said, opening=True), rule).appends
+        whole = self.engine.processor.template.render(as_said, opening=True)
+        return held.plan(whole, self._rule).appends
 
     def supply(self, media: list[Any]) -> None:
         """Give the pictures and videos of the messages that were not resumed, in order."""

@@ -20,6 +20,7 @@ from mmkv.server.conversation import Message, Part
 if TYPE_CHECKING:
     from engine.contents import Memory
     from mmkv.api import Engine
+    from mmkv.prompt.held import Held
     from mmkv.scheduler import Scheduler
     from mmkv.server.prompts import Rendered
     from mmkv.session import Session
@@ -118,6 +119,11 @@ class Kept:
         with self._engine.lock, torch.inference_mode():
             shared.join(self._live, self._weight)
             shared.cut([], self._engine.slack)
+
+    @property
+    def held(self) -> Held | None:
+        """Return what it has read, as text; None while it lies in its file."""
+        return None if self._live is None else self._live.held
 
     def open(self) -> Session:
         """Return a session that goes on from here. Raises SessionError."""

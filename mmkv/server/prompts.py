@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -75,6 +75,7 @@ def outline(
     held: int = 0,
     replied: bool = False,
     known: Rendered | None = None,
+    unread: Callable[[str], str | None] | None = None,
 ) -> Outline | None:
     """Return what follows the first ``held`` messages, a segment per message and the opening.
 
@@ -87,6 +88,8 @@ def outline(
             (an end marker) is still to come, and comes with the next message.
         known: the text that was read of those held, but for such a reply. While the template shows
             it still, they need not be rendered by themselves.
+        unread: returns the end of the whole text that has not been read, or None where that goes
+            on from another text; then nothing else is asked.
 
     Returns:
         None where the template would render the held messages in another way now than before.
@@ -96,12 +99,17 @@ def outline(
     """
     shown = list(messages)
     marker = new_marker()
-    if replied:
+    if replied and unread is None:
         shown[held - 1] = {"role": "assistant", "content": marker}
     layout = template.layout(shown, opening=True)
     text = whole = layout.text
     done = 0
-    if replied:
+    if unread is not None:
+        rest_of_text = unread(whole)
+        if rest_of_text is None:
+            return None
+        done = len(whole) - len(rest_of_text)
+    elif replied:
         before, found, after = whole.rpartition(marker)
         same = known is not None and known.length == len(before) and known.begins(before)
         if not found or not (same or before == template.render(shown[: held - 1], opening=True)):

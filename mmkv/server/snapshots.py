@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from mmkv.prompt.held import Held
     from mmkv.scheduler import Scheduler
     from mmkv.server.prompts import Rendered
     from mmkv.session import Session
@@ -28,6 +29,11 @@ class Snapshot:
     seen: tuple[int, ...]
     pages: int
     rendered: Rendered | None = None
+
+    @property
+    def held(self) -> Held:
+        """Return what it has read, as text."""
+        return self.session.held
 
     def open(self) -> Session:
         """Return a session that goes on from here."""

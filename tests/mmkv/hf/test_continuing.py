@@ -264,3 +264,21 @@ def test_what_cannot_be_a_continuation_is_refused() -> None:
     with retain(model, **SMALL):
         greedy(model, turns[0], past_key_values=held)
         assert held.get_seq_length() > 0
+
+
+@pytest.mark.parametrize("policy", ["full", "snapkv:window=8"])
+def test_a_conversation_that_drops_tokens_of_a_reply_goes_back(policy: str) -> None:
+    """Against a call that reads the changed conversation afresh; a second row stays as it is."""
+    model, held = model_of("llama"), RetainedCache()
+    options = {"policy": policy, "budget": 200}
+    prompt = torch.arange(5, 25).view(2, 10)
+    with retain(model, **options):
+        made = greedy(model, {"input_ids": prompt}, max_new_tokens=SAID, past_key_values=held)
+        asked = torch.arange(30, 50)
+        # The first row's reply without its first two tokens; the other's whole, and as long.
+        rows = [torch.cat([made[0, :10], made[0, 12:], asked]), torch.cat([made[1], asked[:18]])]
+        inputs = {"input_ids": torch.stack(rows)}
+        wanted = greedy(model, inputs, max_new_tokens=SAID)
+        again = greedy(model, inputs, max_new_tokens=SAID, past_key_values=held)
+        assert torch.equal(again, wanted)
+        assert held.rows[0].ids == again[0, :-1].tolist()
