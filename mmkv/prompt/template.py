@@ -14,7 +14,7 @@ from itertools import groupby
 from typing import Any
 
 from engine.errors import InputError, first_line
-from mmkv.prompt.special import Cutter, new_marker
+from mmkv.prompt.special import CUT, Cutter, new_marker
 
 Message = dict[str, Any]
 
@@ -107,7 +107,10 @@ class ChatTemplate:
                 "this model's chat template drops earlier replies, so a turn cannot be appended; "
                 "start a new conversation"
             )
+        said = "".join(part.get("text", "") for part in as_parts(history[latest]["content"]))
+        real = self.render(history + turn, opening=True)  # what it makes of the reply's own words
         stable = before == self.render(history[:latest], opening=True)
+        stable &= real.replace(CUT, "") == (before + said + after).replace(CUT, "")
         return Addition(after, True, differs=None if stable else REWRITES)
 
     def render(self, messages: list[Message], opening: bool) -> str:

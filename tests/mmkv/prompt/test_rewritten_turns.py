@@ -6,7 +6,8 @@ make of the whole conversation, and the logits of its model for them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import random
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +17,18 @@ from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 from mmkv import Engine, Session
-from mmkv.prompt.template import ChatTemplate
+from mmkv.prompt.template import REWRITES, ChatTemplate
+from mmkv.scheduler.replies import ReplyJob, message
+from mmkv.scheduler.stored import StoredSession
 from tests.mmkv.prompt.test_processing import of_transformers
 from tests.support.chat_models import (
     CHATML,
     picture,
+    save_internvl,
     save_llama,
     save_llava,
     save_llava_onevision,
+    save_qwen2_5_vl,
     save_qwen3_vl,
     script,
 )
@@ -254,18 +259,18 @@ def test_a_turn_that_goes_back_can_be_taken_back_and_fail(
 
 
 def shown(messages: list[dict[str, Any]]) -> Iterator[Image.Image]:
-    for message in messages:
-        for part in message["content"]:
+    for one in messages:
+        for part in one["content"]:
             if part["type"] == "image":
                 yield part["image"]
 
 
-def fresh_inputs(folder: Path, messages: list[dict[str, Any]]) -> Any:
-    """What transformers makes of a conversation with pictures."""
+def fresh_inputs(folder: Path, messages: list[dict[str, Any]], source: str | None = None) -> Any:
+    """What transformers makes of a conversation with pictures, by its template or ``source``."""
     processor = of_transformers(folder)
     images = list(shown(messages))
     text = AutoTokenizer.from_pretrained(folder).apply_chat_template(
-        messages, add_generation_prompt=True, tokenize=False
+        messages, chat_template=source, add_generation_prompt=True, tokenize=False
     )
     return processor(text=[text], images=[images] if images else None, return_tensors="pt")
 
@@ -358,3 +363,104 @@ def test_a_turn_without_rewriting_appends_as_before(
         list(session.send("what?", images=[picture("red")]))
         list(session.send("and?", images=[picture("blue")]))
         assert not session.held.has_media and session._cuts == 0
+
+
+def test_a_session_whose_text_is_not_known_says_that_it_differs(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of a file from before texts were kept: the template drops thoughts, a marker has none."""
+    with_template(engine, THOUGHTS)
+    script(monkeypatch, engine, ["<think>t</think>y", "z"])
+    with engine.session() as session:
+        list(session.send("a"))
+        session.held.pieces = None
+        list(session.send("b"))
+        assert session.note == session.memory().differs == REWRITES
+
+
+def test_a_cancelled_turn_that_went_back_is_read_by_the_next(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_template(engine, THOUGHTS)
+    script(monkeypatch, engine, ["<think>t</think>y", "z"])
+    stored = StoredSession(engine)
+    session = stored.wake()
+    list(session.send("a"))
+    job = ReplyJob(engine, message("b" * 30), session=stored, chunk=8)
+    job.begin()
+    job.prefill.advance()
+    job.roll_back()
+    assert session.seen == len(held_ids(session)) and len(session.history) == 2
+    list(session.send("c"))
+    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "<think>t</think>y"}]
+    talk += [{"role": "user", "content": "c"}]
+    wanted = engine.processor.tokenizer.apply_chat_template(
+        talk, chat_template=THOUGHTS, add_generation_prompt=True
+    )["input_ids"]
+    assert held_ids(session)[: len(wanted)] == wanted and session.note is None
+    stored.close()
+    engine.cache.check()
+
+
+@pytest.mark.parametrize("budget", [24, 400])
+def test_a_recording_goes_back_as_well(
+    llama: Path, monkeypatch: pytest.MonkeyPatch, budget: int
+) -> None:
+    """Entries that were born are there or have died, as far as the record goes back."""
+    engine = Engine.from_pretrained(llama, policy="streamingllm", budget=budget, dtype="float32")
+    with_template(engine, THOUGHTS)
+    script(monkeypatch, engine, ["<think>" + "thought " * 8 + "</think>y", "z"])
+    with engine.session() as session:
+        recorder = session.record()
+        list(session.send("a question of some length"))
+        list(session.send("b"))
+        assert (session.recorder is recorder) == (budget == 400)
+        assert session.recorder is not None
+        record = session.recorder.read(session)
+        assert len(record.token_ids) == session.seen
+        born = session.seen * engine.spec.rows
+        if budget == 400:
+            assert record.token_ids.tolist() == held_ids(session) and len(record.row) == born
+        assert len(record.row) == session.memory().entries
+
+
+FAMILIES = [save_llava, save_llava_onevision, save_internvl, save_qwen2_5_vl, save_qwen3_vl]
+
+
+@pytest.mark.parametrize("save", FAMILIES)
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.long(reason="again"))])
+def test_pictures_over_turns_are_read_as_in_one_prompt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save: Callable[[Path], Path], seed: int
+) -> None:
+    """Any number of pictures of any size in each turn, under a template that drops thoughts."""
+    folder = save(tmp_path)
+    engine = Engine.from_pretrained(folder, policy="full", dtype="float32")
+    shown_text = "(p.text.split('</think>')[-1] if m.role == 'assistant' else p.text)"
+    source = str(engine.processor.template.source).replace("p.text", shown_text)
+    engine.processor.template = ChatTemplate(
+        engine.processor.tokenizer, source, True, tokens=[engine.processor.image_token]
+    )
+    rng = random.Random(seed)
+    counts = rng.choice([[1, 1, 0, 2], [0, 1, 2, 0], [1, 0, 0, 1]])
+    script(monkeypatch, engine, [f"<think>{'t' * n}</think>reply" for n in range(len(counts))])
+    talk: list[dict[str, Any]] = []
+    with engine.session() as session:
+        for at, count in enumerate(counts):
+            images = [
+                picture("red", (rng.randint(20, 100), rng.randint(20, 100))) for _ in range(count)
+            ]
+            parts = [{"type": "image", "image": image} for image in images]
+            talk.append({"role": "user", "content": [*parts, {"type": "text", "text": "what?"}]})
+            logits = reads(session, "what?", images=images)
+            theirs = fresh_inputs(folder, talk, source)["input_ids"]
+            with engine.session() as fresh:
+                inputs = engine.inputs(talk)
+                assert torch.equal(inputs["input_ids"], theirs)
+                exact = fresh.prefill(inputs)
+                said = len(f"<think>{'t' * at}</think>reply")
+                assert session.seen - said == fresh.seen == theirs.shape[1]
+                assert session.next_position - said == fresh.next_position
+            torch.testing.assert_close(logits, exact, atol=1e-4, rtol=1e-4)
+            assert session.note is None
+            reply = session.history[-1]["content"]
+            talk.append({"role": "assistant", "content": [{"type": "text", "text": reply}]})
