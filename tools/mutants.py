@@ -61,6 +61,12 @@ ROOMS = {
         [f"eval/mmdu/{name}.py" for name in "scores summary exact compare verdicts rubric".split()],
         "tests/eval/mmdu",
     ),
+    "hf": (["mmkv/hf/*.py"], "tests/mmkv/hf"),
+    "chat": (
+        ["mmkv/chat/*.py"],
+        "tests/mmkv/test_repl.py tests/mmkv/test_chat_turns.py tests/mmkv/test_chat_files.py "
+        "tests/mmkv/test_chat_cost.py tests/mmkv/test_editor.py tests/mmkv/test_markdown.py",
+    ),
     "losses": (
         ["training/losses.py", "training/capacity.py"],
         "tests/training/test_capacity.py tests/training/test_student.py",

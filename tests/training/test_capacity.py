@@ -309,6 +309,11 @@ def test_bad_arguments_are_named() -> None:
         retained_counts(torch.zeros(3))
     with pytest.raises(ValueError, match="document_start"):
         retained_counts(torch.zeros(2, 3), torch.zeros(2, dtype=torch.int64))
+    for form in (retained_total, retained_total_grouped):
+        with pytest.raises(ValueError, match="must be float32"):
+            form(torch.zeros(2, 3, dtype=torch.float16))
+        with pytest.raises(ValueError, match="document_start"):
+            form(torch.zeros(2, 3), torch.zeros(3, dtype=torch.int32))
     with pytest.raises(ValueError, match="at least 4"):
         retained_total_grouped(torch.zeros(2, 3), rates=3)
     with pytest.raises(ValueError, match="normaliser"):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from engine.errors import SessionError
 from mmkv import Engine
 from mmkv.scheduler import Scheduler
 from mmkv.scheduler.replies import ReplyJob, message
@@ -85,3 +88,37 @@ def test_a_turn_is_taken_back_whole_where_that_was_asked(
         pass
     assert again.state == "done" and len(live.history) == 4
     assert engine.cache.pool.num_pages - engine.cache.pool.free_pages == stored.pages
+
+
+def test_a_session_that_is_closed_takes_its_file_with_it(
+    engine: Engine, scheduler: Scheduler, tmp_path: Path
+) -> None:
+    stored = StoredSession(engine, folder=tmp_path)
+
+    def ask(text: str) -> None:
+        ticket = scheduler.submit(ReplyJob(engine, message(text), REPLY, session=stored))
+        while scheduler.turn():
+            pass
+        assert ticket.error is None
+
+    ask("first")
+    held, seen = stored.pages, stored.extent
+    stored.hibernate()
+    assert len(list(tmp_path.iterdir())) == 1 and not stored.resident
+    assert (stored.pages, stored.extent) == (held, seen) and held > 0
+    assert engine.cache.pool.free_pages == engine.cache.pool.num_pages
+    stored.wake()
+    assert not list(tmp_path.iterdir()) and stored.pages == held
+    stored.hibernate()
+    stored.close()
+    assert not list(tmp_path.iterdir()) and stored.pages == 0
+    ask("begins anew")
+    assert stored.live is not None and len(stored.live.history) == 2
+    stored.close()
+    with pytest.raises(SessionError, match="no folder"):
+        alone = StoredSession(engine)
+        alone.wake()
+        try:
+            alone.hibernate()
+        finally:
+            alone.close()
