@@ -379,7 +379,7 @@ def attempt(mutant: Mutant, tree: Path, folder: Path, reached: dict[str, Any], m
         return
     target = tree / mutant.file
     before = target.read_text()
-    allowed = 120 + 10 * sum(reached["seconds"][test] for test in tests)
+    allowed = 60 + 6 * sum(reached["seconds"][test] for test in tests)
     target.write_text(mutant.made())
     for stale in (target.parent / "__pycache__").glob(f"{target.stem}.*"):
         stale.unlink()

@@ -11,6 +11,7 @@ from engine.errors import BudgetError, CapacityError, InputError, SessionError
 from mmkv import Budget, Engine
 from mmkv.scheduler import Limits, Scheduler
 from mmkv.scheduler.chunk_length import LENGTHS, chunk_length, longest_within
+from mmkv.scheduler.contract import Price
 from mmkv.scheduler.replies import EngineExecutor, Prompt, ReplyJob, message
 from mmkv.scheduler.stored import StoredSession
 from mmkv.session import Session
@@ -92,6 +93,37 @@ def test_no_more_pages_are_held_than_are_committed(
             assert scheduler.ledger.committed <= limit
     # The bound is not far off: worst cases of rows do not all happen at once.
     assert max(held) > limit / 3
+
+
+@pytest.mark.parametrize("policy", ["full", "streamingllm"])
+def test_a_turn_that_may_be_undone_pays_for_the_copy_it_goes_back_to(
+    policy: str, qwen: Path, tmp_path: Path
+) -> None:
+    """And none of them less than what its pages are in the end, counted in the cache."""
+    options: dict[str, Any] = {"policy": policy, "budget": 30, "dtype": "float32"}
+    engine = Engine.from_pretrained(qwen, page_size=8, prefill_chunk=CHUNK, **options)
+    stored = StoredSession(engine, folder=tmp_path)
+    session = stored.wake()
+    list(session.send(LONG, sampling=REPLY))
+    tokens = engine.inputs([{"role": "user", "content": "why?"}])["input_ids"].shape[-1] + 8
+
+    def price(undo: bool) -> Price:
+        job = ReplyJob(
+            engine, message("why?"), REPLY, session=stored, prompt_tokens=tokens, undo=undo
+        )
+        return job.price()
+
+    held = stored.pages
+    assert held == engine.cache.pool.num_pages - engine.cache.pool.free_pages > 0
+    plain, undone = price(False), price(True)
+    assert undone.steady == plain.steady + held and undone.chunk == plain.chunk
+    scheduler = Scheduler(EngineExecutor(engine), Limits(quantum=CHUNK))
+    job = ReplyJob(engine, message("why?"), REPLY, session=stored, prompt_tokens=tokens, undo=True)
+    ticket, most = scheduler.submit(job), 0
+    while scheduler.turn():
+        most = max(most, engine.cache.pool.num_pages - engine.cache.pool.free_pages)
+    assert ticket.error is None and plain.total < most + held and most <= undone.total
+    stored.close()
 
 
 def test_a_batch_waits_for_room_and_says_the_same(engine: Engine) -> None:
