@@ -80,8 +80,9 @@ MARKS = "not triton and not drawn and not long"
 class Mutant:
     """One bug: ``before`` becomes ``after`` in a function; ``same`` counts others that read alike.
 
-    ``outcome`` is "found", "hangs" (found, too), "survived" or "not reached"; ``judged`` is a
-    person's word on a survivor.
+    ``outcome`` is "found", "hangs" (found, too), "survived", "not reached" or "gone" (its code was
+    changed since); ``first`` that of the first report, where it ran again; ``judged`` a person's
+    word on a survivor: "equivalent" or "harmless", and why.
     """
 
     room: str
@@ -93,6 +94,7 @@ class Mutant:
     same: int
     line: int
     outcome: str = ""
+    first: str = ""
     tests: int = 0
     judged: str = ""
     lines: tuple[int, int] = field(default=(0, 0), repr=False)
@@ -379,7 +381,7 @@ def attempt(mutant: Mutant, tree: Path, folder: Path, reached: dict[str, Any], m
         return
     target = tree / mutant.file
     before = target.read_text()
-    allowed = 60 + 6 * sum(reached["seconds"][test] for test in tests)
+    allowed = 30 + 3 * sum(reached["seconds"][test] for test in tests)
     target.write_text(mutant.made())
     for stale in (target.parent / "__pycache__").glob(f"{target.stem}.*"):
         stale.unlink()
@@ -393,13 +395,21 @@ def attempt(mutant: Mutant, tree: Path, folder: Path, reached: dict[str, Any], m
 
 
 def counts(mutants: Sequence[Mutant]) -> list[dict[str, object]]:
-    """Count found and made, by room and in all; equivalent ones are counted apart."""
+    """Count mutants by room and in all.
+
+    ``found_first`` is of the first report; ``matter`` leaves out those that a person judged and
+    those whose code is gone.
+    """
     rows: list[dict[str, object]] = []
     for room in [*dict.fromkeys(m.room for m in mutants), "all"]:
         some = [m for m in mutants if room in (m.room, "all")]
-        found = sum(m.outcome in ("found", "hangs") for m in some)
-        equal = sum(m.judged.startswith("equivalent") for m in some)
-        rows.append({"room": room, "made": len(some), "found": found, "equivalent": equal})
+        row: dict[str, object] = {"room": room, "made": len(some)}
+        row["found_first"] = sum((m.first or m.outcome) in ("found", "hangs") for m in some)
+        row["found"] = sum(m.outcome in ("found", "hangs") for m in some)
+        row["equivalent"] = sum(m.judged.startswith("equivalent") for m in some)
+        row["harmless"] = sum(m.judged.startswith("harmless") for m in some)
+        row["matter"] = sum(not m.judged and m.outcome != "gone" for m in some)
+        rows.append(row)
     return rows
 
 
@@ -423,6 +433,7 @@ def main() -> None:
         now = {m.name: m for room in every.values() for m in room}
         mutants = []
         for one in old:
+            one.first = one.first or one.outcome
             if one.name in now:
                 one.lines, one.made = now[one.name].lines, now[one.name].made
                 one.line = now[one.name].line

@@ -79,6 +79,14 @@ def test_a_config_names_a_model() -> None:
         Runtime.from_config(EngineConfig())
 
 
+def test_the_defaults_are_those_of_the_documents() -> None:
+    """docs/lmms-eval.md, and docs/glossary.md."""
+    made = EngineConfig()
+    assert (made.lookahead, made.evict_every, made.page_size) == (2, 1, 16)
+    assert (made.device, made.dtype, made.weights) == ("auto", "auto", "auto")
+    assert (made.gates, made.kv, made.kv_limit) == (None, None, None)
+
+
 @pytest.mark.parametrize("lookahead", [1, 2.0, float("inf")])
 def test_lookaheads_that_can_be(lookahead: float) -> None:
     assert EngineConfig(lookahead=lookahead).lookahead == lookahead
