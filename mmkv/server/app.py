@@ -18,7 +18,7 @@ from starlette.routing import Match
 from engine.errors import MmkvError
 from mmkv import __version__
 from mmkv.server.answer import Answer, error_response
-from mmkv.server.body import LimitBody
+from mmkv.server.body import BodyRoute, LimitBody
 from mmkv.server.chat import ChatCall
 from mmkv.server.errors import ApiError
 from mmkv.server.full import RefuseWhenFull
@@ -70,7 +70,8 @@ def make_app(room: Room, hosts: frozenset[str] | None = None) -> FastAPI:
     app.add_exception_handler(HTTPException, _on_http)
     app.add_exception_handler(Exception, _on_error)
     # The scheme stands here for the OpenAPI page; CheckKey looks at the key.
-    keyed = APIRouter(prefix="/v1", dependencies=[Depends(HTTPBearer(auto_error=False))])
+    scheme = [Depends(HTTPBearer(auto_error=False))]
+    keyed = APIRouter(prefix="/v1", dependencies=scheme, route_class=BodyRoute)
     _add_keyed(keyed, room)
     keyed.include_router(sessions_router(room))
     keyed.include_router(saved_router(room))

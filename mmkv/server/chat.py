@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from engine.errors import MmkvError
 from mmkv.sampling import Sampling
 from mmkv.server import reply_json
+from mmkv.server.body import release_body
 from mmkv.server.conversation import digest_of
 from mmkv.server.errors import ApiError
 from mmkv.server.grammar import grammar_of
@@ -30,12 +31,15 @@ from mmkv.server.writer import Extras
 
 if TYPE_CHECKING:
     from engine.budget import Budget
+    from mmkv.server.job import ChatJob
     from mmkv.server.kept import Kept
     from mmkv.server.room import Caller, Room
     from mmkv.server.settings import Facts, Settings
     from mmkv.server.spelling import Spelled
 
 MOST_STOPS = 16
+# Log probabilities of an answer that is put together before it is sent; each takes a kilobyte.
+MOST_SCORED = 2**17
 
 
 class ChatCall:
@@ -50,6 +54,7 @@ class ChatCall:
 
     Attributes:
         work: what the engine is asked for; done: whether it has been answered.
+        keeps_body: whether others have what the request named until its end.
 
     Raises:
         ApiError: what can be said before the engine is asked.
@@ -100,7 +105,7 @@ class ChatCall:
         self.choices = request.n or 1
         if self.choices > settings.max_choices:
             raise ApiError(400, f"n is at most {settings.max_choices} here", "invalid_value", "n")
-        self.done = False
+        self.done = self.keeps_body = False
         self.work = ChatWork(
             messages,
             root or digest_of([facts.root, chosen, caller.tenant, request.cache_salt]),
@@ -115,7 +120,25 @@ class ChatCall:
             keep=keep,
             rewrites=(request.mmkv and request.mmkv.rewrites) or "reread",
         )
+        if not request.stream:
+            self.require_few_scored()
         self.head = Head(f"chatcmpl-{secrets.token_hex(12)}", int(time.time()), settings.name)
+
+    def require_few_scored(self) -> None:
+        """Refuse more log probabilities than an answer may hold. Raises ApiError."""
+        top = self.work.extras.top_logprobs
+        if top is None:
+            return
+        scored = self.choices * self.work.sampling.max_new_tokens * (1 + top)
+        if scored > MOST_SCORED:
+            raise ApiError(
+                400,
+                f"the answer may have {scored:,} log probabilities (n * max_tokens * (1 + "
+                f"top_logprobs)), the limit is {MOST_SCORED:,}; lower one of them, or ask for a "
+                "stream of a chat",
+                "too_many_logprobs",
+                "top_logprobs",
+            )
 
     async def whole(self) -> dict[str, Any]:
         """Return the answer."""
@@ -182,7 +205,15 @@ class ChatCall:
         named = await media.named(self.work.messages)
         held = await request.on_engine(lambda job: job.resume_from(named))
         contents = await media.contents(named[held:])
-        await request.on_engine(lambda job: job.supply(contents))
+
+        def supply(job: ChatJob) -> None:
+            job.supply(contents)
+            job.work.messages = [one.without_urls() for one in job.work.messages]
+
+        await request.on_engine(supply)
+        if not self.keeps_body:  # a reply may take long, and pictures are most of a body
+            self.request.messages = []
+            release_body()
 
 
 def refuse_own(facts: Facts, given: bool, field: str) -> None:

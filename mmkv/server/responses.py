@@ -14,6 +14,7 @@ from fastapi import APIRouter, Query, Request, Response
 
 from engine.errors import MmkvError
 from mmkv.server.answer import Answer
+from mmkv.server.body import BodyRoute
 from mmkv.server.chat import ChatCall
 from mmkv.server.errors import ApiError, api_error
 from mmkv.server.headers import take_resume
@@ -113,6 +114,8 @@ class ResponseCall:
         self._instructed = bool(asked.instructions)
         with self._own_names():
             self._call = ChatCall(room, request, caller, kept, self._store)
+            self._call.require_few_scored()
+        self._call.keeps_body = True  # what was sent is stored, too
         self._name = name
         self._shape = Shape(
             name, self._asked, self._store, self._instructions, bool(request.logprobs)
@@ -208,7 +211,7 @@ def _instructions(asked: ResponseRequest, before: Stored | None) -> str | None:
 def responses_router(room: Room) -> APIRouter:
     """Return the routes; who asks has to be known by then."""
     responses = Responses(room)
-    router = APIRouter(prefix="/responses", tags=["responses"])
+    router = APIRouter(prefix="/responses", tags=["responses"], route_class=BodyRoute)
 
     @router.post("", summary="Reply to a conversation, or go on with an earlier response")
     async def create(body: ResponseRequest, who: Asking, request: Request) -> Response:

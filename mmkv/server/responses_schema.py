@@ -70,7 +70,7 @@ class InputMessage(Strict):
 
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[InputPart]
+    content: str | Annotated[list[InputPart], Field(fail_fast=True)]
     id: Short | None = None
     status: Short | None = None
     phase: Short | None = None
@@ -120,7 +120,7 @@ class ResponseRequest(Body):
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     presence_penalty: Annotated[Number, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[Number, Field(ge=-2, le=2)] | None = None
-    include: list[str] | None = None
+    include: Annotated[list[str], Field(fail_fast=True)] | None = None
     metadata: Metadata | None = None
     text: TextOptions | None = None
     mmkv: MmkvOptions | None = None

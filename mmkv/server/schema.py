@@ -5,7 +5,14 @@ from __future__ import annotations
 import math
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    StrictBool,
+    ValidationError,
+    model_validator,
+)
 
 from engine.budget import Budget
 from engine.errors import MmkvError
@@ -93,7 +100,8 @@ class OtherPart(BaseModel):
 ContentPart = Annotated[
     TextPart | RefusalPart | ImagePart | VideoPart | OtherPart, Field(union_mode="left_to_right")
 ]
-Content = str | list[ContentPart]
+# Of very many parts, the first that is wrong is enough.
+Content = str | Annotated[list[ContentPart], Field(fail_fast=True)]
 
 
 class ChatMessage(Strict):
@@ -163,7 +171,7 @@ class ChatRequest(Body):
     top_k: TopK | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     n: Count | None = None
-    stop: str | list[str] | None = None
+    stop: str | Annotated[list[str], Field(fail_fast=True)] | None = None
     stream: StrictBool | None = None
     stream_options: StreamOptions | None = None
     logprobs: StrictBool | None = None

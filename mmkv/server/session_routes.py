@@ -8,6 +8,7 @@ from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
 from mmkv.server.answer import Answer
+from mmkv.server.body import BodyRoute
 from mmkv.server.headers import take_resume
 from mmkv.server.room import Room
 from mmkv.server.schema import Body, ChatRequest, Metadata, Number
@@ -39,7 +40,7 @@ class SavedName(Body):
 def sessions_router(room: Room) -> APIRouter:
     """Return the routes; who asks has to be known by then."""
     sessions = Sessions(room)
-    router = APIRouter(prefix="/sessions", tags=["sessions"])
+    router = APIRouter(prefix="/sessions", tags=["sessions"], route_class=BodyRoute)
 
     @router.post("", summary="Open a session, empty or from a saved one")
     async def create(asked: NewSession, who: Asking, request: Request) -> dict[str, Any]:

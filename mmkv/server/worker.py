@@ -7,6 +7,7 @@ import logging
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
     from mmkv.server.work import ChatWork, Usage
 
 log = logging.getLogger("mmkv.server")
+MOST_UNSENT = 16 * 2**20  # bytes of a reply that wait for its client, about
+_SCORED_BYTES = 600  # of a token with its log probability
+_BEHIND = 64  # events after which pieces of a reply are put together
 T = TypeVar("T")
 
 
@@ -58,6 +62,61 @@ class Failed:
 Event = Admitted | Delta | Done | Failed
 
 
+class Events:
+    """What has happened to a request and was not sent yet; in the event loop.
+
+    A client that reads slower than the reply grows gets several tokens at a time. One whose unsent
+    part passes a bound all the same, by log probabilities, is dropped: the next event is Failed.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: deque[Event] = deque()
+        self._open: dict[int, Delta] = {}  # by reply, the last one that may still grow
+        self._some = asyncio.Event()
+        self.unsent, self.over = 0, False
+
+    def put(self, event: Event) -> None:
+        """Add what has happened."""
+        if self.over:
+            return
+        if isinstance(event, Delta):
+            self.unsent += _size(event)
+            if self.unsent > MOST_UNSENT:
+                self._waiting.clear()
+                self.over, event = True, Failed(_too_slow())
+            elif len(self._waiting) >= _BEHIND and (last := self._open.get(event.index)):
+                last.text += event.text
+                last.spelled += event.spelled
+                last.finish_reason = event.finish_reason
+                return
+            else:
+                self._open[event.index] = event
+        self._waiting.append(event)
+        self._some.set()
+
+    async def get(self) -> Event:
+        """Wait for the next one."""
+        while not self._waiting:
+            self._some.clear()
+            await self._some.wait()
+        event = self._waiting.popleft()
+        if isinstance(event, Delta):
+            self.unsent -= _size(event)
+            if self._open.get(event.index) is event:
+                del self._open[event.index]
+        return event
+
+
+def _size(delta: Delta) -> int:
+    """Estimate the bytes that a piece of a reply takes until it is sent."""
+    return len(delta.text) + _SCORED_BYTES * sum(1 + len(one.top) for one in delta.spelled)
+
+
+def _too_slow() -> ApiError:
+    what = f"over {MOST_UNSENT >> 20} MiB of the reply were not read; read faster, or ask for less"
+    return ApiError(408, what, "client_too_slow")
+
+
 class Request:
     """A chat request that the engine's thread has taken on; made by :meth:`Worker.submit`.
 
@@ -69,12 +128,11 @@ class Request:
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
-        self.events: asyncio.Queue[Event] = asyncio.Queue()
+        self.events = Events()
         self.loop = asyncio.get_running_loop()
         self.ticket: Ticket[ChatJob] | None = None
         self.times, self.counted, self.longest = Times(), 0, 0
         self.broken = False  # told that it failed, though its ticket is not over
-        self._sent: list[int] = []  # per reply, log probabilities that were sent
         self._told: set[int] = set()  # replies whose end was sent
 
     async def on_engine(self, call: Callable[[ChatJob], T]) -> T:
@@ -104,9 +162,7 @@ class Request:
             return [Failed(ticket.error)]
         found: list[Event] = []
         for index, writer in enumerate(ticket.job.writers):
-            self._sent += [0] * (index + 1 - len(self._sent))
-            piece, scored = writer.take(), writer.scored[self._sent[index] : len(writer.token_ids)]
-            self._sent[index] += len(scored)
+            piece, scored = writer.take(), writer.take_scored()
             ended = writer.finish_reason if index not in self._told else None
             if ended is not None:
                 self._told.add(index)
@@ -325,7 +381,9 @@ class Worker(threading.Thread):
         def put() -> None:
             for request, events in news:
                 for event in events:
-                    request.events.put_nowait(event)
+                    request.events.put(event)
+                if request.events.over:
+                    request.cancel()
 
         try:
             news[0][0].loop.call_soon_threadsafe(put)

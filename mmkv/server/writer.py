@@ -53,8 +53,9 @@ class ScoredWriter(ReplyWriter):
     """Writes a reply and applies :class:`Extras`.
 
     Attributes:
-        scored: a row per token of the reply, when log probabilities were asked for. They are those
-            of the model: before bias, penalties, grammar, temperature, top-p and top-k.
+        scored: a row per token of the reply that was not taken yet, when log probabilities were
+            asked for. They are those of the model: before bias, penalties, grammar, temperature,
+            top-p and top-k.
     """
 
     def __init__(
@@ -70,8 +71,16 @@ class ScoredWriter(ReplyWriter):
         self._extras, self._grammar = extras, grammar
         self._looks |= extras.changes or extras.top_logprobs is not None
         self.scored: list[Scored] = []
+        self._scored_taken = 0
         self._added: torch.Tensor | None = None  # to the logits [vocab]: bias less penalties
         self._drawn: set[int] = set()
+
+    def take_scored(self) -> list[Scored]:
+        """Return the rows that are new since the last call."""
+        count = len(self.token_ids) - self._scored_taken
+        taken, self.scored = self.scored[:count], self.scored[count:]
+        self._scored_taken += len(taken)
+        return taken
 
     def choose(self, logits: torch.Tensor, likeliest: tuple[float, float] | None = None) -> int:
         """Sample a token from ``logits`` [vocab]; BROKEN, too, where the grammar has failed."""

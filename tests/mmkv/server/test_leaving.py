@@ -15,9 +15,12 @@ import pytest
 
 from mmkv import Engine
 from mmkv.scheduler import Ticket
+from mmkv.server import worker
 from mmkv.server.job import ChatJob
 from mmkv.server.machine import Machine
 from mmkv.server.memories import Memories
+from mmkv.server.spelling import Spelled
+from mmkv.server.worker import MOST_UNSENT, Delta, Events, Failed
 from mmkv.server.writer import ScoredWriter
 from tests.support.chat_models import picture, save_qwen3_vl
 from tests.support.servers import Server, asked, held_pages, picture_part, serving
@@ -322,3 +325,65 @@ def test_one_key_has_so_many_requests_under_way(folder: Path) -> None:
         first.leave()
         server.wait_for(nothing_held)
         assert server.chat("third").status_code == 200
+
+
+def delta(index: int, text: str, count: int = 0, reason: str | None = None) -> Delta:
+    top = tuple(Spelled("a", 0.0, [97]) for _ in range(20))
+    return Delta(index, text, [Spelled("a", 0.0, [97], top) for _ in range(count)], reason)
+
+
+async def taken(events: Events) -> list[Any]:
+    found = []
+    while events._waiting:
+        found.append(await events.get())
+    return found
+
+
+def test_a_client_that_is_behind_gets_several_tokens_at_a_time() -> None:
+    async def run() -> None:
+        events = Events()
+        for at in range(1000):
+            events.put(delta(at % 2, f"{at} ", count=1))
+        for index in range(2):
+            events.put(delta(index, "", reason="length"))
+        assert events.unsent > 0
+        found = await taken(events)
+        assert len(found) <= 64 and events.unsent == 0
+        for index in range(2):
+            own = [one for one in found if one.index == index]
+            assert "".join(one.text for one in own).split() == [
+                str(at) for at in range(index, 1000, 2)
+            ]
+            assert sum(len(one.spelled) for one in own) == 500
+            assert [one.finish_reason for one in own if one.finish_reason] == ["length"]
+        # One that keeps up gets each as it comes.
+        for at in range(100):
+            events.put(delta(0, f"{at}"))
+            assert [one.text for one in await taken(events)] == [f"{at}"]
+
+    asyncio.run(run())
+
+
+def test_what_is_not_sent_has_a_bound() -> None:
+    async def run() -> None:
+        events = Events()
+        while not events.over:
+            events.put(delta(0, "a", count=100))
+            assert events.unsent <= MOST_UNSENT + 100 * 21 * 600
+        (failed,) = await taken(events)
+        assert isinstance(failed, Failed) and "not read" in str(failed.error)
+        events.put(delta(0, "more"))
+        assert not events._waiting
+
+    asyncio.run(run())
+
+
+def test_a_reader_that_is_too_slow_is_dropped(server: Server) -> None:
+    """Its reply ends although it has not left, and others' go on."""
+    fields = {"logprobs": True, "top_logprobs": 20, "max_tokens": FOREVER, "stream": True}
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(worker, "MOST_UNSENT", 1)
+        client = Client(server, asked("talk", **fields))
+        client.read_until(b"client_too_slow")
+        server.wait_for(nothing_held)
+    client.leave()
