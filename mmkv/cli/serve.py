@@ -124,8 +124,8 @@ def serve(
     session_folder: Annotated[
         Path | None,
         typer.Option(
-            help="Folder where sessions are saved, and hibernate (default: they hibernate in a "
-            "temporary one).",
+            help="Folder where sessions are saved, and hibernate (default: none are saved; they "
+            "hibernate in ~/.local/state/mmkv).",
             rich_help_panel=_SERVER,
         ),
     ] = None,
@@ -180,6 +180,7 @@ def serve(
 ) -> None:
     """Serve a model over HTTP, as OpenAI's API does."""
     from mmkv.chat.options import ChatOptions
+    from mmkv.chat.places import state_folder
     from mmkv.server.run import require_packages
     from mmkv.server.run import serve as run
     from mmkv.server.settings import Settings
@@ -217,6 +218,7 @@ def serve(
         body=body,
         snapshot_bytes=copies,
         session_folder=session_folder,
+        idle_folder=state_folder() / "hibernated",
         lasting=keep_sessions,
         max_sessions=max_sessions,
         store_bytes=_bytes("--store", store),

@@ -110,7 +110,10 @@ def _add_open(app: FastAPI, room: Room) -> None:
     @app.get("/health", summary="Whether the engine runs")
     async def health() -> Response:
         alive = room.worker.is_alive() and not room.worker.failed
-        state = {"status": "ok" if alive else "the engine has stopped"}
+        state: dict[str, Any] = {"status": "ok" if alive else "the engine has stopped"}
+        machine = room.worker.machine
+        if machine is not None and machine.folder.trouble is not None:
+            state["warnings"] = [machine.folder.trouble]
         return JSONResponse(state, 200 if alive else 503)
 
     @app.get("/metrics", summary="Numbers in Prometheus' format")

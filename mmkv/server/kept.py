@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import shutil
 import tempfile
 import uuid
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from mmkv.api import Engine
     from mmkv.prompt.held import Held
     from mmkv.scheduler import Scheduler
+    from mmkv.server.hibernation import HibernationFolder
     from mmkv.server.prompts import Rendered
     from mmkv.session import Session
 
@@ -56,16 +59,20 @@ class Kept:
     engine's thread; the attributes may be read by any.
 
     Args:
-        session: taken over; path: where it hibernates.
+        session: taken over; path: where it hibernates; folder: of that.
 
     Attributes:
         facets: what is known of it; budget: of its session; bytes: of its pages.
         references: how many sessions and responses go on from it.
+        expendable: whether it may be dropped where it cannot hibernate: nobody was promised more.
     """
 
     replied = True
 
-    def __init__(self, session: Session, facets: Facets, path: Path) -> None:
+    def __init__(
+        self, session: Session, facets: Facets, path: Path, folder: HibernationFolder
+    ) -> None:
+        self._folder, self.expendable = folder, False
         self.facets, self.budget, self.path = facets, session.budget, path
         self.seen, self.rendered = facets.seen, facets.rendered
         self.references = 1  # who asked for it
@@ -129,19 +136,37 @@ class Kept:
         """Return a session that goes on from here. Raises SessionError."""
         if self._live is not None:
             return self._live.fork()
-        if not self._in_file:
+        if self.lost:
             raise SessionError("the memory of this conversation is gone; begin a new one")
-        return self._engine.load_session(self.path)[0]
+        try:
+            return self._engine.load_session(self.path)[0]
+        except SessionError as error:  # of a file that is this server's own affair
+            raise SessionError(str(error).replace(str(self.path), "its file")) from error
+
+    @property
+    def lost(self) -> bool:
+        """Whether it lies nowhere: it was dropped, or somebody has removed its file."""
+        return self._live is None and not (self._in_file and os.path.exists(self.path))
 
     def hibernate(self) -> None:
-        """Move it to its file. Raises SessionError; it stays in memory then."""
+        """Move it to its file, or drop it if nobody was promised more.
+
+        Raises:
+            SessionError: it cannot be written; it stays in memory then.
+        """
         live = self._live
         if live is None:
             return
-        if not self._in_file:
+        if not self._in_file or not os.path.exists(self.path):
             self.look()
-            self._save(live, self.path)
-            self._in_file = True
+            try:
+                with self._folder.writing():
+                    self._save(live, self.path)
+            except SessionError:
+                if not self.expendable or self.references > 1:  # a turn goes on from it
+                    raise
+            else:
+                self._in_file = True
         self._live = None
         live.close()
 
@@ -168,7 +193,8 @@ class Kept:
         if self._live is not None:
             self._live.close()
         self._live, self._in_file = None, False
-        self.path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # the folder may be gone; what is left goes with it
+            self.path.unlink(missing_ok=True)
 
     def _save(self, live: Session, path: Path) -> None:
         live.history = [_plain(message) for message in self.facets.messages]
@@ -188,12 +214,13 @@ class Shelf:
         folder: where they hibernate.
     """
 
-    def __init__(self, engine: Engine, scheduler: Scheduler, folder: Path) -> None:
+    def __init__(self, engine: Engine, scheduler: Scheduler, folder: HibernationFolder) -> None:
         self._engine, self._scheduler, self._folder = engine, scheduler, folder
 
     def keep(self, session: Session, facets: Facets) -> Kept:
         """Take over a session that no request uses any more."""
-        kept = Kept(session, facets, self._folder / f"{uuid.uuid4().hex}{SUFFIX}")
+        path = self._folder.path / f"{uuid.uuid4().hex}{SUFFIX}"
+        kept = Kept(session, facets, path, self._folder)
         self._scheduler.adopt(kept)
         return kept
 

@@ -40,7 +40,7 @@ class Machine:
         lookahead: what the engine's policy was made with.
 
     Attributes:
-        facts: what the HTTP routes know of the engine.
+        facts: what the HTTP routes know of the engine; folder: where idle memories hibernate.
     """
 
     def __init__(
@@ -56,8 +56,8 @@ class Machine:
         )
         tokenizer = engine.processor.tokenizer
         self.grammars = Grammars(tokenizer, engine.spec.vocab_size, engine.eos_token_ids)
-        self._folder = HibernationFolder(settings.session_folder)
-        self.shelf = Shelf(engine, self.scheduler, self._folder.path)
+        self.folder = HibernationFolder(settings.session_folder or settings.idle_folder)
+        self.shelf = Shelf(engine, self.scheduler, self.folder)
         self.facts = _facts(engine, lookahead)
         self._require_room()
         _set_aside(engine)
@@ -75,7 +75,7 @@ class Machine:
     def close(self) -> None:
         """Cancel what is left, and return all pages and files."""
         self.scheduler.close()
-        self._folder.close()
+        self.folder.close()
 
     def _require_room(self) -> None:
         """Refuse to start where not even one request has room. Raises BudgetError."""

@@ -65,6 +65,9 @@ class Responses:
     def find(self, name: str, caller: Caller) -> Stored:
         """Return a response, which counts as used. Raises ApiError (404), also for another's."""
         stored = self._stored.get(name)
+        if stored is not None and stored.kept.lost:
+            self.delete(name)
+            stored = None
         if stored is None or stored.tenant != caller.tenant:
             raise ApiError(
                 404,
@@ -77,6 +80,7 @@ class Responses:
 
     def keep(self, name: str, stored: Stored) -> None:
         """Store a response; others make way for it."""
+        stored.kept.expendable = True
         stored.size = stored.kept.bytes + len(stored.shown) + len(stored.items)
         self._stored[name] = stored
         self._bytes += stored.size

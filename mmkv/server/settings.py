@@ -28,6 +28,7 @@ class Settings:
             to arrive in body_seconds.
         snapshot_bytes: most bytes of the copies by which chats resume; None: what is free.
         session_folder: where sessions are saved, and idle ones hibernate; None: none are saved.
+        idle_folder: where idle ones hibernate without it; None: a temporary one.
         lasting: whether sessions outlast the server, in that folder, for all servers that share it.
         max_sessions: most sessions that are open; store_bytes: most bytes of stored responses.
         media_folder: where file: URLs may point; None: nowhere.
@@ -53,6 +54,7 @@ class Settings:
     body_seconds: float = 120.0
     snapshot_bytes: int | None = None
     session_folder: Path | None = None
+    idle_folder: Path | None = None
     lasting: bool = False
     max_sessions: int = 1000
     store_bytes: int = 2**30

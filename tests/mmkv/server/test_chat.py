@@ -170,10 +170,6 @@ BAD: list[tuple[dict[str, Any], int, str, str | None]] = [
     ({"n": 100}, 400, "invalid_value", "n"),
     ({"max_tokens": 10**6}, 400, "context_length_exceeded", "max_tokens"),
     ({"top_logprobs": 2}, 400, "invalid_value", "top_logprobs"),
-    (
-        {"n": 8, "max_tokens": 1500, "logprobs": True, "top_logprobs": 20},
-        *(400, "too_many_logprobs", "top_logprobs"),
-    ),
     ({"logit_bias": {"x": 1}}, 400, "invalid_value", "logit_bias"),
     ({"tools": [{"type": "function"}]}, 400, "unsupported_parameter", "tools"),
     ({"response_format": {"type": "xml"}}, 400, "invalid_value", "response_format"),
@@ -325,6 +321,19 @@ def test_no_header_fits_an_empty_key(folder: Path) -> None:
     with serving(lambda: load(folder), api_keys=("",)) as server:
         for shown in ({}, {"Authorization": "Bearer"}, {"Authorization": "Basic x"}):
             assert server.client.get("/v1/models", headers=shown).status_code == 401
+
+
+def test_log_probabilities_of_a_whole_answer_have_a_bound(server: Server) -> None:
+    """They are put together before the first byte is sent."""
+    fields = {"max_tokens": 1500, "logprobs": True, "top_logprobs": 20}
+    answer = server.chat("what?", n=8, **fields)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"]) == (400, "too_many_logprobs")
+    assert "252,000" in error["message"]  # 8 * 1500 * 21
+    own = {"model": MODEL, "input": "what?", "max_output_tokens": 10**4, "stream": True}
+    include = {"include": ["message.output_text.logprobs"], "top_logprobs": 20}
+    refused = server.client.post("/v1/responses", json=own | include)
+    assert refused.status_code == 400
 
 
 def test_keys_and_long_bodies(folder: Path) -> None:

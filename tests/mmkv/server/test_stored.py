@@ -71,7 +71,7 @@ def test_what_a_response_took_is_what_its_end_gives_back() -> None:
     room = SimpleNamespace(settings=SimpleNamespace(store_bytes=1000), worker=worker)
     responses = Responses(cast(Room, room))
     for at in range(30):
-        kept = SimpleNamespace(bytes=600)
+        kept = SimpleNamespace(bytes=600, lost=False)
         stored = Stored("me", cast(Kept, kept), b"{}", b"[]", None)
         responses.keep(f"{at}", stored)
         kept.bytes = 100  # others have taken the rest
