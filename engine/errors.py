@@ -101,11 +101,6 @@ class NotFiniteError(MmkvError):
         self.generated = [list(row) for row in generated]
 
 
-def printable(message: str) -> str:
-    """Return a message that can be written anywhere: lone surrogates become escapes."""
-    return message.encode("utf-8", "backslashreplace").decode()
-
-
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's text, at most 200 characters, or else its type.
 

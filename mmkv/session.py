@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
@@ -346,7 +347,9 @@ class Session(CachedSequence):
         if reading is None:
             self.held = Held(None)
         else:
-            self.note = reading.note or reading.differs
+            # Once, not again where only the number has grown.
+            said = _kind(reading.differs) == _kind(self.held.differs)
+            self.note = reading.note or (None if said else reading.differs)
             self.note_read(reading.read, reading.differs)
         self._turn_mark = object()  # a stream that was composed before this turn is out of date
 
@@ -460,3 +463,8 @@ class Session(CachedSequence):
                 self.recorder = None
             elif self.recorder is None:
                 self.record(recorder.limit)
+
+
+def _kind(note: str | None) -> str | None:
+    """Return a note without its numbers."""
+    return None if note is None else re.sub(r"[\d,]+", "", note)

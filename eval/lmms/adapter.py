@@ -120,6 +120,10 @@ class Adapter(lmms):
         started = time.perf_counter()
         with tqdm(total=len(requests), disable=self.rank != 0, desc="mmkv") as bar:
             run(self.engine, scripts, self.batch_size, self.settings.frames(), bar.update)
+        replies = [reply for record in records for reply in record.replies]
+        differ = [one.memory.differs for one in replies if one.memory and one.memory.differs]
+        if differ:
+            logger.warning(f"{len(differ)} of {len(replies)} replies: {differ[0]}")
         made = [answer(text(record), record.replies, self._facts()) for record in records]
         _log_throughput(made, time.perf_counter() - started, self.rank)
         return made

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from engine.errors import InputError, printable
+from engine.errors import InputError, plain
 from mmkv.data.conversations import Conversation, DataError, Document, Row
 from mmkv.data.labels import IGNORED, AssistantTurn, TurnFinder
 from mmkv.data.mixture import Mixture
@@ -204,7 +204,7 @@ class Encoder:
         self.tally[kind] += 1
         self.last_note = f"{row.file}:{row.row}: {text}"
         if self.tally[kind] <= _REPORTED:
-            self._report(printable(self.last_note))
+            self._report(plain(self.last_note))
 
 
 class Examples(Dataset[dict[str, Tensor]]):

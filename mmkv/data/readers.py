@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.errors import InputError, printable
+from engine.errors import InputError, plain
 from engine.paths import user_path
 from mmkv.data.conversations import KINDS, DataError, Row, RowError, kind_of, read_row
 
@@ -104,7 +104,7 @@ class RowFile(Sequence[Row]):
             except RowError as error:
                 self.broken += 1
                 if self.broken <= _REPORTED:
-                    report(printable(f"{self.path}:{self._raw.number(index)}: skipped: {error}"))
+                    report(plain(f"{self.path}:{self._raw.number(index)}: skipped: {error}"))
             else:
                 self._good.append(index)
         if not self._good:

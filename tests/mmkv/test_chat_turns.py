@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from mmkv.chat.repl import Repl
+from mmkv.prompt.template import ChatTemplate
+from tests.support.chat_models import script
 
 pytest_plugins = ("tests.support.cli_fixtures",)
 
@@ -83,3 +86,29 @@ def test_history_is_shown(repl: Repl, picture: str, capfd: pytest.CaptureFixture
     repl.handle("/history")
     shown = capfd.readouterr()
     assert shown.out == "" and shown.err == f">>> [picture] what is it?\n{reply}\n"
+
+
+def test_what_a_template_shows_otherwise_is_read_again_or_kept_and_told(
+    repl: Repl, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    engine = repl.engine
+    shown = "{{ (p.text.split('</think>')[-1] if m.role == 'assistant' else p.text) }}"
+    source = str(engine.processor.template.source).replace("{{ p.text }}", shown)
+    template = ChatTemplate(engine.processor.tokenizer, source, parts=True)
+    monkeypatch.setattr(engine.processor, "template", template)
+    repl.sampling = replace(repl.sampling, max_new_tokens=40)
+    script(monkeypatch, engine, ["<think>t</think>y"] * 3)
+    repl.handle("/set rewrites never")
+    repl.handle("/set rewrites keep")
+    told = capfd.readouterr().err
+    assert "rewrites is reread or keep, not 'never'" in told and "rewrites keep" in told
+    for text in ("one", "two", "three"):
+        repl.handle(text)
+    assert capfd.readouterr().err.count("stays as it was read, as wanted") == 1
+    repl.handle("/memory")
+    told = capfd.readouterr().err
+    assert "kept " in told and "as wanted (rewrites: keep)" in told
+    repl.handle("/clear")
+    assert repl.session.rewrites == "keep"
+    repl.handle("/memory")
+    assert "as wanted" not in capfd.readouterr().err

@@ -65,6 +65,7 @@ def test_json_numbers_are_consistent(mmkv: Callable[..., Ran], model: str, pictu
         "budget",
         "tokens",
         "entries",
+        "differs",
         "memory",
         "time_to_first_token_s",
         "tokens_per_second",

@@ -154,6 +154,19 @@ def test_only_what_changed_is_read_again(engine: Engine, monkeypatch: pytest.Mon
         assert session.last.prompt_tokens == 3 + 9 + 11 and session.seen == 57 + 23 + 1
 
 
+def test_a_clock_in_the_template_is_read_again(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_template(engine, "{{ strftime_now('%f') }}|" + CHATML)
+    script(monkeypatch, engine, ["y", "z"])
+    with engine.session() as session:
+        times = []
+        for text in ("a", "b"):
+            list(session.send(text))
+            times.append(engine.processor.tokenizer.decode(held_ids(session)).split("|<")[0])
+        assert len(set(times)) == 2 and session.note is None
+
+
 def test_thoughts_can_be_kept_on_purpose(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     with_template(engine, THOUGHTS)
     script(monkeypatch, engine, ["<think>t</think>y", "z", "u"])
@@ -184,7 +197,7 @@ def test_under_eviction_it_is_read_again_and_says_what_is_lost(
         assert memory.differs == session.note
         assert memory.differs is not None and "were evicted while they stood" in memory.differs
         list(session.send("c"))
-        assert session.memory().differs is not None
+        assert session.memory().differs is not None and session.note is None  # said once
     engine.cache.check()
     assert engine.cache.pool.free_pages == engine.cache.pool.num_pages
 
