@@ -326,7 +326,7 @@ class Session(CachedSequence):
         place = self.held.back(plan, again)
         self.cut_back(place.seen, place.position, place.prompt)
         self._unfed, self._cuts = [], self._cuts + 1
-        lost = self.evicted - plan.start.evicted
+        lost = self.evicted - plan.evicted
         if not place.seen:
             self.held.differs = None
         if lost <= 0:

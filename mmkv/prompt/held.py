@@ -77,6 +77,7 @@ class Plan:
         ids: tokens that the session holds after ``start``, up to the next picture.
         media: pictures and videos of earlier turns in ``text``; None: they are not at hand.
         appends: whether all pieces stay.
+        evicted: entries that were evicted before what is not so any more was read.
     """
 
     kept: int
@@ -85,6 +86,7 @@ class Plan:
     ids: tuple[int, ...] = ()
     media: tuple[tuple[Any, ...], tuple[Any, ...]] | None = ((), ())
     appends: bool = True
+    evicted: int = 0
 
 
 @dataclass
@@ -138,7 +140,8 @@ class Held:
             if piece.ids is None:
                 shown = piece.media
                 media = None if media is None or shown is None else _joined(media, shown)
-        return Plan(kept, self._end(kept), _from(whole, begins[kept]), tuple(ids), media, False)
+        text, before = _from(whole, begins[kept]), self._end(first).evicted
+        return Plan(kept, self._end(kept), text, tuple(ids), media, False, before)
 
     def back(self, plan: Plan, tokens: int) -> Place:
         """Forget what follows a plan's start but for ``tokens`` of text; where that ends."""

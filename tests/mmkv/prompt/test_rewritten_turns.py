@@ -477,3 +477,19 @@ def test_pictures_over_turns_are_read_as_in_one_prompt(
             assert session.note is None
             reply = session.history[-1]["content"]
             talk.append({"role": "assistant", "content": [{"type": "text", "text": reply}]})
+
+
+def test_what_eviction_before_a_reply_took_is_not_lost_by_it(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reply that evicts nothing leaves what a fresh reading has, by hand from the entries."""
+    engine = Engine.from_pretrained(
+        llama, policy="streamingllm", budget=40, evict_every=64, dtype="float32"
+    )
+    with_template(engine, THOUGHTS)
+    script(monkeypatch, engine, ["<think>t</think>y", "z"])
+    with engine.session() as session:
+        list(session.send("a question of some length, which is cut"))
+        assert session.evicted == 18 * engine.spec.rows  # of 58 tokens, the reply is not cut yet
+        list(session.send("b"))
+        assert session.note is None and session.memory().differs is None
