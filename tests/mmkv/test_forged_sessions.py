@@ -17,11 +17,13 @@ from safetensors.torch import save_file
 from engine import sequence_file, session_schema
 from engine.config import EngineConfig
 from engine.errors import MmkvError, SessionError
+from engine.strict import Damage
 from eval.fuzz import mutate
 from eval.fuzz.judge import failure_of
 from eval.fuzz.targets.session_files import POLICIES, SessionFiles
 from mmkv.api import Engine
 from mmkv.chat.saved import chat_extra, chat_options, elsewhere
+from mmkv.dialogue_schema import parse_held
 
 if TYPE_CHECKING:
     from tests.support.cli_fixtures import Ran
@@ -149,6 +151,32 @@ def test_a_picture_token_that_was_generated_is_refused(engine: Engine, tmp_path:
         session.save(path)
     with pytest.raises(SessionError, match="conversation in the session file is damaged"):
         engine.load_session(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "cause"),
+    [
+        ({"ids": [3, 4]}, "do not add up"),
+        ({"ids": [-1, 2, 3]}, "none of a text"),
+        ({"ids": [10**9, 2, 3]}, "none of a text"),
+        ({"end": [2, 3, 3, 0]}, "do not add up"),
+        ({"end": [4, 4, 4, 0], "ids": [1, 2, 3, 4]}, "not as long as the session"),
+        ({"text": None, "ids": None}, "do not add up"),
+        ({"rule": "tiles"}, "pieces"),
+        ({"more": 1}, "pieces"),
+    ],
+)
+def test_what_a_file_says_was_read_has_to_add_up(change: dict[str, Any], cause: str) -> None:
+    piece = {"text": "abc", "ids": [1, 2, 3], "end": [3, 3, 3, 0], "pictures": 0, "rule": None}
+    given = {"pieces": [piece | {"reply": False}], "differs": None}
+    held = parse_held(json.dumps(given), 3, 100, {7})
+    assert held.pieces is not None and held.as_json() == given | {
+        "pieces": [piece | {"reply": False, "ids": (1, 2, 3), "end": (3, 3, 3, 0)}]
+    }
+    given["pieces"] = [piece | {"reply": False} | change]
+    with pytest.raises(Damage, match=cause):
+        parse_held(json.dumps(given), 3, 100, {7})
+    assert parse_held("null", 3, 100, {7}).pieces is None  # of older files
 
 
 @pytest.mark.parametrize("entries", [2**26, 2**34])
