@@ -229,3 +229,16 @@ def test_onevision_reads_pictures_by_how_many_there_are(tmp_path: Path, says: li
                 json={"model": "small", "messages": [message], "max_tokens": 9},
             ).json()
         assert "an earlier picture stays as it was read" in made["usage"]["mmkv"]["differs"]
+
+
+def test_a_chat_keeps_thoughts_where_it_asks_for_it(roomy: Server, says: list[str]) -> None:
+    says += [REPLY, "z", "z"]
+    first = "kept: a question of some length"
+    roomy.chat(first, max_tokens=60)
+    kept = roomy.chat(first, REPLY, "b?", max_tokens=60, mmkv={"rewrites": "keep"})
+    used = kept.json()["usage"]
+    assert "as wanted" in used["mmkv"]["differs"] and used["mmkv"]["resumed"] > len(REPLY)
+    fresh = roomy.chat(first, REPLY, "c?", max_tokens=60, mmkv={"resume": "never"})
+    used = fresh.json()["usage"]
+    assert used["mmkv"]["differs"] is None
+    assert used["prompt_tokens"] == len(rendered(first, REPLY, "c?"))
