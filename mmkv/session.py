@@ -346,7 +346,7 @@ class Session(CachedSequence):
         if reading is None:
             self.held = Held(None)
         else:
-            self.note = reading.note or reading.differs
+            self.note = "; ".join(filter(None, [reading.note, reading.differs])) or None
             self.note_read(reading.read, reading.differs)
         self._turn_mark = object()  # a stream that was composed before this turn is out of date
 
