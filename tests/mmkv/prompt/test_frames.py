@@ -93,7 +93,8 @@ def test_frames_are_those_of_each_family(
             assert len(own) == 768
             return
         # In float32 its steps may end behind the last frame, which then cannot be read.
-        assert own == [index for index in wanted if index < total]
+        # A shift behind the end leaves none; one frame is read then.
+        assert own == ([index for index in wanted if index < total] or [total - 1])
 
 
 @pytest.mark.parametrize(
