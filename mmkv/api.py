@@ -5,7 +5,9 @@ from __future__ import annotations
 import mmkv.prompt.torchvision_guard  # noqa: F401 (before anything that imports transformers)
 
 # isort: split
+import warnings
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -16,11 +18,11 @@ from engine.checks import require_list
 from engine.config import EngineConfig
 from engine.errors import InputError
 from engine.runtime import Runtime
-from mmkv.prompt.media import load_image
+from mmkv.prompt.media import notes
 from mmkv.prompt.messages import is_blank, take_media
 from mmkv.prompt.processing import Processor, load_processor
-from mmkv.prompt.video import load_video
 from mmkv.reply import Reply
+from mmkv.resources import is_bundled, refuse_adapter
 from mmkv.sampling import Sampling, checked
 from mmkv.scheduler.batch import answer_all
 from mmkv.scheduler.replies import Prompt, ReplyJob
@@ -81,6 +83,7 @@ class Engine(Runtime):
         A policy that reads gates takes those that ship for the checkpoint where none are named and
         none lie in it (``policy_note`` says which).
         """
+        refuse_adapter(config.model)
         config, note = with_shipped_gates(config)  # of a checkpoint that is here already
         engine = super().from_config(config, progress, pictures=pictures)
         engine.policy_note = engine.policy_note or note
@@ -135,6 +138,11 @@ class Engine(Runtime):
         """Open an empty session that talks. Raises BudgetError below one entry per row."""
         return self._open(self.budgets.checked(budget))
 
+    @cached_property
+    def knows_scenes_alone(self) -> bool:
+        """Return whether this is the bundled model, which was trained on drawn scenes."""
+        return is_bundled(self._source)
+
     @property
     def media_token_ids(self) -> frozenset[int]:
         """Return the ids that stand for pictures and videos; no reply holds one."""
@@ -179,11 +187,11 @@ class Engine(Runtime):
         if messages[-1]["role"] != "user" or is_blank(messages[-1]):
             raise InputError("the conversation must end with a user message that says something")
         processor = self.processor
-        return processor.encode(
-            processor.template.render(messages, opening=True),
-            [load_image(image) for image in images],
-            [load_video(video, size_rule=processor.size_rule) for video in videos],
-        )
+        pictures = [processor.load_picture(image) for image in images]
+        clips = [processor.load_clip(video) for video in videos]
+        for note in notes(pictures, clips):
+            warnings.warn(note, stacklevel=2)
+        return processor.encode(processor.template.render(messages, opening=True), pictures, clips)
 
     def _open(self, budget: Budget) -> Session:
         return Session(self, budget)

@@ -15,6 +15,7 @@ from typing import Any
 
 from engine.errors import GateError, InputError, ModelError
 from engine.model.fingerprint import fingerprint, language_fingerprint
+from engine.model.source import refuse_eyes
 
 BUNDLED_MODEL = "tiny-vlm"
 BUNDLED_ADAPTER = "smollm2-llava"  # tower and projector without their language model
@@ -44,6 +45,23 @@ def bundled_model() -> Path:
         raise ModelError(
             f"no bundled model ({error}); or name a model directory or hub id"
         ) from None
+
+
+def refuse_adapter(name: str | Path | None) -> None:
+    """Raise ModelError, which says what to do, where ``name`` is the bundled eyes' and no folder's.
+
+    ``mmkv models`` lists them beside models.
+    """
+    if str(name) == BUNDLED_ADAPTER and not Path(BUNDLED_ADAPTER).is_dir():
+        refuse_eyes(BUNDLED_ADAPTER)
+
+
+def is_bundled(source: str | Path | None) -> bool:
+    """Return whether ``source`` is the folder of the bundled model."""
+    try:
+        return source is not None and Path(source).resolve() == bundled_model().resolve()
+    except (ModelError, OSError, ValueError):
+        return False
 
 
 def bundled_model_name() -> str:

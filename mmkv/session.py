@@ -349,7 +349,8 @@ class Session(CachedSequence):
         else:
             # Once, not again where only the number has grown.
             said = _kind(reading.differs) == _kind(self.held.differs)
-            self.note = reading.note or (None if said else reading.differs)
+            told = [reading.note, None if said else reading.differs]
+            self.note = "; ".join(filter(None, told)) or None
             self.note_read(reading.read, reading.differs)
         self._turn_mark = object()  # a stream that was composed before this turn is out of date
 

@@ -12,12 +12,11 @@ from torch import Tensor
 from engine.checks import require_list
 from engine.errors import InputError
 from mmkv.prompt.held import Plan, Read, common_length, read_of
-from mmkv.prompt.media import load_image
+from mmkv.prompt.media import notes
 from mmkv.prompt.messages import is_blank, take_media
 from mmkv.prompt.processing import PER_TOKEN
 from mmkv.prompt.special import CUT, new_marker
 from mmkv.prompt.template import as_parts
-from mmkv.prompt.video import load_video
 
 if TYPE_CHECKING:
     from mmkv.prompt.processing import Processor
@@ -107,14 +106,23 @@ def compose(
         raise InputError("the prompt is empty; write a question")
     processor = session.engine.processor
 
+    said: list[str] = []
+
     def load() -> tuple[list[Any], list[Any]]:
-        seen = [load_image(picture) for picture in pictures]
-        clips = [load_video(film, fps, num_frames, processor.size_rule) for film in films]
+        seen = [processor.load_picture(picture) for picture in pictures]
+        clips = [processor.load_clip(film, fps, num_frames) for film in films]
+        said.extend(notes(seen, clips))
+        if seen and session.engine.knows_scenes_alone:
+            from mmkv.data.scenes import SCENES_ALONE, is_drawn
+
+            if not all(map(is_drawn, seen)):
+                said.append(SCENES_ALONE)
         if (seen or clips) and processor.sees:
             _ = session.engine.family.hf  # Ctrl-C ends it here, and not while it is appended
         return seen, clips
 
     reading = compose_messages(session, messages, load)
+    reading.note = "; ".join(filter(None, [reading.note, *said])) or None
     return UserTurn(messages, reading, started, session.basis)
 
 

@@ -14,6 +14,19 @@ _LONGEST_ID = 200
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
+# A folder that training.llava wrote, or its name where no such folder is.
+_EYES_ALONE = (
+    "{name} holds eyes alone, without their language model; put both together with `python -m "
+    "training.llava join --language-model FOLDER --output FOLDER` (docs/smollm2-llava.md), and "
+    "name that folder"
+)
+
+
+def refuse_eyes(name: str) -> None:
+    """Raise ModelError: ``name`` is that of an adapter which is listed, and no model is there."""
+    raise ModelError(_EYES_ALONE.format(name=name))
+
+
 def locate(name: str) -> str:
     """Return the folder or hub id that transformers is given.
 
@@ -25,6 +38,8 @@ def locate(name: str) -> str:
     folder = user_path(name)
     if is_folder(folder):
         if not is_file(folder / "config.json"):
+            if is_file(folder / "adapter.json"):
+                raise ModelError(_EYES_ALONE.format(name=name))
             raise ModelError(f"{name} has no config.json; name a transformers checkpoint folder")
         return str(folder)
     if is_file(folder):

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from eval.lmms.messages import Frames, Key, keys
-from mmkv.prompt.media import load_image
 from mmkv.prompt.messages import take_media
 from mmkv.reply import Reply
 from mmkv.scheduler.replies import Prompt, ReplyJob
@@ -64,9 +63,9 @@ class Dialogue:
         plain, images, videos = take_media(messages)
 
         def load() -> tuple[list[Any], list[Any]]:
-            rule = self.engine.processor.size_rule
-            pictures = [load_image(image) for image in images]
-            return pictures, [self.frames.load(video, rule) for video in videos]
+            processor = self.engine.processor
+            pictures = [processor.load_picture(image) for image in images]
+            return pictures, [self.frames.load(video, processor) for video in videos]
 
         reading = compose_messages(session, plain, load)
         return Prompt(reading.inputs, plain, reading)

@@ -10,7 +10,6 @@ from lmms_eval.api.instance import GenerationResult
 from engine.errors import InputError
 from eval.lmms.counts import Scored, answer
 from eval.lmms.messages import Frames, Key, keys
-from mmkv.prompt.media import load_image
 from mmkv.prompt.messages import take_media
 
 if TYPE_CHECKING:
@@ -75,8 +74,8 @@ class Scorer:
         processor = self.engine.processor
         inputs = processor.encode(
             processor.template.render(plain, opening=True),
-            [load_image(image) for image in images],
-            [self.frames.load(video, processor.size_rule) for video in videos],
+            [processor.load_picture(image) for image in images],
+            [self.frames.load(video, processor) for video in videos],
         )
         self._session = self.engine.session()
         self._logits = self._session.prefill(inputs)

@@ -8,18 +8,23 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from PIL import Image
 
 from engine.errors import InputError
+from mmkv.prompt.part_settings import taken_apart
 from mmkv.prompt.template import Message
-from mmkv.prompt.video import Clip, load_video
+from mmkv.prompt.video import Clip
+
+if TYPE_CHECKING:
+    from mmkv.prompt.processing import Processor
 
 _VIDEOS = (".mp4", ".avi", ".mov", ".mkv", ".webm", ".mpeg", ".mpg", ".m4v", ".gif")
-# The frame rate that qwen-vl-utils assumes for loose frames.
-_LOOSE_FPS = 2.0
+# What datasets call a section of a video.
+_SECTION = {"start_time": "video_start", "end_time": "video_end"}
+_NO_SETTINGS = ("type", "url", "image", "video", "path", "text")
 Key = tuple[str, ...]
 
 
@@ -30,18 +35,20 @@ class Frames:
     most: int
     fps: float | None = None
 
-    def load(self, source: Any, size_rule: Any) -> Clip:
-        """Read the frames of a path, or pack a list of pictures. Raises InputError."""
-        if isinstance(source, Clip):
-            return source
-        if not isinstance(source, (str, Path)):
-            return _pack(source, size_rule)
+    def load(self, source: Any, processor: Processor) -> Clip:
+        """Read the frames of a video, those that its message asks for where it does.
+
+        Raises InputError.
+        """
+        found, settings = taken_apart(source)
+        if isinstance(found, Clip) or settings.samples or not isinstance(found, (str, Path)):
+            return processor.load_clip(source)
         if self.fps is None:
-            return load_video(source, num_frames=self.most, size_rule=size_rule)
-        clip = load_video(source, fps=self.fps, size_rule=size_rule)
+            return processor.load_clip(source, num_frames=self.most)
+        clip = processor.load_clip(source, self.fps)
         if len(clip.indices) <= self.most:
             return clip
-        return load_video(source, num_frames=self.most, size_rule=size_rule)
+        return processor.load_clip(source, num_frames=self.most)
 
 
 def conversation(messages: Any, opening: str) -> list[Message]:
@@ -65,7 +72,7 @@ def visual_part(visual: Any) -> dict[str, Any]:
     if isinstance(visual, Mapping) and "bytes" not in visual:
         if "array" in visual or visual.get("type") == "audio":
             raise InputError("the task hands over sound; mmkv's models take pictures and videos")
-        return {"type": visual.get("type", "video"), **_source(visual)}
+        return _medium(str(visual.get("type", "video")), visual)
     if isinstance(visual, (list, tuple)):
         return {"type": "video", "url": list(visual)}
     if isinstance(visual, (str, os.PathLike)) and Path(visual).suffix.lower() in _VIDEOS:
@@ -124,33 +131,40 @@ def _part(part: Mapping[str, Any]) -> dict[str, Any]:
         return {"type": "text", "text": part["text"]}
     if kind not in ("image", "video"):
         raise InputError(f"the task's messages hold a part of type {kind!r}; mmkv takes pictures")
+    return _medium(kind, part)
+
+
+def _medium(kind: str, part: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a picture or video with the settings that stand beside it. Raises InputError."""
     found = _source(part)
     if kind == "image":
-        found = {"url": picture(found["url"])}
+        found["url"] = picture(found["url"])
     return {"type": kind, **found}
 
 
 def _source(part: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the source of a picture or video. There is no source for a part of a video."""
+    """Return the source of a picture or video, and its settings."""
     source = next(
         (part[k] for k in ("url", "image", "video", "path") if part.get(k) is not None), None
     )
+    settings = {
+        _SECTION.get(key, key): value
+        for key, value in part.items()
+        if key not in _NO_SETTINGS and value is not None
+    }
     if isinstance(source, Mapping) and "bytes" not in source:
-        return _source(source)
-    if any(part.get(k) is not None for k in ("start_time", "end_time", "video_start", "video_end")):
-        raise InputError(
-            "the task asks for a section of a video (start and end time); mmkv reads whole files: "
-            "cut the sections into files of their own"
-        )
+        return settings | _source(source)
     if source is None:
         raise InputError("a picture or video of the task names no source; correct the task")
-    return {"url": source.removeprefix("file://") if isinstance(source, str) else source}
+    source = source.removeprefix("file://") if isinstance(source, str) else source
+    return {"url": source, **settings}
 
 
 def _part_key(part: dict[str, Any]) -> str:
     if part["type"] == "text":
         return part["text"]
-    return f"<{part['type']} {_digest(part['url'])}>"
+    settings = {key: part[key] for key in sorted(part) if key not in _NO_SETTINGS}
+    return f"<{part['type']} {_digest(part['url'])} {settings or ''}>"
 
 
 def _digest(source: Any) -> str:
@@ -162,20 +176,3 @@ def _digest(source: Any) -> str:
             image = Image.fromarray(np.asarray(image))
         digest.update(f"{image.mode}{image.size}".encode() + image.tobytes())
     return digest.hexdigest()
-
-
-def _pack(frames: Any, size_rule: Any) -> Clip:
-    """Make a clip of a list or array of frames, which carries no times of its own."""
-    pictures = [
-        np.asarray(
-            (f if isinstance(f, Image.Image) else Image.fromarray(np.asarray(f))).convert("RGB")
-        )
-        for f in frames
-    ]
-    if not pictures:
-        raise InputError("a video of the task has no frames; correct the task")
-    if len({p.shape for p in pictures}) > 1:
-        raise InputError("the frames of a video differ in size; scale them to one size")
-    scale = size_rule(len(pictures), *pictures[0].shape[:2]) if size_rule else lambda frame: frame
-    stacked = np.stack([scale(p) for p in pictures])
-    return Clip(stacked, tuple(range(len(stacked))), _LOOSE_FPS)

@@ -45,7 +45,7 @@ def _image(repl: Repl, source: str) -> None:
         repl.images, repl.videos = [], []
     elif source:
         if not repl.engine.processor.sees:
-            raise InputError("this model reads text only; it cannot take a picture")
+            raise InputError(repl.engine.processor.blind)
         repl.images.append(load_image(source))
     queued = [f"picture {image.width} x {image.height}" for image in repl.images]
     queued += [f"video of {len(clip.frames)} frames" for clip in repl.videos]

@@ -16,7 +16,6 @@ from mmkv.chat.lines import Reader, open_reader
 from mmkv.chat.saved import chat_extra
 from mmkv.chat.transcript import spoken
 from mmkv.chat.trouble import require_utf8
-from mmkv.prompt.video import load_video
 
 if TYPE_CHECKING:
     from mmkv.api import Engine, Session
@@ -218,8 +217,8 @@ class Repl:
 
     def add_video(self, source: str) -> None:
         """Queue a video's frames for the next message. Raises InputError."""
-        rule = self.engine.processor.size_rule
-        self.videos.append(load_video(source, self.fps, self.num_frames, rule))
+        read = self.engine.processor.load_clip
+        self.videos.append(read(source, self.fps, self.num_frames))
 
     def new_session(self) -> Session:
         """Open an empty conversation under the present budget."""

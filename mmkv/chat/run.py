@@ -20,7 +20,8 @@ from mmkv.chat.saved import is_session
 from mmkv.chat.targets import checked_target
 from mmkv.chat.trouble import require_utf8
 from mmkv.prompt.media import check_source, load_image
-from mmkv.prompt.video import check_sampling, load_video
+from mmkv.prompt.video import check_sampling
+from mmkv.resources import refuse_adapter
 
 if TYPE_CHECKING:
     from mmkv.api import Engine
@@ -47,8 +48,8 @@ def run_chat(options: ChatOptions) -> int:
         options.figures = str(figures_folder(options.figures))
     engine = load_engine(options, display)
     _choose_template(engine, options)
-    rule = engine.processor.size_rule
-    videos = [load_video(v, options.fps, options.num_frames, rule) for v in options.video]
+    read = engine.processor.load_clip
+    videos = [read(video, options.fps, options.num_frames) for video in options.video]
     if prompt is not None and not options.interactive:
         from mmkv.chat.oneshot import answer_once
 
@@ -61,6 +62,7 @@ def run_chat(options: ChatOptions) -> int:
 def load_engine(options: ChatOptions, display: Display) -> Engine:
     """Load the model that the options name; notes go to stderr. Raises MmkvError."""
     name = options.model
+    refuse_adapter(name)
     locate(name)  # before torch is imported
     with display.loading(name) as progress:
         from mmkv.api import Engine

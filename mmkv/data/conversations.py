@@ -13,6 +13,7 @@ from engine.errors import InputError
 from engine.paths import user_path
 from mmkv.prompt.media import check_source, describe
 from mmkv.prompt.messages import is_blank, take_media
+from mmkv.prompt.part_settings import taken_apart
 from mmkv.prompt.template import Message
 
 KINDS = ("chat", "llava", "mmdu", "text")
@@ -41,7 +42,8 @@ class Conversation:
 
     Attributes:
         messages: role and content parts in the transformers chat format; a picture or video is
-            ``{"type": "image" | "video", <the same word>: absolute path, URL or data: URI}``.
+            ``{"type": "image" | "video", <the same word>: absolute path, URL or data: URI}``, a
+            video also by a list of its frames, with settings beside it.
         file, row: where it came from, for messages; rows count from 1 (JSONL: the line).
     """
 
@@ -145,7 +147,7 @@ def _with_source(part: Any, waiting: dict[str, Iterator[Any]]) -> Any:
         and kind in waiting
         and not any(part.get(key) for key in _PART_SOURCES)
     ):
-        return {"type": kind, kind: _next(waiting, kind)}
+        return {**part, kind: _next(waiting, kind)}
     return part
 
 
@@ -221,10 +223,7 @@ def _checked(messages: list[Message], root: Path) -> list[Message]:
             parts = [
                 part
                 if part["type"] == "text"
-                else {
-                    "type": part["type"],
-                    part["type"]: _resolved(next(waiting[part["type"]]), part["type"], root),
-                }
+                else _found(next(waiting[part["type"]]), part["type"], root)
                 for part in message["content"]
             ]
             made.append({"role": message["role"], "content": parts})
@@ -232,7 +231,9 @@ def _checked(messages: list[Message], root: Path) -> list[Message]:
         raise RowError(str(error)) from error
     for message in made:
         for part in message["content"]:
-            _require_unicode(part[part["type"]])
+            found = part[part["type"]]
+            for text in found if isinstance(found, list) else [found]:
+                _require_unicode(text)
     answers = [message for message in made if message["role"] == "assistant"]
     if not answers:
         raise RowError("the assistant says nothing in it")
@@ -243,6 +244,14 @@ def _checked(messages: list[Message], root: Path) -> list[Message]:
     if next(m["role"] for m in made if m["role"] != "system") == "assistant":
         raise RowError("the assistant speaks before the user")
     return made
+
+
+def _found(source: Any, kind: str, root: Path) -> dict[str, Any]:
+    """Return a part with the absolute path of its medium, its settings as they are."""
+    bare, settings = taken_apart(source)
+    several = kind == "video" and isinstance(bare, list)
+    found = [_resolved(one, kind, root) for one in bare] if several else _resolved(bare, kind, root)
+    return {"type": kind, kind: found, **settings.given()}
 
 
 def _resolved(source: Any, kind: str, root: Path) -> str:

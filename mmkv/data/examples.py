@@ -17,11 +17,9 @@ from mmkv.data.conversations import Conversation, DataError, Document, Row
 from mmkv.data.labels import IGNORED, AssistantTurn, TurnFinder
 from mmkv.data.mixture import Mixture
 from mmkv.data.readers import Report
-from mmkv.prompt.media import load_image
 from mmkv.prompt.messages import take_media
 from mmkv.prompt.processing import Processor
 from mmkv.prompt.template import Message
-from mmkv.prompt.video import load_video
 
 LONG_CHATS = ("drop", "cut")
 SHORTEST = 16  # least max_length: shorter pieces of a text teach nothing
@@ -106,9 +104,8 @@ class Encoder:
 
     def summary(self) -> str:
         """Return one line about what was left out or cut, empty when nothing was."""
-        counts = [
-            f"{self.tally[k]} {k}" for k in ("broken", "dropped", "cut", "split") if self.tally[k]
-        ]
+        kinds = ("broken", "incomplete", "dropped", "cut", "split")
+        counts = [f"{self.tally[kind]} {kind}" for kind in kinds if self.tally[kind]]
         return f"of {self.tally['rows']} rows {', '.join(counts)}" if counts else ""
 
     def _document(self, row: Document) -> list[Example]:
@@ -121,7 +118,7 @@ class Encoder:
         return [Example(piece.clone(), piece.clone()) for piece in ids.tensor_split(count)]
 
     def _chat(self, row: Conversation) -> list[Example]:
-        example, turns = self._encode(row.messages)
+        example, turns = self._encode(row.messages, row)
         if len(example) <= self.max_length:
             return [example]
         length = len(example)
@@ -136,13 +133,17 @@ class Encoder:
                     return [example]
         return self._too_long(row, length)
 
-    def _encode(self, messages: list[Message]) -> tuple[Example, list[AssistantTurn]]:
+    def _encode(
+        self, messages: list[Message], row: Row | None = None
+    ) -> tuple[Example, list[AssistantTurn]]:
         processor = self.processor
         plain, images, videos = take_media(messages)
-        clips = [load_video(video, size_rule=processor.size_rule) for video in videos]
+        clips = [processor.load_clip(video) for video in videos]
+        for note in [clip.note for clip in clips if clip.note and row is not None]:
+            self._note(row, "incomplete", note)
         inputs = processor.encode(
             processor.template.render(plain, opening=False),
-            [load_image(image) for image in images],
+            [processor.load_picture(image) for image in images],
             clips,
         )
         fills = processor.video_texts(clips, inputs)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from engine.errors import ModelError, first_line
-from mmkv.prompt.picture_settings import require_settings, require_tile
+from mmkv.prompt.picture_settings import require_frames, require_settings, require_tile
 from mmkv.prompt.processing import (
     BOTH,
     PICTURES,
@@ -16,15 +18,27 @@ from mmkv.prompt.processing import (
     load_image_processor,
     read_json,
     template_of,
+    video_settings,
 )
 from mmkv.prompt.special import CUT, CuttingTokenizer
 from mmkv.prompt.template import ChatTemplate
-from mmkv.prompt.video import Clip, FrameMap
+from mmkv.prompt.video import DEFAULT_FPS, Clip, FrameMap, FrameRule
 
 if TYPE_CHECKING:
     import numpy as np
     import torch
     from PIL.Image import Image
+
+
+_OF_A_FRAME = (
+    "size",
+    "resample",
+    "image_mean",
+    "image_std",
+    "do_rescale",
+    "rescale_factor",
+    "do_normalize",
+)
 
 
 class HubProcessor(Processor):
@@ -85,8 +99,27 @@ class InternVLProcessor(HubProcessor):
 
     watches = True
 
-    def __init__(self, processor: Any, template: ChatTemplate) -> None:
+    def __init__(
+        self, processor: Any, template: ChatTemplate, videos: Mapping[str, Any] | None = None
+    ) -> None:
+        """Take the processor; ``videos``: the checkpoint's settings of videos."""
         super().__init__(processor, template)
+        own = videos or {}
+        images = processor.image_processor
+        # Of a frame: its tile and colours, where the checkpoint has others for it.
+        self._frames_of = {
+            key: own[key] if own.get(key) is not None else getattr(images, key)
+            for key in _OF_A_FRAME
+        }
+        rate = own.get("fps") or (None if own.get("num_frames") else DEFAULT_FPS)
+        shift = own.get("initial_shift")
+        self.frame_rule = FrameRule(
+            "centred",
+            None if own.get("num_frames") else rate,
+            own.get("num_frames"),
+            1,
+            shift=True if shift is None else shift,
+        )
         self.video_token = processor.video_token
         self.image_frame = (processor.start_image_token, processor.end_image_token)
 
@@ -98,8 +131,8 @@ class InternVLProcessor(HubProcessor):
     def _scaler(self, frames: int, height: int, width: int) -> FrameMap:
         from PIL import Image as pil
 
-        images = self.processor.image_processor
-        tile, resample = (images.size["width"], images.size["height"]), images.resample
+        size, resample = self._frames_of["size"], pil.Resampling(self._frames_of["resample"])
+        tile = (size["width"], size["height"])
 
         def scale(frame: np.ndarray) -> np.ndarray:
             import numpy as np
@@ -140,6 +173,7 @@ class InternVLProcessor(HubProcessor):
                     [pil.fromarray(frame) for frame in clip.frames],
                     crop_to_patches=False,
                     return_tensors="pt",
+                    **self._frames_of,
                 )["pixel_values"],
             )
             for clip in clips
@@ -171,10 +205,17 @@ def load_hub(name: str | Path, tokenizer: Any, config: Any) -> HubProcessor:
     template = template_of(name, tokenizer, True)
     placeholders = {"image": processor.image_token + "\n"}
     tokens = [processor.image_token]
-    kind = OneVisionProcessor if config.model_type == "llava_onevision" else HubProcessor
+    kind: Callable[..., HubProcessor] = HubProcessor
+    if config.model_type == "llava_onevision":
+        kind = OneVisionProcessor
     if config.model_type == "internvl":
         require_tile(processor.image_processor, PICTURES)
-        kind = InternVLProcessor
+        settings, file = video_settings(name)
+        require_settings(settings, file, vision, pixels=False)
+        require_frames(settings, file, either=False)
+        if settings.get("size") is not None:
+            require_tile(SimpleNamespace(size=settings["size"], resample=3), file)
+        kind = partial(InternVLProcessor, videos=settings)
         placeholders["video"] = processor.video_token + "\n"
         tokens += [processor.video_token, processor.start_image_token, processor.end_image_token]
     return kind(processor, ChatTemplate(processor.tokenizer, template, True, placeholders, tokens))

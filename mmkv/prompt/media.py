@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import importlib
 import io
 import os
 import queue
@@ -18,11 +19,11 @@ import urllib.error
 import urllib.parse
 import urllib.request
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from http.client import HTTPException
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from engine.errors import InputError, first_line
 from engine.paths import user_path
@@ -40,6 +41,9 @@ MAX_VIDEO_BYTES = 1024 * 2**20
 MAX_FILE_BYTES = 1024 * 2**20  # a picture on the disk may be stored without compression
 # 120 megapixels: above phone cameras, far below what a small crafted file can unpack to.
 MAX_PIXELS = 120_000_000
+# In the info of a loaded picture: that it has the size which its message asks for, and what the
+# user is to be told of it.
+SIZED, NOTE = "mmkv.sized", "mmkv.note"
 _PIECE = 64 * 2**10
 _LONGEST_NAME = 150
 _pixel_limit = MAX_PIXELS
@@ -75,11 +79,19 @@ def load_image(source: ImageSource) -> Image:
     from PIL import Image as pil
 
     if isinstance(source, pil.Image):
+        if SIZED in source.info and source.mode == "RGB":
+            return source
         return _converted(source, "the picture")
     if not isinstance(source, (str, os.PathLike)):
         raise TypeError(f"a picture is a path, URL or PIL image, not a {type(source).__name__}")
     name = describe(source)
     return decode_image(_read(str(source), name), name)
+
+
+def notes(pictures: Sequence[Image], clips: Sequence[Any] = ()) -> list[str]:
+    """Return what the user is to be told of loaded pictures and videos, each thing once."""
+    found = [picture.info.get(NOTE) for picture in pictures] + [clip.note for clip in clips]
+    return list(dict.fromkeys(filter(None, found)))
 
 
 def describe(source: object) -> str:
@@ -238,6 +250,8 @@ def decode_image(
     from PIL import Image as pil
 
     most = _pixel_limit if pixels is None else pixels
+    if formats is None and _other_kind(content) == "HEIC":
+        _read_heic()
     try:
         with warnings.catch_warnings():
             # Pillow warns from 89 megapixels on; the check below is ours and is an error.
@@ -258,10 +272,41 @@ def decode_image(
             f"{name} would unpack to far too many pixels (a decompression bomb?); scale it down"
         ) from error
     except pil.UnidentifiedImageError as error:
+        kind = _other_kind(content)
+        if kind == "video":
+            raise InputError(
+                f"{name} is a video, not a picture; give it as one (--video, or a part of type "
+                "video)"
+            ) from error
+        if kind == "HEIC" and formats is None:
+            raise InputError(
+                f"{name} is a HEIC picture; run pip install pillow-heif, or convert it to JPEG"
+            ) from error
         known = "that Pillow can read" if formats is None else f"in {', '.join(formats)}"
         raise InputError(f"{name} is not a picture {known}; convert it") from error
     except Exception as error:
         raise _damaged(name, error) from error
+
+
+def _other_kind(content: bytes) -> str | None:
+    """Return "HEIC" or "video" by a file's first bytes, None where they say neither."""
+    if content[4:8] == b"ftyp":
+        brands = content[8:12] + content[16:64]
+        if any(brand in brands for brand in (b"heic", b"heix", b"hevc", b"heim", b"mif1")):
+            return None if b"avif" in brands else "HEIC"
+        return None if b"avif" in brands or b"avis" in brands else "video"
+    starts = (b"\x1a\x45\xdf\xa3", b"FLV\x01", b"\x00\x00\x01\xba", b"\x00\x00\x01\xb3", b"0&\xb2u")
+    if content.startswith(starts) or content[4:8] in (b"moov", b"mdat", b"wide"):
+        return "video"
+    if content.startswith(b"RIFF") and content[8:12] == b"AVI ":
+        return "video"
+    return "video" if content[:1] == b"\x47" == content[188:189] == content[376:377] else None
+
+
+def _read_heic() -> None:
+    """Let Pillow read HEIC where pillow-heif is installed."""
+    with suppress(ImportError, RuntimeError, OSError, AttributeError):
+        importlib.import_module("pillow_heif").register_heif_opener()
 
 
 def _converted(picture: Image, name: str) -> Image:
@@ -303,13 +348,19 @@ def _upright_rgb(picture: Image, name: str) -> Image:
 
     if not picture.width or not picture.height:
         raise InputError(f"{name} has no pixels; give another one")
+    noted = picture.info.get(NOTE) or _of_several(picture, name)
     try:
         upright = ImageOps.exif_transpose(picture)
     except Exception:  # EXIF that cannot be read says nothing about the orientation
         upright = picture.copy()
-    if upright.mode.startswith("I;16"):
-        # 16-bit grey: Pillow's own conversion clips at 255 and would turn nearly all of it white.
-        upright = upright.convert("I").point(lambda value: value / 257).convert("L")
+    if upright.mode == "La":
+        upright = upright.convert("LA")
+    if upright.mode in ("I", "F") or upright.mode.startswith("I;16"):
+        # Pillow scales those of a PGM to 16 bits, and knows no deeper PNG.
+        upright = _shallow(upright, upright.mode != "F" and picture.format in ("PPM", "PNG"))
+    elif upright.mode == "RGB" and max(upright.info.get("transparency") or (0,)) > 255:
+        # 16-bit colours, of which Pillow keeps the upper byte.
+        upright.info["transparency"] = tuple(c >> 8 for c in upright.info["transparency"])
     if upright.has_transparency_data:
         layer = upright.convert("RGBA")
         white = pil.new("RGBA", layer.size, "white")
@@ -317,4 +368,44 @@ def _upright_rgb(picture: Image, name: str) -> Image:
     made = upright.convert("RGB")
     # Nothing reads the metadata from here on, and a second look at broken metadata would raise.
     made.info.clear()
+    if noted is not None:
+        made.info[NOTE] = noted
+    return made
+
+
+def _of_several(picture: Image, name: str) -> str | None:
+    """Return a note where a file holds more pictures than the one that is read."""
+    count = getattr(picture, "n_frames", 1) if picture.format != "MPO" else 1
+    if count < 2:
+        return None
+    if picture.format == "TIFF":
+        return f"{name} has {count} pages; the first one is read"
+    return f"{name} is animated; the first of its {count} frames is read (--video reads them all)"
+
+
+def _shallow(picture: Image, sixteen: bool) -> Image:
+    """Scale a grey picture of more than 8 bits to 8, its transparent level to an alpha channel.
+
+    Pillow's own conversion clips at 255. ``sixteen``: it has 16 bits, whatever its mode says, whose
+    white is 65,535. 32 bits and floats have no white that a file names: it is 1 for floats up to
+    that, 255 for levels up to that, 65,535 for those up to that; others are stretched from the
+    least to the greatest.
+    """
+    import numpy as np
+    from PIL import Image as pil
+
+    sixteen = sixteen or picture.mode.startswith("I;16")
+    levels = np.asarray(picture.convert("I") if sixteen else picture, dtype=np.float64)
+    clear = picture.info.get("transparency")
+    finite = levels[np.isfinite(levels)]
+    least, most = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 0.0)
+    if sixteen:
+        least, most = 0.0, 65535.0
+    elif least >= 0 and most <= 65535:
+        whites = (1.0, 255.0, 65535.0) if picture.mode == "F" else (255.0, 65535.0)
+        least, most = 0.0, next(white for white in whites if most <= white)
+    scaled = np.nan_to_num((levels - least) * (255 / (most - least)), nan=0, posinf=255, neginf=0)
+    made = pil.fromarray(np.clip(scaled.round(), 0, 255).astype(np.uint8))
+    if isinstance(clear, int):
+        made.putalpha(pil.fromarray(np.where(levels == clear, 0, 255).astype(np.uint8)))
     return made

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from engine.errors import InputError
+from mmkv.prompt.part_settings import MediaSettings, Sourced
 from mmkv.prompt.template import Message, as_parts
 
 _ROLES = ("system", "user", "assistant")
@@ -17,8 +18,9 @@ def take_media(messages: Sequence[Message]) -> tuple[list[Message], list[Any], l
     """Split ``messages`` into messages with bare placeholders, pictures, and videos, in order.
 
     A part is {"type": "text", "text": ...}, or of type image / video (or image_url / video_url)
-    with its source under "image", "video", "url", "path" or "image_url". Raises InputError for
-    anything else.
+    with its source under "image", "video", "url", "path" or "image_url", and settings of it
+    (:class:`~mmkv.prompt.part_settings.MediaSettings`): its source is then a
+    :class:`~mmkv.prompt.part_settings.Sourced`. Raises InputError for anything else.
     """
     plain: list[Message] = []
     images: list[Any] = []
@@ -46,7 +48,7 @@ def take_media(messages: Sequence[Message]) -> tuple[list[Message], list[Any], l
             if kind == "text" and isinstance(part.get("text"), str):
                 parts.append({"type": "text", "text": part["text"]})
             elif kind in ("image", "video"):
-                (images if kind == "image" else videos).append(_source(part))
+                (images if kind == "image" else videos).append(_source(part, kind))
                 parts.append({"type": kind})
             else:
                 raise InputError(
@@ -64,13 +66,21 @@ def is_blank(message: Message) -> bool:
     )
 
 
-def _source(part: dict[str, Any]) -> Any:
+def _source(part: dict[str, Any], kind: str) -> Any:
+    """Return the source of a part, with its settings where it has any."""
+    settings = {key: value for key, value in part.items() if value is not None}
+    del settings["type"]
+    found = None
     for key in _SOURCE_KEYS:
-        value = part.get(key)
+        value = settings.pop(key, None)
         if isinstance(value, dict):  # {"image_url": {"url": ...}}
-            value = value.get("url")
-        if value is not None:
-            return value
-    raise InputError(
-        f"a message part of type {part['type']!r} names no source; add 'url' or 'path'"
-    )
+            settings |= {name: each for name, each in value.items() if each is not None}
+            value = settings.pop("url", None)
+        found = value if found is None else found
+    if found is None:
+        raise InputError(
+            f"a message part of type {part['type']!r} names no source; add 'url' or 'path'"
+        )
+    if kind == "image":
+        settings.pop("detail", None)  # OpenAI's; pictures are read at the model's size
+    return Sourced(found, MediaSettings.of(kind, settings)) if settings else found

@@ -10,6 +10,7 @@ from engine.errors import ModelError
 
 _MOST_PIXELS = 2**27  # to enlarge a picture to
 _MOST_EDGE = 2**13
+_MOST_FRAMES = 2**16
 # What this decoder's vision config calls it.
 _PATCHES = {
     "patch_size": "patch_size",
@@ -68,6 +69,33 @@ def require_settings(settings: Any, file: str, vision: Any, pixels: bool) -> Non
             name,
             f"sizes from 1 to {most:,}",
         )
+
+
+def require_frames(settings: Mapping[str, Any], file: str, either: bool) -> None:
+    """Raise ModelError for settings of videos that name no frames.
+
+    ``either``: ``fps`` and ``num_frames`` exclude each other, as transformers has it for Qwen-VL.
+    """
+    for name in ("num_frames", "min_frames", "max_frames", "max_video_tokens"):
+        value = settings.get(name)
+        most = 2**31 if name == "max_video_tokens" else _MOST_FRAMES
+        if value is not None and not _whole(value, most):
+            raise _wrong(file, name, value, f"a number of frames from 1 to {most:,}")
+    rate, shift = settings.get("fps"), settings.get("initial_shift")
+    if rate is not None and not (_real(rate) and 0 < rate <= 1000):
+        raise _wrong(file, "fps", rate, "frames a second above 0")
+    if shift is not None and not isinstance(shift, bool) and not (_real(shift) and shift >= 0):
+        raise _wrong(file, "initial_shift", shift, "true, false or a number of frames")
+    least, most_frames = settings.get("min_frames"), settings.get("max_frames")
+    if least is not None and most_frames is not None and least > most_frames:
+        raise _wrong(file, "min_frames", least, f"at most max_frames ({most_frames})")
+    if either and rate is not None and settings.get("num_frames") is not None:
+        raise ModelError(f"{file}: fps and num_frames exclude each other; set one of them to null")
+    for name in ("do_resize", "do_rescale", "do_normalize", "cap_pixels_per_frame"):
+        if not isinstance(settings.get(name), (bool, type(None))):
+            raise _wrong(file, name, settings[name], "true or false")
+    if settings.get("resample") not in (None, *range(6)):
+        raise _wrong(file, "resample", settings["resample"], "a filter from 0 to 5")
 
 
 def require_tile(settings: Any, file: str) -> None:

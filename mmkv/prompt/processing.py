@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.errors import InputError, MmkvError, ModelError, first_line
-from mmkv.prompt.picture_settings import require_settings
+from mmkv.prompt.media import SIZED, load_image
+from mmkv.prompt.part_settings import MediaSettings, taken_apart
+from mmkv.prompt.picture_settings import require_frames, require_settings
 from mmkv.prompt.special import CUT, tokenize
 from mmkv.prompt.template import ChatTemplate
-from mmkv.prompt.video import Clip
+from mmkv.prompt.video import Clip, FrameRule, load_video
 
 if TYPE_CHECKING:
     import torch
@@ -41,6 +43,8 @@ class Processor:
 
     sees = False
     watches = False
+    frame_rule = FrameRule()  # which frames of a video it is shown
+    blind = "this model reads text only; drop the pictures or name another model"
     image_token = video_token = ""
     image_frame = ("", "")  # what is put before and behind the tokens of a picture
 
@@ -65,6 +69,33 @@ class Processor:
         Pictures that were read by another rule have to be read again.
         """
         return None
+
+    def load_picture(self, source: Any) -> Image:
+        """Load a picture: what :func:`mmkv.prompt.media.load_image` takes, or that with settings
+        of its message. Raises InputError, for settings that this model does not take, too.
+        """
+        found, settings = taken_apart(source)
+        picture = load_image(found)
+        return self._scaled(picture, settings) if settings.scales else picture
+
+    def load_clip(
+        self, source: Any, fps: float | None = None, num_frames: int | None = None
+    ) -> Clip:
+        """Load a video: what :func:`mmkv.prompt.video.load_video` takes, or that with settings of
+        its message, which go before ``fps`` and ``num_frames``. Raises InputError, as
+        :meth:`load_picture`.
+        """
+        found, settings = taken_apart(source)
+        rule = self._size_rule_of(settings)
+        return load_video(found, fps, num_frames, rule, self.frame_rule, settings)
+
+    def _scaled(self, picture: Image, settings: MediaSettings) -> Image:
+        settings.refuse_scaling()
+        return picture
+
+    def _size_rule_of(self, settings: MediaSettings) -> Any:
+        settings.refuse_scaling()
+        return self.size_rule
 
     def encode(
         self,
@@ -111,7 +142,7 @@ class Processor:
         if not text:
             raise InputError("the prompt is empty; write a question")
         if images and not self.sees:
-            raise InputError("this model reads text only; drop the pictures or name another model")
+            raise InputError(self.blind)
         if clips and not self.watches:
             raise InputError(
                 "this model takes no videos here; use a Qwen-VL or InternVL model or pictures"
@@ -176,6 +207,7 @@ class QwenProcessor(Processor):
         load_image_processor: Callable[[], Any] | None,
         rules: VideoRules,
         image_size: dict[str, int] | None,
+        frame_rule: FrameRule | None = None,
     ) -> None:
         """Take what the checkpoint has; the image processor is loaded for the first picture.
 
@@ -186,7 +218,12 @@ class QwenProcessor(Processor):
         super().__init__(tokenizer, template)
         self._load_image_processor = load_image_processor
         self.rules, self.image_size = rules, image_size
+        self.frame_rule = frame_rule or FrameRule()
         self.sees = load_image_processor is not None
+        self.blind = (
+            f"the checkpoint has no {PICTURES}, so pictures cannot be prepared for it; get that "
+            "file, or drop the pictures"
+        )
         self.image_token, self.video_token = IMAGE, VIDEO
 
     @cached_property
@@ -202,6 +239,17 @@ class QwenProcessor(Processor):
     def size_rule(self) -> Any:
         """Return the rule that scales frames to the model's size while they are read."""
         return self.rules.scaler
+
+    def _scaled(self, picture: Image, settings: MediaSettings) -> Image:
+        from PIL import Image as pil
+
+        rows, columns = settings.picture_size(picture.height, picture.width, self.rules.factor)
+        made = picture.resize((columns, rows), pil.Resampling.BICUBIC)
+        made.info[SIZED] = True
+        return made
+
+    def _size_rule_of(self, settings: MediaSettings) -> Any:
+        return self.rules.scaler_of(settings)
 
     @property
     def picture_rules(self) -> VideoRules | None:
@@ -296,7 +344,15 @@ def _load_qwen(
     max_pixels: int | None,
     frames_apart: bool,
 ) -> QwenProcessor:
-    from mmkv.prompt.qwen_vision import FRAME_END, FRAME_START, IMAGE, RUN, VIDEO, VideoRules
+    from mmkv.prompt.qwen_vision import (
+        FRAME_END,
+        FRAME_START,
+        IMAGE,
+        RUN,
+        VIDEO,
+        VideoRules,
+        frame_rule,
+    )
 
     load = partial(_load_qwen_pictures, name, vision) if _has_image_processor(name) else None
     size = None
@@ -313,14 +369,13 @@ def _load_qwen(
                 f"min-pixels {size['shortest_edge']} and max-pixels {size['longest_edge']} leave "
                 "no size between them; give 0 < min <= max"
             )
-    config = read_json(name, _VIDEOS) or read_json(name, BOTH).get("video_processor") or {}
     rules = VideoRules() if frames_apart else RUN
-    if not config and not frames_apart:  # older checkpoints; the bounds are of pictures alone
+    config, file = video_settings(name)
+    if file == PICTURES:  # older checkpoints; the bounds are of pictures alone
         bounds = {"size", "min_pixels", "max_pixels"}
-        config = {k: v for k, v in read_json(name, PICTURES).items() if k not in bounds}
-    if not isinstance(config, dict):
-        raise ModelError(f"{BOTH}: video_processor is no object; get the original file")
-    require_settings(config, _VIDEOS, vision, pixels=True)
+        config = {key: value for key, value in config.items() if key not in bounds}
+    require_settings(config, file, vision, pixels=True)
+    require_frames(config, file, either=True)
     placeholders = {
         "image": f"{FRAME_START}{IMAGE}{FRAME_END}",
         "video": f"{FRAME_START}{VIDEO}{FRAME_END}",
@@ -328,7 +383,23 @@ def _load_qwen(
     tokens = (IMAGE, VIDEO, FRAME_START, FRAME_END)
     source = template_of(name, tokenizer, True)
     template = ChatTemplate(tokenizer, source, True, placeholders, tokens)
-    return QwenProcessor(tokenizer, template, load, rules.changed(config), size)
+    rule = frame_rule(config, frames_apart)
+    return QwenProcessor(tokenizer, template, load, rules.changed(config), size, rule)
+
+
+def video_settings(name: str | Path) -> tuple[dict[str, Any], str]:
+    """Read what the checkpoint says of videos, and the file that says it, as transformers looks
+    for it: of ``processor_config.json`` the part, a file of its own, that of the pictures.
+
+    Raises ModelError.
+    """
+    nested = read_json(name, BOTH).get("video_processor")
+    if nested is not None:
+        if not isinstance(nested, dict):
+            raise ModelError(f"{BOTH}: video_processor is no object; get the original file")
+        return nested, BOTH
+    own = read_json(name, _VIDEOS)
+    return (own, _VIDEOS) if own else (read_json(name, PICTURES), PICTURES)
 
 
 def _load_qwen_pictures(name: str | Path, vision: Any) -> Any:

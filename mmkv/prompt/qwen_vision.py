@@ -11,12 +11,15 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from engine.errors import InputError
-from mmkv.prompt.video import Clip, FrameMap
+from mmkv.prompt.media import SIZED
+from mmkv.prompt.part_settings import MediaSettings
+from mmkv.prompt.video import DEFAULT_FPS, Clip, FrameMap, FrameRule, SizeRule
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -28,7 +31,8 @@ FRAME_START, FRAME_END = "<|vision_start|>", "<|vision_end|>"
 # What older files call the bounds.
 _EDGES = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
 _SETTINGS = {"patch_size", "temporal_patch_size", "merge_size", "image_mean", "image_std"}
-_SETTINGS |= {*_EDGES.values()}
+_SETTINGS |= {"do_resize", "resample", "do_rescale", "rescale_factor", "do_normalize"}
+_SETTINGS |= {"cap_pixels_per_frame", "max_video_tokens", *_EDGES.values()}
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,18 @@ class VideoRules:
     image_mean: tuple[float, ...] = (0.5, 0.5, 0.5)
     image_std: tuple[float, ...] = (0.5, 0.5, 0.5)
     frames_apart: bool = True
+    do_resize: bool = True
+    resample: int = 3
+    do_rescale: bool = True
+    rescale_factor: float = 1 / 255
+    do_normalize: bool = True
+    cap_pixels_per_frame: bool = False
+    max_video_tokens: int = 768
+
+    @property
+    def factor(self) -> int:
+        """Return the edge of a token's square in pixels."""
+        return self.patch_size * self.merge_size
 
     def changed(self, config: Mapping[str, Any]) -> VideoRules:
         """Read a ``video_preprocessor_config.json`` (unknown keys do not matter here)."""
@@ -66,9 +82,18 @@ class VideoRules:
         """Compute the height and width to scale to: multiples of a merged patch, within the pixel
         bounds.
         """
+        factor = self.factor
+        if not self.do_resize:
+            if height % factor or width % factor:
+                raise InputError(
+                    f"frames of {width} x {height} are not scaled for this model (do_resize), and "
+                    f"are no multiple of {factor} pixels; scale the video"
+                )
+            return height, width
+        if self.cap_pixels_per_frame:
+            return self._capped(frames).size(frames, height, width)
         if not self.frames_apart:
             return self._bounded(height, width, 1, 1)
-        factor = self.patch_size * self.merge_size
         if height < factor or width < factor:
             grow = max(factor / height, factor / width)
             height, width = int(height * grow), int(width * grow)
@@ -76,11 +101,22 @@ class VideoRules:
         frames = max(frames, step)  # a single frame is repeated to fill its patch
         return self._bounded(height, width, frames, round(frames / step) * step)
 
+    def _capped(self, frames: int) -> VideoRules:
+        """Return the rules with a longest edge that bounds each frame, too."""
+        least, square = int(1.05 * self.shortest_edge), self.factor**2
+        if self.frames_apart:
+            own = self.max_video_tokens * square
+            most = max(min(own, self.longest_edge // frames), least) * frames
+        else:
+            together = int(self.max_video_tokens * square * 0.9) * self.temporal_patch_size
+            most = max(min(self.longest_edge, together // frames), least)
+        return replace(self, longest_edge=most, cap_pixels_per_frame=False)
+
     def _bounded(self, height: int, width: int, frames: int, filled: int) -> tuple[int, int]:
         """Round to merged patches; ``filled``: frames that the rounded volume counts."""
         if max(height, width) > 200 * min(height, width):
             raise InputError(f"video frames of {width} x {height} are too thin; crop them")
-        factor = self.patch_size * self.merge_size
+        factor = self.factor
         rows, columns = round(height / factor) * factor, round(width / factor) * factor
         volume, ideal = filled * rows * columns, frames * height * width
         if volume > self.longest_edge:
@@ -95,14 +131,26 @@ class VideoRules:
 
     def scaler(self, frames: int, height: int, width: int) -> FrameMap:
         """Return a function that scales one frame [height, width, 3] to the size for this video."""
-        from PIL import Image as pil
+        return self._to(*self.size(frames, height, width))
 
-        rows, columns = self.size(frames, height, width)
+    def scaler_of(self, settings: MediaSettings) -> SizeRule:
+        """Return the rule that scales frames as a message asks; see :meth:`scaler`."""
+        if not settings.scales:
+            return self.scaler
+
+        def rule(frames: int, height: int, width: int) -> FrameMap:
+            return self._to(*settings.frame_size(frames, height, width, self.factor))
+
+        return rule
+
+    def _to(self, rows: int, columns: int) -> FrameMap:
+        from PIL import Image as pil
 
         def scale(frame: np.ndarray) -> np.ndarray:
             if frame.shape[:2] == (rows, columns):
                 return frame
-            return np.asarray(pil.fromarray(frame).resize((columns, rows), pil.Resampling.BICUBIC))
+            shape = (columns, rows)
+            return np.asarray(pil.fromarray(frame).resize(shape, pil.Resampling(self.resample)))
 
         return scale
 
@@ -112,13 +160,18 @@ class VideoRules:
 
         The last frame is repeated when the number of frames does not fill the temporal patch.
         """
-        scale = self.scaler(len(clip.frames), *clip.frames.shape[1:3])
-        frames = np.stack([scale(frame) for frame in clip.frames])
+        frames = clip.frames
+        if not clip.sized:
+            scale = self.scaler(len(frames), *frames.shape[1:3])
+            frames = np.stack([scale(frame) for frame in frames])
         missing = -len(frames) % self.temporal_patch_size
         frames = np.concatenate([frames, np.repeat(frames[-1:], missing, axis=0)])
-        pixels = frames.astype(np.float32) / np.float32(255)
-        mean, std = (np.asarray(v, np.float32) for v in (self.image_mean, self.image_std))
-        pixels = (pixels - mean) / std
+        pixels = frames.astype(np.float32)
+        if self.do_rescale:
+            pixels *= np.float32(self.rescale_factor)
+        if self.do_normalize:
+            mean, std = (np.asarray(v, np.float32) for v in (self.image_mean, self.image_std))
+            pixels = (pixels - mean) / std
         patch, merge = self.patch_size, self.merge_size
         grid = (
             len(frames) // self.temporal_patch_size,
@@ -177,7 +230,27 @@ RUN = VideoRules(
     image_mean=(0.48145466, 0.4578275, 0.40821073),
     image_std=(0.26862954, 0.26130258, 0.27577711),
     frames_apart=False,
+    max_video_tokens=128_000,
 )
+
+
+def frame_rule(config: Mapping[str, Any], apart: bool) -> FrameRule:
+    """Read which frames are taken from a ``video_preprocessor_config.json``.
+
+    ``apart``: see :class:`VideoRules`. Where it names no rate it is 2 frames a second: transformers
+    then reads every frame for Qwen2.5-VL, whose files say so (``do_sample_frames``) whoever wrote
+    them, and whose cards give the frames of qwen-vl-utils, 2 a second.
+    """
+    count = config.get("num_frames")
+    rate = config.get("fps", None if count or not apart else DEFAULT_FPS)
+    if apart and config.get("do_sample_frames") is False:
+        rate = count = None
+    elif not apart and not count:
+        rate = rate or DEFAULT_FPS
+    bounds = {key: config[key] for key in ("min_frames", "max_frames") if config.get(key)}
+    way: Any = "spread" if apart else "strided"
+    step = config.get("temporal_patch_size") or VideoRules.temporal_patch_size
+    return FrameRule(way, rate, count, step=step, **bounds)
 
 
 def prepare(
@@ -198,10 +271,18 @@ def prepare(
     pixels: dict[str, Any] = {}
     fills: dict[str, list[str]] = {IMAGE: [], VIDEO: []}
     if images:
-        options = {"size": image_size} if image_size else {}
-        made = image_processor(list(images), return_tensors="pt", **options)
-        pixels |= {key: made[key] for key in ("pixel_values", "image_grid_thw")}
-        merged = made["image_grid_thw"].prod(-1) // image_processor.merge_size**2
+        options: dict[str, Any] = {"size": image_size} if image_size else {}
+        runs = [
+            image_processor(
+                list(run), return_tensors="pt", **({"do_resize": False} if sized else options)
+            )
+            for sized, run in groupby(images, lambda image: SIZED in image.info)
+        ]
+        pixels |= {
+            key: torch.cat([made[key] for made in runs])
+            for key in ("pixel_values", "image_grid_thw")
+        }
+        merged = pixels["image_grid_thw"].prod(-1) // image_processor.merge_size**2
         fills[IMAGE] = [IMAGE * count for count in merged.tolist()]
     if clips:
         cut = [rules.patches(clip) for clip in clips]

@@ -17,7 +17,7 @@ class Part:
 
     Attributes:
         digest: of a picture's or video's bytes; None until they are known.
-        options: how a video is sampled.
+        options: settings of a picture or video, see mmkv.prompt.part_settings.
     """
 
     kind: Kind

@@ -199,6 +199,7 @@ def _facts(engine: Engine, lookahead: float) -> Facts:
         watches=engine.processor.watches,
         shared=engine.shared is not None,
         rules=getattr(engine.processor, "rules", None),
+        frame_rule=engine.processor.frame_rule,
         picture_rules=_picture_rules(engine),
         lengths=Lengths(engine.processor.tokenizer, engine.spec.max_position),
     )

@@ -65,8 +65,7 @@ class RequestMedia:
 def source(part: Part) -> Source:
     """Return a part as :mod:`mmkv.server.media` takes it."""
     assert part.kind != "text"
-    options: dict[str, Any] = dict(part.options)
-    return Source(part.kind, part.url, **options)
+    return Source(part.kind, part.url, dict(part.options))
 
 
 def _inside(part: Part) -> bool:

@@ -72,7 +72,10 @@ def opened(
     try:
         facts = worker.facts()
         media = MediaResolver(
-            folder=settings.media_folder, rules=facts.rules, picture_rules=facts.picture_rules
+            folder=settings.media_folder,
+            rules=facts.rules,
+            picture_rules=facts.picture_rules,
+            frame_rule=facts.frame_rule,
         )
         yield Room(settings, facts, worker, metrics, media)
     finally:

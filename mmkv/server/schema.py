@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -60,9 +61,16 @@ class RefusalPart(Hinted):
 
 
 class ImageUrl(Strict):
-    """Where a picture is: data:, http(s):, or file: where the server allows it."""
+    """Where a picture is: data:, http(s):, or file: where the server allows it.
+
+    Its other fields are :class:`mmkv.prompt.part_settings.MediaSettings`'.
+    """
 
     url: str
+    min_pixels: Count | None = None
+    max_pixels: Count | None = None
+    resized_height: Count | None = None
+    resized_width: Count | None = None
     detail: Literal["auto", "low", "high", "original"] | None = None
 
 
@@ -74,11 +82,21 @@ class ImagePart(Hinted):
 
 
 class VideoUrl(Strict):
-    """Where a video is, and how many of its frames are taken."""
+    """Where a video is, which of its frames are taken, and their size; see ImageUrl."""
 
     url: str
     fps: Annotated[Number, Field(gt=0)] | None = None
     num_frames: Count | None = None
+    nframes: Count | None = None
+    min_frames: Count | None = None
+    max_frames: Count | None = None
+    video_start: Annotated[Number, Field(ge=0)] | None = None
+    video_end: Annotated[Number, Field(ge=0)] | None = None
+    min_pixels: Count | None = None
+    max_pixels: Count | None = None
+    total_pixels: Count | None = None
+    resized_height: Count | None = None
+    resized_width: Count | None = None
 
 
 class VideoPart(Hinted):
@@ -344,20 +362,22 @@ def _part(given: Any, where: str) -> Part:
     if isinstance(given, RefusalPart):
         return Part("text", given.refusal)
     if isinstance(given, ImagePart):
-        source = given.image_url
-        return Part("image", url=source if isinstance(source, str) else source.url)
+        return _medium("image", given.image_url, ("url", "detail"))
     if isinstance(given, VideoPart):
-        film = given.video_url
-        if isinstance(film, str):
-            return Part("video", url=film)
-        options = {"fps": film.fps, "num_frames": film.num_frames}
-        chosen = tuple((name, value) for name, value in options.items() if value is not None)
-        return Part("video", url=film.url, options=chosen)
+        return _medium("video", given.video_url, ("url",))
     if given.type in _PARTS:
         raise improper(_PARTS[given.type], given, where)
     raise unsupported(
         where, f"a part of type {given.type[:40]!r} is not supported; use text or image_url"
     )
+
+
+def _medium(kind: Literal["image", "video"], source: BaseModel | str, other: Sequence[str]) -> Part:
+    if isinstance(source, str):
+        return Part(kind, url=source)
+    given = source.model_dump(exclude_none=True)
+    options = tuple((name, value) for name, value in given.items() if name not in other)
+    return Part(kind, url=given["url"], options=options)
 
 
 def _require_taken(part: Part, role: str, sees: bool, watches: bool, where: str) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from engine.budget import Budget
     from mmkv.prompt.qwen_vision import VideoRules
+    from mmkv.prompt.video import FrameRule
     from mmkv.server.lengths import Lengths
 
 
@@ -78,7 +79,7 @@ class Facts:
         context: most positions; vocabulary: number of tokens; lengths: bounds texts by them.
         shared: whether all sessions compete for the budget.
         sees, watches: whether the model takes pictures, videos; picture_rules, rules: how it scales
-            them.
+            them; frame_rule: which frames of a video it is shown.
     """
 
     root: str
@@ -92,4 +93,5 @@ class Facts:
     watches: bool
     shared: bool = False
     rules: VideoRules | None = None
+    frame_rule: FrameRule | None = None
     picture_rules: VideoRules | None = None

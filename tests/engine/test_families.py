@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -169,7 +170,10 @@ def edit(key: str, change: Callable[[Tensor], Any]) -> Change:
         (edit("pixel_values", lambda x: x[:-4]), "asks for"),
         (edit("image_grid_thw", lambda x: x[:1]), "asks for"),
         (edit("image_grid_thw", lambda x: x.flip(0)), "stand in runs of"),
-        (edit("image_grid_thw", lambda x: x[:, :2]), "asks for"),
+        (edit("image_grid_thw", lambda x: x[:, :2]), "not [n, 3] counts"),
+        (edit("image_grid_thw", lambda x: x + torch.tensor([0, 1, 0])), "that 2 does not divide"),
+        (edit("pixel_values", lambda x: x[:, :9]), "patches of 9 numbers and the model reads"),
+        (edit("pixel_values", lambda x: x * math.inf), "not finite"),
         (edit("input_ids", lambda x: x.masked_fill(x == IMAGE_ID, 5)), "without image tokens"),
         (edit("input_ids", lambda x: x[:, :-8]), "features"),
         (put("pixel_values_videos", torch.ones(4, 96)), "without video tokens"),
@@ -306,6 +310,27 @@ def test_seconds_of_a_video_are_rounded_behind_the_product() -> None:
     assert times.tolist() == [t for t in (0, 1, 2, 0, 3, 7) for _ in range(4)]
 
 
+def test_text_begins_behind_the_seconds_of_a_long_video() -> None:
+    """Qwen2.5-VL, by hand: the largest position and one (transformers 5.2 and vLLM)."""
+    turn = make_turn("qwen2_5_vl", [3, ("video", 24, 16, 16), 4, ("image", 16, 16), 2])
+    turn["second_per_grid_ts"] = torch.tensor([1.0])
+    modality = turn["mm_token_type_ids"][0]
+    made = family("qwen2_5_vl").positions(ids_of(turn), modality, turn)
+    video, image = (modality == 2).nonzero()[:, 0], (modality == 1).nonzero()[:, 0]
+    start = int(video[0])
+    assert made[:, :start].tolist() == [list(range(start))] * 3
+    # Patches of two frames, two positions a second, 1 s apart; 2 x 2 tokens each.
+    apart = int(turn["video_grid_thw"][0, 0]) - 1
+    assert made[0, video].max() == start + 2 * apart and made[1:, video].max() == start + 1
+    behind = start + 2 * apart + 1
+    between = int(image[0] - video[-1]) - 1
+    assert made[:, video[-1] + 1 : image[0]].tolist() == [list(range(behind, behind + between))] * 3
+    assert made[:, image].min() == behind + between and made[:, image].max() == behind + between + 1
+    assert made[:, image[-1] + 1].tolist() == [behind + between + 2] * 3
+    placed = family("qwen2_5_vl").turn(turn, 0, CPU)
+    assert placed.next_position == int(made.max()) + 1
+
+
 def test_pixels_that_cover_one_kind_of_what_was_seen(qwen: Family) -> None:
     pieces: list[Any] = [3, ("image", 16, 16), 2, ("video", 2, 16, 16), 1]
     first, second = make_turn("qwen3_vl", pieces), make_turn("qwen3_vl", pieces, seed=1)
@@ -315,3 +340,46 @@ def test_pixels_that_cover_one_kind_of_what_was_seen(qwen: Family) -> None:
     with pytest.raises(InputError, match="videos of the whole conversation") as error:
         qwen.turns([ids_of(second)], inputs, [0], CPU, [ids_of(first)])
     one_line(error)
+
+
+MUTATIONS: list[Callable[[Tensor], Any]] = [
+    lambda x: x[None],
+    lambda x: x[0],
+    lambda x: x[:0],
+    lambda x: x[:-1],
+    lambda x: x[..., :-1],
+    lambda x: torch.cat([x, x]),
+    lambda x: x.float() + 0.5,
+    lambda x: x.to(torch.complex64),
+    lambda x: x.bool(),
+    lambda x: -x,
+    lambda x: x.double() * math.nan,
+    lambda x: x * 10**6,
+    lambda x: x.T if x.dim() == 2 else x,
+    lambda x: x.reshape(-1),
+    lambda x: [[1], [2, 3]],
+    lambda x: "text",
+    lambda x: {},
+]
+
+
+@pytest.mark.parametrize(
+    "name", ["qwen3_vl", "qwen2_5_vl", "llava", "llava_next", "llava_onevision", "internvl"]
+)
+def test_odd_tensors_get_one_sentence(name: str) -> None:
+    """Every tensor of a caller, changed in every way, is read or refused in our words."""
+    reader, pieces = family(name), [3, ("image", 32, 32), 2, ("image", 16, 48), 1]
+    if name in ("qwen3_vl", "qwen2_5_vl"):
+        pieces.insert(2, ("video", 4, 16, 32))
+    wrong = []
+    for key in make_turn(name, pieces):
+        for index, change in enumerate(MUTATIONS):
+            turn: dict[str, Any] = dict(make_turn(name, pieces))
+            turn[key] = change(turn[key])
+            try:
+                reader.turn(turn, 0, CPU)
+            except InputError as error:
+                assert one_line(pytest.ExceptionInfo.from_exception(error))
+            except Exception as error:
+                wrong.append(f"{key}, change {index}: {type(error).__name__}: {error}")
+    assert not wrong, "\n".join(wrong)

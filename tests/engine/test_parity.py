@@ -27,6 +27,7 @@ from tests.support.factories import (
     make_turn,
     pad_left,
 )
+from tests.support.mrope import with_positions_of_the_paper
 from tests.support.tiers import slow_but
 
 STEPS = 64
@@ -45,7 +46,8 @@ CHUNKS = (7, 16, 2048)
 def reference_model(name: str) -> Any:
     text = CHECKPOINTS[name].model_type in TEXT_TYPES
     kind = transformers.AutoModelForCausalLM if text else transformers.AutoModelForImageTextToText
-    return kind.from_pretrained(checkpoint(name), dtype=torch.float32).eval()
+    model = kind.from_pretrained(checkpoint(name), dtype=torch.float32).eval()
+    return with_positions_of_the_paper(model)
 
 
 @torch.inference_mode()

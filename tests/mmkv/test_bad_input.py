@@ -12,7 +12,7 @@ from PIL import Image
 
 from engine.model.gates import make_random_gates, save_gates
 from tests.conftest import make_spec
-from tests.support.chat_models import save_llama
+from tests.support.chat_models import save_llama, save_qwen3_vl
 from tests.support.media import png_bomb
 
 if TYPE_CHECKING:
@@ -94,6 +94,27 @@ def test_a_checkpoint_with_a_broken_tokenizer(mmkv: Callable[..., Ran], tmp_path
 def test_pictures_for_a_text_model(mmkv: Callable[..., Ran], tmp_path: Path, picture: str) -> None:
     ran = mmkv("chat", str(save_llama(tmp_path)), "--image", picture, "-p", "x")
     assert "text only" in ran.error_line() and ran.code == 1
+
+
+def test_a_model_that_sees_without_its_picture_settings(
+    mmkv: Callable[..., Ran], tmp_path: Path, picture: str
+) -> None:
+    folder = save_qwen3_vl(tmp_path)
+    (folder / "preprocessor_config.json").unlink()
+    ran = mmkv("chat", str(folder), "--image", picture, "-p", "x")
+    assert "has no preprocessor_config.json" in ran.error_line() and ran.code == 1
+
+
+def test_eyes_without_their_language_model(
+    mmkv: Callable[..., Ran], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`mmkv models` lists them; the remedy is one command."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("smollm2-llava", str(tmp_path / "eyes")):
+        ran = mmkv("chat", name, "-p", "x")
+        assert "training.llava join" in ran.error_line() and ran.code == 1
+        (tmp_path / "eyes").mkdir(exist_ok=True)
+        (tmp_path / "eyes" / "adapter.json").write_text("{}")
 
 
 def test_the_bundled_model_is_missing(

@@ -10,9 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from PIL import Image
 
+import mmkv as mmkv_package
 from engine.budget import Budget, parse_bytes
 from engine.errors import BudgetError
+from mmkv.resources import asset
 
 if TYPE_CHECKING:
     from tests.support.cli_fixtures import Ran
@@ -20,6 +23,7 @@ if TYPE_CHECKING:
 pytest_plugins = ("tests.support.cli_fixtures",)
 
 FEW = ("--max-new-tokens", "6")
+SCENE = asset("scene.png")
 
 
 def test_only_the_answer_is_on_stdout(mmkv: Callable[..., Ran], model: str, picture: str) -> None:
@@ -147,13 +151,26 @@ def test_a_video_is_answered_about(mmkv: Callable[..., Ran], model: str, tmp_pat
 
 def test_the_bundled_model_names_what_it_sees(mmkv: Callable[..., Ran]) -> None:
     """Under a budget that evicts, with the gates that lie beside it."""
-    from mmkv.resources import bundled_model
-
-    scene = bundled_model().parent / "scene.png"
-    ran = mmkv("chat", "--image", str(scene), "-p", "what is at row 2, column 3?", "--budget", "24")
+    ran = mmkv("chat", "--image", str(SCENE), "-p", "what is at row 2, column 3?", "--budget", "24")
     assert ran.code == 0 and ran.out.strip() == "frog"
     assert "kept 432 of " in ran.err and "policy dbtrimkv" in ran.err
     assert ran.err.count("the bundled model answers") == 1  # nobody had named it
+    assert "means nothing" not in ran.err
+
+
+def test_the_bundled_model_says_that_it_does_not_know_photos(
+    mmkv: Callable[..., Ran], tmp_path: Path
+) -> None:
+    photo = tmp_path / "photo.png"
+    Image.effect_noise((64, 64), 50).save(photo)
+    ran = mmkv("chat", "tiny-vlm", "--image", str(photo), "-p", "what is this?", *FEW)
+    assert ran.code == 0 and ran.err.count("means nothing") == 1
+    engine = mmkv_package.Engine.from_pretrained(mmkv_package.bundled_model())
+    few = mmkv_package.Sampling(max_new_tokens=1)
+    with engine.session() as session:
+        for shown, said in ((photo, True), (SCENE, False), (photo, True)):  # each time
+            list(session.send("what?", images=[shown], sampling=few))
+            assert (session.note is not None and "means nothing" in session.note) == said
 
 
 def test_the_bundled_model_has_the_name_that_is_listed(mmkv: Callable[..., Ran]) -> None:

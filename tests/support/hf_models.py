@@ -13,6 +13,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tests.support.factories import CHECKPOINTS, Piece, checkpoint, make_turn
 from tests.support.model_configs import config_of
+from tests.support.mrope import with_positions_of_the_paper
 
 TOKENS = 12
 
@@ -21,7 +22,8 @@ TOKENS = 12
 def model_of(name: str) -> Any:
     sees = hasattr(config_of(CHECKPOINTS[name]), "vision_config")
     kind = transformers.AutoModelForImageTextToText if sees else transformers.AutoModelForCausalLM
-    return kind.from_pretrained(checkpoint(name), dtype=torch.float32).eval()
+    model = kind.from_pretrained(checkpoint(name), dtype=torch.float32).eval()
+    return with_positions_of_the_paper(model)
 
 
 def prompts_of(name: str) -> list[dict[str, Tensor]]:

@@ -349,6 +349,58 @@ def required(inputs: Mapping[str, Any], key: str) -> Tensor:
     return as_tensor(inputs[key], key)
 
 
+def floats(inputs: Mapping[str, Any], key: str) -> Tensor:
+    """Return pixels as a tensor of real numbers; whole ones are converted.
+
+    Raises:
+        InputError: when the processor output lacks them, or they are no finite numbers.
+    """
+    pixels = required(inputs, key)
+    if pixels.is_complex():
+        raise InputError(f"{key} holds complex numbers; pass the processor's output unchanged")
+    pixels = pixels if pixels.is_floating_point() else pixels.float()
+    if not bool(pixels.isfinite().all()):
+        raise InputError(f"{key} holds a number that is not finite; prepare the picture again")
+    return pixels
+
+
+def picture_sizes(inputs: Mapping[str, Any], pictures: int) -> Tensor:
+    """Return ``image_sizes`` int64 ``[pictures, 2]`` on the CPU.
+
+    Raises:
+        InputError: for another shape, or a size below 1.
+    """
+    sizes = required(inputs, "image_sizes").cpu()
+    if sizes.shape != (pictures, 2) or not _counts(sizes, 1):
+        raise InputError(
+            f"image_sizes has shape {list(sizes.shape)}, not height and width of each of "
+            f"{pictures} pictures; pass the processor's output unchanged"
+        )
+    return sizes
+
+
+def picture_counts(inputs: Mapping[str, Any], pictures: int) -> Tensor | None:
+    """Return ``batch_num_images`` int64 ``[prompts]``, of ``pictures`` in all; None without it.
+
+    Raises:
+        InputError: for another shape, or another sum.
+    """
+    if inputs.get("batch_num_images") is None:
+        return None
+    counts = required(inputs, "batch_num_images").cpu()
+    if counts.dim() != 1 or not _counts(counts, 0) or int(counts.sum()) != pictures:
+        raise InputError(
+            f"batch_num_images are not the pictures of each prompt, {pictures} in all; pass the "
+            "processor's output unchanged"
+        )
+    return counts
+
+
+def _counts(values: Tensor, least: int) -> bool:
+    whole = not (values.is_floating_point() or values.is_complex() or values.dtype == torch.bool)
+    return whole and bool((values >= least).all())
+
+
 def end_tokens(generation: Any, config: Any) -> tuple[int, ...]:
     """Return the ids that end a reply.
 

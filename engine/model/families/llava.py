@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 
 from engine.errors import InputError
-from engine.model.families.base import Family, required
+from engine.model.families.base import Family, floats, picture_sizes
 from engine.model.families.features import Features, rows_of
 
 
@@ -25,11 +25,12 @@ class LlavaFamily(Family):
     def image_features(self, inputs: Mapping[str, Any], device: torch.device | str) -> Features:
         """Return the features of all pictures of a turn, in order."""
         arguments = self.selection()
+        pixels = self.pixels(inputs, "pixel_values", self.pixel_dims, device)
         if self.config.vision_config.model_type == "pixtral":
             # The one tower that keeps each picture's own size.
-            arguments["image_sizes"] = required(inputs, "image_sizes").cpu()
+            arguments["image_sizes"] = picture_sizes(inputs, len(pixels))
         output = self.hf.model.get_image_features(
-            pixel_values=self.pixels(inputs, "pixel_values", self.pixel_dims, device),
+            pixel_values=pixels,
             **arguments,
         )
         return Features(rows_of(output.pooler_output))
@@ -58,7 +59,7 @@ class LlavaFamily(Family):
         Raises:
             InputError: for another number of dimensions or another picture size.
         """
-        pixels = required(inputs, key)
+        pixels = floats(inputs, key)
         if pixels.dim() not in dims or pixels.shape[-3] != 3:
             raise InputError(
                 f"{key} has shape {list(pixels.shape)}, not {' or '.join(map(str, dims))} "

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from engine.model.families.base import required
+from engine.model.families.base import picture_sizes
 from engine.model.families.features import Features, rows_of
 from engine.model.families.llava import LlavaFamily
 
@@ -22,15 +22,16 @@ class LlavaNextFamily(LlavaFamily):
         """Return the features of all pictures of a turn, unpadded, with the row-end feature of the
         model.
         """
+        pixels = self.pixels(inputs, "pixel_values", self.pixel_dims, device)
         output = self.hf.model.get_image_features(
-            pixel_values=self.pixels(inputs, "pixel_values", self.pixel_dims, device),
+            pixel_values=pixels,
             # Sizes steer Python control flow: on the CPU they cost no device round trip.
-            image_sizes=required(inputs, "image_sizes").cpu(),
+            image_sizes=picture_sizes(inputs, len(pixels)),
             **self.selection(),
-            **self.extra_arguments(inputs),
+            **self.extra_arguments(inputs, len(pixels)),
         )
         return Features(rows_of(output.pooler_output))
 
-    def extra_arguments(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """Return further arguments of this family's vision tower."""
+    def extra_arguments(self, inputs: Mapping[str, Any], pictures: int) -> dict[str, Any]:
+        """Return further arguments of this family's vision tower, for so many pictures."""
         return {}

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from engine.model.families.base import required
+from engine.model.families.base import picture_counts
 from engine.model.families.features import IMAGE, VIDEO, Features, rows_of
 from engine.model.families.llava_next import LlavaNextFamily
 
@@ -19,11 +19,10 @@ class LlavaOnevisionFamily(LlavaNextFamily):
     model_types: ClassVar[tuple[str, ...]] = ("llava_onevision",)
     pixel_keys: ClassVar[dict[int, str]] = {IMAGE: "pixel_values", VIDEO: "pixel_values_videos"}
 
-    def extra_arguments(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    def extra_arguments(self, inputs: Mapping[str, Any], pictures: int) -> dict[str, Any]:
         """Return how many pictures stand in the turn: only a lone one was cut into tiles."""
-        counts = inputs.get("batch_num_images")
         return {
-            "batch_num_images": None if counts is None else required(inputs, "batch_num_images"),
+            "batch_num_images": picture_counts(inputs, pictures),
             "vision_aspect_ratio": self.config.vision_aspect_ratio,
         }
 

@@ -22,10 +22,10 @@ class Qwen25VLFamily(Qwen3VLFamily):
     The frequencies of M-RoPE lie in sections, there is no deepstack, and a video is one run of
     tokens, whose temporal positions are its seconds.
 
-    The text behind a long video starts, as in transformers, at the position that the picture's
-    height or width leads to, which the video's seconds may have passed. The next turn starts behind
-    all positions used, as the reply does; only where seconds pass the text behind them is this not
-    where transformers would put it, had it read the whole conversation at once.
+    What follows a video starts behind the largest of its positions, as Qwen2-VL's paper has it
+    (section 2.1), and the weights were trained: transformers 5.2 and vLLM do so. transformers 5.23
+    starts it where the height or width of the frames ends, which the seconds of a long video have
+    passed.
     """
 
     model_types: ClassVar[tuple[str, ...]] = ("qwen2_5_vl",)
@@ -40,7 +40,8 @@ class Qwen25VLFamily(Qwen3VLFamily):
     def positions(self, token_ids: Tensor, modality: Tensor, inputs: Mapping[str, Any]) -> Tensor:
         """Return the rope positions int64 ``[3, T]`` of this turn alone, counted from 0.
 
-        The videos' times are set here: transformers before 5.23 rounds the seconds first.
+        The videos' times, and where the text behind them starts, are set here: transformers before
+        5.23 rounds the seconds first, and 5.23 starts the text too early.
 
         Raises:
             InputError: as for Qwen3-VL, or where there is not one number for each video.
@@ -49,6 +50,7 @@ class Qwen25VLFamily(Qwen3VLFamily):
         grid, videos = self._grid(inputs, VIDEO), (modality == VIDEO).nonzero()[:, 0]
         if grid is None or not len(videos):
             return made
+        made = made.clone()
         seconds = self._seconds(inputs, len(grid)) * self.config.vision_config.tokens_per_second
         merged = self.config.vision_config.spatial_merge_size**2
         sizes = (grid.prod(-1) // merged).tolist()
@@ -56,6 +58,9 @@ class Qwen25VLFamily(Qwen3VLFamily):
             times = (torch.arange(int(patches)) * apart).long()
             start = made[1, tokens[0]]  # the first row of a video stands where the video does
             made[0, tokens] = start + times.repeat_interleave(len(tokens) // len(times))
+            behind = int(tokens[-1]) + 1
+            if behind < made.shape[1]:
+                made[:, behind:] += made[:, tokens].max() + 1 - made[1, behind]
         return made
 
     def _seconds(self, inputs: Mapping[str, Any], videos: int) -> Tensor:

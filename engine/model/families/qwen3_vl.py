@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from engine.errors import InputError
-from engine.model.families.base import Family, required
+from engine.model.families.base import Family, floats, required
 from engine.model.families.features import IMAGE, VIDEO, Features, rows_of
 
 _GRID_KEY = {IMAGE: "image_grid_thw", VIDEO: "video_grid_thw"}
@@ -85,8 +85,17 @@ class Qwen3VLFamily(Family):
 
     def _visual(self, inputs: Mapping[str, Any], kind: int, device: torch.device | str) -> Features:
         key = self.pixel_keys[kind]
-        pixels, grid = required(inputs, key), required(inputs, _GRID_KEY[kind]).cpu()
+        pixels, grid = floats(inputs, key), self._grid(inputs, kind)
+        if grid is None:
+            grid = required(inputs, _GRID_KEY[kind])  # which says that it is missing
         patches = int(grid.prod(-1).sum())
+        vision = self.config.vision_config
+        width = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+        if pixels.dim() == 2 and pixels.shape[1] != width:
+            raise InputError(
+                f"{key} has patches of {pixels.shape[1]} numbers and the model reads {width}; use "
+                "this checkpoint's processor"
+            )
         if pixels.dim() != 2 or pixels.shape[0] != patches:
             raise InputError(
                 f"{key} has shape {list(pixels.shape)} and {_GRID_KEY[kind]} asks for {patches} "
@@ -109,6 +118,12 @@ class Qwen3VLFamily(Family):
             raise InputError(
                 f"{_GRID_KEY[kind]} has shape {list(grid.shape)}, not [n, 3] counts; pass the "
                 "processor's output unchanged"
+            )
+        merge = self.config.vision_config.spatial_merge_size
+        if bool((grid[:, 1:] % merge != 0).any()):
+            raise InputError(
+                f"{_GRID_KEY[kind]} has a height or width that {merge} does not divide, the "
+                "patches of a token's edge; pass the processor's output unchanged"
             )
         return grid
 

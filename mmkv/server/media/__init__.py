@@ -3,7 +3,7 @@
 The door is :class:`mmkv.server.media.resolver.MediaResolver`::
 
     resolver = MediaResolver(folder=allowed_or_none)
-    media = await resolver.resolve([Source("image", url), Source("video", url, fps=2)])
+    media = await resolver.resolve([Source("image", url), Source("video", url, {"fps": 2})])
     parts = [medium.part for medium in media]      # for Session.send
     await resolver.aclose()
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from engine.errors import InputError
-from mmkv.prompt.media import data_uri_content, describe
-from mmkv.prompt.video import Clip, check_sampling
+from mmkv.prompt.media import SIZED, data_uri_content, describe
+from mmkv.prompt.part_settings import MediaSettings
+from mmkv.prompt.video import Clip, FrameRule
 from mmkv.server.media.addresses import is_public
 from mmkv.server.media.errors import BAD_FORM, LATE, MediaError
 from mmkv.server.media.fetch import Fetcher, Resolver, SystemResolver
@@ -26,17 +28,16 @@ if TYPE_CHECKING:
     from mmkv.prompt.qwen_vision import VideoRules
 
 
+log = logging.getLogger("mmkv.server")
+
+
 @dataclass(frozen=True)
 class Source:
-    """A picture or video that a request names.
-
-    ``fps``, ``num_frames``: how a video is sampled, see :func:`mmkv.prompt.video.load_video`.
-    """
+    """A picture or video that a request names, with the settings of its part."""
 
     kind: Literal["image", "video"]
     url: str
-    fps: float | None = None
-    num_frames: int | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,7 @@ class MediaResolver:
         folder: where ``file:`` URLs may point; None: nowhere.
         rules: how the model scales the frames of videos; None: they stay as they are.
         picture_rules: how it scales pictures; None: only very large ones are scaled down.
+        frame_rule: which frames of a video it is shown.
         resolve_host, allowed: how names become addresses, and which of them may be dialled
             (:func:`mmkv.server.media.addresses.is_public`).
     """
@@ -78,12 +80,14 @@ class MediaResolver:
         resolve_host: Resolver | None = None,
         allowed: Callable[[str], bool] = is_public,
         picture_rules: VideoRules | None = None,
+        frame_rule: FrameRule | None = None,
     ) -> None:
         self.limits = limits or MediaLimits()
         self.folder = folder
         self.pool = DecodePool(self.limits.workers, self.limits.worker_bytes)
         self._rules = None if rules is None else dataclasses.asdict(rules)
         self._picture_rules = None if picture_rules is None else dataclasses.asdict(picture_rules)
+        self._frame_rule = dataclasses.asdict(frame_rule or FrameRule())
         self._names = SystemResolver()
         self._fetcher = Fetcher(self.limits, resolve_host or self._names, allowed)
 
@@ -100,10 +104,17 @@ class MediaResolver:
                     read_local(source.url, None, Allowance(self.limits))
             else:
                 parse_url(source.url, self.limits.ports)
-            try:
-                check_sampling(source.fps, source.num_frames)
-            except InputError as error:
-                raise MediaError(BAD_FORM, str(error)) from error
+            self._settings(source)
+
+    def _settings(self, source: Source) -> MediaSettings:
+        try:
+            settings = MediaSettings.of(source.kind, source.settings)
+            settings.refuse_rates()  # no frames come one by one
+            if self._rules is None:
+                settings.refuse_scaling()
+        except InputError as error:
+            raise MediaError(BAD_FORM, str(error)) from error
+        return settings
 
     async def warm(self) -> None:
         """Start a decoding process, so that the first picture need not wait for it."""
@@ -146,6 +157,7 @@ class MediaResolver:
         await self.pool.aclose()
 
     async def _one(self, source: Source, allowance: Allowance) -> Medium:
+        settings = self._settings(source)
         content = await self._content(source, allowance)
         allowance.take_frames(source.kind == "image")
         task = {
@@ -153,8 +165,8 @@ class MediaResolver:
             "name": _name(source.url),
             "pixels": allowance.pixels,
             "frames": allowance.frames,
-            "fps": source.fps,
-            "num_frames": source.num_frames,
+            "settings": settings.given(),
+            "frame_rule": self._frame_rule,
             "rules": self._rules,
             "picture_rules": self._picture_rules,
         }
@@ -165,12 +177,18 @@ class MediaResolver:
             from PIL import Image as pil
 
             picture = pil.frombuffer("RGB", tuple(result["size"]), pixels, "raw", "RGB", 0, 1)
+            if settings.scales:
+                picture.info[SIZED] = True
             return Medium("image", picture, result["digest"])
         import numpy as np
 
         frames = np.frombuffer(pixels, np.uint8).reshape(result["shape"])
         allowance.take_frames(len(frames))
-        clip = Clip(frames, tuple(result["indices"]), result["fps"])
+        times = result["times"] and tuple(result["times"])
+        facts = (tuple(result["indices"]), result["fps"], result["total"], times, result["note"])
+        clip = Clip(frames, *facts, sized=self._rules is not None)
+        if clip.note is not None:
+            log.warning("%s", clip.note)
         return Medium("video", clip, result["digest"])
 
     async def _content(self, source: Source, allowance: Allowance) -> bytes:

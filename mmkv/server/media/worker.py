@@ -25,8 +25,9 @@ from PIL import WebPImagePlugin as _webp  # noqa: F401 (else Image.open imports 
 
 from engine.errors import InputError
 from mmkv.prompt.media import TooManyPixelsError, decode_image
+from mmkv.prompt.part_settings import MediaSettings
 from mmkv.prompt.qwen_vision import VideoRules
-from mmkv.prompt.video import REMEDY, PyAVReader, import_reader, read_clip, sample_indices
+from mmkv.prompt.video import REMEDY, FrameRule, PyAVReader, import_reader, read_clip
 from mmkv.server.media.errors import TOO_LARGE, UNREADABLE
 from mmkv.server.media.wire import HEADER, pack
 
@@ -69,7 +70,8 @@ def _decoded(task: dict[str, Any], content: bytes) -> tuple[dict[str, Any], byte
             return _video(task, content)
         picture = decode_image(content, task["name"], FORMATS, task["pixels"])
         decoded = picture.width * picture.height
-        picture = _scaled(picture, task["picture_rules"])
+        picture = _sized(picture, task) or _scaled(picture, task["picture_rules"])
+        decoded = max(decoded, picture.width * picture.height)
         pixels = picture.tobytes()
         result = {"size": picture.size}
         return result | {"digest": _digest(result, pixels), "decoded": decoded}, pixels
@@ -80,6 +82,21 @@ def _decoded(task: dict[str, Any], content: bytes) -> tuple[dict[str, Any], byte
     except MemoryError:
         what = f"{task['name']} does not fit into the memory of a decoder; scale it down"
         return {"status": TOO_LARGE, "error": what}, b""
+
+
+def _sized(picture: pil.Image, task: dict[str, Any]) -> pil.Image | None:
+    """Scale a picture to the size that its message asks for; None where it asks for none."""
+    settings = MediaSettings(**task["settings"])
+    if not settings.scales:
+        return None
+    factor = VideoRules(**task["rules"]).factor
+    rows, columns = settings.picture_size(picture.height, picture.width, factor)
+    if rows * columns > task["pixels"]:
+        raise TooManyPixelsError(
+            f"{task['name']} is to be scaled to {columns} x {rows} pixels, over the request's "
+            "limit; ask for a smaller size"
+        )
+    return picture.resize((columns, rows), pil.Resampling.BICUBIC)
 
 
 def _scaled(picture: pil.Image, rules: dict[str, Any] | None) -> pil.Image:
@@ -114,29 +131,41 @@ def _video(task: dict[str, Any], content: bytes) -> tuple[dict[str, Any], memory
     if container is None:
         raise InputError(f"{name} is no MP4, WebM, Matroska or AVI; convert it to MP4")
     rule = None if rules is None else VideoRules(**rules)
+    settings = MediaSettings(**task["settings"])
+    frames = FrameRule(**task["frame_rule"])
     try:
+        settings.refuse_rates()
         # The format is given, not guessed: a playlist could name files and addresses.
         reader = PyAVReader(module, content, container)
-        indices = sample_indices(reader.count, reader.fps, task["fps"], task["num_frames"])
         width, height = reader.size
         if width * height > task["pixels"]:
             raise TooManyPixelsError(
                 f"{name} has frames of {width} x {height} pixels, over the limit; scale it down"
             )
-        if rule is not None:
-            height, width = rule.size(len(indices), height, width)
-        if len(indices) > task["frames"] or len(indices) * width * height > task["pixels"]:
-            raise TooManyPixelsError(
-                f"{name} gives {len(indices)} frames of {width} x {height} pixels, over the "
-                "request's limit; sample fewer frames, or shorten it"
-            )
-        clip = read_clip(reader, indices, None if rule is None else rule.scaler)
+        scaled = None if rule is None else rule.scaler_of(settings)
+
+        def choose(total: int, rate: float) -> list[int]:
+            indices = frames.chosen(total, rate, settings=settings)
+            rows, columns = height, width
+            if rule is not None and settings.scales:
+                rows, columns = settings.frame_size(len(indices), height, width, rule.factor)
+            elif rule is not None:
+                rows, columns = rule.size(len(indices), height, width)
+            if len(indices) > task["frames"] or len(indices) * rows * columns > task["pixels"]:
+                raise TooManyPixelsError(
+                    f"{name} gives {len(indices)} frames of {columns} x {rows} pixels, over the "
+                    "request's limit; sample fewer frames, or shorten it"
+                )
+            return indices
+
+        clip = read_clip(reader, choose, scaled, name)
     except (InputError, MemoryError):
         raise
     except Exception as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0][:120]
         raise InputError(f"cannot read the video {name} ({reason}); convert it to H.264") from error
     result = {"shape": clip.frames.shape, "indices": clip.indices, "fps": clip.fps}
+    result |= {"total": clip.total, "times": clip.times, "note": clip.note}
     pixels = memoryview(np.ascontiguousarray(clip.frames).reshape(-1))  # type: ignore[arg-type]
     return result | {"digest": _digest(result, pixels)}, pixels
 

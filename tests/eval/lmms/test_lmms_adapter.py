@@ -14,6 +14,9 @@ from eval.lmms.messages import Frames, conversation, keys, visual_part
 from eval.lmms.pixels import FrameRules
 from eval.lmms.settings import Settings
 from mmkv.prompt.media import load_image
+from mmkv.prompt.processing import Processor
+from mmkv.prompt.template import ChatTemplate
+from tests.support.chat_models import byte_tokenizer
 from tests.support.lmms import assistant, picture, user
 
 # --- arguments -----------------------------------------------------------------------------------
@@ -90,14 +93,21 @@ def test_visuals_of_every_kind(tmp_path: Path) -> None:
         assert part["type"] == "image"
         assert np.array_equal(np.asarray(load_image(part["url"])), pixels)
     assert visual_part("film.MP4") == {"type": "video", "url": "film.MP4"}
-    assert visual_part({"url": "film.mp4", "type": "video"})["url"] == "film.mp4"
+    film = {"url": "film.mp4", "type": "video"}
+    assert visual_part(film) == film
+    section = film | {"start_time": 2.0, "end_time": 4, "fps": 1.0, "max_pixels": 9}
+    wanted = film | {"video_start": 2.0, "video_end": 4, "fps": 1.0, "max_pixels": 9}
+    assert visual_part(section) == wanted
+    asked = {"role": "user", "content": [section, {"type": "image", "url": "a", "min_pixels": 1}]}
+    one, two = conversation([asked], "")[0]["content"]
+    assert one == wanted and two == {"type": "image", "url": "a", "min_pixels": 1}
+    assert keys([{"role": "user", "content": [one]}]) != keys([{"role": "user", "content": [film]}])
 
 
 @pytest.mark.parametrize(
     ("visual", "message"),
     [
         ({"array": [0.0], "sampling_rate": 16000}, "sound"),
-        ({"type": "video", "url": "a.mp4", "video_start": 2.0}, "section of a video"),
         ({"type": "video"}, "names no source"),
         (b"not a picture", "not one that Pillow reads"),
     ],
@@ -142,7 +152,8 @@ def test_frames_are_scaled_as_by_the_built_in_adapter(
 
 
 def test_loose_frames_are_a_video() -> None:
-    clip = Frames(32).load([picture(1), picture(2)], None)
+    processor = Processor(None, ChatTemplate(byte_tokenizer(), None, parts=False))
+    clip = Frames(32).load([picture(1), picture(2)], processor)
     assert clip.frames.shape == (2, 64, 96, 3) and clip.timestamps == [0.0, 0.5]
     with pytest.raises(InputError, match="differ in size"):
-        Frames(32).load([picture(1), picture(1).resize((32, 32))], None)
+        Frames(32).load([picture(1), picture(1).resize((32, 32))], processor)

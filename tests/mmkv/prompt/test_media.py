@@ -6,10 +6,14 @@ import base64
 import http.server
 import io
 import socket
+import struct
+import sys
 import threading
+import zlib
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -204,3 +208,114 @@ def test_damaged_pictures_load_or_are_refused(kind: str, data: st.DataObject) ->
         return
     with suppress(InputError):
         load_image(opened)
+
+
+def deep_png(colour: int, rows: bytes, clear: bytes, depth: int = 16) -> bytes:
+    """Return a PNG of one row of three pixels, in which ``clear`` (tRNS) is transparent."""
+
+    def chunk(name: bytes, body: bytes) -> bytes:
+        sum_ = zlib.crc32(name + body)
+        return struct.pack(">I", len(body)) + name + body + struct.pack(">I", sum_)
+
+    header = struct.pack(">IIBBBBB", 3, 1, depth, colour, 0, 0, 0)
+    body = chunk(b"IHDR", header) + chunk(b"tRNS", clear)
+    body += chunk(b"IDAT", zlib.compress(b"\0" + rows)) + chunk(b"IEND", b"")
+    return b"\x89PNG\r\n\x1a\n" + body
+
+
+DEEP = np.array([[0, 32896, 65535]])  # 0, 128, 255 of 255
+_BIG = DEEP.astype(">u2").tobytes()
+_HALF = struct.pack(">H", 32896)
+
+
+@pytest.mark.parametrize(
+    ("content", "wanted"),
+    [
+        (b"P5\n3 1\n65535\n" + _BIG, [0, 128, 255]),
+        (b"P5\n3 1\n1023\n" + np.array([0, 512, 1023], ">u2").tobytes(), [0, 128, 255]),
+        (b"P5\n3 1\n65535\n" + np.array([0, 257, 514], ">u2").tobytes(), [0, 1, 2]),
+        (encoded(Image.fromarray(DEEP.astype(np.uint16))), [0, 128, 255]),
+        (encoded(Image.fromarray(DEEP.astype(np.uint16)), "TIFF"), [0, 128, 255]),
+        (encoded(Image.frombytes("I;16B", (3, 1), _BIG), "TIFF"), [0, 128, 255]),
+        (encoded(Image.fromarray(DEEP.astype(np.int32)), "TIFF"), [0, 128, 255]),
+        (encoded(Image.fromarray(DEEP.astype(np.float32)), "TIFF"), [0, 128, 255]),
+        (encoded(Image.fromarray((DEEP / 65535).astype(np.float32)), "TIFF"), [0, 128, 255]),
+        (encoded(Image.fromarray((DEEP / 257).astype(np.float32)), "TIFF"), [0, 128, 255]),
+        (encoded(Image.fromarray((DEEP // 257).astype(np.int32)), "TIFF"), [0, 128, 255]),
+        (encoded(Image.fromarray((DEEP * 4 - 9).astype(np.int32)), "TIFF"), [0, 128, 255]),
+        (encoded(Image.fromarray((DEEP * 0 + np.nan).astype(np.float32)), "TIFF"), [0, 0, 0]),
+        # The middle one is transparent, so white.
+        (deep_png(0, _BIG, _HALF), [0, 255, 255]),
+        (deep_png(2, np.repeat(DEEP, 3).astype(">u2").tobytes(), _HALF * 3), [0, 255, 255]),
+        (deep_png(0, b"\0\x80\xff", struct.pack(">H", 128), 8), [0, 255, 255]),
+    ],
+)
+def test_deep_grey_is_scaled_and_transparency_kept(content: bytes, wanted: list[int]) -> None:
+    made = load_image("data:;base64," + base64.b64encode(content).decode())
+    assert made.mode == "RGB"
+    assert np.asarray(made).tolist() == [[[level] * 3 for level in wanted]]
+    with Image.open(io.BytesIO(content)) as opened:
+        assert np.array_equal(np.asarray(load_image(opened)), np.asarray(made))
+
+
+def test_every_mode_of_pillow_becomes_rgb() -> None:
+    grey, half = Image.new("L", (1, 1), 100), Image.new("LA", (1, 1), (100, 0))
+    palette = Image.new("P", (1, 1), 3)
+    palette.info["transparency"] = 3
+    both = Image.new("RGBA", (1, 1), (100, 100, 100, 0)).convert("RGBa")
+    ink = Image.new("CMYK", (1, 1), (0, 255, 255, 0))
+    for picture, level in (
+        (grey, (100,) * 3),
+        (half, (255,) * 3),
+        (palette, (255,) * 3),
+        (palette.convert("PA"), (255,) * 3),
+        (half.convert("La"), (255,) * 3),
+        (both, (255,) * 3),
+        (ink, (255, 0, 0)),
+        (Image.new("HSV", (1, 1), (0, 255, 255)), (255, 0, 0)),
+    ):
+        assert load_image(picture).getpixel((0, 0)) == level, picture.mode
+
+
+def test_pictures_that_are_something_else_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "pillow_heif", None)  # as where it is not installed
+    heic = b"\0\0\0\x18ftypheic\0\0\0\0mif1heic" + bytes(100)
+    film = b"\0\0\0\x18ftypisom\0\0\2\0isomiso2" + bytes(100)
+    for content, says in (
+        (heic, "HEIC picture; run pip install pillow-heif"),
+        (film, "is a video, not a picture; give it as one .--video"),
+        (b"\x1a\x45\xdf\xa3" + bytes(100), "is a video"),
+        (b"RIFF\0\0\0\0AVI LIST" + bytes(100), "is a video"),
+    ):
+        file = tmp_path / "a.bin"
+        file.write_bytes(content)
+        with pytest.raises(InputError, match=says):
+            load_image(file)
+
+
+def test_heic_is_read_where_pillow_heif_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def register() -> None:
+        Image.register_open("HEIF", lambda file, _: two_colours(), lambda start: b"heic" in start)
+
+    monkeypatch.setitem(sys.modules, "pillow_heif", SimpleNamespace(register_heif_opener=register))
+    for name in ("OPEN", "ID"):
+        monkeypatch.setattr(Image, name, getattr(Image, name).copy())
+    heic = b"\0\0\0\x18ftypheic\0\0\0\0mif1heic"
+    made = load_image("data:;base64," + base64.b64encode(heic).decode())
+    assert np.array_equal(np.asarray(made), np.asarray(two_colours()))
+
+
+def test_what_is_left_out_of_a_file_with_several_pictures_is_said() -> None:
+    steps = [Image.new("RGB", (2, 2), colour) for colour in ("red", "blue", "lime")]
+    for kind, says in (("GIF", "first of its 3 frames"), ("PNG", "--video"), ("TIFF", "3 pages")):
+        content = encoded(steps[0], kind, save_all=True, append_images=steps[1:])
+        made = load_image("data:;base64," + base64.b64encode(content).decode())
+        assert made.getpixel((0, 0)) == (255, 0, 0)
+        (note,) = media.notes([made, load_image(made)])
+        assert says in note and note.startswith("data:")
+    assert media.notes([load_image(steps[0])]) == []
+    phone = encoded(steps[0], "MPO", save_all=True, append_images=steps[1:])
+    made = load_image("data:;base64," + base64.b64encode(phone).decode())
+    assert media.notes([made]) == []  # a photo with previews beside it

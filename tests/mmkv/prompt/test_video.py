@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
+import struct
 import subprocess
 import sys
 from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,9 +23,10 @@ from PIL import Image
 
 import mmkv.environment
 from engine.errors import InputError, ModelError
+from mmkv.prompt import video
 from mmkv.prompt.processing import load_processor
 from mmkv.prompt.qwen_vision import RUN, VideoRules
-from mmkv.prompt.video import Clip, load_video, sample_indices
+from mmkv.prompt.video import Clip, FrameRule, load_video
 from tests.support.chat_models import save_internvl
 from tests.support.media import RATE, write_clip
 
@@ -147,11 +151,11 @@ def test_frame_numbers_are_those_of_transformers(total: int, rate: float, count:
     theirs = Qwen3VLVideoProcessor.sample_frames
     settings_ = SimpleNamespace(fps=2, num_frames=None, min_frames=4, max_frames=768)
     metadata = SimpleNamespace(total_num_frames=total, fps=rate)
-    assert sample_indices(total, rate) == theirs(settings_, metadata).tolist()
+    assert FrameRule().chosen(total, rate) == theirs(settings_, metadata).tolist()
     if count <= total:
         settings_.fps = None
         wanted = theirs(settings_, metadata, num_frames=count).tolist()
-        assert sample_indices(total, rate, num_frames=count) == wanted
+        assert FrameRule().chosen(total, rate, num_frames=count) == wanted
 
 
 @pytest.mark.parametrize("frames", [1, 2, 5])
@@ -241,3 +245,162 @@ def test_frames_of_internvl_are_pictures_in_one_tile(tmp_path: Path) -> None:
     assert processor.size_rule(3, 48, 64)(np.zeros((48, 64, 3), np.uint8)).shape == (32, 32, 3)
     alone = processor.encode("x<video>", [], [clip])["input_ids"]
     assert processor.video_texts([clip], {}) == [processor.tokenizer.decode(alone[0])[1:]]
+
+
+def write_frames(
+    path: Path,
+    count: int,
+    rate: int = 8,
+    codec: str = "mpeg4",
+    stamps: list[int] | None = None,
+    **options: Any,
+) -> Path:
+    """Write ``count`` frames of 64 x 48 pixels, frame n of grey level 10 (n mod 25).
+
+    ``stamps``: their times in milliseconds; else by ``rate``. ``options``: of PyAV's container.
+    """
+    import av
+
+    with av.open(str(path), "w", **options) as container:
+        stream = container.add_stream(codec, rate=rate)
+        stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p"
+        stream.bit_rate = 4_000_000
+        if codec == "libx264":
+            stream.codec_context.max_b_frames = 2
+        if stamps is not None:
+            stream.codec_context.time_base = Fraction(1, 1000)
+        for number in range(count):
+            level = np.full((48, 64, 3), 10 * (number % 25), dtype=np.uint8)
+            frame = av.VideoFrame.from_ndarray(level, format="rgb24")
+            if stamps is not None:
+                frame.pts, frame.time_base = stamps[number], Fraction(1, 1000)
+            for packet in stream.encode(frame):
+                container.mux(packet)
+        for packet in stream.encode():
+            container.mux(packet)
+    return path
+
+
+def test_a_video_of_a_phone_is_turned(tmp_path: Path) -> None:
+    """The matrix of the track (ISO 14496-12, 8.3.2) turns by 90 degrees clockwise."""
+    import av
+
+    path = tmp_path / "a.mp4"
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("mpeg4", rate=8)
+        stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p"
+        corner = np.zeros((48, 64, 3), dtype=np.uint8)
+        corner[:24, :32] = 255  # at the top left
+        for _ in range(4):
+            frame = av.VideoFrame.from_ndarray(corner, format="rgb24")
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+    content = bytearray(path.read_bytes())
+    at = content.index(b"tkhd") + 44
+    for matrix, shape, bright in (
+        ((1, 0, 0, 1), (48, 64), (0, 0)),
+        ((0, 1, -1, 0), (64, 48), (0, -1)),  # clockwise
+        ((-1, 0, 0, -1), (48, 64), (-1, -1)),
+        ((0, -1, 1, 0), (64, 48), (-1, 0)),
+    ):
+        a, b, c, d = (value << 16 for value in matrix)
+        content[at : at + 36] = struct.pack(">9i", a, b, 0, c, d, 0, 0, 0, 1 << 30)
+        path.write_bytes(content)
+        clip = load_video(path)
+        assert clip.frames.shape[1:] == (*shape, 3)
+        for row, column in ((0, 0), (0, -1), (-1, 0), (-1, -1)):
+            light = clip.frames[0, row, column].mean()
+            assert (light > 200) == ((row, column) == bright), (matrix, row, column)
+
+
+def test_what_decord_gives_of_small_turned_frames() -> None:
+    """As seen with decord 0.6.0: rows of packed RGB, their padding counted as a fourth colour."""
+    frame = np.random.default_rng(0).integers(0, 256, (5, 6, 3), dtype=np.uint8)
+    padded = np.zeros((5, 24), dtype=np.uint8)
+    padded[:, :18] = frame.reshape(5, 18)
+    given = [frame, padded.reshape(5, 6, 4)]
+
+    class VideoReader:
+        def __init__(self, path: str, num_threads: int) -> None: ...
+
+        def __len__(self) -> int:
+            return 2
+
+        def __getitem__(self, index: int) -> Any:
+            return SimpleNamespace(asnumpy=lambda: given[index])
+
+        def get_avg_fps(self) -> float:
+            return 8.0
+
+        def get_frame_timestamp(self, numbers: range) -> np.ndarray:
+            return np.array([[0.5, 0.6], [0.625, 0.7]])
+
+    reader = video._READERS["decord"](SimpleNamespace(VideoReader=VideoReader), "a.mp4")
+    for read in reader.read([0, 1], lambda kept: kept):
+        assert np.array_equal(read, frame)
+
+
+@pytest.mark.parametrize("suffix", ["mp4", "mkv"])
+def test_frames_of_a_variable_rate_have_their_own_times(tmp_path: Path, suffix: str) -> None:
+    """30 frames a second for 2 s, then one a second: 20 frames in 19 s are about a second apart."""
+    stamps = [number * 1000 // 30 for number in range(60)] + [2000 + 1000 * n for n in range(18)]
+    path = write_frames(tmp_path / f"a.{suffix}", len(stamps), 30, stamps=stamps)
+    clip = load_video(path, num_frames=20)
+    assert len(clip.indices) == 20 and clip.indices[0] == 0 and clip.indices[-1] == 77
+    for index, seconds in zip(clip.indices, clip.timestamps, strict=True):
+        assert seconds == pytest.approx(stamps[index] / 1000, abs=0.002)
+    for number, seconds in enumerate(clip.timestamps):  # on the screen at that time
+        assert number - 1.05 <= seconds <= number + 0.05
+    assert levels(clip) == [index % 25 for index in clip.indices]
+    assert clip.sampled_fps == pytest.approx(20 / 19, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("name", "codec", "options"),
+    [
+        ("live.mkv", "libx264", {"format": "matroska", "options": {"live": "1"}}),
+        ("raw.h264", "libx264", {"format": "h264"}),
+        ("raw.m4v", "mpeg4", {"format": "m4v"}),
+        ("a.ts", "libx264", {"format": "mpegts"}),
+        ("a.avi", "mpeg4", {}),
+        ("a.webm", "libvpx", {}),
+        ("whole.mp4", "libx264", {"options": {"movflags": "frag_keyframe+empty_moov"}}),
+    ],
+)
+def test_every_frame_of_a_container_is_counted(
+    tmp_path: Path, name: str, codec: str, options: dict[str, Any]
+) -> None:
+    path = write_frames(tmp_path / name, 30, 30, codec, **options)
+    clip = load_video(path, num_frames=30)
+    assert clip.indices == tuple(range(30)) and clip.note is None
+    assert levels(clip) == [number % 25 for number in range(30)]
+    assert clip.fps == pytest.approx(30 if name != "raw.m4v" else 25, abs=5.1)
+
+
+def test_of_a_cut_video_is_shown_what_there_is(tmp_path: Path) -> None:
+    start = {"options": {"movflags": "faststart"}}
+    whole = write_frames(tmp_path / "whole.mp4", 48, **start).read_bytes()
+    path = tmp_path / "cut.mp4"
+    path.write_bytes(whole[: len(whole) * 55 // 100])
+    clip = load_video(path, num_frames=12)
+    there = clip.total
+    assert there is not None and 15 < there < 30 and clip.indices[-1] == there - 1
+    assert len(set(clip.indices)) == 12
+    assert levels(clip) == [index % 25 for index in clip.indices]  # none is a copy
+    assert clip.note is not None and "\n" not in clip.note
+    said = re.search(r"breaks off: (\d+\.\d) of (\d+\.\d) seconds", clip.note)
+    assert said is not None and float(said[2]) == pytest.approx(6, abs=0.06)
+    assert float(said[1]) == pytest.approx(float(there) / 8, abs=0.2)
+    engine_note = load_video(write_frames(tmp_path / "b.mp4", 48), num_frames=12).note
+    assert engine_note is None
+
+
+def test_packets_that_cannot_be_decoded_are_no_copies(tmp_path: Path) -> None:
+    content = bytearray(write_frames(tmp_path / "a.avi", 24).read_bytes())
+    last = content.rindex(b"00dc", 0, content.rindex(b"idx1"))
+    size = struct.unpack("<I", content[last + 4 : last + 8])[0]
+    content[last + 8 : last + 8 + size] = bytes(size)
+    path = tmp_path / "b.avi"
+    path.write_bytes(content)
+    clip = load_video(path, num_frames=24)
+    assert levels(clip) == list(clip.indices) and len(clip.indices) in (23, 24)

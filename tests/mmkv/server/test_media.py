@@ -310,7 +310,7 @@ def test_videos_are_those_that_load_video_makes(
     resolver: Callable[..., MediaResolver],
 ) -> None:
     url = data_url(clip_file.read_bytes(), "video/mp4")
-    sources = [Source("video", url, num_frames=5), Source("video", url, fps=4)]
+    sources = [Source("video", url, {"num_frames": 5}), Source("video", url, {"fps": 4})]
     one, two = runner.run(resolver(rules=rules).resolve(sources))
     rule = None if rules is None else rules.scaler
     for medium, options in ((one, {"num_frames": 5}), (two, {"fps": 4})):
@@ -332,5 +332,5 @@ def test_what_is_no_video_and_what_is_too_much(
     for limits in ({"frames": 5}, {"pixels": 64 * 48 * 5}, {"pixels": 100}):
         assert refusal(runner, resolver(**limits), data_url(clip), kind="video").status == 413
     with pytest.raises(MediaError, match="exclude each other") as caught:
-        resolver().check([Source("video", data_url(clip), 2.0, 3)])
+        resolver().check([Source("video", data_url(clip), {"fps": 2.0, "num_frames": 3})])
     assert caught.value.status == 400

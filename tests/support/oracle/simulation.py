@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tests.support.mrope import with_positions_of_the_paper
 from tests.support.oracle.quantiser import Quantiser
 
 GateFunction = Callable[[int, Tensor], Tensor]
@@ -36,7 +37,7 @@ class Simulation:
     """
 
     def __init__(self, hf: nn.Module, gate: GateFunction | None) -> None:
-        self.hf, self.gate = hf, gate
+        self.hf, self.gate = with_positions_of_the_paper(hf), gate
         inner = hf.model
         self.text = getattr(inner, "language_model", inner)
         self.rotate = importlib.import_module(type(self.text).__module__).apply_rotary_pos_emb
