@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from engine.checks import require_type, shown
-from engine.errors import BudgetError, SessionError
+from engine.errors import STOPS, BudgetError, SessionError
 from engine.policies import Budget
 
 if TYPE_CHECKING:
@@ -54,7 +54,9 @@ def save_session(session: CachedSequence, path: Path, extra: dict[str, str]) -> 
     try:
         save_file(tensors, temporary, metadata=metadata)
         os.replace(temporary, path)
-    except Exception as error:
+    except STOPS:
+        raise
+    except BaseException as error:
         raise SessionError(f"cannot write {path}: {error}; the old file is untouched") from error
     finally:
         Path(temporary).unlink(missing_ok=True)

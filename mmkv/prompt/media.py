@@ -24,7 +24,7 @@ from http.client import HTTPException
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from engine.errors import InputError, first_line
+from engine.errors import STOPS, InputError, as_exception, first_line
 from engine.paths import user_path
 
 if TYPE_CHECKING:
@@ -178,8 +178,10 @@ def _fetch(url: str, limit: int, deadline: float) -> bytes:
     def download() -> None:
         try:
             answers.put(_downloaded(url, limit, late))
-        except Exception as error:
-            answers.put(error)
+        except STOPS:
+            raise
+        except BaseException as error:
+            answers.put(as_exception(error))
 
     threading.Thread(target=download, name="mmkv-download", daemon=True).start()
     try:
@@ -260,7 +262,9 @@ def decode_image(
     except pil.UnidentifiedImageError as error:
         known = "that Pillow can read" if formats is None else f"in {', '.join(formats)}"
         raise InputError(f"{name} is not a picture {known}; convert it") from error
-    except Exception as error:
+    except STOPS:
+        raise
+    except BaseException as error:
         raise _damaged(name, error) from error
 
 
@@ -275,12 +279,14 @@ def _converted(picture: Image, name: str) -> Image:
         raise
     except MemoryError as error:
         raise InputError(f"{name} does not fit into memory; scale it down") from error
+    except STOPS:
+        raise
     # Decoders of broken files raise nearly anything: OSError, SyntaxError, struct.error, ...
-    except Exception as error:
+    except BaseException as error:
         raise _damaged(name, error) from error
 
 
-def _damaged(name: str, error: Exception) -> InputError:
+def _damaged(name: str, error: BaseException) -> InputError:
     return InputError(f"{name} is damaged ({first_line(error)}); get another copy")
 
 
@@ -305,7 +311,9 @@ def _upright_rgb(picture: Image, name: str) -> Image:
         raise InputError(f"{name} has no pixels; give another one")
     try:
         upright = ImageOps.exif_transpose(picture)
-    except Exception:  # EXIF that cannot be read says nothing about the orientation
+    except STOPS:
+        raise
+    except BaseException:  # EXIF that cannot be read says nothing about the orientation
         upright = picture.copy()
     if upright.mode.startswith("I;16"):
         # 16-bit grey: Pillow's own conversion clips at 255 and would turn nearly all of it white.

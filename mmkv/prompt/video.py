@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from engine.errors import InputError, first_line
+from engine.errors import STOPS, InputError, first_line
 from mmkv.prompt.media import describe, local_file
 
 # What Qwen3-VL's own video processor samples by default.
@@ -122,9 +122,11 @@ def _sample(
             reader = opener(module, str(path))
             indices = sample_indices(reader.count, reader.fps, fps, num_frames)
             return read_clip(reader, indices, size_rule)
+        except STOPS:
+            raise
         # Readers raise types of their own (DECORDError, av.error.*, RuntimeError, ...), and
         # another reader may know the format: try the next, and report all errors when none does.
-        except Exception as error:
+        except BaseException as error:
             failures.append(f"{package}: {first_line(error)}")
     if not failures:
         raise InputError(f"no video reader works here; {REMEDY}")

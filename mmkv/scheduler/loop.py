@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
-from engine.errors import CapacityError, MmkvError, SessionError
+from engine.errors import STOPS, CapacityError, MmkvError, SessionError, as_exception
 from mmkv.scheduler.capacity import Capacity, S
 from mmkv.scheduler.contract import Executor, KeptSession, Price
 from mmkv.scheduler.fairness import DeficitRoundRobin, UserQueues
@@ -229,8 +229,10 @@ class Scheduler:
                 if not self._admit(ticket):
                     refused.append(ticket)
                     continue
-            except Exception as error:
-                self._end(ticket, "failed", error)
+            except STOPS:
+                raise
+            except BaseException as error:
+                self._end(ticket, "failed", as_exception(error))
                 continue
             self.queues.to_the_end(ticket.user)
             for other in refused:
@@ -290,8 +292,10 @@ class Scheduler:
         """Have a job's next chunk ready; whether that worked."""
         try:
             ticket.job.begin()
-        except Exception as error:
-            self._end(ticket, "failed", error)
+        except STOPS:
+            raise
+        except BaseException as error:
+            self._end(ticket, "failed", as_exception(error))
             return False
         return True
 
@@ -320,9 +324,11 @@ class Scheduler:
             self.executor.step([ticket.job for ticket in tickets])
         except MmkvError as error:
             self._decode_alone(tickets, error)
-        except Exception as error:
+        except STOPS:
+            raise
+        except BaseException as error:
             for ticket in tickets:
-                self._end(ticket, "failed", error)
+                self._end(ticket, "failed", as_exception(error))
         for ticket in tickets:
             if not ticket.over:
                 self._end_finished(ticket)
@@ -339,8 +345,10 @@ class Scheduler:
                 if len(tickets) == 1:
                     raise error
                 self.executor.step([ticket.job])
-            except Exception as cause:
-                self._end(ticket, "failed", cause)
+            except STOPS:
+                raise
+            except BaseException as cause:
+                self._end(ticket, "failed", as_exception(cause))
 
     def _end(self, ticket: Ticket[Any], state: State, error: Exception | None = None) -> None:
         """Return what a request holds, and set its session to rest."""

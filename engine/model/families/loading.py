@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers.utils import logging as transformers_logging
 
 from engine import hub
-from engine.errors import MmkvError, ModelError
+from engine.errors import STOPS, MmkvError, ModelError
 from engine.model.families import FAMILIES, Family, family_for
 from engine.model.families.base import end_tokens
 from engine.model.families.config import read_config, whole_config
@@ -301,13 +301,13 @@ def _explaining(name: str, source: str) -> Iterator[None]:
     """Raise a :class:`ModelError` of one line for whatever reading a checkpoint raises."""
     try:
         yield
-    except MmkvError:
+    except (MmkvError, *STOPS):
         raise
-    except Exception as error:
+    except BaseException as error:
         raise _explained(name, source, error) from error
 
 
-def _explained(name: str, source: str, error: Exception) -> Exception:
+def _explained(name: str, source: str, error: BaseException) -> Exception:
     """Convert an error of reading a checkpoint to a :class:`ModelError` of one line."""
     first = _first_sentence(str(error)) or type(error).__name__
     if isinstance(error, (ArithmeticError, AttributeError, LookupError, TypeError)):
