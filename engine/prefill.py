@@ -17,6 +17,7 @@ from torch import Tensor
 from engine.backends.cpu import native_product
 from engine.backends.torch.step import PackedChunks, PrefillChunk
 from engine.errors import InputError, NotFiniteError, SessionError
+from engine.interrupts import CtrlC
 from engine.memory import MANY_TOKENS, give_back
 from engine.model.panels import Panels
 from engine.trace import PRUNED
@@ -140,6 +141,10 @@ class Prefill:
         if session.recorder is not None and pruned:
             session.recorder.missing(session.view(), tokens, PRUNED)
 
+    def __del__(self) -> None:
+        if getattr(self, "_snapshot", None) is not None:
+            self._session.engine.cache.lost.append(self._snapshot)
+
     def _forget_snapshot(self) -> None:
         if self._snapshot is not None:
             self._session.engine.cache.close(self._snapshot)
@@ -147,10 +152,15 @@ class Prefill:
 
 
 def run_whole(prefill: Prefill, progress: Callable[[int, int], None] | None = None) -> Tensor:
-    """Append all chunks; float32 logits ``[vocab]``. ``progress(done, total)`` after each."""
+    """Append all chunks; float32 logits ``[vocab]``. ``progress(done, total)`` after each.
+
+    Ctrl-C is delivered between two chunks.
+    """
     complete = False
     while not complete:
         complete = prefill.advance()
+        if not complete:
+            CtrlC.check()
         if progress is not None:
             progress(prefill.done, prefill.tokens)
     assert prefill.logits is not None
@@ -181,6 +191,7 @@ def extend_together(sessions: Sequence[CachedSequence], turns: Sequence[Turn]) -
         while waiting := [prefill for prefill in prefills if prefill.logits is None]:
             with sessions[0].engine.lock:  # the pool may grow
                 advance_together(_pack(waiting))
+            CtrlC.check()
     return torch.stack([prefill.logits for prefill in prefills if prefill.logits is not None])
 
 

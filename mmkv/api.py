@@ -15,6 +15,7 @@ from engine.budget import Budget
 from engine.checks import require_list
 from engine.config import EngineConfig
 from engine.errors import InputError
+from engine.interrupts import open_to_ctrl_c, whole
 from engine.runtime import Runtime
 from mmkv.prompt.media import load_image
 from mmkv.prompt.messages import is_blank, take_media
@@ -113,7 +114,8 @@ class Engine(Runtime):
         if self._processor is None:
             with self.lock:
                 if self._processor is None:
-                    self._processor = self._load_processor()
+                    with open_to_ctrl_c():
+                        self._processor = self._load_processor()
         return self._processor
 
     @processor.setter
@@ -140,6 +142,7 @@ class Engine(Runtime):
         """Return the ids that stand for pictures and videos; no reply holds one."""
         return frozenset(self.family.placeholder.values())
 
+    @whole
     def load_session(self, path: str | Path) -> tuple[Session, dict[str, str]]:
         """Open a saved session with its conversation. Raises SessionError."""
         session, extra = super().load_session(path)

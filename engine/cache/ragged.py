@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -37,6 +38,8 @@ class RaggedCache:
         table: ``[S, L, H, W]`` int64 page ids; columns past ``ceil(length / P)`` mean nothing.
         memory: by name ``[S, ...]``, what a policy keeps of each sequence beside its entries; zero
             where nothing has been written.
+        lost: sequences that nobody refers to any more. Their owners put them here when they are
+            collected, which may be in any thread and in the middle of a call.
 
     The order of entries inside a row is free (keys carry their rotation, every slot its
     position), which is what lets :meth:`drop` fill a hole with the row's last entry.
@@ -58,6 +61,7 @@ class RaggedCache:
             for name, (shape, dtype) in (memory or {}).items()
         }
         self._open: list[bool] = []
+        self.lost: deque[int] = deque()
 
     def open(self) -> int:
         """Start an empty sequence and return its slot."""
@@ -65,12 +69,14 @@ class RaggedCache:
             seq = self._open.index(False)
             self._open[seq] = True
             return seq
-        self._open.append(True)
-        self.length = torch.cat([self.length, self.length.new_zeros(1, *self.length.shape[1:])])
-        self.table = torch.cat([self.table, self.table.new_zeros(1, *self.table.shape[1:])])
+        seq = len(self._open)
+        # Listed last: what is interrupted before that has rows that nobody uses, and the next call
+        # takes them up.
+        self.length, self.table = _with_row(self.length, seq), _with_row(self.table, seq)
         for name, tensor in self.memory.items():
-            self.memory[name] = torch.cat([tensor, tensor.new_zeros(1, *tensor.shape[1:])])
-        return len(self._open) - 1
+            self.memory[name] = _with_row(tensor, seq)
+        self._open.append(True)
+        return seq
 
     @property
     def open_count(self) -> int:
@@ -81,11 +87,19 @@ class RaggedCache:
         """Free a sequence and return every page it held."""
         # The first on top: the next sequence then has neighbours in memory in their order. A CPU
         # reads rows whose pages descend half as fast again.
-        self.pool.give(self._pages(seq).flip(0))
+        pages = self._pages(seq).flip(0)
         self.length[seq] = 0
+        self.pool.give(pages)
         for tensor in self.memory.values():
             tensor[seq] = 0
         self._open[seq] = False
+
+    def free_lost(self) -> None:
+        """Free the sequences in :attr:`lost`; whoever takes the engine's lock does so first."""
+        if self.lost:
+            with torch.inference_mode():
+                while self.lost:
+                    self.close(self.lost.popleft())
 
     def fork(self, seq: int) -> int:
         """Copy a sequence into new pages, in the same storage order; returns the new slot."""
@@ -292,6 +306,13 @@ class RaggedCache:
             self.table = torch.cat(
                 [self.table, self.table.new_zeros(*self.table.shape[:-1], extra)], -1
             )
+
+
+def _with_row(tensor: Tensor, row: int) -> Tensor:
+    """Return a tensor that has a row of this number, zero if it is new."""
+    if tensor.shape[0] > row:
+        return tensor
+    return torch.cat([tensor, tensor.new_zeros(1, *tensor.shape[1:])])
 
 
 def _ceil(length: Tensor, size: int) -> Tensor:

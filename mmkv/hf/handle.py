@@ -17,6 +17,7 @@ from engine.budget import Budget
 from engine.config import EngineConfig
 from engine.contents import Memory
 from engine.errors import InputError, ModelError, SessionError
+from engine.interrupts import whole
 from engine.model.families import Family, family_for, find
 from engine.model.gates import Gates, WriteGates
 from engine.model.spec import DecoderSpec
@@ -89,6 +90,7 @@ class Retained:
             form of the cache, or None.
     """
 
+    @whole
     def __init__(
         self, model: PreTrainedModel, gates: str | Path | Gates | WriteGates | None, **options: Any
     ) -> None:
@@ -158,6 +160,7 @@ class Retained:
         """Give unused pages back to the allocator; the bytes given back."""
         return self.engine.trim()
 
+    @whole
     def close(self) -> None:
         """Put ``generate`` and the weights back and return all memory; again: no effect."""
         with self._lock:
@@ -183,6 +186,7 @@ class Retained:
             separate(self._views)
         self._views = []
 
+    @whole
     def _generate(self, *arguments: Any, **named: Any) -> Any:
         call = Call(self.engine, self._stock, (arguments, named))
         made = call.run()

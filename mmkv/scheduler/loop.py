@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.errors import STOPS, CapacityError, MmkvError, SessionError, as_exception
+from engine.interrupts import whole
 from mmkv.scheduler.capacity import Capacity, S
 from mmkv.scheduler.contract import Executor, KeptSession, Price
 from mmkv.scheduler.fairness import DeficitRoundRobin, UserQueues
@@ -42,7 +43,7 @@ class Scheduler:
 
     A request is admitted when the pages that it and all other open sessions may come to hold are
     within the executor's limit: it then runs to its end, whatever the others do. One thread calls
-    all methods; :meth:`Ticket.cancel` may be called from any.
+    all methods; :meth:`Ticket.cancel` may be called from any. Ctrl-C waits for their end.
 
     Attributes:
         waiting: requests that wait for room; turns: those made so far.
@@ -83,6 +84,7 @@ class Scheduler:
         ready = any(one.job.ready for one in self._taking_up())
         return not (self._moved or reading or self.decoding or asked or ready)
 
+    @whole
     def submit(self, job: J, user: str = "") -> Ticket[J]:
         """Take on a request.
 
@@ -107,6 +109,7 @@ class Scheduler:
             self._sessions.add(session)
         return ticket
 
+    @whole
     def turn(self) -> bool:
         """Read chunks in at most one pass, then decode once for all; whether work is left."""
         self.turns += 1
@@ -120,6 +123,7 @@ class Scheduler:
             self._decode()
         return bool(len(self.queues) or self.preparing or self.decoding)
 
+    @whole
     def keep_spare(
         self, pages: int, make: Callable[[], S], dropped: Callable[[S], None], most: int | None
     ) -> S | None:
@@ -145,17 +149,20 @@ class Scheduler:
         """Return the sessions that are kept, wherever they lie."""
         return frozenset(self._sessions)
 
+    @whole
     def adopt(self, session: KeptSession) -> None:
         """Count an idle session that was made elsewhere, or another time, as used last."""
         self._moved = True
         self._sessions.add(session)
         self.residents.rest(session)
 
+    @whole
     def free_up(self, pages: int) -> None:
         """Let spares and idle sessions go until there is room. Raises CapacityError."""
         self._moved = True
         self.capacity.free_up(pages)
 
+    @whole
     def hibernate(self, session: KeptSession) -> None:
         """Move an idle session to its file now. Raises SessionError."""
         self._require_idle(session)
@@ -163,6 +170,7 @@ class Scheduler:
             self._moved = True
             self.residents.hibernate(session)
 
+    @whole
     def close_session(self, session: KeptSession) -> None:
         """Close an idle session. Raises SessionError."""
         self._require_idle(session)
@@ -171,6 +179,7 @@ class Scheduler:
         self.residents.drop(session)
         self._sessions.discard(session)
 
+    @whole
     def close(self) -> None:
         """Cancel every request and close every session."""
         for ticket in self._open():
