@@ -78,23 +78,26 @@ class CtrlC:
             _deliver()
 
 
-@contextmanager
-def open_to_ctrl_c() -> Iterator[None]:
-    """Let Ctrl-C through inside of a block that holds it back: while others' code runs, or waits.
+class OpenToCtrlC:
+    """Lets Ctrl-C through inside of blocks that hold it back: while others' code runs, or waits.
 
     What is around it has to stand an exception there.
     """
-    depth = _Hold.depth if _in_main_thread() else 0
-    if not depth:
-        yield
-        return
-    try:
-        _Hold.depth = 0
-        _let_go()
-        yield
-    finally:
-        _hold()
-        _Hold.depth = depth
+
+    def __init__(self) -> None:
+        self._depth = 0
+
+    def __enter__(self) -> None:
+        if _in_main_thread():
+            self._depth, _Hold.depth = _Hold.depth, 0
+            if self._depth:
+                _let_go()
+
+    def __exit__(self, *_: object) -> None:
+        # Not reached where Ctrl-C comes first: the blocks around it then end without a hold.
+        if self._depth and _in_main_thread():
+            _hold()
+            _Hold.depth = self._depth
 
 
 def whole(call: Callable[P, T]) -> Callable[P, T]:

@@ -15,7 +15,7 @@ from engine.budget import Budget
 from engine.checks import require_list
 from engine.config import EngineConfig
 from engine.errors import InputError
-from engine.interrupts import open_to_ctrl_c, whole
+from engine.interrupts import OpenToCtrlC, whole
 from engine.runtime import Runtime
 from mmkv.prompt.media import load_image
 from mmkv.prompt.messages import is_blank, take_media
@@ -114,7 +114,7 @@ class Engine(Runtime):
         if self._processor is None:
             with self.lock:
                 if self._processor is None:
-                    with open_to_ctrl_c():
+                    with OpenToCtrlC():
                         self._processor = self._load_processor()
         return self._processor
 

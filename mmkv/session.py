@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Self, cast
 import torch
 
 from engine.errors import ContextError, SessionError
-from engine.interrupts import CtrlC, open_to_ctrl_c, whole
+from engine.interrupts import CtrlC, OpenToCtrlC, whole
 from engine.sequence import CachedSequence
 from engine.sequence_file import checked_extra
 from mmkv.prompt.held import Held, Place, Rewrites
@@ -109,7 +109,7 @@ class Session(CachedSequence):
         :meth:`take_back` can.
         """
         settings = checked(sampling)
-        with self.claimed(), open_to_ctrl_c():  # pictures may take their time
+        with self.claimed(), OpenToCtrlC():  # pictures may take their time
             turn = compose(self, text, images, videos, system, fps, num_frames)
         return ReplyStream(self, lambda: self._stream(turn, settings, progress))
 

@@ -83,6 +83,7 @@ class RaggedCache:
         """Count the open sequences, those without an entry among them."""
         return sum(self._open)
 
+    @torch.inference_mode()
     def close(self, seq: int) -> None:
         """Free a sequence and return every page it held."""
         # The first on top: the next sequence then has neighbours in memory in their order. A CPU
@@ -96,10 +97,8 @@ class RaggedCache:
 
     def free_lost(self) -> None:
         """Free the sequences in :attr:`lost`; whoever takes the engine's lock does so first."""
-        if self.lost:
-            with torch.inference_mode():
-                while self.lost:
-                    self.close(self.lost.popleft())
+        while self.lost:
+            self.close(self.lost.popleft())
 
     def fork(self, seq: int) -> int:
         """Copy a sequence into new pages, in the same storage order; returns the new slot."""

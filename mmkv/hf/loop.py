@@ -20,7 +20,7 @@ from transformers.generation import (
 )
 
 from engine.backends.cuda.kernels.sample import Draw
-from engine.interrupts import open_to_ctrl_c
+from engine.interrupts import OpenToCtrlC
 from engine.runtime import Runtime
 from engine.steps import BURST
 from mmkv.hf.rows import Row
@@ -92,7 +92,7 @@ class Loop:
                 self._read(self._chosen())
             else:
                 columns = self._burst.columns(self, going)
-                with open_to_ctrl_c():
+                with OpenToCtrlC():
                     for column in columns:
                         self._take(column)
                 self._alive = self._unfinished.tolist()
@@ -132,7 +132,7 @@ class Loop:
         self.logits = fresh
 
     def _chosen(self) -> Tensor:
-        with open_to_ctrl_c():
+        with OpenToCtrlC():
             return self._take(self._choose())
 
     def _choose(self) -> Tensor:
