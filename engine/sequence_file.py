@@ -17,6 +17,7 @@ from torch import Tensor
 
 from engine.checks import require_type, shown
 from engine.errors import STOPS, BudgetError, SessionError
+from engine.paths import is_file
 from engine.policies import Budget
 
 if TYPE_CHECKING:
@@ -86,6 +87,8 @@ def load_session(engine: Runtime, path: Path) -> tuple[CachedSequence, dict[str,
     from engine.session_schema import Header, check_state, read_tensors
     from engine.strict import Damage, parse
 
+    if path.exists() and not is_file(path):  # reading a pipe may never end
+        raise SessionError(f"{path} is no file; name a session file")
     try:
         with path.open("rb"):  # safe_open says that a file is not there, whatever is wrong
             pass
