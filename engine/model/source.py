@@ -67,9 +67,9 @@ def _require_files(name: str, folder: Path) -> None:
     if ".safetensors" not in there and there & _PICKLES and not is_file(folder / INDEX):
         pickled = next(path.name for path in files if path.suffix.lower() in _PICKLES)
         raise ModelError(
-            f"{name} has its weights in {pickled} alone, a pickle, which can run code when it is "
-            "read; take the safetensors of the same model, or convert it where you trust it: "
-            "AutoModel.from_pretrained(...).save_pretrained(NEW) of transformers"
+            f"{name} has its weights in {pickled} alone, a pickle, which can run code when read; "
+            "take its safetensors, or convert it where you trust it: load it with transformers, "
+            "then save_pretrained(NEW)"
         )
     require_normal_growth(name, folder / "tokenizer.json")
 
