@@ -93,10 +93,14 @@ class CachedSequence:
             finally:
                 self._claim.release()
 
-    def __del__(self) -> None:
-        # In any thread, and maybe in the middle of a call: who takes the lock next frees it.
-        if not getattr(self, "closed", True) and hasattr(self, "seq"):
-            self.engine.cache.lost.append(self.seq)
+    @property
+    def seq(self) -> int:
+        """The sequence of the cache; this session owns it."""
+        return self._owner.seq
+
+    @seq.setter
+    def seq(self, seq: int) -> None:
+        self._owner = self.engine.cache.owner(seq)
 
     def _require_idle(self) -> None:
         """Raise SessionError while the session is in the middle of something of its own."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,6 +32,20 @@ class Entries:
     slot: Tensor
 
 
+class Owner:
+    """Owns a sequence; made by :meth:`RaggedCache.owner`."""
+
+    __slots__ = ("__weakref__", "seq")
+
+    def __init__(self, seq: int) -> None:
+        self.seq = seq
+
+
+class _Mark(weakref.ref[Owner]):
+    __slots__ = ("seq",)
+    seq: int
+
+
 class RaggedCache:
     """Rows (sequence, layer, KV head) of unequal length; a page belongs to one row only.
 
@@ -38,8 +54,7 @@ class RaggedCache:
         table: ``[S, L, H, W]`` int64 page ids; columns past ``ceil(length / P)`` mean nothing.
         memory: by name ``[S, ...]``, what a policy keeps of each sequence beside its entries; zero
             where nothing has been written.
-        lost: sequences that nobody refers to any more. Their owners put them here when they are
-            collected, which may be in any thread and in the middle of a call.
+        lost: marks of sequences whose owners are gone, see :meth:`owner`.
 
     The order of entries inside a row is free (keys carry their rotation, every slot its
     position), which is what lets :meth:`drop` fill a hole with the row's last entry.
@@ -61,7 +76,8 @@ class RaggedCache:
             for name, (shape, dtype) in (memory or {}).items()
         }
         self._open: list[bool] = []
-        self.lost: deque[int] = deque()
+        self._marks: dict[int, _Mark] = {}
+        self.lost: deque[Any] = deque()
 
     def open(self) -> int:
         """Start an empty sequence and return its slot."""
@@ -94,11 +110,25 @@ class RaggedCache:
         for tensor in self.memory.values():
             tensor[seq] = 0
         self._open[seq] = False
+        self._marks.pop(seq, None)
+
+    def owner(self, seq: int) -> Owner:
+        """Return who owns a sequence from now on: when nobody has it any more, it is lost.
+
+        That may be in any thread, in the middle of a call, and while Ctrl-C comes: no bytecode runs
+        then, and :meth:`free_lost` does the rest.
+        """
+        made = Owner(seq)
+        self._marks[seq] = _Mark(made, self.lost.append)
+        self._marks[seq].seq = seq
+        return made
 
     def free_lost(self) -> None:
-        """Free the sequences in :attr:`lost`; whoever takes the engine's lock does so first."""
+        """Free what is :attr:`lost`; whoever takes the engine's lock does so first."""
         while self.lost:
-            self.close(self.lost.popleft())
+            mark = self.lost.popleft()
+            if self._marks.get(mark.seq) is mark:  # else it was closed, or has another owner
+                self.close(mark.seq)
 
     def fork(self, seq: int) -> int:
         """Copy a sequence into new pages, in the same storage order; returns the new slot."""
