@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import functools
 import gc
 import signal
 import sys
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
@@ -33,7 +35,7 @@ Calls = Callable[["Interrupts"], Callable[[], Any]]
 
 
 class Interrupts(Target):
-    """Raises SIGINT where a call has run so many bytecodes, and looks at what is left.
+    """Presses Ctrl-C where a call has run so many bytecodes, and looks at what is left.
 
     A case: ``call``, one of :data:`CALLS`; ``at``, how far it has come, as a part of its bytecodes;
     ``shared``, whether sessions share a budget.
@@ -125,11 +127,22 @@ class Interrupts(Target):
         return watch.count, raised
 
 
+# What Python does when SIGINT comes: the handler runs where the interpreter looks next. Called from
+# Python code, it would run right there, in the function that watches.
+_press = ctypes.pythonapi.PyErr_SetInterrupt
+_press.argtypes, _press.restype = [ctypes.py_object], None
+
+
+class _Token:
+    pass
+
+
 class _Watch:
-    """Counts bytecodes and raises SIGINT at one of them."""
+    """Counts bytecodes and presses Ctrl-C at one of them."""
 
     def __init__(self, at: int) -> None:
         self.at, self.count, self.pressed = at, 0, False
+        self._ref: weakref.ref[_Token] | None = None
 
     def trace(self, call: Callable[[], Any]) -> None:
         """Run ``call``. Raises KeyboardInterrupt when the signal is delivered."""
@@ -152,7 +165,8 @@ class _Watch:
             if self.count >= self.at:
                 self.pressed = True
                 sys.settrace(None)
-                signal.raise_signal(signal.SIGINT)
+                dies_on_return = _Token()
+                self._ref = weakref.ref(dies_on_return, _press)
         return self._step
 
 
