@@ -10,6 +10,11 @@ _LONGEST_WORD = 250
 _CODES = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
+# What ends the program or a generator. All else that foreign code raises is the failure of what was
+# asked for, also what is no Exception: the PanicException of libraries in Rust.
+STOPS = (KeyboardInterrupt, SystemExit, GeneratorExit)
+
+
 class MmkvError(Exception):
     """Base of every error that is the user's to mend; anything else is a bug in mmkv."""
 
@@ -99,6 +104,19 @@ class NotFiniteError(MmkvError):
             "dtype='float32', or get the complete checkpoint again"
         )
         self.generated = [list(row) for row in generated]
+
+
+class ForeignError(RuntimeError):
+    """Stands for what a library raised that is no Exception; that is its ``__cause__``."""
+
+
+def as_exception(error: BaseException) -> Exception:
+    """Return ``error``, or a :class:`ForeignError` where it is no Exception."""
+    if isinstance(error, Exception):
+        return error
+    made = ForeignError(f"{type(error).__name__}: {first_line(error)}")
+    made.__cause__ = error
+    return made
 
 
 def first_line(error: BaseException) -> str:

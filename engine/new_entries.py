@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from engine.policies.base import NewTokens, Policy, Scorer, tapped_layers
+from engine.errors import PolicyError
+from engine.policies.base import NewTokens, Policy, Scorer, returned, shaped, tapped_layers
 from engine.query_window import QUERIES
 
 if TYPE_CHECKING:
@@ -29,8 +30,13 @@ def sequence_memory(
         kept[QUERIES] = (shape, dtype)
     asked = getattr(policy.scoring, "memory", None)
     if asked is not None:
-        shapes = asked(spec.num_layers, spec.num_kv_heads, spec.head_dim, spec.hidden_size)
-        kept |= {name: (shape, torch.float32) for name, shape in shapes.items()}
+        made = asked(spec.num_layers, spec.num_kv_heads, spec.head_dim, spec.hidden_size)
+        call = f"{type(policy.scoring).__name__}.memory"
+        wanted = "a dict of shapes by name"
+        for name, shape in returned(made, dict, call, wanted).items():
+            if not isinstance(shape, tuple) or not all(type(n) is int and n >= 0 for n in shape):
+                raise PolicyError(f"{call} returned {shape!r} as a shape; return {wanted}")
+            kept[str(name)] = (shape, torch.float32)
     return kept
 
 
@@ -58,6 +64,11 @@ def revise_state(session: CachedSequence) -> None:
     entries, seq = cache.entries(session.seq), session.seq
     memory = {name: kept[seq] for name, kept in cache.memory.items() if name != QUERIES}
     state = scorer.revise(session.view(entries), memory)  # type: ignore[attr-defined]
+    call = f"{type(scorer).__name__}.revise"
+    if state is not None:
+        shape = (entries.row.numel(), cache.pool.state_size)
+        state = shaped(state, shape, call, "a new state [N, K], or None")
+    memory = _memory(memory, {name: cache.memory[name][seq] for name in memory}, call)
     if state is not None:
         cache.pool.state.flatten(0, 1)[entries.slot] = state.float()
     for name, kept in memory.items():
@@ -92,8 +103,28 @@ def write_state(
         keys=lambda: pool.keys_at(slots).float(),
         values=lambda: pool.values_at(slots).float(),
     )
-    state: Tensor = scorer.born(new)  # type: ignore[attr-defined]
-    spread = state.expand(batch, count, layers, heads, -1).permute(0, 2, 3, 1, 4)
-    pool.state.flatten(0, 1)[slots, int(bool(scorer.needs.mass)) :] = spread.float()
-    for name, kept in new.memory.items():
+    call = f"{type(scorer).__name__}.born"
+    first = int(bool(scorer.needs.mass))
+    wanted = f"the state of new entries, a tensor [B, T, L or 1, H or 1, {pool.state_size - first}]"
+    state = returned(scorer.born(new), Tensor, call, wanted)  # type: ignore[attr-defined]
+    try:
+        spread = state.expand(batch, count, layers, heads, pool.state_size - first)
+    except RuntimeError as error:
+        raise PolicyError(f"{call} returned shape {list(state.shape)}; return {wanted}") from error
+    memory = _memory(new.memory, {name: cache.memory[name][seqs] for name in new.memory}, call)
+    pool.state.flatten(0, 1)[slots, first:] = spread.permute(0, 2, 3, 1, 4).float()
+    for name, kept in memory.items():
         cache.memory[name][seqs] = kept
+
+
+def _memory(made: dict[str, Tensor], before: dict[str, Tensor], call: str) -> dict[str, Tensor]:
+    """Return what a scorer has put in its memory. Raises PolicyError: it is of another shape."""
+    return {
+        name: shaped(
+            made.get(name),
+            tuple(kept.shape),
+            f"{call} in memory[{name!r}]",
+            "what memory() asked for",
+        )
+        for name, kept in before.items()
+    }

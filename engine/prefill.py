@@ -16,7 +16,9 @@ from torch import Tensor
 
 from engine.backends.cpu import native_product
 from engine.backends.torch.step import PackedChunks, PrefillChunk
+from engine.cache.ragged import Owner
 from engine.errors import InputError, NotFiniteError, SessionError
+from engine.interrupts import CtrlC
 from engine.memory import MANY_TOKENS, give_back
 from engine.model.panels import Panels
 from engine.trace import PRUNED
@@ -62,13 +64,13 @@ class Prefill:
         with session.claimed(), session.engine.lock:
             session._require_context(self.tokens, turn.next_position)
             self._start, self._before = session.seen, session.state()
-            self._snapshot: int | None = None
+            self._snapshot: Owner | None = None
             self.snapshot_pages = 0
             cache = session.engine.cache
             # A single chunk undoes itself when it fails, and an empty sequence has nothing to copy.
             if undoable and self.tokens > self.chunk and session.seen:
                 self.snapshot_pages = cache.held_pages(session.seq)
-                self._snapshot = cache.fork(session.seq)
+                self._snapshot = cache.owner(cache.fork(session.seq))
             try:
                 session.engine.budgets.reserve(session, self.tokens, self.chunk)
             except BaseException:
@@ -112,7 +114,7 @@ class Prefill:
         session, cache = self._session, self._session.engine.cache
         with session.engine.lock:
             if self.done and not session.closed:
-                seq = cache.open() if self._snapshot is None else self._snapshot
+                seq = cache.open() if self._snapshot is None else self._snapshot.seq
                 self._snapshot = None
                 session.adopt(seq, self._before)
             else:
@@ -142,15 +144,20 @@ class Prefill:
 
     def _forget_snapshot(self) -> None:
         if self._snapshot is not None:
-            self._session.engine.cache.close(self._snapshot)
+            self._session.engine.cache.close(self._snapshot.seq)
         self._snapshot, self.snapshot_pages = None, 0
 
 
 def run_whole(prefill: Prefill, progress: Callable[[int, int], None] | None = None) -> Tensor:
-    """Append all chunks; float32 logits ``[vocab]``. ``progress(done, total)`` after each."""
+    """Append all chunks; float32 logits ``[vocab]``. ``progress(done, total)`` after each.
+
+    Ctrl-C is delivered between two chunks.
+    """
     complete = False
     while not complete:
         complete = prefill.advance()
+        if not complete:
+            CtrlC.check()
         if progress is not None:
             progress(prefill.done, prefill.tokens)
     assert prefill.logits is not None
@@ -181,6 +188,7 @@ def extend_together(sessions: Sequence[CachedSequence], turns: Sequence[Turn]) -
         while waiting := [prefill for prefill in prefills if prefill.logits is None]:
             with sessions[0].engine.lock:  # the pool may grow
                 advance_together(_pack(waiting))
+            CtrlC.check()
     return torch.stack([prefill.logits for prefill in prefills if prefill.logits is not None])
 
 

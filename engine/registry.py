@@ -14,7 +14,7 @@ from functools import lru_cache
 from importlib.metadata import EntryPoint, EntryPoints, entry_points
 from typing import Any, Generic, TypeVar
 
-from engine.errors import MmkvError
+from engine.errors import STOPS, MmkvError
 
 T = TypeVar("T")
 # What the command line and lmms-eval's name=value,name=value can carry; + is for suffixes.
@@ -99,7 +99,9 @@ class Registry(Generic[T]):
         entry = offers[0]
         try:
             value: T = entry.load()
-        except Exception as error:
+        except STOPS:
+            raise
+        except BaseException as error:
             raise self.error(
                 f"{self.noun} {name!r} of the package {_package(entry)} does not load "
                 f"({entry.value}: {_first_line(error)}); mend, update or uninstall it"
@@ -132,6 +134,6 @@ def _package(entry: EntryPoint) -> str:
     return entry.dist.name if entry.dist is not None else entry.value.partition(":")[0]
 
 
-def _first_line(error: Exception) -> str:
+def _first_line(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

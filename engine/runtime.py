@@ -28,6 +28,7 @@ from engine.cache.choice import choose_form
 from engine.cache.layout import Layout
 from engine.config import EngineConfig
 from engine.errors import GateError, InputError
+from engine.interrupts import whole
 from engine.lock import FairLock
 from engine.memory import give_back
 from engine.model.decoder import Decoder
@@ -130,6 +131,7 @@ class Runtime:
             pool.limit = config.kv_limit // pool.page_bytes
         memory = sequence_memory(policy, spec, self.dtype)
         self.cache = RaggedCache(pool, spec.num_layers, spec.num_kv_heads, memory)
+        self.lock.taken = self.cache.free_lost
         self.policy_note: str | None = None
         self.budgets: Budgets = OwnBudgets(self)
         # No text says what a picture's placeholder stands for: replies must not hold one.
@@ -285,6 +287,7 @@ class Runtime:
         """
         return self._open(self.budgets.checked(budget))
 
+    @whole
     def load_session(self, path: str | Path) -> tuple[CachedSequence, dict[str, str]]:
         """Open a saved session: the session and the strings saved beside it.
 
@@ -311,8 +314,7 @@ class Runtime:
     def decode(self, sessions: Sequence[CachedSequence], token_ids: Sequence[int]) -> Tensor:
         """Append one token to each of B sessions in one batched step.
 
-        Ctrl-C on torch leaves everything as it was; in C it is seen when the step is over, and the
-        step stands (``seen`` tells). :class:`mmkv.Session` holds it back until then on both.
+        Ctrl-C is delivered when the step is over, and the step stands (``seen`` tells).
 
         Args:
             sessions: B different open sessions of this engine; token_ids: B ids.

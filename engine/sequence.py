@@ -15,6 +15,7 @@ from engine.cache import Entries
 from engine.contents import Memory, memory_of, retained_tokens
 from engine.entry_source import CacheEntries
 from engine.errors import ContextError, SessionError
+from engine.interrupts import CtrlC
 from engine.page_bound import Extent
 from engine.paths import user_path
 from engine.policies import Budget, CacheView
@@ -39,6 +40,8 @@ _STATE = (
 
 class CachedSequence:
     """Appends turns and tokens to one sequence; made by :meth:`Runtime.session`.
+
+    One that nobody refers to any more returns its pages when the engine is used next.
 
     Attributes:
         recorder: what :meth:`record` has begun, or None.
@@ -78,15 +81,26 @@ class CachedSequence:
 
     @contextmanager
     def _taken(self) -> Iterator[None]:
-        if not self._claim.acquire(blocking=False):
-            raise SessionError(
-                "the session is in use by another thread; wait for that call to end, or give "
-                "each thread a session of its own"
-            )
-        try:
-            yield
-        finally:
-            self._claim.release()
+        """Have the session, and hold Ctrl-C back: the call is made whole. Raises SessionError."""
+        with CtrlC():
+            if not self._claim.acquire(blocking=False):
+                raise SessionError(
+                    "the session is in use by another thread; wait for that call to end, or give "
+                    "each thread a session of its own"
+                )
+            try:
+                yield
+            finally:
+                self._claim.release()
+
+    @property
+    def seq(self) -> int:
+        """The sequence of the cache; this session owns it."""
+        return self._owner.seq
+
+    @seq.setter
+    def seq(self, seq: int) -> None:
+        self._owner = self.engine.cache.owner(seq)
 
     def _require_idle(self) -> None:
         """Raise SessionError while the session is in the middle of something of its own."""

@@ -16,7 +16,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from engine.checks import require_type, shown
-from engine.errors import BudgetError, SessionError
+from engine.errors import STOPS, BudgetError, SessionError
+from engine.paths import is_file
 from engine.policies import Budget
 
 if TYPE_CHECKING:
@@ -54,7 +55,9 @@ def save_session(session: CachedSequence, path: Path, extra: dict[str, str]) -> 
     try:
         save_file(tensors, temporary, metadata=metadata)
         os.replace(temporary, path)
-    except Exception as error:
+    except STOPS:
+        raise
+    except BaseException as error:
         raise SessionError(f"cannot write {path}: {error}; the old file is untouched") from error
     finally:
         Path(temporary).unlink(missing_ok=True)
@@ -84,6 +87,8 @@ def load_session(engine: Runtime, path: Path) -> tuple[CachedSequence, dict[str,
     from engine.session_schema import Header, check_state, read_tensors
     from engine.strict import Damage, parse
 
+    if path.exists() and not is_file(path):  # reading a pipe may never end
+        raise SessionError(f"{path} is no file; name a session file")
     try:
         with path.open("rb"):  # safe_open says that a file is not there, whatever is wrong
             pass

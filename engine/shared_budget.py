@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -75,7 +76,7 @@ class SharedBudget:
         self._engine = engine
         self.entries = budget.entries(rows, 0, pool.page_size, pool.page_bytes)
         self.floor = int(floor * rows)
-        self._weights: dict[CachedSequence, float] = {}
+        self._weights: WeakKeyDictionary[CachedSequence, float] = WeakKeyDictionary()
 
     @property
     def held(self) -> int:

@@ -13,12 +13,17 @@ from torch import Tensor
 from engine.backends.cuda.kernels.sample import Draw, columns_of, guard, sample, uniform
 from engine.checks import require_list
 from engine.errors import BROKEN, InputError, NotFiniteError, SessionError
+from engine.interrupts import CtrlC
 from engine.new_entries import revise_state
 
 if TYPE_CHECKING:
     from engine.backends.base import Backend
     from engine.runtime import Runtime
     from engine.sequence import CachedSequence
+
+# Tokens of a reply between two reads by the host, and those after which Ctrl-C is looked for: who
+# asks for more at a time is told by ``seen`` how far it came.
+BURST = 16
 
 
 def decode_step(
@@ -84,7 +89,9 @@ def _step_by_step(
     generated: list[list[int]] = [[] for _ in sessions]
     token, going = list(token_ids), list(range(len(sessions)))
     ends = {*stop, BROKEN}
-    for _ in range(steps):
+    for done in range(steps):
+        if done and done % BURST == 0:
+            CtrlC.check()
         logits = engine.decode([sessions[i] for i in going], [token[i] for i in going])
         broken = guard(logits, engine.never_chosen)
         if draws is None:

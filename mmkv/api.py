@@ -17,6 +17,7 @@ from engine.budget import Budget
 from engine.checks import require_list
 from engine.config import EngineConfig
 from engine.errors import InputError
+from engine.interrupts import OpenToCtrlC, whole
 from engine.runtime import Runtime
 from mmkv.prompt.media import notes
 from mmkv.prompt.messages import is_blank, take_media
@@ -116,7 +117,8 @@ class Engine(Runtime):
         if self._processor is None:
             with self.lock:
                 if self._processor is None:
-                    self._processor = self._load_processor()
+                    with OpenToCtrlC():
+                        self._processor = self._load_processor()
         return self._processor
 
     @processor.setter
@@ -148,6 +150,7 @@ class Engine(Runtime):
         """Return the ids that stand for pictures and videos; no reply holds one."""
         return frozenset(self.family.placeholder.values())
 
+    @whole
     def load_session(self, path: str | Path) -> tuple[Session, dict[str, str]]:
         """Open a saved session with its conversation. Raises SessionError."""
         session, extra = super().load_session(path)

@@ -264,6 +264,8 @@ def _problem(folder: Path, config: dict[str, Any]) -> str:
         found = files_of(lambda file: checkpoint_file(str(folder), file))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return "its index of weight files cannot be read"
+    except MmkvError as error:
+        return str(error)
     return "it has no safetensors weights" if found is None else ""
 
 
@@ -277,7 +279,7 @@ def _gates(name: str, folder: Path, where: str) -> Gates:
 
 def _json(file: Path) -> dict[str, Any]:
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        found = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from engine import hub
 from engine.budget import format_bytes
-from engine.errors import InputError, ModelError
+from engine.errors import STOPS, InputError, ModelError
 
 _WEIGHTS = ".safetensors"
 # Published gates; read as tensors alone, never as a pickle that may run code.
@@ -85,9 +85,9 @@ def pull(name: str, say: Callable[[str], None]) -> Path:
             f"the hub has no {name!r}, or it is private; check the name, or log in with "
             "`hf auth login`"
         ) from error
-    except ModelError:
+    except (ModelError, *STOPS):
         raise
-    except Exception as error:  # of the disk, or of the client's network library
+    except BaseException as error:  # of the disk, or of the client's network library
         raise ModelError(_failed(name, error)) from error
 
 
@@ -105,6 +105,6 @@ def _free_bytes(folder: Path) -> int:
     return shutil.disk_usage(place).free
 
 
-def _failed(name: str, error: Exception) -> str:
+def _failed(name: str, error: BaseException) -> str:
     reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:160]
     return f"{name} was not fetched: {reason}; {_AGAIN}"

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from engine.errors import BROKEN, NotFiniteError
+from engine.errors import BROKEN, STOPS, NotFiniteError, as_exception
 from mmkv.detokenizer import Detokenizer, StopStrings
 from mmkv.sampling import Sampler, Sampling
 
@@ -168,8 +168,10 @@ class ReplyWriter:
         """Call one of its own methods; what that raises ends this reply, and no other one."""
         try:
             return call(*given)
-        except Exception as error:
-            self.failure = self.failure or error
+        except STOPS:
+            raise
+        except BaseException as error:
+            self.failure = self.failure or as_exception(error)
             # Not by finish(), which writes the rest of the text and may be what raises.
             self.finish_reason = "interrupted"
             return None

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, Self, cast
 import torch
 
 from engine.errors import ContextError, SessionError
+from engine.interrupts import CtrlC, OpenToCtrlC, whole
 from engine.sequence import CachedSequence
 from engine.sequence_file import checked_extra
-from mmkv.interrupts import CtrlC
 from mmkv.prompt.held import Held, Place, Rewrites
 from mmkv.reply import Reply, ReplyWriter
 from mmkv.sampling import Sampling, checked
@@ -110,7 +110,7 @@ class Session(CachedSequence):
         :meth:`take_back` can.
         """
         settings = checked(sampling)
-        with self.claimed():
+        with self.claimed(), OpenToCtrlC():  # pictures may take their time
             turn = compose(self, text, images, videos, system, fps, num_frames)
         return ReplyStream(self, lambda: self._stream(turn, settings, progress))
 
@@ -133,6 +133,7 @@ class Session(CachedSequence):
             self._become(self._snapshots.pop())
             return True
 
+    @whole
     def put_back(self, taken: Session) -> None:
         """Reverse an :meth:`undo`: go back to ``taken``, a fork made before it."""
         self._remember(self.fork_apart())
@@ -282,17 +283,17 @@ class Session(CachedSequence):
             engine.processor.tokenizer, sampling, engine.eos_token_ids, engine.media_token_ids
         )
         writer.start_clock(turn.started)
-        with CtrlC() as control:
-            logits = self._append(turn, control, progress)
-            self.begin_reply(turn.messages, turn.reading)
+        # The stream holds Ctrl-C back: it is delivered where the session stands for what was shown.
+        logits = self._append(turn, progress)
+        self.begin_reply(turn.messages, turn.reading)
         try:
-            with CtrlC():
-                token = writer.advance(logits)
+            CtrlC.check()
+            token = writer.advance(logits)
             while token is not None:
                 if piece := writer.take():
                     yield piece
-                with CtrlC():
-                    (token,) = step(engine, [(self, writer, token)])
+                (token,) = step(engine, [(self, writer, token)])
+                CtrlC.check()
         except ContextError:
             writer.finish("context")
         finally:
@@ -393,7 +394,7 @@ class Session(CachedSequence):
             self._turn_mark = object()
             return True
 
-    def _append(self, turn: UserTurn, control: CtrlC, progress: Progress | None) -> torch.Tensor:
+    def _append(self, turn: UserTurn, progress: Progress | None) -> torch.Tensor:
         """Prefill a turn whole, or leave the session as it was."""
         reading = turn.reading
         appends = reading.plan is None
@@ -407,7 +408,7 @@ class Session(CachedSequence):
         snapshot = self.fork_apart()
 
         def report(done: int, total: int) -> None:
-            control.check()
+            CtrlC.check()
             if progress is not None:
                 progress(done, total)
 

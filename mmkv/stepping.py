@@ -6,16 +6,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from engine.errors import NotFiniteError
+from engine.steps import BURST
 from mmkv.sampling import likeliest_of
 
 if TYPE_CHECKING:
     from engine.sequence import CachedSequence
     from mmkv.api import Engine
     from mmkv.reply import ReplyWriter
-
-# Tokens between two reads by the host: each read waits for the GPU, and text appears in
-# pieces of this many tokens.
-BURST = 16
 
 
 def step(

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator
 from typing import TYPE_CHECKING
 
+from engine.interrupts import CtrlC
+
 if TYPE_CHECKING:
     from mmkv.session import Session
 
@@ -25,16 +27,20 @@ class ReplyStream(Iterator[str]):
     def __next__(self) -> str:
         if self._ended:
             raise StopIteration
-        with self._session.streaming():
-            try:
-                return next(self._pieces)
-            except BaseException:
-                self._ended = True
-                raise
+        try:
+            with self._session.streaming():
+                try:
+                    return next(self._pieces)
+                except BaseException:
+                    self._ended = True
+                    raise
+        except KeyboardInterrupt:  # it may have come after the piece was made, which nobody sees
+            self.close()
+            raise
 
     def close(self) -> None:
         """End the reply where it stands; what was shown stays in the session. Again: no effect."""
-        with self._session.stopping():
+        with CtrlC(), self._session.stopping():
             self._ended = True
             self._pieces.close()
 

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from typing import Annotated, Any
 
-from mmkv.interrupts import quiet_imports
+from engine.interrupts import quiet_imports
 
 with quiet_imports(__name__ == "__main__"):
     import typer

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import weakref
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,6 +32,20 @@ class Entries:
     slot: Tensor
 
 
+class Owner:
+    """Owns a sequence; made by :meth:`RaggedCache.owner`."""
+
+    __slots__ = ("__weakref__", "seq")
+
+    def __init__(self, seq: int) -> None:
+        self.seq = seq
+
+
+class _Mark(weakref.ref[Owner]):
+    __slots__ = ("seq",)
+    seq: int
+
+
 class RaggedCache:
     """Rows (sequence, layer, KV head) of unequal length; a page belongs to one row only.
 
@@ -37,6 +54,7 @@ class RaggedCache:
         table: ``[S, L, H, W]`` int64 page ids; columns past ``ceil(length / P)`` mean nothing.
         memory: by name ``[S, ...]``, what a policy keeps of each sequence beside its entries; zero
             where nothing has been written.
+        lost: marks of sequences whose owners are gone, see :meth:`owner`.
 
     The order of entries inside a row is free (keys carry their rotation, every slot its
     position), which is what lets :meth:`drop` fill a hole with the row's last entry.
@@ -58,6 +76,8 @@ class RaggedCache:
             for name, (shape, dtype) in (memory or {}).items()
         }
         self._open: list[bool] = []
+        self._marks: dict[int, _Mark] = {}
+        self.lost: deque[Any] = deque()
 
     def open(self) -> int:
         """Start an empty sequence and return its slot."""
@@ -65,27 +85,50 @@ class RaggedCache:
             seq = self._open.index(False)
             self._open[seq] = True
             return seq
-        self._open.append(True)
-        self.length = torch.cat([self.length, self.length.new_zeros(1, *self.length.shape[1:])])
-        self.table = torch.cat([self.table, self.table.new_zeros(1, *self.table.shape[1:])])
+        seq = len(self._open)
+        # Listed last: what is interrupted before that has rows that nobody uses, and the next call
+        # takes them up.
+        self.length, self.table = _with_row(self.length, seq), _with_row(self.table, seq)
         for name, tensor in self.memory.items():
-            self.memory[name] = torch.cat([tensor, tensor.new_zeros(1, *tensor.shape[1:])])
-        return len(self._open) - 1
+            self.memory[name] = _with_row(tensor, seq)
+        self._open.append(True)
+        return seq
 
     @property
     def open_count(self) -> int:
         """Count the open sequences, those without an entry among them."""
         return sum(self._open)
 
+    @torch.inference_mode()
     def close(self, seq: int) -> None:
         """Free a sequence and return every page it held."""
         # The first on top: the next sequence then has neighbours in memory in their order. A CPU
         # reads rows whose pages descend half as fast again.
-        self.pool.give(self._pages(seq).flip(0))
+        pages = self._pages(seq).flip(0)
         self.length[seq] = 0
+        self.pool.give(pages)
         for tensor in self.memory.values():
             tensor[seq] = 0
         self._open[seq] = False
+        self._marks.pop(seq, None)
+
+    def owner(self, seq: int) -> Owner:
+        """Return who owns a sequence from now on: when nobody has it any more, it is lost.
+
+        That may be in any thread, in the middle of a call, and while Ctrl-C comes: no bytecode runs
+        then, and :meth:`free_lost` does the rest.
+        """
+        made = Owner(seq)
+        self._marks[seq] = _Mark(made, self.lost.append)
+        self._marks[seq].seq = seq
+        return made
+
+    def free_lost(self) -> None:
+        """Free what is :attr:`lost`; whoever takes the engine's lock does so first."""
+        while self.lost:
+            mark = self.lost.popleft()
+            if self._marks.get(mark.seq) is mark:  # else it was closed, or has another owner
+                self.close(mark.seq)
 
     def fork(self, seq: int) -> int:
         """Copy a sequence into new pages, in the same storage order; returns the new slot."""
@@ -292,6 +335,13 @@ class RaggedCache:
             self.table = torch.cat(
                 [self.table, self.table.new_zeros(*self.table.shape[:-1], extra)], -1
             )
+
+
+def _with_row(tensor: Tensor, row: int) -> Tensor:
+    """Return a tensor that has a row of this number, zero if it is new."""
+    if tensor.shape[0] > row:
+        return tensor
+    return torch.cat([tensor, tensor.new_zeros(1, *tensor.shape[1:])])
 
 
 def _ceil(length: Tensor, size: int) -> Tensor:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from engine.errors import MmkvError
 from engine.model.source import checkpoint_file, files_of
 
 SAMPLE = 1024  # bytes of each tensor
@@ -31,7 +32,15 @@ def fingerprint(model: str) -> str | None:
     try:
         files = files_of(lambda name: checkpoint_file(model, name))
         return None if files is None else _digest(_tensors(files))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (
+        MmkvError,
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        RecursionError,
+    ):
         return None  # the loader says what is wrong with them
 
 
@@ -50,7 +59,15 @@ def language_fingerprint(model: str) -> str | None:
     try:
         files = files_of(lambda name: checkpoint_file(model, name))
         tensors = [] if files is None else _tensors(files)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (
+        MmkvError,
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        RecursionError,
+    ):
         return None
     # "language_model.model.norm" and "model.language_model.norm" are both "model.norm".
     places = ((_INSIDE, ""), (f"model.{_INSIDE}", "model."))

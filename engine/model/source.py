@@ -5,11 +5,23 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from engine.errors import ModelError
 from engine.paths import is_file, is_folder, user_path
 
 _LONGEST_ID = 200
+# What a checkpoint's folder may have besides: reading it is for others, or would run code.
+_READ = {".safetensors", ".json", ".jinja", ".model", ".txt"}
+_PICKLES = {".bin", ".pt", ".pth", ".ckpt"}
+_FORMS = {
+    ".gguf": "weights for llama.cpp",
+    ".onnx": "a graph for ONNX Runtime",
+    ".npz": "arrays of numpy, as MLX has them",
+    ".safetensors": "weights without the files that go with them",
+    ".json": "one file of a checkpoint",
+} | dict.fromkeys(_PICKLES, "a pickle, which can run code when it is read")
+_MOST_GROWTH = 64  # characters that a tokenizer may make of one before it splits
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
@@ -37,13 +49,12 @@ def locate(name: str) -> str:
         raise ModelError("the model's name is empty; name a checkpoint folder or a hub id")
     folder = user_path(name)
     if is_folder(folder):
-        if not is_file(folder / "config.json"):
-            if is_file(folder / "adapter.json"):
-                raise ModelError(_EYES_ALONE.format(name=name))
-            raise ModelError(f"{name} has no config.json; name a transformers checkpoint folder")
+        _require_files(name, folder)
         return str(folder)
     if is_file(folder):
-        raise ModelError(f"{name} is a file; name the checkpoint's folder")
+        form = _FORMS.get(folder.suffix.lower())
+        what = "a file" if form is None else f"{form}"
+        raise ModelError(f"{name} is {what}; name the folder of a transformers checkpoint")
     # A hub id is "name" or "owner/name"; all else was meant as a path.
     if name[0] in "./~" or name.count("/") > 1 or "\\" in name or name.endswith("/"):
         shown = repr(name if len(name) <= 200 else f"{name[:200]}...")
@@ -51,6 +62,101 @@ def locate(name: str) -> str:
     if len(name) > _LONGEST_ID:
         raise ModelError(f"{name[:60]!r}... is too long for a hub id; check the model's name")
     return name
+
+
+def _require_files(name: str, folder: Path) -> None:
+    """Raise ModelError unless the folder can be a checkpoint's, and reading it ends."""
+    try:
+        files = sorted(path for path in folder.iterdir() if not is_folder(path))
+    except OSError as error:
+        raise ModelError(f"cannot read the folder {name} ({error.strerror}); mend that") from error
+    for path in files:
+        # Reading a pipe or a device may never end.
+        if path.suffix in _READ and path.exists() and not is_file(path):
+            raise ModelError(f"{path.name} in {name} is no file but a pipe or device; remove it")
+    there = {path.suffix.lower() for path in files}
+    if not is_file(folder / "config.json"):
+        raise ModelError(_without_config(name, folder, there))
+    if ".safetensors" not in there and there & _PICKLES and not is_file(folder / INDEX):
+        pickled = next(path.name for path in files if path.suffix.lower() in _PICKLES)
+        raise ModelError(
+            f"{name} has its weights in {pickled} alone, a pickle, which can run code when read; "
+            "take its safetensors, or convert it where you trust it: load it with transformers, "
+            "then save_pretrained(NEW)"
+        )
+    require_normal_growth(name, folder / "tokenizer.json")
+
+
+def _without_config(name: str, folder: Path, there: set[str]) -> str:
+    """Say what a folder without config.json seems to be."""
+    if is_file(folder / "adapter.json"):
+        return _EYES_ALONE.format(name=name)
+    if is_file(folder / "adapter_config.json"):
+        base = _json(folder / "adapter_config.json").get("base_model_name_or_path")
+        return (
+            f"{name} is an adapter (PEFT) of {ascii(base)[:120] if base else 'another model'}, no "
+            "model; put both together with PEFT (merge_and_unload, then save_pretrained), and name "
+            "that folder"
+        )
+    for suffix in (".gguf", ".onnx", ".npz"):
+        if suffix in there:
+            return (
+                f"{name} has no config.json, but {_FORMS[suffix]}; name the transformers "
+                "checkpoint that it was made of"
+            )
+    if is_file(folder / "params.json"):
+        return (
+            f"{name} has params.json and no config.json: weights as their maker has them; name "
+            "the checkpoint in transformers' form (on the hub often NAME-hf)"
+        )
+    return f"{name} has no config.json; name a transformers checkpoint folder"
+
+
+def require_normal_growth(name: str, file: Path) -> None:
+    """Raise ModelError where a tokenizer's normalizer blows texts up beyond all use.
+
+    Replacements one after the other multiply: thirty of one letter by two make a billion of it.
+    """
+    try:
+        raw = file.read_bytes() if is_file(file) else b""
+    except OSError:
+        return  # whoever reads it says so
+    if b"Replace" not in raw and b"\\u0052" not in raw:
+        return
+    growth = _growth(_json(file).get("normalizer"))
+    if growth > _MOST_GROWTH:
+        raise ModelError(
+            f"the normalizer in tokenizer.json of {name} can make {growth:,.0f} characters of one; "
+            "get the original file"
+        )
+
+
+def _growth(normalizer: object) -> float:
+    """Return how many characters a normalizer can make of one, at most."""
+    if not isinstance(normalizer, dict):
+        return 1.0
+    if normalizer.get("type") == "Sequence" and isinstance(normalizer.get("normalizers"), list):
+        grown = 1.0
+        for part in normalizer["normalizers"]:
+            grown = min(grown * _growth(part), 1e300)
+        return grown
+    if normalizer.get("type") != "Replace":
+        return 1.0
+    pattern, content = normalizer.get("pattern"), normalizer.get("content")
+    if not isinstance(pattern, dict) or not isinstance(content, str):
+        return 1.0
+    text = pattern.get("String")
+    if isinstance(text, str):
+        return max(len(content) / max(len(text), 1), 1.0)
+    return 1.0 + len(content)  # an expression may match between any two characters
+
+
+def _json(file: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def checkpoint_file(source: str, name: str) -> Path | None:
@@ -69,6 +175,9 @@ def files_of(find: Callable[[str], Path | None]) -> list[Path] | None:
 
     Args:
         find: gives the path of a file of the checkpoint by its name, None where there is none.
+
+    Raises:
+        ModelError: its index names a file outside of it.
     """
     single = find(SINGLE)
     if single is not None:
@@ -77,5 +186,11 @@ def files_of(find: Callable[[str], Path | None]) -> list[Path] | None:
     if index is None:
         return None
     shards = {str(name) for name in json.loads(index.read_text())["weight_map"].values()}
+    for name in shards:
+        if Path(name).is_absolute() or ".." in Path(name).parts or "\\" in name:
+            raise ModelError(
+                f"{INDEX} names {name[:80]!a}, which lies outside of the checkpoint; get the "
+                "original file"
+            )
     found = [find(name) for name in sorted(shards)]
     return [path for path in found if path is not None] if all(found) else None

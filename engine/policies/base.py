@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, Protocol, get_args
+from typing import Literal, Protocol, TypeVar, get_args
 
 import torch
 from torch import Tensor
@@ -291,6 +291,40 @@ class Allocation(Protocol):
         ...
 
 
+T = TypeVar("T")
+
+
+def returned(value: object, kind: type[T], call: str, wanted: str) -> T:
+    """Return what a policy's own code gave. Raises PolicyError: it is of another kind."""
+    if isinstance(value, kind):
+        return value
+    given = "None" if value is None else f"a {type(value).__name__}"
+    raise PolicyError(f"{call} returned {given}; return {wanted}")
+
+
+def shaped(value: object, shape: tuple[int, ...], call: str, wanted: str) -> Tensor:
+    """Return a tensor that a policy's own code gave. Raises PolicyError: it has another shape."""
+    made = returned(value, Tensor, call, wanted)
+    if tuple(made.shape) != shape:
+        raise PolicyError(
+            f"{call} returned shape {list(made.shape)}, not {list(shape)}; return {wanted}"
+        )
+    return made
+
+
+def _check_shares(made: object, rows: int, call: str) -> None:
+    """Check what an allocation of somebody's own returned. Raises PolicyError."""
+    shares = returned(made, Shares, call, "Shares(group, share)")
+    group = shaped(shares.group, (rows,), f"{call} as group", "the group of each row")
+    share = returned(shares.share, Tensor, f"{call} as share", "a tensor, a number a group")
+    if shares.floor is not None:
+        shaped(shares.floor, (rows,), f"{call} as floor", "a number a row, or None")
+    if group.is_floating_point() or share.is_floating_point():
+        raise PolicyError(f"{call} returned fractions; return whole numbers (int64)")
+    if share.dim() != 1 or not 0 <= int(group.min()) <= int(group.max()) < share.numel():
+        raise PolicyError(f"{call} returned groups without a share; return one share a group")
+
+
 @dataclass(frozen=True)
 class Policy:
     """One published method: a scorer and an allocation, by name.
@@ -363,8 +397,14 @@ class Policy:
 
     def scores(self, view: CacheView, budget: int) -> Scores:
         """The scorer's float32 ``[N]``, infinite where protected, and the state it hands back."""
-        made = self.scoring.score(view)
+        made: object = self.scoring.score(view)
+        wanted = "one number an entry, a tensor [N] in the view's order"
+        call = f"the scorer {type(self.scoring).__name__} of policy {self.name!r}"
         value, state = (made.value, made.state) if isinstance(made, Scores) else (made, None)
+        value = returned(value, Tensor, call, wanted)
+        if state is not None:
+            shape = (view.position.numel(), self.scoring.needs.state)
+            state = shaped(state, shape, f"{call} in Scores.state", "a tensor [N, K]")
         if value.shape != view.position.shape:
             raise PolicyError(
                 f"the scorer {type(self.scoring).__name__} of policy {self.name!r} returned shape "
@@ -392,6 +432,8 @@ class Policy:
         assert self.allocation is not None
         budget = min(budget, MOST_ENTRIES)
         shares = self.allocation.shares(budget, layers, kv_heads)
+        if not type(self.allocation).__module__.startswith("engine."):
+            _check_shares(shares, layers * kv_heads, f"{type(self.allocation).__name__}.shares")
         given = int(shares.share.sum())
         if given > budget:
             raise PolicyError(

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import is_dataclass, replace
 
 from engine.config import EngineConfig, check_lookahead
-from engine.errors import PolicyError
+from engine.errors import STOPS, PolicyError
 from engine.policies.base import Needs, Policy
 from engine.policies.preset import RECENT, PolicyText, Preset, Value, full_name
 from engine.policies.presets import PRESETS
@@ -141,9 +141,9 @@ def _of_preset(
     """Return the preset's policy for the parameters asked for, checked."""
     try:
         made: object = preset.policy(name, asked.given, fallback)
-    except PolicyError:
+    except (PolicyError, *STOPS):
         raise
-    except Exception as error:
+    except BaseException as error:
         raise PolicyError(
             f"policy {name!r} cannot be made: {type(error).__name__}: {error}; its preset's make "
             "must take the preset's parameters by keyword and return a Policy"
@@ -165,7 +165,9 @@ def _made(name: str, found: Policy | Make, lookahead: float) -> Policy:
     if not isinstance(found, Policy) and callable(found):
         try:
             made = found(lookahead)
-        except Exception as error:
+        except STOPS:
+            raise
+        except BaseException as error:
             raise PolicyError(
                 f"policy {name!r} cannot be made: {type(error).__name__}: {error}; it must be a "
                 "Policy, or a function of the lookahead that returns one"

@@ -49,7 +49,8 @@ class Target(ABC):
     def leaked(self) -> str | None:
         """Return what is wrong with the page pools when no session is open, else None."""
         for engine in self.engines:
-            pool = engine.cache.pool
+            with engine.lock:  # what nobody refers to any more comes back
+                pool = engine.cache.pool
             held = pool.num_pages - pool.free_pages
             if held:
                 return f"{held} pages are held"

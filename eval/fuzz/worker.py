@@ -106,6 +106,7 @@ class Worker:
         out, err = sys.stdout, sys.stderr
         sys.stdout = sys.stderr = self._devnull
         _limit_time(self.limit)
+        _late.clear()
         try:
             target.run(case)
         except BaseException as error:
@@ -115,6 +116,8 @@ class Worker:
         finally:
             _limit_time(0)
             sys.stdout, sys.stderr = out, err
+        if _late and (failure is None or failure.kind != "hang"):  # somebody caught it
+            failure = Failure("hang", "caught on its way", "over the time limit")
         if failure is None and (held := target.leaked()):
             failure = Failure("leak", held, held)
         if harmed := self.files.harmed():
@@ -153,7 +156,11 @@ def _emptied(folder: Path) -> Path:
     return folder
 
 
+_late: list[int] = []
+
+
 def _too_long(number: int, frame: FrameType | None) -> None:
+    _late.append(number)
     raise Hang("over the time limit")
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from engine.errors import without_codes
+from engine.errors import STOPS, without_codes
 from mmkv.chat.record import record
 
 if TYPE_CHECKING:
@@ -74,7 +74,9 @@ def answer(
                     view.feed(piece)
         except KeyboardInterrupt:
             finished = False
-        except Exception:
+        except STOPS:
+            raise
+        except BaseException:
             if line_open:
                 view.close()
             raise

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from engine.errors import SessionError
+from engine.errors import STOPS, SessionError, as_exception
 from mmkv.chat.places import state_folder
 from mmkv.chat.trouble import one_line
 
@@ -57,10 +57,14 @@ class Autosave:
             return
         try:
             self._write(session)
-        except Exception as error:
+        except STOPS:
+            raise
+        except BaseException as error:
             if not self._warned:
                 self._warned = True
-                self._warn(f"mmkv: this chat is not kept for --resume: {one_line(error)}")
+                self._warn(
+                    f"mmkv: this chat is not kept for --resume: {one_line(as_exception(error))}"
+                )
         now = time.monotonic()
         if now - begun > NOTICED_S:
             self._rest_until = now + SHARE * (now - begun)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
+from engine.errors import STOPS, as_exception
 from engine.paths import user_path
 from mmkv.chat.answer import OutputClosed, answer
 from mmkv.chat.autosave import Autosave, is_autosaved
@@ -103,12 +104,12 @@ class Repl:
                 self.command(text)
             else:
                 self.send(text.removeprefix("/") if text.startswith("//") else text)
-        except (OutputClosed, Leave):
-            raise
-        except Exception as error:
-            self.display.error(error)
         except KeyboardInterrupt:
             self.display.say("(stopped)")
+        except (OutputClosed, Leave, SystemExit, GeneratorExit):
+            raise
+        except BaseException as error:
+            self.display.error(as_exception(error))
         self._keep()
 
     def _keep(self, last: bool = False) -> None:
@@ -147,7 +148,9 @@ class Repl:
                 self.sampling,
                 watching=self.watching,
             )
-        except Exception:
+        except STOPS:
+            raise
+        except BaseException:
             if len(self.session.history) > before:
                 self.session.undo()
             if queued := len(self.images) + len(self.videos):

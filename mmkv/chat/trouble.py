@@ -5,7 +5,7 @@ from __future__ import annotations
 import traceback
 from pathlib import Path
 
-from engine.errors import InputError, MmkvError, plain
+from engine.errors import STOPS, InputError, MmkvError, plain
 
 _LONGEST = 300
 _OURS = ("mmkv", "engine")
@@ -52,7 +52,9 @@ def _lacks_memory(error: Exception) -> bool:
 def _text(error: Exception, longest: int | None = _LONGEST) -> str:
     try:
         words = plain(" ".join(str(error).split()))
-    except Exception:
+    except STOPS:
+        raise
+    except BaseException:
         words = ""
     return words[:longest] or type(error).__name__
 

@@ -13,6 +13,7 @@ from transformers.cache_utils import Cache
 
 from engine.contents import Memory
 from engine.errors import InputError, SessionError
+from engine.interrupts import CtrlC, whole
 from mmkv.hf.rows import Row
 
 
@@ -30,11 +31,11 @@ class RetainedCache(Cache):
         self.rows: list[Row] = []
         self._use = threading.Lock()
         self.owner: weakref.WeakSet[RetainedCache] | None = None  # closes it, with the others
-        weakref.finalize(self, close_rows, self.rows)
 
     def __repr__(self) -> str:
         return f"RetainedCache({len(self.rows)} conversations, {self.get_seq_length()} tokens)"
 
+    @whole
     def __deepcopy__(self, memo: dict[int, Any]) -> RetainedCache:
         made = RetainedCache()
         with self.in_use():
@@ -66,6 +67,7 @@ class RetainedCache(Cache):
         """Return the token indices kept, ``[row][layer][kv_head]``, each ascending int64."""
         return [row.session.retained() for row in self.rows]
 
+    @whole
     def reset(self) -> None:
         """Forget all conversations and return their memory."""
         with self.in_use():
@@ -78,16 +80,18 @@ class RetainedCache(Cache):
     @contextmanager
     def in_use(self) -> Iterator[None]:
         """Have the cache for one call. Raises SessionError while another one has it."""
-        if not self._use.acquire(blocking=False):
-            raise SessionError(
-                "the cache is in use by another generate call; wait for it, or give each its own "
-                "(copy.deepcopy)"
-            )
-        try:
-            yield
-        finally:
-            self._use.release()
+        with CtrlC():
+            if not self._use.acquire(blocking=False):
+                raise SessionError(
+                    "the cache is in use by another generate call; wait for it, or give each its "
+                    "own (copy.deepcopy)"
+                )
+            try:
+                yield
+            finally:
+                self._use.release()
 
+    @whole
     def replace(self, rows: Sequence[Row]) -> None:
         """Take over other rows and close those held so far."""
         before = list(self.rows)
@@ -110,6 +114,7 @@ class RetainedCache(Cache):
         raise InputError("a RetainedCache does not run beam search; set num_beams=1")
 
 
+@whole
 def close_rows(rows: list[Row]) -> None:
     """Return the pages of all rows and empty the list."""
     while rows:

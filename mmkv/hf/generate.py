@@ -199,8 +199,8 @@ def _retained_cache(given: object, engine: Runtime) -> RetainedCache | None:
     if given is None or isinstance(given, RetainedCache):
         if given is not None and given.rows and given.rows[0].session.engine is not engine:
             raise InputError(
-                "past_key_values was filled by another retained model; pass a new "
-                "mmkv.hf.RetainedCache()"
+                "past_key_values was filled by another retained model, or before weights were "
+                "changed; pass a new mmkv.hf.RetainedCache()"
             )
         return given
     raise InputError(

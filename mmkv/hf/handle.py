@@ -17,8 +17,10 @@ from engine.budget import Budget
 from engine.config import EngineConfig
 from engine.contents import Memory
 from engine.errors import InputError, ModelError, SessionError
+from engine.interrupts import CtrlC, whole
 from engine.model.families import Family, family_for, find
 from engine.model.gates import Gates, WriteGates
+from engine.model.panels import sampled
 from engine.model.spec import DecoderSpec
 from engine.model.weights import DecoderWeights, separate
 from engine.policies import Policy
@@ -28,6 +30,7 @@ from mmkv.hf.generate import Call
 from mmkv.hf.hosted import Host, HostedFamily, HostedRuntime
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_SAMPLED = 67  # numbers of each parameter
 _OWN = {"model", "device", "dtype", "weights"}
 
 
@@ -81,7 +84,8 @@ class Retained:
     """A model whose ``generate`` runs on a bounded cache; made by :func:`retain`.
 
     The engine reads the model's own weights: matrices that it wants joined are joined layer by
-    layer, and the model's parameters become views of them until the handle is closed. Threads may
+    layer, and the model's parameters become views of them until the handle is closed. Weights that
+    are changed or replaced meanwhile are followed by the next ``generate``, or refused. Threads may
     call ``generate`` at the same time.
 
     Attributes:
@@ -92,39 +96,65 @@ class Retained:
     def __init__(
         self, model: PreTrainedModel, gates: str | Path | Gates | WriteGates | None, **options: Any
     ) -> None:
-        family_type = _checked(model)
+        _checked(model)
+        if isinstance(vars(model).get("generate"), _Plain):
+            del vars(model)["generate"]  # a copy of a retained model
+        if "generate" in vars(model):
+            raise InputError(
+                "this model's generate has been replaced already; close the other retain first "
+                "(model.generate.handle.close())"
+            )
         if clash := options.keys() & _OWN:
             raise InputError(f"retain takes no {min(clash)}: the model has its own")
         loaded = gates if isinstance(gates, Gates | WriteGates) else None
         name = getattr(model, "name_or_path", "") or type(model).__name__
-        config = EngineConfig(
+        self._config = EngineConfig(
             model=name, gates=gates if isinstance(gates, str | Path) else None, **options
         )
-        self.model, self._lock = model, threading.Lock()
+        self.model, self._gates, self._lock = model, loaded, threading.Lock()
         self._memory: tuple[Memory, ...] = ()
         self._caches: weakref.WeakSet[RetainedCache] = weakref.WeakSet()
         self._host: Host | None = None
         self._views: list[Tensor] = []
+        self._engine: Runtime | None = None
         try:
-            engine = self._build(family_type, config, loaded)
-            engine.never_chosen = engine.never_chosen[:0]  # transformers chooses from all tokens
-            self._engine: Runtime | None = engine
-            notes = filter(None, (engine.policy_note, engine.form_note))
-            self.note = "; ".join(notes) or None
-            self._stock = model.generate
-
-            @functools.wraps(self._stock)
-            def generate(*arguments: Any, **named: Any) -> Any:
-                return self._generate(*arguments, **named)
-
-            vars(model)["generate"] = generate
+            with CtrlC():
+                self._begin()
+                self._stock = model.generate
+                vars(model)["generate"] = _Generate(self, self._stock)
         except BaseException:
-            self._put_back()
+            self._end()
             raise
 
-    def _build(self, family_type: type[Family] | None, config: EngineConfig, gates: Any) -> Runtime:
+    def _begin(self) -> None:
+        """Make the engine of the model as it is now."""
+        engine = self._engine = self._build()
+        engine.never_chosen = engine.never_chosen[:0]  # transformers chooses from all tokens
+        self.note = "; ".join(filter(None, (engine.policy_note, engine.form_note))) or None
+        self._seen = _Seen(self.model)
+
+    def _follow(self) -> None:
+        """Make the engine anew where the model has other weights than it had.
+
+        Raises:
+            ModelError: it cannot be retained as it is now; an error that only making the engine
+                shows closes the handle.
+        """
+        with self._lock:
+            if self._engine is None or self._seen == _Seen(self.model):
+                return
+            _checked(self.model)
+            try:
+                self._put_back()
+                self._begin()
+            except BaseException:
+                self._end()
+                raise
+
+    def _build(self) -> Runtime:
         """Make the engine: mmkv's own over the model's weights, or one that runs the model."""
-        model = self.model
+        model, config, gates = self.model, self._config, self._gates
+        family_type = _family(model)
         if family_type is None:
             self._host = Host(model)
             family = HostedFamily(model)
@@ -158,17 +188,12 @@ class Retained:
         """Give unused pages back to the allocator; the bytes given back."""
         return self.engine.trim()
 
+    @whole
     def close(self) -> None:
         """Put ``generate`` and the weights back and return all memory; again: no effect."""
         with self._lock:
-            if self._engine is None:
-                return
-            vars(self.model).pop("generate", None)
-            for cache in list(self._caches):
-                cache.close()
-            # Without it nothing keeps the joined matrices but the model's own views.
-            self._engine = None
-            self._put_back()
+            if self._engine is not None:
+                self._end()
 
     def __enter__(self) -> Self:
         return self
@@ -176,14 +201,25 @@ class Retained:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _end(self) -> None:
+        vars(self.model).pop("generate", None)
+        for cache in list(self._caches):
+            cache.close()
+        # Without it nothing keeps the joined matrices but the model's own views.
+        self._engine = None
+        self._put_back()
+
     def _put_back(self) -> None:
         if self._host is not None:
             self._host.release()
+            self._host = None
         with torch.inference_mode(False):
             separate(self._views)
         self._views = []
 
+    @whole
     def _generate(self, *arguments: Any, **named: Any) -> Any:
+        self._follow()
         call = Call(self.engine, self._stock, (arguments, named))
         made = call.run()
         self._memory = call.memory
@@ -191,6 +227,72 @@ class Retained:
             call.cache.owner = self._caches
             self._caches.add(call.cache)
         return made
+
+
+class _Generate:
+    """A retained model's ``generate``; a deep copy of the model has its own weights and no engine.
+
+    Attributes:
+        handle: the :class:`Retained`.
+    """
+
+    def __init__(self, handle: Retained, stock: Any) -> None:
+        functools.update_wrapper(self, stock)
+        self.handle = handle
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        return self.handle._generate(*arguments, **named)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copied = memo.get(id(self.handle.model))
+        return self if copied is None else _Plain(copied)
+
+
+class _Plain:
+    """The ``generate`` of a copy of a retained model: transformers' own."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        return type(self._model).generate(self._model, *arguments, **named)
+
+
+class _Seen:
+    """What tells whether a model's weights are those that the engine was made of.
+
+    Every parameter by name: which one it is, where and how often written, and some of its numbers,
+    for writes through ``.data``, which torch does not count.
+    """
+
+    @torch.no_grad()
+    def __init__(self, model: PreTrainedModel) -> None:
+        parts = dict(model.named_parameters(remove_duplicate=False))
+        self._facts = {
+            name: (id(part), part.data_ptr(), part.dtype, part.shape, _writes(part))
+            for name, part in parts.items()
+        }
+        self._kept = list(parts.values())  # so that no other gets the id of one that is gone
+        some = [sampled(part.detach().reshape(-1), _SAMPLED).float() for part in parts.values()]
+        places = {one.device for one in some}
+        self._numbers = torch.cat(some if len(places) == 1 else [one.cpu() for one in some])
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, _Seen)
+            and self._facts == other._facts
+            and torch.equal(self._numbers, other._numbers)
+        )
+
+
+def _writes(part: Tensor) -> int:
+    """Count how often a tensor was written, as far as torch does."""
+    return -1 if part.is_inference() else part._version
+
+
+def _family(model: PreTrainedModel) -> type[Family] | None:
+    """Return the family that runs this model. Raises ModelError."""
+    return None if find(model.config.model_type) is None else family_for(model.config)
 
 
 def _checked(model: object) -> type[Family] | None:
@@ -204,13 +306,7 @@ def _checked(model: object) -> type[Family] | None:
             f"retain takes a transformers model, not a {type(model).__name__}; of a PEFT model "
             "pass what merge_and_unload() returns"
         )
-    if "generate" in vars(model):
-        raise InputError(
-            "this model's generate has been replaced already; close the other retain first"
-        )
-    family = find(model.config.model_type)
-    if family is not None:
-        family = family_for(model.config)
+    family = _family(model)
     head: Any = model.get_output_embeddings()
     if head is None or not model.can_generate():
         raise ModelError(

@@ -20,9 +20,10 @@ from transformers.generation import (
 )
 
 from engine.backends.cuda.kernels.sample import Draw
+from engine.interrupts import OpenToCtrlC
 from engine.runtime import Runtime
+from engine.steps import BURST
 from mmkv.hf.rows import Row
-from mmkv.stepping import BURST
 
 
 @dataclass(frozen=True)
@@ -77,18 +78,23 @@ class Loop:
         self._burst = _Burst.of(engine, how, len(rows))
 
     def run(self) -> Generated:
-        """Generate until every row has ended."""
-        self._read(self._take(self._choose()))
+        """Generate until every row has ended.
+
+        Ctrl-C is let through while others' processors, criteria and streamers run.
+        """
+        self._read(self._chosen())
         while any(self._alive):
             going = self._going()
             if not going:
                 break
             if self._burst is None:
                 self._step(going)
-                self._read(self._take(self._choose()))
+                self._read(self._chosen())
             else:
-                for column in self._burst.columns(self, going):
-                    self._take(column)
+                columns = self._burst.columns(self, going)
+                with OpenToCtrlC():
+                    for column in columns:
+                        self._take(column)
                 self._alive = self._unfinished.tolist()
         return self.made
 
@@ -124,6 +130,10 @@ class Loop:
             at = torch.tensor(going, device=self.logits.device)
             fresh = self.logits.index_copy(0, at, fresh)
         self.logits = fresh
+
+    def _chosen(self) -> Tensor:
+        with OpenToCtrlC():
+            return self._take(self._choose())
 
     def _choose(self) -> Tensor:
         """Return the next token of every row, int64 ``[B]``."""

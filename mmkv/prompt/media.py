@@ -25,7 +25,7 @@ from http.client import HTTPException
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.errors import InputError, first_line
+from engine.errors import STOPS, InputError, as_exception, first_line
 from engine.paths import user_path
 
 if TYPE_CHECKING:
@@ -190,8 +190,10 @@ def _fetch(url: str, limit: int, deadline: float) -> bytes:
     def download() -> None:
         try:
             answers.put(_downloaded(url, limit, late))
-        except Exception as error:
-            answers.put(error)
+        except STOPS:
+            raise
+        except BaseException as error:
+            answers.put(as_exception(error))
 
     threading.Thread(target=download, name="mmkv-download", daemon=True).start()
     try:
@@ -284,7 +286,9 @@ def decode_image(
             ) from error
         known = "that Pillow can read" if formats is None else f"in {', '.join(formats)}"
         raise InputError(f"{name} is not a picture {known}; convert it") from error
-    except Exception as error:
+    except STOPS:
+        raise
+    except BaseException as error:
         raise _damaged(name, error) from error
 
 
@@ -320,12 +324,14 @@ def _converted(picture: Image, name: str) -> Image:
         raise
     except MemoryError as error:
         raise InputError(f"{name} does not fit into memory; scale it down") from error
+    except STOPS:
+        raise
     # Decoders of broken files raise nearly anything: OSError, SyntaxError, struct.error, ...
-    except Exception as error:
+    except BaseException as error:
         raise _damaged(name, error) from error
 
 
-def _damaged(name: str, error: Exception) -> InputError:
+def _damaged(name: str, error: BaseException) -> InputError:
     return InputError(f"{name} is damaged ({first_line(error)}); get another copy")
 
 
@@ -351,7 +357,9 @@ def _upright_rgb(picture: Image, name: str) -> Image:
     noted = picture.info.get(NOTE) or _of_several(picture, name)
     try:
         upright = ImageOps.exif_transpose(picture)
-    except Exception:  # EXIF that cannot be read says nothing about the orientation
+    except STOPS:
+        raise
+    except BaseException:  # EXIF that cannot be read says nothing about the orientation
         upright = picture.copy()
     if upright.mode == "La":
         upright = upright.convert("LA")

@@ -9,11 +9,11 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.errors import InputError, MmkvError, ModelError, first_line
+from engine.errors import STOPS, InputError, MmkvError, ModelError, first_line
 from mmkv.prompt.media import SIZED, load_image
 from mmkv.prompt.part_settings import MediaSettings, taken_apart
 from mmkv.prompt.picture_settings import require_frames, require_settings
-from mmkv.prompt.special import CUT, tokenize
+from mmkv.prompt.special import CUT, reading, tokenize
 from mmkv.prompt.template import ChatTemplate
 from mmkv.prompt.video import Clip, FrameRule, load_video
 
@@ -115,7 +115,7 @@ class Processor:
         """
         self._check(text, images, clips)
         try:
-            with self._lock:
+            with self._lock, reading(text):
                 self._pictures = len(images) if pictures is None else pictures
                 inputs = self._inputs(
                     _ANCHOR + text if continuing else text, images, clips, continuing
@@ -300,10 +300,10 @@ def load_processor(
     """
     try:
         return _load(name, min_pixels, max_pixels)
-    except MmkvError:
+    except (MmkvError, *STOPS):
         raise
     # Damaged files surface as nearly anything, the tokenizers library's bare Exception among it.
-    except Exception as error:
+    except BaseException as error:
         raise ModelError(
             f"cannot load the tokenizer and processor of {name}: {first_line(error)}; check that "
             "tokenizer.json, tokenizer_config.json and preprocessor_config.json are complete"
@@ -422,7 +422,9 @@ def load_image_processor(name: str | Path) -> Any | None:
         return None  # the model then takes text only
     try:
         return AutoImageProcessor.from_pretrained(name, backend="pil")
-    except Exception as error:
+    except STOPS:
+        raise
+    except BaseException as error:
         raise ModelError(
             f"cannot read the picture settings in {PICTURES} of {name} ({first_line(error)}); "
             "get the original file, or remove it to use the model for text only"

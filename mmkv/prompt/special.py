@@ -10,12 +10,59 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
+
+from engine.errors import STOPS, InputError, first_line
 
 # Stands at each cut, in rendered text. 128 random bits a process: nobody can write it.
 CUT = secrets.token_hex(16)
 # Text before a piece, so that SentencePiece puts no space there; it merges with no letter or sign.
 _ANCHOR = "\n"
+# Tokenizers split texts by expressions that give up after 10 million steps in one match, and a run
+# of n characters of one kind takes about n. The ids of its parts are not those of the whole.
+LONGEST_RUN = 1_000_000
+_KINDS = {
+    "blanks": re.compile(r"\s+"),
+    "letters": re.compile(r"[^\W\d_]+"),
+    "digits": re.compile(r"\d+"),
+    "signs": re.compile(r"(?:[^\w\s]|_)+"),
+}
+
+
+def require_no_long_run(text: str) -> None:
+    """Raise InputError for a run of :data:`LONGEST_RUN` blanks, letters, digits or signs."""
+    half = LONGEST_RUN // 2  # any such run covers one of these blocks; most end at once
+    for start in range(0, len(text) - half + 1, half):
+        for kind, run in _KINDS.items():
+            if run.fullmatch(text, start, start + half) is None:
+                continue
+            before = run.match(text[max(start - half, 0) : start][::-1])
+            first = start - (0 if before is None else before.end())
+            whole = run.match(text, first)
+            if whole is not None and whole.end() - first >= LONGEST_RUN:
+                raise InputError(
+                    f"the text has {whole.end() - first:,} {kind} in a row at character "
+                    f"{first + 1:,}, which tokenizers do not read; break them up, or send fewer"
+                )
+
+
+@contextmanager
+def reading(text: str) -> Iterator[None]:
+    """Have a tokenizer read ``text`` in the block. Raises InputError where it gives up.
+
+    The tokenizers library then raises what is no Exception.
+    """
+    require_no_long_run(text)
+    try:
+        yield
+    except (Exception, *STOPS):
+        raise
+    except BaseException as error:
+        raise InputError(
+            f"the model's tokenizer gives up on this text ({first_line(error)}); shorten it, or "
+            "break up what repeats in it"
+        ) from error
 
 
 def new_marker() -> str:
@@ -65,7 +112,8 @@ def tokenize(tokenizer: Any, text: str, add_special_tokens: bool = False) -> lis
     """Return the ids of rendered text; its pieces between cuts are tokenized apart."""
 
     def ids(piece: str, special: bool = False) -> list[int]:
-        return list(tokenizer(piece, add_special_tokens=special, verbose=False)["input_ids"])
+        with reading(piece):
+            return list(tokenizer(piece, add_special_tokens=special, verbose=False)["input_ids"])
 
     first, *rest = text.split(CUT)
     if not rest:

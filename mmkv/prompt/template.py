@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from engine.errors import InputError, first_line
+from engine.errors import STOPS, InputError, first_line
 from mmkv.prompt.special import CUT, Cutter, new_marker
 
 Message = dict[str, Any]
@@ -147,8 +147,10 @@ class ChatTemplate:
                 f"the model's chat template refuses these messages ({first_line(error)}); "
                 "drop the system message or reorder the turns"
             ) from error
+        except STOPS:
+            raise
         # A template can fail in any way that a program can.
-        except Exception as error:
+        except BaseException as error:
             raise InputError(
                 f"the model's chat template is broken ({type(error).__name__}: "
                 f"{first_line(error)}); use another model, or --raw"

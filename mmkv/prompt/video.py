@@ -17,7 +17,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from engine.errors import InputError, first_line
+from engine.errors import STOPS, InputError, first_line
 from mmkv.prompt.media import describe, load_image, local_file
 from mmkv.prompt.part_settings import (
     LOOSE_FPS,
@@ -319,11 +319,11 @@ def _sample(
             continue
         try:
             return read_clip(opener(module, str(path)), choose, size_rule, name)
-        except InputError:  # of what was asked for
+        except (InputError, *STOPS):  # the first: of what was asked for
             raise
         # Readers raise types of their own (DECORDError, av.error.*, RuntimeError, ...), and
         # another reader may know the format: try the next, and report all errors when none does.
-        except Exception as error:
+        except BaseException as error:
             failures.append(f"{package}: {first_line(error)}")
     if not failures:
         raise InputError(f"no video reader works here; {REMEDY}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from engine.interrupts import CtrlC, whole
 from mmkv.reply import Reply
 from mmkv.scheduler.loop import Limits, Scheduler
 from mmkv.scheduler.replies import EngineExecutor, ReplyJob
@@ -19,15 +20,18 @@ def batch_scheduler(engine: Engine, most: int) -> Scheduler:
     return Scheduler(EngineExecutor(engine), limits)
 
 
+@whole
 def answer_all(engine: Engine, jobs: Sequence[ReplyJob]) -> list[Reply]:
     """Answer all, in one batch as far as there is room.
 
-    No session of a job's own stays open. Raises the error of the first job that fails.
+    No session of a job's own stays open. Raises the error of the first job that fails. Ctrl-C is
+    delivered between two turns.
     """
     scheduler = batch_scheduler(engine, max(len(jobs), 1))
     try:
         tickets = [scheduler.submit(job) for job in jobs]
         while scheduler.turn():
+            CtrlC.check()
             for ticket in tickets:
                 if ticket.error is not None:
                     raise ticket.error

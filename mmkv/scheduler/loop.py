@@ -6,7 +6,8 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
-from engine.errors import CapacityError, MmkvError, SessionError
+from engine.errors import STOPS, CapacityError, MmkvError, SessionError, as_exception
+from engine.interrupts import whole
 from mmkv.scheduler.capacity import Capacity, S
 from mmkv.scheduler.contract import Executor, KeptSession, Price
 from mmkv.scheduler.fairness import DeficitRoundRobin, UserQueues
@@ -42,7 +43,7 @@ class Scheduler:
 
     A request is admitted when the pages that it and all other open sessions may come to hold are
     within the executor's limit: it then runs to its end, whatever the others do. One thread calls
-    all methods; :meth:`Ticket.cancel` may be called from any.
+    all methods; :meth:`Ticket.cancel` may be called from any. Ctrl-C waits for their end.
 
     Attributes:
         waiting: requests that wait for room; turns: those made so far.
@@ -83,6 +84,7 @@ class Scheduler:
         ready = any(one.job.ready for one in self._taking_up())
         return not (self._moved or reading or self.decoding or asked or ready)
 
+    @whole
     def submit(self, job: J, user: str = "") -> Ticket[J]:
         """Take on a request.
 
@@ -107,6 +109,7 @@ class Scheduler:
             self._sessions.add(session)
         return ticket
 
+    @whole
     def turn(self) -> bool:
         """Read chunks in at most one pass, then decode once for all; whether work is left."""
         self.turns += 1
@@ -120,6 +123,7 @@ class Scheduler:
             self._decode()
         return bool(len(self.queues) or self.preparing or self.decoding)
 
+    @whole
     def keep_spare(
         self, pages: int, make: Callable[[], S], dropped: Callable[[S], None], most: int | None
     ) -> S | None:
@@ -145,17 +149,20 @@ class Scheduler:
         """Return the sessions that are kept, wherever they lie."""
         return frozenset(self._sessions)
 
+    @whole
     def adopt(self, session: KeptSession) -> None:
         """Count an idle session that was made elsewhere, or another time, as used last."""
         self._moved = True
         self._sessions.add(session)
         self.residents.rest(session)
 
+    @whole
     def free_up(self, pages: int) -> None:
         """Let spares and idle sessions go until there is room. Raises CapacityError."""
         self._moved = True
         self.capacity.free_up(pages)
 
+    @whole
     def hibernate(self, session: KeptSession) -> None:
         """Move an idle session to its file now. Raises SessionError."""
         self._require_idle(session)
@@ -163,6 +170,7 @@ class Scheduler:
             self._moved = True
             self.residents.hibernate(session)
 
+    @whole
     def close_session(self, session: KeptSession) -> None:
         """Close an idle session. Raises SessionError."""
         self._require_idle(session)
@@ -171,6 +179,7 @@ class Scheduler:
         self.residents.drop(session)
         self._sessions.discard(session)
 
+    @whole
     def close(self) -> None:
         """Cancel every request and close every session."""
         for ticket in self._open():
@@ -229,8 +238,10 @@ class Scheduler:
                 if not self._admit(ticket):
                     refused.append(ticket)
                     continue
-            except Exception as error:
-                self._end(ticket, "failed", error)
+            except STOPS:
+                raise
+            except BaseException as error:
+                self._end(ticket, "failed", as_exception(error))
                 continue
             self.queues.to_the_end(ticket.user)
             for other in refused:
@@ -290,8 +301,10 @@ class Scheduler:
         """Have a job's next chunk ready; whether that worked."""
         try:
             ticket.job.begin()
-        except Exception as error:
-            self._end(ticket, "failed", error)
+        except STOPS:
+            raise
+        except BaseException as error:
+            self._end(ticket, "failed", as_exception(error))
             return False
         return True
 
@@ -320,9 +333,11 @@ class Scheduler:
             self.executor.step([ticket.job for ticket in tickets])
         except MmkvError as error:
             self._decode_alone(tickets, error)
-        except Exception as error:
+        except STOPS:
+            raise
+        except BaseException as error:
             for ticket in tickets:
-                self._end(ticket, "failed", error)
+                self._end(ticket, "failed", as_exception(error))
         for ticket in tickets:
             if not ticket.over:
                 self._end_finished(ticket)
@@ -339,8 +354,10 @@ class Scheduler:
                 if len(tickets) == 1:
                     raise error
                 self.executor.step([ticket.job])
-            except Exception as cause:
-                self._end(ticket, "failed", cause)
+            except STOPS:
+                raise
+            except BaseException as cause:
+                self._end(ticket, "failed", as_exception(cause))
 
     def _end(self, ticket: Ticket[Any], state: State, error: Exception | None = None) -> None:
         """Return what a request holds, and set its session to rest."""

@@ -8,7 +8,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
-from engine.errors import InputError, MmkvError, NotFiniteError, SessionError
+from engine.errors import (
+    STOPS,
+    InputError,
+    MmkvError,
+    NotFiniteError,
+    SessionError,
+    as_exception,
+)
 from engine.page_bound import Extent, page_bound
 from engine.prefill import advance_together, needed_pages, pass_tokens, reserve_together
 from mmkv.reply import Reply, ReplyWriter
@@ -336,12 +343,14 @@ class EngineExecutor:
                 advance_together([job.prefill for job in taken])
             except NotFiniteError as error:
                 return [_taken(*each, error) for each in zip(taken, before, strict=True)]
-            except Exception as error:
+            except STOPS:
+                raise
+            except BaseException as error:
                 expected = isinstance(error, (MmkvError, MemoryError))
                 level = logging.DEBUG if expected else logging.WARNING
                 log.log(level, "a pass of several prompts failed", exc_info=True)
                 return [
-                    _read_alone(job) if job.prefill.done == done else error
+                    _read_alone(job) if job.prefill.done == done else as_exception(error)
                     for job, done in zip(taken, before, strict=True)
                 ]
             return [_taken(*each) for each in zip(taken, before, strict=True)]
@@ -376,8 +385,10 @@ def _read_alone(job: Replying) -> bool | Exception:
     before = job.prefill.done
     try:
         job.prefill.advance()
-    except Exception as error:
-        return error
+    except STOPS:
+        raise
+    except BaseException as error:
+        return as_exception(error)
     return _taken(job, before)
 
 
@@ -388,5 +399,7 @@ def _taken(job: Replying, before: int, broken: NotFiniteError | None = None) -> 
         return broken
     try:
         return job.took(prefill.done - before)
-    except Exception as error:
-        return error
+    except STOPS:
+        raise
+    except BaseException as error:
+        return as_exception(error)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engine.errors import SessionError
+from engine.interrupts import whole
 from engine.page_bound import Extent
 
 if TYPE_CHECKING:
@@ -62,6 +63,7 @@ class StoredSession:
         lasting = self.engine.budgets.lasting_pages(self.budget)
         return self.pages if lasting is None else lasting
 
+    @whole
     def wake(self) -> Session:
         """Return the session, from its file if it lies there. Raises SessionError."""
         if self.live is None and self._in_file:
@@ -74,6 +76,7 @@ class StoredSession:
             self.live = self.engine.session(self.budget)
         return self.live
 
+    @whole
     def hibernate(self) -> None:
         """Write the session to its file and return its pages. Raises SessionError."""
         session = self.live
@@ -88,6 +91,7 @@ class StoredSession:
         self.live = None
         session.close()
 
+    @whole
     def close(self) -> None:
         """Return its pages and remove its file."""
         if self.live is not None:

@@ -13,6 +13,7 @@ from fastapi import Response
 from fastapi.responses import JSONResponse
 from starlette.types import Message, Receive, Scope, Send
 
+from engine.errors import STOPS
 from mmkv.server.errors import api_error
 
 log = logging.getLogger("mmkv.server")
@@ -65,7 +66,9 @@ class Answer(Response):
             return
         try:
             response: Response = JSONResponse(await self._work())  # type: ignore[misc]
-        except Exception as error:
+        except (asyncio.CancelledError, *STOPS):
+            raise
+        except BaseException as error:
             response = error_response(error)
         await response(scope, receive, send)
 
@@ -77,9 +80,9 @@ class Answer(Response):
             async with lines.commented(self._keep_alive), contextlib.aclosing(events):  # type: ignore[type-var]
                 async for event in events:
                     await lines.write(event_line(event))
-        except Exception as error:
-            if isinstance(error, _GoneError):
-                raise
+        except (asyncio.CancelledError, _GoneError, *STOPS):
+            raise
+        except BaseException as error:
             if not lines.started:
                 await error_response(error)(scope, receive, send)
                 return
@@ -135,7 +138,7 @@ class _Lines:
                 await self.write(b": keep-alive\n\n")
 
 
-def error_response(error: Exception) -> JSONResponse:
+def error_response(error: BaseException) -> JSONResponse:
     """Return the answer to a request that failed."""
     shown = api_error(error)
     if shown.code == "no_descriptors":

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from engine.errors import ContextError
+from mmkv.prompt.special import reading, require_no_long_run
 
 # Characters a position up to which a text is not counted: prompts that fit have about as many.
 _USUAL = 4
@@ -52,10 +53,12 @@ class Lengths:
             )
 
     async def count(self, texts: Sequence[str]) -> None:
-        """Count the tokens of long texts, in a thread. Raises ContextError.
+        """Count the tokens of long texts, in a thread. Raises ContextError, InputError.
 
         What a template adds is not counted, so that the engine's thread has the last word.
         """
+        for text in texts:
+            require_no_long_run(text)
         usual = sum(map(len, texts)) <= _USUAL * self.context
         if self._inner is not None and not usual:
             await asyncio.to_thread(self._count, texts)
@@ -67,7 +70,8 @@ class Lengths:
             for start in range(0, len(text), _PIECE):
                 left += _CUT * (start > 0)
                 piece = text[start : start + _PIECE].encode("utf-8", "replace").decode()
-                (found,) = self._inner.encode_batch_fast([piece], add_special_tokens=False)
+                with reading(piece):
+                    (found,) = self._inner.encode_batch_fast([piece], add_special_tokens=False)
                 left -= len(found)
                 if left < 0:
                     raise ContextError(

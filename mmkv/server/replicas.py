@@ -11,7 +11,7 @@ from contextlib import suppress
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from engine.errors import ModelError
+from engine.errors import STOPS, ModelError
 from mmkv.server.run import opened, require_packages
 
 if TYPE_CHECKING:
@@ -96,7 +96,9 @@ def serve_replicas(
             ray.init(include_dashboard=False, log_to_driver=False, logging_level="warning")
             serve.start(http_options={"host": host, "port": port})
             serve.run(app, name="mmkv", route_prefix="/")
-        except Exception as error:  # of many kinds, and not all of them Ray's own
+        except STOPS:
+            raise
+        except BaseException as error:  # of many kinds, and not all of them Ray's own
             said = str(error).strip().partition("\n")[0][:300]
             raise ModelError(
                 f"the replicas did not start ({said or type(error).__name__}); Ray's logs lie in "

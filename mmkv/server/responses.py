@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import secrets
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request, Response
 
-from engine.errors import MmkvError
+from engine.errors import STOPS, MmkvError
 from mmkv.server.answer import Answer
 from mmkv.server.body import BodyRoute
 from mmkv.server.chat import ChatCall
@@ -176,7 +177,9 @@ class ResponseCall:
                     self._keep(turn, closing[-1]["response"])
                     for one in closing:
                         yield one
-            except Exception as error:
+            except (asyncio.CancelledError, *STOPS):
+                raise
+            except BaseException as error:
                 if not begun:
                     raise
                 yield shape.failed(api_error(error))

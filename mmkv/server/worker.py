@@ -13,6 +13,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from engine.errors import STOPS, as_exception
 from mmkv.server.errors import ApiError
 from mmkv.server.spelling import Spelled, spell
 
@@ -325,7 +326,8 @@ class Worker(threading.Thread):
             try:
                 future.set_result(command())
             except BaseException as error:
-                future.set_exception(error)
+                # asyncio hands on what is no Exception past every handler of a request.
+                future.set_exception(error if isinstance(error, STOPS) else as_exception(error))
 
     def _turn(self) -> None:
         machine = self.machine
@@ -349,9 +351,11 @@ class Worker(threading.Thread):
         for request in list(self._requests):
             try:
                 events = self._published(request)
-            except Exception as error:  # its own: others go on
+            except STOPS:
+                raise
+            except BaseException as error:  # its own: others go on
                 log.error("a request failed", exc_info=error)
-                events = [] if request.broken else [Failed(error)]
+                events = [] if request.broken else [Failed(as_exception(error))]
                 request.broken = True
                 assert request.ticket is not None
                 request.ticket.cancel()

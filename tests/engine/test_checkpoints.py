@@ -113,7 +113,7 @@ def configured(**values: Any) -> Callable[[Path], None]:
         (shrink_a_tensor, "not a readable checkpoint"),
         (truncate, "corrupt"),
         (scribble, "corrupt"),
-        (as_pickle, "not a readable checkpoint"),
+        (as_pickle, "pytorch_model.bin alone, a pickle"),
         (lambda folder: (folder / "model.safetensors").unlink(), "not a readable checkpoint"),
         (lambda folder: (folder / "config.json").unlink(), "no config.json"),
         (lambda folder: (folder / "config.json").write_text("{"), "not a readable checkpoint"),

@@ -19,12 +19,15 @@ from engine.policies import (
     GlobalAllocation,
     HeadAllocation,
     Needs,
+    NewTokens,
     Policy,
+    Scores,
     make_policy,
     names,
     register_policy,
     registry,
 )
+from engine.policies.selection import Shares
 from engine.runtime import Runtime
 from tests.support.packages import install
 from tests.support.sessions import PICTURES, advance, assert_same_rows, load, text_ids
@@ -271,6 +274,109 @@ class OnePerRow:
 
     def score(self, view: CacheView) -> Tensor:
         return view.length.float()
+
+
+@dataclass(frozen=True)
+class Returns:
+    """Returns what somebody may return by mistake, from one of a scorer's methods."""
+
+    method: str
+    what: str
+    needs: ClassVar[Needs] = Needs(state=2)
+
+    def score(self, view: CacheView) -> Any:
+        scores = torch.zeros(len(view.position))
+        state = {"one state": Scores(scores, torch.zeros(3))}
+        wrong = {
+            "none": None,
+            "list": scores.tolist(),
+            "no tensor": Scores(scores.tolist()),  # type: ignore[arg-type]
+        }
+        return (wrong | state)[self.what] if self.method == "score" else scores
+
+    def born(self, new: NewTokens) -> Any:
+        fine = torch.zeros(*new.position.shape, 1, 1, 2)
+        wrong = {"none": None, "list": [0.0], "one number": torch.zeros(3)}
+        if self.method == "born memory":
+            new.memory["kept"] = torch.zeros(7)
+        return wrong[self.what] if self.method == "born" else fine
+
+    def revise(self, view: CacheView, memory: dict[str, Tensor]) -> Any:
+        wrong = {"list": [0.0], "short": torch.zeros(1, 2)}
+        return wrong[self.what] if self.method == "revise" else None
+
+    def memory(self, *_: int) -> Any:
+        wrong = {"none": None, "number": {"kept": 3}}
+        return wrong[self.what] if self.method == "memory" else {"kept": (2,)}
+
+
+@dataclass(frozen=True)
+class Shared:
+    """An allocation that returns what somebody may return by mistake."""
+
+    what: str
+
+    def shares(self, budget: int, layers: int, kv_heads: int) -> Any:
+        rows = layers * kv_heads
+        group, share = torch.zeros(rows, dtype=torch.int64), torch.tensor([budget])
+        return {
+            "none": None,
+            "tuple": (group, share),
+            "short": Shares(group[1:], share),
+            "list": Shares(group, [budget]),  # type: ignore[arg-type]
+            "fractions": Shares(group, share / 2),
+            "no share": Shares(group + 1, share),
+            "floor": Shares(group, share, group[1:]),
+        }[self.what]
+
+
+@pytest.mark.parametrize(
+    ("what", "says"),
+    [
+        ("none", "Shared.shares returned None; return Shares"),
+        ("tuple", "returned a tuple; return Shares"),
+        ("short", r"as group returned shape \[3\], not \[4\]"),
+        ("list", "as share returned a list; return a tensor"),
+        ("fractions", "returned fractions"),
+        ("no share", "groups without a share"),
+        ("floor", r"as floor returned shape \[3\], not \[4\]"),
+    ],
+)
+def test_a_wrong_allocation_is_one_line(what: str, says: str, folders: dict[str, Path]) -> None:
+    policy = Policy("shared", Oldest(), Shared(what))
+    engine = load(folders["vl"], policy=policy, budget=7)
+    with engine.session() as session, pytest.raises(PolicyError, match=says) as caught:
+        session.prefill(PICTURES)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("method", "what", "says"),
+    [
+        ("score", "none", "Returns of policy 'key-size' returned None; return one number an entry"),
+        ("score", "list", "returned a list; return one number"),
+        ("score", "no tensor", "returned a list; return one number"),
+        ("score", "one state", r"Scores.state returned shape \[3\], not \[\d+, 2\]"),
+        ("born", "none", "Returns.born returned None; return the state of new entries"),
+        ("born", "list", "Returns.born returned a list"),
+        ("born", "one number", r"Returns.born returned shape \[3\]; return"),
+        ("born memory", "", r"memory\['kept'\] returned shape \[7\], not \[1, 2\]"),
+        ("revise", "list", "Returns.revise returned a list; return a new state"),
+        ("revise", "short", r"Returns.revise returned shape \[1, 2\], not \[\d+, 2\]"),
+        ("memory", "none", "Returns.memory returned None; return a dict"),
+        ("memory", "number", "Returns.memory returned 3 as a shape"),
+    ],
+)
+def test_what_a_scorer_must_not_return_is_one_line(
+    method: str, what: str, says: str, folders: dict[str, Path]
+) -> None:
+    policy = replace(KEY_SIZE, scoring=Returns(method, what))
+    with pytest.raises(PolicyError, match=says) as caught:
+        engine = load(folders["vl"], policy=policy, budget=7)
+        with engine.session() as session:
+            session.prefill(PICTURES)
+            session.decode(5)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

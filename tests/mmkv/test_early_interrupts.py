@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mmkv.interrupts import quiet_imports
+from engine.interrupts import quiet_imports
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
 

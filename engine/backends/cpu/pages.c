@@ -29,14 +29,16 @@ void append_entry(struct cache *cache, int64_t position)
         int64_t slot = slot_of(cache, row, length);
         cache->position[slot] = (int32_t)position;
         cache->modality[slot] = 0;
-        memset(cache->state + slot * cache->state_size, 0, sizeof(float) * cache->state_size);
+        if (cache->state_size) /* else there is no such column */
+            memset(cache->state + slot * cache->state_size, 0, sizeof(float) * cache->state_size);
     }
 }
 
-/* Copy the `bytes` of one entry in a column. */
+/* Copy the `bytes` of one entry in a column; a column without any may be NULL. */
 static void copy(void *column, int64_t to, int64_t from, size_t bytes)
 {
-    memcpy((char *)column + (size_t)to * bytes, (char *)column + (size_t)from * bytes, bytes);
+    if (bytes)
+        memcpy((char *)column + (size_t)to * bytes, (char *)column + (size_t)from * bytes, bytes);
 }
 
 static void move(struct cache *cache, int64_t to, int64_t from)

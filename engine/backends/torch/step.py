@@ -19,7 +19,7 @@ from engine.backends.torch.write_step import WriteStep
 from engine.cache import RaggedCache
 from engine.model.spec import DecoderSpec
 from engine.new_entries import write_state
-from engine.policies.base import Group, Needs, Scorer
+from engine.policies.base import Group, Needs, Scorer, shaped
 from engine.policies.pruning import Pruner
 from engine.query_window import QUERIES, store_queries
 
@@ -165,7 +165,9 @@ class PrefillChunk:
         if self._pruner is None or layer != self._pruner.layer or not visual.numel():
             return None
         received = None if self._received is None else self._received[visual]
-        kept = self._pruner.keep(hidden[visual], received)
+        made = self._pruner.keep(hidden[visual], received)
+        call = f"{type(self._pruner).__name__}.keep"
+        kept = shaped(made, tuple(visual.shape), call, "bool [V], for each visual token").bool()
         self._dropped = torch.zeros_like(self._visual)
         self._dropped[visual[~kept]] = True
         self._dropped[-1] = False  # the chunk's last state is its result

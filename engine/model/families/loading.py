@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers.utils import logging as transformers_logging
 
 from engine import hub
-from engine.errors import MmkvError, ModelError
+from engine.errors import STOPS, MmkvError, ModelError
 from engine.model.families import FAMILIES, Family, family_for
 from engine.model.families.base import end_tokens
 from engine.model.families.config import read_config, whole_config
@@ -301,13 +301,13 @@ def _explaining(name: str, source: str) -> Iterator[None]:
     """Raise a :class:`ModelError` of one line for whatever reading a checkpoint raises."""
     try:
         yield
-    except MmkvError:
+    except (MmkvError, *STOPS):
         raise
-    except Exception as error:
+    except BaseException as error:
         raise _explained(name, source, error) from error
 
 
-def _explained(name: str, source: str, error: Exception) -> Exception:
+def _explained(name: str, source: str, error: BaseException) -> Exception:
     """Convert an error of reading a checkpoint to a :class:`ModelError` of one line."""
     first = _first_sentence(str(error)) or type(error).__name__
     if isinstance(error, (ArithmeticError, AttributeError, LookupError, TypeError)):
@@ -325,6 +325,13 @@ def _explained(name: str, source: str, error: Exception) -> Exception:
             "get the complete checkpoint"
         )
     unknown = re.search(r"model type `([^`]+)`", str(error))
+    own_code = _own_code(source)
+    if own_code and (unknown or "trust_remote_code" in str(error) or "custom code" in str(error)):
+        return ModelError(
+            f"{name} runs by Python code of its own (auto_map in config.json: {own_code}), which "
+            "mmkv never runs; take the same model in transformers' form (often NAME-hf), or "
+            "install a package that adds it (docs/add-a-family.md)"
+        )
     if unknown:
         return ModelError(
             f"{name} has model type {unknown[1]!r}, which transformers {transformers.__version__} "
@@ -337,6 +344,17 @@ def _explained(name: str, source: str, error: Exception) -> Exception:
         f"cannot get {name!r} from the hub and no such folder is here; check the name and the "
         "network, or give the path of a downloaded checkpoint"
     )
+
+
+def _own_code(source: str) -> str:
+    """Return the module that config.json has a checkpoint's classes from; empty without one."""
+    try:
+        path = checkpoint_file(source, "config.json")
+        found = {} if path is None else json.loads(path.read_text(encoding="utf-8"))
+        named = next(iter(found["auto_map"].values()))
+        return ascii(named if isinstance(named, str) else named[0])[1:80].rstrip("'")
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, StopIteration):
+        return ""
 
 
 def _first_sentence(text: str, longest: int = 160) -> str:

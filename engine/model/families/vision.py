@@ -13,6 +13,7 @@ import torch
 import transformers
 from torch import nn
 
+from engine.errors import STOPS
 from engine.model.families.base import Family
 from engine.model.panels import Panels
 from engine.model.product import Matrix
@@ -116,7 +117,9 @@ def import_beside(family: type[Family], config: Any, wanted: bool) -> Iterator[N
         _imports.start(family, config)
     try:
         yield
-    except Exception:
+    except STOPS:
+        raise
+    except BaseException:
         _imports.wait()
         raise
     _imports.wait()

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from engine import hub
-from engine.errors import GateError, first_line
+from engine.errors import STOPS, GateError, first_line
 from engine.model.fingerprint import fingerprint, language_fingerprint
 from engine.model.finite import find_not_finite
 from engine.model.gates.module import Gates, make_random_gates, tied_gates, tying_of
@@ -97,8 +97,10 @@ def _read(source: str | Path) -> tuple[Path, dict[str, Tensor], dict[str, object
         raise GateError(_refused_pickle(path, error)) from error
     except MemoryError as error:
         raise GateError(f"{path} does not fit into memory; name another gate file") from error
+    except STOPS:
+        raise
     # A damaged pickle can raise nearly anything: IndexError, KeyError, UnicodeDecodeError, ...
-    except Exception as error:
+    except BaseException as error:
         raise GateError(
             f"cannot read gates from {path}: {first_line(error)}; fetch the file again"
         ) from error
@@ -274,7 +276,9 @@ def _locate(source: str | Path) -> Path:
                     local_files_only=not hub.in_reach(),
                 )
             )
-        except Exception as error:  # the hub client has a dozen error types, all meaning this
+        except STOPS:
+            raise
+        except BaseException as error:  # the hub client has a dozen error types, all meaning this
             raise GateError(
                 f"no gates at {source}: not a folder, and the hub gave {type(error).__name__}; "
                 "check the path or the network"

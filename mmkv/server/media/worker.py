@@ -23,7 +23,7 @@ import numpy as np
 from PIL import Image as pil
 from PIL import WebPImagePlugin as _webp  # noqa: F401 (else Image.open imports every format)
 
-from engine.errors import InputError
+from engine.errors import STOPS, InputError
 from mmkv.prompt.media import TooManyPixelsError, decode_image
 from mmkv.prompt.part_settings import MediaSettings
 from mmkv.prompt.qwen_vision import VideoRules
@@ -159,9 +159,9 @@ def _video(task: dict[str, Any], content: bytes) -> tuple[dict[str, Any], memory
             return indices
 
         clip = read_clip(reader, choose, scaled, name)
-    except (InputError, MemoryError):
+    except (InputError, MemoryError, *STOPS):
         raise
-    except Exception as error:
+    except BaseException as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0][:120]
         raise InputError(f"cannot read the video {name} ({reason}); convert it to H.264") from error
     result = {"shape": clip.frames.shape, "indices": clip.indices, "fps": clip.fps}

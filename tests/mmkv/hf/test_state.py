@@ -13,8 +13,9 @@ import transformers
 from torch import Tensor
 from transformers.generation import GenerationMixin
 
+from engine.errors import InputError
 from mmkv import MmkvError
-from mmkv.hf import retain
+from mmkv.hf import RetainedCache, retain
 from tests.support.factories import CHECKPOINTS, make_model, pad_left
 from tests.support.hf_models import greedy, model_of, prompts_of, registered
 
@@ -134,9 +135,8 @@ def test_a_model_that_was_merged_by_hand() -> None:
     inputs = prompts_of("qwen3_vl")[0]
     before = greedy(model, inputs)
     generator = torch.Generator().manual_seed(0)
-    with retain(model, policy="full") as handle:
+    with retain(model, policy="full"):
         assert torch.equal(greedy(model, inputs), before)
-        handle.engine.backends.cpu.switch_off()  # C may hold copies of projections
         with torch.no_grad():
             for layer in model.model.language_model.layers:
                 for part in (layer.self_attn.q_proj, layer.self_attn.v_proj, layer.mlp.up_proj):
@@ -148,3 +148,118 @@ def test_a_model_that_was_merged_by_hand() -> None:
     assert torch.equal(during, merged) and not torch.equal(merged, before)
     with retain(model, policy="full"):
         assert torch.equal(greedy(model, inputs), merged)
+
+
+CHANGES: dict[str, Any] = {
+    "load_state_dict": lambda model: model.load_state_dict(drawn(model, 1)),
+    "assign": lambda model: model.load_state_dict(drawn(model, 1), assign=True),
+    "in place": lambda model: written(model),
+    "data": lambda model: every(model, lambda p: p.data.mul_(1.5)),
+    "new data": lambda model: every(model, lambda p: setattr(p, "data", p.data * 1.5)),
+    "bfloat16": lambda model: model.to(torch.bfloat16),
+    "half and back": lambda model: model.half().float(),
+    "another head": lambda model: model.set_output_embeddings(another_head(model)),
+    "an optimizer's step": lambda model: trained(model),
+}
+
+
+def drawn(model: Any, seed: int) -> dict[str, Tensor]:
+    source = torch.Generator().manual_seed(seed)
+    return {
+        name: 0.3 * torch.randn(part.shape, generator=source).to(part)
+        for name, part in model.state_dict().items()
+    }
+
+
+@torch.no_grad()
+def written(model: Any) -> None:
+    model.model.layers[0].self_attn.k_proj.weight[:, 3] += 2.0
+
+
+@torch.no_grad()
+def every(model: Any, change: Any) -> None:
+    for part in model.parameters():
+        change(part)
+
+
+def another_head(model: Any) -> Any:
+    head = model.get_output_embeddings()
+    made = torch.nn.Linear(head.in_features, head.out_features, bias=False)
+    made.weight.data = head.weight.data.flip(0).clone()
+    return made
+
+
+def trained(model: Any) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=10.0)
+    ids = torch.arange(4, 20)[None]
+    model(input_ids=ids, labels=ids).loss.backward()
+    optimizer.step()
+    model.zero_grad()
+
+
+def plainly(model: Any, inputs: Any) -> Tensor:
+    """What transformers says, whatever has been put in place of ``generate``."""
+    return type(model).generate(model, **inputs, max_new_tokens=12, do_sample=False)
+
+
+@pytest.mark.parametrize("change", sorted(CHANGES))
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_weights_that_change_meanwhile_are_followed(name: str, change: str) -> None:
+    """Equal to the model itself, before and after, and no memory of the old weights goes on."""
+    model, inputs = make_model(CHECKPOINTS[name]), prompts_of(name)[0]
+    held = RetainedCache()
+    with retain(model, policy="full"):
+        said = model.generate(**inputs, max_new_tokens=12, do_sample=False, past_key_values=held)
+        assert torch.equal(said, plainly(model, inputs))
+        CHANGES[change](model)
+        wanted = plainly(model, inputs)
+        for _ in range(2):
+            made = model.generate(**inputs, max_new_tokens=12, do_sample=False)
+            assert torch.equal(made, wanted)
+        if change != "half and back":
+            with pytest.raises(InputError, match="before weights were changed"):
+                model.generate(said, max_new_tokens=2, past_key_values=held)
+    assert torch.equal(plainly(model, inputs), wanted)
+    assert "generate" not in vars(model)
+
+
+def test_parts_that_cannot_be_retained_are_refused_meanwhile() -> None:
+    """As PEFT puts an adapter around a matrix: refused until it is merged."""
+
+    class Adapted(torch.nn.Module):
+        def __init__(self, base: Any) -> None:
+            super().__init__()
+            self.base = base
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.base(x) * 2
+
+    model, inputs = make_model(CHECKPOINTS["llama"]), prompts_of("llama")[0]
+    attention = model.model.layers[0].self_attn
+    with retain(model, policy="full"):
+        before, plain = attention.q_proj, greedy(model, inputs)
+        attention.q_proj = Adapted(before)
+        for _ in range(2):
+            with pytest.raises(MmkvError, match="merge adapters"):
+                greedy(model, inputs)
+        attention.q_proj = before
+        assert torch.equal(greedy(model, inputs), plain)
+
+
+def test_a_deep_copy_is_a_model_of_its_own() -> None:
+    model, inputs = make_model(CHECKPOINTS["llama"]), prompts_of("llama")[0]
+    with retain(model, policy="streamingllm", budget=4):
+        twin, apart = copy.deepcopy(model), copy.deepcopy([model])[0]
+        for each in (twin, apart):
+            every(each, lambda p: p.mul_(1.5))
+            assert torch.equal(greedy(each, inputs), plainly(each, inputs))
+        again = copy.deepcopy(twin)
+        every(again, lambda p: p.mul_(0.5))
+        assert torch.equal(greedy(again, inputs), plainly(again, inputs))
+        with retain(twin, policy="full"):
+            assert torch.equal(greedy(twin, inputs), plainly(twin, inputs))
+        assert "generate" not in vars(twin)
+        with pytest.raises(InputError, match=r"generate\.handle\.close"):
+            retain(model, policy="full")
+        model.generate.handle.close()
+        assert "generate" not in vars(model)
