@@ -18,7 +18,7 @@ from engine.sequence_file import checked_extra
 from mmkv.interrupts import CtrlC
 from mmkv.prompt.held import Held, Place, Rewrites
 from mmkv.reply import Reply, ReplyWriter
-from mmkv.sampling import Sampling, checked
+from mmkv.sampling import Sampling, Settled, checked
 from mmkv.stepping import step
 from mmkv.stream import ReplyStream
 from mmkv.turn import Reading, UserTurn, compose
@@ -108,7 +108,7 @@ class Session(CachedSequence):
         where a token cannot be chosen (NotFiniteError) or written, that takes the turn back if
         :meth:`take_back` can.
         """
-        settings = checked(sampling)
+        settings = checked(sampling, self.engine.default_sampling)
         with self.claimed():
             turn = compose(self, text, images, videos, system, fps, num_frames)
         return ReplyStream(self, lambda: self._stream(turn, settings, progress))
@@ -259,7 +259,7 @@ class Session(CachedSequence):
         }
 
     def _stream(
-        self, turn: UserTurn, sampling: Sampling, progress: Progress | None
+        self, turn: UserTurn, sampling: Settled, progress: Progress | None
     ) -> Generator[str, None, None]:
         self._require_open()
         if self._streaming or turn.basis != self.basis:
@@ -274,7 +274,7 @@ class Session(CachedSequence):
             self._streaming = False
 
     def _reply(
-        self, turn: UserTurn, sampling: Sampling, progress: Progress | None
+        self, turn: UserTurn, sampling: Settled, progress: Progress | None
     ) -> Generator[str, None, None]:
         engine, start = self.engine, self.turn_start()
         writer = ReplyWriter(
@@ -286,7 +286,7 @@ class Session(CachedSequence):
             self.begin_reply(turn.messages, turn.reading)
         try:
             with CtrlC():
-                token = writer.advance(logits)
+                token = writer.begin(logits, self.read_ids)
             while token is not None:
                 if piece := writer.take():
                     yield piece

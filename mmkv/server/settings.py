@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from engine.budget import Budget
     from mmkv.prompt.qwen_vision import VideoRules
+    from mmkv.sampling import Settled
     from mmkv.server.lengths import Lengths
 
 
@@ -24,8 +25,8 @@ class Settings:
         max_queue: requests that wait for room; max_running: those that are served at a time.
         max_per_key: requests of one key (or one address, without keys) at a time; None: no limit.
         max_choices: replies to one request (``n``).
-        max_tokens: of a reply whose request does not say; body: most bytes of a request, which has
-            to arrive in body_seconds.
+        max_tokens: of a reply whose request does not say; None: as the checkpoint says.
+        body: most bytes of a request, which has to arrive in body_seconds.
         snapshot_bytes: most bytes of the copies by which chats resume; None: what is free.
         session_folder: where sessions are saved, and idle ones hibernate; None: none are saved.
         idle_folder: where idle ones hibernate without it; None: a temporary one.
@@ -49,7 +50,7 @@ class Settings:
     max_running: int = 8
     max_per_key: int | None = None
     max_choices: int = 8
-    max_tokens: int = 512
+    max_tokens: int | None = None
     body: int = 32 * 2**20
     body_seconds: float = 120.0
     snapshot_bytes: int | None = None
@@ -76,6 +77,7 @@ class Facts:
         root: a hash of what the memory of a conversation depends on: weights, gates, policy,
             cuts, template.
         context: most positions; vocabulary: number of tokens; lengths: bounds texts by them.
+        sampling: of replies whose request does not say.
         shared: whether all sessions compete for the budget.
         sees, watches: whether the model takes pictures, videos; picture_rules, rules: how it scales
             them.
@@ -90,6 +92,7 @@ class Facts:
     lengths: Lengths
     sees: bool
     watches: bool
+    sampling: Settled
     shared: bool = False
     rules: VideoRules | None = None
     picture_rules: VideoRules | None = None
