@@ -45,7 +45,7 @@ PLACES = (
     (Decoder, "embed_turn"),
     (Decoder, "forward"),
     (Decoder, "logits"),
-    (ReplyWriter, "advance"),
+    (ReplyWriter, "begin"),
     (ReplyWriter, "take"),
     (mmkv.session, "step"),
     (mmkv.session.Session, "memory"),
