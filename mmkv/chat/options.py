@@ -57,6 +57,7 @@ class ChatOptions:
     plain: bool = False
     json: bool = False
     cost: bool = False
+    stats: bool = False
     quiet: bool = False
     report: str | None = None
     figures: str | None = None

@@ -310,6 +310,14 @@ def chat(
             rich_help_panel=_OUTPUT,
         ),
     ] = False,
+    stats: Annotated[
+        bool,
+        typer.Option(
+            "--stats",
+            help="After each reply, say its tokens, its speed and what was read.",
+            rich_help_panel=_OUTPUT,
+        ),
+    ] = False,
     quiet: arguments.Quiet = False,
 ) -> None:
     """Talk with a model about pictures; one answer with -p or piped input."""
