@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING, Any, Self, cast
 import torch
 
 from engine.errors import ContextError, SessionError
+from engine.read_ids import with_ids
 from engine.sequence import CachedSequence
 from engine.sequence_file import checked_extra
 from mmkv.interrupts import CtrlC
 from mmkv.prompt.held import Held, Place, Rewrites
+from mmkv.prompt.special import tokenize
 from mmkv.reply import Reply, ReplyWriter
 from mmkv.sampling import Sampling, Settled, checked
 from mmkv.stepping import step
@@ -325,6 +327,7 @@ class Session(CachedSequence):
         place = self.held.back(plan, again)
         self.cut_back(place.seen, place.position, place.prompt)
         self._unfed, self._cuts = [], self._cuts + 1
+        self._recount_ids()
         lost = self.evicted - plan.start.evicted
         if not place.seen:
             self.held.differs = None
@@ -334,6 +337,17 @@ class Session(CachedSequence):
             "earlier messages were read again, as they are shown now; up to "
             f"{lost:,} entries of what stands before them were evicted while they stood as before"
         )
+
+    def _recount_ids(self) -> None:
+        """Leave what was let go out of the ids that penalties count."""
+        tokenizer, read = self.engine.processor.tokenizer, 0
+        for piece in self.held.pieces or ():
+            if piece.ids is not None:
+                read = with_ids(read, piece.ids)
+            else:  # with pictures
+                ids = tokenize(tokenizer, piece.text or "")
+                read = with_ids(read, [*ids, *self.engine.media_token_ids])
+        self.read_ids = read
 
     def begin_reply(self, messages: Sequence[Message], reading: Reading | None) -> None:
         """Note that a turn of ``messages`` is in the cache, and that an empty reply follows.
