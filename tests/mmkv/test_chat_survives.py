@@ -38,7 +38,7 @@ pytest_plugins = ("tests.support.cli_fixtures",)
 # Where a turn of the chat may fail, in the order of the turn.
 PLACES = (
     (mmkv.turn, "take_media"),
-    (ChatTemplate, "addition"),
+    (ChatTemplate, "render"),
     (mmkv.turn, "load_image"),
     (QwenProcessor, "encode"),
     (RaggedCache, "fork"),
