@@ -64,6 +64,8 @@ class EngineConfig:
             ``auto``, or under a budget in bytes the form that answered best at so many bytes
             (:mod:`engine.cache.choice`).
         kv_limit: most bytes that the page pool may take; None: no limit but the memory.
+        threads: of the whole process on a CPU (``torch.set_num_threads``); None: as torch has it,
+            one for each core unless OMP_NUM_THREADS says otherwise.
 
     Raises:
         ModelError, PolicyError, BudgetError: for a value that cannot be.
@@ -119,6 +121,12 @@ class EngineConfig:
     )
     kv_limit: int | None = field(
         default=None, metadata=_about(int, "Most bytes that the cache may take.", 0, 2**62)
+    )
+    threads: int | None = field(
+        default=None,
+        metadata=_about(
+            int, "Threads on a CPU (default: its cores); 1 where others use them.", 1, 1024
+        ),
     )
 
     def __post_init__(self) -> None:

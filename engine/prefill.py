@@ -79,8 +79,10 @@ class Prefill:
             if session.long_rope is None:
                 session.long_rope = session._needs_long(turn.next_position)
             self._undoable = undoable
-            # One read from the device for all chunks: where an interrupted prefill continues from.
+            # Read from the device once for all chunks: where an interrupted prefill continues from,
+            # and the ids that penalties count.
             self._highest = turn.positions.amax(0).cummax(0).values.tolist()
+            self._ids = turn.token_ids.cpu().numpy()
 
     @property
     def next_chunk(self) -> int:
@@ -130,6 +132,7 @@ class Prefill:
     def _count(self, turn: Turn, pruned: int) -> None:
         """Count a chunk that the sequence holds now, but for ``pruned`` entries of it."""
         session, tokens = self._session, turn.token_ids.numel()
+        session.note_ids(self._ids[self.done : self.done + tokens])
         self.done += tokens
         session.prompt_tokens += tokens
         if session.recorder is not None:

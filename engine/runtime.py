@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -83,7 +84,7 @@ class Runtime:
         **options: Any,
     ) -> None:
         self.lock = FairLock()
-        loading = options.keys() & {"model", "lookahead", "device", "dtype", "weights"}
+        loading = options.keys() & {"model", "lookahead", "device", "dtype", "weights", "threads"}
         if isinstance(gates, (str, Path)):
             loading = loading | {"gates"}
         if loading:
@@ -157,7 +158,7 @@ class Runtime:
             progress: called with a few words on what is being loaded.
             options: those of :class:`engine.config.EngineConfig`: policy (a name or a
                 :class:`Policy`), budget, lookahead, evict_every, prefill_chunk, page_size, gates,
-                device, dtype, weights, kv, kv_limit.
+                device, dtype, weights, kv, kv_limit, threads.
 
         Raises:
             ModelError, GateError, PolicyError, BudgetError.
@@ -183,6 +184,7 @@ class Runtime:
         """
         name = config.checkpoint()
         require_named_gates(config)
+        _use_threads(config)
         family, spec, weights = load(
             name,
             config.dtype,
@@ -217,6 +219,7 @@ class Runtime:
         Raises:
             GateError, PolicyError, BudgetError.
         """
+        _use_threads(config)
         chosen, gates, note = choose(config, spec, gates)
         engine = cls(
             family,
@@ -422,3 +425,13 @@ class Runtime:
 
     def _open(self, budget: Budget) -> CachedSequence:
         return CachedSequence(self, budget)
+
+
+def _use_threads(config: EngineConfig) -> None:
+    """Have torch, and C after it, run on as many threads as the config says. Raises InputError."""
+    if config.threads is None:
+        return
+    most = max(4 * (os.cpu_count() or 1), 16)  # OpenMP ends the process where it cannot start them
+    if config.threads > most:
+        raise InputError(f"threads is {config.threads}; give at most {most} on this machine")
+    torch.set_num_threads(config.threads)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,9 +21,12 @@ from engine.paths import user_path
 from engine.policies import Budget, CacheView
 from engine.prefill import Prefill, run_whole
 from engine.query_window import QUERIES
+from engine.read_ids import with_ids
 from engine.trace import Recorder
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from engine.model.families.base import Turn
     from engine.runtime import Runtime
 
@@ -35,6 +38,7 @@ _STATE = (
     "entries",
     "long_rope",
     "prompt_tokens",
+    "read_ids",
 )
 
 
@@ -48,6 +52,7 @@ class CachedSequence:
         seen: tokens so far; next_position: rope position of the next text token. Their
             difference is this sequence's M-RoPE delta: it belongs to the session, never to
             the model. prompt_tokens: those of them that came in prompts.
+        read_ids: a bit for each token id that it has read, evicted or not (:mod:`engine.read_ids`).
 
     Threads may share an engine, not a session: a call on a session that another thread is using
     raises :class:`SessionError`. Reading it (:meth:`memory`, :meth:`retained`) and closing it
@@ -58,7 +63,7 @@ class CachedSequence:
         self.engine = engine
         self._set_budget(budget)
         self.seen, self.next_position, self.entries = 0, 0, 0
-        self.evicted, self.evicted_nan, self.prompt_tokens = 0, 0, 0
+        self.evicted, self.evicted_nan, self.prompt_tokens, self.read_ids = 0, 0, 0, 0
         self.long_rope: bool | None = None
         self._claim = threading.RLock()
         self.closed = False
@@ -298,6 +303,10 @@ class CachedSequence:
         self.entries += tokens * self.engine.spec.rows
         if self.recorder is not None:
             self.recorder.step(self)
+
+    def note_ids(self, ids: Sequence[int] | np.ndarray) -> None:
+        """Note which token ids have been appended."""
+        self.read_ids = with_ids(self.read_ids, ids)
 
     def count_evicted(self, entries: int, nan: int) -> None:
         """Count entries that have been dropped, ``nan`` of them with a score that is NaN."""

@@ -40,6 +40,7 @@ def save_session(session: CachedSequence, path: Path, extra: dict[str, str]) -> 
     with engine.lock:
         tensors = engine.cache.export(session.seq)
     state = session.state() | {"budget": [session.budget.kind, session.budget.value]}
+    state["read_ids"] = f"{session.read_ids:x}"
     metadata = {
         "format": FORMAT,
         "identity": json.dumps(engine.identity()),
@@ -125,7 +126,8 @@ def load_session(engine: Runtime, path: Path) -> tuple[CachedSequence, dict[str,
     with engine.lock:
         session = engine.session(budget)
         try:
-            session.adopt(engine.cache.import_(tensors), header.state.model_dump())
+            state = header.state.model_dump() | {"read_ids": int(header.state.read_ids or "0", 16)}
+            session.adopt(engine.cache.import_(tensors), state)
             engine.budgets.cut([], engine.slack)  # of a shared one, others take part
         except BaseException:
             session.close()

@@ -42,6 +42,8 @@ class State(Strict):
     evicted_nan: _Count
     long_rope: bool | None
     prompt_tokens: _Tokens = 0  # older files have none
+    # In hexadecimal digits; older files have none, and penalties count what comes after them.
+    read_ids: Annotated[str, Field(pattern="^[0-9a-f]*$")] = ""
     budget: tuple[
         Literal["entries", "bytes", "fraction"], Annotated[float, Field(gt=0, allow_inf_nan=False)]
     ]
@@ -69,6 +71,8 @@ def check_state(state: State, engine: Runtime) -> None:
         "next_position is past the model's last": state.next_position > engine.spec.max_position,
         "long_rope is not this model's": bool(state.long_rope) and not can_be_long,
         "long_rope is missing": state.long_rope is None and state.seen > 0,
+        "read_ids holds ids beyond the vocabulary": len(state.read_ids)
+        > -(-engine.family.vocab_size // 4),
     }
     for what, wrong in broken.items():
         if wrong:

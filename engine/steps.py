@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from engine.backends.cuda.kernels.sample import Draw, columns_of, guard, sample, uniform
+from engine.backends.cuda.kernels.sample import (
+    Draw,
+    Said,
+    columns_of,
+    guard,
+    penalise,
+    sample,
+    uniform,
+)
 from engine.checks import require_list
 from engine.errors import BROKEN, InputError, NotFiniteError, SessionError
 from engine.interrupts import CtrlC
@@ -49,6 +57,8 @@ def decode_step(
                 session.roll_back()
             engine.budgets.cut(sessions, engine.slack)  # where the step stands
             raise
+        for session, token in zip(sessions, token_ids, strict=True):
+            session.note_ids([token])
         if engine.has_revise:
             for session in sessions:
                 revise_state(session)
@@ -88,6 +98,10 @@ def _step_by_step(
     """:func:`decode_steps` without a graph."""
     generated: list[list[int]] = [[] for _ in sessions]
     token, going = list(token_ids), list(range(len(sessions)))
+    said: Said | None = None
+    if draws is not None and any(draw.penalises for draw in draws):
+        said = Said.empty(len(draws), engine.decoder.weights.head.shape[0], engine.device)
+        said.fill(draws)
     ends = {*stop, BROKEN}
     for done in range(steps):
         if done and done % BURST == 0:
@@ -99,7 +113,14 @@ def _step_by_step(
         else:
             columns, seed = columns_of([draws[i] for i in going], engine.device)
             seen = torch.tensor([sessions[i].seen for i in going], device=engine.device)
+            if said is not None:
+                at = torch.tensor(going, device=engine.device)
+                own = Said(said.read[at], said.count[at])
+                logits = penalise(logits, columns, own)
             chosen_ids = sample(logits, columns, uniform(seed, seen))
+            if said is not None:
+                own.add(chosen_ids, torch.ones_like(chosen_ids, dtype=torch.bool))
+                said.read[at], said.count[at] = own.read, own.count
         chosen_ids = chosen_ids.masked_fill(broken, BROKEN)
         for index, chosen in zip(going, chosen_ids.tolist(), strict=True):
             token[index] = chosen

@@ -19,12 +19,13 @@ from engine.config import EngineConfig
 from engine.errors import InputError
 from engine.interrupts import OpenToCtrlC, whole
 from engine.runtime import Runtime
+from mmkv.generation_config import Generation, read_generation
 from mmkv.prompt.media import notes
 from mmkv.prompt.messages import is_blank, take_media
 from mmkv.prompt.processing import Processor, load_processor
 from mmkv.reply import Reply
 from mmkv.resources import is_bundled, refuse_adapter
-from mmkv.sampling import Sampling, checked
+from mmkv.sampling import Sampling, Settled, checked
 from mmkv.scheduler.batch import answer_all
 from mmkv.scheduler.replies import Prompt, ReplyJob
 from mmkv.session import Session
@@ -45,11 +46,15 @@ class Engine(Runtime):
 
     Threads may share it. Their calls take turns between decode steps and between the chunks of
     prompts; each reply is what it would be alone.
+
+    Attributes:
+        generation: what the checkpoint's generation_config.json asks for.
     """
 
     _source: str | Path | None = None
     _pixels: tuple[int | None, int | None] = (None, None)
     _processor: Processor | None = None
+    generation: Generation = Generation()
 
     @classmethod
     def from_pretrained(
@@ -59,15 +64,24 @@ class Engine(Runtime):
         progress: Callable[[str], None] | None = None,
         min_pixels: int | None = None,
         max_pixels: int | None = None,
+        generation_config: bool = True,
         **options: Any,
     ) -> Self:
         """Load a checkpoint; the options are those of :class:`engine.config.EngineConfig`.
 
-        ``min_pixels``, ``max_pixels`` bound a picture's size for models that take any size. The
-        tokenizer and processor are loaded when they are first needed.
+        ``min_pixels``, ``max_pixels`` bound a picture's size for models that take any size.
+        ``generation_config``: whether the checkpoint's file of that name says how replies are
+        drawn where a call does not. The tokenizer and processor are loaded when they are first
+        needed.
         """
         config = EngineConfig(model=path_or_hub_id, **options)
-        return cls.from_config(config, progress, min_pixels=min_pixels, max_pixels=max_pixels)
+        return cls.from_config(
+            config,
+            progress,
+            min_pixels=min_pixels,
+            max_pixels=max_pixels,
+            generation_config=generation_config,
+        )
 
     @classmethod
     def from_config(
@@ -77,6 +91,7 @@ class Engine(Runtime):
         *,
         min_pixels: int | None = None,
         max_pixels: int | None = None,
+        generation_config: bool = True,
         pictures: bool = False,
     ) -> Self:
         """Load what ``config`` names; see :meth:`from_pretrained`.
@@ -89,6 +104,8 @@ class Engine(Runtime):
         engine = super().from_config(config, progress, pictures=pictures)
         engine.policy_note = engine.policy_note or note
         engine._source, engine._pixels = config.checkpoint(), (min_pixels, max_pixels)
+        if generation_config:
+            engine.generation = read_generation(engine._source, engine.spec.max_position)
         return engine
 
     @classmethod
@@ -129,6 +146,11 @@ class Engine(Runtime):
         if self._source is None:
             raise InputError("this engine was built without a checkpoint; set engine.processor")
         return load_processor(self._source, *self._pixels)
+
+    @property
+    def default_sampling(self) -> Settled:
+        """Return how replies are drawn where a call says nothing; see :class:`Sampling`."""
+        return self.generation.sampling
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
@@ -176,7 +198,7 @@ class Engine(Runtime):
         room wait for those before them. Raises MmkvError; no session stays open.
         """
         require_list("conversations", conversations, "conversations or messages")
-        sampling = checked(sampling)
+        sampling = checked(sampling, self.default_sampling)
         batch: list[Any] = list(conversations)
         if batch and isinstance(batch[0], dict):
             batch = [batch]

@@ -60,8 +60,9 @@ class ReplyWriter:
     ) -> None:
         self._sampler, self._eos = Sampler(sampling, never), frozenset(eos)
         self._detokenizer, self._stops = Detokenizer(tokenizer), StopStrings(sampling.stop)
-        self._tokenizer, self._limit = tokenizer, sampling.max_new_tokens
-        self._looks = bool(sampling.stop)  # at every token, for stop strings
+        self._tokenizer, self._limit = tokenizer, self._sampler.sampling.max_new_tokens
+        # At every token: for stop strings, and for what the GPU's sampler cannot do.
+        self._looks = bool(sampling.stop) or self._sampler.looks
         self._ready = ""
         self._text: list[str] = []
         self._started = self._mark = time.perf_counter()
@@ -76,14 +77,21 @@ class ReplyWriter:
         """Count the time to the first token from ``at`` (time.perf_counter())."""
         self._started = at
 
-    def advance(self, logits: torch.Tensor) -> int | None:
-        """Sample from ``logits`` [vocab]; the token to feed next, or None when the reply ends."""
+    def begin(self, logits: torch.Tensor, read: int) -> int | None:
+        """Sample the first token; the one to feed next, or None when the reply ends.
+
+        Args:
+            logits: ``[vocab]`` of the prompt's last token.
+            read: a bit for each id before the reply, as the session has them (``read_ids``).
+        """
+        self._sampler.begin(read)
         return self.put(self.choose(logits))
 
     @property
     def greedy(self) -> bool:
-        """Whether the likeliest token is the next one."""
-        return self._sampler.sampling.temperature == 0
+        """Whether the token that the model finds likeliest is the next one."""
+        chosen = self._sampler.sampling
+        return chosen.temperature == 0 and not chosen.penalises
 
     def choose(self, logits: torch.Tensor, likeliest: tuple[float, float] | None = None) -> int:
         """Sample a token from ``logits`` [vocab]; BROKEN where they are not finite.
@@ -113,7 +121,7 @@ class ReplyWriter:
         return self._sampler.draw_on_device
 
     def take_burst(self, tokens: Sequence[int]) -> int | None:
-        """Take tokens that were decoded one after the other; see :meth:`advance`.
+        """Take tokens that were decoded one after the other; see :meth:`put`.
 
         All but the last have been appended to the session already.
         """
@@ -138,6 +146,7 @@ class ReplyWriter:
             self.finish("eos")
             return None
         self.token_ids.append(token)
+        self._sampler.took(token)
         self.unfed = token
         self._ready += self._stops.push(self._detokenizer.push(token))
         if self._stops.hit:

@@ -15,11 +15,13 @@ import torch
 
 from engine.errors import ContextError, SessionError
 from engine.interrupts import CtrlC, OpenToCtrlC, whole
+from engine.read_ids import with_ids
 from engine.sequence import CachedSequence
 from engine.sequence_file import checked_extra
 from mmkv.prompt.held import Held, Place, Rewrites
+from mmkv.prompt.special import tokenize
 from mmkv.reply import Reply, ReplyWriter
-from mmkv.sampling import Sampling, checked
+from mmkv.sampling import Sampling, Settled, checked
 from mmkv.stepping import step
 from mmkv.stream import ReplyStream
 from mmkv.turn import Reading, UserTurn, compose
@@ -109,7 +111,7 @@ class Session(CachedSequence):
         where a token cannot be chosen (NotFiniteError) or written, that takes the turn back if
         :meth:`take_back` can.
         """
-        settings = checked(sampling)
+        settings = checked(sampling, self.engine.default_sampling)
         with self.claimed(), OpenToCtrlC():  # pictures may take their time
             turn = compose(self, text, images, videos, system, fps, num_frames)
         return ReplyStream(self, lambda: self._stream(turn, settings, progress))
@@ -261,7 +263,7 @@ class Session(CachedSequence):
         }
 
     def _stream(
-        self, turn: UserTurn, sampling: Sampling, progress: Progress | None
+        self, turn: UserTurn, sampling: Settled, progress: Progress | None
     ) -> Generator[str, None, None]:
         self._require_open()
         if self._streaming or turn.basis != self.basis:
@@ -276,7 +278,7 @@ class Session(CachedSequence):
             self._streaming = False
 
     def _reply(
-        self, turn: UserTurn, sampling: Sampling, progress: Progress | None
+        self, turn: UserTurn, sampling: Settled, progress: Progress | None
     ) -> Generator[str, None, None]:
         engine, start = self.engine, self.turn_start()
         writer = ReplyWriter(
@@ -288,7 +290,7 @@ class Session(CachedSequence):
         self.begin_reply(turn.messages, turn.reading)
         try:
             CtrlC.check()
-            token = writer.advance(logits)
+            token = writer.begin(logits, self.read_ids)
             while token is not None:
                 if piece := writer.take():
                     yield piece
@@ -327,6 +329,7 @@ class Session(CachedSequence):
         place = self.held.back(plan, again)
         self.cut_back(place.seen, place.position, place.prompt)
         self._unfed, self._cuts = [], self._cuts + 1
+        self._recount_ids()
         lost = self.evicted - plan.evicted
         if not place.seen:
             self.held.differs = None
@@ -336,6 +339,17 @@ class Session(CachedSequence):
             "earlier messages were read again, as they are shown now; up to "
             f"{lost:,} entries of what stands before them were evicted while they stood as before"
         )
+
+    def _recount_ids(self) -> None:
+        """Leave what was let go out of the ids that penalties count."""
+        tokenizer, read = self.engine.processor.tokenizer, 0
+        for piece in self.held.pieces or ():
+            if piece.ids is not None:
+                read = with_ids(read, piece.ids)
+            else:  # with pictures
+                ids = tokenize(tokenizer, piece.text or "")
+                read = with_ids(read, [*ids, *self.engine.media_token_ids])
+        self.read_ids = read
 
     def begin_reply(self, messages: Sequence[Message], reading: Reading | None) -> None:
         """Note that a turn of ``messages`` is in the cache, and that an empty reply follows.

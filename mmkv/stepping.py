@@ -57,7 +57,7 @@ def step(
             tokens,
             steps,
             sorted(engine.eos_token_ids),
-            draws if any(draw.temperature > 0 for draw in draws) else None,
+            None if all(draw.plain for draw in draws) else draws,
         )
     except NotFiniteError as error:  # of some of them, which their writers will say
         generated = error.generated

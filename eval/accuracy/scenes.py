@@ -80,7 +80,7 @@ def mmkv_answerer(folder: str, policy: str | None, budget: float, gates: str | N
     import mmkv
 
     engine = mmkv.Engine.from_pretrained(folder, policy=policy, budget=budget, gates=gates)
-    sampling = mmkv.Sampling(max_new_tokens=96)
+    sampling = mmkv.Sampling.greedy(max_new_tokens=96)
 
     def answer(turns: list[Turn]) -> list[str]:
         with engine.session() as session:

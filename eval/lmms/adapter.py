@@ -22,7 +22,7 @@ from tqdm import tqdm
 from engine.errors import InputError
 from eval.lmms.cause import reported_to_parent
 from eval.lmms.counts import Rounds, answer
-from eval.lmms.gen_kwargs import checkpoint_defaults, sampling_of
+from eval.lmms.gen_kwargs import sampling_of
 from eval.lmms.journal import Journal
 from eval.lmms.scheduler import Ask, Script, run
 from eval.lmms.settings import Settings
@@ -62,10 +62,10 @@ class Adapter(lmms):
         self.engine = self.settings.load(self.images)
         self._device = self.engine.device
         self.opening = self.settings.opening()
-        self._sampling_defaults = checkpoint_defaults(self.settings.pretrained)
         self._reported: set[str] = set()
         self._journal = Journal.of_parent()
-        for note in (self.engine.policy_note, self.engine.form_note):
+        asked = self.engine.generation
+        for note in (self.engine.policy_note, self.engine.form_note, asked.unfollowed):
             if note:
                 logger.warning(note)
 
@@ -142,7 +142,7 @@ class Adapter(lmms):
         """
         given = gen_kwargs_of(request)
         seed = self.settings.seed + request.doc_id * (request.repeats or 1) + repeat
-        made, ignored = sampling_of(given, seed, self._sampling_defaults, self.until)
+        made, ignored = sampling_of(given, seed, self.engine.generation, self.until)
         for name in set(ignored) - self._reported:
             self._reported.add(name)
             logger.warning(f"{request.task_name}: generation_kwargs {name} has no effect in mmkv")

@@ -7,31 +7,36 @@ from it in its simple form. This adapter does the same.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from engine.errors import InputError
 
 if TYPE_CHECKING:
-    from mmkv import Sampling
+    from mmkv.generation_config import Generation
+    from mmkv.sampling import Settled
 
 MAX_NEW_TOKENS = 128  # if the task names no length
 _TOP_K = 50  # generate's default if neither task nor checkpoint names one
-# Names without effect here; the first two repeat what temperature states.
-_IGNORED = {"do_sample", "use_cache", "until", "max_new_tokens", "temperature", "top_p", "top_k"}
+_PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+_DRAWS = {"top_p": float, "top_k": int, "min_p": float}
+_KNOWN = {"do_sample", "use_cache", "until", "max_new_tokens", "temperature", *_PENALTIES, *_DRAWS}
 # Values that ask for one sequence, which is the only choice here.
 _ONE = ("num_beams", "num_return_sequences", "best_of", "n", "num_beam_groups")
 
 
 def sampling_of(
-    given: dict[str, Any], seed: int, defaults: dict[str, Any], until: bool
-) -> tuple[Sampling, list[str]]:
+    given: dict[str, Any], seed: int, defaults: Generation, until: bool
+) -> tuple[Settled, list[str]]:
     """Return the sampling, and the names in ``given`` that change nothing here.
 
-    ``defaults``: the checkpoint's own ``top_p`` and ``top_k``, which hold where the task samples
-    and does not say; ``until``: whether stop strings count. Raises InputError for beams and for
-    values out of range.
+    Greedy where the task names no temperature and no ``do_sample``, as in lmms-eval's own adapters.
+    What else it does not say is the checkpoint's: penalties always, as in transformers' greedy
+    decoding, and ``top_p``, ``top_k``, ``min_p`` where the task samples.
+
+    ``defaults``: of the checkpoint; ``until``: whether stop strings count. Raises InputError for
+    beams and for values out of range.
     """
-    from mmkv import Sampling
 
     for name in _ONE:
         if (given.get(name) or 1) != 1:
@@ -39,18 +44,25 @@ def sampling_of(
                 f"the task asks for {name}={given[name]}; mmkv decodes one sequence per request: "
                 f"run with --gen_kwargs {name}=1 to accept greedy or sampled decoding instead"
             )
-    ignored = sorted(set(given) - _IGNORED - set(_ONE))
-    temperature = float(given.get("temperature") or 0.0)
-    chosen = {**defaults, **{k: given[k] for k in ("top_p", "top_k") if given.get(k) is not None}}
+    ignored = sorted(set(given) - _KNOWN - set(_ONE))
+    temperature = given.get("temperature")
+    if temperature is None:
+        temperature = defaults.served.temperature if given.get("do_sample") else 0.0
     limit = given.get("max_new_tokens")
-    made = Sampling(
+    said = {name: value for name, value in given.items() if value is not None}
+    own: dict[str, Any] = {name: float(said[name]) for name in _PENALTIES if name in said}
+    # Greedy decoding ignores the others; some tasks give it top_p=0, which sampling would refuse.
+    if temperature:
+        own |= {} if "top_k" in defaults.named else {"top_k": _TOP_K}
+        own |= {name: kind(said[name]) for name, kind in _DRAWS.items() if name in said}
+        own["top_p"] = own.get("top_p") or defaults.served.top_p
+    made = replace(
+        defaults.served,
         max_new_tokens=MAX_NEW_TOKENS if limit is None else int(limit),
-        temperature=temperature,
-        # Greedy decoding ignores both; some tasks give it top_p=0, which sampling would refuse.
-        top_p=float(chosen.get("top_p") or 1.0) if temperature else 1.0,
-        top_k=int(chosen.get("top_k") or 0) if temperature else 0,
+        temperature=float(temperature),
         seed=seed,
-        stop=stop_strings(given.get("until")) if until else (),
+        stop=(*defaults.served.stop, *(stop_strings(given.get("until")) if until else ())),
+        **own,
     )
     return made, ignored
 
@@ -66,18 +78,3 @@ def stop_strings(until: Any) -> tuple[str, ...]:
     if not isinstance(strings, (list, tuple)) or not all(isinstance(s, str) for s in strings):
         raise InputError(f"the task's until is {until!r}; it must be a string or a list of them")
     return tuple(s for s in strings if s and s != "\n\n")
-
-
-def checkpoint_defaults(pretrained: str) -> dict[str, Any]:
-    """Return ``top_p`` and ``top_k`` that transformers' generate would sample with for a
-    checkpoint.
-    """
-    from transformers import GenerationConfig
-
-    found: dict[str, Any] = {"top_k": _TOP_K}
-    try:
-        config = GenerationConfig.from_pretrained(pretrained)
-    except (OSError, ValueError):
-        return found
-    own = {"top_p": config.top_p, "top_k": config.top_k}
-    return found | {name: value for name, value in own.items() if value is not None}

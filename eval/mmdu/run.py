@@ -141,9 +141,12 @@ def _answer_all(
 ) -> dict[str, dict[str, Any]]:
     """Answer what is left and return finished rows by dialogue id; failures join ``problems``."""
     from eval.mmdu.loop import answer
+    from mmkv.sampling import Sampling
 
     finished: dict[str, dict[str, Any]] = {}
     skipped = 0
+    # A benchmark is greedy, whatever the checkpoint's generation_config.json says.
+    sampling = Sampling.greedy(max_new_tokens=options.max_new_tokens or 512)
     with _progress(display, sum(len(d.questions) for d, _ in jobs)) as bar:
         for dialogue, pictures in jobs:
             bar.begin(dialogue)
@@ -152,9 +155,7 @@ def _answer_all(
                 if row is None:
                     folder.save(
                         dialogue,
-                        *answer(
-                            engine, dialogue, pictures, options.sampling(), options.system, bar.turn
-                        ),
+                        *answer(engine, dialogue, pictures, sampling, options.system, bar.turn),
                     )
                     row = folder.load(dialogue)
                 else:

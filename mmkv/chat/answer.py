@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from mmkv.chat.markdown import MarkdownStream
     from mmkv.chat.options import ChatOptions
     from mmkv.chat.watch import Watch
+    from mmkv.reply import Reply
     from mmkv.sampling import Sampling
 
 
@@ -97,9 +98,26 @@ def answer(
         view.close()
     if session.note:
         display.note(session.note)
-    if session.last is not None and session.last.finish_reason == "context":
-        display.note("the reply ends here: the model has no positions left; /clear starts anew")
+    if session.last is not None:
+        _end_notes(session.last, options, display)
     return finished
+
+
+def _end_notes(reply: Reply, options: ChatOptions, display: Display) -> None:
+    """Say why a reply broke off, and how fast it came where that was asked for."""
+    count = len(reply.token_ids)
+    if reply.finish_reason == "context":
+        display.note("the reply ends here: the model has no positions left; /clear starts anew")
+    elif reply.finish_reason == "length":
+        display.note(
+            f"the reply was cut off after {count:,} tokens; --max-new-tokens, or /set "
+            "max_new_tokens, allows more"
+        )
+    if options.stats:
+        display.note(
+            f"{count:,} tokens at {reply.tokens_per_second:.1f} tokens/s, the first after "
+            f"{reply.seconds_to_first_token:.2f} s; {reply.prompt_tokens:,} tokens read"
+        )
 
 
 def _prepare_to_see(engine: Engine, options: ChatOptions, display: Display) -> None:

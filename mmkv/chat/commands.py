@@ -81,7 +81,11 @@ def _set(repl: Repl, rest: str) -> None:
         raise InputError(f"no setting {name!r}; there are {', '.join(SETTINGS)}")
     values = asdict(repl.sampling) | {"fps": repl.fps, "num_frames": repl.num_frames}
     values["rewrites"] = repl.session.rewrites
-    values["stop"] = list(values["stop"])
+    values["stop"], words = list(values["stop"]), values.pop("bad_words")
+    values["repeat_penalty"] = values.pop("repetition_penalty")
+    values = {name: values[name] for name in SETTINGS}
+    if words:
+        values["bad_words"] = f"{len(words)} of the model's"
     repl.display.say(", ".join(f"{key} {value}" for key, value in values.items()))
 
 
@@ -116,6 +120,10 @@ SETTINGS: dict[str, Callable[[Repl, str], None]] = {
     "temperature": _sampling_setting("temperature", float),
     "top_p": _sampling_setting("top_p", float),
     "top_k": _sampling_setting("top_k", int),
+    "min_p": _sampling_setting("min_p", float),
+    "repeat_penalty": _sampling_setting("repetition_penalty", float),
+    "presence_penalty": _sampling_setting("presence_penalty", float),
+    "frequency_penalty": _sampling_setting("frequency_penalty", float),
     "seed": _sampling_setting("seed", lambda value: int(value) if value else None),
     "stop": _sampling_setting("stop", lambda value: (value,) if value else ()),
     "fps": _set_fps,

@@ -37,10 +37,15 @@ class ChatOptions:
     min_pixels: int | None = None
     max_pixels: int | None = None
     pixel_limit: int | None = None
-    max_new_tokens: int = 512
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
+    max_new_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repeat_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    generation_config: bool = True
     seed: int | None = None
     stop: list[str] | None = None
     load: str | None = None
@@ -52,6 +57,7 @@ class ChatOptions:
     plain: bool = False
     json: bool = False
     cost: bool = False
+    stats: bool = False
     quiet: bool = False
     report: str | None = None
     figures: str | None = None
@@ -83,7 +89,7 @@ class ChatOptions:
             raise UsageError(str(error)) from error
 
     def sampling(self) -> Sampling:
-        """Return the sampling settings. Raises InputError."""
+        """Return the sampling settings; what is not given is None. Raises InputError."""
         from mmkv.sampling import Sampling
 
         return Sampling(
@@ -91,6 +97,10 @@ class ChatOptions:
             temperature=self.temperature,
             top_p=self.top_p,
             top_k=self.top_k,
+            min_p=self.min_p,
+            repetition_penalty=self.repeat_penalty,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
             seed=self.seed,
             stop=tuple(self.stop or ()),
         )

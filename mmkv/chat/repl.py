@@ -49,7 +49,7 @@ class Repl:
         videos: Sequence[Any],
     ) -> None:
         self.engine, self.options, self.display = engine, options, display
-        self.sampling = options.sampling()
+        self.sampling = options.sampling().settled(engine.default_sampling)
         self.fps, self.num_frames = options.fps, options.num_frames
         self.system = options.system
         self.images, self.videos = list(images), list(videos)

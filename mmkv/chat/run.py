@@ -73,6 +73,7 @@ def load_engine(options: ChatOptions, display: Display) -> Engine:
             progress,
             min_pixels=options.min_pixels,
             max_pixels=options.max_pixels,
+            generation_config=options.generation_config,
             pictures=bool(options.image or options.video),
         )
         progress("tokenizer and processor")
@@ -82,7 +83,7 @@ def load_engine(options: ChatOptions, display: Display) -> Engine:
         gc.enable()
     if options.engine.model is None:
         display.note("the bundled model answers, which knows drawn scenes alone; see mmkv models")
-    for note in (engine.policy_note, engine.form_note):
+    for note in (engine.policy_note, engine.form_note, *engine.generation.notes):
         if note:
             display.note(note)
     return engine

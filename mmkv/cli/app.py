@@ -199,27 +199,59 @@ def chat(
     max_pixels: arguments.MaxPixels = None,
     pixel_limit: arguments.PixelLimit = None,
     max_new_tokens: Annotated[
-        int, typer.Option(help="Longest reply, in tokens.", rich_help_panel=_SAMPLING)
-    ] = 512,
+        int | None,
+        typer.Option(help="Longest reply, in tokens (default 512).", rich_help_panel=_SAMPLING),
+    ] = None,
     temperature: Annotated[
-        float,
+        float | None,
         typer.Option(
-            help="Sampling temperature; 0 takes the likeliest token.", rich_help_panel=_SAMPLING
-        ),
-    ] = 0.0,
-    top_p: Annotated[
-        float,
-        typer.Option(
-            help="Sample from the likeliest tokens of this total probability.",
+            help="Sampling temperature; 0 takes the likeliest token (default: as the model's "
+            "generation_config.json says, or 0; likewise what follows).",
             rich_help_panel=_SAMPLING,
         ),
-    ] = 1.0,
+    ] = None,
+    top_p: Annotated[
+        float | None,
+        typer.Option(
+            help="Sample from the likeliest tokens of this total probability; 1: all.",
+            rich_help_panel=_SAMPLING,
+        ),
+    ] = None,
     top_k: Annotated[
-        int,
+        int | None,
         typer.Option(
             help="Sample from this many likeliest tokens; 0: all.", rich_help_panel=_SAMPLING
         ),
-    ] = 0,
+    ] = None,
+    min_p: Annotated[
+        float | None,
+        typer.Option(
+            help="Drop tokens below this share of the likeliest one's probability; 0: none.",
+            rich_help_panel=_SAMPLING,
+        ),
+    ] = None,
+    repeat_penalty: Annotated[
+        float | None,
+        typer.Option(
+            help="Make tokens that the conversation has less likely, for example 1.1; 1: off.",
+            rich_help_panel=_SAMPLING,
+        ),
+    ] = None,
+    presence_penalty: Annotated[
+        float | None,
+        typer.Option(
+            help="Taken from the logit of a token that the reply has; 0: off.",
+            rich_help_panel=_SAMPLING,
+        ),
+    ] = None,
+    frequency_penalty: Annotated[
+        float | None,
+        typer.Option(
+            help="Taken from it for each time that the reply has it; 0: off.",
+            rich_help_panel=_SAMPLING,
+        ),
+    ] = None,
+    generation_config: arguments.FollowsCheckpoint = True,
     seed: Annotated[
         int | None, typer.Option(help="Seed of sampling.", rich_help_panel=_SAMPLING)
     ] = None,
@@ -275,6 +307,14 @@ def chat(
         typer.Option(
             "--cost",
             help="After one answer, say what eviction cost it (reads it again with a full cache).",
+            rich_help_panel=_OUTPUT,
+        ),
+    ] = False,
+    stats: Annotated[
+        bool,
+        typer.Option(
+            "--stats",
+            help="After each reply, say its tokens, its speed and what was read.",
             rich_help_panel=_OUTPUT,
         ),
     ] = False,

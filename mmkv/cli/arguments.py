@@ -27,6 +27,14 @@ MinPixels = Annotated[
 MaxPixels = Annotated[
     int | None, typer.Option(help="Shrink pictures above this.", rich_help_panel=MEDIA)
 ]
+FollowsCheckpoint = Annotated[
+    bool,
+    typer.Option(
+        " /--no-generation-config",
+        help="Do not draw replies as the model's generation_config.json says.",
+        rich_help_panel="Sampling",
+    ),
+]
 PixelLimit = Annotated[
     int | None,
     typer.Option(

@@ -17,6 +17,10 @@ from engine.interrupts import quiet_imports
 
 def entry() -> None:
     """Run the command line and end the process with its exit code."""
+    # A team of threads that spins when it has nothing to do (GOMP: for milliseconds) takes the
+    # cores from others, and then waits for them. This one sleeps after some 50 us.
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "2000")
     if sys.argv[1:2] == ["chat"]:
         # Importing makes objects by the hundred thousand, and no garbage; mmkv.chat.run switches
         # the collector on again when the model is loaded.

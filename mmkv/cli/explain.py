@@ -49,7 +49,13 @@ def explain(
     max_pixels: arguments.MaxPixels = None,
     pixel_limit: arguments.PixelLimit = None,
     system: arguments.System = None,
-    max_new_tokens: Annotated[int, typer.Option(help="Longest reply, in tokens.")] = 512,
+    max_new_tokens: Annotated[
+        int | None, typer.Option(help="Longest reply, in tokens (default 512).")
+    ] = None,
+    temperature: Annotated[
+        float | None, typer.Option(help="Sampling temperature; 0 takes the likeliest token.")
+    ] = None,
+    generation_config: arguments.FollowsCheckpoint = True,
     quiet: arguments.Quiet = False,
 ) -> None:
     """Answer once and write a page of what was kept, when, and why (docs/explain.md)."""

@@ -109,11 +109,14 @@ def serve(
         ),
     ] = None,
     max_tokens: Annotated[
-        int,
+        int | None,
         typer.Option(
-            help="Longest reply where a request names none.", min=1, rich_help_panel=_SERVER
+            help="Longest reply where a request names none (default: as generation_config.json "
+            "says, or 512).",
+            min=1,
+            rich_help_panel=_SERVER,
         ),
-    ] = 512,
+    ] = None,
     max_body: Annotated[
         str, typer.Option(help="Longest request.", rich_help_panel=_SERVER)
     ] = "32MiB",
@@ -174,6 +177,7 @@ def serve(
             help="Seconds that replies have to end after SIGTERM.", min=0, rich_help_panel=_SERVER
         ),
     ] = 30.0,
+    generation_config: arguments.FollowsCheckpoint = True,
     min_pixels: arguments.MinPixels = None,
     max_pixels: arguments.MaxPixels = None,
     quiet: arguments.Quiet = False,
@@ -230,7 +234,13 @@ def serve(
     from mmkv.chat.display import Display
     from mmkv.chat.run import load_engine
 
-    options = ChatOptions(config, min_pixels=min_pixels, max_pixels=max_pixels, quiet=quiet)
+    options = ChatOptions(
+        config,
+        min_pixels=min_pixels,
+        max_pixels=max_pixels,
+        generation_config=generation_config,
+        quiet=quiet,
+    )
 
     def load() -> Engine:
         engine = load_engine(options, Display(options))

@@ -13,6 +13,7 @@ from transformers.generation import (
     EosTokenCriteria,
     LogitsProcessorList,
     MaxLengthCriteria,
+    MinPLogitsWarper,
     StoppingCriteriaList,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
@@ -180,7 +181,7 @@ class _Burst:
     @classmethod
     def of(cls, engine: Runtime, how: Settings, rows: int) -> _Burst | None:
         """Return None where each token has to be looked at, or nothing is gained."""
-        kinds = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper)
+        kinds = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
         # The sampler of bursts has one order: a user's own warpers may come in another.
         order = [kinds.index(type(one)) if type(one) in kinds else -1 for one in how.processors]
         plain = -1 not in order and order == sorted(set(order))
@@ -191,7 +192,7 @@ class _Burst:
         if not how.do_sample:
             return None if how.processors else cls(how, None)
         given = {type(one): one for one in how.processors}
-        warmth, best, mass = (given.get(kind) for kind in kinds)
+        warmth, best, mass, least = (given.get(kind) for kind in kinds)
         # From torch's own generator, so that torch.manual_seed decides.
         seeds = torch.randint(2**62, (rows,)).tolist()
         return cls(
@@ -201,6 +202,7 @@ class _Burst:
                     temperature=1.0 if warmth is None else warmth.temperature,
                     top_k=0 if best is None else best.top_k,
                     top_p=1.0 if mass is None else mass.top_p,
+                    min_p=0.0 if least is None else least.min_p,
                     seed=seed,
                 )
                 for seed in seeds

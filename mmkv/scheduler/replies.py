@@ -125,7 +125,8 @@ class ReplyJob:
         chunk: int | None = None,
         undo: bool = False,
     ) -> None:
-        self.engine, self.sampling, self._kept = engine, checked(sampling), session
+        self.engine, self._kept = engine, session
+        self.sampling = checked(sampling, engine.default_sampling)
         if isinstance(prompt, Prompt) and prompt_tokens is None:
             prompt_tokens = prompt.tokens
         self._given, self.prompt_tokens = prompt, prompt_tokens
@@ -232,7 +233,7 @@ class ReplyJob:
         assert session is not None and prompt is not None and writer is not None
         session.begin_reply(prompt.messages, prompt.reading)
         assert self._prefill.logits is not None
-        token = writer.advance(self._prefill.logits)
+        token = writer.begin(self._prefill.logits, session.read_ids)
         self.growing = [] if token is None else [Growing(session, writer, token)]
         return True
 

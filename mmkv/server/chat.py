@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator
 from typing import TYPE_CHECKING, Any
 
 from engine.errors import MmkvError
-from mmkv.sampling import Sampling
+from mmkv.sampling import Sampling, Settled
 from mmkv.server import reply_json
 from mmkv.server.body import release_body
 from mmkv.server.conversation import digest_of
@@ -235,8 +235,10 @@ def _require_same(request: ChatRequest, facts: Facts) -> None:
             )
 
 
-def _sampling(request: ChatRequest, settings: Settings, facts: Facts) -> Sampling:
+def _sampling(request: ChatRequest, settings: Settings, facts: Facts) -> Settled:
     most = request.max_completion_tokens or request.max_tokens or settings.max_tokens
+    if most is None:
+        most = min(facts.sampling.max_new_tokens, facts.context)
     stop = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop or ())
     if len(stop) > MOST_STOPS:
         raise ApiError(400, f"there are at most {MOST_STOPS} stop texts", "invalid_value", "stop")
@@ -250,12 +252,16 @@ def _sampling(request: ChatRequest, settings: Settings, facts: Facts) -> Samplin
     try:
         return Sampling(
             max_new_tokens=most,
-            temperature=1.0 if request.temperature is None else request.temperature,
-            top_p=1.0 if request.top_p is None else request.top_p,
-            top_k=max(request.top_k or 0, 0),
+            temperature=request.temperature,
+            top_p=request.top_p,
+            top_k=None if request.top_k is None else max(request.top_k, 0),
+            min_p=request.min_p,
+            repetition_penalty=request.repetition_penalty,
+            presence_penalty=request.presence_penalty,
+            frequency_penalty=request.frequency_penalty,
             seed=None if request.seed is None else request.seed % 2**63,
             stop=stop,
-        )
+        ).settled(facts.sampling)
     except MmkvError as error:
         raise ApiError(400, str(error), "invalid_value") from error
 
@@ -280,5 +286,4 @@ def _extras(request: ChatRequest, facts: Facts) -> Extras:
         grammar = grammar_of(request.response_format)
     except MmkvError as error:
         raise ApiError(400, str(error), "invalid_value", "response_format") from error
-    penalties = request.presence_penalty or 0.0, request.frequency_penalty or 0.0
-    return Extras(top, bias, *penalties, grammar)
+    return Extras(top, bias, grammar)

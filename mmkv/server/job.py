@@ -340,7 +340,7 @@ class ChatJob:
             writer = ScoredWriter(
                 tokenizer, own, engine.eos_token_ids, extras, grammar, engine.media_token_ids
             )
-            token = writer.advance(logits)
+            token = writer.begin(logits, session.read_ids)
             fork = session if at == 0 else session.fork()
             self.growing.append(Growing(fork, writer, -1 if token is None else token))
             self.writers.append(writer)

@@ -80,7 +80,7 @@ class Machine:
     def _require_room(self) -> None:
         """Refuse to start where not even one request has room. Raises BudgetError."""
         limit = self.scheduler.executor.limit()
-        job = self.job(ChatWork([], "", Sampling()), lambda: None)
+        job = self.job(ChatWork([], "", Sampling.greedy()), lambda: None)
         if limit is not None and job.price().total > limit:
             size = self.engine.cache.pool.page_bytes
             raise BudgetError(
@@ -177,7 +177,9 @@ def _show_a_picture(engine: Engine) -> None:
     try:
         with contextlib.suppress(MmkvError):
             picture = Image.new("RGB", (64, 64))
-            for _ in session.send("?", images=[picture], sampling=Sampling(max_new_tokens=1)):
+            for _ in session.send(
+                "?", images=[picture], sampling=Sampling.greedy(max_new_tokens=1)
+            ):
                 pass
     finally:
         session.close()
@@ -197,6 +199,7 @@ def _facts(engine: Engine, lookahead: float) -> Facts:
         vocabulary=engine.spec.vocab_size,
         sees=engine.processor.sees,
         watches=engine.processor.watches,
+        sampling=engine.generation.served,
         shared=engine.shared is not None,
         rules=getattr(engine.processor, "rules", None),
         frame_rule=engine.processor.frame_rule,

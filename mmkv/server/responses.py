@@ -123,7 +123,12 @@ class ResponseCall:
         self._call.keeps_body = True  # what was sent is stored, too
         self._name = name
         self._shape = Shape(
-            name, self._asked, self._store, self._instructions, bool(request.logprobs)
+            name,
+            self._asked,
+            self._store,
+            self._instructions,
+            bool(request.logprobs),
+            self._call.work.sampling,
         )
 
     @contextlib.contextmanager

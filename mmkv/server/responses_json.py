@@ -10,6 +10,7 @@ from mmkv.server import reply_json
 from mmkv.server.errors import ApiError
 
 if TYPE_CHECKING:
+    from mmkv.sampling import Settled
     from mmkv.server.responses_schema import ResponseRequest
     from mmkv.server.spelling import Spelled
     from mmkv.server.work import Usage
@@ -22,6 +23,7 @@ class Shape:
         name: its id; stored: whether it can be gone on from.
         instructions: those that stand in the conversation.
         logprobs: whether the tokens' log probabilities are shown.
+        sampling: how its tokens are drawn.
 
     Attributes:
         text: of the reply so far; spelled: its tokens, if log probabilities are wanted.
@@ -34,11 +36,13 @@ class Shape:
         stored: bool,
         instructions: str | None,
         logprobs: bool,
+        sampling: Settled,
     ) -> None:
         self.name, self.item = name, "msg_" + name.removeprefix("resp_")
         self.text = ""
         self.spelled: list[Spelled] | None = [] if logprobs else None
         self._asked, self._stored, self._instructions = asked, stored, instructions
+        self._sampling = sampling
         self._created, self._number = int(time.time()), 0
 
     def add(self, text: str, spelled: list[Spelled]) -> None:
@@ -134,10 +138,10 @@ class Shape:
             "usage": None if usage is None else self._usage(usage),
             "store": self._stored,
             "metadata": asked.metadata or {},
-            "temperature": 1.0 if asked.temperature is None else asked.temperature,
-            "top_p": 1.0 if asked.top_p is None else asked.top_p,
-            "presence_penalty": asked.presence_penalty or 0.0,
-            "frequency_penalty": asked.frequency_penalty or 0.0,
+            "temperature": self._sampling.temperature,
+            "top_p": self._sampling.top_p,
+            "presence_penalty": self._sampling.presence_penalty,
+            "frequency_penalty": self._sampling.frequency_penalty,
             "max_output_tokens": asked.max_output_tokens,
             "top_logprobs": asked.top_logprobs or 0,
             "text": {"format": self._format()},

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from engine.budget import Budget
     from mmkv.prompt.qwen_vision import VideoRules
     from mmkv.prompt.video import FrameRule
+    from mmkv.sampling import Settled
     from mmkv.server.lengths import Lengths
 
 
@@ -25,8 +26,8 @@ class Settings:
         max_queue: requests that wait for room; max_running: those that are served at a time.
         max_per_key: requests of one key (or one address, without keys) at a time; None: no limit.
         max_choices: replies to one request (``n``).
-        max_tokens: of a reply whose request does not say; body: most bytes of a request, which has
-            to arrive in body_seconds.
+        max_tokens: of a reply whose request does not say; None: as the checkpoint says.
+        body: most bytes of a request, which has to arrive in body_seconds.
         snapshot_bytes: most bytes of the copies by which chats resume; None: what is free.
         session_folder: where sessions are saved, and idle ones hibernate; None: none are saved.
         idle_folder: where idle ones hibernate without it; None: a temporary one.
@@ -50,7 +51,7 @@ class Settings:
     max_running: int = 8
     max_per_key: int | None = None
     max_choices: int = 8
-    max_tokens: int = 512
+    max_tokens: int | None = None
     body: int = 32 * 2**20
     body_seconds: float = 120.0
     snapshot_bytes: int | None = None
@@ -77,6 +78,7 @@ class Facts:
         root: a hash of what the memory of a conversation depends on: weights, gates, policy,
             cuts, template.
         context: most positions; vocabulary: number of tokens; lengths: bounds texts by them.
+        sampling: of replies whose request does not say.
         shared: whether all sessions compete for the budget.
         sees, watches: whether the model takes pictures, videos; picture_rules, rules: how it scales
             them; frame_rule: which frames of a video it is shown.
@@ -91,6 +93,7 @@ class Facts:
     lengths: Lengths
     sees: bool
     watches: bool
+    sampling: Settled
     shared: bool = False
     rules: VideoRules | None = None
     frame_rule: FrameRule | None = None

@@ -24,6 +24,8 @@ class GenerationFields(Strict):
     temperature: Annotated[Number, Field(ge=0, le=2)] | None = None
     top_p: Annotated[Number, Field(gt=0, le=1)] | None = None
     top_k: TopK | None = None
+    min_p: Annotated[Number, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[Number, Field(gt=0, le=100)] | None = None
     transformers_version: str | None = None
 
 
@@ -47,10 +49,11 @@ def take_generation_config(request: ChatRequest) -> None:
     temperature = 0.0 if given.do_sample is False else given.temperature
     most = request.max_completion_tokens or request.max_tokens or given.max_new_tokens
     request.max_tokens = request.max_tokens or most
-    for name, value in {"temperature": temperature, "top_p": given.top_p}.items():
+    if request.temperature is None:
+        request.temperature = temperature
+    for name in ("top_p", "top_k", "min_p", "repetition_penalty"):
         if getattr(request, name) is None:
-            setattr(request, name, value)
-    request.top_k = given.top_k if request.top_k is None else request.top_k
+            setattr(request, name, getattr(given, name))
 
 
 class LoadRequest(Strict):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-from mmkv.sampling import Sampling
+from mmkv.sampling import Settled
 from mmkv.server.writer import Extras
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class ChatWork:
 
     messages: list[Message]
     root: str
-    sampling: Sampling
+    sampling: Settled
     extras: Extras = field(default_factory=Extras)
     choices: int = 1
     budget: Budget | None = None

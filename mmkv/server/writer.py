@@ -1,4 +1,4 @@
-"""Sampling that OpenAI's API adds: log probabilities, biases, penalties."""
+"""Sampling that OpenAI's API adds: log probabilities, biases, grammars."""
 
 from __future__ import annotations
 
@@ -24,20 +24,16 @@ class Extras:
         top_logprobs: how many of the likeliest tokens are reported; None: no log probabilities.
         bias: added to logits, by token id.
         grammar: what the reply has to follow; see :func:`mmkv.server.grammar.grammar_of`.
-        presence, frequency: taken from the logit of a token that the reply has, once and for each
-            time it has it.
     """
 
     top_logprobs: int | None = None
     bias: dict[int, float] = field(default_factory=dict)
-    presence: float = 0.0
-    frequency: float = 0.0
     grammar: str | None = None
 
     @property
     def changes(self) -> bool:
         """Whether another token may be drawn."""
-        return bool(self.bias or self.presence or self.frequency or self.grammar)
+        return bool(self.bias or self.grammar)
 
 
 @dataclass(frozen=True)
@@ -72,8 +68,7 @@ class ScoredWriter(ReplyWriter):
         self._looks |= extras.changes or extras.top_logprobs is not None
         self.scored: list[Scored] = []
         self._scored_taken = 0
-        self._added: torch.Tensor | None = None  # to the logits [vocab]: bias less penalties
-        self._drawn: set[int] = set()
+        self._added: torch.Tensor | None = None  # to the logits [vocab]
 
     def take_scored(self) -> list[Scored]:
         """Return the rows that are new since the last call."""
@@ -100,10 +95,6 @@ class ScoredWriter(ReplyWriter):
             ).tolist()
             values, tokens = rest[: len(rest) // 2], map(int, rest[len(rest) // 2 :])
             self.scored.append(Scored(token, own, tuple(zip(tokens, values, strict=True))))
-        if self._added is not None:
-            first = token not in self._drawn
-            self._added[token] -= self._extras.frequency + first * self._extras.presence
-            self._drawn.add(token)
         if self._grammar is not None:
             self._grammar.take(token)
         return token

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import typer
 from typer.main import get_command
 
@@ -32,6 +33,7 @@ ON_THE_COMMAND_LINE = [name for name in options() if name not in ("budget", "kv_
         ({"prefill_chunk": -1}, PolicyError, "prefill_chunk is -1"),
         ({"page_size": 0}, PolicyError, "page_size is 0"),
         ({"kv_limit": -1}, PolicyError, "kv_limit is -1"),
+        ({"threads": 0}, PolicyError, "threads is 0; give a whole number of at least 1"),
         ({"lookahead": 0}, PolicyError, "lookahead 0 is not a whole number"),
         ({"lookahead": 1.5}, PolicyError, "lookahead 1.5 is not"),
         ({"lookahead": float("nan")}, PolicyError, "lookahead nan is not"),
@@ -61,6 +63,7 @@ def test_an_unknown_option_is_named() -> None:
         {"device": "cuda"},
         {"dtype": "bfloat16"},
         {"lookahead": 5},
+        {"threads": 2},
         {"model": "somewhere"},
         {"device": "cpu", "gates": "random", "lookahead": 5},
     ],
@@ -116,7 +119,20 @@ def test_an_engine_takes_its_options_from_the_config(folders: dict[str, Path]) -
         assert engine.policy == make_policy("dbtrimkv", 5)
 
 
-@pytest.mark.parametrize("command", ["chat", "mmdu", "bench"])
+def test_an_engine_runs_on_as_many_threads_as_it_is_told(folders: dict[str, Path]) -> None:
+    before = torch.get_num_threads()
+    try:
+        for threads in (2, 1):
+            load(folders["vl"], threads=threads)
+            assert torch.get_num_threads() == threads
+        with pytest.raises(InputError, match="threads is 1000; give at most"):
+            load(folders["vl"], threads=1000)
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("command", ["chat", "mmdu", "bench", "serve"])
 def test_commands_offer_every_option_with_its_default(command: str) -> None:
     made: Any = get_command(app)
     parameters = {parameter.name: parameter for parameter in made.commands[command].params}
@@ -141,6 +157,7 @@ def test_lmms_eval_takes_every_option_as_text() -> None:
         "gates": "random",
         "device": "cpu",
         "dtype": "float32",
+        "threads": "1",
     }
     assert set(texts) == set(options()) - {"model", "kv_limit"}
     made = Settings.of({"pretrained": "here", **texts}).engine
@@ -157,6 +174,7 @@ def test_lmms_eval_takes_every_option_as_text() -> None:
         gates="random",
         device="cpu",
         dtype="float32",
+        threads=1,
     )
     assert Settings.of({"pretrained": "here"}).engine == EngineConfig(model="here")
 

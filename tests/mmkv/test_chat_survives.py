@@ -38,14 +38,14 @@ pytest_plugins = ("tests.support.cli_fixtures",)
 # Where a turn of the chat may fail, in the order of the turn.
 PLACES = (
     (mmkv.turn, "take_media"),
-    (ChatTemplate, "addition"),
+    (ChatTemplate, "render"),
     (mmkv.turn, "load_image"),
     (QwenProcessor, "encode"),
     (RaggedCache, "fork"),
     (Decoder, "embed_turn"),
     (Decoder, "forward"),
     (Decoder, "logits"),
-    (ReplyWriter, "advance"),
+    (ReplyWriter, "begin"),
     (ReplyWriter, "take"),
     (mmkv.session, "step"),
     (mmkv.session.Session, "memory"),

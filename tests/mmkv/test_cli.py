@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,8 +31,9 @@ def test_only_the_answer_is_on_stdout(mmkv: Callable[..., Ran], model: str, pict
     ran = mmkv("chat", model, "--image", picture, "-p", "what?", "--budget", "8", *FEW)
     assert ran.code == 0
     notes = ran.err.splitlines()
-    assert len(notes) == 2 and "streamingllm" in notes[0], ran.err
-    kept = re.search(r"kept ([\d,]+) of ([\d,]+) entries .* physical", notes[1])
+    assert len(notes) == 3 and "streamingllm" in notes[0], ran.err
+    assert "cut off after 6 tokens; --max-new-tokens" in notes[1]
+    kept = re.search(r"kept ([\d,]+) of ([\d,]+) entries .* physical", notes[2])
     assert kept is not None and kept[1] == "32"  # 8 x 2 layers x 2 heads
     report = mmkv("chat", model, "--image", picture, "-p", "what?", "--budget", "8", "--json", *FEW)
     assert ran.out == json.loads(report.out)["text"] + "\n"
@@ -49,6 +51,29 @@ def test_streaming_whole_piped_and_quiet_give_the_same(
     ):
         assert mmkv("chat", model, *arguments, *FEW, stdin=stdin).out == asked.out
     assert mmkv("chat", model, "-p", "hello", "-q", *FEW).err == ""
+
+
+def test_the_checkpoints_generation_config_is_followed_and_can_be_left_out(
+    mmkv: Callable[..., Ran], model: str, tmp_path: Path
+) -> None:
+    asked = "chat", model, "-p", "hello", "--stats"
+    plain = mmkv(*asked, "--max-new-tokens", "20")
+    speed = r"20 tokens at [\d.]+ tokens/s, the first after [\d.]+ s; \d+ tokens read"
+    assert re.search(speed, plain.err)
+    own = tmp_path / "model"
+    shutil.copytree(model, own)
+    file = {"repetition_penalty": 1.3, "max_new_tokens": 20, "num_beams": 4, "temperature": 0.5}
+    (own / "generation_config.json").write_text(json.dumps(file))
+    asked = "chat", str(own), "-p", "hello"
+    followed = mmkv(*asked)
+    assert followed.out != plain.out and followed.out == mmkv(*asked, "--temperature", "0").out
+    assert "says: repetition_penalty 1.3, max_new_tokens 20;" in followed.err
+    assert followed.err.count("asks for num_beams, which mmkv does not follow") == 1
+    assert mmkv(*asked, "--repeat-penalty", "1").out == plain.out
+    left = mmkv(*asked, "--no-generation-config", "--max-new-tokens", "20")
+    assert left.out == plain.out and "generation_config" not in left.err
+    wrong = mmkv(*asked, "--min-p", "2")
+    assert wrong.code == 2 and "min_p is 2.0; it must be 0 (off) to 1" in wrong.err
 
 
 def test_json_numbers_are_consistent(mmkv: Callable[..., Ran], model: str, picture: str) -> None:

@@ -166,7 +166,7 @@ class Terminal(io.StringIO):
 class Session:
     """Says ``**yes**``, and then raises ``error`` if one is given."""
 
-    note, last = None, SimpleNamespace(text="**yes**", finish_reason="eos")
+    note, last = None, SimpleNamespace(text="**yes**", finish_reason="eos", token_ids=[1])
 
     def __init__(self, error: BaseException | None) -> None:
         self.history: list[Any] = []

@@ -55,17 +55,20 @@ class GraphRunner:
         generated: list[list[int]] = [[] for _ in sessions]
         going = list(range(len(sessions)))
         token = list(token_ids)
+        drawn = None if draws is None else list(draws)
         for start in range(0, steps, MOST_STEPS):
             part = self._replay(
                 [sessions[i] for i in going],
                 [token[i] for i in going],
                 min(MOST_STEPS, steps - start),
                 tuple(stop),
-                None if draws is None else [draws[i] for i in going],
+                None if drawn is None else [drawn[i] for i in going],
             )
             for index, tokens in zip(going, part, strict=True):
                 generated[index] += tokens
                 token[index] = tokens[-1]
+                if drawn is not None:
+                    drawn[index] = drawn[index].after([one for one in tokens if one >= 0])
             going = [index for index in going if generated[index][-1] not in (*stop, BROKEN)]
             if not going:
                 break
@@ -84,7 +87,8 @@ class GraphRunner:
         cache = self.engine.cache
         most = self._make_room(sessions, steps)
         batch = 1 << (len(sessions) - 1).bit_length()
-        step, graph = self._step(batch, stop, draws is not None, most)
+        penalised = draws is not None and any(draw.penalises for draw in draws)
+        step, graph = self._step(batch, stop, draws is not None, most, penalised)
         self._fill(step, sessions, token_ids, draws)
         try:
             for _ in range(steps):
@@ -108,7 +112,10 @@ class GraphRunner:
                 "above its budget; this is a bug in mmkv, decode it step by step"
             )
         rows = step.generated[: len(sessions), :steps].tolist()
-        return [[token for token in row if token != -1] for row in rows]
+        made = [[token for token in row if token != -1] for row in rows]
+        for session, token, row in zip(sessions, token_ids, made, strict=True):
+            session.note_ids([token, *row[:-1]])  # what came last has not been appended
+        return made
 
     def _make_room(self, sessions: Sequence[CachedSequence], steps: int) -> int:
         """Pages and table columns for all steps, so that nothing has to grow in between.
@@ -134,15 +141,20 @@ class GraphRunner:
         return largest if self.engine.policy.evicts else 1
 
     def _step(
-        self, batch: int, stop: tuple[int, ...], drawn: bool, entries: int
+        self,
+        batch: int,
+        stop: tuple[int, ...],
+        drawn: bool,
+        entries: int,
+        penalised: bool = False,
     ) -> tuple[StaticStep, torch.cuda.CUDAGraph | None]:
-        key = (batch, stop, drawn)
+        key = (batch, stop, drawn, penalised)
         known = self._steps.get(key)
         if known is None or not known[0].fits(entries):
             # Graphs of the old pool go first: they hold its memory.
             self._steps = {k: v for k, v in self._steps.items() if k != key and v[0].fits()}
             most = 1 << (entries - 1).bit_length()  # captures are slow: room to grow
-            step = StaticStep(self.engine, batch, MOST_STEPS, stop, drawn, most)
+            step = StaticStep(self.engine, batch, MOST_STEPS, stop, drawn, most, penalised)
             self._steps[key] = known = (step, _captured(step))
         return known
 
@@ -175,6 +187,8 @@ class GraphRunner:
             for name, column in vars(settings).items():
                 getattr(step.columns, name)[: len(draws)] = column
             step.seed[: len(draws)] = seed
+            if step.said is not None:
+                step.said.fill(draws)
 
 
 def _captured(step: StaticStep) -> torch.cuda.CUDAGraph | None:

@@ -20,7 +20,14 @@ from engine.backends.cuda.kernels.append import Rows, empty_room, make_room
 from engine.backends.cuda.kernels.decode_attention import decode_attention, empty_partials
 from engine.backends.cuda.kernels.evict import empty_eviction, evict
 from engine.backends.cuda.kernels.norm import rms_norm
-from engine.backends.cuda.kernels.sample import SamplingColumns, guard, sample, uniform
+from engine.backends.cuda.kernels.sample import (
+    Said,
+    SamplingColumns,
+    guard,
+    penalise,
+    sample,
+    uniform,
+)
 from engine.backends.cuda.kernels.store import Readout, store_layer
 from engine.backends.cuda.kernels.swiglu import swiglu
 from engine.backends.cuda.kernels.worklist import (
@@ -55,6 +62,7 @@ class StaticStep:
         least_dropped: ``[B]`` int64, the smallest result of an eviction since it was zeroed: -1
             where a batch slot had to evict and could not.
         seed: ``[B]`` int64; columns: settings of the draw, or None for greedy decoding.
+        said: what penalties look at, or None without them.
     """
 
     def __init__(
@@ -65,6 +73,7 @@ class StaticStep:
         stop: Sequence[int],
         drawn: bool,
         most_entries: int,
+        penalised: bool = False,
     ) -> None:
         self.engine, self.batch, self.most_entries = engine, batch, most_entries
         spec, cache, device = engine.spec, engine.cache, engine.device
@@ -102,8 +111,10 @@ class StaticStep:
         self.broken = torch.zeros(batch, dtype=torch.bool, device=device)
         self.columns: SamplingColumns | None = None
         if drawn:
-            ones = torch.ones(batch, device=device)
-            self.columns = SamplingColumns(ones, integers(batch), ones.clone())
+            self.columns = SamplingColumns.idle(batch, device)
+        self.said: Said | None = None
+        if penalised:
+            self.said = Said.empty(batch, engine.decoder.weights.head.shape[0], device)
 
     def fits(self, entries: int = 0) -> bool:
         """Whether a slot may hold so many entries, and pool and tables are still the same ones."""
@@ -189,7 +200,11 @@ class StaticStep:
         if self.columns is None:
             token = logits.argmax(-1)
         else:
+            if self.said is not None:
+                logits = penalise(logits, self.columns, self.said)
             token = sample(logits, self.columns, uniform(self.seed, self.seen))
+            if self.said is not None:
+                self.said.add(token, live)
         chosen = token.where(~self.broken, BROKEN).where(live, -1)
         self.generated.scatter_(1, self.index.expand(self.batch)[:, None], chosen[:, None])
         self.index += 1

@@ -184,7 +184,7 @@ def test_batch_slots_have_their_own_settings() -> None:
         Sampling(temperature=0.5, top_k=40, top_p=0.9),
         Sampling(temperature=0.0, top_k=4),
     ]
-    draws = [Draw(s.temperature, s.top_k, s.top_p) for s in setting]
+    draws = [Draw(s.temperature or 0.0, s.top_k or 0, s.top_p or 1.0) for s in setting]
     batch_slots, _ = columns_of(draws, DEVICE)
     for step in range(50):
         noise = uniform(torch.arange(6, device=DEVICE), torch.full((6,), step, device=DEVICE))

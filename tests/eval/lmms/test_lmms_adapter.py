@@ -13,6 +13,7 @@ from eval.lmms.gen_kwargs import sampling_of, stop_strings
 from eval.lmms.messages import Frames, conversation, keys, visual_part
 from eval.lmms.pixels import FrameRules
 from eval.lmms.settings import Settings
+from mmkv.generation_config import Generation, generation_of
 from mmkv.prompt.media import load_image
 from mmkv.prompt.processing import Processor
 from mmkv.prompt.template import ChatTemplate
@@ -45,23 +46,41 @@ def test_model_arguments_have_their_types() -> None:
 
 
 def test_generation_kwargs_follow_the_built_in_adapter() -> None:
-    made, ignored = sampling_of({"until": ["\n\n"], "image_aspect_ratio": "pad"}, 7, {}, True)
+    made, ignored = sampling_of(
+        {"until": ["\n\n"], "image_aspect_ratio": "pad"}, 7, Generation(), True
+    )
     assert (made.max_new_tokens, made.temperature, made.stop) == (128, 0.0, ())
     assert ignored == ["image_aspect_ratio"]
     # Greedy whatever top_p says; some tasks write 0.
-    made, _ = sampling_of({"temperature": 0, "top_p": 0, "do_sample": True}, 7, {"top_k": 50}, True)
+    given = {"temperature": 0, "top_p": 0, "do_sample": True}
+    made, _ = sampling_of(given, 7, Generation(), True)
     assert (made.temperature, made.top_p, made.top_k) == (0.0, 1.0, 0)
-    own = {"top_p": 0.8, "top_k": 20}
+    own = generation_of({"top_p": 0.8, "top_k": 20, "repetition_penalty": 1.05}, 2048)
     made, _ = sampling_of({"temperature": 0.7, "top_p": 0.9, "max_new_tokens": 5}, 7, own, True)
     assert (made.top_p, made.top_k, made.max_new_tokens, made.seed) == (0.9, 20, 5, 7)
-    assert sampling_of({"until": ["stop"]}, 7, {}, False)[0].stop == ()
+    assert sampling_of({"until": ["stop"]}, 7, own, False)[0].stop == ()
+
+
+def test_what_a_task_does_not_say_is_the_checkpoints_as_in_transformers() -> None:
+    """Penalties in greedy decoding, too; the draw only where the task samples."""
+    file = {"do_sample": True, "temperature": 0.6, "repetition_penalty": 1.05, "max_new_tokens": 9}
+    own = generation_of(file, 2048)
+    made, ignored = sampling_of({"do_sample": False}, 7, own, True)
+    assert (made.temperature, made.repetition_penalty, made.max_new_tokens) == (0.0, 1.05, 128)
+    assert sampling_of({}, 7, own, True)[0].temperature == 0
+    made, ignored = sampling_of(
+        {"do_sample": True, "repetition_penalty": 1, "min_p": 0.1}, 7, own, True
+    )
+    assert (made.temperature, made.top_k, made.min_p, made.repetition_penalty) == (0.6, 50, 0.1, 1)
+    assert ignored == []
+    assert sampling_of({"temperature": 1}, 7, Generation(), True)[0].top_k == 50
 
 
 @pytest.mark.parametrize("name", ["num_beams", "num_return_sequences"])
 def test_several_sequences_are_refused(name: str) -> None:
-    assert sampling_of({name: 1}, 0, {}, True)[1] == []
+    assert sampling_of({name: 1}, 0, Generation(), True)[1] == []
     with pytest.raises(InputError, match=f"{name}=4; mmkv decodes one sequence"):
-        sampling_of({name: 4}, 0, {}, True)
+        sampling_of({name: 4}, 0, Generation(), True)
 
 
 def test_blank_lines_do_not_stop() -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList, StoppingCriteriaList, TextIteratorStreamer
 
 import mmkv.hf.loop
+from engine.backends.cuda.kernels.sample import Draw, columns_of, sample
 from mmkv.hf import retain
 from tests.support.chat_models import picture, save_llama, save_llava
 from tests.support.factories import pad_left
@@ -239,6 +240,65 @@ def test_steps_in_bursts(monkeypatch: pytest.MonkeyPatch) -> None:
         greedy(model, inputs, repetition_penalty=1.2)
         greedy(model, inputs, max_time=60.0)
         assert counted == []
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"top_k": 5},
+        {"top_k": 0, "top_p": 0.6},
+        {"temperature": 0.7, "top_k": 9, "top_p": 0.8},
+        {"top_k": 0, "min_p": 0.2},
+        {"temperature": 1.3, "top_k": 12, "top_p": 0.9, "min_p": 0.1},
+    ],
+    ids=str,
+)
+def test_bursts_draw_from_the_distribution_of_transformers(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the graph's sampler is given, against the processors that transformers made."""
+    model, inputs = model_of("qwen3_vl"), batch()
+    draws: list[Draw] = []
+    chains: list[LogitsProcessorList] = []
+    prepared = mmkv.hf.loop._Burst.of.__func__
+
+    def seen(cls: Any, engine: Any, how: Any, rows: int) -> Any:
+        chains.append(how.processors)
+        return prepared(cls, engine, how, rows)
+
+    with retain(model, **FULL) as handle:
+        many = handle.engine.decode_many
+        monkeypatch.setattr(mmkv.hf.loop, "in_bursts", lambda engine: True)
+        monkeypatch.setattr(mmkv.hf.loop._Burst, "of", classmethod(seen))
+        monkeypatch.setattr(
+            handle.engine, "decode_many", lambda *call: draws.extend(call[4]) or many(*call)
+        )
+        greedy(model, inputs, do_sample=True, **settings)
+    assert draws and len(chains) == 1
+    row = 3 * torch.randn(1, 60, generator=torch.Generator().manual_seed(1))
+    wanted = chains[0](inputs["input_ids"], row.clone()).softmax(-1)[0]
+    count = 2000
+    columns, _ = columns_of([draws[0]] * count, row.device)
+    noise = (torch.arange(count, dtype=torch.float64) + 0.5) / count
+    shares = torch.bincount(sample(row.expand(count, -1), columns, noise), minlength=60) / count
+    assert ((shares - wanted).abs() <= 2 / count).all() and not shares[wanted == 0].any()
+
+
+def test_processors_in_another_order_look_at_every_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The graph's sampler has one order: the user's own top-p before top-k goes step by step."""
+    model, inputs = model_of("qwen3_vl"), batch()
+    own = [transformers.TopPLogitsWarper(0.5), transformers.TopKLogitsWarper(3)]
+
+    def run() -> Tensor:
+        torch.manual_seed(5)
+        chain = LogitsProcessorList(own)
+        return greedy(model, inputs, do_sample=True, top_k=0, logits_processor=chain)
+
+    wanted = run()
+    with retain(model, **FULL) as handle:
+        monkeypatch.setattr(mmkv.hf.loop, "in_bursts", lambda engine: True)
+        monkeypatch.setattr(handle.engine, "decode_many", None)  # not callable
+        assert torch.equal(run(), wanted)
 
 
 def test_a_reply_ends_at_the_last_position() -> None:

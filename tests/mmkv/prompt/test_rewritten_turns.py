@@ -16,6 +16,7 @@ import torch
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
+from engine.read_ids import with_ids
 from mmkv import Engine, Session
 from mmkv.prompt.template import REWRITES, ChatTemplate
 from mmkv.scheduler.replies import ReplyJob, message
@@ -134,6 +135,8 @@ def test_a_session_holds_what_a_fresh_rendering_holds(
             )["input_ids"]
             prompt = held_ids(session)[: len(wanted)]
             assert prompt == wanted
+            # What was let go counts no more for penalties.
+            assert session.read_ids == with_ids(0, held_ids(session))
             with engine.session() as fresh:
                 exact = fresh.prefill({"input_ids": torch.tensor([wanted])})
             torch.testing.assert_close(logits, exact, atol=1e-5, rtol=1e-5)

@@ -129,6 +129,51 @@ def test_sampling_follows_the_request(server: Server) -> None:
     assert text_of(once) != text_of(replied(server, "go on", max_tokens=20))
 
 
+def test_the_checkpoints_generation_config_is_the_default(tmp_path: Path) -> None:
+    own = save_qwen3_vl(tmp_path)
+    config = {"do_sample": False, "repetition_penalty": 1.4, "max_new_tokens": 12}
+    (own / "generation_config.json").write_text(json.dumps(config))
+    talk = [{"role": "user", "content": "go on"}]
+    engine = load(own)
+    (wanted,), plain = (
+        engine.generate(talk),
+        engine.generate(talk, Sampling.greedy(max_new_tokens=9)),
+    )
+    with serving(lambda: load(own)) as made:
+
+        def reply(**fields: Any) -> dict[str, Any]:
+            body = {"model": MODEL, "messages": talk} | fields
+            return made.client.post("/v1/chat/completions", json=body).json()
+
+        answer = reply()
+        assert text_of(answer) == wanted.text and wanted.text != plain[0].text
+        assert answer["usage"]["completion_tokens"] == 12
+        off = reply(repetition_penalty=1, max_tokens=9)
+        assert text_of(off) == plain[0].text
+        drawn = [text_of(reply(temperature=2, seed=seed)) for seed in range(3)]
+        assert len(set(drawn)) > 1
+        assert text_of(reply(temperature=2, min_p=1)) == wanted.text  # the likeliest alone
+        for field, value in (("min_p", 1.5), ("repetition_penalty", 0)):
+            assert reply(**{field: value})["error"]["param"] == field
+        config = json.dumps({"repetition_penalty": 1.0, "max_new_tokens": 9})
+        assert text_of(reply(generation_config=config)) == plain[0].text
+        body = {"model": MODEL, "input": "go on"}
+        shown = made.client.post("/v1/responses", json=body).json()
+        assert shown["output"][0]["content"][0]["text"] == wanted.text
+        assert shown["temperature"] == 0 and shown["presence_penalty"] == 0
+
+
+def test_log_probabilities_show_half_characters_as_bytes(server: Server) -> None:
+    """The vocabulary is bytes: each token has one, whatever it is part of."""
+    answer = replied(server, "go on", max_tokens=20, logprobs=True, top_logprobs=2)
+    rows = answer["choices"][0]["logprobs"]["content"]
+    assert all(len(row["bytes"]) == 1 for row in rows if not row["token"].startswith("<|"))
+    joined = bytes(byte for row in rows for byte in row["bytes"])
+    said = joined.decode("utf-8", errors="replace")
+    assert said.startswith(text_of(answer)) or said == text_of(answer)
+    assert any(byte > 127 for byte in joined)
+
+
 def test_replies_follow_a_schema(server: Server) -> None:
     """The model is random; what it says is JSON of the schema all the same."""
     schema = {

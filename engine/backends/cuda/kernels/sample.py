@@ -6,11 +6,14 @@ on the order of summation nor on the device, and a scan on the GPU cannot change
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
+
+from engine.read_ids import mask_of, with_ids
 
 
 @dataclass(frozen=True)
@@ -21,21 +24,64 @@ class SamplingColumns:
         temperature: float32; 0 takes the likeliest token (the first of equals).
         top_k: int64; 0 is off. Tokens as likely as the k-th stay too.
         top_p: float32; 1 is off.
+        min_p: float32, the least probability as a share of the likeliest token's; 0 is off.
+        repetition: float32, divides positive logits of ids that were read and multiplies negative
+            ones; 1 is off.
+        presence, frequency: float32, taken from the logit of a token that the reply has, once and
+            for each time it has it; 0 is off.
     """
 
     temperature: Tensor
     top_k: Tensor
     top_p: Tensor
+    min_p: Tensor
+    repetition: Tensor
+    presence: Tensor
+    frequency: Tensor
+
+    @classmethod
+    def idle(cls, batch: int, device: torch.device) -> SamplingColumns:
+        """Return columns that change nothing and draw at temperature 1."""
+        return columns_of([Draw()] * batch, device)[0]
 
 
 @dataclass(frozen=True)
 class Draw:
-    """How one sequence's tokens are drawn; see :class:`SamplingColumns`. ``seed``: of its noise."""
+    """How one sequence's tokens are drawn; see :class:`SamplingColumns`.
+
+    Attributes:
+        seed: of its noise.
+        read: a bit for each id that stands before the next token (:mod:`engine.read_ids`).
+        counts: how often the reply has each id so far.
+    """
 
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0
+    repetition: float = 1.0
+    presence: float = 0.0
+    frequency: float = 0.0
     seed: int = 0
+    read: int = field(default=0, repr=False)
+    counts: Mapping[int, int] = field(default_factory=dict, repr=False)
+
+    @property
+    def penalises(self) -> bool:
+        """Whether logits depend on the tokens before."""
+        return self.repetition != 1 or bool(self.presence or self.frequency)
+
+    @property
+    def plain(self) -> bool:
+        """Whether the likeliest token by the model's own logits is taken."""
+        return self.temperature == 0 and not self.penalises
+
+    def after(self, tokens: Sequence[int]) -> Draw:
+        """Return how the next token is drawn when the reply has gone on with ``tokens``."""
+        if not self.penalises:
+            return self
+        counts = Counter(self.counts) + Counter(tokens)
+        return replace(self, read=with_ids(self.read, tokens), counts=counts)
 
 
 def columns_of(draws: Sequence[Draw], device: torch.device) -> tuple[SamplingColumns, Tensor]:
@@ -52,8 +98,62 @@ _DTYPES = {
     "temperature": torch.float32,
     "top_k": torch.int64,
     "top_p": torch.float32,
+    "min_p": torch.float32,
+    "repetition": torch.float32,
+    "presence": torch.float32,
+    "frequency": torch.float32,
     "seed": torch.int64,
 }
+
+
+@dataclass(frozen=True)
+class Said:
+    """What penalties look at, on the device.
+
+    Attributes:
+        read: bool ``[B, vocab]``, which ids stand before the next token.
+        count: float32 ``[B, vocab]``, how often the reply has each.
+    """
+
+    read: Tensor
+    count: Tensor
+
+    @classmethod
+    def empty(cls, batch: int, vocab: int, device: torch.device) -> Said:
+        """Return that of sequences without a token."""
+        read = torch.zeros(batch, vocab, dtype=torch.bool, device=device)
+        return cls(read, torch.zeros(batch, vocab, device=device))
+
+    def fill(self, draws: Sequence[Draw]) -> None:
+        """Set the first rows to what stands before the next tokens; nothing is read back."""
+        vocab = self.read.shape[1]
+        for row, draw in enumerate(draws):
+            if not draw.penalises:
+                continue
+            self.read[row] = torch.from_numpy(mask_of(draw.read, vocab)).to(self.read.device)
+            # Made whole on the host: an index would have to be copied, too.
+            counts = torch.zeros(vocab)
+            if draw.counts:
+                counts[list(draw.counts)] = torch.tensor([*draw.counts.values()]).float()
+            self.count[row] = counts.to(self.count.device)
+
+    def add(self, token: Tensor, live: Tensor) -> None:
+        """Note the tokens ``[B]`` int64 of the rows that are ``live`` (bool ``[B]``)."""
+        at, live = token[:, None], live[:, None]
+        self.read.scatter_(1, at, self.read.gather(1, at) | live)
+        self.count.scatter_add_(1, at, live.float())
+
+
+def penalise(logits: Tensor, columns: SamplingColumns, said: Said) -> Tensor:
+    """Return logits ``[B, vocab]`` float32 after repetition, then presence and frequency penalties.
+
+    The first is that of CTRL (Keskar et al., arXiv 1909.05858) as transformers computes it, over
+    prompt and reply; the others are OpenAI's, over the reply.
+    """
+    by = columns.repetition[:, None]
+    logits = torch.where(said.read, torch.where(logits < 0, logits * by, logits / by), logits)
+    less = said.count * columns.frequency[:, None]
+    return logits - less - (said.count > 0) * columns.presence[:, None]
 
 
 def guard(logits: Tensor, never: Tensor) -> Tensor:
@@ -87,7 +187,7 @@ def sample(logits: Tensor, columns: SamplingColumns, noise: Tensor) -> Tensor:
     """Draw a token per batch slot, from the distribution of :func:`mmkv.sampling.distribution`.
 
     Temperature, then top-k, then top-p over what top-k left (the smallest set of likeliest
-    tokens that reaches ``top_p``).
+    tokens that reaches ``top_p``), then min-p.
 
     Args:
         logits: ``[B, vocab]`` float32.
@@ -111,6 +211,7 @@ def sample(logits: Tensor, columns: SamplingColumns, noise: Tensor) -> Tensor:
     before, mass = weight.cumsum(-1) - weight, weight.sum(-1, keepdim=True)
     top_p = columns.top_p[:, None].double()
     kept = (before < mass * top_p) | (top_p >= 1)
+    kept &= weight >= columns.min_p[:, None].double() * weight[:, :1]
     drawn = token.gather(1, _place(weight * kept, noise))[:, 0]
     return torch.where(columns.temperature > 0, drawn, logits.argmax(-1))
 
