@@ -5,6 +5,7 @@ from eval.fuzz.targets.api import PythonApi
 from eval.fuzz.targets.checkpoints import Checkpoints
 from eval.fuzz.targets.command_line import CommandLine
 from eval.fuzz.targets.dialogues import Benchmark, TrainingRows
+from eval.fuzz.targets.faults import Heads, StoreFaults
 from eval.fuzz.targets.gates import GateFiles
 from eval.fuzz.targets.http import HttpBodies
 from eval.fuzz.targets.pictures import Pictures
@@ -24,5 +25,7 @@ TARGETS: dict[str, type[Target]] = {
         TrainingRows,
         PythonApi,
         HttpBodies,
+        Heads,
+        StoreFaults,
     )
 }
