@@ -12,6 +12,8 @@ import httpx
 import pytest
 
 from mmkv import Engine
+from mmkv.server.work import ChatWork
+from mmkv.server.worker import Request, Worker
 from tests.support.chat_models import picture, save_qwen3_vl
 from tests.support.servers import Server, asked, picture_part, serving
 
@@ -32,7 +34,7 @@ def load(folder: Path) -> Engine:
 
 @pytest.fixture(scope="module")
 def open_server(folder: Path) -> Iterator[Server]:
-    with serving(lambda: load(folder), cors=(ORIGIN,), api_keys=("one",)) as made:
+    with serving(lambda: load(folder), cors=(ORIGIN,), api_keys=("one", "two")) as made:
         yield made
 
 
@@ -88,6 +90,25 @@ def test_pieces_of_a_stream_have_the_usage_that_was_asked_for(server: Server, as
         return
     assert [one["usage"] for one in pieces[:-1]] == [None] * (len(pieces) - 1)
     assert pieces[-1]["usage"]["total_tokens"] > 0 and pieces[-1]["choices"] == []
+
+
+def test_a_user_of_another_key_is_another_user(
+    open_server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Turns are taken by key and ``user``: one name under two keys has two."""
+    users, submit = [], Worker.submit
+
+    async def noted(self: Worker, work: ChatWork, user: str) -> Request:
+        users.append(user)
+        return await submit(self, work, user)
+
+    monkeypatch.setattr(Worker, "submit", noted)
+    for key, user in (("one", "ann"), ("two", "ann"), ("one", "bob"), ("one", "ann")):
+        headers = {"Authorization": f"Bearer {key}"}
+        body = asked("what?", user=user, max_tokens=1)
+        answer = open_server.client.post("/v1/chat/completions", json=body, headers=headers)
+        assert answer.status_code == 200
+    assert len(set(users[:3])) == 3 and users[3] == users[0]
 
 
 def shown(server: Server, url: str) -> httpx.Response:
