@@ -299,6 +299,7 @@ TABLES: dict[str, Callable[[Path], Rows]] = {
     "serving-speed": serving.speed,
     "serving-overload": serving.overload,
     "serving-soak": serving.soak,
+    "serving-floods": serving.floods,
     "serving-long-dialogue": serving.long_dialogue,
     "compare-dense": _leaderboard("compare-tiny-vlm-dense"),
     "compare-sparse": _leaderboard("compare-tiny-vlm-sparse"),

@@ -119,8 +119,9 @@ class RaggedCache:
         then, and :meth:`free_lost` does the rest.
         """
         made = Owner(seq)
-        self._marks[seq] = _Mark(made, self.lost.append)
-        self._marks[seq].seq = seq
+        mark = _Mark(made, self.lost.append)
+        mark.seq = seq
+        self._marks[seq] = mark
         return made
 
     def free_lost(self) -> None:

@@ -86,6 +86,50 @@ def soak(results: Path) -> Iterator[Sequence[str]]:
         yield [words, shown[key]]
 
 
+def floods(results: Path) -> Iterator[Sequence[str]]:
+    """Yield what a server took before its bounds, and with them."""
+    pages = [_results(results, f"serving-floods{end}") for end in ("-before", "")]
+    yield ["", "without", "with the bounds"]
+
+    def mib(phase: str, key: str) -> list[str]:
+        return [f"{page[phase][key] / 2**20:,.1f}" for page in pages]
+
+    now = pages[-1]
+    heads, idle, body = (now[name] for name in ("heads", "idle", "values"))
+    shared = f"{now['queued']['body'] / 2**20:.0f} MiB"
+    yield [f"{heads['heads']} heads of 1 MiB: memory, MiB", *mib("heads", "rss")]
+    silent = f"{idle['connections']} silent connections, {idle['descriptors']} descriptors"
+    yield [
+        f"{silent}: longest time without an answer, s",
+        *(f"{page['idle']['locked_out_s']:.1f}" for page in pages),
+    ]
+    yield [
+        "... the log, bytes a minute",
+        *(f"{page['idle']['log_bytes_a_minute']:,.0f}" for page in pages),
+    ]
+    yield [f"{body['body'] / 2**20:.0f} MiB of empty lists: memory, MiB", *mib("values", "rss")]
+    yield [
+        "... another stream stands, s",
+        *(f"{page['values']['stall_s']:.1f}" for page in pages),
+    ]
+    yield [
+        f"{now['queued']['pictures']} chats of {shared} wait: memory, MiB",
+        *mib("queued", "rss"),
+    ]
+    yield [
+        f"{now['unread']['streams']} scored streams that nobody reads: memory, MiB",
+        *mib("unread", "rss"),
+    ]
+    yield [
+        "the folder of idle memories is gone: chats refused",
+        *(
+            f"{page['vanished']['chats'].get('503', 0)} of "
+            f"{sum(page['vanished']['chats'].values())}"
+            for page in pages
+        ),
+    ]
+
+
 def long_dialogue(results: Path) -> Iterator[Sequence[str]]:
     """Yield what the turns of dialogues of 50 pictures read, and their times."""
     found = _results(results, "serving-long-dialogue")

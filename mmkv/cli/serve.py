@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -88,6 +89,22 @@ def serve(
             rich_help_panel=_SERVER,
         ),
     ] = None,
+    cors_origin: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Origin of web pages that may ask this server, such as https://chat.example; * is "
+            "all. Repeatable. Default: none but its own page.",
+            rich_help_panel=_SERVER,
+        ),
+    ] = None,
+    open_metrics: Annotated[
+        bool,
+        typer.Option(
+            "--open-metrics",
+            help="/metrics needs no key, though others do: it tells how much is asked.",
+            rich_help_panel=_SERVER,
+        ),
+    ] = False,
     max_queue: Annotated[
         int, typer.Option(help="Requests that may wait.", min=1, rich_help_panel=_SERVER)
     ] = 64,
@@ -213,6 +230,8 @@ def serve(
         name=name or Path(model).name or model,
         api_keys=tuple(api_key or ()),
         key_weights=weights,
+        open_metrics=open_metrics,
+        cors=_origins(cors_origin or []),
         hosts=_hosts(allowed_host or []),
         max_queue=max_queue,
         max_running=max_running,
@@ -277,6 +296,17 @@ def _hosts(names: list[str]) -> tuple[str, ...]:
         return host_names(names)
     except InputError as error:
         raise UsageError(f"--allowed-host: {error}") from error
+
+
+def _origins(given: list[str]) -> tuple[str, ...]:
+    """Return origins as browsers name them. Raises UsageError."""
+    for one in given:
+        if one != "*" and not re.fullmatch(r"https?://[^/?#@\s]+", one):
+            raise UsageError(
+                f"--cors-origin {one!r} is no origin; give scheme, host and port alone, such as "
+                "https://chat.example"
+            )
+    return tuple(given)
 
 
 def _weights(given: list[float], keys: list[str], shared: bool) -> tuple[float, ...]:

@@ -44,6 +44,7 @@ MAX_PIXELS = 120_000_000
 # In the info of a loaded picture: that it has the size which its message asks for, and what the
 # user is to be told of it.
 SIZED, NOTE = "mmkv.sized", "mmkv.note"
+_URL_SAFE = bytes.maketrans(b"-_", b"+/")  # of the other alphabet that base64 has
 _PIECE = 64 * 2**10
 _LONGEST_NAME = 150
 _pixel_limit = MAX_PIXELS
@@ -97,14 +98,14 @@ def notes(pictures: Sequence[Image], clips: Sequence[Any] = ()) -> list[str]:
 def describe(source: object) -> str:
     """Name a source for messages (a data: URI can be megabytes long, a URL thousands)."""
     text = str(source)
-    if text.startswith("data:"):
-        return text.split(",", 1)[0][:40] + ",..."
+    if _is_data(text):
+        return text[:200].split(",", 1)[0][:40] + ",..."
     return text if len(text) <= _LONGEST_NAME else f"{text[:_LONGEST_NAME]}..."
 
 
 def check_source(source: str) -> None:
     """Raise InputError when ``source`` is a path at which there is no file; fetches nothing."""
-    if not source.startswith("data:") and not _is_url(source):
+    if not _is_data(source) and not _is_url(source):
         _require_file(user_path(source), source)
 
 
@@ -126,7 +127,7 @@ def local_file(source: str | Path) -> Iterator[Path]:
 
 
 def _read(source: str, name: str) -> bytes:
-    if source.startswith("data:"):
+    if _is_data(source):
         content = data_uri_content(source)
     elif _is_url(source):
         content = _fetch(source, MAX_IMAGE_BYTES, IMAGE_DEADLINE_S)
@@ -158,6 +159,10 @@ def _require_file(path: Path, name: str) -> None:
         raise InputError(f"{name} is no regular file; copy what it gives to one and name that")
 
 
+def _is_data(source: str) -> bool:
+    return source[:5].lower() == "data:"
+
+
 def _is_url(source: str) -> bool:
     return source.lower().startswith(("http://", "https://"))
 
@@ -170,10 +175,11 @@ def data_uri_content(source: str) -> bytes:
     if len(payload) > MAX_IMAGE_BYTES * 4 // 3 + 4:
         raise InputError(f"the data: URI is larger than {MAX_IMAGE_BYTES >> 20} MiB; shrink it")
     raw = urllib.parse.unquote_to_bytes(payload)
-    if not header.endswith(";base64"):
+    if not header.rstrip().lower().endswith(";base64"):
         return raw
     try:
-        return base64.b64decode(b"".join(raw.split()), validate=True)
+        plain = b"".join(raw.split()).rstrip(b"=").translate(_URL_SAFE)
+        return base64.b64decode(plain + b"=" * (-len(plain) % 4), validate=True)
     except binascii.Error as error:
         raise InputError(f"the data: URI is not valid base64: {error}; encode it again") from error
 

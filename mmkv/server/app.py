@@ -13,7 +13,9 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from fastapi.security import HTTPBearer
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Match
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from engine.errors import MmkvError
 from mmkv import __version__
@@ -62,8 +64,18 @@ def make_app(room: Room, hosts: frozenset[str] | None = None) -> FastAPI:
     app.state.room = room
     app.add_middleware(LimitBody, most=room.settings.body, seconds=room.settings.body_seconds)
     app.add_middleware(RefuseWhenFull, room=room)
-    app.add_middleware(CheckKey, keys=room.settings.api_keys)  # before the body is counted
+    keys, open_metrics = room.settings.api_keys, room.settings.open_metrics
+    app.add_middleware(CheckKey, keys=keys, open_metrics=open_metrics)  # before the body is counted
+    if room.settings.cors:  # before the key: a browser asks without one whether it may
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=room.settings.cors,
+            allow_methods=["DELETE", "GET", "HEAD", "POST"],
+            allow_headers=["*"],
+            expose_headers=["Retry-After", "X-Mmkv-Replica"],
+        )
     app.add_middleware(CheckHost, hosts=hosts)
+    app.add_middleware(AnswerHead)
     app.add_exception_handler(ApiError, _on_error)
     app.add_exception_handler(MmkvError, _on_error)
     app.add_exception_handler(RequestValidationError, _on_invalid)
@@ -141,6 +153,19 @@ def _model(room: Room) -> dict[str, Any]:
         "max_model_len": facts.context,
         "mmkv": own,
     }
+
+
+class AnswerHead:
+    """Lets HEAD be GET: the server that sends the answer leaves its body out."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on."""
+        if scope["type"] == "http" and scope["method"] == "HEAD":
+            scope = {**scope, "method": "GET"}
+        await self._app(scope, receive, send)
 
 
 # What pydantic says of the types of a value that could be several things.

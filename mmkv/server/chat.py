@@ -158,10 +158,11 @@ class ChatCall:
         """Yield the events of a stream."""
         begun: set[int] = set()
         options = self.request.stream_options
+        self.head.with_usage = options is not None and bool(options.include_usage)
         async with contextlib.aclosing(self.events()) as events:
             async for event in events:
                 if isinstance(event, Done):
-                    if options is not None and options.include_usage:
+                    if self.head.with_usage:
                         yield reply_json.usage_chunk(self.head, event.usage)
                     yield "[DONE]"
                     return

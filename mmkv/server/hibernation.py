@@ -26,8 +26,8 @@ class HibernationFolder:
     and no lock: the next server in the same place removes it.
 
     Args:
-        within: the server's ``--session-folder``, or one that no cleaner empties; None: the system's
-            folder for temporary files, where nothing is looked for.
+        within: the server's ``--session-folder``, or one that no cleaner empties; None: the
+            system's folder for temporary files, where nothing is looked for.
 
     Attributes:
         path: where it is.

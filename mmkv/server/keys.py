@@ -14,7 +14,7 @@ from mmkv.server.page import FILES
 from mmkv.server.room import Caller, digest_of_key
 
 # What tells nothing about anybody's requests. All else wants a key.
-_OPEN = frozenset(("/health", "/metrics", "/docs", "/openapi.json", *FILES))
+_OPEN = frozenset(("/health", "/docs", "/openapi.json", *FILES))
 
 
 class CheckKey:
@@ -22,14 +22,16 @@ class CheckKey:
 
     Args:
         keys: those that are known; with none, everybody may ask and is told by the address.
+        open_metrics: whether /metrics needs none: its counters tell how much others have asked.
     """
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
+    def __init__(self, app: ASGIApp, keys: Sequence[str], open_metrics: bool = False) -> None:
+        self._open = _OPEN | {"/metrics"} if open_metrics else _OPEN
         self._app, self._known = app, [digest_of_key(key) for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on whose key fits."""
-        if scope["type"] != "http" or scope["path"] in _OPEN:
+        if scope["type"] != "http" or scope["path"] in self._open:
             await self._app(scope, receive, send)
             return
         request = Request(scope)

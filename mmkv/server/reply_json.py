@@ -16,11 +16,16 @@ FINISH = {"eos": "stop", "stop": "stop", "length": "length", "context": "length"
 
 @dataclasses.dataclass
 class Head:
-    """What every object of one answer begins with."""
+    """What every object of one answer begins with.
+
+    Attributes:
+        with_usage: whether each piece of a stream has the field ``usage``: null but in the last.
+    """
 
     id: str
     created: int
     model: str
+    with_usage: bool = False
 
     def fields(self, kind: str) -> dict[str, Any]:
         """Return the fields for an object of a kind."""
@@ -66,7 +71,8 @@ def chunk(
         "logprobs": None if spelled is None else logprobs(spelled),
         "finish_reason": None if reason is None else FINISH[reason],
     }
-    return head.fields("chat.completion.chunk") | {"choices": [choice]}
+    usage = {"usage": None} if head.with_usage else {}
+    return head.fields("chat.completion.chunk") | {"choices": [choice]} | usage
 
 
 def usage_chunk(head: Head, usage: Usage) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import re
 import secrets
 import stat
@@ -130,7 +131,9 @@ class SessionFiles:
         try:
             await self._room.worker.call(write)
         except SessionError as error:
-            raise NotWrittenError(str(error)) from error
+            # Where the files lie is no affair of who asks.
+            shown = str(error).replace(f"{path.parent}{os.sep}", "")
+            raise NotWrittenError(shown) from error
 
     async def load(self, path: Path, name: str, tenant: str) -> Kept:
         """Read a session file of a tenant.

@@ -37,7 +37,7 @@ class Sessions:
         self._room, self._files = room, SessionFiles(room)
         self._records: dict[tuple[str, str], Record] = {}
         self._uses = itertools.count(1)
-        self._coming: list[object] = []  # what is read from files, by identity
+        self._coming: list[Record | _Coming] = []  # what is read from files, by identity
         folder = room.settings.session_folder
         lasts = room.settings.lasting and folder is not None
         self._lasting = Lasting(folder) if lasts and folder is not None else None
@@ -82,7 +82,7 @@ class Sessions:
         note, lasting = record.note, self._lasting
         if record.kept is not None or lasting is None or note is None or not note.version:
             return record.kept
-        self._require_room(record)
+        self._require_room(record.tenant, record)
         if note.memory:
             path = lasting.memory(record.tenant, note)
             with self._coming_in(record):
@@ -128,15 +128,15 @@ class Sessions:
         budget = parse_budget(asked.budget, "budget") or self._room.facts.budget
         refuse_own(self._room.facts, asked.budget is not None, "budget")
         if asked.file is None:
-            self._require_room()
+            self._require_room(caller.tenant)
             return await self._add(caller.tenant, budget, asked.metadata, name)
         if asked.budget is not None:
             raise ApiError(400, "a saved session has its own budget", "invalid_value", "budget")
         path = self._files.path(asked.file, caller)
         if not await asyncio.to_thread(path.is_file):  # nobody makes way for it
             raise no_such_file(asked.file, "file")
-        self._require_room()
-        with self._coming_in(object()):
+        self._require_room(caller.tenant)
+        with self._coming_in(_Coming(caller.tenant)):
             kept = await self._files.load(path, asked.file, caller.tenant)
         return await self._add(caller.tenant, kept.budget, asked.metadata, name, kept)
 
@@ -146,7 +146,7 @@ class Sessions:
         if kept is not None:
             hold(self._room, kept)  # whatever makes way for the fork
         try:
-            self._require_room()
+            self._require_room(record.tenant)
         except ApiError:
             if kept is not None:
                 release(self._room, kept)
@@ -264,40 +264,64 @@ class Sessions:
             return
         raise _exists(name)
 
-    def _require_room(self, besides: Record | None = None) -> None:
-        """Make sure that one more session may be open, beside all but one. Raises ApiError (503).
+    def _require_room(self, tenant: str, besides: Record | None = None) -> None:
+        """Make sure that a key may have one more session open, beside all but one.
+
+        Each key has an equal share.
+
+        Raises:
+            ApiError: 503, it has its share, or as many are open as may.
+        """
+        most, keys = self._room.settings.max_sessions, len(set(self._room.settings.api_keys))
+        if keys > 1:
+            share = max(most // keys, min(most, 1))
+            self._make_way(share, f"{share} sessions of your key are", besides, tenant)
+        self._make_way(most, f"{most} sessions are", besides)
+
+    def _make_way(
+        self, most: int, open_are: str, besides: Record | None, tenant: str | None = None
+    ) -> None:
+        """Let one more session be open, of one key's or of all. Raises ApiError.
 
         Where they last, one that is idle need not be: it lies in the folder. That used longest ago
         goes first. What lies there alone is not open here, however many know of it.
         """
-        most, opened = (
-            self._room.settings.max_sessions,
-            [
-                one
-                for one in self._records.values()
-                if one is not besides and (one.kept is not None or one.turns == 0)
-            ],
-        )
+        opened = [
+            one
+            for one in self._records.values()
+            if one is not besides
+            and tenant in (None, one.tenant)
+            and (one.kept is not None or one.turns == 0)
+        ]
         movable = [one for one in opened if one.lies_in_the_folder and not one.busy]
         movable.sort(key=lambda one: one.used)
-        coming = {id(one) for one in self._coming if one is not besides}
+        coming = {
+            id(one) for one in self._coming if one is not besides and tenant in (None, one.tenant)
+        }
         short = len(coming.union(map(id, opened))) + 1 - most
         if short > len(movable):
             raise ApiError(
-                503, f"{most} sessions are open, as many as this server keeps", "too_many_sessions"
+                503, f"{open_are} open, as many as this server keeps", "too_many_sessions"
             )
         for one in movable[: max(short, 0)]:
             one.made_way = True
             self._forget(one)
 
     @contextmanager
-    def _coming_in(self, one: object) -> Iterator[None]:
+    def _coming_in(self, one: Record | _Coming) -> Iterator[None]:
         """Count a session that is read from its file among those that are open."""
         self._coming.append(one)
         try:
             yield
         finally:
             self._coming = [other for other in self._coming if other is not one]
+
+
+@dataclasses.dataclass(eq=False)
+class _Coming:
+    """A saved session that is read for a key."""
+
+    tenant: str
 
 
 def _gone(name: str) -> ApiError:

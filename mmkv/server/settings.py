@@ -21,7 +21,9 @@ class Settings:
     Attributes:
         name: the model as requests name it.
         api_keys: keys that requests may show; none: everyone may ask.
+        open_metrics: whether /metrics needs no key.
         key_weights: of those keys' sessions in a shared budget, in the same order; none: 1 each.
+        cors: origins whose web pages may ask, as browsers name them; ``*``: all.
         hosts: names that the Host header may have; none: see :mod:`mmkv.server.hosts`.
         max_queue: requests that wait for room; max_running: those that are served at a time.
         max_per_key: requests of one key (or one address, without keys) at a time; None: no limit.
@@ -45,7 +47,9 @@ class Settings:
 
     name: str
     api_keys: tuple[str, ...] = field(default=(), repr=False)
+    open_metrics: bool = False
     key_weights: tuple[float, ...] = ()
+    cors: tuple[str, ...] = ()
     hosts: tuple[str, ...] = ()
     max_queue: int = 64
     max_running: int = 8

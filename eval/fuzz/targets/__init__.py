@@ -5,6 +5,7 @@ from eval.fuzz.targets.api import PythonApi
 from eval.fuzz.targets.checkpoints import Checkpoints
 from eval.fuzz.targets.command_line import CommandLine
 from eval.fuzz.targets.dialogues import Benchmark, TrainingRows
+from eval.fuzz.targets.faults import Heads, StoreFaults
 from eval.fuzz.targets.foreign import ChangedWeights, ForeignErrors
 from eval.fuzz.targets.gates import GateFiles
 from eval.fuzz.targets.http import HttpBodies
@@ -29,5 +30,7 @@ TARGETS: dict[str, type[Target]] = {
         Interrupts,
         ForeignErrors,
         ChangedWeights,
+        Heads,
+        StoreFaults,
     )
 }

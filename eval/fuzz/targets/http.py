@@ -34,6 +34,7 @@ class HttpBodies(Target):
     """
 
     name = "HTTP bodies"
+    memory = 2**20  # bytes of the cache
 
     def prepare(self, folder: Path) -> None:
         super().prepare(folder)
@@ -50,7 +51,7 @@ class HttpBodies(Target):
         metrics = Metrics()
 
         def start() -> Machine:
-            return Machine(small_engine(model, kv_limit=2**20), settings, metrics, 2.0)
+            return Machine(small_engine(model, kv_limit=self.memory), settings, metrics, 2.0)
 
         self._worker = Worker(start)
         self._worker.start()

@@ -33,6 +33,11 @@ class DecodePool:
         self._all: set[asyncio.subprocess.Process] = set()
 
     @property
+    def idle(self) -> bool:
+        """Whether the next process is one that waits."""
+        return any(process.returncode is None for process in self._idle)
+
+    @property
     def processes(self) -> list[int]:
         """Return the ids of the processes that are there."""
         return [process.pid for process in self._all if process.returncode is None]
@@ -48,18 +53,24 @@ class DecodePool:
             MediaError: 408, 413 or 422.
         """
         name = task["name"]
-        async with self._free[task["kind"]], self._worker() as process:
-            try:
-                async with asyncio.timeout(seconds):
-                    result, pixels = await _exchange(process, task | {"seconds": seconds}, content)
-            except TimeoutError:
-                raise MediaError(
-                    LATE, f"{name} was not decoded within {seconds:g} s; send a smaller one"
-                ) from None
-            except (asyncio.IncompleteReadError, ConnectionError) as error:
-                raise MediaError(
-                    UNREADABLE, f"{name} broke the decoder; get another copy, or convert it"
-                ) from error
+        async with self._free[task["kind"]]:
+            while True:
+                idle = self.idle
+                try:
+                    async with self._worker() as process, asyncio.timeout(seconds):
+                        given = task | {"seconds": seconds}
+                        result, pixels = await _exchange(process, given, content)
+                    break
+                except TimeoutError:
+                    raise MediaError(
+                        LATE, f"{name} was not decoded within {seconds:g} s; send a smaller one"
+                    ) from None
+                except (asyncio.IncompleteReadError, ConnectionError) as error:
+                    if idle:  # it may have died before: a new one tells whose fault it is
+                        continue
+                    raise MediaError(
+                        UNREADABLE, f"{name} broke the decoder; get another copy, or convert it"
+                    ) from error
         if "error" in result:
             raise MediaError(result["status"], result["error"])
         return result, pixels

@@ -14,6 +14,11 @@ LONGEST = 8192
 _DEFAULT_PORTS = {"http": 80, "https": 443}
 # Control characters and spaces, and the backslash that some parsers take for a slash.
 _UNCLEAN = re.compile(r"[\x00-\x20\x7f-\xa0\\]")
+# What pictures and videos begin with in base64, or very long: no URL has neither colon nor dot.
+_BARE = re.compile(
+    r"(iVBORw0KGgo|/9j/|R0lGOD|UklGR|Qk[0-9A-Za-z]|AAAA|GkXfo)[A-Za-z0-9+/_=\s-]{16}"
+    r"|[A-Za-z0-9+/_=\s-]{512}"
+)
 _NAME = re.compile(r"(?!.{254})(?:[a-z0-9_-]{1,63}\.)*[a-z0-9_-]{1,63}\Z")
 _NUMERIC = re.compile(r"(?:0x[0-9a-f]*|[0-9]+)\Z", re.IGNORECASE)
 
@@ -27,6 +32,13 @@ def parse_url(text: str, ports: Collection[int] = ()) -> httpx.URL:
         MediaError: 400 for another scheme, a user name, a malformed URL, an IPv4 address written
             as one number, in octal or hex; 403 for another port.
     """
+    if _BARE.match(text):
+        raise MediaError(
+            BAD_FORM,
+            "the URL is base64 alone; put data:image/png;base64, (or its own type) before it",
+        )
+    if ";base64," in text[:100].lower():
+        raise MediaError(BAD_FORM, "the URL lacks its scheme; put data: before it")
     if len(text) > LONGEST:
         raise MediaError(BAD_FORM, f"a URL has over {LONGEST:,} characters; use a shorter one")
     shown = show(text)

@@ -300,6 +300,10 @@ def test_one_of_two_that_go_on_at_once_is_told(
     one.commit("t", first)
     with pytest.raises(SessionError, match="another server"):
         two.commit("t", first)
+    stands = one.note("t", "x")
+    with pytest.raises(SessionError, match="another server"):  # a creation, of a name that is there
+        two.commit("t", Note("x", 1, ("entries", 8.0)))
+    assert two.note("t", "x") == stands
     path = shared / ".sessions" / "t" / "x.json"
     path.unlink()
 

@@ -20,6 +20,7 @@ from mmkv.prompt.processing import load_processor
 from mmkv.prompt.qwen_vision import VideoRules
 from mmkv.prompt.video import Clip, load_video
 from mmkv.server.conversation import Message, Part
+from mmkv.server.media import pool
 from mmkv.server.media.errors import MediaError
 from mmkv.server.media.limits import MediaLimits
 from mmkv.server.media.local import _open_below
@@ -254,8 +255,22 @@ def stopped(
 def test_a_decoder_that_crashes_is_replaced(
     runner: asyncio.Runner, resolver: Callable[..., MediaResolver]
 ) -> None:
+    """One that has worked before gives the picture a second chance, a new one does not."""
+    runner.run(stopped(runner, resolver(), lambda pid, _: os.kill(pid, signal.SIGKILL)))
+
+    async def dies_each_time() -> None:
+        made, exchange = resolver(), pool._exchange
+
+        async def killed(process: Any, *given: Any) -> Any:
+            process.kill()
+            return await exchange(process, *given)
+
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(pool, "_exchange", killed)
+            await made.resolve([Source("image", data_url(PICTURE))])
+
     with pytest.raises(MediaError, match="broke the decoder") as caught:
-        runner.run(stopped(runner, resolver(), lambda pid, _: os.kill(pid, signal.SIGKILL)))
+        runner.run(dies_each_time())
     assert caught.value.status == 422
 
 
@@ -277,15 +292,19 @@ def test_a_cancelled_request_ends_its_decoder(
 def test_a_decoder_that_died_meanwhile_is_not_used(
     runner: asyncio.Runner, resolver: Callable[..., MediaResolver]
 ) -> None:
-    async def ask() -> Medium:
+    """Nor is a picture to blame for it, where that was not noticed yet."""
+
+    async def ask(pause: float) -> Medium:
         made = resolver()
         picture = Source("image", data_url(PICTURE))
         await made.resolve([picture])
         os.kill(*made.pool.processes, signal.SIGKILL)
-        await asyncio.sleep(0.1)
+        if pause:
+            await asyncio.sleep(pause)
         return (await made.resolve([picture]))[0]
 
-    assert runner.run(ask()).content.size == (4, 2)
+    for pause in (0.1, 0):
+        assert runner.run(ask(pause)).content.size == (4, 2)
 
 
 @pytest.fixture(scope="module")

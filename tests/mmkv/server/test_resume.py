@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ from mmkv.server.job import ChatJob
 from mmkv.server.machine import Machine
 from mmkv.server.prompts import Rendered, outline
 from tests.support.chat_models import CHATML, byte_tokenizer, picture, save_qwen3_vl
+from tests.support.media import write_clip
 from tests.support.policies import EVICTING
 from tests.support.servers import Server, picture_part, serving
 from tests.support.tiers import slow_but
@@ -402,3 +404,87 @@ def test_a_template_that_forgets_replies_is_not_resumed_after_them() -> None:
     assert cut(template, messages, 2, replied=True) is None
     found: Callable[[int], Any] = lambda held: cut(template, messages, held)  # noqa: E731
     assert [one.text for one in found(1)] == [f"[{said}]", ">"]
+
+
+def test_another_key_s_memory_is_not_resumed(folder: Path) -> None:
+    """Two keys, the same messages: each reads its own, and finds it again."""
+    with serving(lambda: load(folder), api_keys=("one", "two")) as made:
+
+        def resumed(key: str) -> int:
+            made.client.headers["Authorization"] = f"Bearer {key}"
+            return usage(made.chat(SYSTEM, QUESTION))["mmkv"]["resumed"]
+
+        assert resumed("one") == 0
+        assert resumed("two") == 0
+        assert resumed("one") > 0 and resumed("two") > 0
+
+
+def test_who_said_a_message_is_part_of_it(server: Server) -> None:
+    """The same texts as [user, user] and as [system, user] are two conversations."""
+    texts = (f"one of two roles. {LONG}", QUESTION)
+
+    def asked_as(role: str) -> int:
+        messages = [{"role": role, "content": texts[0]}, {"role": "user", "content": texts[1]}]
+        return usage(server.chat(*messages))["mmkv"]["resumed"]
+
+    assert asked_as("user") == 0
+    assert asked_as("system") == 0
+    assert asked_as("system") > 0 and asked_as("user") > 0
+
+
+def test_how_a_video_is_sampled_is_part_of_it(
+    server: Server, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    pytest.importorskip("av", reason="videos need PyAV")
+    clip = write_clip(tmp_path_factory.mktemp("clips") / "steps.mp4").read_bytes()
+    url = f"data:video/mp4;base64,{base64.b64encode(clip).decode()}"
+
+    def watched(fps: float) -> tuple[int, int]:
+        part = {"type": "video_url", "video_url": {"url": url, "fps": fps}}
+        said = [part, {"type": "text", "text": QUESTION}]
+        found = usage(server.chat(SYSTEM, {"role": "user", "content": said}))
+        return found["mmkv"]["resumed"], found["prompt_tokens"]
+
+    first, few = watched(1)
+    after, more = watched(2)
+    # The system message is shared, and nothing of the video.
+    again = usage(server.chat(SYSTEM, "else?"))["mmkv"]["resumed"]
+    assert first in (0, again) and after == again < few < more
+    assert watched(1)[0] > again and watched(2)[0] > again
+
+
+def test_numbers_of_a_resumed_request_with_two_replies(folder: Path) -> None:
+    """By hand: what two copies hold and have dropped counts twice, the prompt once."""
+    new = 6
+    with serving(lambda: load(folder)) as made:
+        rows, ends = made.inside(
+            lambda machine: (machine.engine.spec.rows, machine.engine.eos_token_ids)
+        )
+        fields = {"max_tokens": new, "logit_bias": {str(one): -100 for one in ends}}
+
+        def evicted_so_far() -> float:
+            lines = made.client.get("/metrics").text.splitlines()
+            named = [line for line in lines if line.startswith("mmkv_entries_evicted_total{")]
+            return sum(float(line.rpartition(" ")[2]) for line in named)
+
+        prompt = usage(made.chat(SYSTEM, QUESTION, max_tokens=1))["prompt_tokens"]
+        held = made.inside(
+            lambda machine: {
+                one.session.seen: one.session.memory().entries
+                for one in machine.snapshots._found.values()
+            }
+        )
+        for count in (1, 2):
+            before = evicted_so_far()
+            found = usage(made.chat(SYSTEM, QUESTION, n=count, **fields))
+            own = found["mmkv"]
+            assert 0 < own["resumed"] < prompt
+            assert found["prompt_tokens"] == prompt
+            assert found["completion_tokens"] == count * new
+            assert found["total_tokens"] == prompt + count * new, "resumed ones are among them"
+            # The last token of a reply is drawn and not read.
+            seen = rows * (prompt + new - 1)
+            assert own["kept"] + own["evicted"] == count * seen
+            gone_before = rows * own["resumed"] - held[own["resumed"]]
+            assert gone_before > 0
+            assert evicted_so_far() - before == own["evicted"] - count * gone_before

@@ -249,6 +249,7 @@ def test_a_folder_that_cannot_be_made_is_the_disks_fault(folder: Path, tmp_path:
         turn(made, name, "hello")
         answer = made.client.post(f"/v1/sessions/{name}/save", json={"name": "mine"})
         assert (answer.status_code, answer.json()["error"]["code"]) == (507, "not_written")
+        assert str(tmp_path) not in answer.text, "where the files lie"
         assert made.client.delete(f"/v1/sessions/{name}").status_code == 200
 
 
@@ -383,3 +384,38 @@ def test_idle_sessions_hibernate_and_come_back_bit_for_bit(
             digest(place / "public" / f"hibernated{at}.mmkv") for place in (saved, tmp_path)
         )
         assert one == two
+
+
+def test_a_key_has_its_share_of_the_sessions(folder: Path) -> None:
+    """Another key's sessions are not in its way, and the share holds for forks, too."""
+    with serving(lambda: load(folder), api_keys=("one", "two"), max_sessions=5) as made:
+        names = []
+        for key, places in (("one", 2), ("two", 2)):
+            made.client.headers["Authorization"] = f"Bearer {key}"
+            for _ in range(places):
+                answer = made.client.post("/v1/sessions", json={})
+                assert answer.status_code == 200
+                names.append(answer.json()["id"])
+            refused = made.client.post("/v1/sessions", json={})
+            error = refused.json()["error"]
+            assert (refused.status_code, error["code"]) == (503, "too_many_sessions")
+            assert "2 sessions of your key" in error["message"]
+            assert made.client.post(f"/v1/sessions/{names[-1]}/fork").status_code == 503
+        assert made.client.delete(f"/v1/sessions/{names[-1]}").status_code == 200
+        assert made.client.post("/v1/sessions", json={}).status_code == 200
+
+
+def test_a_key_s_own_idle_session_makes_way(folder: Path, tmp_path: Path) -> None:
+    keys = {"api_keys": ("one", "two"), "max_sessions": 4}
+    with serving(lambda: load(folder), session_folder=tmp_path, lasting=True, **keys) as made:
+        opened = {"one": [], "two": []}  # type: dict[str, list[str]]
+        for key, count in (("one", 1), ("two", 4)):
+            made.client.headers["Authorization"] = f"Bearer {key}"
+            for _ in range(count):
+                opened[key].append(created(made))
+                said(made, opened[key][-1], "hello")
+        made.client.headers["Authorization"] = "Bearer one"
+        assert shown(made, opened["one"][0])["state"] == "memory"
+        made.client.headers["Authorization"] = "Bearer two"
+        states = [shown(made, name)["state"] for name in opened["two"]]
+        assert states == ["file", "file", "memory", "memory"]

@@ -1,0 +1,171 @@
+"""What clients, proxies and browsers ask of a server beside chats."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from mmkv import Engine
+from mmkv.server.work import ChatWork
+from mmkv.server.worker import Request, Worker
+from tests.support.chat_models import picture, save_qwen3_vl
+from tests.support.servers import Server, asked, picture_part, serving
+
+ORIGIN = "https://chat.example"
+PART = picture_part(picture("red", (48, 40)))
+URL: str = PART["image_url"]["url"]
+PLAIN = URL.partition(",")[2]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_qwen3_vl(tmp_path_factory.mktemp("qwen"))
+
+
+def load(folder: Path) -> Engine:
+    return Engine.from_pretrained(folder, policy="streamingllm", budget=24, dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def open_server(folder: Path) -> Iterator[Server]:
+    with serving(lambda: load(folder), cors=(ORIGIN,), api_keys=("one", "two")) as made:
+        yield made
+
+
+@pytest.mark.parametrize("path", ["/health", "/v1/models", "/"])
+def test_head_is_get_without_a_body(server: Server, path: str) -> None:
+    whole = server.client.get(path)
+    head = server.client.head(path)
+    assert head.status_code == whole.status_code == 200 and head.content == b""
+    assert head.headers["Content-Length"] == whole.headers["Content-Length"]
+    assert server.client.head("/v1/chat/completions").status_code == 405
+
+
+def preflight(server: Server, origin: str) -> httpx.Response:
+    headers = {
+        "Origin": origin,
+        "Access-Control-Request-Method": "POST",
+        "Access-Control-Request-Headers": "authorization, content-type, x-session-id",
+    }
+    return server.client.options("/v1/chat/completions", headers=headers)
+
+
+def test_a_web_page_may_ask_where_its_origin_is_named(server: Server, open_server: Server) -> None:
+    assert preflight(server, ORIGIN).status_code == 405
+    assert "Access-Control-Allow-Origin" not in preflight(server, ORIGIN).headers
+    answer = preflight(open_server, ORIGIN)
+    assert answer.status_code == 200
+    assert answer.headers["Access-Control-Allow-Origin"] == ORIGIN
+    allowed = answer.headers["Access-Control-Allow-Headers"].lower()
+    assert "authorization" in allowed and "x-session-id" in allowed
+    assert preflight(open_server, "https://evil.example").status_code == 400
+    stranger = open_server.client.get("/v1/models", headers={"Origin": ORIGIN})
+    assert stranger.status_code == 401, "the key is asked for all the same"
+    assert stranger.headers["Access-Control-Allow-Origin"] == ORIGIN
+
+
+def test_metrics_tell_nothing_to_strangers(folder: Path, open_server: Server) -> None:
+    client = open_server.client
+    assert client.get("/metrics").status_code == 401
+    assert client.get("/metrics", headers={"Authorization": "Bearer one"}).status_code == 200
+    with serving(lambda: load(folder), api_keys=("one",), open_metrics=True) as made:
+        assert made.client.get("/metrics").status_code == 200
+        assert made.client.get("/v1/models").status_code == 401
+
+
+@pytest.mark.parametrize("asks", [True, False])
+def test_pieces_of_a_stream_have_the_usage_that_was_asked_for(server: Server, asks: bool) -> None:
+    """OpenAI: all other chunks will also include a usage field, but with a null value."""
+    answer = server.chat("what?", stream=True, stream_options={"include_usage": asks})
+    pieces = [json.loads(line[6:]) for line in answer.text.split("\n\n") if line[:7] == "data: {"]
+    assert len(pieces) > 2
+    if not asks:
+        assert not any("usage" in one for one in pieces)
+        return
+    assert [one["usage"] for one in pieces[:-1]] == [None] * (len(pieces) - 1)
+    assert pieces[-1]["usage"]["total_tokens"] > 0 and pieces[-1]["choices"] == []
+
+
+def test_a_user_of_another_key_is_another_user(
+    open_server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Turns are taken by key and ``user``: one name under two keys has two."""
+    users, submit = [], Worker.submit
+
+    async def noted(self: Worker, work: ChatWork, user: str) -> Request:
+        users.append(user)
+        return await submit(self, work, user)
+
+    monkeypatch.setattr(Worker, "submit", noted)
+    for key, user in (("one", "ann"), ("two", "ann"), ("one", "bob"), ("one", "ann")):
+        headers = {"Authorization": f"Bearer {key}"}
+        body = asked("what?", user=user, max_tokens=1)
+        answer = open_server.client.post("/v1/chat/completions", json=body, headers=headers)
+        assert answer.status_code == 200
+    assert len(set(users[:3])) == 3 and users[3] == users[0]
+
+
+def shown(server: Server, url: str) -> httpx.Response:
+    part = {"type": "image_url", "image_url": {"url": url}}
+    return server.chat({"role": "user", "content": [part, {"type": "text", "text": "what?"}]})
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        f"DATA:image/png;base64,{PLAIN}",
+        f"data:image/png;BASE64,{PLAIN}",
+        f"Data:;Base64,{PLAIN.rstrip('=')}",
+        f"data:image/png;base64,{PLAIN.replace('+', '-').replace('/', '_')}",
+        f"data:image/png;base64,{PLAIN[:40]}\n{PLAIN[40:]}",
+        "data:image/png," + "".join(f"%{byte:02x}" for byte in base64.b64decode(PLAIN)),
+    ],
+)
+def test_a_picture_is_read_however_its_url_is_spelled(server: Server, url: str) -> None:
+    wanted, answer = shown(server, URL), shown(server, url)
+    assert answer.status_code == 200, answer.text
+    one, two = wanted.json(), answer.json()
+    assert one["choices"] == two["choices"]
+    assert one["usage"]["prompt_tokens"] == two["usage"]["prompt_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("url", "says"),
+    [
+        (PLAIN, "put data:image/png;base64, "),
+        (base64.b64encode(bytes(range(256)) * 50).decode(), "put data:image/png;base64, "),
+        (f"image/png;base64,{PLAIN}", "put data: before it"),
+        (f"data:image/png;base64{PLAIN}", "comma"),
+        (f"data:image/png;base64,{PLAIN[:60]}!{PLAIN[60:]}", "not valid base64"),
+        (f"data:image/png;base64,{PLAIN[:61]}", ""),
+    ],
+)
+def test_what_a_url_lacks_is_told_without_the_picture(server: Server, url: str, says: str) -> None:
+    answer = shown(server, url)
+    assert answer.status_code in (400, 422)
+    assert says in answer.json()["error"]["message"]
+    assert PLAIN[20:40] not in answer.text
+
+
+def test_what_kind_of_body_is_wanted_is_told(server: Server) -> None:
+    text = json.dumps(asked("gr\u00fc\u00df dich"), ensure_ascii=False)
+    kind = {"Content-Type": "application/json"}
+    for headers, content, says in (
+        ({}, text.encode(), "Content-Type: application/json"),
+        (kind | {"Content-Encoding": "gzip"}, b"\x1f\x8b\x08", "without Content-Encoding"),
+        (kind, text.encode("latin-1"), "not in UTF-8"),
+        (kind, text.encode("utf-16"), "not in UTF-8"),
+    ):
+        given: dict[str, Any] = {"content": content, "headers": headers}
+        for path in ("/v1/chat/completions", "/v1/responses", "/v1/sessions"):
+            answer = server.client.post(path, **given)
+            assert answer.status_code in (400, 415) and says in answer.json()["error"]["message"]
+    assert server.client.post(
+        "/v1/chat/completions", content=text.encode(), headers=kind
+    ).is_success
