@@ -11,7 +11,7 @@ import transformers
 from torch import nn
 
 from mmkv import InputError, MmkvError, ModelError
-from mmkv.hf import generate, hosted, loop, refusals, retain
+from mmkv.hf import RetainedCache, generate, hosted, loop, refusals, retain
 from tests.support.factories import CHECKPOINTS, make_model
 from tests.support.hf_models import greedy, model_of, prompts_of
 
@@ -35,6 +35,8 @@ REFUSED: dict[str, dict[str, Any]] = {
     "token_healing": {"token_healing": True},
     "labels": {"labels": torch.zeros(1, 3)},
     "DynamicCache": {"past_key_values": transformers.DynamicCache()},
+    "is a DynamicCache": {"cache": transformers.DynamicCache()},
+    "pass one": {"cache": RetainedCache(), "past_key_values": RetainedCache()},
     "prefill_chunk_size": {"prefill_chunk_size": 4},
 }
 
@@ -126,7 +128,7 @@ def test_what_is_used_of_transformers_is_there() -> None:
     ).split():
         assert hasattr(config, name), name
     made = generate.GenerateDecoderOnlyOutput(sequences=None)
-    assert {"scores", "logits", "past_key_values"} <= {f for f in type(made).__annotations__}
+    assert {"scores", "logits", generate._CACHE_FIELD} <= {f for f in type(made).__annotations__}
     assert loop.MaxLengthCriteria(max_length=3).max_length == 3
     assert loop.EosTokenCriteria(eos_token_id=[1, 2]).eos_token_id.tolist() == [1, 2]
     assert loop.TemperatureLogitsWarper(0.5).temperature == 0.5
