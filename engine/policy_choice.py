@@ -13,6 +13,7 @@ from engine.model.gates import (
     Gates,
     WriteGates,
     foreign_note,
+    gate_kind,
     load_gates,
     load_write_gates,
     trained_age,
@@ -37,6 +38,8 @@ def choose(
     require_named_gates(config, gates)
     name, source = config.checkpoint(), named_gates(config)
     chosen, note = named_policy(config), None
+    if config.policy is None and _is_write(source if gates is None else gates):
+        chosen = make_policy("wgkv")
     if gates is None and source is not None:
         if chosen.gates == "write":
             gates = load_write_gates(source, spec)
@@ -57,12 +60,23 @@ def choose(
     return chosen, gates, note
 
 
+def _is_write(gates: Gates | WriteGates | str | Path | None) -> bool:
+    if isinstance(gates, str | Path):
+        return gate_kind(gates) == "write"
+    return isinstance(gates, WriteGates)
+
+
 def named_gates(config: EngineConfig) -> str | Path | None:
-    """Return where the gates lie that ``config`` names, or else the checkpoint's own."""
+    """Return where the gates lie that ``config`` names, or else the checkpoint's own.
+
+    The checkpoint's own are none for a policy that reads the other kind.
+    """
     own = Path(config.checkpoint()) / "gates"
-    if config.gates is None and (own / "gates.safetensors").is_file():
+    if config.gates is not None or not (own / "gates.safetensors").is_file():
+        return config.gates
+    if config.policy is None:
         return own
-    return config.gates
+    return own if gate_kind(own) == (named_policy(config).gates or "retention") else None
 
 
 def require_named_gates(config: EngineConfig, gates: object = None) -> None:
@@ -73,7 +87,7 @@ def require_named_gates(config: EngineConfig, gates: object = None) -> None:
     """
     chosen = named_policy(config)
     check_named(chosen)
-    if chosen.gates == "write" and config.gates is None and gates is None:
+    if chosen.gates == "write" and gates is None and named_gates(config) is None:
         raise GateError(
             f"policy {chosen.name!r} needs write gates; name them with gates=PATH (--gates "
             "PATH), or train them with `python -m training.distill --method wgkv`"
