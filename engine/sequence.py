@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from engine.cache import Entries
-from engine.contents import Memory, memory_of, retained_tokens
+from engine.contents import Memory, Span, memory_of, retained_tokens
 from engine.entry_source import CacheEntries
 from engine.errors import ContextError, SessionError
 from engine.page_bound import Extent
@@ -34,6 +34,7 @@ _STATE = (
     "entries",
     "long_rope",
     "prompt_tokens",
+    "pictures",
 )
 
 
@@ -44,7 +45,8 @@ class CachedSequence:
         recorder: what :meth:`record` has begun, or None.
         seen: tokens so far; next_position: rope position of the next text token. Their
             difference is this sequence's M-RoPE delta: it belongs to the session, never to
-            the model. prompt_tokens: those of them that came in prompts.
+            the model. prompt_tokens: those of them that came in prompts. pictures: where the
+            tokens of each begin and end.
 
     Threads may share an engine, not a session: a call on a session that another thread is using
     raises :class:`SessionError`. Reading it (:meth:`memory`, :meth:`retained`) and closing it
@@ -56,6 +58,7 @@ class CachedSequence:
         self._set_budget(budget)
         self.seen, self.next_position, self.entries = 0, 0, 0
         self.evicted, self.evicted_nan, self.prompt_tokens = 0, 0, 0
+        self.pictures: tuple[Span, ...] = ()
         self.long_rope: bool | None = None
         self._claim = threading.RLock()
         self.closed = False
@@ -215,7 +218,7 @@ class CachedSequence:
         with self.engine.lock:
             self._require_open()
             counts = self.evicted, self.evicted_nan
-            return memory_of(self.engine.cache, self.seq, self.seen, *counts)
+            return memory_of(self.engine.cache, self.seq, self.seen, *counts, self.pictures)
 
     def entries_per_layer(self) -> list[int]:
         """Live entries of each layer, all heads together."""

@@ -95,6 +95,8 @@ def answer(
         view.close()
     if session.note:
         display.note(session.note)
+    if session.last is not None and session.last.memory is not None:
+        display.note_faded(session.last.memory)
     if session.last is not None and session.last.finish_reason == "context":
         display.note("the reply ends here: the model has no positions left; /clear starts anew")
     return finished
