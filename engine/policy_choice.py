@@ -22,15 +22,24 @@ from engine.model.spec import DecoderSpec
 from engine.policies import Policy, make_policy
 from engine.policies.registry import check_policy
 
+# Without gates, under a budget: what answered best of the policies that need none
+# (quality-no-gates-pictures.json and docs/leaderboard.md). On text rkv is level with streamingllm
+# and takes four times as long a step.
+BEST_WITH_PICTURES, BEST_WITH_TEXT = "rkv", "streamingllm"
+
 
 def choose(
-    config: EngineConfig, spec: DecoderSpec, gates: Gates | WriteGates | None = None
+    config: EngineConfig,
+    spec: DecoderSpec,
+    gates: Gates | WriteGates | None = None,
+    pictures: bool = False,
 ) -> tuple[Policy, Gates | WriteGates | None, str | None]:
     """Return the policy, its gates, and a note for the user.
 
     Args:
         config: ``model`` is where gates of its own may lie.
         gates: those to use; None: those that ``config`` names, or the checkpoint's own.
+        pictures: whether the model reads any.
 
     Raises:
         GateError, PolicyError.
@@ -55,8 +64,14 @@ def choose(
                 "them with gates=PATH (--gates PATH), train them with `python -m "
                 "training.distill`, or choose policy 'streamingllm' or 'snapkv'"
             )
-        chosen = make_policy("streamingllm")
-        note = f"{name} has no retention gates: running policy 'streamingllm'"
+        best = BEST_WITH_PICTURES if pictures else BEST_WITH_TEXT
+        chosen = make_policy("full" if config.budget is None else best)
+        note = f"{name} has no retention gates: "
+        note += (
+            f"nothing is evicted; with a budget policy {best!r} would decide what stays"
+            if config.budget is None
+            else f"running policy {best!r}"
+        )
     return chosen, gates, note
 
 

@@ -13,7 +13,7 @@ import torch
 
 from engine.budget import Budget
 from engine.checks import require_list
-from engine.config import EngineConfig
+from engine.config import EngineConfig, require_options
 from engine.errors import InputError
 from engine.runtime import Runtime
 from mmkv.prompt.media import load_image
@@ -63,6 +63,7 @@ class Engine(Runtime):
         ``min_pixels``, ``max_pixels`` bound a picture's size for models that take any size. The
         tokenizer and processor are loaded when they are first needed.
         """
+        require_options(options, "from_pretrained", ("progress", "min_pixels", "max_pixels"))
         config = EngineConfig(model=path_or_hub_id, **options)
         return cls.from_config(config, progress, min_pixels=min_pixels, max_pixels=max_pixels)
 

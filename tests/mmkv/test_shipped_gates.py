@@ -15,10 +15,11 @@ from engine.model.fingerprint import fingerprint
 from engine.model.gates import make_random_gates, make_random_write_gates, save_gates
 from engine.runtime import Runtime
 from eval.quality.methods import Method
-from mmkv import Engine, GateError
+from mmkv import Budget, BudgetError, Engine, GateError
 from mmkv.hf import retain
 from mmkv.resources import gates_made_for
 from tests.support.chat_models import save_qwen3_vl
+from tests.support.factories import checkpoint
 
 if TYPE_CHECKING:
     from tests.support.cli_fixtures import Ran
@@ -119,12 +120,37 @@ def test_other_weights_of_the_same_shape_take_none(shipped: Path, tmp_path: Path
     other = str(save_qwen3_vl(tmp_path / "other", seed=1))
     assert gates_made_for(other) == {}
     engine = Engine.from_pretrained(other)
-    assert engine.policy.name == "streamingllm" and "no retention gates" in str(engine.policy_note)
+    assert engine.policy.name == "full" and "nothing is evicted" in str(engine.policy_note)
 
 
 def test_the_engine_alone_takes_none(model: str, shipped: Path) -> None:
     """Programs that measure build on it, and name their gates."""
-    assert Runtime.from_pretrained(model).policy.name == "streamingllm"
+    assert Runtime.from_pretrained(model).policy.name == "full"
+
+
+def test_without_gates_a_budget_decides_whether_anything_is_evicted(tmp_path: Path) -> None:
+    """What reads pictures runs what answered best about pictures, text what reads it best."""
+    sees, reads = (checkpoint(name) for name in ("qwen2_5_vl", "llama"))
+    for model, best in ((sees, "rkv"), (reads, "streamingllm")):
+        free = Engine.from_pretrained(model)
+        assert free.policy.name == "full" and "nothing is evicted" in str(free.policy_note)
+        with free.session() as session, pytest.raises(BudgetError, match="evicts nothing"):
+            session.set_budget(8)
+        for budget in (8, "25%", "64KiB"):
+            engine = Engine.from_pretrained(model, budget=budget)
+            assert engine.policy.name == best and best in str(engine.policy_note)
+    assert Engine.from_pretrained(sees, policy="snapkv").budget == Budget.of(256)
+
+
+def test_a_chat_that_was_saved_goes_on_whatever_its_budget_was(
+    mmkv: Callable[..., Ran], tmp_path: Path
+) -> None:
+    model = str(save_qwen3_vl(tmp_path / "m"))
+    ask = ("-p", "hello", "--max-new-tokens", "2")
+    for name, budget in (("free", ()), ("bound", ("--budget", "12"))):
+        file = str(tmp_path / name)
+        assert mmkv("chat", model, *ask, *budget, "--save", file).code == 0
+        assert mmkv("chat", *ask, "--load", file).code == 0
 
 
 def test_the_chat_says_which_it_took_and_warns_of_foreign_ones(

@@ -10,6 +10,7 @@ import torch
 import transformers
 from torch import nn
 
+import mmkv
 from mmkv import InputError, MmkvError, ModelError
 from mmkv.hf import RetainedCache, generate, hosted, loop, refusals, retain
 from tests.support.factories import CHECKPOINTS, make_model
@@ -88,7 +89,9 @@ def test_models_that_cannot_be_retained() -> None:
     refused(ModelError, "does not generate; load .* AutoModelForCausalLM", model.model)
     refused(InputError, "takes no device", model, device="cpu")
     refused(InputError, "takes no weights: the model has its own", model, weights="int8")
-    refused(TypeError, "bugdet", model, bugdet=3)
+    refused(InputError, "no option 'bugdet'; did you mean 'budget'", model, bugdet=3)
+    with pytest.raises(InputError, match="no option 'max_pixel'; did you mean 'max_pixels'"):
+        mmkv.Engine.from_pretrained("nowhere", max_pixel=3)
     with retain(model, policy="full"):
         refused(InputError, "close the other retain", model)
     model.model.layers[1].mlp.up_proj = Adapter(2, 2)
