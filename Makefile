@@ -58,7 +58,7 @@ test-triton: $(READY)
 	TRITON_INTERPRET=1 $(PYTEST) -m triton
 
 # All but the kernels with what pip resolves today, and with the lowest versions that pyproject.toml allows, each in an
-# environment of its own. Both torches come with gigabytes of CUDA; TORCH=torch==2.13.0+cpu names another one.
+# environment of its own. Both torches come with gigabytes of CUDA; TORCH=torch==2.13.0+cpu gives test-newest another one.
 SUITE = -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder -m "not triton and not drawn and not long"
 
 test-newest:
