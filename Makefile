@@ -13,7 +13,7 @@ endif
 # Without its cache of compiled modules, every process that the tests start compiles torch anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo serve-demo test test-fast test-triton test-drawn test-pages test-browser mutants wheel-test lint format clean
+.PHONY: demo serve-demo test test-fast test-triton test-drawn test-pages test-browser mutants test-newest test-oldest wheel-test lint format clean
 
 demo: $(READY)
 	$(BIN)/mmkv chat --image assets/scene.png --budget 8 --prefill-chunk 12 --cost -p "what is at row 2, column 3?"
@@ -56,6 +56,22 @@ test-browser: $(READY)
 # The Triton kernels in Triton's interpreter, on the CPU, and compiled for Hopper (no GPU needed).
 test-triton: $(READY)
 	TRITON_INTERPRET=1 $(PYTEST) -m triton
+
+# All but the kernels with what pip resolves today, and with the lowest versions that pyproject.toml allows, each in an
+# environment of its own. Both torches come with gigabytes of CUDA; TORCH=torch==2.13.0+cpu gives test-newest another one.
+SUITE = -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder -m "not triton and not drawn and not long"
+
+test-newest:
+	$(PYTHON) -m venv .venv-newest
+	.venv-newest/bin/python -m pip install --quiet --no-compile --upgrade --upgrade-strategy eager $(TORCH) --editable '.[test]'
+	.venv-newest/bin/python -m pip install --quiet --no-compile --no-deps lmms-eval==0.7.3
+	HF_HUB_OFFLINE=1 .venv-newest/bin/python -m pytest $(SUITE)
+
+test-oldest:
+	$(PYTHON) -m venv .venv-oldest
+	.venv-oldest/bin/python -m pip install --quiet --no-compile --constraint constraints-oldest.txt --editable '.[test]'
+	.venv-oldest/bin/python -m pip install --quiet --no-compile --no-deps lmms-eval==0.7.3
+	HF_HUB_OFFLINE=1 .venv-oldest/bin/python -m pytest $(SUITE)
 
 # A wheel in an environment of its own, its commands in a folder far from here; make test has it, too.
 wheel-test: $(READY)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
+from engine.errors import BudgetError
 from engine.page_bound import lasting_pages, page_bound
 from engine.policies import Budget
 
@@ -108,6 +109,12 @@ class OwnBudgets:
 
     def changed(self, budget: Budget | float) -> Budget:
         """See :class:`Budgets`."""
+        policy = self._engine.policy
+        if not (policy.evicts or policy.admission or policy.pruner):
+            raise BudgetError(
+                f"policy {policy.name!r} evicts nothing, so that a budget would bind nothing; load "
+                "the model with a budget, or with a policy that evicts"
+            )
         return Budget.of(budget)
 
     def join(self, session: CachedSequence, weight: float = 1.0) -> None:

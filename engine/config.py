@@ -6,14 +6,16 @@ an :class:`EngineConfig`. Nothing here imports torch: a command line can answer 
 
 from __future__ import annotations
 
+import difflib
 import sys
+from collections.abc import Iterable
 from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.budget import Budget
 from engine.checks import require_real, require_type, require_whole
-from engine.errors import ModelError, PolicyError
+from engine.errors import InputError, ModelError, PolicyError
 
 if TYPE_CHECKING:
     import torch
@@ -31,6 +33,7 @@ def _about(
 # Positions are int32. No sensible page has more than a few hundred entries, and each row of the
 # cache holds a page at least.
 _MOST_POSITIONS, _MOST_PAGE = 2**31 - 1, 1024
+DEFAULT_BUDGET = 256  # entries per layer and KV head, where a policy evicts and nobody named one
 # How matrices lie on a CPU; engine/model/product.py says what each means.
 WEIGHT_FORMS = ("auto", "bf16", "int8")
 # How keys and values lie in the cache; engine/cache/forms.py says what each means.
@@ -44,9 +47,12 @@ class EngineConfig:
     Attributes:
         model: a transformers checkpoint folder, or the id of one on the hub.
         policy: the name of a policy with parameters (``mmkv policies`` lists them), or a
-            :class:`Policy`. None takes ``dbtrimkv`` when there are gates, else ``streamingllm``.
+            :class:`Policy`. None takes ``dbtrimkv`` when there are gates (``wgkv`` for write
+            gates). Without gates it takes ``full``, and where a budget is given, ``rkv`` for a
+            model that reads pictures and ``streamingllm`` for one that reads text.
         budget: M, the mean entries kept per (layer, KV head); a :class:`Budget`; or text such as
-            ``"25%"`` and ``"64MiB"``. Sessions may have budgets of their own.
+            ``"25%"`` and ``"64MiB"``. Sessions may have budgets of their own. None: 256 entries,
+            and no bound where neither gates nor a policy are there.
         lookahead: steps n = T - t over which dbtrimkv sums retention (DBTrimKV, arXiv 2605.09649,
             equation 9): a whole number of at least 1, or inf. Other presets do not read it.
         evict_every: decode steps between evictions.
@@ -81,11 +87,11 @@ class EngineConfig:
         metadata=_about(
             str,
             "What to keep, NAME or NAME:key=value,...; mmkv policies lists all. Default: dbtrimkv "
-            "with gates, else streamingllm.",
+            "with gates; without: rkv (pictures) or streamingllm (text) under a budget, else full.",
         ),
     )
-    budget: Budget | float | str = field(
-        default=256, metadata=_about(str, "Entries per row (256), a share (25%) or bytes (64MiB).")
+    budget: Budget | float | str | None = field(
+        default=None, metadata=_about(str, "Entries per row (256), a share (25%) or bytes (64MiB).")
     )
     lookahead: float = field(
         default=2, metadata=_about(float, "Steps that scores look ahead, or inf.")
@@ -130,7 +136,8 @@ class EngineConfig:
     )
 
     def __post_init__(self) -> None:
-        Budget.of(self.budget)
+        if self.budget is not None:
+            Budget.of(self.budget)
         check_lookahead(self.lookahead)
         for name in ("model", "gates"):
             if (given := getattr(self, name)) is not None:
@@ -173,6 +180,20 @@ class EngineConfig:
 def options() -> dict[str, Field[Any]]:
     """Return the fields of :class:`EngineConfig` by name, in their order."""
     return {setting.name: setting for setting in fields(EngineConfig)}
+
+
+def require_options(given: Iterable[str], caller: str, also: Iterable[str] = ()) -> None:
+    """Check the names of options that ``caller`` was given; ``also``: those of its own.
+
+    Raises:
+        InputError: for the first that there is not, with the nearest that there is.
+    """
+    known = [*options(), *also]
+    for name in given:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            remedy = f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(known)}"
+            raise InputError(f"{caller} has no option {name!r}; {remedy}")
 
 
 def check_lookahead(steps: float) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -27,6 +28,7 @@ class Memory:
         by_modality: live entries per modality.
         differs: how what was read differs from the conversation rendered afresh, in a line; None:
             it does not, or nobody compared them.
+        pictures: of each picture (each frame of a video) the share of its entries that is held.
     """
 
     tokens_seen: int
@@ -38,10 +40,59 @@ class Memory:
     by_modality: dict[str, int] = field(default_factory=dict)
     evicted_nan: int = 0
     differs: str | None = None
+    pictures: tuple[float, ...] = ()
+
+    @property
+    def faded(self) -> tuple[int, ...]:
+        """Return which pictures, the first being 0, have lost most of their entries."""
+        return tuple(i for i, share in enumerate(self.pictures) if share < 0.5)
 
 
-def memory_of(cache: RaggedCache, seq: int, seen: int, evicted: int, evicted_nan: int) -> Memory:
-    """Measure sequence ``seq``; the counts are those that the cache does not know."""
+# [start, stop) of a picture's tokens.
+Span = tuple[int, int]
+
+
+def with_pictures(spans: tuple[Span, ...], modality: Tensor, start: int) -> tuple[Span, ...]:
+    """Return the pictures of a sequence to which tokens of ``modality [T]`` are appended.
+
+    A picture is a run of visual tokens of one kind.
+
+    Args:
+        spans: those before; start: tokens before.
+    """
+    kinds, counts = (part.tolist() for part in modality.unique_consecutive(return_counts=True))
+    found, at = list(spans), start
+    for i, (kind, count) in enumerate(zip(kinds, counts, strict=True)):
+        if kind and not i and found and found[-1][1] == start:
+            found[-1] = found[-1][0], at + count  # a chunk ended inside it
+        elif kind:
+            found.append((at, at + count))
+        at += count
+    return tuple(found)
+
+
+def _held(spans: Sequence[Span], position: Tensor, rows: int) -> tuple[float, ...]:
+    """Return the share of each picture's entries that are among ``position [N]``."""
+    if not spans:
+        return ()
+    edges = torch.tensor(spans, device=position.device)
+    at = torch.searchsorted(edges[:, 0].contiguous(), position.long(), right=True) - 1
+    inside = (at >= 0) & (position < edges[at.clamp(min=0), 1])
+    counts = at[inside].bincount(minlength=len(spans)).tolist()
+    return tuple(
+        n / ((stop - start) * rows) for n, (start, stop) in zip(counts, spans, strict=True)
+    )
+
+
+def memory_of(
+    cache: RaggedCache,
+    seq: int,
+    seen: int,
+    evicted: int,
+    evicted_nan: int,
+    pictures: Sequence[Span] = (),
+) -> Memory:
+    """Measure sequence ``seq``; the counts and spans are those that the cache does not know."""
     pages = cache.held_pages(seq)
     entries = cache.entries(seq)
     modality = cache.pool.modality.view(-1)[entries.slot].long()
@@ -56,6 +107,7 @@ def memory_of(cache: RaggedCache, seq: int, seen: int, evicted: int, evicted_nan
         metadata_bytes=pages * cache.pool.metadata_page_bytes + tables + cache.memory_bytes(),
         by_modality=dict(zip(MODALITIES, counts, strict=True)),
         evicted_nan=evicted_nan,
+        pictures=_held(pictures, cache.pool.position.view(-1)[entries.slot], cache.rows),
     )
 
 

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from engine.errors import InputError
+
+# Names of gates that are at hand and their folders; mmkv puts its own here.
+gate_sets: Callable[[], Mapping[str, Path]] = dict
 
 
 def user_path(name: str | os.PathLike[str]) -> Path:

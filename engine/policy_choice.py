@@ -13,6 +13,7 @@ from engine.model.gates import (
     Gates,
     WriteGates,
     foreign_note,
+    gate_kind,
     load_gates,
     load_write_gates,
     trained_age,
@@ -21,15 +22,24 @@ from engine.model.spec import DecoderSpec
 from engine.policies import Policy, make_policy
 from engine.policies.registry import check_policy
 
+# Without gates, under a budget: what answered best of the policies that need none
+# (quality-no-gates-pictures.json and docs/leaderboard.md). On text rkv is level with streamingllm
+# and takes four times as long a step.
+BEST_WITH_PICTURES, BEST_WITH_TEXT = "rkv", "streamingllm"
+
 
 def choose(
-    config: EngineConfig, spec: DecoderSpec, gates: Gates | WriteGates | None = None
+    config: EngineConfig,
+    spec: DecoderSpec,
+    gates: Gates | WriteGates | None = None,
+    pictures: bool = False,
 ) -> tuple[Policy, Gates | WriteGates | None, str | None]:
     """Return the policy, its gates, and a note for the user.
 
     Args:
         config: ``model`` is where gates of its own may lie.
         gates: those to use; None: those that ``config`` names, or the checkpoint's own.
+        pictures: whether the model reads any.
 
     Raises:
         GateError, PolicyError.
@@ -37,6 +47,8 @@ def choose(
     require_named_gates(config, gates)
     name, source = config.checkpoint(), named_gates(config)
     chosen, note = named_policy(config), None
+    if config.policy is None and _is_write(source if gates is None else gates):
+        chosen = make_policy("wgkv")
     if gates is None and source is not None:
         if chosen.gates == "write":
             gates = load_write_gates(source, spec)
@@ -52,17 +64,34 @@ def choose(
                 "them with gates=PATH (--gates PATH), train them with `python -m "
                 "training.distill`, or choose policy 'streamingllm' or 'snapkv'"
             )
-        chosen = make_policy("streamingllm")
-        note = f"{name} has no retention gates: running policy 'streamingllm'"
+        best = BEST_WITH_PICTURES if pictures else BEST_WITH_TEXT
+        chosen = make_policy("full" if config.budget is None else best)
+        note = f"{name} has no retention gates: "
+        note += (
+            f"nothing is evicted; with a budget policy {best!r} would decide what stays"
+            if config.budget is None
+            else f"running policy {best!r}"
+        )
     return chosen, gates, note
 
 
+def _is_write(gates: Gates | WriteGates | str | Path | None) -> bool:
+    if isinstance(gates, str | Path):
+        return gate_kind(gates) == "write"
+    return isinstance(gates, WriteGates)
+
+
 def named_gates(config: EngineConfig) -> str | Path | None:
-    """Return where the gates lie that ``config`` names, or else the checkpoint's own."""
+    """Return where the gates lie that ``config`` names, or else the checkpoint's own.
+
+    The checkpoint's own are none for a policy that reads the other kind.
+    """
     own = Path(config.checkpoint()) / "gates"
-    if config.gates is None and (own / "gates.safetensors").is_file():
+    if config.gates is not None or not (own / "gates.safetensors").is_file():
+        return config.gates
+    if config.policy is None:
         return own
-    return config.gates
+    return own if gate_kind(own) == (named_policy(config).gates or "retention") else None
 
 
 def require_named_gates(config: EngineConfig, gates: object = None) -> None:
@@ -73,7 +102,7 @@ def require_named_gates(config: EngineConfig, gates: object = None) -> None:
     """
     chosen = named_policy(config)
     check_named(chosen)
-    if chosen.gates == "write" and config.gates is None and gates is None:
+    if chosen.gates == "write" and gates is None and named_gates(config) is None:
         raise GateError(
             f"policy {chosen.name!r} needs write gates; name them with gates=PATH (--gates "
             "PATH), or train them with `python -m training.distill --method wgkv`"

@@ -17,6 +17,7 @@ from torch import Tensor
 from engine.backends.cpu import native_product
 from engine.backends.torch.step import PackedChunks, PrefillChunk
 from engine.cache.ragged import Owner
+from engine.contents import with_pictures
 from engine.errors import InputError, NotFiniteError, SessionError
 from engine.interrupts import CtrlC
 from engine.memory import MANY_TOKENS, give_back
@@ -137,6 +138,8 @@ class Prefill:
         session.prompt_tokens += tokens
         if session.recorder is not None:
             session.recorder.expect((turn.token_ids, turn.modality))
+        if turn.visual is not None:
+            session.pictures = with_pictures(session.pictures, turn.modality, session.seen)
         last = self.done == self.tokens
         session.count_appended(
             tokens, self._turn.next_position if last else self._highest[self.done - 1] + 1

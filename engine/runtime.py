@@ -27,7 +27,7 @@ from engine.budgets import Budgets, OwnBudgets
 from engine.cache import PagePool, RaggedCache
 from engine.cache.choice import choose_form
 from engine.cache.layout import Layout
-from engine.config import EngineConfig
+from engine.config import DEFAULT_BUDGET, EngineConfig, require_options
 from engine.errors import GateError, InputError
 from engine.interrupts import whole
 from engine.lock import FairLock
@@ -80,7 +80,7 @@ class Runtime:
         weights: DecoderWeights,
         gates: Gates | WriteGates | None,
         policy: Policy,
-        budget: Budget | float | str = EngineConfig.budget,
+        budget: Budget | float | str | None = None,
         **options: Any,
     ) -> None:
         self.lock = FairLock()
@@ -98,7 +98,7 @@ class Runtime:
             check_pruner(policy.pruner, spec.num_layers, tuple(spec.sliding_window))
         self.family, self.spec, self.policy = family, spec, policy
         self.device, self.dtype = weights.embed.device, weights.dtype
-        self.budget = Budget.of(budget)
+        self.budget = Budget.of(DEFAULT_BUDGET if budget is None else budget)
         self.evict_every, self.prefill_chunk = config.evict_every, config.prefill_chunk
         self.write_gates: WriteGates | None = None
         if policy.admission is not None:
@@ -122,7 +122,7 @@ class Runtime:
         state = self.needs.state if policy.admission is None else 1  # log g
         size = config.page_size
         # A budget that binds nothing chooses nothing.
-        binding = self.budget if policy.evicts else Budget.of(EngineConfig.budget)
+        binding = self.budget if policy.evicts else Budget.of(DEFAULT_BUDGET)
         layout = Layout(size, spec.head_dim, self.dtype, state=state)
         form, self.form_note = choose_form(
             config.kv, binding, spec.rows, spec.max_position, layout, self.slack
@@ -163,6 +163,7 @@ class Runtime:
         Raises:
             ModelError, GateError, PolicyError, BudgetError.
         """
+        require_options(options, "from_pretrained", ("progress",))
         return cls.from_config(EngineConfig(model=path_or_hub_id, **options), progress)
 
     @classmethod
@@ -175,9 +176,9 @@ class Runtime:
     ) -> Self:
         """Load the checkpoint and gates that ``config`` names.
 
-        Without a policy and without gates the engine runs ``streamingllm`` (``policy_note`` says
-        so, as it does of gates that seem to be another model's). ``pictures``: some will come, so
-        what reads them is imported beside the weights.
+        Without a policy and without gates nothing is evicted, unless a budget is given
+        (``policy_note`` says so, as it does of gates that seem to be another model's).
+        ``pictures``: some will come, so what reads them is imported beside the weights.
 
         Raises:
             ModelError, GateError, PolicyError, BudgetError.
@@ -220,14 +221,14 @@ class Runtime:
             GateError, PolicyError, BudgetError.
         """
         _use_threads(config)
-        chosen, gates, note = choose(config, spec, gates)
+        chosen, gates, note = choose(config, spec, gates, family.has_vision)
         engine = cls(
             family,
             spec,
             weights,
             gates,
             chosen,
-            Budget.of(config.budget),
+            config.budget,
             evict_every=config.evict_every,
             prefill_chunk=config.prefill_chunk,
             page_size=config.page_size,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from engine.cache import Entries
-from engine.contents import Memory, memory_of, retained_tokens
+from engine.contents import Memory, Span, memory_of, retained_tokens
 from engine.entry_source import CacheEntries
 from engine.errors import ContextError, SessionError
 from engine.interrupts import CtrlC
@@ -39,6 +39,7 @@ _STATE = (
     "long_rope",
     "prompt_tokens",
     "read_ids",
+    "pictures",
 )
 
 
@@ -51,7 +52,8 @@ class CachedSequence:
         recorder: what :meth:`record` has begun, or None.
         seen: tokens so far; next_position: rope position of the next text token. Their
             difference is this sequence's M-RoPE delta: it belongs to the session, never to
-            the model. prompt_tokens: those of them that came in prompts.
+            the model. prompt_tokens: those of them that came in prompts. pictures: where the
+            tokens of each begin and end.
         read_ids: a bit for each token id that it has read, evicted or not (:mod:`engine.read_ids`).
 
     Threads may share an engine, not a session: a call on a session that another thread is using
@@ -64,6 +66,7 @@ class CachedSequence:
         self._set_budget(budget)
         self.seen, self.next_position, self.entries = 0, 0, 0
         self.evicted, self.evicted_nan, self.prompt_tokens, self.read_ids = 0, 0, 0, 0
+        self.pictures: tuple[Span, ...] = ()
         self.long_rope: bool | None = None
         self._claim = threading.RLock()
         self.closed = False
@@ -234,7 +237,7 @@ class CachedSequence:
         with self.engine.lock:
             self._require_open()
             counts = self.evicted, self.evicted_nan
-            return memory_of(self.engine.cache, self.seq, self.seen, *counts)
+            return memory_of(self.engine.cache, self.seq, self.seen, *counts, self.pictures)
 
     def entries_per_layer(self) -> list[int]:
         """Live entries of each layer, all heads together."""
@@ -377,11 +380,12 @@ class CachedSequence:
         """
         with self.claimed(), self.engine.lock:
             if not seen:
-                fresh = dict.fromkeys(_STATE, 0) | {"long_rope": None}
+                fresh = dict.fromkeys(_STATE, 0) | {"long_rope": None, "pictures": ()}
                 self.adopt(self.engine.cache.open(), fresh)
                 return
             recorder, nan = self.recorder, self.evicted_nan
             self.seen, self.next_position, self.prompt_tokens = seen, next_position, prompt_tokens
+            self.pictures = tuple(span for span in self.pictures if span[1] <= seen)
             self.roll_back()
             self.entries = int(self.engine.cache.length[self.seq].sum())
             before, self.evicted = self.evicted, seen * self.engine.spec.rows - self.entries

@@ -44,6 +44,7 @@ class State(Strict):
     prompt_tokens: _Tokens = 0  # older files have none
     # In hexadecimal digits; older files have none, and penalties count what comes after them.
     read_ids: Annotated[str, Field(pattern="^[0-9a-f]*$")] = ""
+    pictures: tuple[tuple[_Tokens, _Tokens], ...] = ()  # older files have none
     budget: tuple[
         Literal["entries", "bytes", "fraction"], Annotated[float, Field(gt=0, allow_inf_nan=False)]
     ]
@@ -62,12 +63,15 @@ class Header(Strict):
 def check_state(state: State, engine: Runtime) -> None:
     """Check the numbers of a header against each other and the engine. Raises Damage."""
     every = state.seen * engine.spec.rows
+    edges = [0, *(edge for span in state.pictures for edge in span), state.seen]
     can_be_long = engine.spec.rope.switch_at is not None
     broken = {
         "prompt_tokens is above seen": state.prompt_tokens > state.seen,
         "entries and evicted do not add up to the tokens seen": state.entries + state.evicted
         != every,
         "evicted_nan is above evicted": state.evicted_nan > state.evicted,
+        "pictures do not follow each other": sorted(edges) != edges
+        or any(start == stop for start, stop in state.pictures),
         "next_position is past the model's last": state.next_position > engine.spec.max_position,
         "long_rope is not this model's": bool(state.long_rope) and not can_be_long,
         "long_rope is missing": state.long_rope is None and state.seen > 0,

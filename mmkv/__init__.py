@@ -7,11 +7,16 @@ torch (the command line answers ``--help`` and reports usage errors without it).
 from __future__ import annotations
 
 import importlib
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
+
+import engine.paths
 
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from engine.budget import Budget
     from engine.config import EngineConfig
     from engine.errors import (
@@ -111,6 +116,15 @@ __all__ = [
     "register_family",
     "register_policy",
 ]
+
+
+def _gate_sets() -> Mapping[str, Path]:
+    from mmkv.resources import bundled_gates
+
+    return bundled_gates()
+
+
+engine.paths.gate_sets = _gate_sets  # wherever gates are named, these names are known
 
 
 def __getattr__(name: str) -> Any:

@@ -15,7 +15,7 @@ import torch
 
 from engine.budget import Budget
 from engine.checks import require_list
-from engine.config import EngineConfig
+from engine.config import EngineConfig, require_options
 from engine.errors import InputError
 from engine.interrupts import OpenToCtrlC, whole
 from engine.runtime import Runtime
@@ -74,6 +74,7 @@ class Engine(Runtime):
         drawn where a call does not. The tokenizer and processor are loaded when they are first
         needed.
         """
+        require_options(options, "from_pretrained", ("progress", "min_pixels", "max_pixels"))
         config = EngineConfig(model=path_or_hub_id, **options)
         return cls.from_config(
             config,

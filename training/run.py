@@ -28,7 +28,7 @@ from training.model import DistillModel, backbone_digest
 from training.settings import Settings
 from training.stopping import Stopping
 from training.trainable import TrainableGates, TrainableWriteGates
-from training.trainer import DistillTrainer, HeldOut, History
+from training.trainer import DistillTrainer, HeldOut, History, Idle
 from training.write_model import WriteGateModel
 
 _DAY = 24 * 3600  # seconds
@@ -108,7 +108,7 @@ def distill(
         model=model,
         args=_arguments(settings, folder),
         train_dataset=train,
-        callbacks=[History(folder), stopping, *([measure] if held_out else [])],
+        callbacks=[History(folder), _idle(settings), stopping, *([measure] if held_out else [])],
     )
     with stopping:
         trainer.train(resume_from_checkpoint=last)
@@ -135,6 +135,15 @@ def distill(
         draw_curve(history(folder), folder / "curve.png", budget)
         write_card(folder, described)
     return described
+
+
+def _idle(settings: Settings) -> Idle:
+    if settings.method == "wgkv":
+        return Idle("raise --lr, or give more steps")
+    return Idle(
+        f"a bias of {settings.bias:g} begins with gates that forget nothing, and a short run does "
+        "not come away from there: take --bias 10 --lr 3e-3 --lambda-cap 16, or thousands of steps"
+    )
 
 
 _Evaluate = Callable[[], dict[str, float]]

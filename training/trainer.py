@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Callable, Sized
 from pathlib import Path
@@ -94,6 +95,52 @@ class History(TrainerCallback):
         if state.is_world_process_zero and logs:
             with self.path.open("a") as file:
                 file.write(json.dumps({"step": state.global_step, **logs}) + "\n")
+
+
+class Idle(TrainerCallback):
+    """Says, once, that a run teaches its gates nothing: their gradients are next to 0."""
+
+    LEAST, LINES = 1e-5, 3
+
+    def __init__(self, remedy: str) -> None:
+        self.remedy, self.lines, self.moved, self.said = remedy, 0, False, False
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Look at the gradient's norm of a log line."""
+        norm = (logs or {}).get("grad_norm")
+        if norm is not None:
+            self.lines += 1
+            self.moved |= float(norm) >= self.LEAST
+        if self.lines >= self.LINES:
+            self._say(state)
+
+    def on_train_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: Any,
+    ) -> None:
+        """Look once more: a short run has few lines."""
+        if self.lines:
+            self._say(state)
+
+    def _say(self, state: TrainerState) -> None:
+        if self.moved or self.said or not state.is_world_process_zero:
+            return
+        self.said = True
+        print(
+            f"mmkv: these gates learn next to nothing: up to step {state.global_step} no gradient "
+            f"had a norm of {self.LEAST:g} or more; {self.remedy}",
+            file=sys.stderr,
+        )
 
 
 class HeldOut(TrainerCallback):

@@ -67,6 +67,6 @@ def choose_form(
     best = "int8" if head_dim % 2 else best
     return form(best), (
         f"kv {best}: {given} holds {entries(best):,.0f} entries per row in it, "
-        f"{entries('bf16'):,.0f} in bfloat16, and there it answered best (docs/kv-forms.md); "
-        "kv auto keeps exact ones"
+        f"{entries('bf16'):,.0f} in bfloat16, and there it answered best of two small models "
+        "(docs/kv-forms.md; no other one was measured); kv auto keeps exact ones"
     )

@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from engine.config import KV_FORMS, EngineConfig
 from engine.errors import InputError
-from engine.model.gates import foreign_note, load_gates, load_write_gates, trained_age
+from engine.model.gates import foreign_note, gate_folder, load_gates, load_write_gates, trained_age
 from engine.policies import Budget, Policy, make_policy
 from engine.policies.scoring import Retention
 from engine.runtime import Runtime
@@ -74,7 +74,7 @@ class Method:
             raise InputError(
                 f"--method {text!r}: lookahead {lookahead!r} is not a number; write POLICY@5:GATES"
             ) from None
-        folders = tuple(filter(None, gates.split(",")))
+        folders = tuple(str(gate_folder(one)) for one in gates.split(",") if one)
         return cls(name or label, policy, number, folders, kv or "auto")
 
 
@@ -100,7 +100,7 @@ class Cell:
         gates = "none" if self.gates is None else digest(self.gates)
         made = self.made()
         if made.admission is not None and made.admission.gates:
-            gates += f"+{digest(made.admission.gates)}"
+            gates += f"+{digest(str(gate_folder(made.admission.gates)))}"
         scoring = made.scoring
         # Runs from before there were other ages than equation 9's do not name theirs.
         newest = scoring.newest_age if isinstance(scoring, Retention) else 1

@@ -99,6 +99,8 @@ def answer(
     if session.note:
         display.note(session.note)
     if session.last is not None:
+        if session.last.memory is not None:
+            display.note_faded(session.last.memory)
         _end_notes(session.last, options, display)
     return finished
 

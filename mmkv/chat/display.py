@@ -31,6 +31,7 @@ class Display:
 
     def __init__(self, options: ChatOptions) -> None:
         self.quiet = options.quiet
+        self._faded = False  # whether it was said that a picture is gone
         self.console = Console(stderr=True, highlight=False)
         self.animated = self.console.is_terminal and not self.quiet
 
@@ -38,6 +39,13 @@ class Display:
         """Print a remark; silenced by --quiet."""
         if not self.quiet:
             self.say(f"mmkv: {text}")
+
+    def note_faded(self, memory: Memory) -> None:
+        """Say, once in a conversation, that pictures have lost most of their entries."""
+        line = faded_line(memory)
+        if line is not None and not self._faded:
+            self._faded = True
+            self.note(line)
 
     def say(self, text: str) -> None:
         """Print a line that was asked for, such as a command's answer, as plain text."""
@@ -120,6 +128,18 @@ def memory_line(engine: Engine, session: Session) -> str:
     return line if memory.evicted else f"{line}: nothing had to be evicted"
 
 
+def faded_line(memory: Memory) -> str | None:
+    """Say which pictures have lost most of their entries; None: none has."""
+    if not memory.faded:
+        return None
+    some = ", ".join(f"{i + 1} ({memory.pictures[i]:.0%} kept)" for i in memory.faded[:4])
+    more = f" and {len(memory.faded) - 4} others" if len(memory.faded) > 4 else ""
+    return (
+        f"most of what was read of these pictures is gone: {some}{more}; answers about them may "
+        "be wrong, and a larger budget keeps more"
+    )
+
+
 def in_form(engine: Runtime) -> str:
     """Name the form of the cache, where it is not the model's dtype."""
     form = engine.cache.pool.form
@@ -143,6 +163,7 @@ def statistics(engine: Engine, session: Session) -> RenderableType:
         ("tokens seen", f"{memory.tokens_seen:,}"),
         ("entries kept", f"{memory.entries:,} of {total:,} ({kept})"),
         ("entries evicted", f"{memory.evicted:,}"),
+        ("pictures mostly gone", f"{len(memory.faded)} of {len(memory.pictures)}"),
         ("keys and values", f"{format_bytes(memory.kv_bytes)} in {memory.pages:,} pages"),
         ("metadata", format_bytes(memory.metadata_bytes)),
         ("held for /undo", format_bytes(session.snapshot_bytes)),

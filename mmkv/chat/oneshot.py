@@ -73,6 +73,6 @@ def _opened(engine: Engine, options: ChatOptions) -> Session:
     if options.load is None:
         return engine.session()
     session, _ = engine.load_session(user_path(options.load))
-    if options.rebudget:
+    if options.rebudget and engine.policy.evicts:
         session.set_budget(engine.budget)
     return session

@@ -39,6 +39,7 @@ def record(engine: Engine, session: Session, model: str) -> dict[str, Any]:
             "evicted_nan": memory.evicted_nan,
             "total": total_entries(engine, memory),
             "by_modality": memory.by_modality,
+            "pictures": list(memory.pictures),
         },
         "differs": memory.differs,
         "memory": {

@@ -205,7 +205,7 @@ class Repl:
         """Go on with a session file in the place of the present conversation."""
         session, _ = self.engine.load_session(path)
         self.switch(session)
-        if self.options.rebudget:
+        if self.options.rebudget and self.engine.policy.evicts:
             session.set_budget(self.engine.budget)
         if self.autosave is not None and is_autosaved(path):
             self.autosave.adopt(session, path)

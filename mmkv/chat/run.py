@@ -65,6 +65,7 @@ def load_engine(options: ChatOptions, display: Display) -> Engine:
     refuse_adapter(name)
     locate(name)  # before torch is imported
     with display.loading(name) as progress:
+        from engine.backends import cpu
         from mmkv.api import Engine
 
         _hush_libraries(keep_downloads=display.animated and not is_folder(user_path(name)))
@@ -83,6 +84,8 @@ def load_engine(options: ChatOptions, display: Display) -> Engine:
         gc.enable()
     if options.engine.model is None:
         display.note("the bundled model answers, which knows drawn scenes alone; see mmkv models")
+    if engine.device.type == "cpu" and "MMKV_NATIVE" not in os.environ and (why := cpu.reason()):
+        display.note(f"replies run in torch, several times slower than in C, which is {why}")
     for note in (engine.policy_note, engine.form_note, *engine.generation.notes):
         if note:
             display.note(note)

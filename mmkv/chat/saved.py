@@ -30,6 +30,8 @@ def chat_extra(engine: Engine, config: EngineConfig, model: str) -> dict[str, st
             values[name] = _absolute(str(values[name]))
     if isinstance(config.policy, str):
         values["policy"] = _with_paths(config.policy, _absolute)
+    elif config.policy is None and not engine.policy.gates:
+        values["policy"] = engine.policy.name  # the budget had a say in it, and is not kept
     return {_KEY: json.dumps({name: v for name, v in values.items() if v is not None})}
 
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from engine.budget import Budget, parse_bytes
-from engine.config import EngineConfig, options
+from engine.config import DEFAULT_BUDGET, EngineConfig, options
 from engine.errors import BudgetError, SessionError
 from engine.paths import user_path
 from mmkv.chat.options import UsageError
@@ -48,7 +48,7 @@ _BUDGETS = {
         float | None,
         typer.Option(
             help="Entries to keep per layer and KV head, on average "
-            f"(default {EngineConfig.budget}).",
+            f"(default {DEFAULT_BUDGET}; no bound without gates and policy).",
             rich_help_panel=CACHE,
         ),
     ],
@@ -198,7 +198,7 @@ def _config(given: dict[str, Any]) -> EngineConfig:
             "--budget, --budget-bytes and --budget-fraction exclude each other; give one"
         )
     named = {unit: given.pop(unit) for unit in _BUDGETS}
-    budget: Budget | float | str = EngineConfig.budget
+    budget: Budget | float | str | None = None
     if named["budget_bytes"] is not None:
         try:
             budget = Budget.bytes(parse_bytes(named["budget_bytes"]))

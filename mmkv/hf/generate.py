@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from engine.prefill import extend_together
 from engine.runtime import Runtime
 from mmkv.hf.cache import RetainedCache, close_rows
 from mmkv.hf.loop import Generated, Loop, Settings
-from mmkv.hf.refusals import check_call, check_rest, effective_config
+from mmkv.hf.refusals import CACHE_NAMES, check_call, check_rest, effective_config
 from mmkv.hf.rows import Row, masked_before, new_tokens, without_padding
 
 # What processors return of pictures, videos and their places.
@@ -37,6 +38,10 @@ MEDIA = (
     "image_sizes_videos",
     "batch_num_images",
     "mm_token_type_ids",
+)
+
+_CACHE_FIELD = next(
+    field.name for field in fields(GenerateDecoderOnlyOutput) if field.name in CACHE_NAMES
 )
 
 
@@ -78,7 +83,7 @@ class Call:
             with ExitStack() as stack:
                 config = effective_config(self._given, self._model().generation_config)
                 check_call(self._given, config)
-                self.cache = _retained_cache(self._given.pop("past_key_values", None), self._engine)
+                self.cache = _retained_cache(self._take_cache(), self._engine)
                 if self.cache is not None:
                     stack.enter_context(self.cache.in_use())
                 media = {}
@@ -101,6 +106,14 @@ class Call:
 
     def _model(self) -> Any:
         return self._stock.__self__  # type: ignore[attr-defined]
+
+    def _take_cache(self) -> object:
+        """Take the cache out of the arguments, by either name. Raises InputError for two."""
+        named = {name: self._given.pop(name, None) for name in CACHE_NAMES}
+        given = [value for value in named.values() if value is not None]
+        if len(given) > 1:
+            raise InputError(f"{' and '.join(CACHE_NAMES)} name the same argument; pass one")
+        return given[0] if given else None
 
     def _take_stop_strings(self, stop: str | list[str] | None) -> None:
         """Look for stop strings here: to a decoding function transformers gives no tokenizer."""
@@ -191,7 +204,7 @@ class Call:
             sequences=made.ids,
             scores=made.scores,
             logits=made.logits,
-            past_key_values=self.cache,
+            **{_CACHE_FIELD: self.cache},
         )
 
 
@@ -199,11 +212,11 @@ def _retained_cache(given: object, engine: Runtime) -> RetainedCache | None:
     if given is None or isinstance(given, RetainedCache):
         if given is not None and given.rows and given.rows[0].session.engine is not engine:
             raise InputError(
-                "past_key_values was filled by another retained model, or before weights were "
+                "the cache was filled by another retained model, or before weights were "
                 "changed; pass a new mmkv.hf.RetainedCache()"
             )
         return given
     raise InputError(
-        f"past_key_values is a {type(given).__name__}, which keeps every entry; pass a "
+        f"the cache is a {type(given).__name__}, which keeps every entry; pass a "
         "mmkv.hf.RetainedCache(), or leave it out"
     )

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from engine.budget import Budget
-from engine.config import EngineConfig
+from engine.config import EngineConfig, require_options
 from engine.contents import Memory
 from engine.errors import InputError, ModelError, SessionError
 from engine.interrupts import CtrlC, whole
@@ -54,7 +54,7 @@ def retain(
     *,
     gates: str | Path | Gates | WriteGates | None = None,
     policy: str | Policy | None = None,
-    budget: Budget | float | str = 256,
+    budget: Budget | float | str | None = None,
     **options: Any,
 ) -> Retained:
     """Let ``model.generate`` run on a bounded cache from now on, to the end of a ``with`` block.
@@ -64,10 +64,10 @@ def retain(
             language-model head. Nothing else in the process changes.
         gates: a gate folder, file, hub id, ``"random"`` or gates in memory; None: those in the
             checkpoint's own ``gates/`` folder, if it has one.
-        policy: its name with parameters, or a Policy. None: ``dbtrimkv`` with gates, else
-            ``streamingllm``.
+        policy: its name with parameters, or a Policy. None: ``dbtrimkv`` with gates; without,
+            ``rkv`` for a model that reads pictures and ``streamingllm`` for one that reads text.
         budget: M, the mean entries kept per (layer, KV head) of each row of a batch; a Budget; or
-            text such as ``"25%"``.
+            text such as ``"25%"``. None: 256, and nothing is evicted without gates and policy.
         options: lookahead, evict_every, prefill_chunk, page_size, kv_limit and the like of
             :class:`engine.config.EngineConfig`.
 
@@ -106,6 +106,7 @@ class Retained:
             )
         if clash := options.keys() & _OWN:
             raise InputError(f"retain takes no {min(clash)}: the model has its own")
+        require_options(options, "retain")
         loaded = gates if isinstance(gates, Gates | WriteGates) else None
         name = getattr(model, "name_or_path", "") or type(model).__name__
         self._config = EngineConfig(

@@ -25,11 +25,13 @@ _ARGUMENTS = (
     "encoder_outputs",
     "mm_encoder_outputs",
 )
+# The argument and the field of outputs that hold the cache: transformers 5.24 renamed them.
+CACHE_NAMES = ("cache", "past_key_values")
 # What transformers hands on to a decoding function of its own accord.
 _HANDED_ON = {
+    *CACHE_NAMES,
     "attention_mask",
     "position_ids",
-    "past_key_values",
     "use_cache",
     "logits_to_keep",
     "mm_encoder_outputs",

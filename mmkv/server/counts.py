@@ -73,6 +73,8 @@ class Counts:
             bound * self.engine.cache.pool.kv_page_bytes,
             self.engine.shared is not None,
             next((one.differs for one in memories if one.differs), None),
+            max((len(one.pictures) for one in memories), default=0),
+            max((len(one.faded) for one in memories), default=0),
         )
 
     def _evicted(self, replies: Iterable[tuple[Session, Choice]]) -> dict[str, int]:

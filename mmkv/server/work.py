@@ -68,6 +68,8 @@ class Usage:
         by_modality: entries that are kept.
         kv_bytes: of the keys and values held at the end; bound_bytes: the most that there can be
             between two chunks.
+        pictures: those of the conversation, frames of videos included; faded_pictures: those that
+            have lost most of their entries, in the reply where that is worst.
         shared_pool: whether all sessions compete for one budget: what is kept depends on others.
         differs: how what was read differs from the conversation rendered afresh; None: it does not.
     """
@@ -82,3 +84,5 @@ class Usage:
     bound_bytes: int
     shared_pool: bool = False
     differs: str | None = None
+    pictures: int = 0
+    faded_pictures: int = 0

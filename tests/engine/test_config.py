@@ -51,7 +51,7 @@ def test_wrong_values_are_named(wrong: dict[str, Any], error: type[MmkvError], s
 
 
 def test_an_unknown_option_is_named() -> None:
-    with pytest.raises(TypeError, match="budgets"):
+    with pytest.raises(InputError, match="no option 'budgets'; did you mean 'budget'"):
         Runtime.from_pretrained("anywhere", budgets=3)
 
 

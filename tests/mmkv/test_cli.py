@@ -31,9 +31,10 @@ def test_only_the_answer_is_on_stdout(mmkv: Callable[..., Ran], model: str, pict
     ran = mmkv("chat", model, "--image", picture, "-p", "what?", "--budget", "8", *FEW)
     assert ran.code == 0
     notes = ran.err.splitlines()
-    assert len(notes) == 3 and "streamingllm" in notes[0], ran.err
-    assert "cut off after 6 tokens; --max-new-tokens" in notes[1]
-    kept = re.search(r"kept ([\d,]+) of ([\d,]+) entries .* physical", notes[2])
+    assert len(notes) == 4 and "rkv" in notes[0], ran.err
+    assert "of these pictures is gone: 1 (" in notes[1]
+    assert "cut off after 6 tokens; --max-new-tokens" in notes[2]
+    kept = re.search(r"kept ([\d,]+) of ([\d,]+) entries .* physical", notes[3])
     assert kept is not None and kept[1] == "32"  # 8 x 2 layers x 2 heads
     report = mmkv("chat", model, "--image", picture, "-p", "what?", "--budget", "8", "--json", *FEW)
     assert ran.out == json.loads(report.out)["text"] + "\n"
@@ -109,7 +110,7 @@ def test_json_numbers_are_consistent(mmkv: Callable[..., Ran], model: str, pictu
     assert memory["kv_bytes"] == memory["pages"] * 2 * 16 * 8 * 4
     assert memory["physical_bytes"] == memory["kv_bytes"] + memory["metadata_bytes"]
     assert report["decode_path"] == "native" or report["decode_path"].startswith("torch: ")
-    assert report["policy"] == "streamingllm" and "gates" in report["policy_note"]
+    assert report["policy"] == "rkv" and "gates" in report["policy_note"]
     assert report["time_to_first_token_s"] > 0 and report["tokens_per_second"] > 0
     assert report["versions"]["torch"] and report["finish_reason"] == "length"
 
@@ -150,7 +151,9 @@ def test_a_budget_in_bytes_picks_the_form_unless_the_user_does(
 def test_the_memory_line_says_when_nothing_was_evicted(
     mmkv: Callable[..., Ran], model: str
 ) -> None:
-    assert "nothing had to be evicted" in mmkv("chat", model, "-p", "hi", *FEW).err
+    asked = ("chat", model, "-p", "hi", *FEW)
+    assert "nothing had to be evicted" in mmkv(*asked, "--budget", "256").err
+    assert "full never evicts" in mmkv(*asked).err, "no gates and no budget"
     assert "full never evicts" in mmkv("chat", model, "-p", "hi", "--policy", "full", *FEW).err
 
 

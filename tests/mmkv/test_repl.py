@@ -24,6 +24,9 @@ pytest_plugins = ("tests.support.cli_fixtures",)
 FEW = ("--max-new-tokens", "6")
 
 
+BOUND = ("--budget", "256")  # without one, a model without gates evicts nothing
+
+
 def converse(
     mmkv: Callable[..., Ran], model: str, *lines: str, options: tuple[str, ...] = ()
 ) -> Ran:
@@ -117,6 +120,7 @@ def test_commands_answer_on_stderr(mmkv: Callable[..., Ran], model: str) -> None
         "/save /nowhere/at/all",
         "/nonsense",
         "/quit",
+        options=BOUND,
     )
     assert ran.out == ""
     for says in (
@@ -162,17 +166,19 @@ def test_an_error_keeps_the_conversation(
         "/budget 0.1",
         "/image -",
         "and?",
-        options=("--json",),
+        options=("--json", *BOUND),
     )
-    plain = converse(mmkv, model, "hello", "and?", options=("--json",))
+    plain = converse(mmkv, model, "hello", "and?", options=("--json", *BOUND))
     assert [r["text"] for r in records(ran)] == [r["text"] for r in records(plain)]
     assert ran.err.count("mmkv: error: ") == 3
 
 
 def test_a_smaller_budget_in_mid_conversation_evicts(mmkv: Callable[..., Ran], model: str) -> None:
-    ran = converse(mmkv, model, "hello", "/budget 8", "and?", options=("--json",))
+    ran = converse(mmkv, model, "hello", "/budget 8", "and?", options=("--json", *BOUND))
     first, second = records(ran)
     assert first["entries"]["evicted"] == 0 and second["entries"]["kept"] == 32
+    ran = converse(mmkv, model, "/budget 8")
+    assert "policy 'full' evicts nothing" in ran.err and "load the model with a budget" in ran.err
 
 
 # --- Ctrl-C ---

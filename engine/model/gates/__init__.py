@@ -3,6 +3,8 @@
 from engine.model.gates.files import (
     as_stored,
     foreign_note,
+    gate_folder,
+    gate_kind,
     load_gates,
     load_write_gates,
     save_gates,
@@ -17,6 +19,8 @@ __all__ = [
     "WriteGates",
     "as_stored",
     "foreign_note",
+    "gate_folder",
+    "gate_kind",
     "load_gates",
     "load_write_gates",
     "make_random_gates",

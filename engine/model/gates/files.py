@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from engine import hub
+from engine import hub, paths
 from engine.errors import STOPS, GateError, first_line
 from engine.model.fingerprint import fingerprint, language_fingerprint
 from engine.model.finite import find_not_finite
@@ -38,7 +38,8 @@ def load_gates(source: str | Path, spec: DecoderSpec) -> Gates:
     """Read retention gates for a model of the shape ``spec``.
 
     Args:
-        source: a folder (ours or a published one), a gate file, a hub id, or ``"random"``.
+        source: a folder (ours or a published one), a gate file, a hub id, the name of a set at
+            hand, or ``"random"``.
 
     Raises:
         GateError: not found, unreadable, write gates, or made for a model of another shape (both
@@ -63,7 +64,7 @@ def load_write_gates(source: str | Path, spec: DecoderSpec) -> WriteGates:
     """Read write gates for a model of the shape ``spec``.
 
     Args:
-        source: a folder, a gate file, a hub id, or ``"random"``.
+        source: a folder, a gate file, a hub id, the name of a set at hand, or ``"random"``.
 
     Raises:
         GateError: not found, unreadable, retention gates, or made for a model of another shape
@@ -169,6 +170,32 @@ def trained_age(source: str | Path) -> Literal["paper", "released"]:
     return "released" if published else "paper"
 
 
+def gate_folder(source: str | Path) -> str | Path:
+    """Return the folder of a set of gates that is named shortly; all else as it is.
+
+    What exists under the name goes before.
+    """
+    path = user_path(source)
+    if is_file(path) or is_folder(path):
+        return source
+    return paths.gate_sets().get(str(source), source)
+
+
+def gate_kind(source: str | Path) -> Literal["retention", "write"]:
+    """Return which kind of gates lie at ``source``, as their ``gates.json`` says.
+
+    Raises:
+        GateError: not found.
+    """
+    if str(source) == "random":
+        return "retention"
+    try:
+        info = json.loads((_locate(source).parent / _INFO).read_text(encoding="utf-8"))
+        return "write" if info.get("kind") == "write" else "retention"
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return "retention"  # the loader says what is wrong with it
+
+
 def foreign_note(gates: Gates | WriteGates, model: str) -> str | None:
     """Return one line if the gates say that they were trained for another checkpoint, else None.
 
@@ -262,12 +289,15 @@ def save_gates(
 
 
 def _locate(source: str | Path) -> Path:
-    path = user_path(source)
+    path = user_path(gate_folder(source))
     if is_file(path):
         return path
     if not is_folder(path):
         if os.sep in str(source)[:1] or str(source).count("/") != 1:
-            raise GateError(f"no gates at {source}; give a folder, a file, a hub id or 'random'")
+            raise GateError(
+                f"no gates at {source}; give a folder, a file, a hub id, 'random', or a name that "
+                "`mmkv models` lists"
+            )
         try:
             path = Path(
                 snapshot_download(

@@ -10,8 +10,9 @@ import torch
 import transformers
 from torch import nn
 
+import mmkv
 from mmkv import InputError, MmkvError, ModelError
-from mmkv.hf import generate, hosted, loop, refusals, retain
+from mmkv.hf import RetainedCache, generate, hosted, loop, refusals, retain
 from tests.support.factories import CHECKPOINTS, make_model
 from tests.support.hf_models import greedy, model_of, prompts_of
 
@@ -35,6 +36,8 @@ REFUSED: dict[str, dict[str, Any]] = {
     "token_healing": {"token_healing": True},
     "labels": {"labels": torch.zeros(1, 3)},
     "DynamicCache": {"past_key_values": transformers.DynamicCache()},
+    "is a DynamicCache": {"cache": transformers.DynamicCache()},
+    "pass one": {"cache": RetainedCache(), "past_key_values": RetainedCache()},
     "prefill_chunk_size": {"prefill_chunk_size": 4},
 }
 
@@ -86,7 +89,9 @@ def test_models_that_cannot_be_retained() -> None:
     refused(ModelError, "does not generate; load .* AutoModelForCausalLM", model.model)
     refused(InputError, "takes no device", model, device="cpu")
     refused(InputError, "takes no weights: the model has its own", model, weights="int8")
-    refused(TypeError, "bugdet", model, bugdet=3)
+    refused(InputError, "no option 'bugdet'; did you mean 'budget'", model, bugdet=3)
+    with pytest.raises(InputError, match="no option 'max_pixel'; did you mean 'max_pixels'"):
+        mmkv.Engine.from_pretrained("nowhere", max_pixel=3)
     with retain(model, policy="full"):
         refused(InputError, "close the other retain", model)
     model.model.layers[1].mlp.up_proj = Adapter(2, 2)
@@ -126,7 +131,7 @@ def test_what_is_used_of_transformers_is_there() -> None:
     ).split():
         assert hasattr(config, name), name
     made = generate.GenerateDecoderOnlyOutput(sequences=None)
-    assert {"scores", "logits", "past_key_values"} <= {f for f in type(made).__annotations__}
+    assert {"scores", "logits", generate._CACHE_FIELD} <= {f for f in type(made).__annotations__}
     assert loop.MaxLengthCriteria(max_length=3).max_length == 3
     assert loop.EosTokenCriteria(eos_token_id=[1, 2]).eos_token_id.tolist() == [1, 2]
     assert loop.TemperatureLogitsWarper(0.5).temperature == 0.5

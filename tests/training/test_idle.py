@@ -1,0 +1,30 @@
+"""A run that teaches its gates nothing says so, once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from transformers import TrainerState
+
+from training.run import _idle
+from training.settings import Settings
+
+
+@pytest.mark.parametrize(
+    ("norms", "said"),
+    [([1e-6] * 5, 1), ([1e-6, 1e-6], 1), ([1e-6, 0.2, 1e-6], 0), ([], 0)],
+    ids=["idle", "idle and short", "moves", "nothing logged"],
+)
+def test_gradients_next_to_nothing_are_said_once(
+    norms: list[float], said: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given: Any = None
+    state = TrainerState(is_world_process_zero=True)
+    callback = _idle(Settings(model="m", output="o"))
+    for norm in norms:
+        callback.on_log(given, state, given, {"grad_norm": norm})
+    callback.on_train_end(given, state, given)
+    err = capsys.readouterr().err
+    assert err.count("learn next to nothing") == said
+    assert ("--bias 10 --lr 3e-3" in err) == bool(said)
