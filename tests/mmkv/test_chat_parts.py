@@ -6,6 +6,8 @@ import inspect
 import io
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -50,6 +52,36 @@ def test_what_a_session_file_names_elsewhere_is_told(name: str, tmp_path: Path) 
     assert list(saved.elsewhere({"policy": policy})) == ["policy"]
     policy = f"wgkv+dbtrimkv:write_gates={tmp_path}"
     assert saved.elsewhere({"policy": policy}) == {}
+
+
+@pytest.mark.parametrize("form", ["int8", "k8v4", "bf16"])
+def test_the_form_of_a_session_file_is_read_from_it(form: str, tmp_path: Path) -> None:
+    """Whoever wrote it: a program that stores no options of a chat, too."""
+    engine = Engine.from_pretrained(bundled_model(), policy="streamingllm", budget=8, kv=form)
+    with engine.session() as session:
+        list(session.send("hello", sampling=Sampling(max_new_tokens=2)))
+        session.save(tmp_path / "kept.mmkv")
+    assert saved.chat_options(tmp_path / "kept.mmkv")["kv"] == form
+
+
+def test_a_transcript_is_utf_8_whatever_the_locale_is(tmp_path: Path) -> None:
+    """Python warns where no encoding is named and the locale decides; that is an error here."""
+    code = """
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from mmkv.chat.transcript import export
+talk = [{"role": "user", "content": "rot \\u2192 gr\\u00fcn"}]
+export(SimpleNamespace(history=talk), "m", Path(sys.argv[1]))
+"""
+    target = tmp_path / "talk.md"
+    strict = "error::EncodingWarning:mmkv.chat.transcript"
+    options = ["-X", "warn_default_encoding", "-W", strict]
+    done = subprocess.run(
+        [sys.executable, *options, "-c", code, str(target)], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert "rot \u2192 gr\u00fcn" in target.read_text("utf-8")
 
 
 def test_an_error_is_placed_in_the_innermost_line_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
