@@ -38,8 +38,7 @@ ROOT = Path(__file__).resolve().parent.parent
 ROOMS = {
     "policies": (
         ["engine/policies/*.py"],
-        "test_ages test_frozen_scorers test_policies test_presets test_presets_oracle test_pruning "
-        "test_registered_policies test_scorers test_scores test_write_gates",
+        "test_frozen_scorers test_policies test_presets test_pruning test_scorers test_scores",
     ),
     "cache": (
         ["engine/cache/*.py"],
