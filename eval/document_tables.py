@@ -279,6 +279,16 @@ def _replicas(results: Path) -> Rows:
     yield from ((name, str(count)) for name, count in results_of(results, "replicas").items())
 
 
+def _mutants(results: Path) -> Rows:
+    """Yield by room what bugs were made, and found before and after tests were added."""
+    yield "room", "made", "equivalent", "harmless", "matter", "found before", "found now"
+    for row in results_of(results, "mutants")["counts"]:
+        matter = row["made"] - row["equivalent"] - row["harmless"]
+        found = [f"{row[k]} ({row[k] / matter:.0%})" for k in ("found_first", "found")]
+        counts = (row[k] for k in ("made", "equivalent", "harmless"))
+        yield (row["room"], *map(str, counts), str(matter), *found)
+
+
 TABLES: dict[str, Callable[[Path], Rows]] = {
     **quality.TABLES,
     "found": _found,
@@ -296,6 +306,7 @@ TABLES: dict[str, Callable[[Path], Rows]] = {
     "peers": _peers(case_rows),
     "peers-targets": _peers(target_rows),
     "startup": _startup,
+    "mutants": _mutants,
     "serving-speed": serving.speed,
     "serving-overload": serving.overload,
     "serving-soak": serving.soak,

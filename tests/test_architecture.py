@@ -1,4 +1,4 @@
-"""The pictures of docs/architecture.md show the imports that the code has."""
+"""The pictures of docs/architecture.md show the imports of the code; tensors name their device."""
 
 from __future__ import annotations
 
@@ -72,3 +72,25 @@ def test_a_picture_has_the_arrows_of_the_code(name: str) -> None:
                 if one and two and one != two and not {one, two} & ends and one != "mmkv/cli":
                     wanted.add((one, two))
     assert drawn == wanted, f"missing: {wanted - drawn}; too many: {drawn - wanted}"
+
+
+# Made on the host on purpose: shares of rows, and a mask that is moved where it is used.
+ON_THE_HOST = {"engine/policies/allocation.py", "engine/policies/pruning.py"}
+FACTORIES = set("arange as_tensor empty eye full linspace ones rand randint tensor zeros".split())
+
+
+def test_tensors_of_cache_and_policies_are_made_where_they_are_used() -> None:
+    """A factory without ``device=`` makes a tensor of the CPU, which only a GPU would show."""
+    checked = 0
+    for path in sorted(ROOT.glob("engine/cache/*.py")) + sorted(ROOT.glob("engine/policies/*.py")):
+        if str(path.relative_to(ROOT)) in ON_THE_HOST:
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+                continue
+            if ast.unparse(node.func.value) != "torch" or node.func.attr not in FACTORIES:
+                continue
+            checked += 1
+            named = {keyword.arg for keyword in node.keywords}
+            assert "device" in named, f"{path.name}:{node.lineno}: {ast.unparse(node)}"
+    assert checked > 20

@@ -38,8 +38,7 @@ ROOT = Path(__file__).resolve().parent.parent
 ROOMS = {
     "policies": (
         ["engine/policies/*.py"],
-        "test_ages test_frozen_scorers test_policies test_presets test_presets_oracle test_pruning "
-        "test_registered_policies test_scorers test_scores test_write_gates",
+        "test_frozen_scorers test_policies test_presets test_pruning test_scorers test_scores",
     ),
     "cache": (
         ["engine/cache/*.py"],
@@ -332,7 +331,7 @@ class Reach:
 
 def reach(room: str, tree: Path, folder: Path, instead: Sequence[str] | None) -> dict[str, Any]:
     """Run a room's tests once, on code without a bug, under coverage."""
-    target = folder / f"reach-{room}.json"
+    target = folder / f"reach-{room}{'-instead' if instead else ''}.json"
     if not target.exists():
         files = [str(tree / pattern) for pattern in ROOMS[room][0]]
 
@@ -342,8 +341,9 @@ def reach(room: str, tree: Path, folder: Path, instead: Sequence[str] | None) ->
             plugin.write(target, tree)
             return code
 
-        forked(tree, folder / f"reach-{room}.log", work, 3600)
+        forked(tree, target.with_suffix(".log"), work, 3600)
     found: dict[str, Any] = json.loads(target.read_text())
+    found["instead"] = bool(instead)
     for name in found["modules"]:
         if name not in sys.modules:
             with contextlib.suppress(Exception):
@@ -355,13 +355,16 @@ def reach(room: str, tree: Path, folder: Path, instead: Sequence[str] | None) ->
 def choose(mutant: Mutant, reached: dict[str, Any], most: float) -> list[str]:
     """Return the tests that reach a mutant's lines, quick ones first, of ``most`` s in all.
 
-    Lines that run as a module is imported are held by the tests that reach anything in it.
+    Lines that run as a module is imported are held by the tests that reach anything in it. Tests
+    that were named in place of a room's run for each of its mutants.
     """
     lines = reached["lines"].get(mutant.file, {})
     first, last = mutant.lines
     tests = {test for line in range(first, last + 1) for test in lines.get(str(line), ())}
-    if not tests and mutant.where.split(".")[-1][:1].isupper() | (mutant.where == ""):
-        tests = {test for named in lines.values() for test in named}
+    if reached["instead"]:
+        tests = set(reached["seconds"])
+    elif not tests and mutant.where.split(".")[-1][:1].isupper() | (mutant.where == ""):
+        tests = {test for named in lines.values() for test in named} or set(reached["seconds"])
     chosen, spent = [], 0.0
     seconds = reached["seconds"]
     for test in sorted(tests & seconds.keys(), key=lambda t: (seconds[t], t)):
@@ -434,13 +437,16 @@ def main() -> None:
         mutants = []
         for one in old:
             one.first = one.first or one.outcome
-            if one.name in now:
+            if one.room not in args.rooms:
+                pass
+            elif one.name in now:
                 one.lines, one.made = now[one.name].lines, now[one.name].made
                 one.line = now[one.name].line
             elif one.outcome in ("survived", "not reached"):
                 one.outcome = "gone"  # its code was changed since
             mutants.append(one)
-        todo = [m for m in mutants if m.outcome in ("survived", "not reached")]
+        missed = ("survived", "not reached")
+        todo = [m for m in mutants if m.outcome in missed and m.room in args.rooms]
     else:
         mutants = todo = draw(every, args.count, args.seed)
         if args.output and args.output.exists():  # a run that was ended goes on
@@ -486,7 +492,8 @@ def _write(args: argparse.Namespace, folder: Path, results: dict[str, Any]) -> N
     def work() -> int:
         from mmkv.measure.record import write_results
 
-        write_results(args.output.resolve(), {"seed": args.seed, "seconds": args.seconds}, results)
+        settings = {"seed": args.seed, "count": args.count, "seconds": args.seconds}
+        write_results(args.output.resolve(), settings, results)
         return 0
 
     if forked(ROOT, folder / "write.log", work, 120) != 0:

@@ -355,3 +355,57 @@ def test_freed_pages_are_used_again() -> None:
         if excess > 0:
             cache.drop(seq, torch.arange(excess))
     assert cache.pool.num_pages <= (128 + 4 * 16 + 4) // 16 + 4
+
+
+def test_a_pool_promises_and_hands_out_no_more_than_its_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pool = PagePool(4, 2, 3, limit=10)
+    held = [pool.take(2)]
+    assert (pool.num_pages, pool.free_pages) == (3, 1)
+    for asked in (pool.require, pool.reserve, pool.take):
+        with pytest.raises(BudgetError, match=r"11 pages of .* are needed, the limit is 10"):
+            asked(9)
+        assert (pool.num_pages, pool.free_pages) == (3, 1)
+    pool.require(8)
+    assert pool.num_pages == 3  # only a question
+    pool.reserve(5)
+    assert pool.free_pages == 5 and pool.num_pages == 7
+    held.append(pool.take(8))
+    assert (pool.num_pages, pool.free_pages) == (10, 0)
+    assert sorted(torch.cat(held).tolist()) == list(range(10))
+    # By an eighth at least, but never past the limit.
+    pool = PagePool(4, 2, 64, limit=70)
+    pool.take(65)
+    assert pool.num_pages == 70
+    pool = PagePool(4, 2, 64)
+    pool.take(65)
+    assert pool.num_pages == 72
+    # And no more than the memory: 90 pages of a mebibyte more, and the largest column once more.
+    pool = PagePool(2**11, 64, 10)
+    largest = max(column.nbytes for column in pool.columns())
+    needed = 100 * pool.page_bytes + largest
+    assert pool.page_bytes >= 2**20
+    monkeypatch.setattr("engine.cache.pool.free_bytes", lambda _: needed - 1)
+    with pytest.raises(BudgetError, match="GiB more for 100 pages"):
+        pool.require(100)
+    monkeypatch.setattr("engine.cache.pool.free_bytes", lambda _: needed)
+    pool.require(100)
+    assert pool.num_pages == 10
+
+
+def test_state_of_an_entry_begins_at_0_where_another_stood() -> None:
+    """What a policy left in a slot is not the next entry's."""
+    cache = RaggedCache(PagePool(4, 2, 0, state_size=2), 1, 2)
+    seq = cache.open()
+    slots = cache.append(torch.tensor([seq]), 6)
+    cache.pool.state.flatten(0, 1)[slots.flatten()] = 7.0
+    cache.drop(seq, torch.tensor([1, 2, 8]))  # three of them, from both rows
+    added = cache.append(torch.tensor([seq]), 5).flatten()
+    state = cache.pool.state.flatten(0, 1)
+    assert not state[added].any()
+    assert len(set(added.tolist())) == 10
+    entries = cache.entries(seq)
+    assert entries.row.numel() == 2 * 11 - 3
+    kept = state[entries.slot]
+    assert int((kept == 7.0).all(-1).sum()) == 12 - 3

@@ -8,11 +8,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import save_file
 
 from engine.model.fingerprint import SAMPLE, fingerprint, language_fingerprint
+from engine.model.product import plain
+from engine.runtime import Runtime
+from tests.support.factories import checkpoint
 
 Tensors = dict[str, np.ndarray]
+
+
+def load(name: str) -> Runtime:
+    return Runtime.from_pretrained(checkpoint(name), policy="full", dtype="float32", device="cpu")
 
 
 @pytest.fixture
@@ -107,3 +115,25 @@ def test_a_language_model_is_told_inside_a_vision_model(
     of(tmp_path / "other", eyes | inside)
     assert language_fingerprint(str(tmp_path / "other")) not in (None, expected)
     assert language_fingerprint(str(tmp_path / "none")) is None
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe"])
+def test_every_matrix_of_a_loaded_decoder_matters(name: str) -> None:
+    """A session file of other weights is refused, whichever matrix of whichever layer they are."""
+    weights = load(name).decoder.weights
+    parts = {"embed": weights.embed, "norm": weights.norm, "head": weights.head}
+    for index, layer in enumerate(weights.layers):
+        for part in ("qkv", "out", "gate_up", "down", "router"):
+            if (matrix := getattr(layer, part)) is not None:
+                parts[f"{index} {part}"] = matrix
+    assert len(parts) == 3 + len(weights.layers) * (4 + ("moe" in name))
+    found = {weights.fingerprint()}
+    for matrix in map(plain, parts.values()):
+        before = matrix.clone()
+        with torch.inference_mode():
+            matrix.add_(1)
+            found.add(weights.fingerprint())
+            matrix.copy_(before)
+    assert weights.fingerprint() in found
+    # A tied head is the embedding.
+    assert len(found) == 1 + len({plain(matrix).data_ptr() for matrix in parts.values()})

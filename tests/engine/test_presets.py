@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +104,50 @@ def test_the_defaults_are_the_published_numbers(preset: str) -> None:
             other = "false" if value == "true" else "1" if value != "1" else "0"
         changed = make_policy(f"{preset}:{name}={other}")
         assert changed != plain and changed.identity() != plain.identity(), name
+
+
+# By name, the values next to what can be: shares, counts from 1, and counts from 0.
+IMPOSSIBLE = {
+    **dict.fromkeys("floor lambda threshold keep a b alpha".split(), ("-0.01", "1.01")),
+    **dict.fromkeys("window lag segment layer beta kernel".split(), ("0", "-1")),
+    **dict.fromkeys("sinks r e t free observed".split(), ("-1",)),
+    "lookahead": ("0.5", "0"),
+    "eps": ("-1e-9",),
+}
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_values_beyond_what_can_be_are_refused(preset: str) -> None:
+    for name, parameter in PRESETS[preset].parameters.items():
+        wrong = IMPOSSIBLE.get(name, ())
+        if name == "recent":
+            wrong = ("-0.01", "1.01") if preset == "h2o" else ("-1",)
+        elif name == "window" and preset.startswith("wgkv"):
+            wrong = ("-1",)  # 0: as the gates were trained
+        assert wrong or parameter.choices or parameter.path or parameter.default is True, name
+        for value in wrong:
+            with pytest.raises(PolicyError, match=rf"{name} is '{value}'; give"):
+                make_policy(f"{preset}:{name}={value}")
+
+
+def test_an_identity_tells_every_part_of_a_policy_apart() -> None:
+    """Under one name, as a policy of one's own may have it: a session file fits no other one."""
+    base = make_policy("snapkv")
+    changes: dict[str, Any] = {
+        "scoring": make_policy("snapkv:window=8").scoring,
+        "allocation": make_policy("dbtrimkv").allocation,
+        "protect_first": 3,
+        "protect_recent": 5,
+        "recent_share": 0.25,
+        "keeps_prompt": True,
+        "pruner": make_policy("fastv").pruner,
+        "admission": make_policy("wgkv").admission,
+    }
+    assert set(changes) == {field.name for field in fields(base)} - {"name", "source"}
+    several = replace(base, recent_share=0.25, admission=changes["admission"])
+    made = [base, several, *(replace(base, **{name: value}) for name, value in changes.items())]
+    assert len({policy.identity() for policy in made}) == len(made)
+    assert replace(base, source="elsewhere").identity() == base.identity()
 
 
 @pytest.mark.parametrize("preset", PRESETS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -189,6 +190,36 @@ def test_damaged_session_files_are_refused(engine: Runtime, tmp_path: Path) -> N
     for missing in (tmp_path / "nowhere", tmp_path):
         with pytest.raises(SessionError):
             engine.load_session(missing)
+
+
+def test_one_bit_of_any_tensor_of_a_session_file_is_noticed(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """By its digest alone for what may hold any number, such as keys: no value is odd there."""
+    engine = load(folders["vl"], policy="h2o", budget=20)
+    session = engine.session()
+    session.prefill(PICTURES)
+    path = tmp_path / "s"
+    session.save(path)
+    good = path.read_bytes()
+    begin = 8 + int.from_bytes(good[:8], "little")
+    header = json.loads(good[8:begin])
+    del header["__metadata__"]
+    tried = []
+    for name, tensor in header.items():
+        first, end = tensor["data_offsets"]
+        if end == first:
+            continue
+        for at in {first, (first + end) // 2, end - 1}:
+            changed = bytearray(good)
+            changed[begin + at] ^= 1
+            path.write_bytes(changed)
+            with pytest.raises(SessionError, match="damaged"):
+                engine.load_session(path)
+        tried.append(name)
+    assert {"keys", "values", "position", "modality", "length", "state"} <= set(tried)
+    path.write_bytes(good)
+    engine.load_session(path)[0].close()
 
 
 def test_a_file_without_a_needed_tensor_is_refused(
