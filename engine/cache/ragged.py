@@ -127,7 +127,7 @@ class RaggedCache:
     def free_lost(self) -> None:
         """Free what is :attr:`lost`; whoever takes the engine's lock does so first."""
         while self.lost:
-            mark = self.lost.popleft()
+            mark: _Mark = self.lost.popleft()
             if self._marks.get(mark.seq) is mark:  # else it was closed, or has another owner
                 self.close(mark.seq)
 

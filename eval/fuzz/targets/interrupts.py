@@ -255,6 +255,13 @@ def _chunks(session: Session, back: bool) -> None:
             pass
 
 
+def _budgeted(world: Interrupts) -> Callable[[], Any]:
+    """Open a session whose budget is its own, and give the call that lowers it."""
+    session = world._own.session()
+    world.alive.append(session)
+    return lambda: session.set_budget(6)
+
+
 def _undone(session: Session) -> None:
     session.undo_depth = 2
     _read(session, "One more thing")
@@ -375,9 +382,7 @@ CALLS: dict[str, Calls] = {
     "Session.fork_apart": _of_session(lambda one: one.fork_apart()),
     "Session.undo": _of_session(_undone),
     "Session.trace": _of_session(_traced),
-    "Session.set_budget": lambda world: (
-        lambda one: world.alive.append(one) or (lambda: one.set_budget(6))
-    )(world._own.session()),  # type: ignore[func-returns-value]
+    "Session.set_budget": _budgeted,
     "Session.save": lambda world: _of_session(lambda one: one.save(world.folder / "new.mmkv"))(
         world
     ),
