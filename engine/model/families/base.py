@@ -380,17 +380,19 @@ def picture_sizes(inputs: Mapping[str, Any], pictures: int) -> Tensor:
 
 
 def picture_counts(inputs: Mapping[str, Any], pictures: int) -> Tensor | None:
-    """Return ``batch_num_images`` int64 ``[prompts]``, of ``pictures`` in all; None without it.
+    """Return ``batch_num_images`` int64 ``[prompts]``, of ``pictures`` or more; None without it.
+
+    A prompt may have more pictures than came with this turn.
 
     Raises:
-        InputError: for another shape, or another sum.
+        InputError: for another shape, or a smaller sum.
     """
     if inputs.get("batch_num_images") is None:
         return None
     counts = required(inputs, "batch_num_images").cpu()
-    if counts.dim() != 1 or not _counts(counts, 0) or int(counts.sum()) != pictures:
+    if counts.dim() != 1 or not _counts(counts, 0) or int(counts.sum()) < pictures:
         raise InputError(
-            f"batch_num_images are not the pictures of each prompt, {pictures} in all; pass the "
+            f"batch_num_images are not the pictures of each prompt, {pictures} or more; pass the "
             "processor's output unchanged"
         )
     return counts
