@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -251,3 +253,26 @@ def test_bare_mmkv_shows_help(mmkv: Callable[..., Ran]) -> None:
     assert ran.code == 0 and "Usage: mmkv" in ran.out and "chat" in ran.out and ran.err == ""
     wrong = mmkv("--nonsense")
     assert wrong.code == 2 and "Usage" not in wrong.out
+
+
+def test_idle_threads_sleep_unless_the_environment_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from mmkv.cli import entry
+
+    monkeypatch.setattr(entry, "leave", lambda code: None)
+    monkeypatch.setattr("mmkv.cli.app.run", lambda: 0)
+    monkeypatch.setattr(sys, "argv", ["mmkv", "env"])
+    for given, wanted in (
+        ({}, "2000"),
+        ({"GOMP_SPINCOUNT": "7"}, "7"),
+        ({"OMP_WAIT_POLICY": "active"}, None),
+    ):
+        with monkeypatch.context() as own:
+            for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+                own.setenv(name, "")  # put back afterwards
+                own.delenv(name)
+            for name, value in given.items():
+                own.setenv(name, value)
+            entry.entry()
+            assert os.environ.get("GOMP_SPINCOUNT") == wanted
