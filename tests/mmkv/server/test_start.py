@@ -47,6 +47,28 @@ def test_memory_that_cannot_be(
     assert says in said and said.count("\n") == 1
 
 
+@pytest.mark.parametrize("origin", ["chat.example", "https://chat.example/", "ftp://a", ""])
+def test_what_is_no_origin_is_refused(
+    origin: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["--memory", "1KiB", "--quiet", "--cors-origin", origin]
+    assert run(["serve", str(folder), *given]) == 2
+    assert "--cors-origin" in capsys.readouterr().err
+
+
+def test_idle_memories_lie_where_no_cleaner_looks(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The base directory specification has a folder for what outlasts a restart."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    given: list[Settings] = []
+    monkeypatch.setattr("mmkv.server.run.serve", lambda load, settings, *_: given.append(settings))
+    options = ["--cors-origin", "https://chat.example:8443", "--max-connections", "9"]
+    assert run(["serve", str(folder), "--quiet", *options]) == 0
+    assert given[0].idle_folder == tmp_path / "mmkv" / "hibernated"
+    assert given[0].cors == ("https://chat.example:8443",) and given[0].connections == 9
+
+
 @pytest.mark.parametrize("keys", [[""], [" "], ["one", "\t"]])
 def test_an_empty_key_is_refused(
     keys: list[str], folder: Path, capsys: pytest.CaptureFixture[str]
