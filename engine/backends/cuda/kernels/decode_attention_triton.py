@@ -101,7 +101,7 @@ def _merge(
     BLOCK_D: tl.constexpr,
 ):
     """Merge a row's pieces, in their order, to sums ``[GROUP, BLOCK_D]``, peak and total."""
-    BLOCK: tl.constexpr = tl.cdiv(MERGE_ELEMENTS, GROUP * BLOCK_D)
+    BLOCK: tl.constexpr = (MERGE_ELEMENTS + GROUP * BLOCK_D - 1) // (GROUP * BLOCK_D)
     batch_slot, g, d = tl.arange(0, BLOCK), tl.arange(0, GROUP), tl.arange(0, BLOCK_D)
     peak = tl.full([GROUP], float("-inf"), tl.float32)
     total = tl.zeros([GROUP], tl.float32)
