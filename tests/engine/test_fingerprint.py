@@ -8,9 +8,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import save_file
 
+from engine.model.families.loading import load
 from engine.model.fingerprint import SAMPLE, fingerprint, language_fingerprint
+from tests.support.factories import checkpoint
 
 Tensors = dict[str, np.ndarray]
 
@@ -107,3 +110,23 @@ def test_a_language_model_is_told_inside_a_vision_model(
     of(tmp_path / "other", eyes | inside)
     assert language_fingerprint(str(tmp_path / "other")) not in (None, expected)
     assert language_fingerprint(str(tmp_path / "none")) is None
+
+
+def test_each_matrix_in_memory_tells_two_models_apart() -> None:
+    """A session file fits the model whose every matrix it was made with; experts among them."""
+    _, _, weights = load(str(checkpoint("qwen3_moe")), "float32", torch.device("cpu"))
+    whole, seen = weights.fingerprint(), set()
+    matrices = {name: getattr(weights, name) for name in ("embed", "norm", "head")}
+    for index, layer in enumerate(weights.layers):
+        for name in ("qkv", "out", "gate_up", "down", "router"):
+            if getattr(layer, name) is not None:
+                matrices[f"layers.{index}.{name}"] = getattr(layer, name)
+    assert any(name.endswith("router") for name in matrices)
+    for name, matrix in matrices.items():
+        with torch.no_grad():
+            before = matrix.clone()
+            matrix.add_(1)
+            seen.add(weights.fingerprint())
+            matrix.copy_(before)
+        assert weights.fingerprint() == whole, name
+    assert whole not in seen and len(seen) >= len(matrices) - 1  # a head may be the embedding

@@ -331,22 +331,23 @@ def test_random_gates_are_spread_and_seeded() -> None:
 
 @pytest.mark.parametrize("kind", ["tied", "rg", "rg10"])
 def test_readout_stays_float32_in_a_bfloat16_model(kind: str, tmp_path: Path) -> None:
-    """At z = 18 a bfloat16 readout would move in steps of 0.125."""
+    """At z = 18 a bfloat16 readout would move in steps of 0.125, and 18.03 would be 18."""
     spec = make_spec()
     if kind == "tied":
         gates = make_random_gates(spec)
-        gates.tensors["readout.bias"] = torch.tensor(18.0)
+        gates.tensors["readout.bias"] = torch.tensor(18.03)
         save_gates(gates, tmp_path, spec)
         gates = load_gates(tmp_path, spec)
     else:
         tensors = published(spec, kind)
         for name in tensors:
             if name.endswith("retention_gate.bias"):
-                tensors[name] = torch.full((spec.num_kv_heads,), 18.0)
+                tensors[name] = torch.full((spec.num_kv_heads,), 18.03)
         gates = load_gates(write(tensors, tmp_path), spec)
     half = gates.to(torch.device("cpu"), torch.bfloat16)
     hidden = torch.randn(64, spec.hidden_size, generator=torch.Generator().manual_seed(0))
     for layer in range(spec.num_layers):
+        assert bool((half.layers[layer].bias == torch.tensor(18.03)).all())
         z = half.logits(layer, hidden.bfloat16())
         assert z.dtype == torch.float32 and half.log_beta(layer, hidden.bfloat16()).dtype == z.dtype
         # The trunk's output is bfloat16; the readout of exactly that output is float32.
