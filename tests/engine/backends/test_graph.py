@@ -101,11 +101,13 @@ def test_the_static_step_is_the_eager_step(model: str, policy: str, lookahead: f
     # result.
     for sessions in (one, two):
         sessions[0].prefill({"input_ids": text_ids(60, 9)[None]})
+    held = one, two  # the middle ones stay open: nobody frees them in between
     one, two = [one[2], one[0]], [two[2], two[0]]
     assert runner.decode(one, [6, 7], 9) == eager(reference, two, [6, 7], 9)
     same(one, two)
     assert eager(ours, one, [8, 9], 3) == eager(reference, two, [8, 9], 3)
     same(one, two)
+    assert len(held[0]) == 3
 
 
 @pytest.mark.parametrize("budget", [Budget.fraction(0.4), Budget.bytes(40_000), Budget.of(9)])
