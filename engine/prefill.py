@@ -18,6 +18,7 @@ from engine.backends.cpu import native_product
 from engine.backends.torch.step import PackedChunks, PrefillChunk
 from engine.cache.ragged import Owner
 from engine.contents import with_pictures
+from engine.device import exact_products
 from engine.errors import InputError, NotFiniteError, SessionError
 from engine.interrupts import CtrlC
 from engine.memory import MANY_TOKENS, give_back
@@ -216,6 +217,7 @@ def advance_together(prefills: Sequence[Prefill]) -> None:
         for session in sessions:
             claims.enter_context(session.claimed())
         claims.enter_context(engine.lock)
+        claims.enter_context(exact_products(engine.device))
         if any(prefill._moved for prefill in prefills):
             raise SessionError("the session changed while a prompt was read; take the prompt back")
         before = [session.state() for session in sessions]

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from engine.cache import Entries
 from engine.contents import Memory, Span, memory_of, retained_tokens
+from engine.device import exact_products
 from engine.entry_source import CacheEntries
 from engine.errors import ContextError, SessionError
 from engine.interrupts import CtrlC
@@ -252,7 +253,7 @@ class CachedSequence:
         Raises:
             BudgetError: for a budget below one entry per row; the old one stays then.
         """
-        with self.claimed(), self.engine.lock:
+        with self.claimed(), self.engine.lock, exact_products(self.engine.device):
             self._set_budget(self.engine.budgets.changed(budget))
             if self.recorder is not None:
                 self.recorder.step(self, "budget")

@@ -20,6 +20,7 @@ from engine.backends.cuda.kernels.sample import (
     uniform,
 )
 from engine.checks import require_list
+from engine.device import exact_products
 from engine.errors import BROKEN, InputError, NotFiniteError, SessionError
 from engine.interrupts import CtrlC
 from engine.new_entries import revise_state
@@ -39,7 +40,7 @@ def decode_step(
 ) -> Tensor:
     """Append one token to each of B sessions; see :meth:`engine.runtime.Runtime.decode`."""
     require_list("sessions", sessions, "sessions")
-    with _claimed(sessions), engine.lock:
+    with _claimed(sessions), engine.lock, exact_products(engine.device):
         token_ids = _checked(engine, sessions, token_ids)
         for session, token in zip(sessions, token_ids, strict=True):
             if session.long_rope is None:

@@ -15,7 +15,9 @@ APART = {
     "packages": {"mmkv/__main__"},
     "engine": {
         f"engine/{name}"
-        for name in ("backends/base budget checks config errors hub memory paths registry").split()
+        for name in (
+            "backends/base budget checks config device errors hub memory paths registry"
+        ).split()
     },
 }
 UNDRAWN = {"packages": {"engine"}, "engine": set()}

@@ -24,6 +24,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from engine.device import on_device
+
 BLOCK = 64
 WARPS = 8
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -66,9 +68,11 @@ def _launch(
     packed = document_start is not None
     # Never read if not packed.
     starts = log_beta if document_start is None else document_start.contiguous()
-    kernel[(rows, triton.cdiv(steps, BLOCK))](
-        log_beta, starts, *extra, out, steps, PACKED=packed, BLOCK=BLOCK, num_warps=WARPS
-    )
+    grid = rows, triton.cdiv(steps, BLOCK)
+    with on_device(log_beta.device):
+        kernel[grid](
+            log_beta, starts, *extra, out, steps, PACKED=packed, BLOCK=BLOCK, num_warps=WARPS
+        )
 
 
 @triton.jit

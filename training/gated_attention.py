@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
@@ -293,6 +294,15 @@ def _flex(
     window: int,
 ) -> Tensor:
     group, steps = query.shape[1] // key.shape[1], query.shape[2]
+    # Each length is compiled anew, for a minute, and after eight torch gives up: powers of two.
+    # What is appended is a document of its own, so that few blocks of it are computed.
+    extra = max(1 << (steps - 1).bit_length(), FLEX_BLOCK) - steps
+    if extra:
+        query, key, value = (F.pad(x, (0, 0, 0, extra)) for x in (query, key, value))
+        log_beta = F.pad(log_beta, (0, extra))
+        if document_start is None:
+            document_start = query.new_zeros(query.shape[0], steps, dtype=torch.int64)
+        document_start = F.pad(document_start, (0, extra), value=steps)
 
     def fade(b: Tensor, h: Tensor, t: Tensor, i: Tensor) -> Tensor:
         # Clamped: ages below 0 are masked afterwards, but exp of them could overflow.
@@ -308,15 +318,16 @@ def _flex(
         return torch.where(t - i >= window, score + log_beta[b, h // group, i], score)
 
     attend: Any = _compiled_flex() if query.is_cuda else flex_attention
-    return attend(
+    out = attend(
         query,
         key,
         value,
         score_mod={"log-bias": bias, "logit-scale": stretch, "write": admit}[gating],
-        block_mask=_block_mask(document_start, steps, query.device),
+        block_mask=_block_mask(document_start, query.shape[2], query.device),
         scale=scale,
         enable_gqa=group > 1,
     )
+    return out[:, :, :steps]
 
 
 def _block_mask(document_start: Tensor | None, steps: int, device: torch.device) -> BlockMask:

@@ -15,6 +15,7 @@ from engine.memory import free_bytes
 
 _SMALL = 64 * 2**20  # growing by less is not worth asking the kernel
 _ALIGNED = 64  # bytes, as torch aligns its own
+_SPARE_SHARE = 4  # of the free memory, one part of so many may go to pages nobody asked for
 
 
 class PagePool(Columns):
@@ -24,6 +25,8 @@ class PagePool(Columns):
         limit: most pages the pool may grow to, or None.
         state_size: K, the numbers of the policy's state in each entry.
         dtype: the model's; form: how keys and values lie there.
+        doubles: whether a pool that runs short takes twice its pages, where there is room, and not
+            an eighth more: on a GPU.
         kv_page_bytes: of keys and values in one page, their scales included; metadata_page_bytes:
             of all other columns; page_bytes: of both.
     """
@@ -53,6 +56,8 @@ class PagePool(Columns):
         for name, column in COLUMNS.items():
             shape = (num_pages, *self.layout.shape(column))
             setattr(self, name, zeros(shape, self.layout.dtype_of(column), self.device))
+        # Growing copies the pool. On a GPU it moves what a captured graph reads, too.
+        self.doubles = self.device.type == "cuda"
         # A stack of free page ids: the last `_free` of them, lowest id on top.
         self._stack = torch.arange(num_pages - 1, -1, -1, device=device)
         self._free = num_pages
@@ -74,9 +79,8 @@ class PagePool(Columns):
             BudgetError: the pool would pass its limit; nothing has changed then.
         """
         if count > self._free:
-            short = count - self._free
-            # Growing copies the pool, so it grows by an eighth at least.
-            self.grow(min(self.num_pages + max(short, self.num_pages // 8), self._cap(short)))
+            spare = self.num_pages if self.doubles else self.num_pages // 8
+            self._enlarge(count - self._free, spare)
         self._free -= count
         return self._stack[self._free : self._free + count].flip(0)
 
@@ -94,7 +98,13 @@ class PagePool(Columns):
         """
         short = count - self._free
         if short > 0:
-            self.grow(min(self.num_pages + short, self._cap(short)))
+            self._enlarge(short, self.num_pages if self.doubles else 0)
+
+    def prepare(self, count: int) -> None:
+        """Have up to ``count`` pages free, as far as the limit and free memory allow."""
+        short = count - self._free
+        if short > 0:
+            self._enlarge(0, max(short, self.num_pages if self.doubles else 0))
 
     def require(self, count: int) -> None:
         """Check that ``count`` pages can be handed out; the pool stays as it is.
@@ -169,16 +179,34 @@ class PagePool(Columns):
         """Return the model's values, as :meth:`keys_at`."""
         return self.form.rotate(self.stored_values.flatten(0, 1)[slots])
 
-    def _require_memory(self, num_pages: int) -> None:
-        """Raise BudgetError unless growing fits: a kernel that overcommits kills instead."""
+    def _enlarge(self, short: int, spare: int) -> None:
+        """Grow by ``short`` pages, or by ``spare`` where there is room for that.
+
+        Pages beyond the shortage are taken within the limit, and from a quarter of the memory that
+        would be free without them. Raises BudgetError: there is no room for ``short``.
+        """
+        least = self.num_pages + short
+        most = min(self.num_pages + max(short, spare), self._cap(short))
+        if (most - least) * self.page_bytes >= _SMALL:
+            free = free_bytes(self.device)
+            if free is not None:
+                left = max(free - self._needed_bytes(least), 0)
+                most = min(most, least + left // (_SPARE_SHARE * self.page_bytes))
+        self.grow(most)
+
+    def _needed_bytes(self, num_pages: int) -> int:
         needed = (num_pages - self.num_pages) * self.page_bytes
-        if needed < _SMALL:
-            return
         if self.device.type == "cpu":
             # What was promised before and is not used may not have taken its memory yet.
             needed += self._free * self.page_bytes
         # The largest column stands twice while it is copied.
-        needed += max(column.numel() * column.element_size() for column in self.columns())
+        return needed + max(column.numel() * column.element_size() for column in self.columns())
+
+    def _require_memory(self, num_pages: int) -> None:
+        """Raise BudgetError unless growing fits: a kernel that overcommits kills instead."""
+        if (num_pages - self.num_pages) * self.page_bytes < _SMALL:
+            return
+        needed = self._needed_bytes(num_pages)
         free = free_bytes(self.device)
         if free is not None and needed > free:
             raise BudgetError(

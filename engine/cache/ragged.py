@@ -15,6 +15,8 @@ from torch import Tensor
 from engine.cache.layout import COLUMNS
 from engine.cache.pool import PagePool
 
+_FIRST_SLOTS = 4  # sequences that a new cache has tables for
+
 
 @dataclass(frozen=True)
 class Entries:
@@ -50,10 +52,10 @@ class RaggedCache:
     """Rows (sequence, layer, KV head) of unequal length; a page belongs to one row only.
 
     Attributes:
-        length: ``[S, L, H]`` int64, entries of each row.
+        length: ``[S, L, H]`` int64, entries of each row; 0 past the sequences opened so far.
         table: ``[S, L, H, W]`` int64 page ids; columns past ``ceil(length / P)`` mean nothing.
-        memory: by name ``[S, ...]``, what a policy keeps of each sequence beside its entries; zero
-            where nothing has been written.
+        memory: by name ``[N, ...]``, what a policy keeps of each of the N sequences opened so far
+            beside its entries; zero where nothing has been written.
         lost: marks of sequences whose owners are gone, see :meth:`owner`.
 
     The order of entries inside a row is free (keys carry their rotation, every slot its
@@ -88,7 +90,10 @@ class RaggedCache:
         seq = len(self._open)
         # Listed last: what is interrupted before that has rows that nobody uses, and the next call
         # takes them up.
-        self.length, self.table = _with_row(self.length, seq), _with_row(self.table, seq)
+        # Twice as many: a captured graph has their addresses, and each of these is a new one.
+        spare = max(seq, _FIRST_SLOTS) - 1
+        self.length = _with_row(self.length, seq, spare)
+        self.table = _with_row(self.table, seq, spare)
         for name, tensor in self.memory.items():
             self.memory[name] = _with_row(tensor, seq)
         self._open.append(True)
@@ -338,11 +343,11 @@ class RaggedCache:
             )
 
 
-def _with_row(tensor: Tensor, row: int) -> Tensor:
-    """Return a tensor that has a row of this number, zero if it is new."""
+def _with_row(tensor: Tensor, row: int, spare: int = 0) -> Tensor:
+    """Return a tensor that has a row of this number, zero if it is new; then with spare ones."""
     if tensor.shape[0] > row:
         return tensor
-    return torch.cat([tensor, tensor.new_zeros(1, *tensor.shape[1:])])
+    return torch.cat([tensor, tensor.new_zeros(1 + spare, *tensor.shape[1:])])
 
 
 def _ceil(length: Tensor, size: int) -> Tensor:

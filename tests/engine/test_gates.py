@@ -347,6 +347,7 @@ def test_readout_stays_float32_in_a_bfloat16_model(kind: str, tmp_path: Path) ->
     half = gates.to(torch.device("cpu"), torch.bfloat16)
     hidden = torch.randn(64, spec.hidden_size, generator=torch.Generator().manual_seed(0))
     for layer in range(spec.num_layers):
+        assert bool((half.layers[layer].bias == torch.tensor(18.03)).all())
         z = half.logits(layer, hidden.bfloat16())
         assert z.dtype == torch.float32 and half.log_beta(layer, hidden.bfloat16()).dtype == z.dtype
         # The trunk's output is bfloat16; the readout of exactly that output is float32.

@@ -132,6 +132,17 @@ def test_picture_in_a_later_turn(name: str) -> None:
     check_turns(name, turns)
 
 
+@pytest.mark.parametrize("length", [15, 16, 17, 18])
+def test_long_rope_factors_begin_with_the_first_token_past_the_short_ones(length: int) -> None:
+    """Trained for 16 tokens: a prompt of 16 has the short factors, one of 17 the long ones."""
+    turn = make_turn("phi3_long", [length])
+    with torch.inference_mode():
+        want = reference_model("phi3_long")(**turn).logits[0, -1]
+    with engine_of("phi3_long").session() as session:
+        got = session.prefill(turn)
+    assert (got - want).abs().max() <= TOLERANCE * want.abs().max()
+
+
 @pytest.mark.parametrize("name", ["llama", "mistral", "qwen3", "phi3"])
 def test_text_in_turns(name: str) -> None:
     check_turns(name, [make_turn(name, [size], seed=size) for size in (9, 1, 30)])

@@ -89,7 +89,7 @@ def assert_close(ours: Tensor, reference: Tensor, most: float = 1e-5) -> None:
 def content(cache: RaggedCache, columns: tuple[str, ...] = ("position", "modality")) -> list[Any]:
     """Free pages in their order; per sequence its lengths, page tables and the named columns."""
     found = cache.pool.free_list().tolist()
-    for seq in range(cache.length.shape[0]):
+    for seq in range(len(cache._open)):
         held = cache.export(seq)
         bits = {n: t.view(torch.uint8) if t.is_floating_point() else t for n, t in held.items()}
         found += [cache._pages(seq).tolist(), *(bits[n].tolist() for n in ("length", *columns))]

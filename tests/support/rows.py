@@ -44,8 +44,8 @@ def eager_cache(
     assert lengths.max() <= width * page, "the test's rows are longer than its table"
     table = torch.zeros(*lengths.shape, width, dtype=torch.int64)
     have = min(width, cache.table.shape[-1])  # the eager table is wider than it need be
-    table[..., :have] = cache.table[..., :have]
-    cache.table = table
+    table[..., :have] = cache.table[: len(lengths), ..., :have]
+    cache.table, cache.length = table, cache.length[: len(lengths)].clone()
     return cache
 
 

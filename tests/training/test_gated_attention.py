@@ -8,6 +8,7 @@ Tolerance. Outputs are averages of unit-normal values; a logit of age ``a`` carr
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -182,6 +183,32 @@ def test_flex_form_matches_the_reference(gating: str, packed: bool, group: int) 
     settings["document_start"] = documents(2, 150, 3) if packed else None
     got = gated_attention(*tensors, **settings, backend="flex")
     assert (got - gated_attention_reference(*tensors, **settings)).abs().max() <= OUT
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_flex_is_asked_for_few_lengths(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is compiled anew, and after eight torch gives up: 40 lengths become four."""
+    asked: dict[int, int] = {}
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+        mask = options["block_mask"]
+        assert query.shape[2] == key.shape[2] == value.shape[2] == mask.seq_lengths[0]
+        blocks = mask.kv_num_blocks.sum() + mask.full_kv_num_blocks.sum()
+        asked[query.shape[2]] = int(blocks) // 2  # of two sequences
+        return query
+
+    monkeypatch.setattr(module, "flex_attention", attend)
+    for steps in range(1, 1000, 25):
+        start = documents(2, steps, 3) if packed else None
+        query, *others = (x.detach() for x in inputs(2, 2, 1, steps, 16))
+        got = gated_attention(query, *others, scale=1.0, document_start=start, backend="flex")
+        assert torch.equal(got, query), "cut back to what was asked for"
+        # What is appended sees itself alone: at most the triangles of both parts are computed.
+        size = max(asked)
+        if not packed and size == 1024:
+            own, more = -(-steps // 128), -(-(1024 - steps) // 128) + 1
+            assert asked[1024] <= own * (own + 1) // 2 + more * (more + 1) // 2
+    assert set(asked) == {128, 256, 512, 1024}
 
 
 @pytest.mark.parametrize("packed", [False, True])

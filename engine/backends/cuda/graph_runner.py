@@ -9,6 +9,7 @@ import torch
 
 from engine.backends.cuda.kernels.sample import Draw, columns_of
 from engine.backends.cuda.static_step import StaticStep
+from engine.device import exact_products, on_device
 from engine.errors import BROKEN, BudgetError, NotFiniteError
 
 if TYPE_CHECKING:
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from engine.sequence import CachedSequence
 
 MOST_STEPS = 256  # per replay: pages for all of them are set aside beforehand
+_LEAST_ROOM = 256  # entries per row that tables and pages have room for at least
 _WARM_UP = 2  # steps on idle batch slots, so that libraries allocate before the capture
 
 
@@ -23,11 +25,20 @@ class GraphRunner:
     """Decodes steps of an engine's sessions with no host work in between.
 
     One step object, and on CUDA one graph, per batch size (powers of two) and kind of draw. They
-    are made anew when the pool or the block tables have grown.
+    are made anew when the pool or the block tables have grown, which therefore grow together and
+    to twice their size: a reply of n tokens makes log2(n) of them.
+
+    Graphs share what memory they need for a step: they run one after the other, and none reads
+    what another left.
+
+    Attributes:
+        captures: steps made so far; graph_bytes: device memory that the graphs hold.
     """
 
     def __init__(self, engine: Runtime) -> None:
         self.engine = engine
+        self.captures, self.graph_bytes = 0, 0
+        self._memory: tuple[int, int] | None = None  # of all graphs, while there are any
         self._steps: dict[tuple[object, ...], tuple[StaticStep, torch.cuda.CUDAGraph | None]] = {}
 
     @torch.inference_mode()
@@ -52,6 +63,17 @@ class GraphRunner:
             BudgetError: the pool would pass its limit; the steps before that are kept.
             NotFiniteError: logits were not finite; holds what was generated.
         """
+        with on_device(self.engine.device), exact_products(self.engine.device):
+            return self._decode(sessions, token_ids, steps, tuple(stop), draws)
+
+    def _decode(
+        self,
+        sessions: Sequence[CachedSequence],
+        token_ids: Sequence[int],
+        steps: int,
+        stop: tuple[int, ...],
+        draws: Sequence[Draw] | None,
+    ) -> list[list[int]]:
         generated: list[list[int]] = [[] for _ in sessions]
         going = list(range(len(sessions)))
         token = list(token_ids)
@@ -61,7 +83,7 @@ class GraphRunner:
                 [sessions[i] for i in going],
                 [token[i] for i in going],
                 min(MOST_STEPS, steps - start),
-                tuple(stop),
+                stop,
                 None if drawn is None else [drawn[i] for i in going],
             )
             for index, tokens in zip(going, part, strict=True):
@@ -86,7 +108,7 @@ class GraphRunner:
     ) -> list[list[int]]:
         cache = self.engine.cache
         most = self._make_room(sessions, steps)
-        batch = 1 << (len(sessions) - 1).bit_length()
+        batch = _power_of_two(len(sessions))
         penalised = draws is not None and any(draw.penalises for draw in draws)
         step, graph = self._step(batch, stop, draws is not None, most, penalised)
         self._fill(step, sessions, token_ids, draws)
@@ -123,22 +145,35 @@ class GraphRunner:
         Returns:
             the most entries that eviction will meet in one session, 1 where nothing is evicted.
         """
-        cache, rows = self.engine.cache, self.engine.spec.rows
-        size = cache.pool.page_size
+        cache, pool = self.engine.cache, self.engine.cache.pool
+        longest = int(cache.length[[session.seq for session in sessions]].max())
+        room = max(_power_of_two(longest + steps), _LEAST_ROOM)
+        # No row becomes longer than the context, which a caller has seen to for these steps.
+        ahead = max(min(room, self.engine.spec.max_position) - longest, steps)
+        (pages, _), (wanted, largest) = (self._bound(sessions, n) for n in (steps, ahead))
+        columns = -(-(longest + steps) // pool.page_size)
+        # Together, and before the first capture: each of them alone would cost another one.
+        if not self._steps or pages > pool.free_pages or columns > cache.table.shape[-1]:
+            pool.require(pages)
+            pool.prepare(wanted)
+            pool.reserve(pages)
+            cache._widen(-(-(longest + ahead) // pool.page_size))
+        return largest if self.engine.policy.evicts else 1
+
+    def _bound(self, sessions: Sequence[CachedSequence], steps: int) -> tuple[int, int]:
+        """Bound what so many steps take: pages beside those held, entries of one session."""
+        engine, cache = self.engine, self.engine.cache
+        size, rows = cache.pool.page_size, engine.spec.rows
         pages, largest = 0, 0
         for session in sessions:
             most = session.entries + steps * rows
-            if self.engine.policy.evicts:
-                budget = self.engine.budgets.allowed(session.budget, session.seen + steps)
-                kept = max(budget + self.engine.slack, session.entries) + rows
+            if engine.policy.evicts:
+                budget = engine.budgets.allowed(session.budget, session.seen + steps)
+                kept = max(budget + engine.slack, session.entries) + rows
                 most = min(most, kept)
             largest = max(largest, most)
             pages += (most + rows * (size - 1)) // size - cache.held_pages(session.seq)
-        cache.pool.reserve(max(pages, 0))
-        seqs = [session.seq for session in sessions]
-        longest = int(cache.length[seqs].max()) + steps
-        cache._widen(-(-longest // size))
-        return largest if self.engine.policy.evicts else 1
+        return max(pages, 0), largest
 
     def _step(
         self,
@@ -153,10 +188,33 @@ class GraphRunner:
         if known is None or not known[0].fits(entries):
             # Graphs of the old pool go first: they hold its memory.
             self._steps = {k: v for k, v in self._steps.items() if k != key and v[0].fits()}
-            most = 1 << (entries - 1).bit_length()  # captures are slow: room to grow
+            del known
+            most = _power_of_two(entries)  # captures are slow: room to grow
             step = StaticStep(self.engine, batch, MOST_STEPS, stop, drawn, most, penalised)
-            self._steps[key] = known = (step, _captured(step))
+            known = self._steps[key] = (step, self._captured(step))
+            self.captures += 1
         return known
+
+    def _captured(self, step: StaticStep) -> torch.cuda.CUDAGraph | None:
+        """Capture the step as a graph; None on a CPU. All slots are idle, so nothing changes."""
+        if step.seqs.device.type != "cuda":
+            return None
+        if not self._steps:  # a memory that no graph uses any more cannot be taken up again
+            self._memory, self.graph_bytes = torch.cuda.graph_pool_handle(), 0
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(_WARM_UP):
+                step.run()
+                step.index.zero_()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.empty_cache()  # as a capture does, so that only what it takes is counted
+        before = torch.cuda.memory_reserved(step.seqs.device)
+        with torch.cuda.graph(graph, pool=self._memory):
+            step.run()
+        self.graph_bytes += max(torch.cuda.memory_reserved(step.seqs.device) - before, 0)
+        return graph
 
     def _fill(
         self,
@@ -191,18 +249,6 @@ class GraphRunner:
                 step.said.fill(draws)
 
 
-def _captured(step: StaticStep) -> torch.cuda.CUDAGraph | None:
-    """Capture the step as a graph; None on a CPU. All slots are idle then, so nothing changes."""
-    if step.seqs.device.type != "cuda":
-        return None
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(_WARM_UP):
-            step.run()
-            step.index.zero_()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step.run()
-    return graph
+def _power_of_two(count: int) -> int:
+    """Return the smallest power of two from ``count`` on."""
+    return 1 << (count - 1).bit_length()

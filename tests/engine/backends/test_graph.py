@@ -16,8 +16,10 @@ import torch
 import engine.backends.cuda.kernels
 import mmkv
 from engine.backends.cuda import GraphRunner
+from engine.backends.cuda.kernels.append import make_room
 from engine.backends.cuda.kernels.sample import Draw
-from engine.cache import COLUMNS
+from engine.backends.cuda.static_step import StaticStep
+from engine.cache import COLUMNS, PagePool
 from engine.errors import BudgetError, ContextError
 from engine.policies import Budget
 from engine.runtime import Runtime
@@ -99,11 +101,13 @@ def test_the_static_step_is_the_eager_step(model: str, policy: str, lookahead: f
     # result.
     for sessions in (one, two):
         sessions[0].prefill({"input_ids": text_ids(60, 9)[None]})
+    held = one, two  # the middle ones stay open: nobody frees them in between
     one, two = [one[2], one[0]], [two[2], two[0]]
     assert runner.decode(one, [6, 7], 9) == eager(reference, two, [6, 7], 9)
     same(one, two)
     assert eager(ours, one, [8, 9], 3) == eager(reference, two, [8, 9], 3)
     same(one, two)
+    assert len(held[0]) == 3
 
 
 @pytest.mark.parametrize("budget", [Budget.fraction(0.4), Budget.bytes(40_000), Budget.of(9)])
@@ -171,6 +175,117 @@ def test_a_pool_that_grew_is_found_again() -> None:
         assert not any(step.fits() for step, _ in runner._steps.values())
     assert states(one) == states(two)
     assert len(runner._steps) == 1
+
+
+def append_alone(step: StaticStep) -> None:
+    """A step without the model: room, position and eviction."""
+    slots = make_room(step.room, step.rows, step.seqs)
+    live = step.seqs >= 0
+    pool = step.engine.cache.pool
+    pool.position.view(-1)[slots[live]] = step.seen[live].int()[:, None, None]
+    step.seen += live
+    step.rope_position += live
+    step.generated[:, step.index] = step.token.where(live, -1)[:, None]
+    step.index += 1
+    step._evict()
+
+
+def long_context(policy: str, budget: Any, monkeypatch: pytest.MonkeyPatch) -> Runtime:
+    """An engine on which a reply of 2,000 tokens takes no arithmetic, with a pool as on a GPU."""
+    monkeypatch.setattr(StaticStep, "run", append_alone)
+    engine = engine_for("odd", policy, budget=budget)
+    engine.spec = dataclasses.replace(engine.spec, max_position=4096)
+    engine.cache.pool.doubles = True
+    return engine
+
+
+def begun(engine: Runtime, count: int) -> list[CachedSequence]:
+    sessions = [engine.session() for _ in range(count)]
+    for index, session in enumerate(sessions):
+        session.prefill({"input_ids": text_ids(5 + index, index)[None]})
+    return sessions
+
+
+def reply(runner: GraphRunner, sessions: list[CachedSequence], tokens: int) -> None:
+    """Decode so many tokens as chat and server do: 16 at a time."""
+    seen = [session.seen for session in sessions]
+    for _ in range(tokens // 16):
+        runner.decode(sessions, [3] * len(sessions), 16)
+    assert [session.seen - before for session, before in zip(sessions, seen, strict=True)] == [
+        tokens
+    ] * len(sessions)
+
+
+@pytest.mark.parametrize(
+    ("policy", "budget", "count", "tokens"),
+    [
+        ("full", 8, 1, 2000),
+        ("full", 8, 4, 1008),
+        ("dbtrimkv", 400, 2, 480),
+        ("dbtrimkv", Budget.fraction(0.5), 1, 480),
+    ],
+)
+def test_a_growing_reply_is_captured_once_for_each_doubling(
+    policy: str, budget: Any, count: int, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Room for 256 entries per row first, then 512, 1,024, 2,048: at most so many captures."""
+    engine = long_context(policy, budget, monkeypatch)
+    runner = GraphRunner(engine)
+    reply(runner, begun(engine, count), tokens)
+    assert 2 <= runner.captures <= (tokens + 16).bit_length() - 7
+    engine.cache.check()
+
+
+def test_sessions_that_come_and_go_are_not_captured_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = long_context("dbtrimkv", 12, monkeypatch)
+    runner = GraphRunner(engine)
+    captures = []
+    for turn in range(6):
+        sessions = begun(engine, 3 - turn % 3)
+        for session in sessions:
+            reply(runner, [session], 32)
+        for session in sessions:
+            session.close()
+        captures.append(runner.captures)
+    assert captures[-1] == captures[0]
+    # More at a time than ever before: once for each doubling of pages or of rows, from 4 to 32.
+    for count in range(1, 33):
+        reply(runner, begun(engine, 1), 16)
+        assert engine.cache.open_count == count
+    assert runner.captures - captures[0] <= 7
+    engine.cache.check()
+
+
+def test_a_pool_that_doubles_stays_within_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = long_context("full", 8, monkeypatch)
+    pool, runner = engine.cache.pool, GraphRunner(engine)
+    (session,) = begun(engine, 1)
+    pool.limit = pool.num_pages + 50 * engine.spec.rows
+    reply(runner, [session], 384)
+    assert pool.num_pages == pool.limit and runner.captures <= 3
+    with pytest.raises(BudgetError, match="the limit is"):
+        reply(runner, [session], 384)
+    assert pool.num_pages == pool.limit
+    engine.cache.check()
+
+
+def test_pages_that_nobody_asked_for_leave_most_memory_free(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pool = PagePool(16, 64, 1024)
+    pool.doubles = True
+    size = pool.page_bytes
+    largest = pool.keys.nbytes
+    # 2,000 pages are free beside what one more takes; a quarter of them may go to spare ones.
+    free = 1025 * size + largest + 2000 * size
+    monkeypatch.setattr("engine.cache.pool.free_bytes", lambda device: free)
+    monkeypatch.setattr("engine.cache.pool._SMALL", 1)
+    pool.reserve(1025)
+    assert pool.num_pages == 1025 + 500
+    pool.prepare(10**9)
+    assert pool.num_pages < 1025 + 500 + 500
+    with pytest.raises(BudgetError):
+        pool.reserve(10**9)
 
 
 def test_a_pool_whose_growth_was_interrupted_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

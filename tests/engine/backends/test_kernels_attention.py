@@ -10,10 +10,11 @@ from torch import Tensor
 
 from engine.backends.cuda.kernels.decode_attention import Partials, empty_partials
 from engine.backends.cuda.kernels.worklist import WorkList, build_worklist_reference, empty_worklist
+from eval.bench.kernel_code import decode
 from tests.support.kernels import (
     DEVICE,
-    Report,
-    compile_for_hopper,
+    ONE_SPILL,
+    compile_case,
     forms,
     is_triton,
     needs_compiler,
@@ -98,7 +99,15 @@ def test_equals_dense_attention(form, lengths, runs) -> None:
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(
     ("dim", "group", "page", "tile"),
-    [(32, 8, 8, 128), (64, 1, 64, 64), (96, 3, 16, 32), (128, 7, 32, 16), (128, 4, 16, 64)],
+    [
+        (32, 8, 8, 128),
+        (64, 1, 64, 64),
+        (96, 3, 16, 32),
+        (128, 7, 32, 16),
+        (128, 4, 16, 64),
+        (32, 20, 16, 32),  # more than the 16 rows of the smallest matrix product
+        (32, 40, 16, 32),
+    ],
 )
 def test_shapes(form, dim, group, page, tile) -> None:
     length = torch.tensor([[[150, 9]], [[64, 77]]])
@@ -187,6 +196,15 @@ def test_large_logits_and_ties(form) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
+def test_more_query_heads_than_a_merge_has_room_for(form) -> None:
+    """64 heads of 128 features: one piece at a time, of rows in several."""
+    cache = paged(torch.tensor([[[90]]]), 16, 128, torch.float32, DEVICE)
+    query = queries(1, 64, 128, torch.float32)
+    work, partials = plan(cache, [0], 16, 3, 64)
+    compare(query, cache, [0], 0, run(form, query, cache, work, partials))
+
+
+@pytest.mark.parametrize("form", FORMS)
 def test_lse_is_optional_and_results_repeat(form) -> None:
     cache = paged(torch.tensor([[[90, 20]]]), 16, 32, torch.float32, DEVICE)
     query = queries(1, 4, 32, torch.float32)
@@ -212,34 +230,15 @@ def test_a_long_row_is_merged_from_many_pieces(form) -> None:
     compare(query, cache, [0], 0, run(form, query, cache, work, partials))
 
 
-def compiled(
-    group: int, tile: int, dim: int, bits: tuple[int, int], folder: Path, model: str = "*bf16"
-) -> Report:
-    """Compile the kernel for a model of a half precision with codes of so many bits; 0: none."""
-    types = dict.fromkeys(("query", "out"), model)
-    codes = {0: model, 8: "*i8", 4: "*u8"}
-    types |= {"keys": codes[bits[0]], "values": codes[bits[1]]}
-    scales = {0: model, 8: "*fp16", 4: "*fp16"}
-    types |= {"key_scale": scales[bits[0]], "value_scale": scales[bits[1]]}
-    types |= dict.fromkeys(("partial", "peaks", "totals", "lse"), "*fp32")
-    types |= dict.fromkeys(("rows", "runs", "arrived"), "*i32") | {"table": "*i64"}
-    types |= dict.fromkeys(("query_batch", "query_head", "width"), "i32") | {"scale": "fp32"}
-    constants = {"HEADS": 8, "G": group, "GROUP": group, "D": dim, "BLOCK_D": dim}
-    constants |= {"P": 16, "TILE": tile, "WRITE_LSE": True}
-    constants |= {"KEY_BITS": bits[0], "VALUE_BITS": bits[1]}
-    module = "engine.backends.cuda.kernels.decode_attention_triton"
-    return compile_for_hopper(module, "decode_kernel", types, constants, 4, folder)
-
-
 @needs_compiler
-@pytest.mark.parametrize("model", ["*bf16", "*fp16"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("bits", [(8, 8), (8, 4), (4, 4)])
-def test_decode_kernel_of_fewer_bits_fits_a_hopper_sm(bits, model, tmp_path: Path) -> None:
+def test_decode_kernel_of_fewer_bits_fits_a_hopper_sm(bits, dtype, tmp_path: Path) -> None:
     """Three programs of 4 warps per multiprocessor at least. ptxas spills one register, out and in,
     to stay at 128 with 8 bits.
     """
-    report = compiled(4, 32, 128, bits, tmp_path, model)
-    assert report.spills <= 8 and report.registers <= 168 and report.shared <= 56 * 1024
+    code = compile_case(decode(4, bits=bits, dtype=dtype), tmp_path)
+    assert code.spills <= ONE_SPILL and code.registers <= 168 and code.shared <= 56 * 1024
 
 
 @needs_compiler
@@ -250,7 +249,7 @@ def test_decode_kernel_fits_a_hopper_sm(group, tile, dim, tmp_path: Path) -> Non
     Also that two tiles are on their way while one is in use: the loop waits for all but the
     youngest groups of copies.
     """
-    report = compiled(group, tile, dim, (0, 0), tmp_path)
-    assert report.spills == 0 and report.registers <= 128 and report.shared <= 56 * 1024
-    assert "cp.async.cg.shared.global" in report.ptx
-    assert "cp.async.wait_group \t3" in report.ptx
+    code = compile_case(decode(group, tile, dim), tmp_path)
+    assert code.spills <= ONE_SPILL and code.registers <= 128 and code.shared <= 56 * 1024
+    assert "cp.async.cg.shared.global" in code.ptx
+    assert "cp.async.wait_group \t3" in code.ptx

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,8 @@ from torch import Tensor
 
 from engine.backends.torch.chunk_attention import chunk_attention
 from engine.backends.torch.ragged_attention import merge
-from tests.support.kernels import DEVICE, Report, compile_for_hopper, forms, needs_compiler
+from eval.bench.kernel_code import SHARED_LIMITS, prefill, window
+from tests.support.kernels import DEVICE, compile_case, forms, needs_compiler
 from tests.support.paged import Paged, attention, beside_a_sink, paged, rounded
 
 FORMS = forms("prefill_attention", "prefill_attention")
@@ -122,46 +124,59 @@ def test_merges_with_the_chunk_itself(form) -> None:
             torch.testing.assert_close(out[head, at].double(), want[0], rtol=0, atol=4e-6)
 
 
-def compiled(
-    queries: int, bits: tuple[int, int], folder: Path, model: str = "*bf16"
-) -> tuple[Report, int]:
-    """Compile the kernel for a model of a half precision with codes of so many bits, 0: none.
-
-    Returns:
-        what the compiler says, and the kernel's warps.
-    """
-    from engine.backends.cuda.kernels import prefill_attention_triton
-
-    block, tile, warps = prefill_attention_triton.blocks(torch.bfloat16, 128, queries)
-    codes, scales = {0: model, 8: "*i8", 4: "*u8"}, {0: model, 8: "*fp16", 4: "*fp16"}
-    types = dict.fromkeys(("query", "out"), model) | {"lse": "*fp32"}
-    types |= {"keys": codes[bits[0]], "values": codes[bits[1]]}
-    types |= {"key_scale": scales[bits[0]], "value_scale": scales[bits[1]]}
-    types |= {"length": "*i64", "table": "*i64", "count": "i32", "scale": "fp32"}
-    strides = ("query_head", "query_token", "out_head", "out_token", "length_head", "table_head")
-    types |= dict.fromkeys(strides, "i32")
-    constants = {"G": 4, "D": 128, "BLOCK_D": 128, "P": 16, "BLOCK": block, "TILE": tile}
-    constants |= {"KEY_BITS": bits[0], "VALUE_BITS": bits[1]}
-    module = "engine.backends.cuda.kernels.prefill_attention_triton"
-    return compile_for_hopper(module, "prefill_kernel", types, constants, warps, folder), warps
+@pytest.mark.parametrize("form", FORMS)
+def test_queries_that_lie_further_apart_than_32_bits_count(form) -> None:
+    """The third token of a chunk starts 2**31 numbers behind the first, as in long chunks."""
+    step = 2**30
+    if DEVICE.type == "cpu":  # the kernel gives pages for what is touched alone
+        raw = mmap.mmap(-1, (2 * step + 64) * 2, flags=mmap.MAP_PRIVATE | 0x4000)  # NORESERVE
+        numbers = torch.frombuffer(raw, dtype=torch.float16)
+    else:
+        numbers = torch.empty(2 * step + 64, dtype=torch.float16, device=DEVICE)
+    query = numbers.as_strided((1, 3, 32), (32, step, 1))
+    query.copy_(torch.randn(1, 3, 32, generator=torch.Generator().manual_seed(3)))
+    check(form, paged(torch.tensor([[[40]]]), 16, 32, torch.float16, DEVICE), query)
 
 
 @needs_compiler
-@pytest.mark.parametrize("model", ["*bf16", "*fp16"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("bits", [(8, 8), (8, 4), (4, 4)])
 @pytest.mark.parametrize("queries", [64, 2048])
-def test_kernel_of_fewer_bits_fits_a_hopper_sm(queries, bits, model, tmp_path: Path) -> None:
-    """No spills, and as many programs as fit with plain pages."""
-    report, warps = compiled(queries, bits, tmp_path, model)
-    assert report.spills == 0 and report.registers <= 255
-    assert report.shared <= (113 if warps == 4 else 227) * 1024
+def test_kernel_of_fewer_bits_fits_a_hopper_sm(queries, bits, dtype, tmp_path: Path) -> None:
+    """No spills (Triton 3.8: 68 bytes), and as many programs as fit with plain pages."""
+    case = prefill(queries, bits, dtype)
+    code = compile_case(case, tmp_path)
+    assert code.spills <= 68 and code.registers <= 255
+    assert code.shared <= (113 if case.num_warps == 4 else 227) * 1024
 
 
 @needs_compiler
 @pytest.mark.parametrize("queries", [64, 2048])
 def test_kernel_fits_a_hopper_sm(queries, tmp_path: Path) -> None:
     """Two programs per SM for short chunks, one of 8 warps else; Hopper's own matrix products."""
-    report, warps = compiled(queries, (0, 0), tmp_path)
-    assert report.spills == 0 and report.registers <= (256 if warps == 4 else 192)
-    assert report.shared <= (113 if warps == 4 else 227) * 1024
-    assert "wgmma.mma_async" in report.ptx and "cp.async.wait_group \t2" in report.ptx
+    case = prefill(queries)
+    code = compile_case(case, tmp_path)
+    assert code.spills == 0 and code.registers <= (256 if case.num_warps == 4 else 192)
+    assert code.shared <= (113 if case.num_warps == 4 else 227) * 1024
+    assert "wgmma.mma_async" in code.ptx and "cp.async.wait_group \t2" in code.ptx
+
+
+# What takes most: Hopper's and Blackwell's matrix units have paths of their own, the rest shares
+# one, and of those sm_89 has the least memory, with sm_86 and sm_120.
+@needs_compiler
+@pytest.mark.parametrize("arch", [89, 90, 100])
+@pytest.mark.parametrize(
+    ("make", "arguments"),
+    [
+        (window, ("lse", 448, torch.bfloat16)),
+        (window, ("probability", 448, torch.bfloat16)),
+        (prefill, (2048, (0, 0), torch.float32)),
+    ],
+    ids=["lse", "probability", "prefill"],
+)
+def test_the_largest_programs_fit_every_card(make, arguments, arch, tmp_path: Path) -> None:
+    """SnapKV's window of 64 on Qwen2.5-VL-7B: 448 queries a KV head; and float32.
+
+    ``python -m eval.bench.kernel_code`` does the same for all kernels and cards.
+    """
+    assert compile_case(make(*arguments), tmp_path, arch).shared <= SHARED_LIMITS[arch]

@@ -24,11 +24,12 @@ from engine.model.gates.module import LayerGate
 from engine.model.rope import Rope
 from engine.model.spec import RopeSpec
 from engine.model.weights import DecoderWeights, LayerWeights
+from eval.bench.kernel_code import store
 from tests.conftest import make_spec
 from tests.support.kernels import (
     DEVICE,
     INTERPRETED,
-    compile_for_hopper,
+    compile_case,
     forms,
     is_triton,
     needs_compiler,
@@ -369,22 +370,7 @@ def test_dispatch_on_a_cpu_is_the_reference() -> None:
 @pytest.mark.parametrize("group", [1, 4, 8])
 def test_store_fits_a_hopper_sm(group: int, tmp_path: Path) -> None:
     """bf16, head_dim 128, q/k norm, a gate of 512: <= 80 registers, <= 1 KB shared, no spills."""
-    from engine.backends.cuda.kernels import store_triton
-
-    half = ("qkv", "cos", "sin", "gain", "pool_keys", "pool_values", "query", "trunk")
-    types = dict.fromkeys(half, "*bf16")
-    types |= dict.fromkeys(("slots", "position"), "*i64")
-    types |= dict.fromkeys(("pool_log_beta", "pool_state", "weight", "bias"), "*fp32")
-    types |= dict.fromkeys(("pool_key_scale", "pool_value_scale"), "*fp16")
-    types |= {"pool_position": "*i32", "pool_modality": "*u8", "eps": "fp32"}
-    types |= dict.fromkeys(("qkv_row", "slots_row", "trunk_row"), "i32")
-    constants = store_triton.sizes(group, 128, 512)
-    warps = constants.pop("num_warps")
-    constants |= {"HEADS": 32 // group, "GROUP": group, "DIM": 128, "ROT": 128, "NORM": True}
-    constants |= {"TRUNK": 512, "STATE": 0, "BESIDE": False}
-    report = compile_for_hopper(
-        store_triton.__name__, "store_kernel", types, constants, warps, tmp_path
-    )
+    report = compile_case(store(group), tmp_path)
     assert report.spills == 0 and report.registers <= 80 and report.shared <= 1024
     # 16 bytes per thread and access, in and out; and bfloat16 is rounded in between.
     assert "ld.global.v4.b32" in report.ptx and "st.global.v4.b32" in report.ptx

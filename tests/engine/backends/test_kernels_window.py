@@ -15,8 +15,9 @@ from engine.cache import PagePool, RaggedCache
 from engine.model.spec import DecoderSpec
 from engine.policies.base import CacheView, WindowReduction
 from engine.query_window import QUERIES, window_attention
+from eval.bench.kernel_code import window
 from tests.conftest import make_spec
-from tests.support.kernels import DEVICE, compile_for_hopper, forms, needs_compiler
+from tests.support.kernels import DEVICE, compile_case, forms, needs_compiler
 
 FORMS = forms("window_scores", "window_scores")
 
@@ -163,6 +164,7 @@ def assert_close(got: Tensor, want: Tensor) -> None:
         (7, 32, 16, 8),
         (5, 64, 1, 8),
         (6, 32, 32, 16),
+        (7, 32, 64, 16),  # more queries than a tile
     ],
 )
 def test_matches_the_eager_window(
@@ -274,29 +276,17 @@ def test_dispatch_allocates_zeros() -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize("kernel", ["lse_kernel", "probability_kernel"])
+@pytest.mark.parametrize("kernel", ["lse", "probability"])
 @pytest.mark.parametrize(("group", "dtype"), [(4, "bf16"), (8, "bf16"), (8, "fp32")])
 def test_kernels_fit_a_hopper_sm(kernel: str, group: int, dtype: str, tmp_path: Path) -> None:
     """head_dim 128, 16 queries, pages of 16: tensor cores, no spills, two programs per SM.
 
     float32 (tests and small models) takes an SM for itself: <= 227 KB.
     """
-    from engine.backends.cuda.kernels import window_scores_triton
-
-    types = {"query": f"*{dtype}", "keys": f"*{dtype}", "position": "*i32"}
-    types |= dict.fromkeys(("query_position", "length", "table", "seqs"), "*i64")
-    types |= {"partial": "*fp32", "out": "*fp32", "scale": "fp32"}
     half = dtype == "bf16"
-    constants = window_scores_triton.sizes(
-        16 * group, 128, torch.bfloat16 if half else torch.float32
-    )
-    warps = constants.pop("num_warps")
-    constants |= {"ROWS": 288, "QUERIES": 16 * group, "WINDOW": 16, "DIM": 128, "PAGE": 16}
-    constants |= {"PAGES": 64, "SPLITS": 4}
-    report = compile_for_hopper(
-        window_scores_triton.__name__, kernel, types, constants, warps, tmp_path
-    )
-    assert report.spills == 0
-    assert report.registers * 32 * warps <= 65_536 // (2 if half else 1)
-    assert report.shared <= 227 * 1024 // (2 if half else 1)
-    assert "wgmma" in report.ptx
+    case = window(kernel, 16 * group, torch.bfloat16 if half else torch.float32)
+    code = compile_case(case, tmp_path)
+    assert code.spills == 0
+    assert code.registers * 32 * case.num_warps <= 65_536 // (2 if half else 1)
+    assert code.shared <= 227 * 1024 // (2 if half else 1)
+    assert "wgmma" in code.ptx

@@ -1,11 +1,13 @@
 """``python -m tests.mmkv.scheduler.machine``: random operations on a scheduler of a fake engine.
 
-After each of them everything that the scheduler promises is checked.
+After each of them everything that the scheduler promises is checked: that it takes on no more than
+there is room for, and that whoever waits gets on. The bounds of the latter are stated below.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import random
 import time
 from collections import Counter
@@ -21,13 +23,25 @@ WAITING, RUNNING, FETCHING = 12, 5, 3
 # its turn, and what all of that takes if every chunk and every token were a turn of its own.
 LONGEST_WAIT = (WAITING + RUNNING + FETCHING + 2 * 8) * (LONGEST_PROMPT // CHUNK + LONGEST_REPLY)
 
+# A request that is its user's next may be passed by a later one of each other user while it is not
+# its turn in the row, by ``patience`` of those for which there was room, and by all that come with
+# the last of these in one turn; and so again after another one whose patience was over.
+MOST_PASSED = 2 * (len(USERS) - 1 + RUNNING) + Limits().patience
+# Shreedhar and Varghese, theorem 4.4 (deficit round robin): of two users who both have something
+# to be read all the while, one gets at most a quantum and twice the longest chunk more. Where
+# short ends are read in one pass, a pass more.
+UNEVEN = CHUNK + 2 * CHUNK
+
 
 class Machine:
     """A scheduler, and what its sessions should hold."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
-        self.pool = FakePool(limit=24)
+        # Everything; room for all, so that only the order decides; more requests than there is
+        # room for, few of them large, which the others must not pass for ever.
+        self.kind = self.random.choice(("mixed", "mixed", "roomy", "crowded"))
+        self.pool = FakePool(limit=2000 if self.kind == "roomy" else 24)
         self.pool.watch = self.check_pages
         limits = Limits(
             waiting=WAITING,
@@ -47,12 +61,15 @@ class Machine:
         self.spares: list[FakeSpare] = []
         self.same_disks = True  # since the latest turn
         self.seen: Counter[str] = Counter()
-        self.longest_wait = 0
+        self.longest_wait = self.most_passed = self.most_uneven = 0
+        self.passed: Counter[Ticket[FakeJob]] = Counter()  # of those that are their users' next
+        # By pair of users: how far apart what they were read has been, since both had something.
+        self.apart: dict[tuple[str, str], tuple[int, int, int]] = {}
 
     def run(self, operations: int) -> None:
         """Do so many operations, then end what is left."""
         doing = [
-            (self.submit_new, 5),
+            (self.submit_new, 20 if self.kind == "crowded" else 5),
             (self.submit_kept, 8),
             (self.cancel, 2),
             (self.finish, 2),
@@ -78,7 +95,13 @@ class Machine:
         assert self.pool.held == {} and not self.spares and self.scheduler.ledger.committed == 0
 
     def submit_new(self) -> None:
-        job = FakeJob(self.pool, self.prompt(), self.reply(), bound=self.random.randint(1, 20))
+        bound = self.random.randint(1, 20)
+        prompt, reply = self.prompt(), self.reply()
+        if self.kind == "crowded" and self.random.random() < 0.9:
+            prompt, bound = prompt[:CHUNK], 2
+        elif self.kind == "crowded":
+            prompt, reply, bound = [1] * LONGEST_PROMPT, LONGEST_REPLY, 20
+        job = FakeJob(self.pool, prompt, reply, bound=bound)
         self.submit(job)
 
     def submit_kept(self) -> None:
@@ -169,6 +192,7 @@ class Machine:
         blocked = self.scheduler.blocked and self.same_disks
         self.same_disks = True
         moved = Counter(one.state for one in self.tickets)
+        before = Before(self)
         reads = sum(one.job.read for one in self.tickets)
         steps = self.executor.steps
         rest = self.scheduler.turn()
@@ -181,6 +205,8 @@ class Machine:
         if blocked:
             assert moved == Counter(one.state for one in self.tickets), "a blocked turn did work"
             self.seen["blocked"] += rest
+        before.check_progress()
+        before.check_fairness()
         for ticket in self.cancelled:
             self.cancelled[ticket] += 1
 
@@ -239,10 +265,24 @@ class Machine:
         assert self.scheduler.places == RUNNING - len(going) + len(fetching)
         waiting = [one for one in self.tickets if one.state == "waiting"]
         assert len(waiting) == self.scheduler.waiting <= WAITING
+        self.check_released(going)
+
+    def check_released(self, going: list[Ticket[FakeJob]]) -> None:
+        """Nothing is committed for anybody but who runs, rests in memory, or is a spare."""
+        ledger, used = self.scheduler.ledger, {one.owner for one in going}
+        resting = [one for one in self.sessions if one not in used and one.resident]
+        owned = [ledger.of(owner) for owner in used]
+        wanted = sum(price.steady + price.snapshot for price in owned)
+        wanted += max((price.chunk for price in owned), default=0)
+        wanted += sum(one.resting() for one in resting) + sum(one.pages for one in self.spares)
+        assert ledger.committed == wanted, f"{ledger.committed} pages committed for {wanted}"
 
     def check_ticket(self, ticket: Ticket[FakeJob]) -> None:
         job = ticket.job
         if not ticket.over:
+            owned = self.scheduler.ledger.of(ticket.owner)
+            if ticket.state == "decode":
+                assert not owned.chunk and not owned.snapshot, "kept for a prompt that is read"
             waited = self.scheduler.turns - ticket.turn if ticket.state == "waiting" else 0
             assert waited <= LONGEST_WAIT, f"{ticket.user} waits for {waited} turns"
             self.longest_wait = max(self.longest_wait, waited)
@@ -251,6 +291,7 @@ class Machine:
             return
         self.tickets.remove(ticket)
         self.cancelled.pop(ticket, None)
+        self.passed.pop(ticket, None)
         self.seen[ticket.state] += 1
         tokens, seen = self.before.pop(ticket)
         assert job not in self.pool.held
@@ -276,6 +317,89 @@ class Machine:
         return self.random.randint(1, LONGEST_REPLY)
 
 
+class Before:
+    """What a scheduler had to do before a turn, to be compared with what it did."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine, scheduler = machine, machine.scheduler
+        going = [one for one in machine.tickets if not one.cancel_asked]
+        self.state = {one: one.state for one in machine.tickets}
+        self.read = {one: one.job.read for one in machine.tickets}
+        self.said = {one: one.job.said for one in machine.tickets}
+        firsts: dict[str, Ticket[FakeJob]] = {}
+        # What is being read stands before what waits, whoever came first.
+        order = sorted(going, key=lambda one: (one.state != "prefill", one.number))
+        for one in order:
+            if one.state in ("waiting", "prefill"):
+                firsts.setdefault(one.user, one)
+        self.next = [one for one in firsts.values() if one.state == "waiting"]
+        self.reading = {one.user for one in machine.tickets if one.state == "prefill"}
+        self.free_places = scheduler.places - sum(
+            one.job.fetches and one.job.ready for one in going if one.state == "preparing"
+        )
+        self.fits = [one for one in self.next if self._fits(one)]
+        late = [one for one in self.next if one.overtaken >= Limits().patience]
+        self.held_up = late and not set(late) & set(self.fits)
+
+    def _fits(self, ticket: Ticket[FakeJob]) -> bool:
+        """Whether a request has room beside all that is committed, and nobody has to make way."""
+        machine, job = self.machine, ticket.job
+        fetching = sum(one.state == "preparing" and one.job.fetches for one in machine.tickets)
+        if job.fetches and fetching >= FETCHING:
+            return False
+        # Its own pages are in both sums, and chunks are counted one after the other: no less.
+        return machine.scheduler.ledger.committed + job.price().total <= (machine.pool.limit or 0)
+
+    def check_progress(self) -> None:
+        """A turn does what can be done: reads, decodes, takes up, admits."""
+        scheduler = self.machine.scheduler
+        for one, state in self.state.items():
+            if one.over or one.cancel_asked:
+                continue
+            if state == "decode" and scheduler.limits.interleave:
+                assert one.job.said > self.said[one], "a reply that stands still"
+            if state == "preparing" and not one.job.fetches and one.job.ready:
+                assert one.state != "preparing", "ready, and left where it was"
+        if self.reading:
+            moved = [one for one, read in self.read.items() if one.over or one.job.read > read]
+            assert moved, "nothing is read"
+        moved = [one for one, s in self.state.items() if s == "waiting" and one.state != s]
+        if self.fits and self.free_places > 0 and not self.held_up:
+            assert moved, "there is room and a place, and nobody is admitted"
+        if set(self.state.values()) == {"waiting"}:
+            assert moved, "all wait, and nobody for anything"
+
+    def check_fairness(self) -> None:
+        """Nobody is passed again and again, and users get equal numbers of tokens."""
+        machine = self.machine
+        waited = [one for one, state in self.state.items() if state == "waiting"]
+        admitted = [one for one in waited if one.state not in ("waiting", "failed", "cancelled")]
+        for one in self.next:
+            if one.state == "waiting":
+                later = [other for other in admitted if other.number > one.number]
+                machine.passed[one] += sum(other.user != one.user for other in later)
+                machine.most_passed = max(machine.most_passed, machine.passed[one])
+                assert machine.passed[one] <= MOST_PASSED, f"{machine.passed[one]} went first"
+                if machine.kind == "roomy" and not one.job.fetches:
+                    assert machine.passed[one] < len(USERS), "an admitted user goes first again"
+        if machine.executor.pass_tokens > CHUNK:
+            return  # a pass reads of everybody, more of those who ask more at once
+        got = Counter[str]()
+        for one, read in self.read.items():
+            got[one.user] += max(one.job.read - read, 0)
+        for pair in itertools.combinations(USERS, 2):
+            if not self.reading.issuperset(pair):
+                machine.apart.pop(pair, None)
+                continue
+            now, low, high = machine.apart.get(pair, (0, 0, 0))
+            now += got[pair[0]] - got[pair[1]]
+            low, high = min(low, now), max(high, now)
+            machine.apart[pair] = now, low, high
+            machine.most_uneven = max(machine.most_uneven, high - low)
+            most = UNEVEN + machine.executor.pass_tokens
+            assert high - low <= most, f"{pair}: {high - low} tokens apart"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--operations", type=int, default=100_000)
@@ -284,14 +408,16 @@ def main() -> None:
     args = parser.parse_args()
     seed = random.SystemRandom().randrange(2**32) if args.seed is None else args.seed
     print(f"seed {seed}", flush=True)
-    started, seen, longest = time.process_time(), Counter[str](), 0
+    started, seen, longest, passed, uneven = time.process_time(), Counter[str](), 0, 0, 0
     for at in range(-(-args.operations // args.machine)):
         machine = Machine(seed + at)
         machine.run(args.machine)
         seen += machine.seen
         longest = max(longest, machine.longest_wait)
+        passed, uneven = max(passed, machine.most_passed), max(uneven, machine.most_uneven)
     seconds = time.process_time() - started
     print(f"{args.operations:,} operations, {seconds:.1f} s of CPU, longest wait {longest} turns")
+    print(f"passed by {passed} later ones at most, {uneven} tokens between two users at most")
     print(", ".join(f"{count:,} {name}" for name, count in seen.most_common()))
 
 

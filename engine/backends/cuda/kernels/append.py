@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from engine.backends.cuda.kernels.available import on_triton
+from engine.device import on_device
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,8 @@ def make_room(room: Room, rows: Rows, seqs: Tensor) -> Tensor:
     if on_triton(seqs):
         from engine.backends.cuda.kernels import append_triton
 
-        return append_triton.make_room(room, rows, seqs)
+        with on_device(seqs.device):
+            return append_triton.make_room(room, rows, seqs)
     return make_room_reference(room, rows, seqs)
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from engine.backends.cuda.kernels.available import on_triton
 from engine.backends.cuda.kernels.worklist import WorkList
 from engine.cache import Stored
+from engine.device import on_device
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ def decode_attention(
     No host sync and no allocation, so it may stand in a CUDA graph.
 
     Args:
-        query: ``[B, Hq, D]`` float16, bfloat16 or float32, contiguous along D; G from 1 to 8.
+        query: ``[B, Hq, D]`` float16, bfloat16 or float32, contiguous along D.
         keys, values: ``[pages, P, D]``, the pool as attention reads it; P a power of two.
         table: ``[S, L, H, W]`` int64 page ids.
         work: what ``build_worklist`` made of this step's lengths.
@@ -108,4 +109,5 @@ def decode_attention(
         run = decode_attention_triton.decode_attention
     else:
         run = decode_attention_reference
-    run(query, keys, values, table, work, layer, partials, scale, out, lse)
+    with on_device(query.device):
+        run(query, keys, values, table, work, layer, partials, scale, out, lse)

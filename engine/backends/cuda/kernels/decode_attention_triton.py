@@ -7,8 +7,8 @@ goes to the partial buffers. After the loop each program says which split rows i
 one that brings a row's last piece merges them all, in the order of the runs. The integer counters
 decide only who merges, so results do not depend on timing, and the merge costs no second launch.
 
-The G query heads of a KV head are rows of a 16-row matrix product: K and V are read once, and the
-tensor cores need a small part of the time in which a tile arrives.
+The G query heads of a KV head are rows of one matrix product, of 16 rows or more: K and V are read
+once, and the tensor cores need a small part of the time in which a tile arrives.
 """
 
 # mypy: disable-error-code="import-not-found, import-untyped, no-untyped-def"
@@ -31,7 +31,7 @@ WARPS = 4
 STAGES = 3
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
-PADDED = tl.constexpr(16)  # rows of the smallest tensor-core product
+PADDED = 16  # rows of the smallest tensor-core product
 MERGE_ELEMENTS = tl.constexpr(4096)  # partial outputs a program has in flight while it merges
 
 
@@ -73,6 +73,7 @@ def decode_attention(
         HEADS=heads,
         G=group,
         GROUP=triton.next_power_of_2(group),
+        PADDED=max(triton.next_power_of_2(group), PADDED),
         D=head_dim,
         BLOCK_D=triton.next_power_of_2(head_dim),
         P=key_codes.shape[1],
@@ -82,6 +83,7 @@ def decode_attention(
         WRITE_LSE=lse is not None,
         num_warps=WARPS,
         num_stages=STAGES,
+        enable_fp_fusion=True,
     )
 
 
@@ -99,7 +101,7 @@ def _merge(
     BLOCK_D: tl.constexpr,
 ):
     """Merge a row's pieces, in their order, to sums ``[GROUP, BLOCK_D]``, peak and total."""
-    BLOCK: tl.constexpr = MERGE_ELEMENTS // (GROUP * BLOCK_D)
+    BLOCK: tl.constexpr = (MERGE_ELEMENTS + GROUP * BLOCK_D - 1) // (GROUP * BLOCK_D)
     batch_slot, g, d = tl.arange(0, BLOCK), tl.arange(0, GROUP), tl.arange(0, BLOCK_D)
     peak = tl.full([GROUP], float("-inf"), tl.float32)
     total = tl.zeros([GROUP], tl.float32)
@@ -175,6 +177,7 @@ def decode_kernel(
     HEADS: tl.constexpr,
     G: tl.constexpr,
     GROUP: tl.constexpr,
+    PADDED: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     P: tl.constexpr,

@@ -14,6 +14,7 @@ from torch import Tensor
 from engine.backends.cuda.kernels.append import Rows
 from engine.backends.cuda.kernels.available import on_triton
 from engine.cache import Columns
+from engine.device import on_device
 from engine.policies.allocation import GlobalAllocation, HeadAllocation
 from engine.policies.base import CacheView, Policy
 from engine.policies.scoring import Recency, Retention
@@ -131,7 +132,8 @@ def evict(
     if on_triton(seqs):
         from engine.backends.cuda.kernels import evict_triton
 
-        return evict_triton.evict(work, policy, rows, pool, seqs, seen, allowed, slack)
+        with on_device(seqs.device):
+            return evict_triton.evict(work, policy, rows, pool, seqs, seen, allowed, slack)
     return evict_reference(work, policy, rows, pool, seqs, seen, allowed, slack)
 
 

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.backends.cuda.kernels.available import on_triton
+from engine.device import on_device
 
 
 def rms_norm(x: Tensor, residual: Tensor | None, gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -26,7 +27,8 @@ def rms_norm(x: Tensor, residual: Tensor | None, gain: Tensor, eps: float) -> tu
     if on_triton(x):
         from engine.backends.cuda.kernels import norm_triton
 
-        return norm_triton.rms_norm(x, residual, gain, eps)
+        with on_device(x.device):
+            return norm_triton.rms_norm(x, residual, gain, eps)
     return rms_norm_reference(x, residual, gain, eps)
 
 

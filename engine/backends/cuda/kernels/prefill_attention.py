@@ -7,6 +7,7 @@ from torch import Tensor
 
 from engine.backends.cuda.kernels.available import on_triton
 from engine.cache import Stored
+from engine.device import on_device
 
 
 def prefill_attention_reference(
@@ -60,5 +61,7 @@ def prefill_attention(
     if on_triton(query):
         from engine.backends.cuda.kernels import prefill_attention_triton
 
-        return prefill_attention_triton.prefill_attention(query, keys, values, length, table, scale)
+        run = prefill_attention_triton.prefill_attention
+        with on_device(query.device):
+            return run(query, keys, values, length, table, scale)
     return prefill_attention_reference(query, keys, values, length, table, scale)

@@ -16,7 +16,6 @@ from torch import Tensor
 from engine.backends.cuda.kernels.forms_triton import load_codes, load_scale, load_zero, parts
 from engine.cache import Stored
 
-STAGES = 3
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 
@@ -32,6 +31,11 @@ def blocks(dtype: torch.dtype, head_dim: int, queries: int) -> tuple[int, int, i
     if queries <= 64:
         return 64, 64, 4
     return 128, 64 if head_dim > 64 else 128, 8
+
+
+def stages(dtype: torch.dtype) -> int:
+    """Return the tiles on their way: float32 ones are large, and have to fit small cards, too."""
+    return 2 if dtype == torch.float32 else 3
 
 
 def prefill_attention(
@@ -78,7 +82,8 @@ def prefill_attention(
         BLOCK=block,
         TILE=tile,
         num_warps=warps,
-        num_stages=STAGES,
+        num_stages=stages(query.dtype),
+        enable_fp_fusion=True,
     )
     return out, lse
 
@@ -119,7 +124,8 @@ def prefill_kernel(
     in_head = (d < D)[None, :]
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = index < G * count
-    row, token = (head * G + index // count).to(tl.int64), index % count
+    # Wide: a token's place in the queries passes 2**31 in chunks of 524,288 tokens.
+    row, token = (head * G + index // count).to(tl.int64), (index % count).to(tl.int64)
     live = inside[:, None] & in_head
     q = tl.load(
         query + (row * query_head + token * query_token)[:, None] + d[None, :],

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from engine.backends.cuda.kernels.available import on_triton
 from engine.cache import Columns
+from engine.device import on_device
 from engine.model.rope import rotate
 
 
@@ -68,7 +69,9 @@ def store_layer(
         run = store_triton.store_layer
     else:
         run = store_layer_reference
-    return pool.form.rotate(run(qkv, rope, qk_norm, eps, pool, slots, position, readout))
+    with on_device(qkv.device):
+        query = run(qkv, rope, qk_norm, eps, pool, slots, position, readout)
+    return pool.form.rotate(query)
 
 
 def store_layer_reference(

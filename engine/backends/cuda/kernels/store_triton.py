@@ -166,7 +166,8 @@ def store_kernel(
     rotates = turns & (feature < ROT)[None, :]
     c = tl.load(cos + angle, mask=rotates, other=1.0).to(tl.float32)
     s = tl.load(sin + angle, mask=rotates, other=0.0).to(tl.float32)
-    turned = ((x * c).to(dtype).to(tl.float32) + y * s).to(dtype)
+    # Fused by name, as torch's addcmul is: what compilers fuse by themselves differs.
+    turned = tl.fma(y, s, (x * c).to(dtype).to(tl.float32)).to(dtype)
 
     if TRUNK > 0:
         total = tl.zeros([TRUNK_BLOCK], tl.float32)

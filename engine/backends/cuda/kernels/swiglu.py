@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.backends.cuda.kernels.available import on_triton
+from engine.device import on_device
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
@@ -18,7 +19,8 @@ def swiglu(gate_up: Tensor) -> Tensor:
     if on_triton(gate_up):
         from engine.backends.cuda.kernels import swiglu_triton
 
-        return swiglu_triton.swiglu(gate_up)
+        with on_device(gate_up.device):
+            return swiglu_triton.swiglu(gate_up)
     return swiglu_reference(gate_up)
 
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from engine.backends.cuda.kernels.available import on_triton
+from engine.device import on_device
 
 
 def window_scores(
@@ -46,7 +47,8 @@ def window_scores(
         run = window_scores_triton.window_scores
     else:
         run = window_scores_reference
-    return run(query, query_position, keys, position, length, table, seqs, scale, out)
+    with on_device(keys.device):
+        return run(query, query_position, keys, position, length, table, seqs, scale, out)
 
 
 def window_scores_reference(

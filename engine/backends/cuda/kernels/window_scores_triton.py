@@ -52,23 +52,26 @@ def window_scores(
     }
     grid = (batch_slots * rows, splits)
     shared = (query, query_position, keys, position, length, table, seqs, partial)
-    lse_kernel[grid](*shared, scale * LOG2_E, QUERIES=queries, **constants)
-    probability_kernel[grid](*shared, out, scale * LOG2_E, QUERIES=queries, **constants)
+    constants |= {"QUERIES": queries, "enable_fp_fusion": True}
+    lse_kernel[(*grid, triton.cdiv(queries, shape["TILE"]))](*shared, scale * LOG2_E, **constants)
+    probability_kernel[grid](*shared, out, scale * LOG2_E, **constants)
     return out
 
 
 def sizes(queries: int, head_dim: int, dtype: torch.dtype) -> dict[str, int]:
-    """Return tile sizes of a program, and its warps: 32 scores per thread, 16 in float32.
+    """Return tile sizes of a program, and its warps: 32 scores per thread, 8 in float32.
 
     float32 products are made of three of the tensor cores' (tf32x3, exact to about 2**-21); in
-    plain float32 arithmetic this tile does not fit the registers by far.
+    plain float32 arithmetic this tile does not fit the registers by far. Twice the tile would not
+    fit the shared memory of small cards.
     """
-    tile = min(max(triton.next_power_of_2(queries), 16), 128)
+    most = 64 if dtype == torch.float32 else 128
+    tile = min(max(triton.next_power_of_2(queries), 16), most)
     return {
         "TILE": tile,
         "DIM_BLOCK": max(triton.next_power_of_2(head_dim), 16),
         "BLOCK": 32 if dtype == torch.float32 else 64,
-        "num_warps": 8 if tile == 128 else 4,
+        "num_warps": 8 if tile == most else 4,
     }
 
 
@@ -96,44 +99,41 @@ def lse_kernel(
 ):
     """Log2-sum-exp2 of one split of one row, ``partial [B L H, SPLITS, QUERIES]``.
 
-    Grid (B L H, SPLITS).
+    Grid (B L H, SPLITS, tiles of queries).
     """
-    index, split = tl.program_id(0), tl.program_id(1)
+    index, split, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2) * TILE
     seq = tl.load(seqs + index // ROWS)
     if seq < 0:
         return
     row = seq * ROWS + index % ROWS
     count = tl.load(length + row).to(tl.int32)
-    for tile in tl.static_range(0, QUERIES, TILE):
-        q, at = _queries(
-            query, query_position, seq, row, tile, QUERIES, WINDOW, DIM, TILE, DIM_BLOCK
+    q, at = _queries(query, query_position, seq, row, tile, QUERIES, WINDOW, DIM, TILE, DIM_BLOCK)
+    highest = tl.full([TILE], float("-inf"), tl.float32)
+    total = tl.zeros([TILE], tl.float32)
+    for begin in range(split * BLOCK, count, SPLITS * BLOCK):
+        scores = _scores(
+            q,
+            at,
+            keys,
+            position,
+            table,
+            row,
+            begin,
+            count,
+            scale,
+            DIM,
+            PAGE,
+            PAGES,
+            DIM_BLOCK,
+            BLOCK,
         )
-        highest = tl.full([TILE], float("-inf"), tl.float32)
-        total = tl.zeros([TILE], tl.float32)
-        for begin in range(split * BLOCK, count, SPLITS * BLOCK):
-            scores = _scores(
-                q,
-                at,
-                keys,
-                position,
-                table,
-                row,
-                begin,
-                count,
-                scale,
-                DIM,
-                PAGE,
-                PAGES,
-                DIM_BLOCK,
-                BLOCK,
-            )
-            higher = tl.maximum(highest, tl.max(scores, 1))
-            base = tl.where(higher == float("-inf"), 0.0, higher)
-            total = total * tl.exp2(highest - base) + tl.sum(tl.exp2(scores - base[:, None]), 1)
-            highest = higher
-        column = tile + tl.arange(0, TILE)
-        target = partial + (index.to(tl.int64) * SPLITS + split) * QUERIES + column
-        tl.store(target, highest + tl.log2(total), mask=column < QUERIES)
+        higher = tl.maximum(highest, tl.max(scores, 1))
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        total = total * tl.exp2(highest - base) + tl.sum(tl.exp2(scores - base[:, None]), 1)
+        highest = higher
+    column = tile + tl.arange(0, TILE)
+    target = partial + (index.to(tl.int64) * SPLITS + split) * QUERIES + column
+    tl.store(target, highest + tl.log2(total), mask=column < QUERIES)
 
 
 @triton.jit
@@ -179,7 +179,8 @@ def probability_kernel(
         lse = _merged(sums, 0, QUERIES, SPLITS, TILE)
     for begin in range(split * BLOCK, count, SPLITS * BLOCK):
         mean = tl.zeros([BLOCK], tl.float32)
-        for tile in tl.static_range(0, QUERIES, TILE):
+        # A loop that stays one: unrolled, all tiles of queries would lie in shared memory together.
+        for tile in tl.range(0, QUERIES, TILE, num_stages=1):
             if QUERIES > TILE:
                 q, at = _queries(
                     query, query_position, seq, row, tile, QUERIES, WINDOW, DIM, TILE, DIM_BLOCK

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from engine.backends.cuda.kernels.available import on_triton
+from engine.device import on_device
 
 # A tile holds about this many bytes of keys and values. A program of the attention kernel has two
 # tiles on their way from memory and four programs share a multiprocessor: 128 KiB in flight, five
@@ -113,6 +114,7 @@ def build_worklist(work: WorkList, seqs: Tensor, length: Tensor) -> None:
     if on_triton(seqs):
         from engine.backends.cuda.kernels import worklist_triton
 
-        worklist_triton.build_worklist(work, seqs, length)
+        with on_device(seqs.device):
+            worklist_triton.build_worklist(work, seqs, length)
     else:
         build_worklist_reference(work, seqs, length)
