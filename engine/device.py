@@ -26,7 +26,7 @@ def exact_products(device: torch.device) -> Iterator[None]:
     The setting belongs to the process: for the time of a step it holds for all threads.
     """
     backends = torch.backends
-    product = backends.cuda.matmul if device.type == "cuda" else backends.mkldnn.matmul
+    product = backends.cuda.matmul if device.type == "cuda" else backends.mkldnn.matmul  # type: ignore[attr-defined]
     reduced = product.fp32_precision
     if reduced in ("none", "ieee"):
         yield

@@ -109,7 +109,7 @@ _CODES, _SCALES = {8: "*i8", 4: "*u8"}, {8: "*fp16", 4: "*fp16"}
 def _stored(dtype: torch.dtype, bits: tuple[int, int]) -> dict[str, str]:
     """Return the types of keys, values and their scales with codes of so many bits, 0: none."""
     names = (("keys", "key_scale"), ("values", "value_scale"))
-    kind, types = _KINDS[dtype], {}
+    kind, types = _KINDS[dtype], dict[str, str]()
     for (codes, scale), width in zip(names, bits, strict=True):
         types |= {codes: _CODES.get(width, kind), scale: _SCALES.get(width, kind)}
     return types

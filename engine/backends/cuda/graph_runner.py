@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -38,7 +38,7 @@ class GraphRunner:
     def __init__(self, engine: Runtime) -> None:
         self.engine = engine
         self.captures, self.graph_bytes = 0, 0
-        self._memory: tuple[int, int] | None = None  # of all graphs, while there are any
+        self._memory: Any = None  # of all graphs, while there are any
         self._steps: dict[tuple[object, ...], tuple[StaticStep, torch.cuda.CUDAGraph | None]] = {}
 
     @torch.inference_mode()
