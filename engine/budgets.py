@@ -110,7 +110,7 @@ class OwnBudgets:
     def changed(self, budget: Budget | float) -> Budget:
         """See :class:`Budgets`."""
         policy = self._engine.policy
-        if not (policy.evicts or policy.admission or policy.pruner):
+        if policy.keeps_all:
             raise BudgetError(
                 f"policy {policy.name!r} evicts nothing, so that a budget would bind nothing; load "
                 "the model with a budget, or with a policy that evicts"

@@ -81,7 +81,7 @@ class State:
 
     def row_facts(self) -> dict[str, float]:
         """Describe how uneven the rows are, and what their pages cost."""
-        length, page = self.cache.length, self.cache.pool.page_size
+        length, page = self.cache.length[self.seqs], self.cache.pool.page_size
         held = int((length + page - 1).div(page, rounding_mode="floor").sum())
         return {
             "mean": float(length.float().mean()),
@@ -142,7 +142,7 @@ def work_list(state: State) -> Work:
     def call() -> None:
         build_worklist(work, state.seqs, state.cache.length)
 
-    return call, 1, state.cache.length.nbytes + written, 0
+    return call, 1, state.cache.length[state.seqs].nbytes + written, 0
 
 
 class Step:
