@@ -419,6 +419,24 @@ def test_a_cancelled_turn_that_went_back_is_read_by_the_next(
     engine.cache.check()
 
 
+def test_a_setting_outlives_undo_and_hibernation(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with_template(engine, THOUGHTS)
+    script(monkeypatch, engine, ["x", "y"])
+    stored = StoredSession(engine, folder=tmp_path)
+    session = stored.wake()
+    session.undo_depth = 1
+    list(session.send("a"))
+    session.rewrites, session.undo_depth = "keep", 2
+    assert session.undo() and (session.rewrites, session.undo_depth) == ("keep", 2)
+    list(session.send("a"))
+    stored.hibernate()
+    again = stored.wake()
+    assert (again.rewrites, again.undo_depth) == ("keep", 2)
+    stored.close()
+
+
 @pytest.mark.parametrize("thoughts", [True, False])
 def test_pictures_of_a_cancelled_turn_that_went_back_are_read_by_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, thoughts: bool
