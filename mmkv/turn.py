@@ -148,7 +148,8 @@ def compose_messages(
     template, talk = processor.template, [*session.history, *messages]
     total = sum(part["type"] == "image" for one in talk for part in as_parts(one["content"]))
     rule = processor.rule(total)
-    if template.source is None or held.pieces is None:
+    # Tokens may have come in that nobody noted as text: going back would lose them.
+    if template.source is None or held.pieces is None or held.seen != session.seen:
         return _appended(session, messages, load, total, rule)
     whole = template.render(talk, opening=True)
     plan, why = held.plan(whole, rule), None

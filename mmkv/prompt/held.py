@@ -225,6 +225,11 @@ class Held:
         return {"pieces": made, "differs": self.differs, "unread": self.unread != ((), ())}
 
     @property
+    def seen(self) -> int:
+        """Count the tokens of what is known as text."""
+        return self._end(len(self.pieces or ())).seen
+
+    @property
     def ends_with_reply(self) -> bool:
         """Whether a reply stands at the end."""
         return bool(self.pieces) and self.pieces[-1].reply  # type: ignore[index]

@@ -419,6 +419,20 @@ def test_a_cancelled_turn_that_went_back_is_read_by_the_next(
     engine.cache.check()
 
 
+def test_tokens_that_were_put_in_directly_are_not_let_go(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_template(engine, THOUGHTS)
+    script(monkeypatch, engine, ["<think>t</think>y", "z"])
+    with engine.session() as session:
+        list(session.send("a"))
+        before = session.seen
+        session.prefill({"input_ids": torch.arange(5, 25)[None]})
+        list(session.send("b"))
+        assert session.seen > before + 20 and session._cuts == 0
+        assert session.note == session.memory().differs == REWRITES
+
+
 def test_a_setting_outlives_undo_and_hibernation(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
