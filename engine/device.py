@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 
@@ -17,20 +18,26 @@ def on_device(device: torch.device) -> AbstractContextManager[object]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
-@contextmanager
-def exact_products(device: torch.device) -> Iterator[None]:
+def exact_products(device: torch.device) -> AbstractContextManager[object]:
     """Compute products of float32 in float32, also where the program around has allowed less.
 
     TF32 (on a GPU) and bfloat16 (on a CPU) keep 8 to 11 bits of a factor. Which products they
     touch depends on the path, so scores would differ between them, and with them what is evicted.
     The setting belongs to the process: for the time of a step it holds for all threads.
     """
-    backends = torch.backends
-    product = backends.cuda.matmul if device.type == "cuda" else backends.mkldnn.matmul  # type: ignore[attr-defined]
+    product = _ON_CUDA if device.type == "cuda" else _ON_CPU
     reduced = product.fp32_precision
-    if reduced in ("none", "ieee"):
-        yield
-        return
+    return _AS_IT_IS if reduced in ("none", "ieee") else _exact(product, reduced)
+
+
+# Looked up once: every decode step asks.
+_ON_CUDA: Any = torch.backends.cuda.matmul
+_ON_CPU: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+_AS_IT_IS = nullcontext()
+
+
+@contextmanager
+def _exact(product: Any, reduced: str) -> Iterator[None]:
     try:
         whole = torch.get_float32_matmul_precision()
     except RuntimeError:  # set for this backend alone, which torch does not let one read here

@@ -8,6 +8,8 @@ session for a call, holds it back until that is done (:mod:`engine.lock`).
 
 from __future__ import annotations
 
+# What signal wraps: that looks for an enum of each handler, ten times as long, and each step asks.
+import _signal  # type: ignore[import-not-found]
 import functools
 import os
 import signal
@@ -19,6 +21,7 @@ from typing import Any, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 T = TypeVar("T")
+_SIGINT = int(signal.SIGINT)
 
 
 @contextmanager
@@ -112,17 +115,17 @@ def whole(call: Callable[P, T]) -> Callable[P, T]:
 
 
 def _hold() -> None:
-    before = signal.getsignal(signal.SIGINT)
-    # None: the handler was installed from C; SIG_IGN and SIG_DFL raise nothing.
+    before = _signal.getsignal(_SIGINT)
+    # None: the handler was installed from C; SIG_IGN and SIG_DFL, numbers here, raise nothing.
     if callable(before) and before is not _remember:
         _Hold.pressed, _Hold.previous = None, before
-        signal.signal(signal.SIGINT, _remember)  # what comes now is held back
+        _signal.signal(_SIGINT, _remember)  # what comes now is held back
 
 
 def _let_go() -> None:
     if _Hold.previous is not None:
-        if signal.getsignal(signal.SIGINT) is _remember:
-            signal.signal(signal.SIGINT, _Hold.previous)
+        if _signal.getsignal(_SIGINT) is _remember:
+            _signal.signal(_SIGINT, _Hold.previous)
         _deliver()
 
 

@@ -36,8 +36,11 @@ class _Piece(Strict):
 
 
 class _Held(Strict):
+    """See :class:`mmkv.prompt.held.Held`; ``unread``: whether there are such, which are gone."""
+
     pieces: list[_Piece] | None
     differs: str | None
+    unread: bool = False
 
 
 class _Options(Strict):
@@ -96,4 +99,4 @@ def parse_held(text: str, seen: int, vocabulary: int, placeholders: set[int]) ->
         at = end
     if pieces and at.seen != seen:
         raise Damage("what was read is not as long as the session")
-    return Held(tuple(pieces), made.differs)
+    return Held(tuple(pieces), made.differs, None if made.unread else ((), ()))

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 Progress = Callable[[int, int], None]
 # What belongs to the object and not to the state of its conversation.
-_OWN = ("_claim", "_streaming", "_in_stream")
+_OWN = ("_claim", "_streaming", "_in_stream", "undo_depth", "rewrites")
 
 
 @dataclass(frozen=True)

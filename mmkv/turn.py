@@ -148,17 +148,17 @@ def compose_messages(
     template, talk = processor.template, [*session.history, *messages]
     total = sum(part["type"] == "image" for one in talk for part in as_parts(one["content"]))
     rule = processor.rule(total)
-    if template.source is None or held.pieces is None:
+    # Tokens may have come in that nobody noted as text: going back would lose them.
+    if template.source is None or held.pieces is None or held.seen != session.seen:
         return _appended(session, messages, load, total, rule)
     whole = template.render(talk, opening=True)
     plan, why = held.plan(whole, rule), None
     if not plan.appends:
         plan, why = agreed(session, plan, whole, rule)
-    if why is not None:
+    if why is not None or plan.media is None:
         made = _appended(session, messages, load, total, rule)
         made.differs = why
         return made
-    assert plan.media is not None
     pictures, clips = ([*old, *new] for old, new in zip(plan.media, load(), strict=True))
     inputs = processor.encode(plan.text, pictures, clips, plan.start.seen > 0, total)
     ids = inputs["input_ids"][0].tolist()
@@ -239,7 +239,8 @@ def _appended(
     """Return what follows the latest reply, whatever stands before it."""
     processor, held = session.engine.processor, session.held
     addition = processor.template.addition(session.history, list(messages))
-    if addition.continuing and held.pieces is not None and not held.ends_with_reply:
+    lacks = not held.ends_with_reply or held.unread != ((), ())
+    if addition.continuing and held.pieces is not None and lacks:
         raise InputError(
             "the latest reply was let go for a turn that was not completed, and cannot be read "
             "again; start a new conversation"

@@ -96,10 +96,13 @@ class Held:
     Attributes:
         pieces: in order; None: what it has read is not known as text.
         differs: how what was read differs from the conversation rendered afresh, for the user.
+        unread: pictures and videos of text that was let go to be read again, and was not since the
+            turn was not completed; None: they are not at hand.
     """
 
     pieces: tuple[Piece, ...] | None = ()
     differs: str | None = None
+    unread: tuple[tuple[Any, ...], tuple[Any, ...]] | None = ((), ())
 
     def copy(self) -> Held:
         """Return one that goes on for itself."""
@@ -123,7 +126,7 @@ class Held:
             at += len(piece.text or "")
             begins.append(at)
         if first == len(pieces) and chosen is None:
-            return Plan(first, self._end(first), _from(whole, at))
+            return Plan(first, self._end(first), _from(whole, at), media=self.unread)
         # A reply begins behind the prompt's last tokens, with which it may be tokenized together.
         kept = first
         if 0 < kept < len(pieces) and pieces[kept].reply:
@@ -139,7 +142,8 @@ class Held:
         for piece in again:
             if piece.ids is None:
                 shown = piece.media
-                media = None if media is None or shown is None else _joined(media, shown)
+                media = _joined(media, shown)
+        media = _joined(media, self.unread)
         text, before = _from(whole, begins[kept]), self._end(first).evicted
         return Plan(kept, self._end(kept), text, tuple(ids), media, False, before)
 
@@ -157,11 +161,12 @@ class Held:
             end, left = piece.end if whole else end.after(count, prompt), left - count
         if tokens:
             pieces += (Piece(None, plan.ids[:tokens], end),)
-        self.pieces = pieces
+        self.pieces, self.unread = pieces, plan.media
         return end
 
     def add_prompt(self, read: Read, end: Place) -> None:
         """Note that a prompt has been read, up to ``end``."""
+        self.unread = ((), ())
         if self.pieces is None:
             return
         pieces = [piece for piece in self.pieces if piece.text is not None]
@@ -217,7 +222,12 @@ class Held:
                 | {"pictures": one.pictures, "rule": one.rule, "reply": one.reply}
                 for one in self.pieces
             ]
-        return {"pieces": made, "differs": self.differs}
+        return {"pieces": made, "differs": self.differs, "unread": self.unread != ((), ())}
+
+    @property
+    def seen(self) -> int:
+        """Count the tokens of what is known as text."""
+        return self._end(len(self.pieces or ())).seen
 
     @property
     def ends_with_reply(self) -> bool:
@@ -308,4 +318,7 @@ def _from(raw: str, plain: int) -> str:
 
 
 def _joined(one: Any, other: Any) -> Any:
+    """Return the pictures and videos of both; None where those of one are not at hand."""
+    if one is None or other is None:
+        return None
     return ((*one[0], *other[0]), (*one[1], *other[1]))

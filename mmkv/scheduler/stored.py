@@ -69,7 +69,7 @@ class StoredSession:
         if self.live is None and self._in_file:
             assert self.path is not None
             session, _ = self.engine.load_session(self.path)
-            session.last, session.note, session.undo_depth = self._last  # type: ignore[assignment]
+            session.last, session.note, session.undo_depth, session.rewrites = self._last  # type: ignore[assignment]
             self.live, self._in_file = session, False
             self.path.unlink(missing_ok=True)
         elif self.live is None:
@@ -87,7 +87,7 @@ class StoredSession:
         pages = self.pages
         session.save(self.path)
         self._extent, self._pages, self._in_file = session.extent, pages, True
-        self._last = (session.last, session.note, session.undo_depth)
+        self._last = session.last, session.note, session.undo_depth, session.rewrites
         self.live = None
         session.close()
 

@@ -139,4 +139,4 @@ def test_a_ctrl_c_that_is_lost_would_be_found(
 ) -> None:
     monkeypatch.setattr(interrupts, "_deliver", lambda: None)
     with pytest.raises(Wrong, match="was swallowed"):
-        world.run({"call": "Session.memory", "at": 0.5, "shared": False})
+        world.run({"call": "Session.decode", "at": 0.5, "shared": False})

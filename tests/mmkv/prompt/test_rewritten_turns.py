@@ -16,6 +16,7 @@ import torch
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
+from engine.errors import InputError
 from engine.read_ids import with_ids
 from mmkv import Engine, Session
 from mmkv.prompt.template import REWRITES, ChatTemplate
@@ -414,6 +415,80 @@ def test_a_cancelled_turn_that_went_back_is_read_by_the_next(
         talk, chat_template=THOUGHTS, add_generation_prompt=True
     )["input_ids"]
     assert held_ids(session)[: len(wanted)] == wanted and session.note is None
+    stored.close()
+    engine.cache.check()
+
+
+def test_tokens_that_were_put_in_directly_are_not_let_go(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_template(engine, THOUGHTS)
+    script(monkeypatch, engine, ["<think>t</think>y", "z"])
+    with engine.session() as session:
+        list(session.send("a"))
+        before = session.seen
+        session.prefill({"input_ids": torch.arange(5, 25)[None]})
+        list(session.send("b"))
+        assert session.seen > before + 20 and session._cuts == 0
+        assert session.note == session.memory().differs == REWRITES
+
+
+def test_a_setting_outlives_undo_and_hibernation(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with_template(engine, THOUGHTS)
+    script(monkeypatch, engine, ["x", "y"])
+    stored = StoredSession(engine, folder=tmp_path)
+    session = stored.wake()
+    session.undo_depth = 1
+    list(session.send("a"))
+    session.rewrites, session.undo_depth = "keep", 2
+    assert session.undo() and (session.rewrites, session.undo_depth) == ("keep", 2)
+    list(session.send("a"))
+    stored.hibernate()
+    again = stored.wake()
+    assert (again.rewrites, again.undo_depth) == ("keep", 2)
+    stored.close()
+
+
+@pytest.mark.parametrize("thoughts", [True, False])
+def test_pictures_of_a_cancelled_turn_that_went_back_are_read_by_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, thoughts: bool
+) -> None:
+    """What went back behind a picture, for thoughts or for tiles, holds it until it is read."""
+    folder = save_qwen3_vl(tmp_path) if thoughts else save_llava_onevision(tmp_path)
+    engine = Engine.from_pretrained(folder, policy="full", dtype="float32")
+    if thoughts:
+        with_template(engine, THOUGHTS, parts=True)
+    said = ["<think>t</think>y", "<think>u</think>z", "w"]
+    script(monkeypatch, engine, said)
+    images = [picture("red", (50, 70)), picture("blue", (90, 40))]
+    stored = StoredSession(engine)
+    session = stored.wake()
+    list(session.send("a", images=images[:1]))
+    if thoughts:  # so that the next turn goes back behind the second picture
+        session.rewrites = "keep"
+        list(session.send("b", images=images[1:]))
+        session.rewrites = "reread"
+    job = ReplyJob(engine, message("c" * 30, images=images[1:]), session=stored, chunk=8)
+    job.begin()
+    job.prefill.advance()
+    job.roll_back()
+    assert session._cuts == 1
+    session.save(tmp_path / "s.mmkv")
+    with Session.load(engine, tmp_path / "s.mmkv") as loaded, pytest.raises(InputError) as caught:
+        loaded.send("d", images=images[1:])
+    assert "start a new conversation" in str(caught.value)
+    logits = reads(session, "d", images=images[1:])
+    talk: list[dict[str, Any]] = []
+    shown = [*zip("ab", images, said, strict=False)] if thoughts else [("a", images[0], said[0])]
+    for asked, image, reply in [*shown, ("d", images[1], "")]:
+        parts = [{"type": "image", "image": image}, {"type": "text", "text": asked}]
+        talk += [{"role": "user", "content": parts}, {"role": "assistant", "content": reply}]
+    with engine.session() as fresh:
+        exact = fresh.prefill(engine.inputs(talk[:-1]))
+    torch.testing.assert_close(logits, exact, atol=1e-5, rtol=1e-5)
+    assert session.note is None and session.held.unread == ((), ())
     stored.close()
     engine.cache.check()
 
