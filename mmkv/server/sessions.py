@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.budget import Budget
 from engine.contents import MODALITIES
-from mmkv.server.chat import refuse_own
+from mmkv.server.chat import refuse_budget
 from mmkv.server.errors import ApiError
 from mmkv.server.lasting import Lasting, Note, told
 from mmkv.server.room import Caller, Room
@@ -126,7 +126,7 @@ class Sessions:
         if name is not None:
             await self._require_new(name, caller)
         budget = parse_budget(asked.budget, "budget") or self._room.facts.budget
-        refuse_own(self._room.facts, asked.budget is not None, "budget")
+        refuse_budget(self._room.facts, asked.budget is not None, "budget")
         if asked.file is None:
             self._require_room(caller.tenant)
             return await self._add(caller.tenant, budget, asked.metadata, name)
