@@ -80,6 +80,11 @@ class Sessions:
     async def memory_of(self, record: Record) -> Kept | None:
         """Return a session's memory, from the shared folder if it lies there alone."""
         note, lasting = record.note, self._lasting
+        gone = record.kept is not None and record.kept.lost and record.lies_in_the_folder
+        if gone and not record.busy:  # the idle memory was removed, its session file was not
+            assert record.kept is not None
+            release(self._room, record.kept)
+            record.kept = None
         if record.kept is not None or lasting is None or note is None or not note.version:
             return record.kept
         self._require_room(record.tenant, record)
