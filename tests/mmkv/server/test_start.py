@@ -57,6 +57,14 @@ def test_what_is_no_origin_is_refused(
     assert "--cors-origin" in capsys.readouterr().err
 
 
+def test_connections_of_replicas_are_rays(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["--replicas", "2", "--session-folder", str(tmp_path), "--max-connections", "9"]
+    assert run(["serve", str(folder), "--quiet", *given]) == 2
+    assert "--max-connections does nothing" in capsys.readouterr().err
+
+
 def test_idle_memories_lie_where_no_cleaner_looks(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
