@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from engine.errors import BudgetError
 from engine.page_bound import lasting_pages, page_bound
-from engine.policies import Budget
+from engine.policies import Budget, Policy
 
 if TYPE_CHECKING:
     from engine.backends.base import Backend
@@ -88,6 +88,16 @@ class Budgets(Protocol):
         ...
 
 
+def why_unbound(policy: Policy) -> str | None:
+    """Return why no budget binds a policy; None: one does."""
+    if policy.evicts:
+        return None
+    return (
+        f"policy {policy.name!r} evicts nothing, so that a budget would bind nothing; load the "
+        "model with a budget, or with a policy that evicts"
+    )
+
+
 class OwnBudgets:
     """Each sequence has a budget of its own. See :class:`Budgets`."""
 
@@ -109,12 +119,9 @@ class OwnBudgets:
 
     def changed(self, budget: Budget | float) -> Budget:
         """See :class:`Budgets`."""
-        policy = self._engine.policy
-        if policy.keeps_all:
-            raise BudgetError(
-                f"policy {policy.name!r} evicts nothing, so that a budget would bind nothing; load "
-                "the model with a budget, or with a policy that evicts"
-            )
+        why = why_unbound(self._engine.policy)
+        if why is not None:
+            raise BudgetError(why)
         return Budget.of(budget)
 
     def join(self, session: CachedSequence, weight: float = 1.0) -> None:

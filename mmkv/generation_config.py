@@ -63,7 +63,7 @@ class Generation:
         made = []
         if asked := described(self.sampling):
             made.append(
-                f"replies are drawn as the model's {FILE} says: {asked}; --temperature 0 takes the "
+                f"replies are drawn as the model's {FILE} says: {asked}; temperature 0 takes the "
                 "likeliest token, --no-generation-config leaves the file out"
             )
         return [*made, self.unfollowed] if self.unfollowed else made

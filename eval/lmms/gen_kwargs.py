@@ -47,7 +47,8 @@ def sampling_of(
     ignored = sorted(set(given) - _KNOWN - set(_ONE))
     temperature = given.get("temperature")
     if temperature is None:
-        temperature = defaults.served.temperature if given.get("do_sample") else 0.0
+        # A checkpoint may be greedy by itself, though a task samples.
+        temperature = (defaults.served.temperature or 1.0) if given.get("do_sample") else 0.0
     limit = given.get("max_new_tokens")
     said = {name: value for name, value in given.items() if value is not None}
     own: dict[str, Any] = {name: float(said[name]) for name in _PENALTIES if name in said}

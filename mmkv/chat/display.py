@@ -31,7 +31,7 @@ class Display:
 
     def __init__(self, options: ChatOptions) -> None:
         self.quiet = options.quiet
-        self._faded = False  # whether it was said that a picture is gone
+        self.faded_said = False  # in this conversation
         self.console = Console(stderr=True, highlight=False)
         self.animated = self.console.is_terminal and not self.quiet
 
@@ -43,8 +43,8 @@ class Display:
     def note_faded(self, memory: Memory) -> None:
         """Say, once in a conversation, that pictures have lost most of their entries."""
         line = faded_line(memory)
-        if line is not None and not self._faded:
-            self._faded = True
+        if line is not None and not self.faded_said:
+            self.faded_said = True
             self.note(line)
 
     def say(self, text: str) -> None:

@@ -212,6 +212,11 @@ def serve(
         raise UsageError(
             "--keep-sessions and --replicas need a --session-folder to keep sessions in"
         )
+    if replicas is not None and max_connections is not None:
+        raise UsageError(
+            "--max-connections does nothing beside --replicas, whose connections are Ray's; leave "
+            "it out"
+        )
     if shared_budget is not None and arguments.budget_given(context):
         raise UsageError(
             "--shared-budget stands instead of --budget, --budget-bytes and --budget-fraction; "

@@ -139,7 +139,7 @@ def _model(room: Room) -> dict[str, Any]:
     facts = room.facts
     own = {
         "policy": facts.policy,
-        "budget": facts.budget.describe(),
+        "budget": "none" if facts.unbound is not None else facts.budget.describe(),
         "shared_budget": facts.shared,
         "lookahead": facts.lookahead,
         "images": facts.sees,

@@ -71,7 +71,7 @@ class ChatCall:
     ) -> None:
         facts, settings = room.facts, room.settings
         refuse_unsupported(request)
-        take_generation_config(request)
+        take_generation_config(request, facts.sampling)
         if request.model != settings.name:
             raise ApiError(
                 404,
@@ -84,7 +84,7 @@ class ChatCall:
         messages = conversation(request.messages, facts.sees, facts.watches)
         room.media.check([source(part) for message in messages for part in message.media])
         own = budget_of(request.mmkv)
-        refuse_own(facts, own is not None, "mmkv.budget")
+        refuse_budget(facts, own is not None, "mmkv.budget")
         refuse_own(facts, (request.n or 1) > 1, "n")
         budget = own or budget
         resume = None if request.mmkv is None else request.mmkv.resume
@@ -223,6 +223,13 @@ def refuse_own(facts: Facts, given: bool, field: str) -> None:
         raise ApiError(
             400, "all sessions of this server share one budget; leave this out", "shared", field
         )
+
+
+def refuse_budget(facts: Facts, given: bool, field: str) -> None:
+    """Refuse a budget that all sessions share, or that would bind nothing. Raises ApiError."""
+    refuse_own(facts, given, field)
+    if facts.unbound is not None and given:
+        raise unsupported(field, f"{facts.unbound}; or leave out {field}")
 
 
 def _require_same(request: ChatRequest, facts: Facts) -> None:

@@ -313,6 +313,7 @@ class WebServer(uvicorn.Server):
             host,
             port,
             http=guarded,
+            ws="none",  # a connection that becomes one of these would leave its guard
             # asyncio accepts as many in one go before any of them is counted.
             backlog=_AT_ONCE,
             timeout_keep_alive=30,

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from engine.errors import BudgetError, MmkvError
+from engine.budgets import why_unbound
+from engine.errors import BudgetError, MmkvError, SessionError
 from engine.memory import keep_freed
 from mmkv.sampling import Sampling
 from mmkv.scheduler import Limits, Scheduler
@@ -31,6 +33,8 @@ if TYPE_CHECKING:
     from mmkv.server.metrics import Metrics
     from mmkv.server.settings import Settings
     from mmkv.server.worker import Request
+
+log = logging.getLogger("mmkv.server")
 
 
 class Machine:
@@ -56,7 +60,7 @@ class Machine:
         )
         tokenizer = engine.processor.tokenizer
         self.grammars = Grammars(tokenizer, engine.spec.vocab_size, engine.eos_token_ids)
-        self.folder = HibernationFolder(settings.session_folder or settings.idle_folder)
+        self.folder = _hibernation_folder(settings)
         self.shelf = Shelf(engine, self.scheduler, self.folder)
         self.facts = _facts(engine, lookahead)
         self._require_room()
@@ -149,6 +153,21 @@ class Machine:
                 metrics.evicted.labels(name).inc(count)
 
 
+def _hibernation_folder(settings: Settings) -> HibernationFolder:
+    """Make the folder where idle memories lie. Raises SessionError: the one that was named cannot.
+
+    Nobody has named the usual one: a user without a home, or with one that is read-only, as in many
+    containers, can be served without it.
+    """
+    usual = settings.idle_folder
+    if settings.session_folder is None and usual is not None:
+        try:
+            return HibernationFolder(usual)
+        except SessionError as error:
+            log.warning("%s; until then idle memories lie among the temporary files", error)
+    return HibernationFolder(settings.session_folder)
+
+
 def _set_aside(engine: Engine) -> None:
     """Make the pool as large as it may become, so that it is never copied to grow.
 
@@ -194,6 +213,7 @@ def _facts(engine: Engine, lookahead: float) -> Facts:
         root=digest_of(identity),
         policy=engine.policy.name,
         budget=engine.budget,
+        unbound=why_unbound(engine.policy),
         lookahead=lookahead,
         context=engine.spec.max_position,
         vocabulary=engine.spec.vocab_size,

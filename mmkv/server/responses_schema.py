@@ -26,6 +26,7 @@ from mmkv.server.schema import (
     Short,
     Strict,
     TextPart,
+    TopK,
     VideoPart,
     improper,
     unsupported,
@@ -117,6 +118,10 @@ class ResponseRequest(Body):
     max_output_tokens: Count | None = None
     temperature: Annotated[Number, Field(ge=0, le=2)] | None = None
     top_p: Annotated[Number, Field(gt=0, le=1)] | None = None
+    top_k: TopK | None = None
+    min_p: Annotated[Number, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[Number, Field(gt=0, le=100)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     presence_penalty: Annotated[Number, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[Number, Field(ge=-2, le=2)] | None = None
@@ -178,6 +183,10 @@ def chat_request(asked: ResponseRequest) -> ChatRequest:
         max_tokens=asked.max_output_tokens,
         temperature=asked.temperature,
         top_p=asked.top_p,
+        top_k=asked.top_k,
+        min_p=asked.min_p,
+        repetition_penalty=asked.repetition_penalty,
+        seed=asked.seed,
         presence_penalty=asked.presence_penalty,
         frequency_penalty=asked.frequency_penalty,
         logprobs=logprobs,
@@ -204,6 +213,7 @@ def named_as_asked(error: ApiError, instructions: bool) -> ApiError:
 
     def renamed(text: str) -> str:
         text = re.sub(r"\bresponse_format(\.json_schema)?\b", "text.format", text)
+        text = re.sub(r"\bmax_tokens\b", "max_output_tokens", text)
         return _MESSAGE.sub(own, text)
 
     made = ApiError(error.status, renamed(str(error)), error.code, error.param, **error.extra)

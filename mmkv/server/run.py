@@ -111,7 +111,7 @@ def serve(
         )
         facts = room.facts
         say(
-            f"serving {settings.name} (policy {facts.policy}, budget {facts.budget.describe()}) "
+            f"serving {settings.name} (policy {facts.policy}, {facts.bound}) "
             f"at http://{host}:{port}/v1"
         )
         # uvicorn passes the signal on when it is done; the program then ends by itself.

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.budget import Budget
 from engine.contents import MODALITIES
-from mmkv.server.chat import refuse_own
+from mmkv.server.chat import refuse_budget
 from mmkv.server.errors import ApiError
 from mmkv.server.lasting import Lasting, Note, told
 from mmkv.server.room import Caller, Room
@@ -80,6 +80,11 @@ class Sessions:
     async def memory_of(self, record: Record) -> Kept | None:
         """Return a session's memory, from the shared folder if it lies there alone."""
         note, lasting = record.note, self._lasting
+        gone = record.kept is not None and record.kept.lost and record.lies_in_the_folder
+        if gone and not record.busy:  # the idle memory was removed, its session file was not
+            assert record.kept is not None
+            release(self._room, record.kept)
+            record.kept = None
         if record.kept is not None or lasting is None or note is None or not note.version:
             return record.kept
         self._require_room(record.tenant, record)
@@ -126,7 +131,7 @@ class Sessions:
         if name is not None:
             await self._require_new(name, caller)
         budget = parse_budget(asked.budget, "budget") or self._room.facts.budget
-        refuse_own(self._room.facts, asked.budget is not None, "budget")
+        refuse_budget(self._room.facts, asked.budget is not None, "budget")
         if asked.file is None:
             self._require_room(caller.tenant)
             return await self._add(caller.tenant, budget, asked.metadata, name)

@@ -32,7 +32,7 @@ class Settings:
         body: most bytes of a request, which has to arrive in body_seconds.
         snapshot_bytes: most bytes of the copies by which chats resume; None: what is free.
         session_folder: where sessions are saved, and idle ones hibernate; None: none are saved.
-        idle_folder: where idle ones hibernate without it; None: a temporary one.
+        idle_folder: where idle ones hibernate without it, if it can be made; None: a temporary one.
         lasting: whether sessions outlast the server, in that folder, for all servers that share it.
         max_sessions: most sessions that are open; store_bytes: most bytes of stored responses.
         media_folder: where file: URLs may point; None: nowhere.
@@ -83,7 +83,7 @@ class Facts:
             cuts, template.
         context: most positions; vocabulary: number of tokens; lengths: bounds texts by them.
         sampling: of replies whose request does not say.
-        shared: whether all sessions compete for the budget.
+        shared: whether all sessions compete for the budget; unbound: why it binds nothing, if so.
         sees, watches: whether the model takes pictures, videos; picture_rules, rules: how it scales
             them; frame_rule: which frames of a video it is shown.
     """
@@ -99,6 +99,12 @@ class Facts:
     watches: bool
     sampling: Settled
     shared: bool = False
+    unbound: str | None = None
     rules: VideoRules | None = None
     frame_rule: FrameRule | None = None
     picture_rules: VideoRules | None = None
+
+    @property
+    def bound(self) -> str:
+        """What bounds the memory of a reply, in words."""
+        return "no budget" if self.unbound is not None else f"budget {self.budget.describe()}"

@@ -13,6 +13,7 @@ from mmkv.server.errors import ApiError
 from mmkv.server.schema import Count, Number, Strict, TopK
 
 if TYPE_CHECKING:
+    from mmkv.sampling import Settled
     from mmkv.server.schema import ChatRequest
 
 
@@ -29,8 +30,11 @@ class GenerationFields(Strict):
     transformers_version: str | None = None
 
 
-def take_generation_config(request: ChatRequest) -> None:
+def take_generation_config(request: ChatRequest, default: Settled) -> None:
     """Let ``generation_config``, JSON in a text, say what the request's own fields do not.
+
+    Args:
+        default: what neither says.
 
     Raises:
         ApiError: it is none, or sets what cannot be set here.
@@ -47,6 +51,8 @@ def take_generation_config(request: ChatRequest) -> None:
         what = "generation_config is no JSON object; send one as a text, or leave it out"
         raise ApiError(400, what, "invalid_value", "generation_config") from error
     temperature = 0.0 if given.do_sample is False else given.temperature
+    if given.do_sample and temperature is None and not default.temperature:
+        temperature = 1.0  # of a checkpoint that is greedy by itself
     most = request.max_completion_tokens or request.max_tokens or given.max_new_tokens
     request.max_tokens = request.max_tokens or most
     if request.temperature is None:

@@ -152,6 +152,15 @@ def test_statistics_count_the_entries(mmkv: Callable[..., Ran], model: str, pict
     assert re.search(rf"layer 1 .*{seen * 2} \({seen}\.0 per head\)", ran.err)
 
 
+def test_a_picture_that_is_mostly_gone_is_said_once_in_each_conversation(
+    mmkv: Callable[..., Ran], model: str, picture: str
+) -> None:
+    seen = (f"/image {picture}", "what is this?")
+    options = ("--policy", "streamingllm", "--budget", "8")
+    ran = converse(mmkv, model, *seen, "and?", "/clear", *seen, "and?", options=options)
+    assert ran.err.count("most of what was read of these pictures is gone") == 2
+
+
 def test_an_error_keeps_the_conversation(
     mmkv: Callable[..., Ran], model: str, tmp_path: Path
 ) -> None:

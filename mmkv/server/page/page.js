@@ -246,8 +246,10 @@ async function stream(id, content, reply) {
   const body = {
     model: model.id, messages: [{ role: "user", content }], stream: true,
     stream_options: { include_usage: true },
-    max_tokens: Number($("tokens").value), temperature: Number($("temperature").value),
+    max_tokens: Number($("tokens").value),
   };
+  const temperature = $("temperature").value.trim();
+  if (temperature) body.temperature = Number(temperature); // else as the checkpoint says
   const more = { ...place(id), signal: turn.signal };
   let ended = false;
   for await (const event of events(await ask(at(id, "/chat/completions"), "POST", body, more))) {

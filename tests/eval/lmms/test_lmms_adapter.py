@@ -74,6 +74,9 @@ def test_what_a_task_does_not_say_is_the_checkpoints_as_in_transformers() -> Non
     assert (made.temperature, made.top_k, made.min_p, made.repetition_penalty) == (0.6, 50, 0.1, 1)
     assert ignored == []
     assert sampling_of({"temperature": 1}, 7, Generation(), True)[0].top_k == 50
+    greedy = generation_of({"do_sample": False}, 2048)
+    assert sampling_of({"do_sample": True}, 7, greedy, True)[0].temperature == 1
+    assert sampling_of({}, 7, greedy, True)[0].temperature == 0
 
 
 @pytest.mark.parametrize("name", ["num_beams", "num_return_sequences"])

@@ -157,10 +157,26 @@ def test_the_checkpoints_generation_config_is_the_default(tmp_path: Path) -> Non
             assert reply(**{field: value})["error"]["param"] == field
         config = json.dumps({"repetition_penalty": 1.0, "max_new_tokens": 9})
         assert text_of(reply(generation_config=config)) == plain[0].text
+        config = json.dumps({"do_sample": True})
+        drawn = [text_of(reply(generation_config=config, seed=seed)) for seed in range(3)]
+        assert len(set(drawn)) > 1
         body = {"model": MODEL, "input": "go on"}
         shown = made.client.post("/v1/responses", json=body).json()
         assert shown["output"][0]["content"][0]["text"] == wanted.text
         assert shown["temperature"] == 0 and shown["presence_penalty"] == 0
+
+        def responded(**fields: Any) -> str:
+            answer = made.client.post(
+                "/v1/responses", json=body | {"max_output_tokens": 9} | fields
+            )
+            return answer.json()["output"][0]["content"][0]["text"]
+
+        assert responded(repetition_penalty=1) == plain[0].text
+        likeliest = responded()
+        for alone in ({"min_p": 1}, {"top_k": 1}):  # the likeliest alone
+            assert responded(temperature=2, **alone) == likeliest
+        drawn = [responded(temperature=2, seed=seed) for seed in (1, 1, 2)]
+        assert drawn[0] == drawn[1] != drawn[2]
 
 
 def test_log_probabilities_show_half_characters_as_bytes(server: Server) -> None:

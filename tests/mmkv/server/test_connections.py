@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import uvicorn
 from starlette.types import Receive, Scope, Send
 
 from mmkv.server import connections
@@ -297,6 +298,14 @@ def test_a_slow_reader_stays() -> None:
                 assert made.recv(2**13)
                 time.sleep(0.03)
             assert server.app.left == 0
+
+
+def test_no_connection_becomes_a_websocket(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a package for these, such a connection would leave its guard, and its count for ever."""
+    monkeypatch.setitem(uvicorn.config.WS_PROTOCOLS, "auto", "builtins:object")
+    upgrade = b"Upgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Version: 13\r\n\r\n"
+    with running() as made, made.connect((GET % b"")[:-2] + upgrade) as asking:
+        assert answer(asking).startswith(b"HTTP/1.1 200")
 
 
 def test_descriptors_bound_connections(monkeypatch: pytest.MonkeyPatch) -> None:

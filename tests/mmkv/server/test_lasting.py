@@ -383,3 +383,27 @@ def test_a_session_outlives_a_time_without_descriptors(
     assert found["entries"] == there["entries"] > 0
     for server in (one, two):
         server.client.delete(path)
+
+
+def test_a_session_comes_back_from_its_file_when_its_idle_memory_is_removed(
+    servers: tuple[Server, Server],
+) -> None:
+    """A cleaner of hidden or temporary files takes where it hibernates, not where it lasts."""
+    one, _ = servers
+    name = created(one)
+    said(one, name, FIRST)
+    other = one.client.post(f"/v1/sessions/{name}/fork").json()["id"]
+    wanted = said(one, other, "and what is left of it?")
+
+    def hibernate(machine: Machine) -> None:
+        for kept in list(machine.scheduler.sessions):
+            machine.scheduler.hibernate(kept)
+        for file in machine.folder.path.glob("*.mmkv"):
+            file.unlink()
+
+    one.inside(hibernate)
+    assert said(one, name, "and what is left of it?") == wanted
+    messages = one.client.get(f"/v1/sessions/{other}/messages").json()["data"]
+    assert len(messages) == 4
+    for each in (name, other):
+        assert one.client.delete(f"/v1/sessions/{each}").status_code == 200

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -276,7 +277,8 @@ def test_errors_name_the_fields_of_this_api(server: Server) -> None:
         ({"input": "long " * 2000}, "input"),
     ):
         error = post(server, "hello", **fields).json()["error"]
-        assert (error["param"], "messages" in error["message"]) == (param, False), error
+        assert error["param"] == param, error
+        assert not re.search(r"\b(messages|max_tokens)\b", error["message"]), error
 
 
 def test_another_model(server: Server) -> None:

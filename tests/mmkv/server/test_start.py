@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from mmkv.server.machine import Machine
 from mmkv.server.run import opened
 from mmkv.server.settings import Settings
 from tests.support.chat_models import save_qwen3_vl
-from tests.support.servers import MODEL, serving
+from tests.support.servers import MODEL, asked, serving
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +57,14 @@ def test_what_is_no_origin_is_refused(
     assert "--cors-origin" in capsys.readouterr().err
 
 
+def test_connections_of_replicas_are_rays(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["--replicas", "2", "--session-folder", str(tmp_path), "--max-connections", "9"]
+    assert run(["serve", str(folder), "--quiet", *given]) == 2
+    assert "--max-connections does nothing" in capsys.readouterr().err
+
+
 def test_idle_memories_lie_where_no_cleaner_looks(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -67,6 +76,42 @@ def test_idle_memories_lie_where_no_cleaner_looks(
     assert run(["serve", str(folder), "--quiet", *options]) == 0
     assert given[0].idle_folder == tmp_path / "mmkv" / "hibernated"
     assert given[0].cors == ("https://chat.example:8443",) and given[0].connections == 9
+
+
+def test_a_home_that_cannot_be_written_keeps_no_server_from_starting(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Containers often have none; a folder that was named has to be there (test_hibernation)."""
+    (tmp_path / "home").write_text("no folder")
+
+    def load() -> Engine:
+        return Engine.from_pretrained(folder, policy="streamingllm", budget=24, dtype="float32")
+
+    with serving(load, idle_folder=tmp_path / "home" / "hibernated") as server:
+        assert server.chat("hello").status_code == 200
+        lies = server.inside(lambda machine: machine.folder.path)
+        assert lies.is_dir() and lies.is_relative_to(tempfile.gettempdir())
+        assert server.client.get("/health").json() == {"status": "ok"}
+    assert "among the temporary files" in caplog.text and not lies.exists()
+
+
+def test_a_budget_that_would_bind_nothing_is_refused(folder: Path) -> None:
+    """The policy of the server evicts nothing, so that a request's budget would be dropped."""
+
+    def load() -> Engine:
+        return Engine.from_pretrained(folder, policy="full", dtype="float32")
+
+    with serving(load) as server:
+        for given in (8, "64MiB"):
+            told = server.chat("hello", mmkv={"budget": given})
+            assert told.status_code == 400 and told.json()["error"]["param"] == "mmkv.budget"
+            assert "policy 'full' evicts nothing" in told.json()["error"]["message"]
+            opened = server.client.post("/v1/sessions", json={"budget": given})
+            assert opened.status_code == 400 and opened.json()["error"]["param"] == "budget"
+        session = server.client.post("/v1/sessions", json={}).json()["id"]
+        turn = server.client.post(f"/v1/sessions/{session}/chat/completions", json=asked("hello"))
+        assert turn.status_code == 200 and server.chat("hello").status_code == 200
+        assert server.client.get(f"/v1/models/{MODEL}").json()["mmkv"]["budget"] == "none"
 
 
 @pytest.mark.parametrize("keys", [[""], [" "], ["one", "\t"]])
