@@ -10,8 +10,10 @@ would lose infinities.
 
 import platform
 import sys
+from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
 
 FLAGS = ["-std=gnu11", "-O3", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden"]
 # Apple's clang has no OpenMP runtime; the step then uses one thread.
@@ -52,8 +54,22 @@ def levels() -> dict[str, list[str]]:
     return found
 
 
+class BuildLevels(build_ext):
+    """Compiles what it can, and says when that is nothing."""
+
+    def run(self) -> None:
+        super().run()
+        if not any(Path(self.get_ext_fullpath(one.name)).is_file() for one in self.extensions):
+            print(
+                "mmkv: nothing was compiled, so replies on the CPU run in torch, several times "
+                "slower; install a C compiler and then mmkv again (`mmkv env` says what runs)",
+                file=sys.stderr,
+            )
+
+
 # Levels share the names of their object files, so they are compiled one after the other.
 setup(
+    cmdclass={"build_ext": BuildLevels},
     ext_modules=[
         Extension(
             f"engine.backends.cpu._step_{level}",
@@ -68,5 +84,5 @@ setup(
             optional=True,
         )
         for level, flags in levels().items()
-    ]
+    ],
 )

@@ -359,11 +359,6 @@ class Policy:
         return self.allocation is not None
 
     @property
-    def keeps_all(self) -> bool:
-        """Whether no entry ever goes: no budget, write gate or pruner takes one."""
-        return not self.evicts and self.admission is None and self.pruner is None
-
-    @property
     def gates(self) -> Literal["", "retention", "write"]:
         """Which gates it has to be loaded with.
 

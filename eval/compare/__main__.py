@@ -96,7 +96,7 @@ def chosen(policies: str, gates: Mapping[str, tuple[str, ...]]) -> Iterator[Meth
     texts = names() if everything else re.split(r",(?![^\[]*\])", policies)
     for text in texts:
         policy = make_policy(text)
-        if policy.keeps_all:
+        if not policy.evicts and policy.pruner is None and policy.admission is None:
             continue  # the full cache is always read
         folders: tuple[str, ...] = ()
         if policy.gates:

@@ -28,6 +28,7 @@ from engine.runtime import Runtime
 from mmkv.hf.cache import RetainedCache
 from mmkv.hf.generate import Call
 from mmkv.hf.hosted import Host, HostedFamily, HostedRuntime
+from mmkv.shipped import with_shipped_gates
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _SAMPLED = 67  # numbers of each parameter
@@ -63,7 +64,8 @@ def retain(
         model: a transformers model of a family that mmkv runs, on one device, with its
             language-model head. Nothing else in the process changes.
         gates: a gate folder, file, hub id, ``"random"`` or gates in memory; None: those in the
-            checkpoint's own ``gates/`` folder, if it has one.
+            checkpoint's own ``gates/`` folder, or else those that ship for it, as
+            :meth:`mmkv.Engine.from_pretrained` takes them (``handle.note`` says which).
         policy: its name with parameters, or a Policy. None: ``dbtrimkv`` with gates; without,
             ``rkv`` for a model that reads pictures and ``streamingllm`` for one that reads text.
         budget: M, the mean entries kept per (layer, KV head) of each row of a batch; a Budget; or
@@ -109,8 +111,11 @@ class Retained:
         require_options(options, "retain")
         loaded = gates if isinstance(gates, Gates | WriteGates) else None
         name = getattr(model, "name_or_path", "") or type(model).__name__
-        self._config = EngineConfig(
+        config = EngineConfig(
             model=name, gates=gates if isinstance(gates, str | Path) else None, **options
+        )
+        self._config, self._shipped = (
+            with_shipped_gates(config) if loaded is None else (config, None)
         )
         self.model, self._gates, self._lock = model, loaded, threading.Lock()
         self._memory: tuple[Memory, ...] = ()
@@ -131,6 +136,7 @@ class Retained:
         """Make the engine of the model as it is now."""
         engine = self._engine = self._build()
         engine.never_chosen = engine.never_chosen[:0]  # transformers chooses from all tokens
+        engine.policy_note = engine.policy_note or self._shipped
         self.note = "; ".join(filter(None, (engine.policy_note, engine.form_note))) or None
         self._seen = _Seen(self.model)
 

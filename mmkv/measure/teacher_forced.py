@@ -236,7 +236,7 @@ def _walk(
             logits = (yield [whole], turn.part(0, done)).expand(len(reading.budgets), -1)
             for budget in reading.budgets:
                 sessions.append(stack.enter_context(whole.fork()))
-                if not engine.policy.keeps_all:
+                if engine.policy.evicts:
                     sessions[-1].set_budget(budget)
         for start, stop in where:
             for part in [part for part in parts if done < part <= start]:

@@ -191,7 +191,7 @@ def test_a_package_offers_a_policy(
     install(tmp_path, "scratch-oldest", entry_points, scratch_oldest=SOURCE)
     monkeypatch.syspath_prepend(tmp_path)
     assert "old-ones" in names()
-    assert registry.describe_added() == ["policy old-ones: of the package scratch-oldest"]
+    assert "policy old-ones: of the package scratch-oldest" in registry.describe_added()
     assert "scratch_oldest" not in sys.modules  # loaded when it is asked for
     made = make_policy("old-ones")
     assert made.name == "old-ones" and type(made.scoring).__name__ == "Oldest"
@@ -221,7 +221,7 @@ def test_a_package_cannot_take_a_presets_name(
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(PolicyError, match="scratch-oldest offers a policy 'snapkv'"):
         make_policy("snapkv")
-    assert "refused" in registry.describe_added()[0]
+    assert any("snapkv: refused" in line for line in registry.describe_added())
     assert names().count("snapkv") == 1 and make_policy("trimkv").name == "trimkv"
 
 

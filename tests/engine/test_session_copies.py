@@ -27,7 +27,7 @@ from tests.support.tiers import slow_but
 def later_life(session: CachedSequence) -> list[Tensor]:
     """What a session does next, turns and budgets included."""
     out = [run(session, text_ids(4, 11)), session.prefill(LATER)]
-    if not session.engine.policy.keeps_all:
+    if session.engine.policy.evicts:  # else there is none
         session.set_budget(17)
     return [*out, run(session, text_ids(6, 12)), session.prefill(turn(5, seed=4))]
 

@@ -33,7 +33,8 @@ def test_all_policies_but_those_without_gates(capsys: Any) -> None:
     methods = {method.name: method for method in chosen("all", gates_of([], MODEL))}
     gated = {name for name in PRESETS if make_policy(name).gates}
     assert "wgkv+dbtrimkv" in gated
-    assert set(methods) == set(PRESETS) - {"full"} - (gated - {"dbtrimkv"})
+    # Those of packages that are installed here come with them.
+    assert set(methods) & set(PRESETS) == set(PRESETS) - {"full"} - (gated - {"dbtrimkv"})
     assert next(iter(methods)) == "dbtrimkv" and methods["dbtrimkv"].gates
     assert not methods["snapkv"].gates
     err = capsys.readouterr().err

@@ -63,7 +63,7 @@ def nothing_left() -> Iterator[None]:
 @pytest.mark.parametrize("guide", ["add-a-policy.md"], indirect=True)
 def test_the_policy_of_the_guide_runs(guide: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "keynorm" in names()
-    assert registry.describe_added() == ["policy keynorm: of the package mmkv-keynorm"]
+    assert "policy keynorm: of the package mmkv-keynorm" in registry.describe_added()
     (guide / "try.py").write_text(blocks("add-a-policy.md")["python"])
     made = runpy.run_path(str(guide / "try.py"))
     printed = capsys.readouterr().out
@@ -104,7 +104,7 @@ def test_the_family_of_the_guide_chats(guide: Path) -> None:
         [*command, "--max-new-tokens", "4"], capture_output=True, text=True, cwd=guide
     )
     assert ran.returncode == 0 and ran.stdout.strip(), ran.stderr
-    assert families.describe_added() == ["model family nano: of the package mmkv-nano"]
+    assert "model family nano: of the package mmkv-nano" in families.describe_added()
 
 
 SEES = """

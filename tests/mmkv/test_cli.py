@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -16,6 +17,7 @@ import pytest
 from PIL import Image
 
 import mmkv as mmkv_package
+from engine.backends.cpu import binding
 from engine.budget import Budget, parse_bytes
 from engine.errors import BudgetError
 from mmkv.resources import asset
@@ -246,6 +248,32 @@ def test_version_and_environment(mmkv: Callable[..., Ran]) -> None:
     assert report.code == 0 and "video reader decord: " in report.out and "torch: " in report.out
     picture = re.search(r"^picture for it: (.*)$", report.out, re.M)
     assert picture is not None and Path(picture[1]).is_file()
+
+
+@pytest.fixture
+def nothing_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if mmkv had been installed without a C compiler."""
+    for name in ("_best", "_load"):  # without what they found before
+        monkeypatch.setattr(binding, name, functools.cache(getattr(binding, name).__wrapped__))
+    monkeypatch.setattr(binding, "find_spec", lambda name: None)
+    monkeypatch.delenv("MMKV_NATIVE", raising=False)
+
+
+def test_what_runs_without_c_says_so_once(
+    mmkv: Callable[..., Ran],
+    model: str,
+    nothing_compiled: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ran = mmkv("chat", model, "-q", *FEW, stdin="hello\nand?\n")
+    assert ran.code == 0 and ran.out.strip() and ran.err == ""
+    ran = mmkv("chat", model, *FEW, stdin="hello\nand?\n")
+    assert ran.code == 0 and ran.out.strip()
+    assert ran.err.count("replies run in torch, several times slower than in C") == 1
+    assert "which is not compiled; install a C compiler and then mmkv again" in ran.err
+    assert "\ndecode step on the CPU: torch (not compiled; install a C" in mmkv("env").out
+    monkeypatch.setenv("MMKV_NATIVE", "0")  # somebody who asked for it knows
+    assert "in torch" not in mmkv("chat", model, "-p", "hello", *FEW).err
 
 
 def test_bare_mmkv_shows_help(mmkv: Callable[..., Ran]) -> None:

@@ -67,7 +67,8 @@ def files_of(folder: str) -> dict[str, bytes]:
 def test_the_families_are_those_of_the_engine(mmkv: Callable[..., Ran]) -> None:
     own = [name for family in families.FAMILIES for name in family.model_types]
     assert sorted(FAMILIES) == sorted(own)
-    assert [row["model_type"] for row in listed(mmkv)["families"]] == list(FAMILIES)
+    rows = [row["model_type"] for row in listed(mmkv)["families"]]
+    assert [name for name in rows if name in FAMILIES] == list(FAMILIES)
 
 
 def test_published_gates_are_named_for_their_models(

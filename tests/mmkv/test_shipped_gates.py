@@ -97,6 +97,26 @@ def test_a_policy_of_both_kinds_gets_both(model: str, shipped: Path) -> None:
         assert engine.policy_note == note(both) and engine.identity() == wanted.identity()
 
 
+def test_retain_takes_the_gates_that_the_engine_takes(
+    model: str, shipped: Path, tmp_path: Path
+) -> None:
+    hosted = AutoModelForImageTextToText.from_pretrained(model)
+    for policy in (None, "trimkv", "wgkv", "wgkv+dbtrimkv", "snapkv"):
+        engine = Engine.from_pretrained(model, policy=policy, budget=8)
+        with retain(hosted, policy=policy, budget=8) as handle:
+            assert handle.engine.identity() == engine.identity()
+            assert handle.note == engine.policy_note
+    with retain(hosted, gates="random") as handle:
+        assert handle.note is None
+    with retain(hosted, gates=make_random_gates(Runtime.from_pretrained(model).spec)) as handle:
+        assert handle.note is None
+    copied = shutil.copytree(model, tmp_path / "copy")
+    shutil.copytree(shipped / "c-head", copied / "gates")
+    with retain(AutoModelForImageTextToText.from_pretrained(copied)) as handle:
+        own = Engine.from_pretrained(copied)
+        assert handle.note is None and handle.engine.identity() == own.identity()
+
+
 def test_names_that_are_listed_are_names_everywhere(
     mmkv: Callable[..., Ran], model: str, shipped: Path
 ) -> None:

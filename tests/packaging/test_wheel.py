@@ -117,6 +117,22 @@ def test_the_wheel_holds_what_commands_need_and_no_more(wheel: Path) -> None:
     assert [name for name in names if name.endswith((".c", ".h"))] == []
 
 
+def test_a_build_without_a_compiler_says_so(
+    archive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CC", "/no/compiler")
+    build = [sys.executable, "setup.py", "build_ext", "--build-lib", tmp_path / "lib"]
+    ran = subprocess.run(
+        [*build, "--build-temp", tmp_path / "temp"],
+        cwd=archive.parent,
+        capture_output=True,
+        text=True,
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stderr.count("mmkv: nothing was compiled") == 1, ran.stderr
+    assert not list(tmp_path.rglob("*.so"))
+
+
 def test_the_version_model_and_compiled_step_are_the_wheels(
     wheel: Path, installed: Path, mmkv: Callable[..., str]
 ) -> None:
