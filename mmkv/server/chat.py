@@ -185,24 +185,29 @@ class ChatCall:
             texts = [text for one in self.work.messages for text in one.texts]
             await self.room.facts.lengths.count(texts)
             request = await self.room.worker.submit(self.work, user)
+            media: RequestMedia | None = None
             try:
                 while True:
                     event = await request.events.get()
                     if isinstance(event, Failed):
                         raise event.error
                     if isinstance(event, Admitted):
-                        await self._supply(request)
+                        media = RequestMedia(self.room.media)
+                        await self._supply(request, media)
                         continue
+                    if media is not None:  # they were read before the first token
+                        media.let_go()
                     self.done = isinstance(event, Done)
                     yield event
                     if self.done:
                         return
             finally:
                 request.cancel()
+                if media is not None:
+                    media.let_go()
 
-    async def _supply(self, request: Request) -> None:
+    async def _supply(self, request: Request, media: RequestMedia) -> None:
         """Fetch and decode the media that the engine wants, now that their pages are committed."""
-        media = RequestMedia(self.room.media)
         named = await media.named(self.work.messages)
         held = await request.on_engine(lambda job: job.resume_from(named))
         contents = await media.contents(named[held:])
