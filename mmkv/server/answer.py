@@ -148,8 +148,13 @@ def error_response(error: BaseException) -> JSONResponse:
     return JSONResponse(shown.body(), shown.status, shown.headers)
 
 
-def event_line(data: dict[str, Any] | str) -> bytes:
-    """Return a server-sent event; one that has a type names it before the data, too."""
+def event_line(data: dict[str, Any] | str | bytes) -> bytes:
+    """Return a server-sent event; one that has a type names it before the data, too.
+
+    Bytes are one already.
+    """
+    if isinstance(data, bytes):
+        return data
     if isinstance(data, str):
         return f"data: {data}\n\n".encode()
     kind = f"event: {data['type']}\n" if "type" in data else ""

@@ -15,7 +15,7 @@ from mmkv.server.body import release_body
 from mmkv.server.conversation import digest_of
 from mmkv.server.errors import ApiError
 from mmkv.server.grammar import grammar_of
-from mmkv.server.reply_json import Head
+from mmkv.server.reply_json import Head, Rows
 from mmkv.server.request_media import RequestMedia, source
 from mmkv.server.schema import (
     ChatRequest,
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from mmkv.server.kept import Kept
     from mmkv.server.room import Caller, Room
     from mmkv.server.settings import Facts, Settings
-    from mmkv.server.spelling import Spelled
 
 MOST_STOPS = 16
 # Log probabilities of an answer that is put together before it is sent; each takes a kilobyte.
@@ -144,13 +143,13 @@ class ChatCall:
         """Return the answer."""
         texts = [""] * self.choices
         reasons = [""] * self.choices
-        spelled: list[list[Spelled]] = [[] for _ in texts]
+        rows = [Rows() for _ in texts] if self.request.logprobs else None
         async for event in self.events():
             if isinstance(event, Done):
-                scored = spelled if self.request.logprobs else None
-                return reply_json.completion(self.head, texts, reasons, scored, event.usage)
+                return reply_json.completion(self.head, texts, reasons, rows, event.usage)
             texts[event.index] += event.text
-            spelled[event.index] += event.spelled
+            if rows is not None:
+                rows[event.index].add(event.spelled)
             reasons[event.index] = event.finish_reason or ""
         raise AssertionError("a request ends with Done or an error")
 

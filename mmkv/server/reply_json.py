@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -32,11 +33,27 @@ class Head:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
 
+class Rows:
+    """The log probabilities of a reply as it grows, as JSON text: objects take ten times that."""
+
+    def __init__(self) -> None:
+        self._texts: list[bytes] = []
+
+    def add(self, spelled: list[Spelled]) -> None:
+        """Take those of more tokens."""
+        for row in logprobs(spelled)["content"]:
+            self._texts.append(json.dumps(row, separators=(",", ":")).encode())
+
+    def content(self) -> list[dict[str, Any]]:
+        """Return a row for each token."""
+        return [json.loads(text) for text in self._texts]
+
+
 def completion(
     head: Head,
     texts: Sequence[str],
     reasons: Sequence[str],
-    spelled: Sequence[list[Spelled]] | None,
+    rows: Sequence[Rows] | None,
     usage: Usage,
 ) -> dict[str, Any]:
     """Return a whole answer."""
@@ -49,7 +66,9 @@ def completion(
                 "refusal": None,
                 "annotations": [],
             },
-            "logprobs": None if spelled is None else logprobs(spelled[index]),
+            "logprobs": None
+            if rows is None
+            else {"content": rows[index].content(), "refusal": None},
             "finish_reason": FINISH[reason],
         }
         for index, (text, reason) in enumerate(zip(texts, reasons, strict=True))

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from fastapi import APIRouter, Query, Request, Response
 
 from engine.errors import STOPS, MmkvError
-from mmkv.server.answer import Answer
+from mmkv.server.answer import Answer, event_line
 from mmkv.server.body import BodyRoute
 from mmkv.server.chat import ChatCall
 from mmkv.server.errors import ApiError, api_error
@@ -159,7 +159,7 @@ class ResponseCall:
                 return made
         raise AssertionError("a request ends with Done or an error")
 
-    async def stream(self) -> AsyncGenerator[dict[str, Any] | str]:
+    async def stream(self) -> AsyncGenerator[dict[str, Any] | str | bytes]:
         """Yield the events of a stream."""
         shape, reason, begun = self._shape, "", False
         async with (
@@ -178,10 +178,10 @@ class ResponseCall:
                         if event.text or event.spelled:
                             yield shape.piece(event.text, event.spelled)
                         continue
-                    closing = list(shape.closing(reason, event.usage))
-                    self._keep(turn, closing[-1]["response"])
-                    for one in closing:
-                        yield one
+                    if self._store:
+                        self._keep(turn, shape.whole(reason, event.usage))
+                    for line in map(event_line, shape.closing(reason, event.usage)):
+                        yield line
             except (asyncio.CancelledError, *STOPS):
                 raise
             except BaseException as error:

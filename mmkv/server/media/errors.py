@@ -16,9 +16,10 @@ class MediaError(InputError):
     """A picture or video that cannot be had.
 
     Attributes:
-        status: the HTTP status to answer with: 503 where those of other requests leave no room; 400 for a URL that cannot be followed, 403 for an
+        status: the HTTP status to answer with: 400 for a URL that cannot be followed, 403 for an
             address that is refused, 408 after a deadline, 413 for too many bytes, pixels or
-            frames, 422 for content that cannot be decoded.
+            frames, 422 for content that cannot be decoded, 503 where those of other requests leave
+            no room.
         code: the kind in one word, for an error's ``code`` field.
     """
 
