@@ -179,6 +179,8 @@ class ChatCall:
     async def events(self) -> AsyncGenerator[Delta | Done]:
         """Run the request; whoever stops listening cancels it."""
         asked = self.request
+        if not self.keeps_body:  # the work has what it named; its objects may be very many
+            asked.messages = []
         user = f"{self.caller.name} {asked.user or asked.safety_identifier or ''}"
         with self.room.entered(self.caller):
             texts = [text for one in self.work.messages for text in one.texts]
@@ -217,7 +219,6 @@ class ChatCall:
 
         await request.on_engine(supply)
         if not self.keeps_body:  # a reply may take long, and pictures are most of a body
-            self.request.messages = []
             release_body()
 
 

@@ -264,6 +264,11 @@ class Worker(threading.Thread):
         """Have the thread look whether there is something to do."""
         self._commands.put(None)
 
+    @property
+    def busy(self) -> bool:
+        """Whether a request is under way."""
+        return bool(self._requests)
+
     def has_place(self) -> bool:
         """Whether one more request may be taken on, as far as is known; in the event loop."""
         return self.failed or self._sent - self._taken < self._places
