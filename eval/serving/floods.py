@@ -37,6 +37,7 @@ from eval.serving.client import question
 from eval.serving.servers import ServerProcess, mmkv_serve, run_in_folder
 
 MODEL = "tiny-vlm"
+_RETURN_S = 15  # in which memory goes back
 Start = Callable[..., AbstractContextManager[ServerProcess]]
 _MIB = 2**20
 
@@ -276,7 +277,7 @@ def pictures(start: Start, args: argparse.Namespace) -> dict[str, Any]:
         for one in asking:
             one.join()
         grown = watched.grown()
-        time.sleep(12)
+        time.sleep(_RETURN_S)
         found = {"chats": args.viewers, "pictures": args.shown, "rss": grown}
         return found | {"rss_after": watched.kept(), "said": _named(said)}
 
@@ -344,7 +345,7 @@ def unread(start: Start, args: argparse.Namespace) -> dict[str, Any]:
             while time.monotonic() < until:
                 time.sleep(1)
             grown = watched.grown()
-        time.sleep(3)
+        time.sleep(_RETURN_S)
         return {"streams": args.unread, "rss": grown, "rss_after": watched.kept()}
 
 

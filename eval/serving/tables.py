@@ -130,6 +130,25 @@ def floods(results: Path) -> Iterator[Sequence[str]]:
     ]
 
 
+def process(results: Path) -> Iterator[Sequence[str]]:
+    """Yield what the server's process took in each phase, and what it had stated."""
+    found = _results(results, "serving-floods")
+    yield [
+        "phase",
+        "grew by, MiB",
+        "its parts may take",
+        "the process at most, MiB",
+        "stated",
+        "stays when clients have left, MiB",
+    ]
+    for name, page in found.items():
+        if not isinstance(page, Mapping):
+            continue
+        sizes = (page[key] / 2**20 for key in ("rss", "stated_parts", "most", "stated"))
+        after = f"{page['rss_after'] / 2**20:,.0f}" if "rss_after" in page else ""
+        yield [f"`{name}`", *(f"{size:,.0f}" for size in sizes), after]
+
+
 def long_dialogue(results: Path) -> Iterator[Sequence[str]]:
     """Yield what the turns of dialogues of 50 pictures read, and their times."""
     found = _results(results, "serving-long-dialogue")

@@ -149,7 +149,7 @@ class ChatCall:
                 return reply_json.completion(self.head, texts, reasons, rows, event.usage)
             texts[event.index] += event.text
             if rows is not None:
-                rows[event.index].add(event.spelled)
+                rows[event.index].add(reply_json.logprobs(event.spelled)["content"])
             reasons[event.index] = event.finish_reason or ""
         raise AssertionError("a request ends with Done or an error")
 

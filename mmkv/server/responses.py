@@ -19,6 +19,7 @@ from mmkv.server.body import BodyRoute
 from mmkv.server.chat import ChatCall
 from mmkv.server.errors import ApiError, api_error
 from mmkv.server.headers import take_resume
+from mmkv.server.reply_json import rendered
 from mmkv.server.responses_json import Shape, page_of
 from mmkv.server.responses_schema import (
     ResponseRequest,
@@ -193,13 +194,11 @@ class ResponseCall:
     def _keep(self, turn: Turn, made: dict[str, Any]) -> None:
         if not self._store:
             return
-        items = _json(input_items(self._asked, self._name))
-        stored = Stored(self._caller.tenant, turn.claim(), _json(made), items, self._instructions)
+        items = rendered(input_items(self._asked, self._name))
+        stored = Stored(
+            self._caller.tenant, turn.claim(), rendered(made), items, self._instructions
+        )
         self._responses.keep(self._name, stored)
-
-
-def _json(value: Any) -> bytes:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
 
 
 def _instructions(asked: ResponseRequest, before: Stored | None) -> str | None:

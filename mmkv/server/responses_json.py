@@ -51,7 +51,7 @@ class Shape:
         """Take a piece of the reply."""
         self.text += text
         if self.rows is not None:
-            self.rows.add(spelled)
+            self.rows.add(_with_bytes(reply_json.logprobs(spelled)["content"]))
 
     def whole(self, reason: str, usage: Usage) -> dict[str, Any]:
         """Return the finished response; ``reason``: why the reply ended."""
@@ -80,7 +80,7 @@ class Shape:
 
         Each is made when it is wanted: log probabilities take much memory, and a client time.
         """
-        yield self._at("response.output_text.done", text=self.text, logprobs=self._logprobs())
+        yield self._at("response.output_text.done", text=self.text, logprobs=self.rows or [])
         yield self._at("response.content_part.done", part=self._part())
         yield self._event(
             "response.output_item.done",
@@ -114,16 +114,12 @@ class Shape:
         return head | {"content": [self._part()]}
 
     def _part(self) -> dict[str, Any]:
-        logprobs = self._logprobs()
         return {
             "type": "output_text",
             "text": self.text,
             "annotations": [],
-            "logprobs": logprobs,
+            "logprobs": self.rows or [],
         }
-
-    def _logprobs(self) -> list[dict[str, Any]]:
-        return [] if self.rows is None else _with_bytes(self.rows.content())
 
     def _response(
         self, status: str, output: list[dict[str, Any]], usage: Usage | None = None
