@@ -304,11 +304,10 @@ def scored(start: Start, args: argparse.Namespace) -> dict[str, Any]:
         found: dict[str, Any] = {}
         watched = Watched(server)
         answer = client.post("/v1/chat/completions", json=_asked(**whole, **_ENDLESS))
-        tokens = 0
+        tokens, grown = 0, watched.grown()
         if answer.status_code == 200:
             tokens = answer.json()["usage"]["completion_tokens"]
-        found |= {"status": answer.status_code, "rss": watched.grown(), "tokens": tokens}
-        found["rss_a_token"] = found["rss"] / tokens if tokens else 0
+        found |= {"status": answer.status_code, "rss": grown, "tokens": tokens}
         del answer
         # As many as are taken.
         watched.begin()
@@ -317,6 +316,8 @@ def scored(start: Start, args: argparse.Namespace) -> dict[str, Any]:
         if answer.status_code == 200:
             tokens = answer.json()["usage"]["completion_tokens"]
             found |= {"taken_tokens": tokens, "taken_rss": watched.grown()}
+            found["rss_a_token"] = found["taken_rss"] / tokens
+            found["rss"] = max(found["rss"], found["taken_rss"])
         client.close()
         return found
 

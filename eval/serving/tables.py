@@ -97,7 +97,8 @@ def floods(results: Path) -> Iterator[Sequence[str]]:
     now = pages[-1]
     heads, idle, body = (now[name] for name in ("heads", "idle", "values"))
     shared = f"{now['queued']['body'] / 2**20:.0f} MiB"
-    yield [f"{heads['heads']} heads of 1 MiB: memory, MiB", *mib("heads", "rss")]
+    many = f"{pages[0]['heads']['heads']} and {heads['heads']:,}"
+    yield [f"{many} heads of 1 MiB: memory, MiB", *mib("heads", "rss")]
     silent = f"{idle['connections']} silent connections, {idle['descriptors']} descriptors"
     yield [
         f"{silent}: longest time without an answer, s",

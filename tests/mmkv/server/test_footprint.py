@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ from engine.memory import resident_bytes
 from mmkv import Engine
 from mmkv.server import footprint
 from mmkv.server.footprint import Footprint
+from mmkv.server.reply_json import Rows, rendered
 from tests.support.chat_models import save_qwen3_vl
 from tests.support.servers import Server, serving
 
@@ -117,3 +119,25 @@ def test_memory_goes_back_when_nobody_asks(monkeypatch: pytest.MonkeyPatch) -> N
         task.cancel()
 
     asyncio.run(run())
+
+
+def test_log_probabilities_are_written_as_they_would_be_as_objects() -> None:
+    """In the middle of text that needs escapes, in UTF-8 and in ASCII."""
+    shown = [
+        [{"token": 'é"\\', "logprob": -0.25, "bytes": [195, 169], "top_logprobs": []}] * 2,
+        [{"token": "\ud800", "logprob": -1e-7, "bytes": None, "top_logprobs": [{"token": "b"}]}],
+    ]
+    held = [Rows() for _ in shown]
+    for rows, one in zip(held, shown, strict=True):
+        for row in one:
+            rows.add([row])
+
+    def answer(*rows: Any) -> dict[str, Any]:
+        return {"text": "ü\n", "choices": [{"logprobs": one} for one in rows]}
+
+    for ascii in (False, True):
+        made = rendered(answer(*held, Rows()), ascii)
+        assert json.loads(made) == answer(*shown, [])
+        assert made.isascii() == ascii
+    with pytest.raises(TypeError, match="set is no JSON"):
+        rendered({"a": set()})
