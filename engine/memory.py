@@ -51,6 +51,14 @@ def _trim() -> Callable[[int], int] | None:
     return found
 
 
+def resident_bytes() -> int | None:
+    """Return the bytes of this process that are in memory, None where nothing tells."""
+    try:
+        return int(_STATM.read_text().split()[1]) * resource.getpagesize()
+    except (OSError, ValueError):
+        return None
+
+
 def free_bytes(device: torch.device) -> int | None:
     """Return the bytes that can still be allocated on ``device``, None where nothing tells.
 

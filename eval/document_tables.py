@@ -311,6 +311,7 @@ TABLES: dict[str, Callable[[Path], Rows]] = {
     "serving-overload": serving.overload,
     "serving-soak": serving.soak,
     "serving-floods": serving.floods,
+    "serving-process": serving.process,
     "serving-long-dialogue": serving.long_dialogue,
     "compare-dense": _leaderboard("compare-tiny-vlm-dense"),
     "compare-sparse": _leaderboard("compare-tiny-vlm-sparse"),

@@ -2,16 +2,22 @@
 
 ``python -m eval.serving.floods`` starts a server for each phase on the loopback and sends bounded
 traffic: heads that never end, connections that say nothing while there are few file descriptors,
-bodies of very many JSON values, pictures that wait in the queue, log probabilities, clients that
-never read, and a folder for idle memories that vanishes. Measured are the peak of the server's
-resident memory, for how long a healthy client was not answered, and how much the log grew.
+bodies of very many JSON values, pictures that wait in the queue, pictures that fill the context,
+log probabilities, clients that never read, a folder for idle memories that vanishes, and a disk
+that takes no session. Measured are the peak of the server's resident memory, for how long a healthy
+client was not answered, and how much the log grew. The program fails where the server's process
+takes more than it said at its start, or a phase more than the parts of that which it is about.
 """
 
 from __future__ import annotations
 
 import argparse
+import base64
 import contextlib
+import io
 import json
+import random
+import re
 import shutil
 import socket
 import sys
@@ -19,6 +25,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -30,6 +37,8 @@ from eval.serving.client import question
 from eval.serving.servers import ServerProcess, mmkv_serve, run_in_folder
 
 MODEL = "tiny-vlm"
+_RETURN_S = 15  # in which memory goes back
+Start = Callable[..., AbstractContextManager[ServerProcess]]
 _MIB = 2**20
 
 
@@ -49,9 +58,7 @@ class Watched:
 
     def grown(self) -> int:
         """Return the most bytes that were resident, less what was in the beginning."""
-        lines = (self._about / "status").read_text().splitlines()
-        peak = next(int(one.split()[1]) for one in lines if one.startswith("VmHWM:"))
-        return max(peak * 1024 - self._rss, 0)
+        return max(peak(self.server) - self._rss, 0)
 
     def kept(self) -> int:
         """Return the bytes that are resident now, less what was in the beginning."""
@@ -60,6 +67,19 @@ class Watched:
     def logged(self) -> int:
         """Return the bytes that the log has grown by."""
         return self.server.log.stat().st_size - self._log
+
+
+def peak(server: ServerProcess) -> int:
+    """Return the most bytes that were resident since the peak was last taken back."""
+    lines = Path(f"/proc/{server.process.pid}/status").read_text().splitlines()
+    return next(int(one.split()[1]) for one in lines if one.startswith("VmHWM:")) * 1024
+
+
+def stated(server: ServerProcess) -> dict[str, int]:
+    """Return the most bytes that the server's process takes, by part, as it says itself."""
+    text = httpx.get(f"{server.url}/metrics", timeout=30, trust_env=False).text
+    found = re.findall(r'^mmkv_process_memory_limit_bytes{part="(\w+)"} (\S+)$', text, re.M)
+    return {name: int(float(value)) for name, value in found}
 
 
 class Healthy:
@@ -130,7 +150,7 @@ def _open_all(count: int, make: Callable[[], socket.socket]) -> Iterator[list[so
             one.close()
 
 
-def heads(start: Callable[..., ServerProcess], args: argparse.Namespace) -> dict[str, Any]:
+def heads(start: Start, args: argparse.Namespace) -> dict[str, Any]:
     """Heads of a MiB that never end."""
 
     def begun() -> socket.socket:
@@ -148,7 +168,7 @@ def heads(start: Callable[..., ServerProcess], args: argparse.Namespace) -> dict
         return {"heads": args.heads, "rss": grown, "locked_out_s": healthy.longest}
 
 
-def idle(start: Callable[..., ServerProcess], args: argparse.Namespace) -> dict[str, Any]:
+def idle(start: Start, args: argparse.Namespace) -> dict[str, Any]:
     """Connections that say nothing, to a server of few descriptors with sessions in files."""
     with start("--keep-sessions", descriptors=args.descriptors) as server:
         client = httpx.Client(base_url=server.url, timeout=5, trust_env=False)
@@ -180,7 +200,7 @@ def idle(start: Callable[..., ServerProcess], args: argparse.Namespace) -> dict[
         }
 
 
-def values(start: Callable[..., ServerProcess], args: argparse.Namespace) -> dict[str, Any]:
+def values(start: Start, args: argparse.Namespace) -> dict[str, Any]:
     """A body of very many JSON values, beside the stream of another client."""
     with start() as server:
         watched, gaps, over = Watched(server), [0.0], threading.Event()
@@ -212,7 +232,7 @@ def values(start: Callable[..., ServerProcess], args: argparse.Namespace) -> dic
         return {"body": len(body), "status": status, "rss": watched.grown(), "stall_s": max(gaps)}
 
 
-def queued(start: Callable[..., ServerProcess], args: argparse.Namespace) -> dict[str, Any]:
+def queued(start: Start, args: argparse.Namespace) -> dict[str, Any]:
     """Chats with large pictures that wait for one long reply."""
     with start("--max-running", "1") as server:
         shown = f"data:image/png;base64,{'A' * (args.body * _MIB)}"
@@ -238,7 +258,45 @@ def queued(start: Callable[..., ServerProcess], args: argparse.Namespace) -> dic
         return {"pictures": args.pictures, "body": len(body), "rss": grown, "refused": dict(said)}
 
 
-def scored(start: Callable[..., ServerProcess], args: argparse.Namespace) -> dict[str, Any]:
+def pictures(start: Start, args: argparse.Namespace) -> dict[str, Any]:
+    """Chats at once whose pictures, of 64 tokens each, fill the context."""
+    with start("--memory", "256MiB") as server:
+        noise, said = random.Random(907), Counter[int]()
+        shown = [_noise(noise) for _ in range(args.shown)]
+        watched = Watched(server)
+
+        def ask(at: int) -> None:
+            parts = [*shown[at:], *shown[:at], {"type": "text", "text": "what?"}]
+            asked = _asked(max_tokens=2) | {"messages": [{"role": "user", "content": parts}]}
+            with httpx.Client(base_url=server.url, timeout=400, trust_env=False) as client:
+                said[client.post("/v1/chat/completions", json=asked).status_code] += 1
+
+        asking = [threading.Thread(target=ask, args=[at]) for at in range(args.viewers)]
+        for one in asking:
+            one.start()
+        for one in asking:
+            one.join()
+        grown = watched.grown()
+        time.sleep(_RETURN_S)
+        found = {"chats": args.viewers, "pictures": args.shown, "rss": grown}
+        return found | {"rss_after": watched.kept(), "said": _named(said)}
+
+
+def _noise(rng: random.Random) -> dict[str, Any]:
+    """Return the part of a picture that hardly shrinks."""
+    from PIL import Image
+
+    picture, file = Image.frombytes("RGB", (256, 256), rng.randbytes(3 * 256**2)), io.BytesIO()
+    picture.save(file, "PNG", compress_level=1)
+    url = f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def _named(said: Counter[int]) -> dict[str, int]:
+    return {str(key): count for key, count in said.items()}
+
+
+def scored(start: Start, args: argparse.Namespace) -> dict[str, Any]:
     """Log probabilities of as many tokens as a whole answer may have."""
     with start() as server:
         client = httpx.Client(base_url=server.url, timeout=300, trust_env=False)
@@ -246,11 +304,10 @@ def scored(start: Callable[..., ServerProcess], args: argparse.Namespace) -> dic
         found: dict[str, Any] = {}
         watched = Watched(server)
         answer = client.post("/v1/chat/completions", json=_asked(**whole, **_ENDLESS))
-        tokens = 0
+        tokens, grown = 0, watched.grown()
         if answer.status_code == 200:
             tokens = answer.json()["usage"]["completion_tokens"]
-        found |= {"status": answer.status_code, "rss": watched.grown(), "tokens": tokens}
-        found["rss_a_token"] = found["rss"] / tokens if tokens else 0
+        found |= {"status": answer.status_code, "rss": grown, "tokens": tokens}
         del answer
         # As many as are taken.
         watched.begin()
@@ -259,11 +316,13 @@ def scored(start: Callable[..., ServerProcess], args: argparse.Namespace) -> dic
         if answer.status_code == 200:
             tokens = answer.json()["usage"]["completion_tokens"]
             found |= {"taken_tokens": tokens, "taken_rss": watched.grown()}
+            found["rss_a_token"] = found["taken_rss"] / tokens
+            found["rss"] = max(found["rss"], found["taken_rss"])
         client.close()
         return found
 
 
-def unread(start: Callable[..., ServerProcess], args: argparse.Namespace) -> dict[str, Any]:
+def unread(start: Start, args: argparse.Namespace) -> dict[str, Any]:
     """Streams that nobody reads; then all of them leave."""
     with start() as server:
         whole = {"n": 8, "max_tokens": args.tokens, "logprobs": True, "top_logprobs": 20}
@@ -287,11 +346,11 @@ def unread(start: Callable[..., ServerProcess], args: argparse.Namespace) -> dic
             while time.monotonic() < until:
                 time.sleep(1)
             grown = watched.grown()
-        time.sleep(3)
+        time.sleep(_RETURN_S)
         return {"streams": args.unread, "rss": grown, "rss_after": watched.kept()}
 
 
-def vanished(start: Callable[..., ServerProcess], args: argparse.Namespace) -> dict[str, Any]:
+def vanished(start: Start, args: argparse.Namespace) -> dict[str, Any]:
     """A folder for idle memories that is gone and cannot be made again, under stored responses."""
     folder = args.folder / "state"
     folder.mkdir()
@@ -310,32 +369,69 @@ def vanished(start: Callable[..., ServerProcess], args: argparse.Namespace) -> d
         health = client.get("/health").json()
         client.close()
         return {
-            "responses": {str(key): count for key, count in said.items()},
-            "chats": {str(key): count for key, count in chats.items()},
+            "responses": _named(said),
+            "chats": _named(chats),
             "health": health,
             "log_bytes": watched.logged(),
+            "rss": watched.grown(),
         }
 
 
-PHASES = (heads, idle, values, queued, scored, unread, vanished)
+def full(start: Start, args: argparse.Namespace) -> dict[str, Any]:
+    """A disk that takes no file of a session's size, under sessions that are to be kept."""
+    with start("--keep-sessions", file_blocks=16) as server:
+        client = httpx.Client(base_url=server.url, timeout=60, trust_env=False)
+        made, turns, chats = Counter[int](), Counter[int](), Counter[int]()
+        watched = Watched(server)
+        for at in range(args.responses):
+            answer = client.post("/v1/sessions", json={})
+            made[answer.status_code] += 1
+            if answer.status_code >= 300:
+                continue
+            path = f"/v1/sessions/{answer.json()['id']}/chat/completions"
+            turns[client.post(path, json=_asked(max_tokens=2)).status_code] += 1
+            body = _asked(max_tokens=2, cache_salt=str(at))
+            chats[client.post("/v1/chat/completions", json=body).status_code] += 1
+        found = {"sessions": _named(made), "turns": _named(turns), "chats": _named(chats)}
+        client.close()
+        return found | {"log_bytes": watched.logged(), "rss": watched.grown()}
+
+
+# What the memory of a phase is about, of the parts that the server states.
+PHASES: dict[Callable[..., dict[str, Any]], tuple[str, ...]] = {
+    heads: ("connections",),
+    idle: ("connections", "texts"),
+    values: ("bodies", "values"),
+    queued: ("connections", "bodies"),
+    pictures: ("bodies", "media", "reading"),
+    scored: ("scored", "unsent"),
+    unread: ("scored", "unsent"),
+    vanished: ("stored", "texts"),
+    full: ("texts",),
+}
+_STILL = 2**26  # bytes that any phase may take beside: the heap, and what is imported late
 
 
 def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Run the phases."""
     args.folder = folder
     found: dict[str, Any] = {}
-    for phase in PHASES:
+    for phase, about in PHASES.items():
         if args.phases and phase.__name__ not in args.phases:
             continue
         log = folder / f"{phase.__name__}.log"
+        sizes: dict[str, int] = {}
 
+        @contextlib.contextmanager
         def start(
             *options: str,
-            descriptors: int | None = None,
             folder: Path = folder / phase.__name__,
             environment: Path | None = None,
             log: Path = log,
-        ) -> ServerProcess:
+            about: tuple[str, ...] = about,
+            sizes: dict[str, int] = sizes,
+            **limits: Any,
+        ) -> Iterator[ServerProcess]:
             own = ["--budget", "24", *options]
             if "--memory" not in options:
                 own += ["--memory", "24MiB"]
@@ -344,11 +440,18 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
                 own += ["--session-folder", str(folder)]
             else:  # where the server looks by itself
                 given = {"XDG_STATE_HOME": str(environment), "TMPDIR": str(environment)}
-            return mmkv_serve(None, log, *own, descriptors=descriptors, environment=given)
+            with mmkv_serve(None, log, *own, environment=given, **limits) as server:
+                parts = stated(server)
+                yield server
+                sizes["most"], sizes["stated"] = peak(server), sum(parts.values())
+                sizes["stated_parts"] = sum(parts[name] for name in (*about, "cache")) + _STILL
 
         print(f"{phase.__name__} ...", flush=True)
         found[phase.__name__] = phase(start, args)
-        found[phase.__name__]["tracebacks"] = log.read_text(errors="replace").count("Traceback")
+        page = found[phase.__name__]
+        page["tracebacks"] = log.read_text(errors="replace").count("Traceback")
+        page |= sizes
+        page["within"] = page["most"] <= page["stated"] and page["rss"] <= page["stated_parts"]
         print(json.dumps(found[phase.__name__]), flush=True)
     return found
 
@@ -357,12 +460,14 @@ def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
     """Return the options."""
     parser = plain_parser("serving.floods", __doc__)
     parser.add_argument("--phases", nargs="+", choices=[one.__name__ for one in PHASES])
-    parser.add_argument("--heads", type=int, default=200, help="heads of a MiB")
+    parser.add_argument("--heads", type=int, default=1200, help="heads of a MiB")
     parser.add_argument("--idle", type=int, default=300, help="connections that say nothing")
     parser.add_argument("--descriptors", type=int, default=128)
     parser.add_argument("--seconds", type=float, default=15, help="that they stay")
     parser.add_argument("--body", type=int, default=31, help="MiB of a large body")
     parser.add_argument("--pictures", type=int, default=22, help="that wait")
+    parser.add_argument("--viewers", type=int, default=6, help="chats of many pictures at once")
+    parser.add_argument("--shown", type=int, default=100, help="pictures of each")
     parser.add_argument("--tokens", type=int, default=1500, help="of a scored reply")
     parser.add_argument("--unread", type=int, default=4, help="streams that nobody reads")
     parser.add_argument("--patience", type=float, default=40, help="seconds with them")
@@ -381,7 +486,10 @@ def main(arguments: list[str] | None = None) -> int:
     table("Floods", ["phase", "", ""], rows)
     print(f"written to {save(args, 'serving-floods', found)}")
     shutil.rmtree(folder)
-    return 0
+    beyond = [name for name, page in found.items() if not page["within"]]
+    for name in beyond:
+        print(f"serving.floods: error: {name} took more memory than the server states")
+    return 1 if beyond else 0
 
 
 if __name__ == "__main__":

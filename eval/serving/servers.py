@@ -30,6 +30,7 @@ class ServerProcess:
         command: after the interpreter; ``{port}`` stands for the port.
         threads: of its tensors; log: a file for what it prints.
         descriptors: most files that it may open; None: as many as this process.
+        file_blocks: of 512 bytes, the longest file that it may write, as if the disk were full.
         environment: variables beside those of this process.
 
     Attributes:
@@ -46,14 +47,17 @@ class ServerProcess:
         threads: int = 1,
         descriptors: int | None = None,
         environment: Mapping[str, str] | None = None,
+        file_blocks: int | None = None,
     ) -> None:
         port = _free_port()
         self.url, self.log = f"http://127.0.0.1:{port}", log
         path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         given = {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(threads)}
         interpreter = [sys.executable]
-        if descriptors is not None:
-            limited = f'ulimit -n {descriptors}; exec "$@"'
+        limits = {"n": descriptors, "f": file_blocks}
+        wanted = [f"ulimit -{name} {most}" for name, most in limits.items() if most is not None]
+        if wanted:
+            limited = "; ".join([*wanted, 'exec "$@"'])
             interpreter = ["sh", "-c", limited, "sh", *interpreter]
         with log.open("ab") as said:
             self.process = subprocess.Popen(
@@ -125,11 +129,12 @@ def mmkv_serve(
     threads: int = 1,
     descriptors: int | None = None,
     environment: Mapping[str, str] | None = None,
+    file_blocks: int | None = None,
 ) -> ServerProcess:
     """Start ``mmkv serve``; None: the bundled model. For the rest see :class:`ServerProcess`."""
     named = [] if model is None else [model]
     command = ["-m", "mmkv", "serve", *named, "--port", "{port}", "--quiet", *options]
-    return ServerProcess(command, log, threads, descriptors, environment)
+    return ServerProcess(command, log, threads, descriptors, environment, file_blocks)
 
 
 def transformers_serve(model: str, log: Path, *options: str, threads: int = 1) -> ServerProcess:

@@ -97,7 +97,8 @@ def floods(results: Path) -> Iterator[Sequence[str]]:
     now = pages[-1]
     heads, idle, body = (now[name] for name in ("heads", "idle", "values"))
     shared = f"{now['queued']['body'] / 2**20:.0f} MiB"
-    yield [f"{heads['heads']} heads of 1 MiB: memory, MiB", *mib("heads", "rss")]
+    many = f"{pages[0]['heads']['heads']} and {heads['heads']:,}"
+    yield [f"{many} heads of 1 MiB: memory, MiB", *mib("heads", "rss")]
     silent = f"{idle['connections']} silent connections, {idle['descriptors']} descriptors"
     yield [
         f"{silent}: longest time without an answer, s",
@@ -128,6 +129,25 @@ def floods(results: Path) -> Iterator[Sequence[str]]:
             for page in pages
         ),
     ]
+
+
+def process(results: Path) -> Iterator[Sequence[str]]:
+    """Yield what the server's process took in each phase, and what it had stated."""
+    found = _results(results, "serving-floods")
+    yield [
+        "phase",
+        "grew by, MiB",
+        "its parts may take",
+        "the process at most, MiB",
+        "stated",
+        "stays when clients have left, MiB",
+    ]
+    for name, page in found.items():
+        if not isinstance(page, Mapping):
+            continue
+        sizes = (page[key] / 2**20 for key in ("rss", "stated_parts", "most", "stated"))
+        after = f"{page['rss_after'] / 2**20:,.0f}" if "rss_after" in page else ""
+        yield [f"`{name}`", *(f"{size:,.0f}" for size in sizes), after]
 
 
 def long_dialogue(results: Path) -> Iterator[Sequence[str]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
@@ -15,6 +14,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from engine.errors import STOPS
 from mmkv.server.errors import api_error
+from mmkv.server.reply_json import rendered
 
 log = logging.getLogger("mmkv.server")
 _STREAM = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
@@ -65,7 +65,8 @@ class Answer(Response):
             await self._send_stream(scope, receive, send)
             return
         try:
-            response: Response = JSONResponse(await self._work())  # type: ignore[misc]
+            made = rendered(await self._work())  # type: ignore[misc]
+            response = Response(made, media_type="application/json")
         except (asyncio.CancelledError, *STOPS):
             raise
         except BaseException as error:
@@ -148,12 +149,17 @@ def error_response(error: BaseException) -> JSONResponse:
     return JSONResponse(shown.body(), shown.status, shown.headers)
 
 
-def event_line(data: dict[str, Any] | str) -> bytes:
-    """Return a server-sent event; one that has a type names it before the data, too."""
+def event_line(data: dict[str, Any] | str | bytes) -> bytes:
+    """Return a server-sent event; one that has a type names it before the data, too.
+
+    Bytes are one already.
+    """
+    if isinstance(data, bytes):
+        return data
     if isinstance(data, str):
         return f"data: {data}\n\n".encode()
     kind = f"event: {data['type']}\n" if "type" in data else ""
-    return f"{kind}data: {json.dumps(data, separators=(',', ':'))}\n\n".encode()
+    return kind.encode() + b"data: " + rendered(data, ascii=True) + b"\n\n"
 
 
 def _start() -> dict[str, Any]:

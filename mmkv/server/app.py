@@ -23,6 +23,7 @@ from mmkv.server.answer import Answer, error_response
 from mmkv.server.body import BodyRoute, LimitBody
 from mmkv.server.chat import ChatCall
 from mmkv.server.errors import ApiError
+from mmkv.server.footprint import return_memory
 from mmkv.server.full import RefuseWhenFull
 from mmkv.server.headers import take_resume
 from mmkv.server.hosts import CheckHost
@@ -49,7 +50,9 @@ def make_app(room: Room, hosts: frozenset[str] | None = None) -> FastAPI:
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         if room.settings.warm and room.facts.sees:
             await room.media.warm()
+        returning = asyncio.ensure_future(return_memory(room))
         yield
+        returning.cancel()
         await room.media.aclose()
         await asyncio.to_thread(room.worker.stop)
 

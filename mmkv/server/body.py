@@ -20,6 +20,13 @@ TOGETHER = 8  # times the most bytes of one body, for all whose requests are und
 # that is refused a thousand.
 VALUES = 2**15
 _SMALL = 512  # part of the most bytes: a body that is taken however many there are
+
+
+def smallest(most: int) -> int:
+    """Return the bytes of a body that is taken however many there are."""
+    return most // _SMALL
+
+
 _release: ContextVar[Callable[[], None]] = ContextVar("release")
 
 
@@ -97,7 +104,7 @@ class LimitBody:
             self._held += len(piece)
             if come > self._most:
                 raise _Refused(self._too_large())
-            if self._held > TOGETHER * self._most and come > self._most // _SMALL:
+            if self._held > TOGETHER * self._most and come > smallest(self._most):
                 raise _Refused(self._too_many())
             text.add(piece)
             whole = not message.get("more_body", False)

@@ -15,7 +15,7 @@ from mmkv.server.body import release_body
 from mmkv.server.conversation import digest_of
 from mmkv.server.errors import ApiError
 from mmkv.server.grammar import grammar_of
-from mmkv.server.reply_json import Head
+from mmkv.server.reply_json import Head, Rows
 from mmkv.server.request_media import RequestMedia, source
 from mmkv.server.schema import (
     ChatRequest,
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from mmkv.server.kept import Kept
     from mmkv.server.room import Caller, Room
     from mmkv.server.settings import Facts, Settings
-    from mmkv.server.spelling import Spelled
 
 MOST_STOPS = 16
 # Log probabilities of an answer that is put together before it is sent; each takes a kilobyte.
@@ -144,13 +143,13 @@ class ChatCall:
         """Return the answer."""
         texts = [""] * self.choices
         reasons = [""] * self.choices
-        spelled: list[list[Spelled]] = [[] for _ in texts]
+        rows = [Rows() for _ in texts] if self.request.logprobs else None
         async for event in self.events():
             if isinstance(event, Done):
-                scored = spelled if self.request.logprobs else None
-                return reply_json.completion(self.head, texts, reasons, scored, event.usage)
+                return reply_json.completion(self.head, texts, reasons, rows, event.usage)
             texts[event.index] += event.text
-            spelled[event.index] += event.spelled
+            if rows is not None:
+                rows[event.index].add(reply_json.logprobs(event.spelled)["content"])
             reasons[event.index] = event.finish_reason or ""
         raise AssertionError("a request ends with Done or an error")
 
@@ -180,29 +179,36 @@ class ChatCall:
     async def events(self) -> AsyncGenerator[Delta | Done]:
         """Run the request; whoever stops listening cancels it."""
         asked = self.request
+        if not self.keeps_body:  # the work has what it named; its objects may be very many
+            asked.messages = []
         user = f"{self.caller.name} {asked.user or asked.safety_identifier or ''}"
         with self.room.entered(self.caller):
             texts = [text for one in self.work.messages for text in one.texts]
             await self.room.facts.lengths.count(texts)
             request = await self.room.worker.submit(self.work, user)
+            media: RequestMedia | None = None
             try:
                 while True:
                     event = await request.events.get()
                     if isinstance(event, Failed):
                         raise event.error
                     if isinstance(event, Admitted):
-                        await self._supply(request)
+                        media = RequestMedia(self.room.media)
+                        await self._supply(request, media)
                         continue
+                    if media is not None:  # they were read before the first token
+                        media.let_go()
                     self.done = isinstance(event, Done)
                     yield event
                     if self.done:
                         return
             finally:
                 request.cancel()
+                if media is not None:
+                    media.let_go()
 
-    async def _supply(self, request: Request) -> None:
+    async def _supply(self, request: Request, media: RequestMedia) -> None:
         """Fetch and decode the media that the engine wants, now that their pages are committed."""
-        media = RequestMedia(self.room.media)
         named = await media.named(self.work.messages)
         held = await request.on_engine(lambda job: job.resume_from(named))
         contents = await media.contents(named[held:])
@@ -213,7 +219,6 @@ class ChatCall:
 
         await request.on_engine(supply)
         if not self.keeps_body:  # a reply may take long, and pictures are most of a body
-            self.request.messages = []
             release_body()
 
 

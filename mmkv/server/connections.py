@@ -33,7 +33,9 @@ _AT_ONCE = 8  # connections that are accepted before the loop looks at them
 _WAITING = 1024  # connections that the system holds meanwhile
 _GRACE = 0.5  # seconds for a first request to come
 _SENT = 64 * 2**10  # bytes of an answer that the system holds, or twice as many
+MOST_UNSENT = 2**27  # bytes of all answers that the server holds
 _PIPELINED = 16  # requests of one connection that were sent before an answer
+_LARGE = 2**20  # bytes of an answer, of which few are under way
 _PROBE = 0.05  # seconds
 _PROBES = 100  # of them until a half-closed connection is written to again
 
@@ -101,6 +103,17 @@ class Guard:
         self.open.discard(oldest)
         oldest.transport.abort()
         return True
+
+    def answered(self) -> None:
+        """Drop clients while too much waits for all; whose answer is complete for longest first."""
+        sizes = {one: one.transport.get_write_buffer_size() for one in self.open}
+        unsent = sum(sizes.values())
+        large = [one for one, size in sizes.items() if size > _LARGE]
+        for one in sorted(large, key=lambda one: one.since)[:-1]:
+            if unsent <= MOST_UNSENT:
+                return
+            unsent -= sizes[one]
+            one.transport.abort()
 
     @property
     def _every(self) -> float:
@@ -199,6 +212,8 @@ class Connection(HttpToolsProtocol):
         """Wait for the next request, unless none can come."""
         self.since = self.loop.time()
         self.served += 1
+        if self.transport.get_write_buffer_size() > _LARGE:
+            self.guard.answered()
         super().on_response_complete()
         if self._half_closed and not self.pipeline:
             self.transport.close()

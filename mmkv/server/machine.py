@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from engine.budgets import why_unbound
 from engine.errors import BudgetError, MmkvError, SessionError
-from engine.memory import keep_freed
+from engine.memory import keep_freed, resident_bytes
 from mmkv.sampling import Sampling
 from mmkv.scheduler import Limits, Scheduler
 from mmkv.scheduler.replies import EngineExecutor
@@ -112,6 +112,7 @@ class Machine:
         idle = sum(one.resident for one in kept)
         metrics.sessions.labels("idle").set(idle)
         metrics.sessions.labels("file").set(len(kept) - idle)
+        metrics.process_resident.set(resident_bytes() or 0)
         leaked = 0 if scheduler.running else held - committed
         metrics.page_leaks.set(max(leaked, 0))
 

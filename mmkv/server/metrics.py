@@ -45,6 +45,10 @@ class Metrics:
             "kv_pages", "Pages: held, reserved beside those, and free to be committed.", "state"
         )
         self.kv_bytes_committed = gauge("kv_bytes_committed", "Most bytes that may come in use.")
+        self.process_limit = gauge(
+            "process_memory_limit_bytes", "The most that this process may take; a sum.", "part"
+        )
+        self.process_resident = gauge("process_resident_bytes", "What it takes now.")
         self.evicted = counter("entries_evicted", "Cache entries dropped.", "modality")
         self.sessions = gauge("sessions", "Sessions, stored responses among them.", "state")
         self.snapshot_bytes = gauge("snapshot_bytes", "Bytes of copies by which chats resume.")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import secrets
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -32,11 +34,51 @@ class Head:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
 
+class Rows:
+    """The log probabilities of a reply as it grows, as JSON text: objects take ten times that.
+
+    It stands for a list in what :func:`rendered` writes.
+    """
+
+    def __init__(self) -> None:
+        self._texts: list[str] = []
+
+    def add(self, rows: list[dict[str, Any]]) -> None:
+        """Take those of more tokens."""
+        self._texts += [json.dumps(row, separators=(",", ":")) for row in rows]
+
+    @property
+    def text(self) -> str:
+        """Return the list in ASCII."""
+        return f"[{','.join(self._texts)}]"
+
+
+def rendered(data: Any, ascii: bool = False) -> bytes:
+    """Return JSON in UTF-8 of what may hold :class:`Rows`."""
+    found: list[Rows] = []
+    mark = secrets.token_hex(16)  # that no text of a request holds
+
+    def placed(one: Any) -> str:
+        if not isinstance(one, Rows):
+            raise TypeError(f"{type(one).__name__} is no JSON")
+        found.append(one)
+        return mark
+
+    text = json.dumps(
+        data, ensure_ascii=ascii, allow_nan=False, separators=(",", ":"), default=placed
+    )
+    if not found:
+        return text.encode()
+    first, *others = text.split(f'"{mark}"')
+    parts = [part for rows, rest in zip(found, others, strict=True) for part in (rows.text, rest)]
+    return "".join([first, *parts]).encode()
+
+
 def completion(
     head: Head,
     texts: Sequence[str],
     reasons: Sequence[str],
-    spelled: Sequence[list[Spelled]] | None,
+    rows: Sequence[Rows] | None,
     usage: Usage,
 ) -> dict[str, Any]:
     """Return a whole answer."""
@@ -49,7 +91,7 @@ def completion(
                 "refusal": None,
                 "annotations": [],
             },
-            "logprobs": None if spelled is None else logprobs(spelled[index]),
+            "logprobs": None if rows is None else {"content": rows[index], "refusal": None},
             "finish_reason": FINISH[reason],
         }
         for index, (text, reason) in enumerate(zip(texts, reasons, strict=True))

@@ -25,16 +25,20 @@ class RequestMedia:
     """
 
     def __init__(self, resolver: MediaResolver) -> None:
-        self._resolver, self._allowance = resolver, Allowance(resolver.limits)
+        self._resolver = resolver
+        self._allowance = Allowance(resolver.limits, resolver.room)
         self._contents: dict[Part, Any] = {}
 
     async def named(self, messages: Sequence[Message]) -> list[Message]:
         """Return the messages with the digests of their media. Raises MediaError.
 
-        Media of messages that a kept memory holds have theirs already.
+        Media of messages that a kept memory holds have theirs already. Waits until other requests'
+        media leave room.
         """
+        await self._resolver.room.enter()
         parts = [part for one in messages for part in one.media if part.digest is None]
-        digests = await asyncio.to_thread(_digests, [one for one in parts if _inside(one)])
+        async with self._resolver.texts:
+            digests = await asyncio.to_thread(_digests, [one for one in parts if _inside(one)])
         far = [one for one in parts if not _inside(one)]
         for part, medium in zip(far, await self._resolve(far), strict=True):
             digests[part] = medium.digest
@@ -60,6 +64,11 @@ class RequestMedia:
         for part, medium in zip(wanted, await self._resolve(wanted), strict=True):
             self._contents[part] = medium.content
         return [self._contents[part] for part in parts]
+
+    def let_go(self) -> None:
+        """Leave the room to others: the engine has read them, or nobody will."""
+        self._contents.clear()
+        self._allowance.let_go()
 
 
 def source(part: Part) -> Source:

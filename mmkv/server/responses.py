@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from fastapi import APIRouter, Query, Request, Response
 
 from engine.errors import STOPS, MmkvError
-from mmkv.server.answer import Answer
+from mmkv.server.answer import Answer, event_line
 from mmkv.server.body import BodyRoute
 from mmkv.server.chat import ChatCall
 from mmkv.server.errors import ApiError, api_error
 from mmkv.server.headers import take_resume
+from mmkv.server.reply_json import rendered
 from mmkv.server.responses_json import Shape, page_of
 from mmkv.server.responses_schema import (
     ResponseRequest,
@@ -159,7 +160,7 @@ class ResponseCall:
                 return made
         raise AssertionError("a request ends with Done or an error")
 
-    async def stream(self) -> AsyncGenerator[dict[str, Any] | str]:
+    async def stream(self) -> AsyncGenerator[dict[str, Any] | str | bytes]:
         """Yield the events of a stream."""
         shape, reason, begun = self._shape, "", False
         async with (
@@ -178,10 +179,10 @@ class ResponseCall:
                         if event.text or event.spelled:
                             yield shape.piece(event.text, event.spelled)
                         continue
-                    closing = list(shape.closing(reason, event.usage))
-                    self._keep(turn, closing[-1]["response"])
-                    for one in closing:
-                        yield one
+                    if self._store:
+                        self._keep(turn, shape.whole(reason, event.usage))
+                    for line in map(event_line, shape.closing(reason, event.usage)):
+                        yield line
             except (asyncio.CancelledError, *STOPS):
                 raise
             except BaseException as error:
@@ -193,13 +194,11 @@ class ResponseCall:
     def _keep(self, turn: Turn, made: dict[str, Any]) -> None:
         if not self._store:
             return
-        items = _json(input_items(self._asked, self._name))
-        stored = Stored(self._caller.tenant, turn.claim(), _json(made), items, self._instructions)
+        items = rendered(input_items(self._asked, self._name))
+        stored = Stored(
+            self._caller.tenant, turn.claim(), rendered(made), items, self._instructions
+        )
         self._responses.keep(self._name, stored)
-
-
-def _json(value: Any) -> bytes:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
 
 
 def _instructions(asked: ResponseRequest, before: Stored | None) -> str | None:

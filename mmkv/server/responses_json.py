@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from mmkv.server import reply_json
 from mmkv.server.errors import ApiError
+from mmkv.server.reply_json import Rows
 
 if TYPE_CHECKING:
     from mmkv.sampling import Settled
@@ -26,7 +27,7 @@ class Shape:
         sampling: how its tokens are drawn.
 
     Attributes:
-        text: of the reply so far; spelled: its tokens, if log probabilities are wanted.
+        text: of the reply so far; rows: its tokens, if log probabilities are wanted.
     """
 
     def __init__(
@@ -40,24 +41,25 @@ class Shape:
     ) -> None:
         self.name, self.item = name, "msg_" + name.removeprefix("resp_")
         self.text = ""
-        self.spelled: list[Spelled] | None = [] if logprobs else None
+        self.rows = Rows() if logprobs else None
         self._asked, self._stored, self._instructions = asked, stored, instructions
         self._sampling = sampling
         self._created, self._number = int(time.time()), 0
+        self._completed: int | None = None
 
     def add(self, text: str, spelled: list[Spelled]) -> None:
         """Take a piece of the reply."""
         self.text += text
-        if self.spelled is not None:
-            self.spelled += spelled
+        if self.rows is not None:
+            self.rows.add(_with_bytes(reply_json.logprobs(spelled)["content"]))
 
     def whole(self, reason: str, usage: Usage) -> dict[str, Any]:
         """Return the finished response; ``reason``: why the reply ended."""
-        ended = reply_json.FINISH[reason] == "stop"
-        status = "completed" if ended else "incomplete"
+        self._completed = self._completed or int(time.time())
+        status = self._status(reason)
         made = self._response(status, [self._message(status)], usage)
-        if ended:
-            return made | {"completed_at": int(time.time())}
+        if status == "completed":
+            return made | {"completed_at": self._completed}
         return made | {"incomplete_details": {"reason": "max_output_tokens"}}
 
     def opening(self) -> Iterator[dict[str, Any]]:
@@ -70,16 +72,22 @@ class Shape:
 
     def piece(self, text: str, spelled: list[Spelled]) -> dict[str, Any]:
         """Return the event of a piece."""
-        return self._at("response.output_text.delta", delta=text, logprobs=self._logprobs(spelled))
+        rows = reply_json.logprobs(spelled)["content"] if self.rows is not None else []
+        return self._at("response.output_text.delta", delta=text, logprobs=_with_bytes(rows))
 
     def closing(self, reason: str, usage: Usage) -> Iterator[dict[str, Any]]:
-        """Yield the events after the last piece."""
-        logprobs = self._logprobs(self.spelled or [])
-        yield self._at("response.output_text.done", text=self.text, logprobs=logprobs)
+        """Yield the events after the last piece.
+
+        Each is made when it is wanted: log probabilities take much memory, and a client time.
+        """
+        yield self._at("response.output_text.done", text=self.text, logprobs=self.rows or [])
         yield self._at("response.content_part.done", part=self._part())
-        whole = self.whole(reason, usage)
-        yield self._event("response.output_item.done", output_index=0, item=whole["output"][0])
-        yield self._event(f"response.{whole['status']}", response=whole)
+        yield self._event(
+            "response.output_item.done",
+            output_index=0,
+            item=self._message(self._status(reason)),
+        )
+        yield self._event(f"response.{self._status(reason)}", response=self.whole(reason, usage))
 
     def failed(self, error: ApiError) -> dict[str, Any]:
         """Return the last event of a response that broke off."""
@@ -98,26 +106,20 @@ class Shape:
         where = {"item_id": self.item, "output_index": 0, "content_index": 0}
         return self._event(kind, **where, **fields)
 
+    def _status(self, reason: str) -> str:
+        return "completed" if reply_json.FINISH[reason] == "stop" else "incomplete"
+
     def _message(self, status: str) -> dict[str, Any]:
         head = {"id": self.item, "type": "message", "role": "assistant", "status": status}
         return head | {"content": [self._part()]}
 
     def _part(self) -> dict[str, Any]:
-        logprobs = self._logprobs(self.spelled or [])
         return {
             "type": "output_text",
             "text": self.text,
             "annotations": [],
-            "logprobs": logprobs,
+            "logprobs": self.rows or [],
         }
-
-    def _logprobs(self, spelled: list[Spelled]) -> list[dict[str, Any]]:
-        if self.spelled is None:
-            return []
-        rows = reply_json.logprobs(spelled)["content"]
-        for one in [token for row in rows for token in (row, *row["top_logprobs"])]:
-            one["bytes"] = one["bytes"] or []  # a token without bytes: chat says null, this API []
-        return rows
 
     def _response(
         self, status: str, output: list[dict[str, Any]], usage: Usage | None = None
@@ -176,6 +178,12 @@ class Shape:
             "total_tokens": chat["total_tokens"],
             "mmkv": chat["mmkv"],
         }
+
+
+def _with_bytes(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    for one in [token for row in rows for token in (row, *row["top_logprobs"])]:
+        one["bytes"] = one["bytes"] or []  # a token without bytes: chat says null, this API []
+    return rows
 
 
 def page_of(items: list[dict[str, Any]], limit: int, after: str | None) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from engine.errors import CapacityError
 from mmkv.server.errors import ApiError
 
 if TYPE_CHECKING:
+    from mmkv.server.footprint import Footprint
     from mmkv.server.media.resolver import MediaResolver
     from mmkv.server.metrics import Metrics
     from mmkv.server.settings import Facts, Settings
@@ -34,7 +35,7 @@ class Room:
     """What the routes share.
 
     Attributes:
-        media: fetches and decodes what requests name.
+        media: fetches and decodes what requests name; footprint: what the process may take.
         busy: requests under way, by caller.
     """
 
@@ -43,6 +44,7 @@ class Room:
     worker: Worker
     metrics: Metrics
     media: MediaResolver
+    footprint: Footprint | None = None
     started: int = field(default_factory=lambda: int(time.time()))
     busy: Counter[str] = field(default_factory=Counter)
 

@@ -60,6 +60,8 @@ def opened(
     Raises:
         MmkvError: it cannot be loaded, or has no room for a request.
     """
+    import mmkv.server.app  # noqa: F401 (what it imports counts to what is resident)
+    from mmkv.server.footprint import footprint
     from mmkv.server.machine import Machine
     from mmkv.server.media.resolver import MediaResolver
     from mmkv.server.metrics import Metrics
@@ -77,7 +79,12 @@ def opened(
             picture_rules=facts.picture_rules,
             frame_rule=facts.frame_rule,
         )
-        yield Room(settings, facts, worker, metrics, media)
+        machine = worker.machine
+        assert machine is not None
+        bound = worker.post(lambda: footprint(machine, settings)).result()
+        for part, count in bound.parts.items():
+            metrics.process_limit.labels(part.replace(" ", "_")).set(count)
+        yield Room(settings, facts, worker, metrics, media, bound)
     finally:
         worker.stop()
 
@@ -114,6 +121,8 @@ def serve(
             f"serving {settings.name} (policy {facts.policy}, {facts.bound}) "
             f"at http://{host}:{port}/v1"
         )
+        if room.footprint is not None:
+            say(room.footprint.describe())
         # uvicorn passes the signal on when it is done; the program then ends by itself.
         signal.signal(signal.SIGTERM, lambda *_: None)
         web.run()

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
+from weakref import WeakSet
 
 from engine.errors import STOPS, as_exception
 from mmkv.server.errors import ApiError
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("mmkv.server")
 MOST_UNSENT = 16 * 2**20  # bytes of a reply that wait for its client, about
+UNSENT_TOGETHER = 8  # times that, of all replies
 _SCORED_BYTES = 600  # of a token with its log probability
 _BEHIND = 64  # events after which pieces of a reply are put together
 T = TypeVar("T")
@@ -68,9 +70,15 @@ class Events:
 
     A client that reads slower than the reply grows gets several tokens at a time. One whose unsent
     part passes a bound all the same, by log probabilities, is dropped: the next event is Failed.
+    All requests have a bound together, too, and the one with the largest part is dropped then.
+
+    Args:
+        others: those of all requests under way.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, others: WeakSet[Events] | None = None) -> None:
+        self._others = WeakSet() if others is None else others
+        self._others.add(self)
         self._waiting: deque[Event] = deque()
         self._open: dict[int, Delta] = {}  # by reply, the last one that may still grow
         self._some = asyncio.Event()
@@ -83,9 +91,9 @@ class Events:
         if isinstance(event, Delta):
             self.unsent += _size(event)
             if self.unsent > MOST_UNSENT:
-                self._waiting.clear()
-                self.over, event = True, Failed(_too_slow())
-            elif len(self._waiting) >= _BEHIND and (last := self._open.get(event.index)):
+                self.drop()
+                return
+            if len(self._waiting) >= _BEHIND and (last := self._open.get(event.index)):
                 last.text += event.text
                 last.spelled += event.spelled
                 last.finish_reason = event.finish_reason
@@ -93,6 +101,21 @@ class Events:
             else:
                 self._open[event.index] = event
         self._waiting.append(event)
+        self._some.set()
+        # Others' parts are looked at where this one is large: few are.
+        if self.unsent > MOST_UNSENT // 16:
+            behind = sorted(self._others, key=lambda one: one.unsent)
+            together = sum(one.unsent for one in behind)
+            while together > UNSENT_TOGETHER * MOST_UNSENT:
+                together -= behind[-1].unsent
+                behind.pop().drop()
+
+    def drop(self) -> None:
+        """Let all go that was not sent; the client is told that it was too slow."""
+        self._waiting.clear()
+        self._open.clear()
+        self._waiting.append(Failed(_too_slow()))
+        self.unsent, self.over = 0, True
         self._some.set()
 
     async def get(self) -> Event:
@@ -129,7 +152,7 @@ class Request:
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
-        self.events = Events()
+        self.events = Events(worker.events)
         self.loop = asyncio.get_running_loop()
         self.ticket: Ticket[ChatJob] | None = None
         self.times, self.counted, self.longest = Times(), 0, 0
@@ -207,6 +230,7 @@ class Worker(threading.Thread):
         self._sent = self._taken = 0
         self._places = 1
         self.machine: Machine | None = None
+        self.events: WeakSet[Events] = WeakSet()  # of all requests; the event loop's
 
     async def call(self, command: Callable[[], T]) -> T:
         """Run ``command`` in the thread, between two turns."""
@@ -239,6 +263,11 @@ class Worker(threading.Thread):
     def wake(self) -> None:
         """Have the thread look whether there is something to do."""
         self._commands.put(None)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a request is under way."""
+        return bool(self._requests)
 
     def has_place(self) -> bool:
         """Whether one more request may be taken on, as far as is known; in the event loop."""

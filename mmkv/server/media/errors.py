@@ -9,6 +9,7 @@ REFUSED = 403
 LATE = 408  # clients try 408 again, and it is no fault of the server
 TOO_LARGE = 413
 UNREADABLE = 422
+BUSY = 503
 
 
 class MediaError(InputError):
@@ -17,7 +18,8 @@ class MediaError(InputError):
     Attributes:
         status: the HTTP status to answer with: 400 for a URL that cannot be followed, 403 for an
             address that is refused, 408 after a deadline, 413 for too many bytes, pixels or
-            frames, 422 for content that cannot be decoded.
+            frames, 422 for content that cannot be decoded, 503 where those of other requests leave
+            no room.
         code: the kind in one word, for an error's ``code`` field.
     """
 
@@ -32,4 +34,5 @@ _CODES = {
     LATE: "media_timeout",
     TOO_LARGE: "media_too_large",
     UNREADABLE: "media_unreadable",
+    BUSY: "media_waiting",
 }

@@ -124,6 +124,7 @@ class Fetcher:
             content = bytearray()
             async for piece in answer.aiter_raw(_PIECE):
                 allow.take_bytes(len(piece))
+                allow.hold(len(piece))
                 content += piece
             return bytes(content)
         finally:

@@ -1,12 +1,15 @@
-"""Bounds on the media of one request."""
+"""Bounds on the media of one request, and of all requests together."""
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass, field
 
 from mmkv.prompt.media import MAX_IMAGE_BYTES, MAX_PIXELS
 from mmkv.prompt.video import MAX_FRAMES
-from mmkv.server.media.errors import TOO_LARGE, MediaError
+from mmkv.server.media.errors import BUSY, TOO_LARGE, MediaError
+
+DECODED = 4  # bytes of a pixel of a decoded picture; frames of videos take 3
 
 
 @dataclass(frozen=True)
@@ -23,6 +26,8 @@ class MediaLimits:
         redirects: hops that are followed.
         ports: ports beside 80 for http and 443 for https.
         workers: decoding processes of each kind; worker_bytes: address space of each.
+        together: bytes of all requests' media, encoded and decoded, that were not read yet.
+        room_s: seconds for which a request waits for some of them.
     """
 
     bytes: int = MAX_IMAGE_BYTES
@@ -36,22 +41,84 @@ class MediaLimits:
     ports: frozenset[int] = field(default_factory=frozenset)
     workers: int = 1
     worker_bytes: int = 2 * 2**30
+    together: int = 768 * 2**20
+    room_s: float = 30.0
 
     def seconds(self, kind: str) -> float:
         """Return the deadline of one medium, in seconds."""
         return self.video_s if kind == "video" else self.picture_s
 
 
+class MediaRoom:
+    """The bytes of all requests' media, from when they come until the engine has read them.
+
+    A request begins while half of the room is free, and waits for that; one that has begun never
+    waits, but is refused where the room is full: two that wait for each other would stay forever.
+
+    Attributes:
+        most: bytes that there may be; held: those that there are.
+    """
+
+    def __init__(self, most: int, seconds: float) -> None:
+        self.most, self.held = most, 0
+        self._seconds, self._less = seconds, asyncio.Event()
+
+    async def enter(self) -> None:
+        """Wait until half of the room is free. Raises MediaError (503) when that takes too long."""
+        try:
+            async with asyncio.timeout(self._seconds):
+                while self.held > self.most // 2:
+                    self._less.clear()
+                    await self._less.wait()
+        except TimeoutError:
+            raise self._full() from None
+
+    def take(self, count: int) -> None:
+        """Count bytes that are to come. Raises MediaError (503)."""
+        if self.held + count > self.most:
+            raise self._full()
+        self.held += count
+
+    def give_back(self, count: int) -> None:
+        """Count bytes that have gone."""
+        self.held -= count
+        self._less.set()
+
+    def _full(self) -> MediaError:
+        return MediaError(
+            BUSY,
+            f"pictures and videos of {self.most >> 20} MiB that other requests sent are not read "
+            "yet; send this one later",
+        )
+
+
 class Allowance:
     """What one request may still take.
+
+    Args:
+        room: that it shares with other requests; None: it has one of its own.
 
     Attributes:
         bytes, pixels, frames: what is left of them.
     """
 
-    def __init__(self, limits: MediaLimits) -> None:
+    def __init__(self, limits: MediaLimits, room: MediaRoom | None = None) -> None:
         self._limits = limits
         self.bytes, self.pixels, self.frames = limits.bytes, limits.pixels, limits.frames
+        self._room, self._held = room, 0
+
+    def hold(self, count: int) -> None:
+        """Take bytes of the room. Raises MediaError (503)."""
+        if self._room is not None:
+            self._room.take(count)
+            self._held += count
+
+    def let_go(self, count: int | None = None) -> None:
+        """Return bytes to the room, by default all that it has."""
+        count = self._held if count is None else count
+        self._held -= count
+        if self._room is not None:
+            self._room.give_back(count)
 
     def take_bytes(self, count: int) -> None:
         """Count encoded bytes. Raises MediaError (413)."""

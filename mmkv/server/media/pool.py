@@ -7,7 +7,7 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from mmkv.server.media.errors import LATE, UNREADABLE, MediaError
@@ -43,11 +43,19 @@ class DecodePool:
         return [process.pid for process in self._all if process.returncode is None]
 
     async def decode(
-        self, task: dict[str, Any], content: bytes, seconds: float
+        self,
+        task: dict[str, Any],
+        content: bytes,
+        seconds: float,
+        hold: Callable[[int], None] = lambda _: None,
     ) -> tuple[dict[str, Any], bytearray]:
         """Decode one medium; see :mod:`mmkv.server.media.worker`.
 
         A process that crashes, is late, or whose request is cancelled, is killed.
+
+        Args:
+            hold: called with the bytes of the pixels, before they are taken; what it raises ends
+                the process.
 
         Raises:
             MediaError: 408, 413 or 422.
@@ -59,7 +67,7 @@ class DecodePool:
                 try:
                     async with self._worker() as process, asyncio.timeout(seconds):
                         given = task | {"seconds": seconds}
-                        result, pixels = await _exchange(process, given, content)
+                        result, pixels = await _exchange(process, given, content, hold)
                     break
                 except TimeoutError:
                     raise MediaError(
@@ -127,7 +135,10 @@ class DecodePool:
 
 
 async def _exchange(
-    process: asyncio.subprocess.Process, task: dict[str, Any], content: bytes
+    process: asyncio.subprocess.Process,
+    task: dict[str, Any],
+    content: bytes,
+    hold: Callable[[int], None],
 ) -> tuple[dict[str, Any], bytearray]:
     tasks, results = process.stdin, process.stdout
     assert tasks is not None and results is not None
@@ -139,6 +150,7 @@ async def _exchange(
     await tasks.drain()
     length, size = HEADER.unpack(await results.readexactly(HEADER.size))
     result = json.loads(await results.readexactly(length))
+    hold(size)
     pixels = bytearray(size)
     done = 0
     while done < size:

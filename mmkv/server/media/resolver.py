@@ -17,7 +17,7 @@ from mmkv.prompt.video import Clip, FrameRule
 from mmkv.server.media.addresses import is_public
 from mmkv.server.media.errors import BAD_FORM, LATE, MediaError
 from mmkv.server.media.fetch import Fetcher, Resolver, SystemResolver
-from mmkv.server.media.limits import Allowance, MediaLimits
+from mmkv.server.media.limits import DECODED, Allowance, MediaLimits, MediaRoom
 from mmkv.server.media.local import read_local
 from mmkv.server.media.pool import DecodePool
 from mmkv.server.media.urls import parse_url, show
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 
 log = logging.getLogger("mmkv.server")
+TEXTS = 2  # data: URLs and files that are read at a time; a URL takes several times its length
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,8 @@ class MediaResolver:
         self.limits = limits or MediaLimits()
         self.folder = folder
         self.pool = DecodePool(self.limits.workers, self.limits.worker_bytes)
+        self.room = MediaRoom(self.limits.together, self.limits.room_s)
+        self.texts = asyncio.Semaphore(TEXTS)
         self._rules = None if rules is None else dataclasses.asdict(rules)
         self._picture_rules = None if picture_rules is None else dataclasses.asdict(picture_rules)
         self._frame_rule = dataclasses.asdict(frame_rule or FrameRule())
@@ -171,7 +174,14 @@ class MediaResolver:
             "picture_rules": self._picture_rules,
         }
         seconds = self.limits.seconds(source.kind)
-        result, pixels = await self.pool.decode(task, content, seconds)
+        a_pixel = DECODED if source.kind == "image" else 3
+
+        def hold(size: int) -> None:
+            allowance.hold(size // 3 * a_pixel)
+
+        result, pixels = await self.pool.decode(task, content, seconds, hold)
+        allowance.let_go(len(content))
+        del content
         allowance.take_pixels(result.get("decoded", len(pixels) // 3))
         if source.kind == "image":
             from PIL import Image as pil
@@ -196,12 +206,16 @@ class MediaResolver:
         try:
             async with asyncio.timeout(seconds):
                 if scheme == "data":
-                    content = await asyncio.to_thread(data_uri_content, source.url)
+                    async with self.texts:
+                        content = await asyncio.to_thread(data_uri_content, source.url)
+                        allowance.hold(len(content))
                     allowance.take_bytes(len(content))
                 elif scheme == "file":
-                    content = await asyncio.to_thread(
-                        read_local, source.url, self.folder, allowance
-                    )
+                    async with self.texts:
+                        content = await asyncio.to_thread(
+                            read_local, source.url, self.folder, allowance
+                        )
+                        allowance.hold(len(content))
                 else:
                     content = await self._fetcher.fetch(source.url, allowance)
         except TimeoutError:

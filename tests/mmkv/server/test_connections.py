@@ -100,6 +100,15 @@ def rest(made: socket.socket) -> bytes:
     return found
 
 
+def rest_of(made: socket.socket, size: int) -> bytes:
+    """Return what comes, at least ``size`` bytes unless the server closes."""
+    found = bytearray()
+    with contextlib.suppress(ConnectionError):
+        while len(found) < size and (piece := made.recv(2**16)):
+            found += piece
+    return bytes(found)
+
+
 @contextlib.contextmanager
 def running(**settings: Any) -> Iterator[Running]:
     given = {"connections": MOST, "head_seconds": 60, "stall_seconds": 60} | settings
@@ -285,6 +294,19 @@ def test_an_answer_that_nobody_reads_goes_with_its_client() -> None:
             made.sendall(GET % b"large")
             until(lambda: server.app.done == 1)
             until(lambda: not server.web.guard.open)
+
+
+def test_answers_that_nobody_reads_have_a_bound_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of four answers of 8 MiB two and a half may wait: the first two are dropped."""
+    monkeypatch.setattr(connections, "MOST_UNSENT", 20 * 2**20)
+    with running() as server, contextlib.ExitStack() as opened:
+        clients = []
+        for at in range(4):
+            clients.append(opened.enter_context(server.connect(GET % b"large")))
+            until(lambda done=at + 1: server.app.done == done)
+        until(lambda: len(server.web.guard.open) == 2)
+        whole = [len(rest_of(one, 2**23)) for one in clients]
+        assert [size >= 2**23 for size in whole] == [False, False, True, True]
 
 
 def test_a_slow_reader_stays() -> None:

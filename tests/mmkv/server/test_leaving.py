@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
+from weakref import WeakSet
 
 import pytest
 
@@ -20,7 +21,7 @@ from mmkv.server.job import ChatJob
 from mmkv.server.machine import Machine
 from mmkv.server.memories import Memories
 from mmkv.server.spelling import Spelled
-from mmkv.server.worker import MOST_UNSENT, Delta, Events, Failed
+from mmkv.server.worker import MOST_UNSENT, UNSENT_TOGETHER, Delta, Events, Failed
 from mmkv.server.writer import ScoredWriter
 from tests.support.chat_models import picture, save_qwen3_vl
 from tests.support.servers import Server, asked, held_pages, picture_part, serving
@@ -374,6 +375,24 @@ def test_what_is_not_sent_has_a_bound() -> None:
         assert isinstance(failed, Failed) and "not read" in str(failed.error)
         events.put(delta(0, "more"))
         assert not events._waiting
+
+    asyncio.run(run())
+
+
+def test_what_is_not_sent_has_a_bound_together() -> None:
+    async def run() -> None:
+        together: WeakSet[Events] = WeakSet()
+        streams = [Events(together) for _ in range(2 * UNSENT_TOGETHER)]
+        streams[3].put(delta(0, "b", count=100))  # more than any other, from the beginning
+        while not any(one.over for one in streams):
+            for one in streams:
+                one.put(delta(0, "a", count=100))
+                bound = UNSENT_TOGETHER * MOST_UNSENT + 100 * 21 * 600
+                assert sum(each.unsent for each in streams) <= bound
+        assert [one.over for one in streams] == [one is streams[3] for one in streams]
+        (failed,) = await taken(streams[3])
+        assert isinstance(failed, Failed) and "not read" in str(failed.error)
+        assert not any(isinstance(one, Failed) for one in await taken(streams[0]))
 
     asyncio.run(run())
 

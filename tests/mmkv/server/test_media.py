@@ -20,6 +20,7 @@ from mmkv.prompt.processing import load_processor
 from mmkv.prompt.qwen_vision import VideoRules
 from mmkv.prompt.video import Clip, load_video
 from mmkv.server.conversation import Message, Part
+from mmkv.server.errors import api_error
 from mmkv.server.media import pool
 from mmkv.server.media.errors import MediaError
 from mmkv.server.media.limits import MediaLimits
@@ -211,6 +212,57 @@ def test_sums_over_what_a_request_fetches_to_know_and_to_read(
     assert runner.run(read(16)) == 2
     with pytest.raises(MediaError, match="over the limit"):
         runner.run(read(15))
+
+
+def test_the_media_of_all_requests_have_a_bound(
+    runner: asyncio.Runner, resolver: Callable[..., MediaResolver]
+) -> None:
+    """Each takes 4 bytes a pixel of 64 x 64, from when it is decoded until it is let go."""
+    content = encoded(Image.new("RGB", (64, 64)))
+    message = Message("user", (Part("image", url=data_url(content)),))
+    size = 64 * 64 * 4
+
+    async def read(made: MediaResolver) -> RequestMedia:
+        media = RequestMedia(made)
+        await media.contents(await media.named([message]))
+        return media
+
+    async def run() -> None:
+        made = resolver(together=2 * size + len(content), room_s=0.05)
+        first = await read(made)
+        assert made.room.held == size
+        second = await read(made)
+        assert made.room.held == 2 * size
+        with pytest.raises(MediaError, match="other requests") as caught:
+            await read(made)  # half of the room did not get free in time
+        assert api_error(caught.value).headers == {"Retry-After": "1"}
+        assert api_error(caught.value).status == 503
+        first.let_go()
+        first.let_go()
+        assert made.room.held == size
+        second.let_go()
+        # One that waits goes on as soon as there is room.
+        made = resolver(together=2 * size + len(content), room_s=60)
+        held = [await read(made), await read(made)]
+        waiting = asyncio.ensure_future(read(made))
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        held[0].let_go()
+        (await waiting).let_go()
+        assert made.room.held == size
+        # One that has begun is refused at once, and its decoder is not left with the rest.
+        made = resolver(together=2 * size - 1)
+        other = encoded(Image.new("RGB", (64, 64), "red"))
+        both = Message("user", (*message.parts, Part("image", url=data_url(other))))
+        media = RequestMedia(made)
+        with pytest.raises(MediaError, match="other requests"):
+            await media.contents(await media.named([both]))
+        media.let_go()
+        assert made.room.held == 0
+        (await read(made)).let_go()
+        assert made.room.held == 0
+
+    runner.run(run())
 
 
 def test_a_picture_beyond_the_process_memory(runner: asyncio.Runner) -> None:

@@ -1,0 +1,128 @@
+"""What the server's process may take: the cache, the weights, and the sum of all other bounds.
+
+The cache never takes more than ``--memory``. The process takes more, each part within a bound of
+its own that stands where the part is held; here they are added up, and what is resident is compared
+with the sum.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from engine.memory import give_back, resident_bytes
+from mmkv.server import connections, worker
+from mmkv.server.body import TOGETHER, VALUES, smallest
+from mmkv.server.chat import MOST_SCORED
+from mmkv.server.media.limits import DECODED, MediaLimits
+from mmkv.server.media.resolver import TEXTS
+
+if TYPE_CHECKING:
+    from mmkv.api import Engine
+    from mmkv.server.machine import Machine
+    from mmkv.server.room import Room
+    from mmkv.server.settings import Settings
+
+# Measured on CPython 3.11 with pydantic 2 (python -m eval.serving.floods), rounded up.
+_BODY = 1.5  # bytes held for a byte of a body that arrives
+_HANDLED = 4  # the same for the one that is parsed, and for each URL that is made into bytes
+_VALUE = 200  # bytes of a JSON value that was checked
+_SCORED_TEXT, _SCORED = 160, 1024  # of a log probability as JSON text, and while it is written
+_CONNECTION = 128 * 2**10  # of a connection: its head, what uvicorn reads ahead, its objects
+_TOKEN = 32  # of a token of a conversation, as text and numbers
+_HEAP = 128 * 2**20  # that C's heap keeps, and what is imported late
+_TENSORS = 3  # copies of a prompt's pixels: the processor's, the prompt's, the tower's
+_STATES, _INNER = 16, 6  # vectors of a token's width, and of its MLP's, that a layer makes
+_EVERY = 5.0  # seconds between two looks at what is resident
+_SLACK = 64 * 2**20  # bytes by which the process may grow before memory is given back
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """The most bytes that the process may take, by part; of the host, not of a GPU."""
+
+    parts: dict[str, int]
+
+    @property
+    def total(self) -> int:
+        """Return the sum."""
+        return sum(self.parts.values())
+
+    def describe(self) -> str:
+        """Return a line for the log."""
+        parts = dict(self.parts)
+        cache, weights = parts.pop("cache"), parts.pop("weights and libraries")
+        return (
+            f"memory: the cache takes at most {_mib(cache)}; the process at most "
+            f"{_mib(self.total)} ({_mib(weights)} weights and libraries, {_mib(cache)} cache, "
+            f"{_mib(sum(parts.values()))} for requests and conversations)"
+        )
+
+
+def footprint(machine: Machine, settings: Settings) -> Footprint:
+    """Add up what the process may take; called when the engine is ready, in its thread."""
+    engine, limits, body = machine.engine, MediaLimits(), settings.body
+    most = settings.connections or connections.most_connections()
+    running, pool = settings.max_running, engine.cache.pool
+    taken = settings.max_queue + 3 * running  # those that fetch pictures among them
+    on_host = engine.device.type == "cpu"
+    weights = engine.decoder.weights.nbytes() if on_host else 0
+    parts = {
+        "weights and libraries": max(resident_bytes() or 0, weights) + _HEAP,
+        "cache": (pool.limit or pool.num_pages) * pool.page_bytes if on_host else 0,
+        "connections": most * (_CONNECTION + int(_BODY * smallest(body))),
+        "bodies": int(_BODY * TOGETHER * body) + (1 + TEXTS) * _HANDLED * body,
+        "values": taken * VALUES * _VALUE,
+        "media": limits.together + limits.pixels * DECODED if machine.facts.sees else 0,
+        "reading": _reading(engine, limits, running, on_host),
+        "scored": MOST_SCORED * (running * _SCORED_TEXT + _SCORED),
+        "unsent": worker.UNSENT_TOGETHER * worker.MOST_UNSENT + connections.MOST_UNSENT,
+        "stored": settings.store_bytes,
+        "texts": (settings.max_sessions + taken) * engine.spec.max_position * _TOKEN,
+    }
+    return Footprint(parts)
+
+
+def _reading(engine: Engine, limits: MediaLimits, running: int, on_host: bool) -> int:
+    """Return what prompts take that are read, and steps of replies: pixels, towers, states."""
+    spec = engine.spec
+    width, config = spec.hidden_size, engine.family.config
+    inner = getattr(config.get_text_config(), "intermediate_size", None) or 4 * width
+    states = 4 * engine.prefill_chunk * (_STATES * width + _INNER * inner)
+    logits = 4 * 8 * (running + 1) * spec.vocab_size
+    vision = getattr(config, "vision_config", None)
+    if not engine.processor.sees or vision is None:
+        return states + logits if on_host else 0
+    # A picture is at most as many tokens as the context, and a request's pictures are so many
+    # pixels. A patch is merged with its neighbours to a token in all families but the oldest.
+    patch = getattr(vision, "patch_size", 14)
+    merge = getattr(vision, "spatial_merge_size", 2)
+    patches = min(limits.pixels // patch**2, spec.max_position * merge**2)
+    pixels = patches * patch**2 * 3 * 4 * getattr(vision, "temporal_patch_size", 1)
+    if not on_host:
+        return 2 * pixels
+    hidden, own = getattr(vision, "hidden_size", width), getattr(vision, "intermediate_size", 0)
+    tower = 4 * patches * (_STATES * hidden + _INNER * own)
+    levels = 1 + len(getattr(vision, "deepstack_visual_indexes", None) or ())
+    read = 4 * running * spec.max_position * width * (1 + levels)
+    return _TENSORS * pixels + tower + read + states + logits
+
+
+async def return_memory(room: Room) -> None:
+    """Give back to the system what clients that left had taken, while no request is under way.
+
+    The heap keeps it otherwise: what was freed in its middle, whatever its own limit says.
+    """
+    after = resident_bytes()
+    while after is not None:
+        await asyncio.sleep(_EVERY)
+        now = resident_bytes() or 0
+        if now > after + _SLACK and not room.worker.busy:
+            await asyncio.to_thread(give_back)
+            now = after = resident_bytes() or 0
+        after = min(after, now)
+
+
+def _mib(count: int) -> str:
+    return f"{count / 2**20:,.0f} MiB"

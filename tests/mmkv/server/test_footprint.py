@@ -1,0 +1,143 @@
+"""What the server's process may take, and what it gives back."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from engine.memory import resident_bytes
+from mmkv import Engine
+from mmkv.server import footprint
+from mmkv.server.footprint import Footprint
+from mmkv.server.reply_json import Rows, rendered
+from tests.support.chat_models import save_qwen3_vl
+from tests.support.servers import Server, serving
+
+MEMORY = 2**22
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_qwen3_vl(tmp_path_factory.mktemp("qwen"))
+
+
+def started(folder: Path, **settings: Any) -> Any:
+    def load() -> Engine:
+        return Engine.from_pretrained(
+            folder, policy="streamingllm", budget=24, dtype="float32", kv_limit=MEMORY
+        )
+
+    return serving(load, **settings)
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[Server]:
+    with started(folder, connections=10) as made:
+        yield made
+
+
+def parts(server: Server) -> dict[str, int]:
+    assert server.room.footprint is not None
+    return server.room.footprint.parts
+
+
+def test_the_process_stays_below_what_metrics_say(server: Server) -> None:
+    text = server.client.get("/metrics").text
+    rows = dict(line.rsplit(" ", 1) for line in text.splitlines() if line[:13] == "mmkv_process_")
+    resident = float(rows.pop("mmkv_process_resident_bytes"))
+    assert sum(map(float, rows.values())) == sum(parts(server).values())
+    assert len(rows) == len(parts(server)) and min(map(float, rows.values())) > 0
+    assert resident <= sum(map(float, rows.values()))
+    now = resident_bytes()
+    assert now is not None and abs(now - resident) < 2**28
+
+
+def test_each_setting_bounds_its_part(server: Server, folder: Path) -> None:
+    """Bounds twice as high are twice the bytes, and those of others stay."""
+    body = server.room.settings.body
+    more = {"connections": 20, "body": 2 * body, "max_sessions": 2000, "store_bytes": 2**31}
+    with started(folder, **more) as other:
+        before, after = parts(server), parts(other)
+    for name in ("bodies", "stored"):
+        assert after[name] == 2 * before[name]
+    assert before["stored"] == 2**30 and before["bodies"] >= 8 * body
+    assert 2 * before["connections"] < after["connections"] < 4 * before["connections"]
+    context = server.room.facts.context
+    assert after["texts"] - before["texts"] >= 1000 * context
+    pool = server.inside(lambda machine: machine.engine.cache.pool)
+    assert before["cache"] == after["cache"] == pool.limit * pool.page_bytes <= MEMORY
+    for name in ("media", "reading", "scored", "unsent", "values"):
+        assert before[name] == after[name]
+
+
+def test_the_line_at_the_start_tells_the_cache_from_the_process() -> None:
+    made = Footprint({"weights and libraries": 2**29, "cache": 2**24, "a": 2**20, "b": 2**21})
+    assert made.describe() == (
+        "memory: the cache takes at most 16 MiB; the process at most 531 MiB (512 MiB weights and "
+        "libraries, 16 MiB cache, 3 MiB for requests and conversations)"
+    )
+
+
+def test_memory_goes_back_when_nobody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When the process has grown by over 64 MiB and no request is under way, once."""
+    sizes = {"now": 2**30}
+    worker = SimpleNamespace(busy=True)
+    calls: list[int] = []
+
+    def give_back() -> None:
+        calls.append(sizes["now"])
+        sizes["now"] = 2**30
+
+    monkeypatch.setattr(footprint, "_EVERY", 0)
+    monkeypatch.setattr(footprint, "resident_bytes", lambda: sizes["now"])
+    monkeypatch.setattr(footprint, "give_back", give_back)
+
+    async def run() -> None:
+        room: Any = SimpleNamespace(worker=worker)
+        task = asyncio.ensure_future(footprint.return_memory(room))
+
+        async def look() -> list[int]:
+            for _ in range(20):
+                await asyncio.sleep(0.001)
+            return calls
+
+        assert await look() == []
+        sizes["now"] += 2**26
+        worker.busy = False
+        assert await look() == []  # not over
+        sizes["now"], worker.busy = 2**31, True
+        assert await look() == []
+        worker.busy = False
+        assert await look() == [2**31]
+        assert await look() == [2**31]
+        task.cancel()
+
+    asyncio.run(run())
+
+
+def test_log_probabilities_are_written_as_they_would_be_as_objects() -> None:
+    """In the middle of text that needs escapes, in UTF-8 and in ASCII."""
+    shown = [
+        [{"token": 'é"\\', "logprob": -0.25, "bytes": [195, 169], "top_logprobs": []}] * 2,
+        [{"token": "\ud800", "logprob": -1e-7, "bytes": None, "top_logprobs": [{"token": "b"}]}],
+    ]
+    held = [Rows() for _ in shown]
+    for rows, one in zip(held, shown, strict=True):
+        for row in one:
+            rows.add([row])
+
+    def answer(*rows: Any) -> dict[str, Any]:
+        return {"text": "ü\n", "choices": [{"logprobs": one} for one in rows]}
+
+    for ascii in (False, True):
+        made = rendered(answer(*held, Rows()), ascii)
+        assert json.loads(made) == answer(*shown, [])
+        assert made.isascii() == ascii
+    with pytest.raises(TypeError, match="set is no JSON"):
+        rendered({"a": set()})
