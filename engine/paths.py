@@ -6,8 +6,6 @@ import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from engine.errors import InputError
-
 # Names of gates that are at hand and their folders; mmkv puts its own here.
 gate_sets: Callable[[], Mapping[str, Path]] = dict
 
@@ -19,6 +17,9 @@ def user_path(name: str | os.PathLike[str]) -> Path:
         InputError: for what cannot be a path: a NUL byte, text that is no file name, the home of a
             user who is not there. TypeError: ``name`` is neither text nor a path.
     """
+    # Not above: this module is imported with the package, before Ctrl-C is looked after.
+    from engine.errors import InputError
+
     if not isinstance(name, (str, os.PathLike)):
         raise TypeError(f"a path is text or a pathlib.Path, not a {type(name).__name__}")
     text = os.fspath(name)

@@ -46,7 +46,8 @@ class SessionTurn:
         async with self._begun() as turn:
             answer = await self._call.whole()
             await self._stand(turn)
-            return answer | {"session": self._record.shown()}
+            # Who reads this may send the next turn.
+            return answer | {"session": self._record.shown() | {"busy": False}}
 
     async def stream(self) -> AsyncGenerator[dict[str, Any] | str]:
         """Yield the events of a stream."""

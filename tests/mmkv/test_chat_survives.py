@@ -39,7 +39,7 @@ pytest_plugins = ("tests.support.cli_fixtures",)
 PLACES = (
     (mmkv.turn, "take_media"),
     (ChatTemplate, "render"),
-    (mmkv.turn, "load_image"),
+    (QwenProcessor, "load_picture"),
     (QwenProcessor, "encode"),
     (RaggedCache, "fork"),
     (Decoder, "embed_turn"),

@@ -166,7 +166,10 @@ class Terminal(io.StringIO):
 class Session:
     """Says ``**yes**``, and then raises ``error`` if one is given."""
 
-    note, last = None, SimpleNamespace(text="**yes**", finish_reason="eos", token_ids=[1])
+    note, last = (
+        None,
+        SimpleNamespace(text="**yes**", finish_reason="eos", token_ids=[1], memory=None),
+    )
 
     def __init__(self, error: BaseException | None) -> None:
         self.history: list[Any] = []

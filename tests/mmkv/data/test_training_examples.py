@@ -212,7 +212,7 @@ def test_labels_with_pictures_of_other_families(
 def test_labels_after_a_video(tmp_path: Path, bundled: Processor, monkeypatch: Any) -> None:
     frames = np.zeros((4, 64, 64, 3), np.uint8)
     clip = Clip(frames, (0, 12, 24, 36), 24.0)
-    monkeypatch.setattr("mmkv.data.examples.load_video", lambda *_, **__: clip)
+    monkeypatch.setattr("mmkv.prompt.processing.load_video", lambda *_, **__: clip)
     ask = [{"type": "video", "video": "v.mp4"}, {"type": "text", "text": "What is it?"}]
     messages = turns("", "a red circle", "", "yes")
     messages[0]["content"] = messages[2]["content"] = ask
@@ -227,7 +227,7 @@ def test_labels_after_a_video(tmp_path: Path, bundled: Processor, monkeypatch: A
 
 def test_labels_after_a_video_of_frames(tmp_path: Path, monkeypatch: Any) -> None:
     clip = Clip(np.zeros((3, 32, 32, 3), np.uint8), (0, 12, 24), 24.0)
-    monkeypatch.setattr("mmkv.data.examples.load_video", lambda *_, **__: clip)
+    monkeypatch.setattr("mmkv.prompt.processing.load_video", lambda *_, **__: clip)
     messages = turns("", "a red circle", "", "yes")
     messages[0]["content"] = [{"type": "video", "video": "v.mp4"}]
     messages[2]["content"] = seen_talk(tmp_path)[0]["content"]

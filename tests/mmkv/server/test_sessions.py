@@ -103,6 +103,12 @@ def caches(machine: Machine) -> list[dict[str, torch.Tensor]]:
     return found
 
 
+def test_an_answer_shows_the_session_as_it_stands_then(server: Server) -> None:
+    name = created(server)
+    said_of_it = turn(server, name, "hello")["session"]
+    assert said_of_it == shown(server, name) and not said_of_it["busy"]
+
+
 def test_turns_are_those_of_a_chat_that_is_sent_whole(server: Server) -> None:
     name = created(server)
     messages: list[Any] = []
