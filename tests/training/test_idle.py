@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers import TrainerState
 
+from tests.training.test_distill import settings, train
 from training.run import _idle
 from training.settings import Settings
 
@@ -28,3 +30,12 @@ def test_gradients_next_to_nothing_are_said_once(
     err = capsys.readouterr().err
     assert err.count("learn next to nothing") == said
     assert ("--bias 10 --lr 3e-3" in err) == bool(said)
+
+
+def test_a_run_shorter_than_its_log_lines_says_so_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A bias of 20 is a gate of 1 - 2e-9: whatever the data, next to nothing moves it."""
+    run: dict[str, Any] = {"bias": 20.0, "lambda_cap": 0.0, "loss": "ntp", "log_every": 10}
+    train(settings(tmp_path, steps=1, **run))
+    assert "mmkv: these gates learn next to nothing: up to step 1" in capsys.readouterr().err
