@@ -247,9 +247,14 @@ class ReplyJob:
         elif self._kept is None:
             if self.live is not None:
                 self.live.close()
-        elif self._prefill is not None:
+        else:
+            reading = None if self._prompt is None else self._prompt.reading
+            if reading is not None and reading.plan is not None and self.live is not None:
+                # It went back for nothing; what eviction has taken of it stays lost.
+                self.live.held.differs = reading.differs or self.live.held.differs
             try:
-                self._prefill.roll_back()
+                if self._prefill is not None:
+                    self._prefill.roll_back()
             except SessionError:  # a policy that cannot evict: no state to return to
                 self._kept.close()
 

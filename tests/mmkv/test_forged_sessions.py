@@ -168,11 +168,14 @@ def test_a_picture_token_that_was_generated_is_refused(engine: Engine, tmp_path:
 )
 def test_what_a_file_says_was_read_has_to_add_up(change: dict[str, Any], cause: str) -> None:
     piece = {"text": "abc", "ids": [1, 2, 3], "end": [3, 3, 3, 0], "pictures": 0, "rule": None}
-    given = {"pieces": [piece | {"reply": False}], "differs": None}
+    given = {"pieces": [piece | {"reply": False}], "differs": None, "unread": True}
     held = parse_held(json.dumps(given), 3, 100, {7})
     assert held.pieces is not None and held.as_json() == given | {
         "pieces": [piece | {"reply": False, "ids": (1, 2, 3), "end": (3, 3, 3, 0)}]
     }
+    assert held.unread is None  # pictures that no file has
+    del given["unread"]  # there are none
+    assert parse_held(json.dumps(given), 3, 100, {7}).unread == ((), ())
     given["pieces"] = [piece | {"reply": False} | change]
     with pytest.raises(Damage, match=cause):
         parse_held(json.dumps(given), 3, 100, {7})

@@ -16,7 +16,7 @@ import torch
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
-from engine.errors import InputError
+from engine.errors import ContextError, InputError
 from engine.read_ids import with_ids
 from mmkv import Engine, Session
 from mmkv.prompt.template import REWRITES, ChatTemplate
@@ -417,6 +417,25 @@ def test_a_cancelled_turn_that_went_back_is_read_by_the_next(
     assert held_ids(session)[: len(wanted)] == wanted and session.note is None
     stored.close()
     engine.cache.check()
+
+
+def test_what_a_cancelled_turn_lost_by_going_back_is_said(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine.from_pretrained(llama, policy="streamingllm", dtype="float32", budget=24)
+    with_template(engine, THOUGHTS)
+    script(monkeypatch, engine, ["<think>well</think>y", "z"])
+    stored = StoredSession(engine)
+    session = stored.wake()
+    list(session.send("a" * 30))
+    job = ReplyJob(engine, message("b" * 3000), session=stored, chunk=8)
+    with pytest.raises(ContextError):
+        job.begin()
+    job.roll_back()
+    assert session._cuts == 1 and "entries" in (session.memory().differs or "")
+    list(session.send("c"))
+    assert "entries" in (session.memory().differs or "")
+    stored.close()
 
 
 def test_tokens_that_were_put_in_directly_are_not_let_go(
