@@ -19,4 +19,12 @@ def config_file() -> Path:
 def _base(variable: str, otherwise: str) -> Path:
     named = os.environ.get(variable, "")
     # The specification ignores relative paths.
-    return Path(named) if Path(named).is_absolute() else Path.home() / otherwise
+    return Path(named) if Path(named).is_absolute() else _home() / otherwise
+
+
+def _home() -> Path:
+    """Return the user's home, the root for one who has none, as containers name it."""
+    try:
+        return Path.home()
+    except RuntimeError:  # a service without HOME, of a user that the system does not know
+        return Path(os.sep)

@@ -142,7 +142,7 @@ def _model(room: Room) -> dict[str, Any]:
     facts = room.facts
     own = {
         "policy": facts.policy,
-        "budget": "none" if facts.unbound is not None else facts.budget.describe(),
+        "budget": facts.bound,
         "shared_budget": facts.shared,
         "lookahead": facts.lookahead,
         "images": facts.sees,
@@ -186,6 +186,9 @@ async def _on_invalid(_: Request, error: Exception) -> Response:
     if first["type"] == "json_invalid":
         what = f"the body is no valid JSON: {first['ctx']['error']}"
         what += f" at character {first['loc'][-1]}; send a JSON object"
+        return error_response(ApiError(400, what, "invalid_request"))
+    if first["type"] == "missing" and len(first["loc"]) == 1:
+        what = "the request has no body; send a JSON object"
         return error_response(ApiError(400, what, "invalid_request"))
     extra = first["type"] == "extra_forbidden"
     names = [str(one) for one in first["loc"][1:]]

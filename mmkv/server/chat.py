@@ -233,8 +233,9 @@ def refuse_own(facts: Facts, given: bool, field: str) -> None:
 def refuse_budget(facts: Facts, given: bool, field: str) -> None:
     """Refuse a budget that all sessions share, or that would bind nothing. Raises ApiError."""
     refuse_own(facts, given, field)
-    if facts.unbound is not None and given:
-        raise unsupported(field, f"{facts.unbound}; or leave out {field}")
+    if facts.unbound and given:
+        what = f"policy {facts.policy!r} evicts nothing, so that {field} would bind nothing"
+        raise unsupported(field, f"{what}; leave it out, or ask another server")
 
 
 def _require_same(request: ChatRequest, facts: Facts) -> None:

@@ -214,7 +214,7 @@ def _facts(engine: Engine, lookahead: float) -> Facts:
         root=digest_of(identity),
         policy=engine.policy.name,
         budget=engine.budget,
-        unbound=why_unbound(engine.policy),
+        unbound=why_unbound(engine.policy) is not None,
         lookahead=lookahead,
         context=engine.spec.max_position,
         vocabulary=engine.spec.vocab_size,

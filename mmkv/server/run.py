@@ -118,7 +118,7 @@ def serve(
         )
         facts = room.facts
         say(
-            f"serving {settings.name} (policy {facts.policy}, {facts.bound}) "
+            f"serving {settings.name} (policy {facts.policy}, budget {facts.bound}) "
             f"at http://{host}:{port}/v1"
         )
         if room.footprint is not None:

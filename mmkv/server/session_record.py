@@ -21,7 +21,7 @@ class Record:
             folder that servers share.
         note: what that folder says of it; None without.
         busy: whether a turn is under way; made_way: whether it was closed here for another one;
-            used: grows with each use.
+            used: grows with each use; unbound: whether its budget binds nothing.
     """
 
     id: str
@@ -35,6 +35,7 @@ class Record:
     note: Note | None = None
     made_way: bool = False
     used: int = 0
+    unbound: bool = False
 
     @property
     def lies_in_the_folder(self) -> bool:
@@ -63,7 +64,7 @@ class Record:
             "object": "session",
             "created": self.created,
             "metadata": self.metadata,
-            "budget": self.budget.describe(),
+            "budget": "none" if self.unbound else self.budget.describe(),
             "turns": self.turns,
             "messages": self.messages,
             "busy": self.busy,

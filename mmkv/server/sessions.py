@@ -211,6 +211,7 @@ class Sessions:
                 release(self._room, kept)
             raise _exists(name)
         made = Record(name, tenant, budget, metadata, kept, turns=turns)
+        made.unbound = self._room.facts.unbound
         self._records[tenant, name] = made
         if self._lasting is None:
             return made
@@ -256,7 +257,7 @@ class Sessions:
         facts = self._room.facts
         budget = facts.budget if facts.shared else Budget(*note.budget)  # type: ignore[arg-type]
         made = Record(note.id, tenant, budget, note.metadata, created=note.created)
-        made.note, made.turns = note, note.turns
+        made.note, made.turns, made.unbound = note, note.turns, facts.unbound
         return made
 
     async def _require_new(self, name: str, caller: Caller) -> None:

@@ -83,7 +83,7 @@ class Facts:
             cuts, template.
         context: most positions; vocabulary: number of tokens; lengths: bounds texts by them.
         sampling: of replies whose request does not say.
-        shared: whether all sessions compete for the budget; unbound: why it binds nothing, if so.
+        shared: whether all sessions compete for the budget; unbound: whether it binds nothing.
         sees, watches: whether the model takes pictures, videos; picture_rules, rules: how it scales
             them; frame_rule: which frames of a video it is shown.
     """
@@ -99,12 +99,12 @@ class Facts:
     watches: bool
     sampling: Settled
     shared: bool = False
-    unbound: str | None = None
+    unbound: bool = False
     rules: VideoRules | None = None
     frame_rule: FrameRule | None = None
     picture_rules: VideoRules | None = None
 
     @property
     def bound(self) -> str:
-        """What bounds the memory of a reply, in words."""
-        return "no budget" if self.unbound is not None else f"budget {self.budget.describe()}"
+        """The budget as it is shown."""
+        return "none" if self.unbound else self.budget.describe()

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from mmkv.chat.places import config_file, state_folder
 from mmkv.cli.config import described
 
 if TYPE_CHECKING:
@@ -77,3 +78,20 @@ def test_env_shows_the_file(mmkv: Callable[..., Ran], config: Path) -> None:
     assert described() == f"config file: {config} (absent)"
     config.write_text("budget = 12\ntop_p = 1\n")
     assert f"config file: {config} (budget 12, top_p 1)" in mmkv("env").out
+
+
+def test_a_user_without_a_home_can_run_commands(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A service without HOME, of a user that the system does not know, as containers have them."""
+    for name in ("HOME", "XDG_CONFIG_HOME", "XDG_STATE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+
+    def unknown(uid: int) -> None:
+        raise KeyError(f"getpwuid(): uid not found: {uid}")
+
+    monkeypatch.setattr("pwd.getpwuid", unknown)
+    with pytest.raises(RuntimeError):
+        Path.home()
+    assert (config_file(), state_folder()) == (
+        Path("/.config/mmkv.toml"),
+        Path("/.local/state/mmkv"),
+    )

@@ -230,6 +230,12 @@ def test_a_method_that_is_not_allowed_names_those_that_are(server: Server) -> No
         assert set(answer.headers["Allow"].split(", ")) == methods
 
 
+@pytest.mark.parametrize("path", ["chat/completions", "responses", "sessions"])
+def test_a_body_that_is_not_there_is_told(server: Server, path: str) -> None:
+    told = server.client.post(f"/v1/{path}")
+    assert told.status_code == 400 and "has no body" in told.json()["error"]["message"]
+
+
 def test_a_body_that_is_no_json_names_no_field(server: Server) -> None:
     error = error_of(post(server, "/v1/chat/completions", '{"model": x}'))
     assert error["param"] is None and "character 10" in error["message"]

@@ -108,7 +108,9 @@ def test_a_budget_that_would_bind_nothing_is_refused(folder: Path) -> None:
             assert "policy 'full' evicts nothing" in told.json()["error"]["message"]
             opened = server.client.post("/v1/sessions", json={"budget": given})
             assert opened.status_code == 400 and opened.json()["error"]["param"] == "budget"
-        session = server.client.post("/v1/sessions", json={}).json()["id"]
+        made = server.client.post("/v1/sessions", json={}).json()
+        session = made["id"]
+        assert made["budget"] == "none"
         turn = server.client.post(f"/v1/sessions/{session}/chat/completions", json=asked("hello"))
         assert turn.status_code == 200 and server.chat("hello").status_code == 200
         assert server.client.get(f"/v1/models/{MODEL}").json()["mmkv"]["budget"] == "none"
