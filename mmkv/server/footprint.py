@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from engine.memory import give_back, resident_bytes
 from mmkv.server import connections, worker
@@ -94,9 +94,9 @@ def _reading(engine: Engine, limits: MediaLimits, running: int, on_host: bool) -
     vision = getattr(config, "vision_config", None)
     if not engine.processor.sees or vision is None:
         return states + logits if on_host else 0
-    # A picture is at most as many tokens as the context, and a request's pictures are so many
-    # pixels. A patch is merged with its neighbours to a token in all families but the oldest.
-    patch = getattr(vision, "patch_size", 14)
+    # A request's pictures have at most as many tokens as the context, and so many pixels. No family
+    # makes a token of more than 2 x 2 patches where its settings do not say so.
+    patch = _patch(vision)
     merge = getattr(vision, "spatial_merge_size", 2)
     patches = min(limits.pixels // patch**2, spec.max_position * merge**2)
     pixels = patches * patch**2 * 3 * 4 * getattr(vision, "temporal_patch_size", 1)
@@ -107,6 +107,12 @@ def _reading(engine: Engine, limits: MediaLimits, running: int, on_host: bool) -
     levels = 1 + len(getattr(vision, "deepstack_visual_indexes", None) or ())
     read = 4 * running * spec.max_position * width * (1 + levels)
     return _TENSORS * pixels + tower + read + states + logits
+
+
+def _patch(vision: Any) -> int:
+    """Return the pixels of a patch's side; some settings have one for each axis."""
+    size = getattr(vision, "patch_size", None) or 14
+    return int(size) if isinstance(size, int) else int(min(size))
 
 
 async def return_memory(room: Room) -> None:

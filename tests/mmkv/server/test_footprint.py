@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,8 +15,21 @@ from engine.memory import resident_bytes
 from mmkv import Engine
 from mmkv.server import footprint
 from mmkv.server.footprint import Footprint
+from mmkv.server.machine import Machine
+from mmkv.server.media.limits import MediaLimits
+from mmkv.server.metrics import Metrics
 from mmkv.server.reply_json import Rows, rendered
-from tests.support.chat_models import save_qwen3_vl
+from mmkv.server.settings import Settings
+from tests.support.chat_models import (
+    picture,
+    save_internvl,
+    save_llama,
+    save_llava,
+    save_llava_onevision,
+    save_qwen2_5_vl,
+    save_qwen3_vl,
+    save_qwen3_vl_moe,
+)
 from tests.support.servers import Server, serving
 
 MEMORY = 2**22
@@ -141,3 +154,44 @@ def test_log_probabilities_are_written_as_they_would_be_as_objects() -> None:
         assert made.isascii() == ascii
     with pytest.raises(TypeError, match="set is no JSON"):
         rendered({"a": set()})
+
+
+@pytest.mark.parametrize(
+    "save",
+    [
+        save_qwen3_vl,
+        save_qwen2_5_vl,
+        save_qwen3_vl_moe,
+        save_llava,
+        save_llava_onevision,
+        save_internvl,
+    ],
+)
+def test_pictures_that_fill_the_context_are_counted(
+    save: Callable[[Path], Path], tmp_path: Path
+) -> None:
+    """Twice the pixels of as many pictures as there is context for."""
+    engine = Engine.from_pretrained(
+        save(tmp_path), policy="streamingllm", budget=24, dtype="float32", kv_limit=2**26
+    )
+    machine = Machine(engine, Settings("m"), Metrics(), 2.0)
+    asked = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "?"}]}]
+    processor = engine.processor
+    text = processor.template.render(asked, opening=True)
+    inputs = processor.encode(text, [picture(size=(80, 48))])
+    tokens = int((inputs["input_ids"] == engine.family.placeholder[1]).sum())
+    pixels = inputs["pixel_values"].numel() * 4 * engine.spec.max_position // tokens
+    assert tokens
+    on_a_gpu, here = (footprint._reading(engine, MediaLimits(), 8, cpu) for cpu in (False, True))
+    assert 2 * pixels <= on_a_gpu < here  # there the tower's own memory is not the host's
+    machine.close()
+
+
+def test_a_model_of_texts_reads_no_pictures(tmp_path: Path) -> None:
+    engine = Engine.from_pretrained(
+        save_llama(tmp_path), policy="streamingllm", budget=24, dtype="float32", kv_limit=2**26
+    )
+    machine = Machine(engine, Settings("m"), Metrics(), 2.0)
+    found = footprint.footprint(machine, Settings("m"))
+    assert found.parts["media"] == 0 < found.parts["reading"] < 2**26
+    machine.close()
