@@ -26,7 +26,7 @@ def test_the_dashboard_asks_for_metrics_that_there_are() -> None:
     metrics = Metrics()
     for metric in (metrics.finished, metrics.rejected, metrics.evicted):
         metric.labels("x").inc()
-    for metric in (metrics.kv_pages, metrics.sessions):
+    for metric in (metrics.kv_pages, metrics.sessions, metrics.process_limit):
         metric.labels("x").set(1)
     there = set(re.findall(r"^(mmkv_\w+)", metrics.text().decode(), re.MULTILINE))
     panels = json.loads((DOCKER / "dashboard.json").read_text())["panels"]
