@@ -30,7 +30,8 @@ def own_bytes(
     """Estimate the bytes that one of our methods needs, weights included: an estimate from above.
 
     Pages at their worst case, block tables and eviction scratch for the longest row (twice, as
-    tables may double), logits in two precisions, and 2 GB for all else.
+    tables may double), logits in two precisions, and 2 GB for all else. Pages that a pool on a GPU
+    takes ahead of need, where memory is free, are not counted.
     """
     rows, spare = shape.rows, max(steps, SPARE_COLUMNS)
     if budget is None:
