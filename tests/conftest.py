@@ -51,10 +51,17 @@ def one_thread_again() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def own_home(tmp_path_factory: pytest.TempPathFactory) -> None:
+def homes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Keep the user's defaults out of the tests, and the tests' chats out of the user's."""
-    for name in ("XDG_STATE_HOME", "XDG_CONFIG_HOME"):
-        os.environ[name] = str(tmp_path_factory.mktemp(name.lower()))
+    names = ("XDG_STATE_HOME", "XDG_CONFIG_HOME")
+    os.environ.update(made := {name: str(tmp_path_factory.mktemp(name.lower())) for name in names})
+    return made
+
+
+@pytest.fixture(autouse=True)
+def own_home(homes: dict[str, str]) -> None:
+    """Undo what a test before this one did to the environment: targets of the fuzz program do."""
+    os.environ.update(homes)
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import mmkv.chat.autosave
+from engine.errors import plain
 from mmkv import Engine
 from mmkv.chat.autosave import KEPT, SHARE
 from mmkv.chat.repl import Repl
@@ -60,7 +61,7 @@ def test_a_chat_that_is_killed_goes_on_with_resume(
     # That chat was kept in the same file, so that it is the latest again.
     again = mmkv("chat", "--resume", "-i", "--json", *FEW, stdin="/history\n")
     assert f"loaded {file}: 3 turn(s)" in again.err and ">>> so?" in again.err
-    assert f">>> hello\n{one[0]}\n" in again.err
+    assert f">>> hello\n{plain(one[0])}\n" in again.err
     killed.session.close()
 
 
@@ -72,7 +73,8 @@ def test_autosaved_files_are_private_few_and_whole(
         for number in range(KEPT + 3):
             chat = new_repl(small_engine, model)
             chat.handle(f"hello {number}")
-            os.utime(sorted(state.iterdir())[-1], (number, number))
+            latest = max(state.iterdir(), key=lambda path: path.stat().st_mtime)
+            os.utime(latest, (number, number))
             chat.handle("/clear")  # a conversation of its own from here on
             chat.session.close()
     finally:

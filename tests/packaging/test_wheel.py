@@ -124,7 +124,7 @@ def test_a_build_without_a_compiler_says_so(
     build = [sys.executable, "setup.py", "build_ext", "--build-lib", tmp_path / "lib"]
     ran = subprocess.run(
         [*build, "--build-temp", tmp_path / "temp"],
-        cwd=archive.parent,
+        cwd=archive.parents[1],
         capture_output=True,
         text=True,
     )

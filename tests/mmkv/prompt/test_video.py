@@ -403,4 +403,4 @@ def test_packets_that_cannot_be_decoded_are_no_copies(tmp_path: Path) -> None:
     path = tmp_path / "b.avi"
     path.write_bytes(content)
     clip = load_video(path, num_frames=24)
-    assert levels(clip) == list(clip.indices) and len(clip.indices) in (23, 24)
+    assert levels(clip) == list(clip.indices) and len(clip.indices) in (22, 23, 24)
