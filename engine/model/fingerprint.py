@@ -14,6 +14,8 @@ from engine.model.source import checkpoint_file, files_of
 SAMPLE = 1024  # bytes of each tensor
 _LONGEST_HEADER = 100 * 2**20  # the format's own bound
 _INSIDE = "language_model."
+# What a damaged or foreign checkpoint raises; the loader says what is wrong with it.
+_UNREADABLE = (MmkvError, OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
 _Tensor = tuple[str, str, list[int], bytes]  # name, dtype, shape, the first bytes
 
 
@@ -32,16 +34,8 @@ def fingerprint(model: str) -> str | None:
     try:
         files = files_of(lambda name: checkpoint_file(model, name))
         return None if files is None else _digest(_tensors(files))
-    except (
-        MmkvError,
-        OSError,
-        ValueError,
-        KeyError,
-        TypeError,
-        AttributeError,
-        RecursionError,
-    ):
-        return None  # the loader says what is wrong with them
+    except _UNREADABLE:
+        return None
 
 
 def language_fingerprint(model: str) -> str | None:
@@ -59,15 +53,7 @@ def language_fingerprint(model: str) -> str | None:
     try:
         files = files_of(lambda name: checkpoint_file(model, name))
         tensors = [] if files is None else _tensors(files)
-    except (
-        MmkvError,
-        OSError,
-        ValueError,
-        KeyError,
-        TypeError,
-        AttributeError,
-        RecursionError,
-    ):
+    except _UNREADABLE:
         return None
     # "language_model.model.norm" and "model.language_model.norm" are both "model.norm".
     places = ((_INSIDE, ""), (f"model.{_INSIDE}", "model."))
