@@ -72,7 +72,7 @@ setup(
     cmdclass={"build_ext": BuildLevels},
     ext_modules=[
         Extension(
-            f"engine.backends.cpu._step_{level}",
+            f"mmkv.engine.backends.cpu._step_{level}",
             [f"{FOLDER}/{name}.c" for name in NAMES],
             depends=[
                 "setup.py",

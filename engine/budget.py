@@ -7,8 +7,8 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from engine.checks import require_real
-from engine.errors import BudgetError
+from mmkv.engine.checks import require_real
+from mmkv.engine.errors import BudgetError
 
 _KINDS = ("entries", "bytes", "fraction")
 _MOST = 2**40

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from engine.errors import BudgetError
-from engine.page_bound import lasting_pages, page_bound
-from engine.policies import Budget, Policy
+from mmkv.engine.errors import BudgetError
+from mmkv.engine.page_bound import lasting_pages, page_bound
+from mmkv.engine.policies import Budget, Policy
 
 if TYPE_CHECKING:
-    from engine.backends.base import Backend
-    from engine.runtime import Runtime
-    from engine.sequence import CachedSequence
+    from mmkv.engine.backends.base import Backend
+    from mmkv.engine.runtime import Runtime
+    from mmkv.engine.sequence import CachedSequence
 
 
 class Budgets(Protocol):

@@ -13,14 +13,14 @@ from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.budget import Budget
-from engine.checks import require_real, require_type, require_whole
-from engine.errors import InputError, ModelError, PolicyError
+from mmkv.engine.budget import Budget
+from mmkv.engine.checks import require_real, require_type, require_whole
+from mmkv.engine.errors import InputError, ModelError, PolicyError
 
 if TYPE_CHECKING:
     import torch
 
-    from engine.policies import Policy
+    from mmkv.engine.policies import Policy
 
 
 def _about(
@@ -68,7 +68,7 @@ class EngineConfig:
         kv: how keys and values lie in the cache: ``auto`` (in the dtype), ``bf16``, or rounded
             entry by entry: ``int8``; ``k8v4``, keys in 8 bits and values in 4; ``int4``. None:
             ``auto``, or under a budget in bytes the form that answered best at so many bytes
-            (:mod:`engine.cache.choice`).
+            (:mod:`mmkv.engine.cache.choice`).
         kv_limit: most bytes that the page pool may take; None: no limit but the memory.
         threads: of the whole process on a CPU (``torch.set_num_threads``); None: as torch has it,
             one for each core unless OMP_NUM_THREADS says otherwise.

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from engine.cache import RaggedCache
+from mmkv.engine.cache import RaggedCache
 
 MODALITIES = ("text", "image", "video")
 

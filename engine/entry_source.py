@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from engine.cache import Entries, RaggedCache
-from engine.errors import PolicyError
-from engine.policies.base import CacheView, Needs, WindowReduction
-from engine.query_window import QUERIES, newest_entropy, window_attention
+from mmkv.engine.cache import Entries, RaggedCache
+from mmkv.engine.errors import PolicyError
+from mmkv.engine.policies.base import CacheView, Needs, WindowReduction
+from mmkv.engine.query_window import QUERIES, newest_entropy, window_attention
 
 
 class CacheEntries:
-    """Reads the entries of one sequence where they lie; :class:`engine.policies.base.EntrySource`.
+    """Reads the entries of one sequence where they lie.
+
+    A :class:`mmkv.engine.policies.base.EntrySource`.
 
     Only what the scorer says it needs: a policy that reads more would run on one backend and not on
     another.
@@ -40,14 +42,14 @@ class CacheEntries:
         return self._cache.pool.state.flatten(0, 1)[self._entries.slot]
 
     def attention(self, view: CacheView, reduction: WindowReduction) -> Tensor:
-        """``[N]``; see :meth:`engine.policies.base.CacheView.attention`."""
+        """``[N]``; see :meth:`mmkv.engine.policies.base.CacheView.attention`."""
         self._check_queries("attention")
         return window_attention(
             self._cache, self._seq, self._entries, view, reduction, self._native
         )
 
     def entropy(self, view: CacheView) -> Tensor:
-        """Without dimensions; see :meth:`engine.policies.base.CacheView.entropy`."""
+        """Without dimensions; see :meth:`mmkv.engine.policies.base.CacheView.entropy`."""
         self._check_queries("entropy")
         return newest_entropy(self._cache, self._seq, self._entries, view)
 

@@ -3,7 +3,7 @@
 Python raises KeyboardInterrupt between any two bytecodes. Within a decode step it would leave a
 token in some layers' rows and not in others; within the opening of a session, a row in one list and
 not in another. So all that changes an engine runs with SIGINT held back: who takes its lock, or a
-session for a call, holds it back until that is done (:mod:`engine.lock`).
+session for a call, holds it back until that is done (:mod:`mmkv.engine.lock`).
 """
 
 from __future__ import annotations

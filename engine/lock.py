@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from engine.interrupts import CtrlC
+from mmkv.engine.interrupts import CtrlC
 
 
 class FairLock:

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from engine.errors import PolicyError
-from engine.policies.base import NewTokens, Policy, Scorer, returned, shaped, tapped_layers
-from engine.query_window import QUERIES
+from mmkv.engine.errors import PolicyError
+from mmkv.engine.policies.base import NewTokens, Policy, Scorer, returned, shaped, tapped_layers
+from mmkv.engine.query_window import QUERIES
 
 if TYPE_CHECKING:
-    from engine.cache import RaggedCache
-    from engine.model.spec import DecoderSpec
-    from engine.sequence import CachedSequence
+    from mmkv.engine.cache import RaggedCache
+    from mmkv.engine.model.spec import DecoderSpec
+    from mmkv.engine.sequence import CachedSequence
 
 
 def sequence_memory(

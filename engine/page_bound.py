@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from engine.policies import Budget
-    from engine.runtime import Runtime
+    from mmkv.engine.policies import Budget
+    from mmkv.engine.runtime import Runtime
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ def user_path(name: str | os.PathLike[str]) -> Path:
             user who is not there. TypeError: ``name`` is neither text nor a path.
     """
     # Not above: this module is imported with the package, before Ctrl-C is looked after.
-    from engine.errors import InputError
+    from mmkv.engine.errors import InputError
 
     if not isinstance(name, (str, os.PathLike)):
         raise TypeError(f"a path is text or a pathlib.Path, not a {type(name).__name__}")

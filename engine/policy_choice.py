@@ -6,10 +6,10 @@ import contextlib
 from pathlib import Path
 from typing import Literal
 
-from engine.backends.torch.write_step import check_named
-from engine.config import EngineConfig
-from engine.errors import GateError, PolicyError
-from engine.model.gates import (
+from mmkv.engine.backends.torch.write_step import check_named
+from mmkv.engine.config import EngineConfig
+from mmkv.engine.errors import GateError, PolicyError
+from mmkv.engine.model.gates import (
     Gates,
     WriteGates,
     foreign_note,
@@ -18,9 +18,9 @@ from engine.model.gates import (
     load_write_gates,
     trained_age,
 )
-from engine.model.spec import DecoderSpec
-from engine.policies import Policy, make_policy
-from engine.policies.registry import check_policy
+from mmkv.engine.model.spec import DecoderSpec
+from mmkv.engine.policies import Policy, make_policy
+from mmkv.engine.policies.registry import check_policy
 
 # Without gates, under a budget: what answered best of the policies that need none
 # (quality-no-gates-pictures.json and docs/leaderboard.md). On text rkv is level with streamingllm
@@ -62,7 +62,7 @@ def choose(
             raise GateError(
                 f"policy {chosen.name!r} needs retention gates and {name} has none; name "
                 "them with gates=PATH (--gates PATH), train them with `python -m "
-                "training.distill`, or choose policy 'streamingllm' or 'snapkv'"
+                "mmkv.training.distill`, or choose policy 'streamingllm' or 'snapkv'"
             )
         best = BEST_WITH_PICTURES if pictures else BEST_WITH_TEXT
         chosen = make_policy("full" if config.budget is None else best)
@@ -105,7 +105,7 @@ def require_named_gates(config: EngineConfig, gates: object = None) -> None:
     if chosen.gates == "write" and gates is None and named_gates(config) is None:
         raise GateError(
             f"policy {chosen.name!r} needs write gates; name them with gates=PATH (--gates "
-            "PATH), or train them with `python -m training.distill --method wgkv`"
+            "PATH), or train them with `python -m mmkv.training.distill --method wgkv`"
         )
 
 

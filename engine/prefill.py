@@ -14,25 +14,25 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from engine.backends.cpu import native_product
-from engine.backends.torch.step import PackedChunks, PrefillChunk
-from engine.cache.ragged import Owner
-from engine.contents import with_pictures
-from engine.device import exact_products
-from engine.errors import InputError, NotFiniteError, SessionError
-from engine.interrupts import CtrlC
-from engine.memory import MANY_TOKENS, give_back
-from engine.model.panels import Panels
-from engine.trace import PRUNED
+from mmkv.engine.backends.cpu import native_product
+from mmkv.engine.backends.torch.step import PackedChunks, PrefillChunk
+from mmkv.engine.cache.ragged import Owner
+from mmkv.engine.contents import with_pictures
+from mmkv.engine.device import exact_products
+from mmkv.engine.errors import InputError, NotFiniteError, SessionError
+from mmkv.engine.interrupts import CtrlC
+from mmkv.engine.memory import MANY_TOKENS, give_back
+from mmkv.engine.model.panels import Panels
+from mmkv.engine.trace import PRUNED
 
 # Tokens of one pass on a CPU. Products gain nothing from more, and the states of more tokens leave
 # the caches.
 _MOST_ON_CPU = 512
 
 if TYPE_CHECKING:
-    from engine.model.families.base import Turn
-    from engine.runtime import Runtime
-    from engine.sequence import CachedSequence
+    from mmkv.engine.model.families.base import Turn
+    from mmkv.engine.runtime import Runtime
+    from mmkv.engine.sequence import CachedSequence
 
 
 class Prefill:

@@ -12,10 +12,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from engine.backends.cuda.kernels.available import on_triton
-from engine.backends.cuda.kernels.window_scores import window_scores
-from engine.cache import Entries, RaggedCache
-from engine.policies.base import CacheView, Group, WindowReduction
+from mmkv.engine.backends.cuda.kernels.available import on_triton
+from mmkv.engine.backends.cuda.kernels.window_scores import window_scores
+from mmkv.engine.cache import Entries, RaggedCache
+from mmkv.engine.policies.base import CacheView, Group, WindowReduction
 
 QUERIES = "queries"
 # The reductions that the kernel computes.
@@ -67,7 +67,7 @@ def window_attention(
     """
     queries = cache.memory[QUERIES]
     if native:
-        from engine.backends.cpu.window import native_window_attention
+        from mmkv.engine.backends.cpu.window import native_window_attention
 
         return native_window_attention(cache, seq, queries[seq], view.seen, reduction)
     at = window_positions(view.seen, queries.shape[3], queries.device)
@@ -84,7 +84,7 @@ def window_attention(
 
 
 def newest_entropy(cache: RaggedCache, seq: int, entries: Entries, view: CacheView) -> Tensor:
-    """Compute :meth:`engine.policies.base.CacheView.entropy`."""
+    """Compute :meth:`mmkv.engine.policies.base.CacheView.entropy`."""
     queries = cache.memory[QUERIES]
     at = window_positions(view.seen, queries.shape[3], queries.device)
     most = view.length.float().log().view(view.layers, -1)

@@ -14,7 +14,7 @@ from functools import lru_cache
 from importlib.metadata import EntryPoint, EntryPoints, entry_points
 from typing import Any, Generic, TypeVar
 
-from engine.errors import STOPS, MmkvError
+from mmkv.engine.errors import STOPS, MmkvError
 
 T = TypeVar("T")
 # What the command line and lmms-eval's name=value,name=value can carry; + is for suffixes.

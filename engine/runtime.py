@@ -11,47 +11,47 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from engine.backends.base import Backend, Backends
-from engine.backends.cpu import (
+from mmkv.engine.backends.base import Backend, Backends
+from mmkv.engine.backends.cpu import (
     CpuBackend,
     native_elementwise,
     native_product,
     packed,
     rounded,
 )
-from engine.backends.cuda import CudaBackend
-from engine.backends.cuda.kernels.sample import Draw
-from engine.backends.torch.backend import TorchBackend
-from engine.backends.torch.write_step import WriteStep, admitting
-from engine.budgets import Budgets, OwnBudgets
-from engine.cache import PagePool, RaggedCache
-from engine.cache.choice import choose_form
-from engine.cache.layout import Layout
-from engine.config import DEFAULT_BUDGET, EngineConfig, require_options
-from engine.errors import GateError, InputError
-from engine.interrupts import whole
-from engine.lock import FairLock
-from engine.memory import give_back
-from engine.model.decoder import Decoder
-from engine.model.families.base import Family
-from engine.model.families.loading import load, resolve_device
-from engine.model.gates import (
+from mmkv.engine.backends.cuda import CudaBackend
+from mmkv.engine.backends.cuda.kernels.sample import Draw
+from mmkv.engine.backends.torch.backend import TorchBackend
+from mmkv.engine.backends.torch.write_step import WriteStep, admitting
+from mmkv.engine.budgets import Budgets, OwnBudgets
+from mmkv.engine.cache import PagePool, RaggedCache
+from mmkv.engine.cache.choice import choose_form
+from mmkv.engine.cache.layout import Layout
+from mmkv.engine.config import DEFAULT_BUDGET, EngineConfig, require_options
+from mmkv.engine.errors import GateError, InputError
+from mmkv.engine.interrupts import whole
+from mmkv.engine.lock import FairLock
+from mmkv.engine.memory import give_back
+from mmkv.engine.model.decoder import Decoder
+from mmkv.engine.model.families.base import Family
+from mmkv.engine.model.families.loading import load, resolve_device
+from mmkv.engine.model.gates import (
     Gates,
     WriteGates,
 )
-from engine.model.rope import Rope
-from engine.model.spec import DecoderSpec
-from engine.model.weights import DecoderWeights
-from engine.new_entries import has_born, has_revise, sequence_memory, tap_layers
-from engine.paths import user_path
-from engine.policies import Budget, Needs, Policy
-from engine.policies.pruning import check_pruner
-from engine.policies.registry import check_policy
-from engine.policy_choice import choose, require_named_gates
-from engine.sequence import CachedSequence
-from engine.sequence_file import load_session
-from engine.shared_budget import SharedBudget
-from engine.steps import decode_step, decode_steps
+from mmkv.engine.model.rope import Rope
+from mmkv.engine.model.spec import DecoderSpec
+from mmkv.engine.model.weights import DecoderWeights
+from mmkv.engine.new_entries import has_born, has_revise, sequence_memory, tap_layers
+from mmkv.engine.paths import user_path
+from mmkv.engine.policies import Budget, Needs, Policy
+from mmkv.engine.policies.pruning import check_pruner
+from mmkv.engine.policies.registry import check_policy
+from mmkv.engine.policy_choice import choose, require_named_gates
+from mmkv.engine.sequence import CachedSequence
+from mmkv.engine.sequence_file import load_session
+from mmkv.engine.shared_budget import SharedBudget
+from mmkv.engine.steps import decode_step, decode_steps
 
 
 class Runtime:
@@ -63,7 +63,7 @@ class Runtime:
     Args:
         policy: a :class:`Policy`; budget: the default of new sessions.
         options: evict_every, prefill_chunk, page_size, kv and kv_limit of
-            :class:`engine.config.EngineConfig`.
+            :class:`mmkv.engine.config.EngineConfig`.
 
     Attributes:
         form_note: why the cache has the form it has, where a budget in bytes chose it.
@@ -156,7 +156,7 @@ class Runtime:
         Args:
             path_or_hub_id: a transformers checkpoint folder, or the id of one on the hub.
             progress: called with a few words on what is being loaded.
-            options: those of :class:`engine.config.EngineConfig`: policy (a name or a
+            options: those of :class:`mmkv.engine.config.EngineConfig`: policy (a name or a
                 :class:`Policy`), budget, lookahead, evict_every, prefill_chunk, page_size, gates,
                 device, dtype, weights, kv, kv_limit, threads.
 
@@ -386,7 +386,7 @@ class Runtime:
         """What replies are decoded on: ``native``, ``CUDA graph``, or ``torch: `` and why.
 
         A batch runs on torch when one of its sessions must, such as one past its sliding window
-        (:attr:`engine.sequence.CachedSequence.decode_path`).
+        (:attr:`mmkv.engine.sequence.CachedSequence.decode_path`).
         """
         return self.path_of(())
 

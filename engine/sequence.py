@@ -11,25 +11,25 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from engine.cache import Entries
-from engine.contents import Memory, Span, memory_of, retained_tokens
-from engine.device import exact_products
-from engine.entry_source import CacheEntries
-from engine.errors import ContextError, SessionError
-from engine.interrupts import CtrlC
-from engine.page_bound import Extent
-from engine.paths import user_path
-from engine.policies import Budget, CacheView
-from engine.prefill import Prefill, run_whole
-from engine.query_window import QUERIES
-from engine.read_ids import with_ids
-from engine.trace import Recorder
+from mmkv.engine.cache import Entries
+from mmkv.engine.contents import Memory, Span, memory_of, retained_tokens
+from mmkv.engine.device import exact_products
+from mmkv.engine.entry_source import CacheEntries
+from mmkv.engine.errors import ContextError, SessionError
+from mmkv.engine.interrupts import CtrlC
+from mmkv.engine.page_bound import Extent
+from mmkv.engine.paths import user_path
+from mmkv.engine.policies import Budget, CacheView
+from mmkv.engine.prefill import Prefill, run_whole
+from mmkv.engine.query_window import QUERIES
+from mmkv.engine.read_ids import with_ids
+from mmkv.engine.trace import Recorder
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from engine.model.families.base import Turn
-    from engine.runtime import Runtime
+    from mmkv.engine.model.families.base import Turn
+    from mmkv.engine.runtime import Runtime
 
 _STATE = (
     "seen",
@@ -55,7 +55,8 @@ class CachedSequence:
             difference is this sequence's M-RoPE delta: it belongs to the session, never to
             the model. prompt_tokens: those of them that came in prompts. pictures: where the
             tokens of each begin and end.
-        read_ids: a bit for each token id that it has read, evicted or not (:mod:`engine.read_ids`).
+        read_ids: a bit for each token id that it has read, evicted or not
+            (:mod:`mmkv.engine.read_ids`).
 
     Threads may share an engine, not a session: a call on a session that another thread is using
     raises :class:`SessionError`. Reading it (:meth:`memory`, :meth:`retained`) and closing it
@@ -206,7 +207,7 @@ class CachedSequence:
 
     @property
     def decode_path(self) -> str:
-        """What :meth:`decode` runs on now; as :attr:`engine.runtime.Runtime.decode_path`."""
+        """What :meth:`decode` runs on now; as :attr:`mmkv.engine.runtime.Runtime.decode_path`."""
         return self.engine.path_of([self])
 
     @property
@@ -223,7 +224,7 @@ class CachedSequence:
 
         Raises:
             TypeError, InputError, SessionError, ContextError, BudgetError: as
-            :meth:`engine.runtime.Runtime.decode`.
+            :meth:`mmkv.engine.runtime.Runtime.decode`.
         """
         return self.engine.decode([self], [token_id])[0]
 
@@ -272,7 +273,7 @@ class CachedSequence:
 
     def save(self, path: str | Path, extra: dict[str, str] | None = None) -> None:
         """Write the whole memory to one safetensors file, atomically. See session_file."""
-        from engine.sequence_file import checked_extra, save_session
+        from mmkv.engine.sequence_file import checked_extra, save_session
 
         target = user_path(path)
         with self.claimed():
@@ -444,7 +445,7 @@ class CachedSequence:
 
     @property
     def extent(self) -> Extent:
-        """What :func:`engine.page_bound.page_bound` wants to know of this sequence."""
+        """What :func:`mmkv.engine.page_bound.page_bound` wants to know of this sequence."""
         return Extent(self.seen, self.entries, self.prompt_tokens)
 
     def _require_open(self) -> None:

@@ -15,14 +15,14 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from engine.checks import require_type, shown
-from engine.errors import STOPS, BudgetError, SessionError
-from engine.paths import is_file
-from engine.policies import Budget
+from mmkv.engine.checks import require_type, shown
+from mmkv.engine.errors import STOPS, BudgetError, SessionError
+from mmkv.engine.paths import is_file
+from mmkv.engine.policies import Budget
 
 if TYPE_CHECKING:
-    from engine.runtime import Runtime
-    from engine.sequence import CachedSequence
+    from mmkv.engine.runtime import Runtime
+    from mmkv.engine.sequence import CachedSequence
 
 FORMAT = "mmkv-session-1"
 
@@ -77,7 +77,7 @@ def checked_extra(extra: dict[str, str] | None) -> dict[str, str]:
 def load_session(engine: Runtime, path: Path) -> tuple[CachedSequence, dict[str, str]]:
     """Read a session file onto an engine with the same model, gates and policy.
 
-    The whole file is checked before a page is taken (:mod:`engine.session_schema`).
+    The whole file is checked before a page is taken (:mod:`mmkv.engine.session_schema`).
 
     Returns:
         the session, and the ``extra`` strings given when it was saved.
@@ -85,8 +85,8 @@ def load_session(engine: Runtime, path: Path) -> tuple[CachedSequence, dict[str,
     Raises:
         SessionError: unreadable or foreign file. BudgetError: no room for it. Nothing is held then.
     """
-    from engine.session_schema import Header, check_state, read_tensors
-    from engine.strict import Damage, parse
+    from mmkv.engine.session_schema import Header, check_state, read_tensors
+    from mmkv.engine.strict import Damage, parse
 
     if path.exists() and not is_file(path):  # reading a pipe may never end
         raise SessionError(f"{path} is no file; name a session file")

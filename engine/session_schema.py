@@ -11,12 +11,12 @@ import torch
 from pydantic import Field, Json
 from torch import Tensor
 
-from engine.checks import shown
-from engine.contents import MODALITIES
-from engine.strict import Damage, Strict
+from mmkv.engine.checks import shown
+from mmkv.engine.contents import MODALITIES
+from mmkv.engine.strict import Damage, Strict
 
 if TYPE_CHECKING:
-    from engine.runtime import Runtime
+    from mmkv.engine.runtime import Runtime
 
 _Count = Annotated[int, Field(ge=0, le=2**62)]
 _Tokens = Annotated[int, Field(ge=0, le=2**31 - 1)]  # positions are int32
@@ -33,7 +33,7 @@ NAMES = {
 
 
 class State(Strict):
-    """:meth:`engine.sequence.CachedSequence.state`, and the budget."""
+    """:meth:`mmkv.engine.sequence.CachedSequence.state`, and the budget."""
 
     seen: _Tokens
     next_position: _Tokens

@@ -10,32 +10,33 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from engine.cache import Entries
-from engine.checks import require_real
-from engine.errors import BudgetError, PolicyError, SessionError
-from engine.policies import Budget
-from engine.policies.allocation import GlobalAllocation
-from engine.policies.base import CacheView
-from engine.policies.scoring import Retention
-from engine.policies.selection import MOST_ENTRIES, Shares, lowest
+from mmkv.engine.cache import Entries
+from mmkv.engine.checks import require_real
+from mmkv.engine.errors import BudgetError, PolicyError, SessionError
+from mmkv.engine.policies import Budget
+from mmkv.engine.policies.allocation import GlobalAllocation
+from mmkv.engine.policies.base import CacheView
+from mmkv.engine.policies.scoring import Retention
+from mmkv.engine.policies.selection import MOST_ENTRIES, Shares, lowest
 
 if TYPE_CHECKING:
-    from engine.backends.base import Backend
-    from engine.runtime import Runtime
-    from engine.sequence import CachedSequence
+    from mmkv.engine.backends.base import Backend
+    from mmkv.engine.runtime import Runtime
+    from mmkv.engine.sequence import CachedSequence
 
 
 class SharedBudget:
     """Keeps the best entries of all its sequences together, and some of each.
 
-    A :class:`engine.budgets.Budgets`.
+    A :class:`mmkv.engine.budgets.Budgets`.
 
     An entry's score is the policy's plus the log of its sequence's weight; entries that the policy
     protects go last. Each sequence's best ``floor`` entries per row, or as many as an equal share
     has, go after all others. Ties fall on the smaller position, then layer, then head, then the
     sequence that joined first. So what a sequence keeps depends on the others.
 
-    Made by :meth:`engine.runtime.Runtime.share`. Who calls :meth:`cut` holds the engine's lock.
+    Made by :meth:`mmkv.engine.runtime.Runtime.share`. Who calls :meth:`cut` holds the engine's
+    lock.
 
     Attributes:
         entries: that may stay of all sequences together.
@@ -100,11 +101,11 @@ class SharedBudget:
         return self._engine.spec.rows
 
     def lasting_pages(self, budget: Budget) -> int:
-        """See :class:`engine.budgets.Budgets`: :attr:`pages_each`."""
+        """See :class:`mmkv.engine.budgets.Budgets`: :attr:`pages_each`."""
         return self.pages_each
 
     def checked(self, budget: Budget | float | None) -> Budget:
-        """See :class:`engine.budgets.Budgets`: the shared one, and no other."""
+        """See :class:`mmkv.engine.budgets.Budgets`: the shared one, and no other."""
         ours = self._engine.budget
         if budget is not None and Budget.of(budget) != ours:
             raise BudgetError(
@@ -114,7 +115,7 @@ class SharedBudget:
         return ours
 
     def saved(self, budget: Budget) -> Budget:
-        """See :class:`engine.budgets.Budgets`: a file's own budget binds no more."""
+        """See :class:`mmkv.engine.budgets.Budgets`: a file's own budget binds no more."""
         Budget.of(budget)  # one that cannot be says that the file is damaged
         return self._engine.budget
 
@@ -123,15 +124,15 @@ class SharedBudget:
         raise BudgetError("the session shares a budget; it has none of its own to change")
 
     def allowed(self, budget: Budget, seen: int) -> int:
-        """See :class:`engine.budgets.Budgets`: a sequence by itself may keep all."""
+        """See :class:`mmkv.engine.budgets.Budgets`: a sequence by itself may keep all."""
         return MOST_ENTRIES
 
     def competing(self, session: CachedSequence) -> int:
-        """See :class:`engine.budgets.Budgets`: those of all sequences."""
+        """See :class:`mmkv.engine.budgets.Budgets`: those of all sequences."""
         return self.entries
 
     def reserve(self, session: CachedSequence, tokens: int, chunk: int) -> None:
-        """See :class:`engine.budgets.Budgets`: chunk after chunk, the same pages come free."""
+        """See :class:`mmkv.engine.budgets.Budgets`: chunk after chunk, the same pages come free."""
         pool, rows = self._engine.cache.pool, self._engine.spec.rows
         pool.reserve(rows + math.ceil(min(chunk, tokens) * rows / pool.page_size))
 
@@ -162,7 +163,8 @@ class SharedBudget:
         slack: int = 0,
         refused_by: Backend | None = None,
     ) -> None:
-        """See :class:`engine.budgets.Budgets`: from all that share, when they hold more together.
+        """See :class:`mmkv.engine.budgets.Budgets`: from all that share, when together
+        they hold more.
 
         All sequences' victims are found and dropped at once, so the host waits for a GPU as often
         for many as for two.
@@ -204,7 +206,7 @@ class SharedBudget:
     def _victims(self, live: Entries, scores: Tensor, owner: Tensor, counts: list[int]) -> Tensor:
         """Indices ``[K]`` into ``live``, whose entries have ``scores [N]`` and ``owner [N]``.
 
-        The selection of :mod:`engine.policies.selection` takes each sequence for a row.
+        The selection of :mod:`mmkv.engine.policies.selection` takes each sequence for a row.
         """
         pool, rows = self._engine.cache.pool, self._engine.spec.rows
         place = pool.position.view(-1)[live.slot].long() * rows + live.row % rows

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from engine.backends.cuda.kernels.sample import (
+from mmkv.engine.backends.cuda.kernels.sample import (
     Draw,
     Said,
     columns_of,
@@ -19,16 +19,16 @@ from engine.backends.cuda.kernels.sample import (
     sample,
     uniform,
 )
-from engine.checks import require_list
-from engine.device import exact_products
-from engine.errors import BROKEN, InputError, NotFiniteError, SessionError
-from engine.interrupts import CtrlC
-from engine.new_entries import revise_state
+from mmkv.engine.checks import require_list
+from mmkv.engine.device import exact_products
+from mmkv.engine.errors import BROKEN, InputError, NotFiniteError, SessionError
+from mmkv.engine.interrupts import CtrlC
+from mmkv.engine.new_entries import revise_state
 
 if TYPE_CHECKING:
-    from engine.backends.base import Backend
-    from engine.runtime import Runtime
-    from engine.sequence import CachedSequence
+    from mmkv.engine.backends.base import Backend
+    from mmkv.engine.runtime import Runtime
+    from mmkv.engine.sequence import CachedSequence
 
 # Tokens of a reply between two reads by the host, and those after which Ctrl-C is looked for: who
 # asks for more at a time is told by ``seen`` how far it came.
@@ -38,7 +38,7 @@ BURST = 16
 def decode_step(
     engine: Runtime, sessions: Sequence[CachedSequence], token_ids: Sequence[int]
 ) -> Tensor:
-    """Append one token to each of B sessions; see :meth:`engine.runtime.Runtime.decode`."""
+    """Append one token to each of B sessions; see :meth:`mmkv.engine.runtime.Runtime.decode`."""
     require_list("sessions", sessions, "sessions")
     with _claimed(sessions), engine.lock, exact_products(engine.device):
         token_ids = _checked(engine, sessions, token_ids)
@@ -75,7 +75,7 @@ def decode_steps(
     stop: Sequence[int],
     draws: Sequence[Draw] | None,
 ) -> list[list[int]]:
-    """Append ``steps`` tokens to each; see :meth:`engine.runtime.Runtime.decode_many`."""
+    """Append ``steps`` tokens to each; see :meth:`mmkv.engine.runtime.Runtime.decode_many`."""
     require_list("sessions", sessions, "sessions")
     with _claimed(sessions):
         with engine.lock:

@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
-from engine.checks import shown
+from mmkv.engine.checks import shown
 
 
 class Damage(ValueError):

@@ -16,12 +16,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.policies.base import kernel_of
-from engine.policies.selection import MOST_ENTRIES
+from mmkv.engine.policies.base import kernel_of
+from mmkv.engine.policies.selection import MOST_ENTRIES
 
 if TYPE_CHECKING:
-    from engine.policies import CacheView
-    from engine.sequence import CachedSequence
+    from mmkv.engine.policies import CacheView
+    from mmkv.engine.sequence import CachedSequence
 
 # ``struct death`` of native.h.
 DEATH = np.dtype(

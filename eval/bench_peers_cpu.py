@@ -26,11 +26,11 @@ from math import nan
 from pathlib import Path
 from typing import Any
 
-from engine.errors import MmkvError
-from eval.bench.cpu_methods.base import Job
-from eval.bench.output import BenchError, failure, plain_parser, save
-from eval.bench.peers_report import case_rows, checks, target_rows
-from eval.bench.process import Child
+from mmkv.engine.errors import MmkvError
+from mmkv.eval.bench.cpu_methods.base import Job
+from mmkv.eval.bench.output import BenchError, failure, plain_parser, save
+from mmkv.eval.bench.peers_report import case_rows, checks, target_rows
+from mmkv.eval.bench.process import Child
 from mmkv.measure.outputs import require_output
 from mmkv.measure.record import ROOT
 from mmkv.measure.tables import Table
@@ -39,7 +39,7 @@ from mmkv.measure.timing import spread, take_turns
 
 @dataclass(frozen=True)
 class Side:
-    """A row of the table: a method of :mod:`eval.bench.cpu_methods`, and how its weights lie."""
+    """A row of the table: a method of ``eval.bench.cpu_methods``, and how its weights lie."""
 
     method: str
     weights: str
@@ -67,7 +67,7 @@ SIDES = {
 BEFORE = """
 import sys
 sys.path.insert(0, sys.argv[1])
-from eval.bench.peers_cpu import main
+from mmkv.eval.bench.peers_cpu import main
 sys.path.remove(sys.argv[1])
 sys.exit(main(sys.argv[2:]))
 """
@@ -112,7 +112,7 @@ class Bench:
         try:
             if side.environment == "llama.cpp":
                 job = self.with_gguf(job, python)
-            program = ["-m", "eval.bench.peers_cpu"]
+            program = ["-m", "mmkv.eval.bench.peers_cpu"]
             path = ROOT
             if side.environment == "before":
                 program, path = ["-c", BEFORE, str(ROOT)], args.before
@@ -132,7 +132,7 @@ class Bench:
     def with_gguf(self, job: Job, python: str) -> Job:
         """Return the job with a GGUF file of the model, written in llama.cpp's environment."""
         target = self.files / f"{job.weights}.gguf"
-        words = ["-m", "eval.bench.llama_gguf", job.model, f"{target}={job.weights}"]
+        words = ["-m", "mmkv.eval.bench.llama_gguf", job.model, f"{target}={job.weights}"]
         probe = [python, "-c", "import llama_cpp"]
         for command, remedy in (
             (probe, "pip install llama-cpp-python gguf, or name an environment with --python"),

@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from eval.bench.peers_report import case_rows, target_rows
-from eval.quality import tables as quality
-from eval.quality.tables import (
+from mmkv.eval.bench.peers_report import case_rows, target_rows
+from mmkv.eval.quality import tables as quality
+from mmkv.eval.quality.tables import (
     METHODS,
     budgets_of,
     page_of,
@@ -24,7 +24,7 @@ from eval.quality.tables import (
     share,
     with_interval,
 )
-from eval.serving import tables as serving
+from mmkv.eval.serving import tables as serving
 from mmkv.measure.record import RESULTS, ROOT
 from mmkv.measure.tables import pipe_table
 
@@ -268,7 +268,7 @@ def _leaderboard(name: str) -> Callable[[Path], Rows]:
 
 def _pool(results: Path) -> Rows:
     """Yield one budget for 8 sessions beside equal shares."""
-    from eval.pool import table_rows
+    from mmkv.eval.pool import table_rows
 
     return table_rows(results_of(results, "pool-tiny-vlm")["summary"])
 
@@ -331,7 +331,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             made = fill(text, args.results)
         except (KeyError, ValueError, OSError) as error:
             cause = f"the tables of {path} cannot be made: {error!r}"
-            raise SystemExit(f"eval.document_tables: error: {cause}") from error
+            raise SystemExit(f"mmkv.eval.document_tables: error: {cause}") from error
         if made == text:
             continue
         if args.check:

@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from engine.errors import InputError
-from eval.documents import Document
-from eval.needle import tasks as needle_tasks
-from eval.sessions import tasks as dialogue_tasks
 from mmkv.data.examples import Examples
 from mmkv.data.sources import examples
+from mmkv.engine.errors import InputError
+from mmkv.eval.documents import Document
+from mmkv.eval.needle import tasks as needle_tasks
+from mmkv.eval.sessions import tasks as dialogue_tasks
 from mmkv.prompt.processing import Processor, load_processor
 
 ENDLESS = 2**31  # the length of a source

@@ -19,11 +19,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from engine.cache.layout import Layout
-from engine.policies import Budget
-from engine.runtime import Runtime
-from eval.serving.tables import draw_speed, speed_values
 from mmkv.data.sources import examples
+from mmkv.engine.cache.layout import Layout
+from mmkv.engine.policies import Budget
+from mmkv.engine.runtime import Runtime
+from mmkv.eval.serving.tables import draw_speed, speed_values
 from mmkv.measure.record import RESULTS, ROOT
 from mmkv.measure.teacher_forced import spans
 from mmkv.resources import bundled_model

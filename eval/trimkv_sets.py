@@ -27,11 +27,11 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from engine.model.gates import load_gates
-from engine.model.gates.module import Gates, tied_gates
-from engine.model.spec import DecoderSpec
-from engine.policies import Budget, make_policy
-from engine.runtime import Runtime
+from mmkv.engine.model.gates import load_gates
+from mmkv.engine.model.gates.module import Gates, tied_gates
+from mmkv.engine.model.spec import DecoderSpec
+from mmkv.engine.policies import Budget, make_policy
+from mmkv.engine.runtime import Runtime
 from mmkv.measure.record import ROOT
 
 Entries = set[tuple[int, int, int]]  # layer, head, position

@@ -9,7 +9,7 @@ import torch
 import transformers
 
 import mmkv
-from engine.model.families import TextFamily
+from mmkv.engine.model.families import TextFamily
 
 
 class NanoConfig(transformers.LlamaConfig):

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import mmkv
 from mmkv.resources import asset
-from training.distill import main as distill
-from training.folder import history
+from mmkv.training.distill import main as distill
+from mmkv.training.folder import history
 
 
 def main() -> None:

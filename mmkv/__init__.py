@@ -10,16 +10,17 @@ import importlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-import engine.paths
+from mmkv.engine import paths as _paths
 
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from engine.budget import Budget
-    from engine.config import EngineConfig
-    from engine.errors import (
+    from mmkv.api import Engine, Session
+    from mmkv.engine.budget import Budget
+    from mmkv.engine.config import EngineConfig
+    from mmkv.engine.errors import (
         BudgetError,
         CapacityError,
         ContextError,
@@ -31,8 +32,8 @@ if TYPE_CHECKING:
         PolicyError,
         SessionError,
     )
-    from engine.model.families import Family, register_family
-    from engine.policies import (
+    from mmkv.engine.model.families import Family, register_family
+    from mmkv.engine.policies import (
         CacheView,
         GlobalAllocation,
         HeadAllocation,
@@ -45,42 +46,41 @@ if TYPE_CHECKING:
         Shares,
         register_policy,
     )
-    from mmkv.api import Engine, Session
     from mmkv.reply import Reply
     from mmkv.resources import bundled_model
     from mmkv.sampling import Sampling
 
 _HOMES = {
-    "Budget": "engine.budget",
-    "BudgetError": "engine.errors",
-    "CacheView": "engine.policies",
-    "CapacityError": "engine.errors",
-    "ContextError": "engine.errors",
+    "Budget": "mmkv.engine.budget",
+    "BudgetError": "mmkv.engine.errors",
+    "CacheView": "mmkv.engine.policies",
+    "CapacityError": "mmkv.engine.errors",
+    "ContextError": "mmkv.engine.errors",
     "Engine": "mmkv.api",
-    "EngineConfig": "engine.config",
-    "Family": "engine.model.families",
-    "GateError": "engine.errors",
-    "GlobalAllocation": "engine.policies",
-    "HeadAllocation": "engine.policies",
-    "InputError": "engine.errors",
-    "MmkvError": "engine.errors",
-    "ModelError": "engine.errors",
-    "NotFiniteError": "engine.errors",
-    "Needs": "engine.policies",
-    "NewTokens": "engine.policies",
-    "Parameter": "engine.policies",
-    "Policy": "engine.policies",
-    "PolicyError": "engine.errors",
-    "Preset": "engine.policies",
+    "EngineConfig": "mmkv.engine.config",
+    "Family": "mmkv.engine.model.families",
+    "GateError": "mmkv.engine.errors",
+    "GlobalAllocation": "mmkv.engine.policies",
+    "HeadAllocation": "mmkv.engine.policies",
+    "InputError": "mmkv.engine.errors",
+    "MmkvError": "mmkv.engine.errors",
+    "ModelError": "mmkv.engine.errors",
+    "NotFiniteError": "mmkv.engine.errors",
+    "Needs": "mmkv.engine.policies",
+    "NewTokens": "mmkv.engine.policies",
+    "Parameter": "mmkv.engine.policies",
+    "Policy": "mmkv.engine.policies",
+    "PolicyError": "mmkv.engine.errors",
+    "Preset": "mmkv.engine.policies",
     "Reply": "mmkv.reply",
     "Sampling": "mmkv.sampling",
-    "Scores": "engine.policies",
+    "Scores": "mmkv.engine.policies",
     "Session": "mmkv.api",
-    "SessionError": "engine.errors",
-    "Shares": "engine.policies",
+    "SessionError": "mmkv.engine.errors",
+    "Shares": "mmkv.engine.policies",
     "bundled_model": "mmkv.resources",
-    "register_family": "engine.model.families",
-    "register_policy": "engine.policies",
+    "register_family": "mmkv.engine.model.families",
+    "register_policy": "mmkv.engine.policies",
 }
 
 __all__ = [
@@ -124,7 +124,7 @@ def _gate_sets() -> Mapping[str, Path]:
     return bundled_gates()
 
 
-engine.paths.gate_sets = _gate_sets  # wherever gates are named, these names are known
+_paths.gate_sets = _gate_sets  # wherever gates are named, these names are known
 
 
 def __getattr__(name: str) -> Any:

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
-from engine.budget import Budget
-from engine.checks import require_list
-from engine.config import EngineConfig, require_options
-from engine.errors import InputError
-from engine.interrupts import OpenToCtrlC, whole
-from engine.runtime import Runtime
+from mmkv.engine.budget import Budget
+from mmkv.engine.checks import require_list
+from mmkv.engine.config import EngineConfig, require_options
+from mmkv.engine.errors import InputError
+from mmkv.engine.interrupts import OpenToCtrlC, whole
+from mmkv.engine.runtime import Runtime
 from mmkv.generation_config import Generation, read_generation
 from mmkv.prompt.media import notes
 from mmkv.prompt.messages import is_blank, take_media
@@ -32,10 +32,10 @@ from mmkv.session import Session
 from mmkv.shipped import with_shipped_gates
 
 if TYPE_CHECKING:
-    from engine.model.families.base import Family
-    from engine.model.gates import Gates, WriteGates
-    from engine.model.spec import DecoderSpec
-    from engine.model.weights import DecoderWeights
+    from mmkv.engine.model.families.base import Family
+    from mmkv.engine.model.gates import Gates, WriteGates
+    from mmkv.engine.model.spec import DecoderSpec
+    from mmkv.engine.model.weights import DecoderWeights
     from mmkv.prompt.template import Message
 
 __all__ = ["Engine", "Session"]
@@ -67,7 +67,7 @@ class Engine(Runtime):
         generation_config: bool = True,
         **options: Any,
     ) -> Self:
-        """Load a checkpoint; the options are those of :class:`engine.config.EngineConfig`.
+        """Load a checkpoint; the options are those of :class:`mmkv.engine.config.EngineConfig`.
 
         ``min_pixels``, ``max_pixels`` bound a picture's size for models that take any size.
         ``generation_config``: whether the checkpoint's file of that name says how replies are

@@ -13,11 +13,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.budget import format_bytes
-from engine.errors import MmkvError, plain
-from engine.model.fingerprint import fingerprint, language_fingerprint
-from engine.model.source import checkpoint_file, files_of
-from engine.registry import offered
+from mmkv.engine.budget import format_bytes
+from mmkv.engine.errors import MmkvError, plain
+from mmkv.engine.model.fingerprint import fingerprint, language_fingerprint
+from mmkv.engine.model.source import checkpoint_file, files_of
+from mmkv.engine.registry import offered
 from mmkv.resources import BUNDLED_ADAPTER, BUNDLED_MODEL, asset, bundled_gates, bundled_model
 
 if TYPE_CHECKING:
@@ -88,7 +88,9 @@ PUBLISHED: list[Published] = [
     ),
 ]
 _GATE_FILES = ("gates.safetensors", "trimkv_weights.pth")
-_NOT_JOINED = "eyes for SmolLM2-135M-Instruct; `python -m training.llava join` puts both together"
+_NOT_JOINED = (
+    "eyes for SmolLM2-135M-Instruct; `python -m mmkv.training.llava join` puts both together"
+)
 _DEEPEST = 2  # folders below the present one
 _MOST_FOLDERS = 2000
 

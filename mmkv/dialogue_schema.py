@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import NonNegativeInt
 
-from engine.strict import Damage, Strict, parse
+from mmkv.engine.strict import Damage, Strict, parse
 from mmkv.prompt.held import Held, Piece, Place
 
 

@@ -6,8 +6,8 @@ import platform
 from importlib import metadata
 from importlib.util import find_spec
 
-from engine.errors import ModelError
 from mmkv import __version__
+from mmkv.engine.errors import ModelError
 from mmkv.resources import BUNDLED_MODEL, asset
 
 _CORE = ("torch", "transformers", "tokenizers", "safetensors", "huggingface_hub", "pillow", "numpy")
@@ -42,8 +42,8 @@ def describe() -> str:
 
 
 def _added() -> list[str]:
-    from engine import policies
-    from engine.model import families
+    from mmkv.engine import policies
+    from mmkv.engine.model import families
 
     own = f"policies: {', '.join(policies.PRESETS)} (mmkv policies says more)"
     return [own, *policies.describe_added(), *families.describe_added()]
@@ -68,14 +68,14 @@ def _devices() -> list[str]:
 
 
 def _native() -> str:
-    from engine.backends import cpu as native
+    from mmkv.engine.backends import cpu as native
 
     why = native.reason()
     return f"torch ({why})" if why else f"native (level {native.level()})"
 
 
 def _int8() -> str:
-    from engine.backends import cpu as native
+    from mmkv.engine.backends import cpu as native
 
     form = native.int8_form()
     return f"{form} (--weights int8)" if form else "torch (slow)"

@@ -6,9 +6,9 @@ import json
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from engine.checks import shown
-from engine.errors import InputError, ModelError
-from engine.model.source import checkpoint_file, locate
+from mmkv.engine.checks import shown
+from mmkv.engine.errors import InputError, ModelError
+from mmkv.engine.model.source import checkpoint_file, locate
 from mmkv.sampling import Settled
 
 FILE = "generation_config.json"

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import TYPE_CHECKING
 
-from engine.backends.cuda.backend import CudaBackend
-from engine.errors import PolicyError
-from engine.model.gates import Gates, WriteGates, make_random_write_gates
-from engine.policies import Policy, find_preset, make_policy, names
-from engine.policies.preset import show
-from engine.runtime import Runtime
+from mmkv.engine.backends.cuda.backend import CudaBackend
+from mmkv.engine.errors import PolicyError
+from mmkv.engine.model.gates import Gates, WriteGates, make_random_write_gates
+from mmkv.engine.policies import Policy, find_preset, make_policy, names
+from mmkv.engine.policies.preset import show
+from mmkv.engine.runtime import Runtime
 from mmkv.resources import bundled_model
 
 if TYPE_CHECKING:

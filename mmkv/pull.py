@@ -7,9 +7,9 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from engine import hub
-from engine.budget import format_bytes
-from engine.errors import STOPS, InputError, ModelError
+from mmkv.engine import hub
+from mmkv.engine.budget import format_bytes
+from mmkv.engine.errors import STOPS, InputError, ModelError
 
 _WEIGHTS = ".safetensors"
 # Published gates; read as tensors alone, never as a pickle that may run code.

@@ -7,15 +7,15 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from engine.errors import BROKEN, STOPS, NotFiniteError, as_exception
 from mmkv.detokenizer import Detokenizer, StopStrings
+from mmkv.engine.errors import BROKEN, STOPS, NotFiniteError, as_exception
 from mmkv.sampling import Sampler, Sampling
 
 if TYPE_CHECKING:
     import torch
 
-    from engine.backends.cuda.kernels.sample import Draw
-    from engine.contents import Memory
+    from mmkv.engine.backends.cuda.kernels.sample import Draw
+    from mmkv.engine.contents import Memory
 
 T = TypeVar("T")
 

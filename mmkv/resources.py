@@ -13,9 +13,9 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from engine.errors import GateError, InputError, ModelError
-from engine.model.fingerprint import fingerprint, language_fingerprint
-from engine.model.source import refuse_eyes
+from mmkv.engine.errors import GateError, InputError, ModelError
+from mmkv.engine.model.fingerprint import fingerprint, language_fingerprint
+from mmkv.engine.model.source import refuse_eyes
 
 BUNDLED_MODEL = "tiny-vlm"
 BUNDLED_ADAPTER = "smollm2-llava"  # tower and projector without their language model

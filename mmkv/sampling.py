@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from engine.checks import require_real, require_type, require_whole
-from engine.errors import InputError, NotFiniteError
-from engine.read_ids import mask_of
+from mmkv.engine.checks import require_real, require_type, require_whole
+from mmkv.engine.errors import InputError, NotFiniteError
+from mmkv.engine.read_ids import mask_of
 
 if TYPE_CHECKING:
     import torch
 
-    from engine.backends.cuda.kernels.sample import Draw
+    from mmkv.engine.backends.cuda.kernels.sample import Draw
 
 
 # Below the first, logits are divided by it as differences to the greatest; a divisor below the
@@ -194,7 +194,7 @@ class Sampler:
         self._said: list[int] = []
 
     def begin(self, read: int) -> None:
-        """Note which ids stand before the reply (:mod:`engine.read_ids`)."""
+        """Note which ids stand before the reply (:mod:`mmkv.engine.read_ids`)."""
         self._before, self._read = read, None
 
     def took(self, token: int) -> None:
@@ -266,7 +266,7 @@ class Sampler:
 
     @functools.cached_property
     def _first_draw(self) -> Draw:
-        from engine.backends.cuda.kernels.sample import Draw
+        from mmkv.engine.backends.cuda.kernels.sample import Draw
 
         chosen = self.sampling
         return Draw(

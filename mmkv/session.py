@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, Self, cast
 
 import torch
 
-from engine.errors import ContextError, SessionError
-from engine.interrupts import CtrlC, OpenToCtrlC, whole
-from engine.read_ids import with_ids
-from engine.sequence import CachedSequence
-from engine.sequence_file import checked_extra
+from mmkv.engine.errors import ContextError, SessionError
+from mmkv.engine.interrupts import CtrlC, OpenToCtrlC, whole
+from mmkv.engine.read_ids import with_ids
+from mmkv.engine.sequence import CachedSequence
+from mmkv.engine.sequence_file import checked_extra
 from mmkv.prompt.held import Held, Place, Rewrites
 from mmkv.prompt.special import tokenize
 from mmkv.reply import Reply, ReplyWriter
@@ -27,9 +27,9 @@ from mmkv.stream import ReplyStream
 from mmkv.turn import Reading, UserTurn, compose
 
 if TYPE_CHECKING:
-    from engine.budget import Budget
-    from engine.contents import Memory
     from mmkv.api import Engine
+    from mmkv.engine.budget import Budget
+    from mmkv.engine.contents import Memory
     from mmkv.explain import Trace
     from mmkv.explain.frames import Frame
     from mmkv.prompt.held import Plan, Read

@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 from dataclasses import replace
 
-from engine.config import EngineConfig
-from engine.policies import Policy
-from engine.policies.allocation import HeadAllocation
-from engine.policy_choice import named_gates, named_policy
+from mmkv.engine.config import EngineConfig
+from mmkv.engine.policies import Policy
+from mmkv.engine.policies.allocation import HeadAllocation
+from mmkv.engine.policy_choice import named_gates, named_policy
 from mmkv.resources import gates_made_for
 
 

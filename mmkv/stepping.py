@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from engine.errors import NotFiniteError
-from engine.steps import BURST
+from mmkv.engine.errors import NotFiniteError
+from mmkv.engine.steps import BURST
 from mmkv.sampling import likeliest_of
 
 if TYPE_CHECKING:
-    from engine.sequence import CachedSequence
     from mmkv.api import Engine
+    from mmkv.engine.sequence import CachedSequence
     from mmkv.reply import ReplyWriter
 
 

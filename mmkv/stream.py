@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator
 from typing import TYPE_CHECKING
 
-from engine.interrupts import CtrlC
+from mmkv.engine.interrupts import CtrlC
 
 if TYPE_CHECKING:
     from mmkv.session import Session

@@ -23,8 +23,8 @@ import pytest
 if TYPE_CHECKING:
     import torch
 
-    from engine.model.spec import DecoderSpec
-    from engine.runtime import Runtime
+    from mmkv.engine.model.spec import DecoderSpec
+    from mmkv.engine.runtime import Runtime
 
 # A shell starts background jobs with Ctrl-C ignored, which children inherit; tests press it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -103,7 +103,7 @@ def make_spec(
     """Return the sizes of a small decoder, for tests that need no weights."""
     import torch
 
-    from engine.model.spec import DecoderSpec, RopeSpec
+    from mmkv.engine.model.spec import DecoderSpec, RopeSpec
 
     inv_freq = 1.0 / 10000 ** (torch.arange(0, head_dim, 2).float() / head_dim)
     return DecoderSpec(

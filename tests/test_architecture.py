@@ -36,20 +36,26 @@ def pictures() -> dict[str, tuple[set[str], set[tuple[str, str]]]]:
 
 
 def imports(path: Path) -> Iterator[str]:
-    """Yield the modules that a file imports, as paths.
+    """Yield the modules that a file imports, as paths from the top of the repository.
 
     What only a type checker reads is no import.
     """
+    for name in _imports(path):
+        linked = re.match(r"mmkv[./](engine|eval|training)\b", name)
+        yield (name[5:] if linked else name).replace(".", "/")
+
+
+def _imports(path: Path) -> Iterator[str]:
     tree = ast.parse(path.read_text())
     for node in ast.walk(tree):
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
             node.body = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from (alias.name.replace(".", "/") for alias in node.names)
+            yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            # ``from engine import hub`` imports a module, too.
-            yield from (f"{node.module}.{alias.name}".replace(".", "/") for alias in node.names)
+            # ``from mmkv.engine import hub`` imports a module, too.
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
 def place(path: str, nodes: set[str]) -> str | None:

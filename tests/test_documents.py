@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 from typer.main import get_command
 
-from engine.cache.choice import best_at
-from eval.document_tables import documents, fill, main
-from eval.figures import FIGURES, accuracy_values, digest
-from eval.serving.tables import speed_values
+from mmkv.engine.cache.choice import best_at
+from mmkv.eval.document_tables import documents, fill, main
+from mmkv.eval.figures import FIGURES, accuracy_values, digest
+from mmkv.eval.serving.tables import speed_values
 from mmkv.measure.record import RESULTS, ROOT
 from mmkv.resources import asset
 
@@ -36,7 +36,7 @@ def document(request: pytest.FixtureRequest) -> tuple[Path, str]:
 
 def test_no_table_is_stale(document: tuple[Path, str]) -> None:
     path, text = document
-    assert text == fill(text, RESULTS), f"run `python -m eval.document_tables`: {path}"
+    assert text == fill(text, RESULTS), f"run `python -m mmkv.eval.document_tables`: {path}"
 
 
 def test_every_result_is_cited() -> None:
@@ -53,7 +53,7 @@ def test_every_result_is_cited() -> None:
 def test_figures_are_drawn_from_the_results_of_today() -> None:
     for name, values in (("accuracy", accuracy_values), ("serving", speed_values)):
         drawn = (FIGURES / f"{name}.svg").read_text()
-        assert digest(values(RESULTS)) in drawn, "run `python -m eval.figures`"
+        assert digest(values(RESULTS)) in drawn, "run `python -m mmkv.eval.figures`"
 
 
 def test_no_form_answered_better_than_the_one_that_bytes_pick() -> None:
@@ -117,7 +117,7 @@ def test_modules_that_are_run_have_the_options_named(capsys: Any, monkeypatch: A
     for path in DOCUMENTS:
         for words in _lines(path.read_text()):
             if words[:2] == ["mmkv", "distill"]:  # hands its options on
-                words = ["python", "-m", "training.distill", *words[2:]]
+                words = ["python", "-m", "mmkv.training.distill", *words[2:]]
             if words[0] == "python" and words[2].split(".")[0] in PACKAGES:
                 asked.setdefault(words[2].rstrip(".,;:)"), set()).update(_options(words[3:]))
     assert len(asked) > 10
@@ -200,7 +200,7 @@ def test_a_stale_or_broken_table_ends_the_check(tmp_path: Path, monkeypatch: Any
     (tmp_path / "docs").mkdir()
     readme = tmp_path / "README.md"
     readme.write_text("<!-- table: memory -->\n<!-- end -->\n")
-    monkeypatch.setattr("eval.document_tables.documents", lambda: [readme])
+    monkeypatch.setattr("mmkv.eval.document_tables.documents", lambda: [readme])
     main(["--results", str(RESULTS)])
     main(["--results", str(RESULTS), "--check"])
     filled = readme.read_text()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from eval.bench.startup import write_text_model
+from mmkv.eval.bench.startup import write_text_model
 from tests.support.chat_models import save_llama
 
 # Runs commands in turn within one process; prints what each has imported of a list of names.

@@ -51,7 +51,7 @@ def retained_counts(log_beta: Tensor, document_start: Tensor | None = None) -> T
     """
     _check(log_beta, document_start)
     if log_beta.is_cuda and log_beta.dtype == torch.float32 and importlib.util.find_spec("triton"):
-        from training import capacity_triton
+        from mmkv.training import capacity_triton
 
         return capacity_triton.retained_counts(log_beta, document_start)
     return _Retained.apply(log_beta, document_start)

@@ -12,13 +12,13 @@ import sys
 from collections.abc import Sequence
 from typing import Annotated, Any
 
-from engine.interrupts import quiet_imports
+from mmkv.engine.interrupts import quiet_imports
 
 with quiet_imports(__name__ == "__main__"):
     import typer
     from safetensors import SafetensorError
 
-    from engine.errors import InputError, MmkvError, one_line
+    from mmkv.engine.errors import InputError, MmkvError, one_line
 
 app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)
 
@@ -146,10 +146,10 @@ def distill(
     from rich.console import Console
 
     from mmkv.data.sources import examples
-    from training.folder import first_process, processes
-    from training.run import distill as run
-    from training.run import load_backbone
-    from training.settings import Settings
+    from mmkv.training.folder import first_process, processes
+    from mmkv.training.run import distill as run
+    from mmkv.training.run import load_backbone
+    from mmkv.training.settings import Settings
 
     for name, value in (("--threads", threads), ("--eval-samples", eval_samples)):
         if value < 0:
@@ -217,12 +217,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (KeyboardInterrupt, typer.Abort):
         code = 130
     if code == 130:  # typer makes this of a KeyboardInterrupt
-        print(f"training.distill: interrupted; {_RESUME}", file=sys.stderr)
+        print(f"mmkv.training.distill: interrupted; {_RESUME}", file=sys.stderr)
     return code if isinstance(code, int) else 0
 
 
 def _fail(message: str, code: int) -> int:
-    print(f"training.distill: error: {one_line(message)}", file=sys.stderr)
+    print(f"mmkv.training.distill: error: {one_line(message)}", file=sys.stderr)
     return code
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from engine.errors import InputError
+from mmkv.engine.errors import InputError
 
 ASKED, HISTORY = "run.json", "history.jsonl"
 _STATE = "trainer_state.json"  # what the Trainer writes last of a checkpoint

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.model.gates import Gates, WriteGates
-from engine.policies import make_policy
-from engine.policies.write_gate import admitted
-from engine.runtime import Runtime
+from mmkv.engine.model.gates import Gates, WriteGates
+from mmkv.engine.policies import make_policy
+from mmkv.engine.policies.write_gate import admitted
+from mmkv.engine.runtime import Runtime
 from mmkv.measure.full_attention import full_attention_states, lay_out
 from mmkv.measure.teacher_forced import Answer, DialogueRun, compare_states, read
-from training.student import binary, write_gated_states
+from mmkv.training.student import binary, write_gated_states
 
 
 def engine_with(engine: Runtime, gates: Gates | None, policy: str, budget: float) -> Runtime:

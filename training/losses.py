@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from engine.model.decoder import Decoder
 from mmkv.data.labels import predicted
+from mmkv.engine.model.decoder import Decoder
 
 KINDS = ("kl", "reverse-kl", "ntp")
 

@@ -10,14 +10,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engine.model.decoder import Decoder
-from engine.model.product import plain
-from engine.runtime import Runtime
+from mmkv.engine.model.decoder import Decoder
+from mmkv.engine.model.product import plain
+from mmkv.engine.runtime import Runtime
 from mmkv.measure.full_attention import full_attention_states, lay_out
-from training.capacity import capacity_loss, retained_counts, retained_total, retained_total_grouped
-from training.losses import quality_losses
-from training.student import student_states
-from training.trainable import TrainableGates
+from mmkv.training.capacity import (
+    capacity_loss,
+    retained_counts,
+    retained_total,
+    retained_total_grouped,
+)
+from mmkv.training.losses import quality_losses
+from mmkv.training.student import student_states
+from mmkv.training.trainable import TrainableGates
 
 PARTS = (
     "kl",
@@ -41,8 +46,8 @@ class Objective:
         capacity: lambda, weight of the capacity term.
         budget: M, mean entries per (layer, KV head).
         scope: ``global`` bounds the sum over layers and heads, ``head`` every head alone.
-        normaliser: see :func:`training.capacity.capacity_loss`.
-        gating: see :func:`training.student.student_states`.
+        normaliser: see :func:`mmkv.training.capacity.capacity_loss`.
+        gating: see :func:`mmkv.training.student.student_states`.
         rates: 0 for the exact count, else the number of decay rates of its approximation.
     """
 

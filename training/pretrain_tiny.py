@@ -1,4 +1,4 @@
-"""``python -m training.pretrain_tiny``: train the bundled model from scratch on drawn scenes.
+"""``python -m mmkv.training.pretrain_tiny``: train the bundled model from scratch on drawn scenes.
 
 Needs the ``train`` extra (accelerate). On two CPU cores it takes about an hour; a GPU is used
 when there is one.
@@ -21,8 +21,8 @@ from transformers import (
 from transformers.trainer_utils import get_last_checkpoint
 
 from mmkv.data.tokenizer import build_tokenizer
-from training.curriculum import ROUNDS, DialogueBatches
-from training.tiny_model import build_model, save
+from mmkv.training.curriculum import ROUNDS, DialogueBatches
+from mmkv.training.tiny_model import build_model, save
 
 
 def only(examples: list[dict[str, Tensor]]) -> dict[str, Tensor]:

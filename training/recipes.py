@@ -30,7 +30,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from engine.errors import InputError
+from mmkv.engine.errors import InputError
 
 DEFAULT = "mmkv"
 _TRAINER = {"warmup": 0.0, "clip": 1.0}

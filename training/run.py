@@ -13,23 +13,23 @@ import torch
 from torch.utils.data import Dataset
 from transformers import TrainingArguments
 
-from engine import hub
-from engine.errors import ModelError
-from engine.model.fingerprint import fingerprint
-from engine.model.gates import as_stored, save_gates
-from engine.runtime import Runtime
+from mmkv.engine import hub
+from mmkv.engine.errors import ModelError
+from mmkv.engine.model.fingerprint import fingerprint
+from mmkv.engine.model.gates import as_stored, save_gates
+from mmkv.engine.runtime import Runtime
 from mmkv.measure.outputs import require_output
 from mmkv.measure.record import provenance
-from training.card import write_card
-from training.curve import draw_curve
-from training.folder import begin, first_process, history, processes, resume
-from training.held_out import HeldOutData, summary
-from training.model import DistillModel, backbone_digest
-from training.settings import Settings
-from training.stopping import Stopping
-from training.trainable import TrainableGates, TrainableWriteGates
-from training.trainer import DistillTrainer, HeldOut, History, Idle
-from training.write_model import WriteGateModel
+from mmkv.training.card import write_card
+from mmkv.training.curve import draw_curve
+from mmkv.training.folder import begin, first_process, history, processes, resume
+from mmkv.training.held_out import HeldOutData, summary
+from mmkv.training.model import DistillModel, backbone_digest
+from mmkv.training.settings import Settings
+from mmkv.training.stopping import Stopping
+from mmkv.training.trainable import TrainableGates, TrainableWriteGates
+from mmkv.training.trainer import DistillTrainer, HeldOut, History, Idle
+from mmkv.training.write_model import WriteGateModel
 
 _DAY = 24 * 3600  # seconds
 

@@ -6,12 +6,12 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from engine.errors import InputError
-from training.capacity import LEAST_RATES
-from training.model import Objective
-from training.recipes import DEFAULT, recipe_options
-from training.trainable import GATES
-from training.write_model import WriteObjective
+from mmkv.engine.errors import InputError
+from mmkv.training.capacity import LEAST_RATES
+from mmkv.training.model import Objective
+from mmkv.training.recipes import DEFAULT, recipe_options
+from mmkv.training.trainable import GATES
+from mmkv.training.write_model import WriteObjective
 
 _LOSSES = {
     "kl+ntp": (1.0, 1.0, False),
@@ -73,15 +73,15 @@ class Settings:
     for 4, and a warm-up over 3 % of the steps for none.
 
     Attributes:
-        recipe: where the run started from, one of :data:`training.recipes.RECIPES`; what it
+        recipe: where the run started from, one of :data:`mmkv.training.recipes.RECIPES`; what it
             asked may have been overridden since.
         method: ``retention`` trains retention gates, ``wgkv`` write gates (WG-KV, arXiv
             2512.17452), which read only what says so here, ``d_gate``, and what is said of the
             run: steps, data, optimiser, files.
-        gate: ``tied`` or ``rg``, see :class:`training.trainable.TrainableGates`.
+        gate: ``tied`` or ``rg``, see :class:`mmkv.training.trainable.TrainableGates`.
         budget: M, mean entries per (layer, KV head), that the capacity term aims at.
         lambda_cap: weight of the capacity term.
-        gate_input: ``x`` or ``kv``, see :class:`training.trainable.TrainableGates`.
+        gate_input: ``x`` or ``kv``, see :class:`mmkv.training.trainable.TrainableGates`.
         window: write gates: W_local, tokens that every entry stays for, its own included.
         lambda_sparse: write gates: weight of the sparsity term.
         threshold: write gates: tau, the gate from which an entry is admitted, in log lines and

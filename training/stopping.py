@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from training.folder import processes
+from mmkv.training.folder import processes
 
 
 class Stopping(TrainerCallback):

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from engine.model.decoder import Decoder
-from engine.model.gates import Gates, WriteGates
-from engine.policies.write_gate import admitted
-from engine.runtime import Runtime
+from mmkv.engine.model.decoder import Decoder
+from mmkv.engine.model.gates import Gates, WriteGates
+from mmkv.engine.policies.write_gate import admitted
+from mmkv.engine.runtime import Runtime
 from mmkv.measure.full_attention import Documents, FullAttention
-from training.gated_attention import gated_attention
+from mmkv.training.gated_attention import gated_attention
 
 
 class GatedAttention(FullAttention):

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from engine.model.gates import Gates, WriteGates, write_gates
-from engine.model.gates.module import tied_gates
-from engine.model.gates.published import layer_name, published_gates
-from engine.model.product import plain
-from engine.model.spec import DecoderSpec
-from engine.model.weights import LayerWeights
+from mmkv.engine.model.gates import Gates, WriteGates, write_gates
+from mmkv.engine.model.gates.module import tied_gates
+from mmkv.engine.model.gates.published import layer_name, published_gates
+from mmkv.engine.model.product import plain
+from mmkv.engine.model.spec import DecoderSpec
+from mmkv.engine.model.weights import LayerWeights
 
 GATES = ("tied", "rg")
 
@@ -22,9 +22,10 @@ class TrainableGates(nn.Module):
     """The parameters of gates in one of two layouts.
 
     ``tied``: a trunk of two layers per decoder layer, of which each KV head reads a block of its
-    own (:func:`engine.model.gates.module.tied_gates`; DBTrimKV, arXiv 2605.09649, sections 4 and
-    5.1). ``rg``: ``d -> d_gate -> H`` per decoder layer, every head reading the whole hidden layer
-    (:func:`engine.model.gates.published.published_gates`; TRIM-KV, arXiv 2512.03324, section 5.1).
+    own (:func:`mmkv.engine.model.gates.module.tied_gates`; DBTrimKV, arXiv 2605.09649, sections 4
+    and 5.1). ``rg``: ``d -> d_gate -> H`` per decoder layer, every head reading the whole
+    hidden layer (:func:`mmkv.engine.model.gates.published.published_gates`; TRIM-KV, arXiv
+    2512.03324, section 5.1).
 
     Args:
         d_gate: width of the hidden layers; with ``tied`` rounded up to a multiple of the KV heads.
@@ -115,7 +116,7 @@ class TrainableGates(nn.Module):
 
 
 class TrainableWriteGates(nn.Module):
-    """The parameters of write gates (:mod:`engine.model.gates.write`; WG-KV, arXiv 2512.17452).
+    """The parameters of write gates (``engine.model.gates.write``; WG-KV, arXiv 2512.17452).
 
     Gains of the norms start at 1, all else as ``torch.nn.Linear`` starts, as in the authors'
     released code: g begins near 0.5.

@@ -1,6 +1,6 @@
 """DistillTrainer: Hugging Face's Trainer over the models of gates.
 
-:class:`training.model.DistillModel` and :class:`training.write_model.WriteGateModel`.
+:class:`mmkv.training.model.DistillModel` and :class:`mmkv.training.write_model.WriteGateModel`.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch.utils.data import Dataset, SequentialSampler
 from tqdm import tqdm
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from training.folder import HISTORY, history
-from training.stopping import Stopping
+from mmkv.training.folder import HISTORY, history
+from mmkv.training.stopping import Stopping
 
 
 def only_list(examples: list[Any]) -> dict[str, list[Any]]:

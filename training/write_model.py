@@ -13,12 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine.policies.write_gate import admitted
-from engine.runtime import Runtime
+from mmkv.engine.policies.write_gate import admitted
+from mmkv.engine.runtime import Runtime
 from mmkv.measure.full_attention import full_attention_states, lay_out
-from training.model import inputs_of
-from training.student import write_gated_states
-from training.trainable import TrainableWriteGates
+from mmkv.training.model import inputs_of
+from mmkv.training.student import write_gated_states
+from mmkv.training.trainable import TrainableWriteGates
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from engine.backends.cpu import CpuBackend
-    from engine.backends.cuda import CudaBackend
-    from engine.backends.torch.backend import TorchBackend
-    from engine.sequence import CachedSequence
+    from mmkv.engine.backends.cpu import CpuBackend
+    from mmkv.engine.backends.cuda import CudaBackend
+    from mmkv.engine.backends.torch.backend import TorchBackend
+    from mmkv.engine.sequence import CachedSequence
 
 
 class Decoded(NamedTuple):
@@ -32,7 +32,7 @@ class Decoded(NamedTuple):
 class Backend(Protocol):
     """Runs steps and evictions of the sequences of one engine.
 
-    Which one runs is :class:`engine.runtime.Runtime`'s choice. All of them read and change the
+    Which one runs is :class:`mmkv.engine.runtime.Runtime`'s choice. All of them read and change the
     same cache and keep the same entries, so they may take turns on one sequence.
     """
 

@@ -1,7 +1,7 @@
 """Choose how the cache holds keys and values where a budget in bytes leaves that open.
 
 The same bytes hold a few exact entries or more rounded ones. Which of them answers best was
-measured at equal bytes (``python -m eval.quality --bytes``: eval/results/quality-bytes-*.json,
+measured at equal bytes (``python -m mmkv.eval.quality --bytes``: eval/results/quality-bytes-*.json,
 docs/kv-forms.md), and :data:`BEST` is what these figures say; a test compares it with them.
 """
 
@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from engine.budget import Budget, format_bytes
-from engine.cache.forms import FORMS, Form
-from engine.cache.layout import Layout
-from engine.errors import BudgetError
+from mmkv.engine.budget import Budget, format_bytes
+from mmkv.engine.cache.forms import FORMS, Form
+from mmkv.engine.cache.layout import Layout
+from mmkv.engine.errors import BudgetError
 
 # (entries per layer and KV head that the bytes hold in bfloat16, the form that is best from there
 # on), falling. Where entries are few, more of them count for more than exact ones.

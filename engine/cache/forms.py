@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from engine.config import KV_FORMS
-from engine.errors import PolicyError
+from mmkv.engine.config import KV_FORMS
+from mmkv.engine.errors import PolicyError
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from typing import Annotated, Literal, get_type_hints
 import torch
 from torch import Tensor
 
-from engine.cache.forms import AUTO, Codec, Form
+from mmkv.engine.cache.forms import AUTO, Codec, Form
 
 
 @dataclass(frozen=True)
@@ -81,13 +81,13 @@ class Columns:
         keys, values: their codes, which are the numbers themselves in the form ``auto``; keys are
             stored after RoPE.
         key_scale, value_scale: ``[pages, P, n]`` float16 beside the codes
-            (:attr:`engine.cache.forms.Codec.scales`); n is 0 in the form ``auto``.
+            (:attr:`mmkv.engine.cache.forms.Codec.scales`); n is 0 in the form ``auto``.
         log_beta: log of the retention (DBTrimKV, arXiv 2605.09649, section 4); 0 where the policy
             reads no gates.
         position: 0-based token index (not the rope position).
         modality: 0 text, 1 image, 2 video.
         state: ``[pages, P, K]``, what the policy's scorer keeps with each entry
-            (:attr:`engine.policies.Needs.state`); K is 0 for most.
+            (:attr:`mmkv.engine.policies.Needs.state`); K is 0 for most.
     """
 
     form = AUTO  # of a pool: its own

@@ -8,10 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.cache.forms import AUTO, Form, Stored
-from engine.cache.layout import COLUMNS, Columns, Layout
-from engine.errors import BudgetError
-from engine.memory import free_bytes
+from mmkv.engine.cache.forms import AUTO, Form, Stored
+from mmkv.engine.cache.layout import COLUMNS, Columns, Layout
+from mmkv.engine.errors import BudgetError
+from mmkv.engine.memory import free_bytes
 
 _SMALL = 64 * 2**20  # growing by less is not worth asking the kernel
 _ALIGNED = 64  # bytes, as torch aligns its own

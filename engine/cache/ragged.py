@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.cache.layout import COLUMNS
-from engine.cache.pool import PagePool
+from mmkv.engine.cache.layout import COLUMNS
+from mmkv.engine.cache.pool import PagePool
 
 _FIRST_SLOTS = 4  # sequences that a new cache has tables for
 

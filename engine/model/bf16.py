@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.model.panels import Panels
+from mmkv.engine.model.panels import Panels
 
 PANEL = 32  # BF16_PANEL of native.h
 

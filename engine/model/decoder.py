@@ -9,14 +9,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.model.elementwise import Elementwise, TorchElementwise, normed_heads
-from engine.model.families.base import Turn
-from engine.model.gates import Gates
-from engine.model.mixture import mixture
-from engine.model.product import embedded, plain
-from engine.model.rope import rotate
-from engine.model.spec import DecoderSpec
-from engine.model.weights import DecoderWeights, LayerWeights
+from mmkv.engine.model.elementwise import Elementwise, TorchElementwise, normed_heads
+from mmkv.engine.model.families.base import Turn
+from mmkv.engine.model.gates import Gates
+from mmkv.engine.model.mixture import mixture
+from mmkv.engine.model.product import embedded, plain
+from mmkv.engine.model.rope import rotate
+from mmkv.engine.model.spec import DecoderSpec
+from mmkv.engine.model.weights import DecoderWeights, LayerWeights
 
 # Tokens that go through an MLP or a projection at once on a CPU. What is between its matrices is by
 # far the largest of a chunk, and a product of so many is no slower than one of more.

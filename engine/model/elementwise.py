@@ -7,7 +7,7 @@ from typing import Protocol
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.model.rope import rotate
+from mmkv.engine.model.rope import rotate
 
 
 class Elementwise(Protocol):
@@ -25,7 +25,7 @@ class Elementwise(Protocol):
         The result may lie in the memory of ``heads``.
 
         Args:
-            rope: cos and signed sin ``[T, rot]`` (:class:`engine.model.rope.Rope`).
+            rope: cos and signed sin ``[T, rot]`` (:class:`mmkv.engine.model.rope.Rope`).
         """
         ...
 

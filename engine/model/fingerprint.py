@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from engine.errors import MmkvError
-from engine.model.source import checkpoint_file, files_of
+from mmkv.engine.errors import MmkvError
+from mmkv.engine.model.source import checkpoint_file, files_of
 
 SAMPLE = 1024  # bytes of each tensor
 _LONGEST_HEADER = 100 * 2**20  # the format's own bound

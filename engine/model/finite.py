@@ -7,8 +7,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from engine.errors import ModelError
-from engine.model.panels import Panels
+from mmkv.engine.errors import ModelError
+from mmkv.engine.model.panels import Panels
 
 
 def find_not_finite(tensors: Iterable[tuple[str, Tensor | Panels]]) -> str | None:

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.model.panels import Panels, sampled
+from mmkv.engine.model.panels import Panels, sampled
 
 BLOCK, PANEL = 32, 16  # CODE_BLOCK and INT8_PANEL of native.h
 _LARGEST = 127

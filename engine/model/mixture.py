@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.model.spec import Routing
+from mmkv.engine.model.spec import Routing
 
 # On a GPU, tokens of a step up to which the chosen matrices are gathered. More tokens share
 # experts: there, reading each matrix once is worth the sorting.

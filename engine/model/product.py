@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.errors import ModelError
-from engine.model.bf16 import Bf16Matrix
-from engine.model.int8 import Int8Matrix
-from engine.model.panels import Panels
+from mmkv.engine.errors import ModelError
+from mmkv.engine.model.bf16 import Bf16Matrix
+from mmkv.engine.model.int8 import Int8Matrix
+from mmkv.engine.model.panels import Panels
 
 # Numbers that are looked at first: those of most float32 checkpoints show at once.
 _FIRST = 2**16

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine.model.spec import RopeSpec
+from mmkv.engine.model.spec import RopeSpec
 
 
 class Rope:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from engine.errors import ModelError
+from mmkv.engine.errors import ModelError
 
 # From 1 to bounds well above any model: what is made of a larger one would fill the memory first.
 _TEXT = {

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from engine.errors import ModelError
-from engine.paths import is_file, is_folder, user_path
+from mmkv.engine.errors import ModelError
+from mmkv.engine.paths import is_file, is_folder, user_path
 
 _LONGEST_ID = 200
 # What a checkpoint's folder may have besides: reading it is for others, or would run code.
@@ -29,8 +29,8 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 # A folder that training.llava wrote, or its name where no such folder is.
 _EYES_ALONE = (
     "{name} holds eyes alone, without their language model; put both together with `python -m "
-    "training.llava join --language-model FOLDER --output FOLDER` (docs/smollm2-llava.md), and "
-    "name that folder"
+    "mmkv.training.llava join --language-model FOLDER --output FOLDER` (docs/smollm2-llava.md), "
+    "and name that folder"
 )
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from engine.errors import ModelError
+from mmkv.engine.errors import ModelError
 
 # "dynamic" frequencies only move past max_position, which the engine refuses to pass.
 _STATIC_ROPE = {"default", "linear", "dynamic", "yarn", "llama3", "longrope"}

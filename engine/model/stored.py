@@ -17,9 +17,9 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from engine.model.product import Holding, Matrix, equal, multiply
-from engine.model.spec import DecoderSpec, Routing, sparse_layers
-from engine.model.weights import DecoderWeights, LayerWeights
+from mmkv.engine.model.product import Holding, Matrix, equal, multiply
+from mmkv.engine.model.spec import DecoderSpec, Routing, sparse_layers
+from mmkv.engine.model.weights import DecoderWeights, LayerWeights
 
 _FLOATS = {"F16", "BF16", "F32", "F64"}
 _STORED_AS = {torch.float16: "F16", torch.bfloat16: "BF16", torch.float32: "F32"}

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engine.errors import ModelError
-from engine.model.int8 import Int8Matrix
-from engine.model.panels import Panels, sampled
-from engine.model.product import Holding, Matrix, Product, multiply
-from engine.model.spec import DecoderSpec
+from mmkv.engine.errors import ModelError
+from mmkv.engine.model.int8 import Int8Matrix
+from mmkv.engine.model.panels import Panels, sampled
+from mmkv.engine.model.product import Holding, Matrix, Product, multiply
+from mmkv.engine.model.spec import DecoderSpec
 
 _EXPECTED = {
     "input_layernorm",

@@ -1,18 +1,26 @@
 """Policies: what stays in the cache. One file per stage, one registry row per method."""
 
-from engine.budget import Budget
-from engine.policies.allocation import GlobalAllocation, HeadAllocation
-from engine.policies.base import Allocation, CacheView, Needs, NewTokens, Policy, Scorer, Scores
-from engine.policies.preset import Parameter, Preset
-from engine.policies.presets import PRESETS
-from engine.policies.registry import (
+from mmkv.engine.budget import Budget
+from mmkv.engine.policies.allocation import GlobalAllocation, HeadAllocation
+from mmkv.engine.policies.base import (
+    Allocation,
+    CacheView,
+    Needs,
+    NewTokens,
+    Policy,
+    Scorer,
+    Scores,
+)
+from mmkv.engine.policies.preset import Parameter, Preset
+from mmkv.engine.policies.presets import PRESETS
+from mmkv.engine.policies.registry import (
     describe_added,
     find_preset,
     make_policy,
     names,
     register_policy,
 )
-from engine.policies.selection import Shares
+from mmkv.engine.policies.selection import Shares
 
 __all__ = [
     "PRESETS",

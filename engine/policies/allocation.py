@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.policies.selection import Shares
+from mmkv.engine.policies.selection import Shares
 
 
 @dataclass(frozen=True)

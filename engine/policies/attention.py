@@ -8,15 +8,15 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from engine.policies.base import CacheView, Group, Needs
+from mmkv.engine.policies.base import CacheView, Group, Needs, compiled
 
 
+@compiled("state")
 @dataclass(frozen=True)
 class AttentionMass:
     """Attention that an entry got from all queries so far (H2O, arXiv 2306.14048, algorithm 1)."""
 
     group: Group = "mean"
-    kernel: ClassVar[str] = "state"
 
     @property
     def needs(self) -> Needs:

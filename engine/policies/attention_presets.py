@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from typing import Literal
 
-from engine.policies.allocation import (
+from mmkv.engine.policies.allocation import (
     EvenLayerAllocation,
     HeadAllocation,
     LayerAllocation,
     PyramidAllocation,
 )
-from engine.policies.attention import AttentionMass, FusedAttention, NewestAttention
-from engine.policies.base import Group, Policy
-from engine.policies.preset import Parameter, Preset
-from engine.policies.preset_parameters import KERNEL, POOL, WINDOW, group
-from engine.policies.redundancy import AttentionAndRedundancy, GlobalAttention
-from engine.policies.scoring import WindowAttention
+from mmkv.engine.policies.attention import AttentionMass, FusedAttention, NewestAttention
+from mmkv.engine.policies.base import Group, Policy
+from mmkv.engine.policies.preset import Parameter, Preset
+from mmkv.engine.policies.preset_parameters import KERNEL, POOL, WINDOW, group
+from mmkv.engine.policies.redundancy import AttentionAndRedundancy, GlobalAttention
+from mmkv.engine.policies.scoring import WindowAttention
 
 
 def _h2o(recent: float, group: Group) -> Policy:

@@ -9,10 +9,10 @@ from typing import Literal, Protocol, TypeVar, get_args
 import torch
 from torch import Tensor
 
-from engine.errors import PolicyError
-from engine.policies.pruning import Pruner
-from engine.policies.selection import MOST_ENTRIES, Shares, lowest
-from engine.policies.write_gate import Admission
+from mmkv.engine.errors import PolicyError
+from mmkv.engine.policies.pruning import Pruner
+from mmkv.engine.policies.selection import MOST_ENTRIES, Shares, lowest
+from mmkv.engine.policies.write_gate import Admission
 
 Group = Literal["mean", "max", "sum"]
 GROUPS = get_args(Group)
@@ -255,8 +255,7 @@ class Scorer(Protocol):
     sequence after each decode step, before eviction, and returns a new state ``[N, K]`` of all
     entries, or None; it replaces in ``memory`` what is to be kept;
     ``memory(layers, kv_heads, head_dim, hidden_size)`` returns the shapes, by name, of what it
-    keeps of each sequence. And it may have an attribute ``kernel``: ``"state"`` where the score is
-    state 0, so that C and Triton can evict by themselves.
+    keeps of each sequence. :func:`compiled` says that C and Triton can score by themselves.
     """
 
     @property
@@ -269,14 +268,30 @@ class Scorer(Protocol):
         ...
 
 
-def kernel_of(scorer: Scorer) -> str:
-    """What C and Triton compute the score from: retention, recency or state; or torch.
+S = TypeVar("S", bound=Scorer)
+_COMPILED: dict[type, Literal["retention", "recency", "state"]] = {}
 
-    The class itself has to say so: a subclass may score in another way.
+
+def compiled(kernel: Literal["retention", "recency", "state"]) -> Callable[[type[S]], type[S]]:
+    """Say of a scorer's class that C and Triton compute its score, too.
+
+    Of this very class: a subclass may score in another way.
+
+    Args:
+        kernel: ``state``: the score is state 0. ``retention`` and ``recency``: the formulas of
+            :class:`mmkv.engine.policies.scoring.Retention` and ``Recency``.
     """
-    kernel = vars(type(scorer)).get("kernel", "torch")
-    known = {"retention", "recency"} if type(scorer).__module__.startswith("engine.") else set()
-    return kernel if kernel in known | {"state"} else "torch"
+
+    def register(scorer: type[S]) -> type[S]:
+        _COMPILED[scorer] = kernel
+        return scorer
+
+    return register
+
+
+def kernel_of(scorer: Scorer) -> str:
+    """Return what C and Triton compute the score from; ``torch``: they don't."""
+    return _COMPILED.get(type(scorer), "torch")
 
 
 class Allocation(Protocol):
@@ -432,7 +447,7 @@ class Policy:
         assert self.allocation is not None
         budget = min(budget, MOST_ENTRIES)
         shares = self.allocation.shares(budget, layers, kv_heads)
-        if not type(self.allocation).__module__.startswith("engine."):
+        if not type(self.allocation).__module__.startswith("mmkv.engine."):
             _check_shares(shares, layers * kv_heads, f"{type(self.allocation).__name__}.shares")
         given = int(shares.share.sum())
         if given > budget:

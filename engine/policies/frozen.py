@@ -6,16 +6,25 @@ A score is one number a token, the same in all rows. Tokens of prompts get infin
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from engine.policies.base import CacheView, Group, Needs, NewTokens, Tap, tapped_layers
+from mmkv.engine.policies.base import (
+    CacheView,
+    Group,
+    Needs,
+    NewTokens,
+    Tap,
+    compiled,
+    tapped_layers,
+)
 
 Shapes = dict[str, tuple[int, ...]]
 
 
+@compiled("state")
 @dataclass(frozen=True)
 class StreamChange:
     """How the residual stream changes from token to token, at one depth against another.
@@ -30,7 +39,6 @@ class StreamChange:
     window: int = 64
     normalised: bool = True
     eps: float = 1e-6
-    kernel: ClassVar[str] = "state"
 
     @property
     def needs(self) -> Needs:
@@ -90,13 +98,13 @@ class AttentionAndChange:
         return view.state().sum(-1)
 
 
+@compiled("state")
 @dataclass(frozen=True)
 class EntryVariance:
     """Variance of a token's keys or values over head_dim, averaged over the trailing window."""
 
     of: Literal["keys", "values"]
     window: int = 64
-    kernel: ClassVar[str] = "state"
 
     @property
     def needs(self) -> Needs:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from engine.policies.allocation import HeadAllocation
-from engine.policies.base import Group, Policy, Scorer
-from engine.policies.frozen import AttentionAndChange, EntryVariance, StreamChange
-from engine.policies.lag import PreviousChunk
-from engine.policies.preset import Parameter, Preset
-from engine.policies.preset_parameters import group
-from engine.policies.segments import SegmentedChange
+from mmkv.engine.policies.allocation import HeadAllocation
+from mmkv.engine.policies.base import Group, Policy, Scorer
+from mmkv.engine.policies.frozen import AttentionAndChange, EntryVariance, StreamChange
+from mmkv.engine.policies.lag import PreviousChunk
+from mmkv.engine.policies.preset import Parameter, Preset
+from mmkv.engine.policies.preset_parameters import group
+from mmkv.engine.policies.segments import SegmentedChange
 
 # Of the paper's 32 layers, numbers 7 to 13 and 18 to 25.
 _BAND_A, _BAND_B = (7 / 32, 13 / 32), (18 / 32, 25 / 32)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from engine.policies.allocation import HeadAllocation
-from engine.policies.base import Policy
-from engine.policies.keys import KeyDifference, KeyNorm
-from engine.policies.lag import NextChunk
-from engine.policies.preset import Parameter, Preset
-from engine.policies.preset_parameters import RECENT
+from mmkv.engine.policies.allocation import HeadAllocation
+from mmkv.engine.policies.base import Policy
+from mmkv.engine.policies.keys import KeyDifference, KeyNorm
+from mmkv.engine.policies.lag import NextChunk
+from mmkv.engine.policies.preset import Parameter, Preset
+from mmkv.engine.policies.preset_parameters import RECENT
 
 
 def _keydiff(recent: int) -> Policy:

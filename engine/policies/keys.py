@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.policies.base import CacheView, Needs
+from mmkv.engine.policies.base import CacheView, Needs
 
 
 @dataclass(frozen=True)

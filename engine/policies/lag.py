@@ -8,8 +8,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from engine.policies.base import CacheView, Needs, NewTokens
-from engine.policies.frozen import Shapes, frozen
+from mmkv.engine.policies.base import CacheView, Needs, NewTokens, compiled
+from mmkv.engine.policies.frozen import Shapes, frozen
 
 _LEAST_RANGE = 1e-6
 
@@ -62,12 +62,12 @@ class NextChunk:
         return total.argsort(dim=-1, stable=True).argsort(-1).float() / self.lag
 
 
+@compiled("state")
 @dataclass(frozen=True)
 class PreviousChunk:
     """Variance of keys and values against the chunk before, frozen (arXiv 2606.26472, 3.3)."""
 
     lag: int = 128
-    kernel: ClassVar[str] = "state"
     needs: ClassVar[Needs] = Needs(state=1, keys=True, values=True)
 
     def memory(self, layers: int, kv_heads: int, head_dim: int, hidden_size: int) -> Shapes:

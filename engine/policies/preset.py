@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from keyword import iskeyword
 
-from engine.errors import PolicyError
-from engine.policies.base import Policy
+from mmkv.engine.errors import PolicyError
+from mmkv.engine.policies.base import Policy
 
 Value = int | float | bool | str
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from engine.policies.base import GROUPS
-from engine.policies.preset import Parameter
+from mmkv.engine.policies.base import GROUPS
+from mmkv.engine.policies.preset import Parameter
 
 RECENT = Parameter(0, "newest tokens of every row that stay, whatever their scores", least=0)
 WINDOW = Parameter(16, "newest queries, which observe and always stay", least=1)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from engine.policies.allocation import HeadAllocation
-from engine.policies.attention_presets import ATTENTION_PRESETS
-from engine.policies.base import Policy
-from engine.policies.frozen_presets import FROZEN_PRESETS
-from engine.policies.key_presets import KEY_PRESETS
-from engine.policies.preset import Parameter, Preset
-from engine.policies.pruning_presets import PRUNING_PRESETS
-from engine.policies.retention_presets import RETENTION_PRESETS
-from engine.policies.scoring import Recency
-from engine.policies.write_presets import WRITE_PRESETS
+from mmkv.engine.policies.allocation import HeadAllocation
+from mmkv.engine.policies.attention_presets import ATTENTION_PRESETS
+from mmkv.engine.policies.base import Policy
+from mmkv.engine.policies.frozen_presets import FROZEN_PRESETS
+from mmkv.engine.policies.key_presets import KEY_PRESETS
+from mmkv.engine.policies.preset import Parameter, Preset
+from mmkv.engine.policies.pruning_presets import PRUNING_PRESETS
+from mmkv.engine.policies.retention_presets import RETENTION_PRESETS
+from mmkv.engine.policies.scoring import Recency
+from mmkv.engine.policies.write_presets import WRITE_PRESETS
 
 
 def _full() -> Policy:

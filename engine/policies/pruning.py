@@ -12,7 +12,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from engine.errors import PolicyError
+from mmkv.engine.errors import PolicyError
 
 
 class Pruner(Protocol):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Literal
 
-from engine.policies.base import Policy
-from engine.policies.preset import Parameter, Preset
-from engine.policies.pruning import LeastAttended, MostDiverse
-from engine.policies.scoring import Recency
+from mmkv.engine.policies.base import Policy
+from mmkv.engine.policies.preset import Parameter, Preset
+from mmkv.engine.policies.pruning import LeastAttended, MostDiverse
+from mmkv.engine.policies.scoring import Recency
 
 
 def _fastv(layer: int, keep: float, attention: Literal["all", "last"]) -> Policy:

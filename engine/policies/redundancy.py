@@ -8,8 +8,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from engine.policies.base import CacheView, Group, Needs, NewTokens, Scores
-from engine.policies.scoring import check_pooling, pooled
+from mmkv.engine.policies.base import CacheView, Group, Needs, NewTokens, Scores
+from mmkv.engine.policies.scoring import check_pooling, pooled
 
 # Elements of one block of cosines: temporaries stay near 16 MiB however long rows are.
 _BLOCK_ELEMENTS = 4 * 2**20

@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import is_dataclass, replace
 
-from engine.config import EngineConfig, check_lookahead
-from engine.errors import STOPS, PolicyError
-from engine.policies.base import Needs, Policy
-from engine.policies.preset import RECENT, PolicyText, Preset, Value, full_name
-from engine.policies.presets import PRESETS
-from engine.policies.retention_presets import Age
-from engine.policies.scoring import Retention
-from engine.registry import Registry
+from mmkv.engine.config import EngineConfig, check_lookahead
+from mmkv.engine.errors import STOPS, PolicyError
+from mmkv.engine.policies.base import Needs, Policy
+from mmkv.engine.policies.preset import RECENT, PolicyText, Preset, Value, full_name
+from mmkv.engine.policies.presets import PRESETS
+from mmkv.engine.policies.retention_presets import Age
+from mmkv.engine.policies.scoring import Retention
+from mmkv.engine.registry import Registry
 
 Make = Callable[[float], Policy]
 
@@ -69,7 +69,7 @@ def make_policy(text: str, lookahead: float = EngineConfig.lookahead, age: Age =
         lookahead: n = T - t (DBTrimKV, arXiv 2605.09649, equation 9) where the text gives none; of
             the presets only dbtrimkv reads it.
         age: how entries age where the text does not say: as the gates' makers count
-            (:func:`engine.model.gates.trained_age`).
+            (:func:`mmkv.engine.model.gates.trained_age`).
 
     Raises:
         PolicyError: for an unknown name or parameter, or a value that cannot be.

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Literal
 
-from engine.config import EngineConfig, check_lookahead
-from engine.policies.allocation import FlooredAllocation, GlobalAllocation, HeadAllocation
-from engine.policies.base import Policy
-from engine.policies.preset import Parameter, Preset
-from engine.policies.preset_parameters import RECENT
-from engine.policies.scoring import Retention
+from mmkv.engine.config import EngineConfig, check_lookahead
+from mmkv.engine.policies.allocation import FlooredAllocation, GlobalAllocation, HeadAllocation
+from mmkv.engine.policies.base import Policy
+from mmkv.engine.policies.preset import Parameter, Preset
+from mmkv.engine.policies.preset_parameters import RECENT
+from mmkv.engine.policies.scoring import Retention
 
 Age = Literal["paper", "released"]
 

@@ -8,12 +8,13 @@ from typing import ClassVar, Literal
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.config import EngineConfig
-from engine.errors import PolicyError
-from engine.policies.base import CacheView, Group, Needs
-from engine.policies.score import lookahead_log_score
+from mmkv.engine.config import EngineConfig
+from mmkv.engine.errors import PolicyError
+from mmkv.engine.policies.base import CacheView, Group, Needs, compiled
+from mmkv.engine.policies.score import lookahead_log_score
 
 
+@compiled("retention")
 @dataclass(frozen=True, repr=False)
 class Retention:
     """Learned retention summed over ``lookahead`` steps (DBTrimKV, eq. 9; n = 1: TRIM-KV).
@@ -26,7 +27,6 @@ class Retention:
     lookahead: float = EngineConfig.lookahead
     newest_age: int = 1
     needs: ClassVar[Needs] = Needs(gates="retention")
-    kernel: ClassVar[str] = "retention"
 
     def __post_init__(self) -> None:
         if self.newest_age < 0 or self.newest_age % 1:
@@ -50,12 +50,12 @@ class Retention:
         return lookahead_log_score(view.log_beta, age, self.lookahead, self.newest_age)
 
 
+@compiled("recency")
 @dataclass(frozen=True)
 class Recency:
     """The newer the better (StreamingLLM, arXiv 2309.17453, together with protected sinks)."""
 
     needs: ClassVar[Needs] = Needs()
-    kernel: ClassVar[str] = "recency"
 
     def score(self, view: CacheView) -> Tensor:
         """The position itself."""

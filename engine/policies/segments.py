@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from engine.policies.base import CacheView, Needs, NewTokens
-from engine.policies.frozen import Shapes, StreamChange
+from mmkv.engine.policies.base import CacheView, Needs, NewTokens, compiled
+from mmkv.engine.policies.frozen import Shapes, StreamChange
 
 _KEPT = 64.0  # added to the score of tokens that their segment keeps
 
 
+@compiled("state")
 @dataclass(frozen=True)
 class SegmentedChange(StreamChange):
     """The best of each segment by EpiKV's score, more of some kinds (table 1; appendix D: budgets).
@@ -30,7 +30,6 @@ class SegmentedChange(StreamChange):
     r: int = 64
     e: int = 32
     t: int = 8
-    kernel: ClassVar[str] = "state"
 
     @property
     def needs(self) -> Needs:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from engine.policies.base import CacheView
+    from mmkv.engine.policies.base import CacheView
 
 # What int64 can count with; no cache holds as many.
 MOST_ENTRIES = 2**61

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Literal
 
-from engine.policies.allocation import GlobalAllocation, HeadAllocation
-from engine.policies.base import Group, Policy
-from engine.policies.preset import Parameter, Preset
-from engine.policies.preset_parameters import KERNEL, POOL, group
-from engine.policies.retention_presets import SCORE, Age, retention
-from engine.policies.scoring import Recency, WindowAttention
-from engine.policies.write_gate import Admission
+from mmkv.engine.policies.allocation import GlobalAllocation, HeadAllocation
+from mmkv.engine.policies.base import Group, Policy
+from mmkv.engine.policies.preset import Parameter, Preset
+from mmkv.engine.policies.preset_parameters import KERNEL, POOL, group
+from mmkv.engine.policies.retention_presets import SCORE, Age, retention
+from mmkv.engine.policies.scoring import Recency, WindowAttention
+from mmkv.engine.policies.write_gate import Admission
 
 PAPER_WINDOW = 256  # W_local of WG-KV, appendix E
 

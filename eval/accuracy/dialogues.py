@@ -21,12 +21,12 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from engine.runtime import Runtime
-from eval.accuracy.scenes import wilson
 from mmkv.data.dialogues import clip, dense, sparse, stream
 from mmkv.data.scene_data import scene_example
 from mmkv.data.scenes import Turn
 from mmkv.data.tokenizer import build_tokenizer
+from mmkv.engine.runtime import Runtime
+from mmkv.eval.accuracy.scenes import wilson
 from mmkv.measure.record import write_results
 from mmkv.measure.teacher_forced import FullCache, spans
 from mmkv.resources import bundled_model_name

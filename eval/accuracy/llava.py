@@ -24,17 +24,17 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from engine.errors import InputError, MmkvError, one_line
-from engine.runtime import Runtime
-from eval.quality.methods import Cell, Method
 from mmkv.data.labels import IGNORED
+from mmkv.engine.errors import InputError, MmkvError, one_line
+from mmkv.engine.runtime import Runtime
+from mmkv.eval.quality.methods import Cell, Method
 from mmkv.measure.outputs import require_output
 from mmkv.measure.record import write_results
 from mmkv.measure.stats import mean, paired
 from mmkv.measure.teacher_forced import FullCache, read_at, spans
 from mmkv.prompt.processing import load_processor
-from training.llava.pictures import PIXELS, EasyVQA, Turn, easy_vqa_folder, talk
-from training.llava.teach import encode, opening
+from mmkv.training.llava.pictures import PIXELS, EasyVQA, Turn, easy_vqa_folder, talk
+from mmkv.training.llava.teach import encode, opening
 
 _SIGHTS = ("pictures", "blank pictures", "other pictures")
 _CONSTANT, _ALL = "most frequent answer", "all"
@@ -180,7 +180,7 @@ def main() -> None:
         require_output(args.output.parent)
         rows = rows_of(run(args))
     except (MmkvError, OSError) as error:
-        sys.exit(f"eval.accuracy.llava: error: {one_line(str(error))}")
+        sys.exit(f"mmkv.eval.accuracy.llava: error: {one_line(str(error))}")
     table = Table(title=f"Whole answers, {args.talks} held-out talks, {args.model}")
     for name in ("run", "kind", "right", "of", "share", "95 % interval"):
         table.add_column(name)

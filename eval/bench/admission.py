@@ -19,13 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.errors import MmkvError
-from engine.model.gates import WriteGates
-from engine.model.gates.write import make_random_write_gates
-from engine.policies import make_policy
-from engine.runtime import Runtime
-from eval.bench.output import parser, save, table
-from eval.bench.shapes import Shape, build_engine
+from mmkv.engine.errors import MmkvError
+from mmkv.engine.model.gates import WriteGates
+from mmkv.engine.model.gates.write import make_random_write_gates
+from mmkv.engine.policies import make_policy
+from mmkv.engine.runtime import Runtime
+from mmkv.eval.bench.output import parser, save, table
+from mmkv.eval.bench.shapes import Shape, build_engine
 from mmkv.measure.timing import spread, take_turns, wall
 
 # SmolLM2-135M has 30 of these layers; a small vocabulary, since one row of logits is computed.

@@ -18,14 +18,14 @@ from typing import Any
 
 import torch
 
-from engine.config import EngineConfig
-from engine.errors import BudgetError, MmkvError
-from engine.runtime import Runtime
-from eval.bench.memory_estimate import WORKSPACE, Plan, dense_count, plan
-from eval.bench.methods import concerns_one_method
-from eval.bench.output import device_note, failure, parser, save, table, where
-from eval.bench.shapes import SHAPES, Shape, build_engine
-from eval.bench.synthetic_cache import synthetic_sessions
+from mmkv.engine.config import EngineConfig
+from mmkv.engine.errors import BudgetError, MmkvError
+from mmkv.engine.runtime import Runtime
+from mmkv.eval.bench.memory_estimate import WORKSPACE, Plan, dense_count, plan
+from mmkv.eval.bench.methods import concerns_one_method
+from mmkv.eval.bench.output import device_note, failure, parser, save, table, where
+from mmkv.eval.bench.shapes import SHAPES, Shape, build_engine
+from mmkv.eval.bench.synthetic_cache import synthetic_sessions
 
 
 @torch.inference_mode()

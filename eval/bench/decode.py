@@ -25,20 +25,20 @@ from typing import Any
 
 import torch
 
-from engine.backends.cuda import GraphRunner
-from engine.errors import MmkvError
-from engine.runtime import Runtime
-from eval.bench.decode_cases import SETS, Case
-from eval.bench.decode_report import figure, show, show_targets
-from eval.bench.memory_estimate import own_bytes, peer_bytes
-from eval.bench.methods import EAGER_STEPS, Own, concerns_one_method
-from eval.bench.names import BOUNDED, DYNAMIC, EAGER, FULL, OWN
-from eval.bench.output import BenchError, device_note, failure, on_gpu, parser, save
-from eval.bench.parts import split
-from eval.bench.peer import PEERS, Job
-from eval.bench.process import PeerProcess
-from eval.bench.shapes import SHAPES, build_engine
-from eval.bench.targets import checks
+from mmkv.engine.backends.cuda import GraphRunner
+from mmkv.engine.errors import MmkvError
+from mmkv.engine.runtime import Runtime
+from mmkv.eval.bench.decode_cases import SETS, Case
+from mmkv.eval.bench.decode_report import figure, show, show_targets
+from mmkv.eval.bench.memory_estimate import own_bytes, peer_bytes
+from mmkv.eval.bench.methods import EAGER_STEPS, Own, concerns_one_method
+from mmkv.eval.bench.names import BOUNDED, DYNAMIC, EAGER, FULL, OWN
+from mmkv.eval.bench.output import BenchError, device_note, failure, on_gpu, parser, save
+from mmkv.eval.bench.parts import split
+from mmkv.eval.bench.peer import PEERS, Job
+from mmkv.eval.bench.process import PeerProcess
+from mmkv.eval.bench.shapes import SHAPES, build_engine
+from mmkv.eval.bench.targets import checks
 from mmkv.measure.timing import copy_bandwidth, spread, take_turns
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from eval.bench.output import BenchError
+from mmkv.eval.bench.output import BenchError
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ import transformers
 from torch import Tensor
 from transformers.utils import logging as transformers_logging
 
-from engine.runtime import Runtime
+from mmkv.engine.runtime import Runtime
 from mmkv.measure.record import RESULTS, write_results
 from mmkv.measure.timing import spread, take_turns
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from eval.bench.names import FULL, OWN
-from eval.bench.output import curves, table
-from eval.bench.targets import PUBLISHED
+from mmkv.eval.bench.names import FULL, OWN
+from mmkv.eval.bench.output import curves, table
+from mmkv.eval.bench.targets import PUBLISHED
 
 
 def show(shape: str, case: dict[str, Any]) -> None:

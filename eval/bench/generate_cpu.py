@@ -23,8 +23,8 @@ import transformers
 from torch import Tensor
 from transformers.utils import logging as transformers_logging
 
-from engine.model.families import find_for
-from eval.bench.decode_cpu import OURS, THEIRS, random_prompts
+from mmkv.engine.model.families import find_for
+from mmkv.eval.bench.decode_cpu import OURS, THEIRS, random_prompts
 from mmkv.hf import retain
 from mmkv.measure.record import RESULTS, write_results
 from mmkv.measure.timing import spread, take_turns

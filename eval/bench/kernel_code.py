@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from eval.bench.output import table
+from mmkv.eval.bench.output import table
 from mmkv.measure.record import RESULTS
 
 # Bytes of shared memory that a program may take: CUDA C++ Programming Guide, technical
@@ -123,7 +123,7 @@ def decode(
     dtype: torch.dtype = torch.bfloat16,
 ) -> Case:
     """One query for each of ``group`` heads a KV head."""
-    from engine.backends.cuda.kernels import decode_attention_triton as ours
+    from mmkv.engine.backends.cuda.kernels import decode_attention_triton as ours
 
     types = dict.fromkeys(("query", "out"), _KINDS[dtype]) | _stored(dtype, bits)
     types |= dict.fromkeys(("partial", "peaks", "totals", "lse"), "*fp32")
@@ -141,7 +141,7 @@ def prefill(
     queries: int, bits: tuple[int, int] = (0, 0), dtype: torch.dtype = torch.bfloat16
 ) -> Case:
     """A chunk's ``queries`` of a KV head (tokens x heads), head_dim 128."""
-    from engine.backends.cuda.kernels import prefill_attention_triton as ours
+    from mmkv.engine.backends.cuda.kernels import prefill_attention_triton as ours
 
     block, tile, warps = ours.blocks(dtype, 128, queries)
     types = dict.fromkeys(("query", "out"), _KINDS[dtype]) | {"lse": "*fp32"}
@@ -158,7 +158,7 @@ def prefill(
 
 def store(group: int) -> Case:
     """A new entry of heads of 128 with q/k norm and a gate of 512."""
-    from engine.backends.cuda.kernels import store_triton as ours
+    from mmkv.engine.backends.cuda.kernels import store_triton as ours
 
     half = ("qkv", "cos", "sin", "gain", "pool_keys", "pool_values", "query", "trunk")
     types = dict.fromkeys(half, "*bf16")
@@ -176,7 +176,7 @@ def store(group: int) -> Case:
 
 def window(kernel: str, queries: int, dtype: torch.dtype, head_dim: int = 128) -> Case:
     """Scores by the last 64 queries of each head (or 16), G heads a KV head: ``queries`` rows."""
-    from engine.backends.cuda.kernels import window_scores_triton as ours
+    from mmkv.engine.backends.cuda.kernels import window_scores_triton as ours
 
     types = {"query": _KINDS[dtype], "keys": _KINDS[dtype], "position": "*i32"}
     types |= dict.fromkeys(("query_position", "length", "table", "seqs"), "*i64")

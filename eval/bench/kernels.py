@@ -22,25 +22,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.backends.cuda.kernels.append import Room, Rows, empty_room, make_room
-from engine.backends.cuda.kernels.decode_attention import decode_attention, empty_partials
-from engine.backends.cuda.kernels.evict import Eviction, empty_eviction, evict
-from engine.backends.cuda.kernels.prefill_attention import prefill_attention
-from engine.backends.cuda.kernels.store import Readout, store_layer
-from engine.backends.cuda.kernels.window_scores import window_scores
-from engine.backends.cuda.kernels.worklist import (
+from mmkv.engine.backends.cuda.kernels.append import Room, Rows, empty_room, make_room
+from mmkv.engine.backends.cuda.kernels.decode_attention import decode_attention, empty_partials
+from mmkv.engine.backends.cuda.kernels.evict import Eviction, empty_eviction, evict
+from mmkv.engine.backends.cuda.kernels.prefill_attention import prefill_attention
+from mmkv.engine.backends.cuda.kernels.store import Readout, store_layer
+from mmkv.engine.backends.cuda.kernels.window_scores import window_scores
+from mmkv.engine.backends.cuda.kernels.worklist import (
     build_worklist,
     default_runs,
     empty_worklist,
     tile_entries,
 )
-from engine.cache import PagePool, RaggedCache
-from engine.errors import MmkvError
-from engine.policies import make_policy
-from eval.bench.kernel_cases import CASES, QUICK, TINY, Case
-from eval.bench.output import device_note, failure, on_gpu, parser, save, table
-from eval.bench.shapes import SHAPES, Shape
-from eval.bench.synthetic_cache import fill_sequence, pages_for, row_lengths, scatter_pages
+from mmkv.engine.cache import PagePool, RaggedCache
+from mmkv.engine.errors import MmkvError
+from mmkv.engine.policies import make_policy
+from mmkv.eval.bench.kernel_cases import CASES, QUICK, TINY, Case
+from mmkv.eval.bench.output import device_note, failure, on_gpu, parser, save, table
+from mmkv.eval.bench.shapes import SHAPES, Shape
+from mmkv.eval.bench.synthetic_cache import fill_sequence, pages_for, row_lengths, scatter_pages
 from mmkv.measure.timing import copy_bandwidth, matmul_rate, spread, time_calls
 
 SPARE_STEPS = 4  # pages for that many more entries per row

@@ -1,8 +1,8 @@
 """Time decode steps over keys and values in each form of the cache, at equal entries.
 
 ``python -m eval.bench.kv_forms DIR`` fills sessions to their budget with random entries and decodes
-from them with eviction at every step, in bursts (:meth:`engine.runtime.Runtime.decode_many`). The
-forms share the weights and take turns within a round, in an order that turns round each time.
+from them with eviction at every step, in bursts (:meth:`mmkv.engine.runtime.Runtime.decode_many`).
+The forms share the weights and take turns within a round, in an order that turns round each time.
 ``--shape`` takes random weights in published sizes instead, for a GPU. The figures, ms per step and
 how many times as fast as the first form each of the others is, round by round, go to
 ``eval/results/decode-<device>-kv-<name>.json``.
@@ -23,13 +23,13 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
 
-from engine.config import KV_FORMS
-from engine.errors import InputError, MmkvError
-from engine.model.families.loading import resolve_device
-from engine.runtime import Runtime
-from engine.sequence import CachedSequence
-from eval.bench.shapes import SHAPES, build_engine
-from eval.bench.synthetic_cache import synthetic_sessions
+from mmkv.engine.config import KV_FORMS
+from mmkv.engine.errors import InputError, MmkvError
+from mmkv.engine.model.families.loading import resolve_device
+from mmkv.engine.runtime import Runtime
+from mmkv.engine.sequence import CachedSequence
+from mmkv.eval.bench.shapes import SHAPES, build_engine
+from mmkv.eval.bench.synthetic_cache import synthetic_sessions
 from mmkv.measure.record import RESULTS, write_results
 from mmkv.measure.tables import pipe_table
 from mmkv.measure.timing import spread, synchronize, take_turns

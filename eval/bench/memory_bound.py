@@ -70,7 +70,7 @@ def measure(
     """
     import torch
 
-    from engine.runtime import Runtime
+    from mmkv.engine.runtime import Runtime
 
     torch.set_num_threads(1)
     options: dict[str, Any] = {

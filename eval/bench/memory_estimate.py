@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.cache import PagePool
-from engine.config import EngineConfig
-from eval.bench.methods import SPARE_COLUMNS
-from eval.bench.shapes import Shape
-from eval.bench.synthetic_cache import pages_for
+from mmkv.engine.cache import PagePool
+from mmkv.engine.config import EngineConfig
+from mmkv.eval.bench.methods import SPARE_COLUMNS
+from mmkv.eval.bench.shapes import Shape
+from mmkv.eval.bench.synthetic_cache import pages_for
 
 # Memory besides weights and cache: activations of a chunk and of a step, libraries.
 WORKSPACE = 3 * 10**9

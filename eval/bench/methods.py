@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from engine.backends.cuda import GraphRunner
-from engine.errors import MmkvError
-from engine.runtime import Runtime
-from engine.sequence import CachedSequence
-from eval.bench.synthetic_cache import rewind, synthetic_sessions
+from mmkv.engine.backends.cuda import GraphRunner
+from mmkv.engine.errors import MmkvError
+from mmkv.engine.runtime import Runtime
+from mmkv.engine.sequence import CachedSequence
+from mmkv.eval.bench.synthetic_cache import rewind, synthetic_sessions
 from mmkv.measure.speed_model import StepBytes, entry_bytes, step_bytes
 from mmkv.measure.timing import wall
 

@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from engine.errors import MmkvError
+from mmkv.engine.errors import MmkvError
 from mmkv.measure.record import RESULTS, write_results
 
 
@@ -42,7 +42,7 @@ def parser(name: str, about: str | None) -> argparse.ArgumentParser:
 
 def where(args: argparse.Namespace) -> tuple[torch.device, torch.dtype]:
     """Return the device and dtype asked for. Raises ModelError for a device that is not there."""
-    from engine.model.families.loading import resolve_device
+    from mmkv.engine.model.families.loading import resolve_device
 
     return resolve_device(args.device), getattr(torch, args.dtype)
 

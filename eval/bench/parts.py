@@ -19,12 +19,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.backends.cuda import GraphRunner
-from engine.backends.cuda import static_step as static_step
-from engine.backends.cuda.static_step import StaticStep
-from engine.model.product import plain
-from engine.runtime import Runtime
-from eval.bench.methods import Own
+from mmkv.engine.backends.cuda import GraphRunner
+from mmkv.engine.backends.cuda import static_step as static_step
+from mmkv.engine.backends.cuda.static_step import StaticStep
+from mmkv.engine.model.product import plain
+from mmkv.engine.runtime import Runtime
+from mmkv.eval.bench.methods import Own
 from mmkv.measure.timing import spread, take_turns, time_calls
 
 

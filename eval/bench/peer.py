@@ -27,9 +27,9 @@ import torch
 import transformers
 from torch import Tensor
 
-from eval.bench.child import answering
-from eval.bench.names import BATCHING, DYNAMIC, KVPRESS, STATIC, TRIMKV
-from eval.bench.shapes import SHAPES, Shape, build_model, config_arguments, randomise
+from mmkv.eval.bench.child import answering
+from mmkv.eval.bench.names import BATCHING, DYNAMIC, KVPRESS, STATIC, TRIMKV
+from mmkv.eval.bench.shapes import SHAPES, Shape, build_model, config_arguments, randomise
 
 
 @dataclass(frozen=True)

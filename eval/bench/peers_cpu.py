@@ -14,9 +14,9 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from eval.bench.child import answering, memory, timed
-from eval.bench.cpu_methods import METHODS
-from eval.bench.cpu_methods.base import Job, Method
+from mmkv.eval.bench.child import answering, memory, timed
+from mmkv.eval.bench.cpu_methods import METHODS
+from mmkv.eval.bench.cpu_methods.base import Job, Method
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 

@@ -19,12 +19,12 @@ from typing import Any
 
 import torch
 
-from engine.config import EngineConfig
-from engine.errors import MmkvError
-from engine.runtime import Runtime
-from eval.bench.methods import concerns_one_method
-from eval.bench.output import curves, device_note, failure, on_gpu, parser, save, table, where
-from eval.bench.shapes import SHAPES, Shape, build_engine, build_model
+from mmkv.engine.config import EngineConfig
+from mmkv.engine.errors import MmkvError
+from mmkv.engine.runtime import Runtime
+from mmkv.eval.bench.methods import concerns_one_method
+from mmkv.eval.bench.output import curves, device_note, failure, on_gpu, parser, save, table, where
+from mmkv.eval.bench.shapes import SHAPES, Shape, build_engine, build_model
 from mmkv.measure.timing import spread, take_turns, wall
 
 LENGTHS = (4096, 16384, 65536, 131072, 200_000, 524_288)

@@ -12,8 +12,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Self
 
-from eval.bench.output import BenchError
-from eval.bench.peer import Job
+from mmkv.eval.bench.output import BenchError
+from mmkv.eval.bench.peer import Job
 from mmkv.measure.record import ROOT
 
 
@@ -119,7 +119,7 @@ class PeerProcess(Child):
 
     def __init__(self, job: Job, python: str, patience: float, log: Path) -> None:
         self.job = job
-        command = [python, "-m", "eval.bench.peer", json.dumps(asdict(job))]
+        command = [python, "-m", "mmkv.eval.bench.peer", json.dumps(asdict(job))]
         super().__init__(command, patience, log)
         self.peak_bytes: int | None = None
 

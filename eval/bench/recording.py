@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from engine.runtime import Runtime
-from eval.bench.output import parser, save, table
-from eval.bench.shapes import Shape, build_engine
+from mmkv.engine.runtime import Runtime
+from mmkv.eval.bench.output import parser, save, table
+from mmkv.eval.bench.shapes import Shape, build_engine
 from mmkv.measure.timing import spread, take_turns
 from mmkv.resources import bundled_model
 

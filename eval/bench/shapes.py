@@ -18,7 +18,7 @@ import torch
 import transformers
 
 if TYPE_CHECKING:
-    from engine.runtime import Runtime
+    from mmkv.engine.runtime import Runtime
 
 # Largest position: speed runs exceed the trained length of some of these models.
 MOST_POSITIONS = 2**20
@@ -153,14 +153,14 @@ def build_engine(
 
     Args:
         weights_of: an engine of the same shape, device and dtype whose weights to share.
-        settings: as of :class:`engine.runtime.Runtime`.
+        settings: as of :class:`mmkv.engine.runtime.Runtime`.
     """
-    from engine.model.families import Family, TextFamily
-    from engine.model.gates.module import make_random_gates
-    from engine.model.spec import DecoderSpec
-    from engine.model.weights import DecoderWeights
-    from engine.policies import make_policy
-    from engine.runtime import Runtime
+    from mmkv.engine.model.families import Family, TextFamily
+    from mmkv.engine.model.gates.module import make_random_gates
+    from mmkv.engine.model.spec import DecoderSpec
+    from mmkv.engine.model.weights import DecoderWeights
+    from mmkv.engine.policies import make_policy
+    from mmkv.engine.runtime import Runtime
 
     chosen = make_policy(policy)
     if weights_of is None:

@@ -25,8 +25,8 @@ from typing import Any
 
 from safetensors.torch import load_file, save_file
 
-from engine.errors import MmkvError
-from eval.bench.output import BenchError, save, table
+from mmkv.engine.errors import MmkvError
+from mmkv.eval.bench.output import BenchError, save, table
 from mmkv.measure.record import RESULTS, ROOT
 from mmkv.measure.timing import take_turns
 from mmkv.resources import asset, bundled_model

@@ -12,10 +12,10 @@ import math
 import torch
 from torch import Tensor
 
-from engine.cache import RaggedCache
-from engine.cache.forms import Codec
-from engine.runtime import Runtime
-from engine.sequence import CachedSequence
+from mmkv.engine.cache import RaggedCache
+from mmkv.engine.cache.forms import Codec
+from mmkv.engine.runtime import Runtime
+from mmkv.engine.sequence import CachedSequence
 
 
 def row_lengths(rows: int, total: int, longest: int, skew: float = 1.0, seed: int = 0) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from eval.bench.names import DYNAMIC, FULL, OWN
+from mmkv.eval.bench.names import DYNAMIC, FULL, OWN
 
 # tokens/s on one H200 that a paper states for (shape, batch, context, M).
 PUBLISHED = {

@@ -1,7 +1,7 @@
 """Compare policies on equal budgets: accuracy, closeness to the full cache, bytes and speed.
 
 ``python -m eval.compare MODEL --data scenes:dense --policies all --budgets 1/8 1/16`` runs the
-held-out dialogues of :mod:`eval.quality` through every policy, times decoding under each, and
+held-out dialogues of :mod:`mmkv.eval.quality` through every policy, times decoding under each, and
 writes a leaderboard: JSON, Markdown, and a plot of accuracy against physical bytes. A killed run
 continues when it is started again; with more policies, budgets or dialogues only those are run.
 """
@@ -14,14 +14,14 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from engine.errors import InputError
-from engine.policies import make_policy, names
-from engine.policies.preset import PolicyText
-from eval.compare import report
-from eval.compare.speed import Speeds
-from eval.quality.command import add_options, finish, running
-from eval.quality.methods import Comparison, Method
-from eval.quality.run import ComparisonRuns
+from mmkv.engine.errors import InputError
+from mmkv.engine.policies import make_policy, names
+from mmkv.engine.policies.preset import PolicyText
+from mmkv.eval.compare import report
+from mmkv.eval.compare.speed import Speeds
+from mmkv.eval.quality.command import add_options, finish, running
+from mmkv.eval.quality.methods import Comparison, Method
+from mmkv.eval.quality.run import ComparisonRuns
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = parser.parse_args(arguments)
     if args.skip < 0 or args.dialogues < 1 or args.context < 1:
         parser.error("--skip takes 0 or more, --dialogues and --context 1 or more")
-    with running(args, "eval.compare") as (path, journal):
+    with running(args, "mmkv.eval.compare") as (path, journal):
         methods = tuple(chosen(args.policies, gates_of(args.gates, args.model)))
         comparison = Comparison(
             args.model, args.dtype, methods, tuple(args.budgets), args.max_length, args.device
@@ -115,7 +115,7 @@ def chosen(policies: str, gates: Mapping[str, tuple[str, ...]]) -> Iterator[Meth
                 remedy = f"policy {text!r} needs gates: give --gates {lacking}=FOLDER"
                 if not everything:
                     raise InputError(remedy)
-                print(f"eval.compare: left out, {remedy}", file=sys.stderr)
+                print(f"mmkv.eval.compare: left out, {remedy}", file=sys.stderr)
                 continue
         yield Method(policy.name, text, None, folders)
 

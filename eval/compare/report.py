@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from eval.quality.methods import Cell
-from eval.quality.report import Runs, difference, interval, row_of
+from mmkv.eval.quality.methods import Cell
+from mmkv.eval.quality.report import Runs, difference, interval, row_of
 from mmkv.measure.tables import pipe_table
 
 Page = Mapping[str, Any]
@@ -27,7 +27,7 @@ def summarise(
     from the full cache.
 
     Args:
-        raw: what :meth:`eval.quality.run.ComparisonRuns.of` returns; cells: what it ran.
+        raw: what :meth:`mmkv.eval.quality.run.ComparisonRuns.of` returns; cells: what it ran.
     """
     full = raw["full"][0]
     questions = [len(row["right"]) for row in full]

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from engine.errors import InputError
-from engine.runtime import Runtime
-from eval.bench.decode_cpu import Mmkv
-from eval.quality.methods import Cell, Comparison
+from mmkv.engine.errors import InputError
+from mmkv.engine.runtime import Runtime
+from mmkv.eval.bench.decode_cpu import Mmkv
+from mmkv.eval.quality.methods import Cell, Comparison
 from mmkv.measure.journal import Journal
 
 STEPS, ROUNDS = 48, 3

@@ -20,18 +20,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.errors import InputError
-from engine.model.families.base import Turn
-from engine.runtime import Runtime
-from eval.dilution import report
-from eval.dilution.probe import probed_decode
-from eval.documents import Document
-from eval.domains import maker
-from eval.needle.__main__ import LENGTHS, length
-from eval.needle.tasks import Haystack, Needle
-from eval.quality.command import add_methods, add_options, comparison, finish, running
-from eval.quality.methods import Cell
-from eval.quality.run import ComparisonRuns, Reader, Record
+from mmkv.engine.errors import InputError
+from mmkv.engine.model.families.base import Turn
+from mmkv.engine.runtime import Runtime
+from mmkv.eval.dilution import report
+from mmkv.eval.dilution.probe import probed_decode
+from mmkv.eval.documents import Document
+from mmkv.eval.domains import maker
+from mmkv.eval.needle.__main__ import LENGTHS, length
+from mmkv.eval.needle.tasks import Haystack, Needle
+from mmkv.eval.quality.command import add_methods, add_options, comparison, finish, running
+from mmkv.eval.quality.methods import Cell
+from mmkv.eval.quality.run import ComparisonRuns, Reader, Record
 from mmkv.measure.teacher_forced import spans
 
 SINKS = 4  # first tokens of a document, counted apart
@@ -39,7 +39,7 @@ SIZES = {"text": (8, 1, 4), "pictures": (4, 2, 2), "video": (1, 2, 1)}  # keys, 
 
 
 class Prober(Reader):
-    """Runs documents as :class:`eval.quality.run.Reader` does and measures attention."""
+    """Runs documents as :class:`mmkv.eval.quality.run.Reader` does and measures attention."""
 
     @torch.inference_mode()
     def read(
@@ -183,7 +183,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--limit", type=int, default=8, help="documents of each length")
     args = parser.parse_args(arguments)
     args.lengths = args.lengths or LENGTHS[args.domain]
-    with running(args, "eval.dilution") as (path, journal):
+    with running(args, "mmkv.eval.dilution") as (path, journal):
         if args.limit < 1:
             raise InputError(f"--limit {args.limit} reads nothing; give at least 1")
         compared = comparison(args)

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.backends.torch.step import DecodeStep
-from engine.sequence import CachedSequence
+from mmkv.engine.backends.torch.step import DecodeStep
+from mmkv.engine.sequence import CachedSequence
 
 
 class _ProbedStep(DecodeStep):

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from eval.quality.report import interval
-from eval.quality.run import Record
+from mmkv.eval.quality.report import interval
+from mmkv.eval.quality.run import Record
 from mmkv.measure.stats import mean, paired
 from mmkv.measure.tables import pipe_table
 
@@ -51,7 +51,7 @@ def summarise(
     """Compute everything the result file holds.
 
     Args:
-        read: per length what :meth:`eval.quality.run.ComparisonRuns.of` returned.
+        read: per length what :meth:`mmkv.eval.quality.run.ComparisonRuns.of` returned.
 
     Returns:
         ``lengths``: per length and cell the means of ``measure`` with intervals

@@ -28,7 +28,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from eval.fuzz.report import Report
+from mmkv.eval.fuzz.report import Report
 from mmkv.measure.record import write_results
 
 CLASSES = (
@@ -57,7 +57,9 @@ _START_SECONDS = 300
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the program; exit code 1 when an input led to a failure."""
-    parser = argparse.ArgumentParser(prog="eval.fuzz", description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="mmkv.eval.fuzz", description=(__doc__ or "").split("\n")[0]
+    )
     parser.add_argument("--seconds", type=float, default=float("inf"), help="time to run at most")
     parser.add_argument("--inputs", type=int, default=100_000, help="inputs to try at most")
     parser.add_argument("--seed", type=int, default=0)
@@ -135,7 +137,7 @@ def _run(options: argparse.Namespace, report: Report) -> None:
 def _start(plan: dict[str, Any]) -> subprocess.Popen[str]:
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "COLUMNS": "100"}
     worker = subprocess.Popen(
-        [sys.executable, "-m", "eval.fuzz.worker"],
+        [sys.executable, "-m", "mmkv.eval.fuzz.worker"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -167,7 +169,9 @@ def _work(plan: dict[str, Any], report: Report) -> str | None:
     if code == 0:
         return None
     if patience == _START_SECONDS:
-        raise SystemExit(f"eval.fuzz: the worker ended with code {code} before its first input")
+        raise SystemExit(
+            f"mmkv.eval.fuzz: the worker ended with code {code} before its first input"
+        )
     return f"the process ended with code {code}"
 
 

@@ -7,10 +7,11 @@ import traceback
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.errors import MmkvError
+import mmkv
+from mmkv.engine.errors import MmkvError
 
-_ROOT = Path(__file__).resolve().parents[2]
-_OWN = tuple(str(_ROOT / name) for name in ("engine", "mmkv", "eval", "training"))
+_HOME = f"{Path(mmkv.__file__).parent}/"
+_PROGRAMS = (f"{_HOME}eval/", f"{_HOME}training/")
 
 
 class Hang(BaseException):
@@ -42,20 +43,24 @@ def failure_of(error: BaseException) -> Failure | None:
     return Failure(kind, f"{type(error).__name__} at {_place(error)}", text[:300])
 
 
+def _own(file: str, apart: tuple[str, ...]) -> bool:
+    return file.startswith(_HOME) and not file.startswith(apart)
+
+
 def _own_words(error: BaseException) -> bool:
     """Return whether mmkv's own code raised the error, in a statement that says so."""
     last = traceback.extract_tb(error.__traceback__)[-1]
     line = linecache.getline(last.filename, last.lineno or 0).strip()
-    return last.filename.startswith(_OWN[:2]) and line.startswith("raise ")
+    return _own(last.filename, _PROGRAMS) and line.startswith("raise ")
 
 
 def _place(error: BaseException) -> str:
     """Return the innermost place of mmkv's own code, and below it that of a library."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [f for f in frames if f.filename.startswith(_OWN) and "/fuzz/" not in f.filename]
+    own = [f for f in frames if _own(f.filename, (f"{_HOME}eval/fuzz/",))]
     parts = []
     if own:
-        name = Path(own[-1].filename).relative_to(_ROOT).as_posix()
+        name = Path(own[-1].filename).relative_to(_HOME).as_posix()
         parts.append(f"{name}:{own[-1].lineno} ({own[-1].name})")
     if frames and (not own or frames[-1] is not own[-1]):
         parts.append(f"{Path(frames[-1].filename).name} ({frames[-1].name})")

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-import engine.runtime
 import mmkv.api
+import mmkv.engine.runtime
 from mmkv.api import Engine
 from mmkv.resources import bundled_model
 
@@ -73,15 +73,15 @@ class SharedModels:
     """
 
     def __init__(self) -> None:
-        self._load, self._processor = engine.runtime.load, mmkv.api.load_processor
+        self._load, self._processor = mmkv.engine.runtime.load, mmkv.api.load_processor
         self._made: dict[Any, Any] = {}
 
     def __enter__(self) -> None:
-        engine.runtime.load = self._once(self._load)
+        mmkv.engine.runtime.load = self._once(self._load)
         mmkv.api.load_processor = self._once(self._processor)
 
     def __exit__(self, *_: object) -> None:
-        engine.runtime.load, mmkv.api.load_processor = self._load, self._processor
+        mmkv.engine.runtime.load, mmkv.api.load_processor = self._load, self._processor
 
     def _once(self, make: Callable[..., Any]) -> Callable[..., Any]:
         def made(*arguments: Any) -> Any:

@@ -8,7 +8,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from engine.runtime import Runtime
+from mmkv.engine.runtime import Runtime
 
 Case = dict[str, Any]
 

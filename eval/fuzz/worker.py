@@ -26,11 +26,11 @@ from typing import Any, TextIO
 import torch
 from transformers.utils import logging
 
-from eval.fuzz import mutate
-from eval.fuzz.barrier import write_only_below
-from eval.fuzz.judge import Failure, Hang, failure_of
-from eval.fuzz.target import Case, Files, Target
-from eval.fuzz.targets import TARGETS
+from mmkv.eval.fuzz import mutate
+from mmkv.eval.fuzz.barrier import write_only_below
+from mmkv.eval.fuzz.judge import Failure, Hang, failure_of
+from mmkv.eval.fuzz.target import Case, Files, Target
+from mmkv.eval.fuzz.targets import TARGETS
 from mmkv.prompt import sandbox
 
 _SHRINKING = 60  # runs to make a failing case smaller
@@ -42,7 +42,7 @@ class Worker:
     """Tries inputs, class after class in turn.
 
     Args:
-        plan: what :mod:`eval.fuzz.__main__` asks for; counts: per class the number of the first
+        plan: what ``eval.fuzz.__main__`` asks for; counts: per class the number of the first
             input.
         answer: gets the lines.
     """

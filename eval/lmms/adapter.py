@@ -19,13 +19,13 @@ from lmms_eval.models.model_utils.gen_metrics import log_metrics
 from loguru import logger
 from tqdm import tqdm
 
-from engine.errors import InputError
-from eval.lmms.cause import reported_to_parent
-from eval.lmms.counts import Rounds, answer
-from eval.lmms.gen_kwargs import sampling_of
-from eval.lmms.journal import Journal
-from eval.lmms.scheduler import Ask, Script, run
-from eval.lmms.settings import Settings
+from mmkv.engine.errors import InputError
+from mmkv.eval.lmms.cause import reported_to_parent
+from mmkv.eval.lmms.counts import Rounds, answer
+from mmkv.eval.lmms.gen_kwargs import sampling_of
+from mmkv.eval.lmms.journal import Journal
+from mmkv.eval.lmms.scheduler import Ask, Script, run
+from mmkv.eval.lmms.settings import Settings
 from mmkv.reply import Reply
 
 

@@ -14,10 +14,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from engine.errors import InputError, MmkvError
-from eval.mmdu.data import Dialogue, read_benchmark
-from eval.mmdu.files import AnswerFolder
-from eval.mmdu.run import DataOptions
+from mmkv.engine.errors import InputError, MmkvError
+from mmkv.eval.mmdu.data import Dialogue, read_benchmark
+from mmkv.eval.mmdu.files import AnswerFolder
+from mmkv.eval.mmdu.run import DataOptions
 
 
 def convert(samples: Path, data: Path, output: Path) -> int:
@@ -72,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         data, _ = DataOptions(args.data).source()
         made = convert(args.samples, data, args.output)
     except MmkvError as error:
-        print(f"eval.lmms.answers: error: {error}", file=sys.stderr)
+        print(f"mmkv.eval.lmms.answers: error: {error}", file=sys.stderr)
         return 1
     named = f" --data {args.data}" if args.data else ""
     print(f"{made} dialogues; now: mmkv mmdu score --answers {args.output}{named} (or judge)")

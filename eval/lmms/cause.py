@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from engine.errors import MmkvError
+from mmkv.engine.errors import MmkvError
 
 # Names the file for the cause; mmkv eval sets it for lmms-eval's process.
 VARIABLE = "MMKV_EVAL_CAUSE"

@@ -7,12 +7,12 @@ from typing import Any
 
 from lmms_eval.api.instance import Instance
 
-from engine.errors import InputError
-from eval.lmms.adapter import Adapter, Record, ask_in_rounds, ask_once
-from eval.lmms.cause import reported_to_parent
-from eval.lmms.messages import conversation
-from eval.lmms.pixels import CHAT_IMAGES
-from eval.lmms.scheduler import Ask, Script
+from mmkv.engine.errors import InputError
+from mmkv.eval.lmms.adapter import Adapter, Record, ask_in_rounds, ask_once
+from mmkv.eval.lmms.cause import reported_to_parent
+from mmkv.eval.lmms.messages import conversation
+from mmkv.eval.lmms.pixels import CHAT_IMAGES
+from mmkv.eval.lmms.scheduler import Ask, Script
 
 
 class MmkvChat(Adapter):

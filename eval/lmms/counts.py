@@ -8,7 +8,7 @@ from typing import Any
 
 from lmms_eval.api.instance import GenerationResult, TokenCounts
 
-from engine.errors import InputError
+from mmkv.engine.errors import InputError
 from mmkv.reply import Reply
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from eval.lmms.messages import Frames, Key, keys
+from mmkv.eval.lmms.messages import Frames, Key, keys
 from mmkv.prompt.messages import take_media
 from mmkv.reply import Reply
 from mmkv.scheduler.replies import Prompt, ReplyJob

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from engine.errors import InputError
+from mmkv.engine.errors import InputError
 
 if TYPE_CHECKING:
     from mmkv.generation_config import Generation

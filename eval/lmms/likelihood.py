@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from lmms_eval.api.instance import GenerationResult
 
-from engine.errors import InputError
-from eval.lmms.counts import Scored, answer
-from eval.lmms.messages import Frames, Key, keys
+from mmkv.engine.errors import InputError
+from mmkv.eval.lmms.counts import Scored, answer
+from mmkv.eval.lmms.messages import Frames, Key, keys
 from mmkv.prompt.messages import take_media
 
 if TYPE_CHECKING:

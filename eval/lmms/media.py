@@ -1,6 +1,6 @@
 """Find pictures and videos of local tasks below the folder that --data names.
 
-The functions take the task's ``lmms_eval_specific_kwargs``, into which :mod:`eval.lmms.tasks` has
+The functions take the task's ``lmms_eval_specific_kwargs``, into which ``eval.lmms.tasks`` has
 written the task's folder.
 """
 
@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from engine.errors import InputError
+from mmkv.engine.errors import InputError
 
 FOLDER = "mmkv_data"  # the key in lmms_eval_specific_kwargs
 _VIDEOS = frozenset((".mp4", ".mkv", ".webm", ".avi", ".mov"))
@@ -33,7 +33,7 @@ def gqa_picture(doc: dict[str, Any], kwargs: dict[str, Any]) -> list[Any]:
     """
     if doc.get("image") is not None:
         return [doc["image"].convert("RGB")]
-    from eval.lmms.messages import picture
+    from mmkv.eval.lmms.messages import picture
 
     file, row = _gqa_index(kwargs[FOLDER]).get(str(doc["imageId"]), (None, 0))
     if file is None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from PIL import Image
 
-from engine.errors import InputError
+from mmkv.engine.errors import InputError
 from mmkv.prompt.part_settings import taken_apart
 from mmkv.prompt.template import Message
 from mmkv.prompt.video import Clip

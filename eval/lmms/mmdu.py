@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from engine.errors import InputError
-from eval.lmms.media import FOLDER
-from eval.mmdu.data import Dialogue, find_pictures, interleave, read_benchmark, read_row
-from eval.mmdu.exact import is_right
+from mmkv.engine.errors import InputError
+from mmkv.eval.lmms.media import FOLDER
+from mmkv.eval.mmdu.data import Dialogue, find_pictures, interleave, read_benchmark, read_row
+from mmkv.eval.mmdu.exact import is_right
 
 
 def messages(

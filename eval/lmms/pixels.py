@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from mmkv.prompt.qwen_vision import VideoRules
 
 if TYPE_CHECKING:
-    from eval.lmms.settings import Settings
+    from mmkv.eval.lmms.settings import Settings
 
 _TOKEN = 32 * 32  # pixels of one visual token
 # Bounds on a picture: of the chat form, and of the simple form.

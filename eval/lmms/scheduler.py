@@ -11,9 +11,9 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from engine.errors import MmkvError
-from eval.lmms.dialogue import Dialogue
-from eval.lmms.messages import Frames
+from mmkv.engine.errors import MmkvError
+from mmkv.eval.lmms.dialogue import Dialogue
+from mmkv.eval.lmms.messages import Frames
 from mmkv.scheduler.batch import batch_scheduler
 
 if TYPE_CHECKING:

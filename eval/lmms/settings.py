@@ -6,9 +6,9 @@ import os
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Self
 
-from engine.config import EngineConfig, options
-from engine.errors import InputError
-from eval.lmms.messages import Frames
+from mmkv.engine.config import EngineConfig, options
+from mmkv.engine.errors import InputError
+from mmkv.eval.lmms.messages import Frames
 from mmkv.resources import bundled_model_name
 
 if TYPE_CHECKING:
@@ -34,9 +34,9 @@ class Settings:
     """The model arguments, by the names used in ``--model_args``.
 
     Attributes:
-        engine: those of :class:`engine.config.EngineConfig`; ``pretrained`` is its model.
+        engine: those of :class:`mmkv.engine.config.EngineConfig`; ``pretrained`` is its model.
         min_pixels, max_pixels: bounds on a picture, and on a video frame; None: those that
-            lmms-eval's Qwen3-VL adapter applies (:mod:`eval.lmms.pixels`).
+            lmms-eval's Qwen3-VL adapter applies (:mod:`mmkv.eval.lmms.pixels`).
         max_num_frames, fps: frames of a video; total_pixels: bound on all of them together.
         system_prompt: empty for none; None: that adapter's for Qwen3-VL, none for other models.
         seed: of sampling, where a task asks for a temperature.
@@ -85,7 +85,7 @@ class Settings:
             ModelError, GateError, PolicyError, BudgetError, InputError.
         """
         import mmkv
-        from eval.lmms.pixels import apply_frame_rule
+        from mmkv.eval.lmms.pixels import apply_frame_rule
 
         qwen = model_type(self.pretrained) in _QWEN
         least, most = self.min_pixels, self.max_pixels
@@ -120,13 +120,13 @@ class Settings:
 
 def model_type(pretrained: str) -> str:
     """Read the architecture that a checkpoint names. Raises ModelError when there is none."""
-    from engine.errors import ModelError
     from mmkv import api as _  # noqa: F401 (hides a broken torchvision before transformers)
+    from mmkv.engine.errors import ModelError
 
     # isort: split
     from transformers import AutoConfig
 
-    from engine.model.families import find_for
+    from mmkv.engine.model.families import find_for
 
     try:
         find_for(pretrained)

@@ -7,12 +7,12 @@ from typing import Any
 
 from lmms_eval.api.instance import Instance
 
-from eval.lmms.adapter import Adapter, Record, ask_in_rounds, ask_once
-from eval.lmms.cause import reported_to_parent
-from eval.lmms.likelihood import Scorer
-from eval.lmms.messages import conversation, visual_part
-from eval.lmms.pixels import SIMPLE_IMAGES
-from eval.lmms.scheduler import Ask, Script
+from mmkv.eval.lmms.adapter import Adapter, Record, ask_in_rounds, ask_once
+from mmkv.eval.lmms.cause import reported_to_parent
+from mmkv.eval.lmms.likelihood import Scorer
+from mmkv.eval.lmms.messages import conversation, visual_part
+from mmkv.eval.lmms.pixels import SIMPLE_IMAGES
+from mmkv.eval.lmms.scheduler import Ask, Script
 from mmkv.prompt.template import Message
 
 

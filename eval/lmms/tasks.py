@@ -21,13 +21,13 @@ from typing import Any
 
 import yaml
 
-from engine.errors import InputError, MmkvError
-from engine.paths import is_file, is_folder
-from eval.lmms.media import FOLDER
-from eval.lmms.mmdu import check
+from mmkv.engine.errors import InputError, MmkvError
+from mmkv.engine.paths import is_file, is_folder
+from mmkv.eval.lmms.media import FOLDER
+from mmkv.eval.lmms.mmdu import check
 from mmkv.resources import bundled_dialogues
 
-HERE = resources.files("eval.lmms_tasks")
+HERE = resources.files("mmkv.eval.lmms_tasks")
 _KWARGS = "lmms_eval_specific_kwargs"
 # Packages that a task's file imports and the light installation leaves out.
 _NEEDS = {
@@ -216,7 +216,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         names = write(args.tasks, args.output, args.data)
     except MmkvError as error:
-        print(f"eval.lmms.tasks: error: {error}", file=sys.stderr)
+        print(f"mmkv.eval.lmms.tasks: error: {error}", file=sys.stderr)
         return 1
     print(f"lmms-eval --model mmkv --include_path {args.output} --tasks {','.join(names)} ...")
     return 0

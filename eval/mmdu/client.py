@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-from engine.errors import InputError, MmkvError
-from eval.mmdu.http import Answer, post
+from mmkv.engine.errors import InputError, MmkvError
+from mmkv.eval.mmdu.http import Answer, post
 
 # Waits between attempts: the first, and the longest one without a Retry-After.
 FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 60.0

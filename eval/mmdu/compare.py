@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from engine.errors import InputError
-from eval.mmdu.files import read_json
-from eval.mmdu.judge_run import SCORES_FILE
-from eval.mmdu.scores import COLUMNS, cells, overall_sums
+from mmkv.engine.errors import InputError
+from mmkv.eval.mmdu.files import read_json
+from mmkv.eval.mmdu.judge_run import SCORES_FILE
+from mmkv.eval.mmdu.scores import COLUMNS, cells, overall_sums
 from mmkv.measure.tables import Table
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
 
-from engine.errors import InputError
+from mmkv.engine.errors import InputError
 
 # Estimates: four characters a token for English; 600 tokens for seven short
 # explanations and a dictionary.

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.errors import InputError
-from engine.paths import is_file, is_folder
+from mmkv.engine.errors import InputError
+from mmkv.engine.paths import is_file, is_folder
 
 PLACEHOLDER = "<ImageHere>"
 # A dialogue's id names its file; the prefix is kept for the files that describe a whole run.

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from eval.mmdu.data import Dialogue
+from mmkv.eval.mmdu.data import Dialogue
 
 ALL = "all"
 

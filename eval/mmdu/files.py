@@ -9,8 +9,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from engine.errors import InputError
-from eval.mmdu.data import RESERVED, Dialogue
+from mmkv.engine.errors import InputError
+from mmkv.eval.mmdu.data import RESERVED, Dialogue
 
 RUN, SUMMARY = f"{RESERVED}run.json", f"{RESERVED}summary.json"
 

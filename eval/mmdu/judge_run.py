@@ -14,16 +14,16 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from engine.errors import InputError
-from eval.mmdu.client import Endpoint, JudgeClient
-from eval.mmdu.cost import estimate
-from eval.mmdu.data import Dialogue, Problem, find_pictures
-from eval.mmdu.files import AnswerFolder, write_json
-from eval.mmdu.judging import Task, judge_all
-from eval.mmdu.rubric import RUBRIC, judge_prompt
-from eval.mmdu.run import DataOptions
-from eval.mmdu.scores import NO_ANSWER, NOT_JUDGED, aggregate, score_table
-from eval.mmdu.verdicts import Verdicts
+from mmkv.engine.errors import InputError
+from mmkv.eval.mmdu.client import Endpoint, JudgeClient
+from mmkv.eval.mmdu.cost import estimate
+from mmkv.eval.mmdu.data import Dialogue, Problem, find_pictures
+from mmkv.eval.mmdu.files import AnswerFolder, write_json
+from mmkv.eval.mmdu.judging import Task, judge_all
+from mmkv.eval.mmdu.rubric import RUBRIC, judge_prompt
+from mmkv.eval.mmdu.run import DataOptions
+from mmkv.eval.mmdu.scores import NO_ANSWER, NOT_JUDGED, aggregate, score_table
+from mmkv.eval.mmdu.verdicts import Verdicts
 from mmkv.measure.tables import Table
 
 SCORES_FILE, MARKDOWN_FILE, JOURNAL_FILE = "scores.json", "scores.md", "journal.jsonl"

@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.errors import InputError, MmkvError
-from eval.mmdu.client import JudgeClient, NoVerdictError
-from eval.mmdu.cost import data_uri
-from eval.mmdu.rubric import UnreadableScoresError, read_scores
-from eval.mmdu.verdicts import Key, Verdict
+from mmkv.engine.errors import InputError, MmkvError
+from mmkv.eval.mmdu.client import JudgeClient, NoVerdictError
+from mmkv.eval.mmdu.cost import data_uri
+from mmkv.eval.mmdu.rubric import UnreadableScoresError, read_scores
+from mmkv.eval.mmdu.verdicts import Key, Verdict
 
 # The run stops after this many questions in succession without a verdict, because the next one
 # would fail, too. A single question may fail for reasons of its own.

@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.errors import ContextError
-from eval.mmdu.data import Dialogue, interleave
+from mmkv.engine.errors import ContextError
+from mmkv.eval.mmdu.data import Dialogue, interleave
 
 if TYPE_CHECKING:
     from mmkv.api import Engine

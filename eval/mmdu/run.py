@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from engine.errors import InputError, MmkvError
-from eval.mmdu.data import Dialogue, Problem, find_pictures, read_benchmark, require_folder
-from eval.mmdu.files import SUMMARY, AnswerFolder, OutputError, write_json
-from eval.mmdu.summary import exact_table, memory_table, summarize
 from mmkv.chat.display import Display
 from mmkv.chat.options import ChatOptions
+from mmkv.engine.errors import InputError, MmkvError
 from mmkv.environment import versions
+from mmkv.eval.mmdu.data import Dialogue, Problem, find_pictures, read_benchmark, require_folder
+from mmkv.eval.mmdu.files import SUMMARY, AnswerFolder, OutputError, write_json
+from mmkv.eval.mmdu.summary import exact_table, memory_table, summarize
 from mmkv.measure.outputs import require_output
 
 if TYPE_CHECKING:
@@ -140,7 +140,7 @@ def _answer_all(
     problems: list[Problem],
 ) -> dict[str, dict[str, Any]]:
     """Answer what is left and return finished rows by dialogue id; failures join ``problems``."""
-    from eval.mmdu.loop import answer
+    from mmkv.eval.mmdu.loop import answer
     from mmkv.sampling import Sampling
 
     finished: dict[str, dict[str, Any]] = {}

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from engine.errors import InputError
-from eval.mmdu.data import read_benchmark
-from eval.mmdu.exact import as_rows, shares
-from eval.mmdu.files import AnswerFolder
-from eval.mmdu.run import DataOptions
-from eval.mmdu.summary import exact_table
+from mmkv.engine.errors import InputError
+from mmkv.eval.mmdu.data import read_benchmark
+from mmkv.eval.mmdu.exact import as_rows, shares
+from mmkv.eval.mmdu.files import AnswerFolder
+from mmkv.eval.mmdu.run import DataOptions
+from mmkv.eval.mmdu.summary import exact_table
 
 
 def run_score(options: DataOptions, folder: Path) -> int:

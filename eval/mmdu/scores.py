@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from eval.mmdu.data import Dialogue
-from eval.mmdu.rubric import DIMENSIONS, OVERALL, SCORES
-from eval.mmdu.verdicts import Key, Verdict
+from mmkv.eval.mmdu.data import Dialogue
+from mmkv.eval.mmdu.rubric import DIMENSIONS, OVERALL, SCORES
+from mmkv.eval.mmdu.verdicts import Key, Verdict
 from mmkv.measure.tables import Table
 
 NO_ANSWER, NOT_JUDGED = "no answer", "not judged"

@@ -16,9 +16,9 @@ from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-from engine.errors import MmkvError
-from eval.mmdu.files import SUMMARY
 from mmkv.cli.app import run
+from mmkv.engine.errors import MmkvError
+from mmkv.eval.mmdu.files import SUMMARY
 from mmkv.measure.record import RESULTS, write_results
 from mmkv.resources import asset
 

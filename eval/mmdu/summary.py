@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from engine.budget import format_bytes
-from eval.mmdu.data import Dialogue
-from eval.mmdu.exact import as_rows, shares
+from mmkv.engine.budget import format_bytes
+from mmkv.eval.mmdu.data import Dialogue
+from mmkv.eval.mmdu.exact import as_rows, shares
 from mmkv.measure.tables import Table
 
 

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from engine.errors import InputError
+from mmkv.engine.errors import InputError
 from mmkv.measure.journal import Journal, Row
 
 Key = tuple[str, int]  # dialogue id, index of the question

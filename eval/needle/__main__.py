@@ -1,7 +1,7 @@
 """Measure needles found in a haystack, by depth, length, policy and budget.
 
 ``python -m eval.needle MODEL --domain text|pictures|video --lengths 1024 2048 --method ...`` hides
-several keys with several values in text or pictures (:mod:`eval.needle.tasks`), evicts down to the
+several keys with several values in text or pictures (``eval.needle.tasks``), evicts down to the
 budget, and only then asks. Answers are teacher-forced with eviction after each token. A value is
 found when each of its tokens is the most likely one after the true answer so far. The program
 writes JSON, a Markdown table and heat maps over depth and length. A killed run continues when it is
@@ -13,12 +13,12 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from engine.errors import InputError
-from eval.domains import maker
-from eval.needle import report
-from eval.needle.tasks import SIZES, Haystack
-from eval.quality.command import add_methods, add_options, comparison, finish, running
-from eval.quality.run import ComparisonRuns
+from mmkv.engine.errors import InputError
+from mmkv.eval.domains import maker
+from mmkv.eval.needle import report
+from mmkv.eval.needle.tasks import SIZES, Haystack
+from mmkv.eval.quality.command import add_methods, add_options, comparison, finish, running
+from mmkv.eval.quality.run import ComparisonRuns
 
 LENGTHS = {"text": [512, 1024, 2048], "pictures": [256, 512, 1024, 2048], "video": [256, 512, 1024]}
 
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = parser.parse_args(arguments)
     keys, values, queries = SIZES[args.domain]
     args.lengths = args.lengths or LENGTHS[args.domain]
-    with running(args, "eval.needle") as (path, journal):
+    with running(args, "mmkv.eval.needle") as (path, journal):
         if args.limit < 1:
             raise InputError(f"--limit {args.limit} reads nothing; give at least 1")
         compared = comparison(args)

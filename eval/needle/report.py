@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from eval.needle.tasks import Haystack, Needle
-from eval.quality import report as quality_report
-from eval.quality.report import interval
-from eval.quality.run import Record
+from mmkv.eval.needle.tasks import Haystack, Needle
+from mmkv.eval.quality import report as quality_report
+from mmkv.eval.quality.report import interval
+from mmkv.eval.quality.run import Record
 from mmkv.measure.stats import mean
 from mmkv.measure.tables import pipe_table
 
@@ -48,11 +48,11 @@ def summarise(
     """Compute everything the result file holds.
 
     Args:
-        read: per length the kind of document, what :meth:`eval.quality.run.ComparisonRuns.of`
+        read: per length the kind of document, what :meth:`mmkv.eval.quality.run.ComparisonRuns.of`
             returned, and per document the notes of its answers.
 
     Returns:
-        ``lengths``: per length a page of :func:`eval.quality.report.summarise` over values;
+        ``lengths``: per length a page of :func:`mmkv.eval.quality.report.summarise` over values;
         ``all``: that of all lengths together; ``queries``: share of queries all of whose values
         were found, by method and budget; ``heat``: by method and budget the share found,
         ``[part of the depth][length]``, and ``counted``: values per cell.

@@ -17,8 +17,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from engine.errors import InputError
-from eval.documents import Document, TextBuilder, scene_document
 from mmkv.data.dialogues import (
     IGNORE,
     caption,
@@ -32,6 +30,8 @@ from mmkv.data.scene_encoding import timestamp
 from mmkv.data.scenes import Clip, Question, Scene, Turn
 from mmkv.data.sources import require_scene_tokens
 from mmkv.data.text_tasks import NAMES, opening, small_talk
+from mmkv.engine.errors import InputError
+from mmkv.eval.documents import Document, TextBuilder, scene_document
 from mmkv.measure.teacher_forced import spans
 from mmkv.prompt.processing import Processor
 
@@ -74,7 +74,7 @@ class Haystack:
 
     @property
     def name(self) -> str:
-        """Return the name for :mod:`eval.domains`."""
+        """Return the name for ``eval.domains``."""
         return f"needle:{self.domain}:{self.length}:{self.keys}:{self.values}:{self.queries}"
 
     @property
@@ -108,7 +108,7 @@ class Haystack:
 
 
 def maker(name: str, model: str, processor: Processor) -> Callable[[int], Document]:
-    """Return the function that makes document n of :attr:`Haystack.name` (:mod:`eval.domains`)."""
+    """Return the function that makes document n of :attr:`Haystack.name` (``eval.domains``)."""
     kind = Haystack.parse(name)
     if kind.domain == "text":
         return lambda index: _text(kind, index, processor.tokenizer)

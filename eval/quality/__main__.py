@@ -12,10 +12,10 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from eval.quality import report
-from eval.quality.command import add_options, finish, running
-from eval.quality.methods import Comparison, Method
-from eval.quality.run import ComparisonRuns
+from mmkv.eval.quality import report
+from mmkv.eval.quality.command import add_options, finish, running
+from mmkv.eval.quality.methods import Comparison, Method
+from mmkv.eval.quality.run import ComparisonRuns
 
 FRACTIONS = ("1/2", "1/3", "1/4", "1/5", "1/8", "1/16", "1/32")
 
@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error("--together takes 1 or more")
     if args.skip < 0 or args.dialogues < 1:
         parser.error("--skip takes 0 or more, --dialogues 1 or more")
-    with running(args, "eval.quality") as (path, journal):
+    with running(args, "mmkv.eval.quality") as (path, journal):
         methods = tuple(Method.parse(text) for text in args.method)
         comparison = Comparison(
             args.model,

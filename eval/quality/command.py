@@ -13,9 +13,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
 
-from engine.errors import InputError, MmkvError
-from engine.model.families.loading import resolve_device
-from eval.quality.methods import Comparison, Method
+from mmkv.engine.errors import InputError, MmkvError
+from mmkv.engine.model.families.loading import resolve_device
+from mmkv.eval.quality.methods import Comparison, Method
 from mmkv.measure.journal import Journal
 from mmkv.measure.record import RESULTS, write_results
 from mmkv.resources import bundled_model_name

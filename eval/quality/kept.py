@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from eval.budgets import in_words
+from mmkv.eval.budgets import in_words
 from mmkv.measure.tables import pipe_table
 
 _COLUMNS = 6  # panels beside each other
@@ -141,18 +141,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         pages = json.loads(args.result.read_text())["results"]
     except (OSError, ValueError, KeyError) as error:
-        raise SystemExit(f"eval.quality.kept: error: cannot read {args.result}: {error}") from error
+        raise SystemExit(
+            f"mmkv.eval.quality.kept: error: cannot read {args.result}: {error}"
+        ) from error
     budgets = list(dict.fromkeys(r["budget"] for page in pages.values() for r in page["rows"]))
     if args.fraction not in budgets[1:]:
         raise SystemExit(
-            f"eval.quality.kept: error: {args.result} has no budget {args.fraction}; it has "
+            f"mmkv.eval.quality.kept: error: {args.result} has no budget {args.fraction}; it has "
             f"{', '.join(budgets[1:])}"
         )
     known = list(dict.fromkeys(r["method"] for page in pages.values() for r in page["rows"][1:]))
     for method in args.methods:
         if method not in known:
             raise SystemExit(
-                f"eval.quality.kept: error: {args.result} has no method {method}; it has "
+                f"mmkv.eval.quality.kept: error: {args.result} has no method {method}; it has "
                 f"{', '.join(known)}"
             )
     draw(pages, args.result.with_name(f"{args.result.stem}-kept.png"), args.fraction, args.methods)

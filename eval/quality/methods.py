@@ -17,13 +17,19 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from engine.config import KV_FORMS, EngineConfig
-from engine.errors import InputError
-from engine.model.gates import foreign_note, gate_folder, load_gates, load_write_gates, trained_age
-from engine.policies import Budget, Policy, make_policy
-from engine.policies.scoring import Retention
-from engine.runtime import Runtime
-from eval.budgets import is_share
+from mmkv.engine.config import KV_FORMS, EngineConfig
+from mmkv.engine.errors import InputError
+from mmkv.engine.model.gates import (
+    foreign_note,
+    gate_folder,
+    load_gates,
+    load_write_gates,
+    trained_age,
+)
+from mmkv.engine.policies import Budget, Policy, make_policy
+from mmkv.engine.policies.scoring import Retention
+from mmkv.engine.runtime import Runtime
+from mmkv.eval.budgets import is_share
 
 _BRACKETS = re.compile(r"\[[^\[\]]*\]")
 
@@ -84,7 +90,7 @@ class Cell:
 
     Attributes:
         gates: a folder, or None.
-        budget: as :mod:`eval.budgets` writes it; None: none.
+        budget: as :mod:`mmkv.eval.budgets` writes it; None: none.
         kv: the form of the cache; in_bytes: as of :class:`Comparison`.
     """
 
@@ -171,7 +177,7 @@ class Comparison:
     """The compared methods and budgets, and how they are run.
 
     Attributes:
-        budgets: as :mod:`eval.budgets` writes them.
+        budgets: as :mod:`mmkv.eval.budgets` writes them.
         max_length: longest dialogue in tokens.
         device: ``cpu`` or ``cuda``.
         in_bytes: a budget stands for the bytes that its entries take in bfloat16, so a cache that

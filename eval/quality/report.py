@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from eval.budgets import axis_label
+from mmkv.eval.budgets import axis_label
 from mmkv.measure.stats import mean, paired
 from mmkv.measure.tables import pipe_table
 
@@ -26,7 +26,7 @@ def summarise(
     methods.
 
     Args:
-        raw: what :meth:`eval.quality.run.ComparisonRuns.of` returns.
+        raw: what :meth:`mmkv.eval.quality.run.ComparisonRuns.of` returns.
 
     Returns:
         ``rows`` (one per method and budget), ``tests`` (first method against each other method, and

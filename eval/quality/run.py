@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from engine.cache.forms import FORMS
-from engine.cache.layout import Layout
-from engine.errors import InputError
-from engine.runtime import Runtime
-from eval.domains import held_out
-from eval.quality.methods import Cell, Comparison
+from mmkv.engine.cache.forms import FORMS
+from mmkv.engine.cache.layout import Layout
+from mmkv.engine.errors import InputError
+from mmkv.engine.runtime import Runtime
+from mmkv.eval.domains import held_out
+from mmkv.eval.quality.methods import Cell, Comparison
 from mmkv.measure.journal import Journal
 from mmkv.measure.teacher_forced import DialogueRun, FullCache, Reading, read_together
 

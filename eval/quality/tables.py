@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from eval.quality.report import interval
+from mmkv.eval.quality.report import interval
 
 METHODS = ("dbtrimkv", "trimkv", "snapkv", "streamingllm")
 _WITH_OURS = ("dbtrimkv", "balanced", "trimkv", "snapkv", "streamingllm")

@@ -225,7 +225,7 @@ def _run(command: list[str], given: str | None = None, offline: str = "1") -> st
 
 def talk(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """Start the server and run all clients; what each was told, or why it was not."""
-    from eval.serving.servers import mmkv_serve
+    from mmkv.eval.serving.servers import mmkv_serve
     from mmkv.resources import asset
 
     content = base64.b64encode(asset("scene.png").read_bytes()).decode()
@@ -287,7 +287,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.one is not None:
         return _one(options.one)
-    from eval.bench.output import save, table
+    from mmkv.eval.bench.output import save, table
     from mmkv.measure.record import RESULTS
 
     found = talk(options)

@@ -20,9 +20,9 @@ from typing import Any
 
 import httpx
 
-from eval.bench.output import BenchError, plain_parser, save, table
-from eval.serving.client import picture_url, question, words
-from eval.serving.servers import ServerProcess, mmkv_serve, run_in_folder
+from mmkv.eval.bench.output import BenchError, plain_parser, save, table
+from mmkv.eval.serving.client import picture_url, question, words
+from mmkv.eval.serving.servers import ServerProcess, mmkv_serve, run_in_folder
 
 CHAT, RESPONSES = "chat completions", "responses"
 EARLY = 5  # the turn that the last one is compared with

@@ -28,9 +28,9 @@ from typing import Any
 
 import httpx
 
-from eval.bench.output import BenchError, plain_parser, save, table
-from eval.serving.client import Streamed, picture_url, quantiles, question, stream_chat, words
-from eval.serving.servers import mmkv_serve, run_in_folder
+from mmkv.eval.bench.output import BenchError, plain_parser, save, table
+from mmkv.eval.serving.client import Streamed, picture_url, quantiles, question, stream_chat, words
+from mmkv.eval.serving.servers import mmkv_serve, run_in_folder
 
 BELOW = 0.8  # the share of capacity that the others are compared with
 _OPTIONS: dict[str, Any] = {

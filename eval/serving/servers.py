@@ -16,8 +16,8 @@ from typing import Any, Self
 
 import httpx
 
-from engine.errors import MmkvError
-from eval.bench.output import BenchError
+from mmkv.engine.errors import MmkvError
+from mmkv.eval.bench.output import BenchError
 from mmkv.measure.record import ROOT
 
 PATIENCE_S = 180

@@ -29,10 +29,10 @@ from typing import Any
 
 import httpx
 
-from eval.bench.output import BenchError, plain_parser, save, table
-from eval.bench.startup import write_text_model
-from eval.serving.client import Streamed, picture_url, quantiles, question, stream_chat, words
-from eval.serving.servers import ServerProcess, mmkv_serve, run_in_folder, transformers_serve
+from mmkv.eval.bench.output import BenchError, plain_parser, save, table
+from mmkv.eval.bench.startup import write_text_model
+from mmkv.eval.serving.client import Streamed, picture_url, quantiles, question, stream_chat, words
+from mmkv.eval.serving.servers import ServerProcess, mmkv_serve, run_in_folder, transformers_serve
 from mmkv.resources import bundled_model
 
 OURS, THEIRS, BATCHED = "mmkv serve", "transformers serve", "transformers serve, batching"

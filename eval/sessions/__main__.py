@@ -1,9 +1,9 @@
 """Measure long dialogues under one budget: sessions with updates, and an endless video.
 
 ``python -m eval.sessions MODEL --domain text|scenes --method ...`` runs dialogues over several
-sessions in which facts are replaced (:mod:`eval.sessions.tasks`); the newest value is right.
+sessions in which facts are replaced (:mod:`mmkv.eval.sessions.tasks`); the newest value is right.
 ``--domain stream`` shows the bundled model a stream of clips with questions in between
-(:mod:`eval.sessions.stream`), under a bounded memory. Answers are teacher-forced with eviction
+(:mod:`mmkv.eval.sessions.stream`), under a bounded memory. Answers are teacher-forced with eviction
 after each token, and right when every token is the most likely one. The program writes JSON, a
 Markdown table and a figure. A killed run continues when it is started again.
 """
@@ -14,14 +14,14 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
-from engine.errors import InputError
-from eval.domains import maker
-from eval.quality.command import add_methods, add_options, comparison, finish, running
-from eval.quality.run import ComparisonRuns
-from eval.sessions import report as dialogue_report
-from eval.sessions import stream as dialogue_stream
-from eval.sessions import stream_report as dialogue_stream_report
-from eval.sessions.tasks import SIZES, Sessions
+from mmkv.engine.errors import InputError
+from mmkv.eval.domains import maker
+from mmkv.eval.quality.command import add_methods, add_options, comparison, finish, running
+from mmkv.eval.quality.run import ComparisonRuns
+from mmkv.eval.sessions import report as dialogue_report
+from mmkv.eval.sessions import stream as dialogue_stream
+from mmkv.eval.sessions import stream_report as dialogue_stream_report
+from mmkv.eval.sessions.tasks import SIZES, Sessions
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--full-clips", type=int, default=64, help="clips that the full cache runs over (stream)"
     )
     args = parser.parse_args(arguments)
-    with running(args, "eval.sessions") as (path, journal):
+    with running(args, "mmkv.eval.sessions") as (path, journal):
         if min(args.limit, args.full_clips) < 1:
             raise InputError("--limit and --full-clips are at least 1")
         if args.domain == "stream" and args.workers > 1:

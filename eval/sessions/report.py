@@ -8,10 +8,10 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from eval.quality import report as quality_report
-from eval.quality.report import interval
-from eval.quality.run import Record
-from eval.sessions.tasks import KINDS, Asked, Sessions
+from mmkv.eval.quality import report as quality_report
+from mmkv.eval.quality.report import interval
+from mmkv.eval.quality.run import Record
+from mmkv.eval.sessions.tasks import KINDS, Asked, Sessions
 from mmkv.measure.stats import mean
 from mmkv.measure.tables import pipe_table
 
@@ -29,10 +29,11 @@ def summarise(
     """Compute everything the result file holds.
 
     Args:
-        raw: what :meth:`eval.quality.run.ComparisonRuns.of` returned; notes: about each answer.
+        raw: what :meth:`mmkv.eval.quality.run.ComparisonRuns.of` returned; notes: about each
+            answer.
 
     Returns:
-        ``page``: that of :func:`eval.quality.report.summarise`; ``kinds``: share right by kind of
+        ``page``: that of ``eval.quality.report.summarise``; ``kinds``: share right by kind of
         question; ``stale``: share of the questions about a replaced value that were answered with
         the replaced one; ``bytes``: mean physical bytes at the end; all three by method and budget.
     """

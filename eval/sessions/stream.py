@@ -19,15 +19,15 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from engine.errors import InputError, SessionError
-from engine.runtime import Runtime
-from engine.sequence import CachedSequence
-from eval.budgets import is_share
-from eval.documents import scene_document
-from eval.quality.methods import Cell, Comparison
 from mmkv.data.dialogues import caption, cell_question, clip_of_stream, grid
 from mmkv.data.scenes import Scene, Turn
 from mmkv.data.sources import require_scene_tokens
+from mmkv.engine.errors import InputError, SessionError
+from mmkv.engine.runtime import Runtime
+from mmkv.engine.sequence import CachedSequence
+from mmkv.eval.budgets import is_share
+from mmkv.eval.documents import scene_document
+from mmkv.eval.quality.methods import Cell, Comparison
 from mmkv.measure.journal import Journal
 from mmkv.measure.teacher_forced import spans
 from mmkv.prompt.processing import load_processor

@@ -1,4 +1,4 @@
-"""Tables and figure of the stream of :mod:`eval.sessions.stream`."""
+"""Tables and figure of the stream of :mod:`mmkv.eval.sessions.stream`."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from eval.quality.report import comparisons, interval
-from eval.sessions.stream import Row
+from mmkv.eval.quality.report import comparisons, interval
+from mmkv.eval.sessions.stream import Row
 from mmkv.measure.stats import mean, paired
 from mmkv.measure.tables import pipe_table
 
@@ -23,7 +23,7 @@ def summarise(
     """Compute shares right, memory, and paired tests over blocks of clips.
 
     Args:
-        rows: what :func:`eval.sessions.stream.run` returned.
+        rows: what :func:`mmkv.eval.sessions.stream.run` returned.
     """
     shared = len(rows["full"][0])
     found = {

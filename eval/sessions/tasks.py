@@ -14,12 +14,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from engine.errors import InputError
-from eval.documents import Document, TextBuilder, scene_document
 from mmkv.data.dialogues import IGNORE, caption, cell_question, grid
 from mmkv.data.scenes import EMPTY, Item, Scene, Turn
 from mmkv.data.sources import require_scene_tokens
 from mmkv.data.text_tasks import NAMES, opening, small_talk
+from mmkv.engine.errors import InputError
+from mmkv.eval.documents import Document, TextBuilder, scene_document
 from mmkv.measure.teacher_forced import spans
 from mmkv.prompt.processing import Processor
 
@@ -70,7 +70,7 @@ class Sessions:
 
     @property
     def name(self) -> str:
-        """Return the name for :mod:`eval.domains`."""
+        """Return the name for ``eval.domains``."""
         return f"sessions:{self.domain}:{self.sessions}:{self.things}:{self.distractors}"
 
     @classmethod
@@ -116,7 +116,7 @@ class _Fact:
 
 
 def maker(name: str, model: str, processor: Processor) -> Callable[[int], Document]:
-    """Return the function that makes dialogue n of :attr:`Sessions.name` (:mod:`eval.domains`)."""
+    """Return the function that makes dialogue n of :attr:`Sessions.name` (``eval.domains``)."""
     kind = Sessions.parse(name)
     if kind.domain == "text":
         return lambda index: _text(kind, index, processor.tokenizer)

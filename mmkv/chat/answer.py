@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from engine.errors import STOPS, without_codes
 from mmkv.chat.record import record
+from mmkv.engine.errors import STOPS, without_codes
 
 if TYPE_CHECKING:
     from mmkv.api import Engine, Session

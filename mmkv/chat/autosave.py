@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from engine.errors import STOPS, SessionError, as_exception
 from mmkv.chat.places import state_folder
 from mmkv.chat.trouble import one_line
+from mmkv.engine.errors import STOPS, SessionError, as_exception
 
 if TYPE_CHECKING:
     from collections.abc import Callable

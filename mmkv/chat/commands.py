@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from rich.table import Table
 
-from engine.budget import Budget
-from engine.errors import InputError
-from engine.paths import user_path
 from mmkv.chat.display import memory_line, statistics
 from mmkv.chat.explained import figures_folder, report_target, write_figures, write_report
 from mmkv.chat.saved import is_session
 from mmkv.chat.targets import checked_target
 from mmkv.chat.transcript import export, is_transcript, spoken
 from mmkv.chat.watch import panel
+from mmkv.engine.budget import Budget
+from mmkv.engine.errors import InputError
+from mmkv.engine.paths import user_path
 from mmkv.prompt.held import Rewrites
 from mmkv.prompt.media import load_image
 from mmkv.prompt.video import check_sampling

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from engine.budget import format_bytes
-from engine.policies import make_policy
 from mmkv.api import Engine
 from mmkv.chat.display import in_form
+from mmkv.engine.budget import format_bytes
+from mmkv.engine.policies import make_policy
 
 if TYPE_CHECKING:
     from mmkv.session import Session

@@ -12,18 +12,18 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.table import Table
 from rich.text import Text
 
-from engine.budget import format_bytes
-from engine.errors import plain
 from mmkv.chat.trouble import one_line
+from mmkv.engine.budget import format_bytes
+from mmkv.engine.errors import plain
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from engine.contents import Memory
-    from engine.policies import Policy
-    from engine.runtime import Runtime
     from mmkv.api import Engine, Session
     from mmkv.chat.options import ChatOptions
+    from mmkv.engine.contents import Memory
+    from mmkv.engine.policies import Policy
+    from mmkv.engine.runtime import Runtime
 
 
 class Display:

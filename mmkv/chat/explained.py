@@ -6,10 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from engine.budget import format_bytes
-from engine.errors import InputError
-from engine.paths import user_path
 from mmkv.chat.targets import checked_target
+from mmkv.engine.budget import format_bytes
+from mmkv.engine.errors import InputError
+from mmkv.engine.paths import user_path
 
 if TYPE_CHECKING:
     from mmkv.explain import Trace

@@ -23,7 +23,7 @@ from rich.segment import Segment, SegmentLines
 from rich.syntax import Syntax
 from rich.table import Table
 
-from engine.errors import without_codes
+from mmkv.engine.errors import without_codes
 
 # Redraw at most this often, and spend no more than 1/SHARE of the time on it.
 PAUSE_S, SHARE = 0.08, 8

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.paths import user_path
 from mmkv.chat.answer import answer
 from mmkv.chat.display import memory_line
 from mmkv.chat.explained import write_figures, write_report
 from mmkv.chat.saved import chat_extra
+from mmkv.engine.paths import user_path
 
 if TYPE_CHECKING:
     from mmkv.api import Engine, Session

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from engine.config import EngineConfig
-from engine.errors import InputError
+from mmkv.engine.config import EngineConfig
+from mmkv.engine.errors import InputError
 
 if TYPE_CHECKING:
     from mmkv.sampling import Sampling

@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from engine.errors import STOPS, as_exception
-from engine.paths import user_path
 from mmkv.chat.answer import OutputClosed, answer
 from mmkv.chat.autosave import Autosave, is_autosaved
 from mmkv.chat.commands import COMMANDS, HIDDEN, Leave
@@ -17,6 +15,8 @@ from mmkv.chat.lines import Reader, open_reader
 from mmkv.chat.saved import chat_extra
 from mmkv.chat.transcript import spoken
 from mmkv.chat.trouble import require_utf8
+from mmkv.engine.errors import STOPS, as_exception
+from mmkv.engine.paths import user_path
 
 if TYPE_CHECKING:
     from mmkv.api import Engine, Session

@@ -10,15 +10,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from engine.errors import InputError
-from engine.model.source import locate
-from engine.paths import is_folder, user_path
 from mmkv.chat.display import Display
 from mmkv.chat.explained import figures_folder, report_target
 from mmkv.chat.options import ChatOptions, UsageError
 from mmkv.chat.saved import is_session
 from mmkv.chat.targets import checked_target
 from mmkv.chat.trouble import require_utf8
+from mmkv.engine.errors import InputError
+from mmkv.engine.model.source import locate
+from mmkv.engine.paths import is_folder, user_path
 from mmkv.prompt.media import check_source, load_image
 from mmkv.prompt.video import check_sampling
 from mmkv.resources import refuse_adapter
@@ -65,8 +65,8 @@ def load_engine(options: ChatOptions, display: Display) -> Engine:
     refuse_adapter(name)
     locate(name)  # before torch is imported
     with display.loading(name) as progress:
-        from engine.backends import cpu
         from mmkv.api import Engine
+        from mmkv.engine.backends import cpu
 
         _hush_libraries(keep_downloads=display.animated and not is_folder(user_path(name)))
         engine = Engine.from_config(

@@ -7,13 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.checks import shown
-from engine.errors import InputError, PolicyError, SessionError
-from engine.paths import user_path
+from mmkv.engine.checks import shown
+from mmkv.engine.errors import InputError, PolicyError, SessionError
+from mmkv.engine.paths import user_path
 
 if TYPE_CHECKING:
-    from engine.config import EngineConfig
     from mmkv.api import Engine
+    from mmkv.engine.config import EngineConfig
 
 _KEY = "mmkv.chat"
 # Options of the command line without which a session file cannot go on.
@@ -68,7 +68,7 @@ def chat_options(path: Path) -> dict[str, Any]:
 
 def _form(path: Path) -> str:
     """Return the form that a session file says it has; ``auto`` is that of files without one."""
-    from engine.config import KV_FORMS
+    from mmkv.engine.config import KV_FORMS
 
     try:
         named = json.loads(_metadata(path).get("identity", "{}")).get("kv")
@@ -113,8 +113,8 @@ def _with_paths(policy: str, change: Callable[[str], str]) -> str:
     """Return the text of a policy with ``change`` applied to the paths among its parameters."""
     if "=" not in policy:
         return policy
-    from engine.policies.preset import PolicyText
-    from engine.policies.registry import find_preset
+    from mmkv.engine.policies.preset import PolicyText
+    from mmkv.engine.policies.registry import find_preset
 
     try:
         asked = PolicyText.parse(policy)

@@ -6,8 +6,8 @@ import stat
 from collections.abc import Callable
 from pathlib import Path
 
-from engine.errors import InputError
-from engine.paths import user_path
+from mmkv.engine.errors import InputError
+from mmkv.engine.paths import user_path
 
 
 def checked_target(

@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.errors import InputError
+from mmkv.engine.errors import InputError
 
 if TYPE_CHECKING:
     from mmkv.api import Session

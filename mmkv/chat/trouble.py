@@ -5,10 +5,9 @@ from __future__ import annotations
 import traceback
 from pathlib import Path
 
-from engine.errors import STOPS, InputError, MmkvError, plain
+from mmkv.engine.errors import STOPS, InputError, MmkvError, plain
 
 _LONGEST = 300
-_OURS = ("mmkv", "engine")
 
 
 def one_line(error: Exception) -> str:
@@ -65,6 +64,6 @@ def _place(error: Exception) -> str:
     root = Path(__file__).resolve().parents[2]
     for frame in reversed(frames):
         path = Path(frame.filename)
-        if path.is_relative_to(root) and path.relative_to(root).parts[0] in _OURS:
+        if path.is_relative_to(root) and path.relative_to(root).parts[0] == "mmkv":
             return f"{path.relative_to(root)}:{frame.lineno}"
     return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else "mmkv"

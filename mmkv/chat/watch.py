@@ -12,8 +12,8 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from engine.budget import format_bytes
 from mmkv.chat.display import layer_chart, total_entries
+from mmkv.engine.budget import format_bytes
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

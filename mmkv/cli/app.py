@@ -15,8 +15,6 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from engine.config import EngineConfig
-from engine.errors import MmkvError, one_line
 from mmkv import __version__
 from mmkv.chat.options import ChatOptions, UsageError
 from mmkv.cli import arguments
@@ -27,6 +25,8 @@ from mmkv.cli.explain import explain
 from mmkv.cli.mmdu import app as mmdu
 from mmkv.cli.models import models, pull
 from mmkv.cli.serve import serve
+from mmkv.engine.config import EngineConfig
+from mmkv.engine.errors import MmkvError, one_line
 
 
 class _Ordered(TyperGroup):
@@ -159,8 +159,8 @@ def policies(
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
 )
 def distill(context: typer.Context) -> int:
-    """Train retention gates for a checkpoint (as python -m training.distill)."""
-    from training.distill import main as train
+    """Train retention gates for a checkpoint (as python -m mmkv.training.distill)."""
+    from mmkv.training.distill import main as train
 
     return train(context.args)
 

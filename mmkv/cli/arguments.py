@@ -10,11 +10,11 @@ from typing import Annotated, Any
 
 import typer
 
-from engine.budget import Budget, parse_bytes
-from engine.config import DEFAULT_BUDGET, EngineConfig, options
-from engine.errors import BudgetError, SessionError
-from engine.paths import user_path
 from mmkv.chat.options import UsageError
+from mmkv.engine.budget import Budget, parse_bytes
+from mmkv.engine.config import DEFAULT_BUDGET, EngineConfig, options
+from mmkv.engine.errors import BudgetError, SessionError
+from mmkv.engine.paths import user_path
 from mmkv.resources import BUNDLED_MODEL, bundled_model, gates_source
 
 MEDIA, CACHE = "Pictures and videos", "Model and cache"

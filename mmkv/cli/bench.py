@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from engine.config import EngineConfig
 from mmkv.cli import arguments
+from mmkv.engine.config import EngineConfig
 
 if TYPE_CHECKING:
-    from engine.runtime import Runtime
+    from mmkv.engine.runtime import Runtime
 
 
 @arguments.engine_options()
@@ -34,7 +34,7 @@ def bench(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Time a decode step on this machine, beside the floor of its bytes."""
-    from engine.runtime import Runtime
+    from mmkv.engine.runtime import Runtime
     from mmkv.resources import bundled_model
 
     model = engine.model or bundled_model()
@@ -110,7 +110,7 @@ def measure(
     """
     import torch
 
-    from engine.errors import ContextError
+    from mmkv.engine.errors import ContextError
     from mmkv.measure.speed_model import entry_bytes, step_bytes
     from mmkv.measure.timing import copy_bandwidth, spread, wall
 

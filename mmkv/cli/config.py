@@ -10,9 +10,9 @@ from typing import Annotated, Any, get_args, get_origin
 
 from typer.core import TyperCommand
 
-from engine.errors import InputError, one_line
 from mmkv.chat.places import config_file
 from mmkv.cli.arguments import on_command_line
+from mmkv.engine.errors import InputError, one_line
 
 # What belongs to one call alone.
 _CALL = {

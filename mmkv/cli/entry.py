@@ -12,7 +12,7 @@ import os
 import sys
 import threading
 
-from engine.interrupts import quiet_imports
+from mmkv.engine.interrupts import quiet_imports
 
 
 def entry() -> None:

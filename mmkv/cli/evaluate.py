@@ -21,10 +21,10 @@ from typing import Annotated, Any
 
 import typer
 
-from engine.errors import InputError, MmkvError
-from engine.model.source import locate
-from engine.paths import is_folder
 from mmkv.cli import arguments
+from mmkv.engine.errors import InputError, MmkvError
+from mmkv.engine.model.source import locate
+from mmkv.engine.paths import is_folder
 
 _RUN, _MODEL = "Run", arguments.CACHE
 
@@ -131,7 +131,7 @@ class Job:
 
     def run(self) -> int:
         """Run it and check what it wrote. Raises InputError before, EvaluationError after."""
-        from eval.lmms import journal
+        from mmkv.eval.lmms import journal
         from mmkv.measure.outputs import require_output
 
         if not self.tasks:
@@ -150,8 +150,8 @@ class Job:
         return code
 
     def _run(self, variables: dict[str, str]) -> int:
-        from eval.lmms.cause import VARIABLE, cause
-        from eval.lmms.tasks import find, require_known, shipped_folder, write
+        from mmkv.eval.lmms.cause import VARIABLE, cause
+        from mmkv.eval.lmms.tasks import find, require_known, shipped_folder, write
 
         before = self._results()
         with tempfile.TemporaryDirectory(prefix="mmkv-eval-") as folder:
@@ -242,7 +242,7 @@ def _model_args(named: dict[str, str | None], more: str | None) -> str:
 
     Raises InputError, also for a value that this form cannot carry.
     """
-    from eval.lmms.settings import Settings
+    from mmkv.eval.lmms.settings import Settings
 
     given = {name: value for name, value in named.items() if value is not None}
     if "policy" in given:  # whose parameters may be split by ; as well

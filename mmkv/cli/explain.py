@@ -6,9 +6,9 @@ from typing import Annotated, Any
 
 import typer
 
-from engine.config import EngineConfig
 from mmkv.chat.options import ChatOptions
 from mmkv.cli import arguments
+from mmkv.engine.config import EngineConfig
 
 
 @arguments.engine_options()

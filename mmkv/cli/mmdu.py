@@ -9,9 +9,9 @@ from typing import Annotated, Any
 
 import typer
 
-from engine.config import EngineConfig
 from mmkv.chat.options import ChatOptions, UsageError
 from mmkv.cli import arguments
+from mmkv.engine.config import EngineConfig
 
 app = typer.Typer(rich_markup_mode="rich", no_args_is_help=False)
 
@@ -76,7 +76,7 @@ def answer(
         quiet=quiet,
     )
     options.check()
-    from eval.mmdu.run import DataOptions, run
+    from mmkv.eval.mmdu.run import DataOptions, run
 
     raise typer.Exit(run(DataOptions(data, images, limit, allow_unused_images), options, output))
 
@@ -160,9 +160,9 @@ def judge(
         raise UsageError(f"--timeout is {timeout:g}; give seconds above 0")
     if (input_price is None) != (output_price is None):
         raise UsageError("--input-price and --output-price belong together; give both")
-    from eval.mmdu.client import Endpoint
-    from eval.mmdu.judge_run import JudgeOptions, run_judge
-    from eval.mmdu.run import DataOptions
+    from mmkv.eval.mmdu.client import Endpoint
+    from mmkv.eval.mmdu.judge_run import JudgeOptions, run_judge
+    from mmkv.eval.mmdu.run import DataOptions
 
     key = os.environ.get(api_key_env, "").strip() or None
     endpoint = Endpoint(base_url, judge_model, key, _json_object(extra_body), retries, timeout)
@@ -198,8 +198,8 @@ def _json_object(text: str | None) -> dict[str, Any]:
 @app.command()
 def score(answers: Answers = DEFAULT_OUTPUT, data: Data = None, limit: Limit = None) -> None:
     """Count exact answers, for sets that have them (ours); no judge is needed."""
-    from eval.mmdu.run import DataOptions
-    from eval.mmdu.score import run_score
+    from mmkv.eval.mmdu.run import DataOptions
+    from mmkv.eval.mmdu.score import run_score
 
     raise typer.Exit(run_score(DataOptions(data, None, limit, True), answers))
 
@@ -214,6 +214,6 @@ def table(
     ] = False,
 ) -> None:
     """Compare judged runs, each with the first."""
-    from eval.mmdu.compare import compare
+    from mmkv.eval.mmdu.compare import compare
 
     compare(folders, without_failures).show()

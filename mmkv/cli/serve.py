@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from engine.budget import parse_bytes
-from engine.config import EngineConfig
-from engine.errors import BudgetError, InputError
 from mmkv.chat.options import UsageError
 from mmkv.cli import arguments
+from mmkv.engine.budget import parse_bytes
+from mmkv.engine.config import EngineConfig
+from mmkv.engine.errors import BudgetError, InputError
 
 if TYPE_CHECKING:
     from mmkv.api import Engine
@@ -333,7 +333,7 @@ def _weights(given: list[float], keys: list[str], shared: bool) -> tuple[float, 
 
 def _gpus(device: str) -> int:
     """Return the GPUs that a replica takes."""
-    from engine.model.families.loading import resolve_device
+    from mmkv.engine.model.families.loading import resolve_device
 
     return int(resolve_device(device).type == "cuda")
 

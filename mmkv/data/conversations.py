@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.errors import InputError
-from engine.paths import user_path
+from mmkv.engine.errors import InputError
+from mmkv.engine.paths import user_path
 from mmkv.prompt.media import check_source, describe
 from mmkv.prompt.messages import is_blank, take_media
 from mmkv.prompt.part_settings import taken_apart

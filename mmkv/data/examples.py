@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from engine.errors import InputError, plain
 from mmkv.data.conversations import Conversation, DataError, Document, Row
 from mmkv.data.labels import IGNORED, AssistantTurn, TurnFinder
 from mmkv.data.mixture import Mixture
 from mmkv.data.readers import Report
+from mmkv.engine.errors import InputError, plain
 from mmkv.prompt.messages import take_media
 from mmkv.prompt.processing import Processor
 from mmkv.prompt.template import Message

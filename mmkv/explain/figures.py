@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from engine.contents import MODALITIES
-from engine.errors import InputError
+from mmkv.engine.contents import MODALITIES
+from mmkv.engine.errors import InputError
 from mmkv.explain.trace import Snapshot, write
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def draw(snapshot: Snapshot, folder: str | Path) -> list[Path]:
         InputError: no matplotlib, or the folder cannot be written to.
     """
     require_matplotlib()  # before anything is written
-    from engine.paths import user_path
+    from mmkv.engine.paths import user_path
 
     target = user_path(folder)
     try:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from engine.contents import MODALITIES
+from mmkv.engine.contents import MODALITIES
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from engine.trace import KINDS
+from mmkv.engine.trace import KINDS
 from mmkv.explain.trace import Snapshot
 
 MOST_BYTES = 2_900_000  # of a page

@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from engine.contents import MODALITIES
-from engine.errors import InputError, SessionError
-from engine.policies.base import kernel_of
-from engine.policies.score import lookahead_log_score
-from engine.policies.scoring import Retention
-from engine.trace import EVICTED, Record, Recorder
+from mmkv.engine.contents import MODALITIES
+from mmkv.engine.errors import InputError, SessionError
+from mmkv.engine.policies.base import kernel_of
+from mmkv.engine.policies.score import lookahead_log_score
+from mmkv.engine.policies.scoring import Retention
+from mmkv.engine.trace import EVICTED, Record, Recorder
 
 if TYPE_CHECKING:
-    from engine.sequence import CachedSequence
+    from mmkv.engine.sequence import CachedSequence
     from mmkv.explain.frames import Frame
 
 
@@ -48,7 +48,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A trace up to now, on the host; see :class:`engine.trace.Record` for S, T and D.
+    """A trace up to now, on the host; see :class:`mmkv.engine.trace.Record` for S, T and D.
 
     Attributes:
         texts: what each token says, ``[T]``; frames: pictures and video frames in order.
@@ -246,7 +246,7 @@ class Trace:
 
 def write(path: str | Path, content: bytes) -> Path:
     """Write a file whole or not at all. Raises InputError."""
-    from engine.paths import user_path
+    from mmkv.engine.paths import user_path
 
     target = user_path(path)
     part = target.with_name(f"{target.name}.part")

@@ -11,9 +11,9 @@ from typing import Any, NoReturn
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from engine.contents import Memory
-from engine.errors import InputError, SessionError
-from engine.interrupts import CtrlC, whole
+from mmkv.engine.contents import Memory
+from mmkv.engine.errors import InputError, SessionError
+from mmkv.engine.interrupts import CtrlC, whole
 from mmkv.hf.rows import Row
 
 

@@ -18,10 +18,10 @@ from transformers.generation import (
     StopStringCriteria,
 )
 
-from engine.contents import Memory
-from engine.errors import InputError
-from engine.prefill import extend_together
-from engine.runtime import Runtime
+from mmkv.engine.contents import Memory
+from mmkv.engine.errors import InputError
+from mmkv.engine.prefill import extend_together
+from mmkv.engine.runtime import Runtime
 from mmkv.hf.cache import RetainedCache, close_rows
 from mmkv.hf.loop import Generated, Loop, Settings
 from mmkv.hf.refusals import CACHE_NAMES, check_call, check_rest, effective_config

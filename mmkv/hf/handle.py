@@ -13,18 +13,18 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from engine.budget import Budget
-from engine.config import EngineConfig, require_options
-from engine.contents import Memory
-from engine.errors import InputError, ModelError, SessionError
-from engine.interrupts import CtrlC, whole
-from engine.model.families import Family, family_for, find
-from engine.model.gates import Gates, WriteGates
-from engine.model.panels import sampled
-from engine.model.spec import DecoderSpec
-from engine.model.weights import DecoderWeights, separate
-from engine.policies import Policy
-from engine.runtime import Runtime
+from mmkv.engine.budget import Budget
+from mmkv.engine.config import EngineConfig, require_options
+from mmkv.engine.contents import Memory
+from mmkv.engine.errors import InputError, ModelError, SessionError
+from mmkv.engine.interrupts import CtrlC, whole
+from mmkv.engine.model.families import Family, family_for, find
+from mmkv.engine.model.gates import Gates, WriteGates
+from mmkv.engine.model.panels import sampled
+from mmkv.engine.model.spec import DecoderSpec
+from mmkv.engine.model.weights import DecoderWeights, separate
+from mmkv.engine.policies import Policy
+from mmkv.engine.runtime import Runtime
 from mmkv.hf.cache import RetainedCache
 from mmkv.hf.generate import Call
 from mmkv.hf.hosted import Host, HostedFamily, HostedRuntime
@@ -71,7 +71,7 @@ def retain(
         budget: M, the mean entries kept per (layer, KV head) of each row of a batch; a Budget; or
             text such as ``"25%"``. None: 256, and nothing is evicted without gates and policy.
         options: lookahead, evict_every, prefill_chunk, page_size, kv_limit and the like of
-            :class:`engine.config.EngineConfig`.
+            :class:`mmkv.engine.config.EngineConfig`.
 
     Returns:
         The handle; ``close()`` and the end of a ``with`` block put everything back.

@@ -16,15 +16,15 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from engine.errors import ModelError, PolicyError
-from engine.model.decoder import ChunkAttention, Decoder, StepAttention
-from engine.model.families import names
-from engine.model.families.text import TextFamily
-from engine.model.gates import Gates
-from engine.model.spec import DecoderSpec, RopeSpec, attention_windows
-from engine.model.weights import DecoderWeights
-from engine.policies import make_policy
-from engine.runtime import Runtime
+from mmkv.engine.errors import ModelError, PolicyError
+from mmkv.engine.model.decoder import ChunkAttention, Decoder, StepAttention
+from mmkv.engine.model.families import names
+from mmkv.engine.model.families.text import TextFamily
+from mmkv.engine.model.gates import Gates
+from mmkv.engine.model.spec import DecoderSpec, RopeSpec, attention_windows
+from mmkv.engine.model.weights import DecoderWeights
+from mmkv.engine.policies import make_policy
+from mmkv.engine.runtime import Runtime
 
 ATTENTION = "mmkv"
 _GROWS_WITH_LENGTH = {"dynamic", "longrope"}

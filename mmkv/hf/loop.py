@@ -20,10 +20,10 @@ from transformers.generation import (
     TopPLogitsWarper,
 )
 
-from engine.backends.cuda.kernels.sample import Draw
-from engine.interrupts import OpenToCtrlC
-from engine.runtime import Runtime
-from engine.steps import BURST
+from mmkv.engine.backends.cuda.kernels.sample import Draw
+from mmkv.engine.interrupts import OpenToCtrlC
+from mmkv.engine.runtime import Runtime
+from mmkv.engine.steps import BURST
 from mmkv.hf.rows import Row
 
 

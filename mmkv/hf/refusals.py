@@ -9,7 +9,7 @@ from typing import Any
 from transformers import GenerationConfig
 from transformers.generation import GenerationMode
 
-from engine.errors import InputError
+from mmkv.engine.errors import InputError
 
 # Arguments of generate that mean another way of decoding, or inputs that the engine makes itself.
 _ARGUMENTS = (

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from engine.errors import InputError
-from engine.sequence import CachedSequence
+from mmkv.engine.errors import InputError
+from mmkv.engine.sequence import CachedSequence
 
 
 @dataclass

@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.model.decoder import Decoder
-from engine.model.families.base import Turn
-from engine.runtime import Runtime
+from mmkv.engine.model.decoder import Decoder
+from mmkv.engine.model.families.base import Turn
+from mmkv.engine.runtime import Runtime
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class FullAttention:
         self.scale = engine.spec.head_dim**-0.5
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """See :class:`engine.model.decoder.StepAttention`."""
+        """See :class:`mmkv.engine.model.decoder.StepAttention`."""
         lengths = self.documents.lengths
         parts = []
         for index, (q, k, v) in enumerate(

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from engine.errors import InputError
+from mmkv.engine.errors import InputError
 
 Row = dict[str, Any]
 

@@ -7,7 +7,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from engine.errors import InputError
+from mmkv.engine.errors import InputError
 
 LEAST_FREE = 16 * 2**20
 _PROBE = 64 * 2**10

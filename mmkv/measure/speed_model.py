@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from engine.runtime import Runtime
-from engine.sequence import CachedSequence
+from mmkv.engine.runtime import Runtime
+from mmkv.engine.sequence import CachedSequence
 
 
 @dataclass(frozen=True)

@@ -17,13 +17,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.model.decoder import Decoder
-from engine.model.families.base import Turn
-from engine.policies import Budget
-from engine.prefill import extend_together
-from engine.runtime import Runtime
-from engine.sequence import CachedSequence
 from mmkv.data.labels import predicted
+from mmkv.engine.model.decoder import Decoder
+from mmkv.engine.model.families.base import Turn
+from mmkv.engine.policies import Budget
+from mmkv.engine.prefill import extend_together
+from mmkv.engine.runtime import Runtime
+from mmkv.engine.sequence import CachedSequence
 from mmkv.measure.full_attention import full_attention_states, lay_out_turns
 
 BLOCK = 256  # answer tokens whose logits are held at once: a vocabulary of 152k takes 156 MB

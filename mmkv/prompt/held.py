@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import astuple, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from engine.errors import InputError
+from mmkv.engine.errors import InputError
 from mmkv.prompt.special import CUT
 
 if TYPE_CHECKING:

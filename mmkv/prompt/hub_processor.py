@@ -9,7 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from engine.errors import ModelError, first_line
+from mmkv.engine.errors import ModelError, first_line
 from mmkv.prompt.picture_settings import require_frames, require_settings, require_tile
 from mmkv.prompt.processing import (
     BOTH,

@@ -25,8 +25,8 @@ from http.client import HTTPException
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.errors import STOPS, InputError, as_exception, first_line
-from engine.paths import user_path
+from mmkv.engine.errors import STOPS, InputError, as_exception, first_line
+from mmkv.engine.paths import user_path
 
 if TYPE_CHECKING:
     from PIL.Image import Image

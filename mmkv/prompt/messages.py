@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from engine.errors import InputError
+from mmkv.engine.errors import InputError
 from mmkv.prompt.part_settings import MediaSettings, Sourced
 from mmkv.prompt.template import Message, as_parts
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from engine.errors import InputError, first_line
+from mmkv.engine.errors import InputError, first_line
 
 # Of qwen-vl-utils, in tokens: of a picture, and of a frame.
 _PICTURE_TOKENS, _FRAME_TOKENS = (4, 16384), (128, 768)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from engine.errors import ModelError
+from mmkv.engine.errors import ModelError
 
 _MOST_PIXELS = 2**27  # to enlarge a picture to
 _MOST_EDGE = 2**13

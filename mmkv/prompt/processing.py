@@ -9,7 +9,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.errors import STOPS, InputError, MmkvError, ModelError, first_line
+from mmkv.engine.errors import STOPS, InputError, MmkvError, ModelError, first_line
 from mmkv.prompt.media import SIZED, load_image
 from mmkv.prompt.part_settings import MediaSettings, taken_apart
 from mmkv.prompt.picture_settings import require_frames, require_settings
@@ -313,8 +313,8 @@ def load_processor(
 def _load(name: str | Path, min_pixels: int | None, max_pixels: int | None) -> Processor:
     from transformers import AutoTokenizer
 
-    from engine.model.families import Qwen3VLFamily, find
-    from engine.model.families.config import read_config
+    from mmkv.engine.model.families import Qwen3VLFamily, find
+    from mmkv.engine.model.families.config import read_config
 
     config = read_config(name)
     family = find(str(config.model_type))

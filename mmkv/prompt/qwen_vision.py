@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from engine.errors import InputError
+from mmkv.engine.errors import InputError
 from mmkv.prompt.media import SIZED
 from mmkv.prompt.part_settings import MediaSettings
 from mmkv.prompt.video import DEFAULT_FPS, Clip, FrameMap, FrameRule, SizeRule

@@ -20,7 +20,7 @@ from jinja2 import Environment, Template, pass_eval_context
 from jinja2.runtime import markup_join, str_join
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedFormatter
 
-from engine.errors import InputError
+from mmkv.engine.errors import InputError
 from mmkv.prompt.template_tree import AT, EACH, END, JOIN, KEEP, guard, mark_end
 
 SECONDS = 5.0

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from engine.errors import STOPS, InputError, first_line
+from mmkv.engine.errors import STOPS, InputError, first_line
 
 # Stands at each cut, in rendered text. 128 random bits a process: nobody can write it.
 CUT = secrets.token_hex(16)

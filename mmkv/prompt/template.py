@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from engine.errors import STOPS, InputError, first_line
+from mmkv.engine.errors import STOPS, InputError, first_line
 from mmkv.prompt.special import CUT, Cutter, new_marker
 
 Message = dict[str, Any]

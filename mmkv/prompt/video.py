@@ -17,7 +17,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from engine.errors import STOPS, InputError, first_line
+from mmkv.engine.errors import STOPS, InputError, first_line
 from mmkv.prompt.media import describe, load_image, local_file
 from mmkv.prompt.part_settings import (
     LOOSE_FPS,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from engine.interrupts import CtrlC, whole
+from mmkv.engine.interrupts import CtrlC, whole
 from mmkv.reply import Reply
 from mmkv.scheduler.loop import Limits, Scheduler
 from mmkv.scheduler.replies import EngineExecutor, ReplyJob

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from typing import TypeVar
 
-from engine.errors import CapacityError
+from mmkv.engine.errors import CapacityError
 from mmkv.scheduler.contract import Executor, KeptSession, Price, Spare
 from mmkv.scheduler.ledger import Ledger
 from mmkv.scheduler.residents import Residents

@@ -6,8 +6,8 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
-from engine.errors import STOPS, CapacityError, MmkvError, SessionError, as_exception
-from engine.interrupts import whole
+from mmkv.engine.errors import STOPS, CapacityError, MmkvError, SessionError, as_exception
+from mmkv.engine.interrupts import whole
 from mmkv.scheduler.capacity import Capacity, S
 from mmkv.scheduler.contract import Executor, KeptSession, Price
 from mmkv.scheduler.fairness import DeficitRoundRobin, UserQueues

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
-from engine.errors import (
+from mmkv.engine.errors import (
     STOPS,
     InputError,
     MmkvError,
@@ -16,8 +16,8 @@ from engine.errors import (
     SessionError,
     as_exception,
 )
-from engine.page_bound import Extent, page_bound
-from engine.prefill import advance_together, needed_pages, pass_tokens, reserve_together
+from mmkv.engine.page_bound import Extent, page_bound
+from mmkv.engine.prefill import advance_together, needed_pages, pass_tokens, reserve_together
 from mmkv.reply import Reply, ReplyWriter
 from mmkv.sampling import Sampling, checked
 from mmkv.scheduler.contract import Job, Price
@@ -27,9 +27,9 @@ from mmkv.turn import Reading, compose
 if TYPE_CHECKING:
     import torch
 
-    from engine.budget import Budget
-    from engine.prefill import Prefill
     from mmkv.api import Engine
+    from mmkv.engine.budget import Budget
+    from mmkv.engine.prefill import Prefill
     from mmkv.prompt.template import Message
     from mmkv.scheduler.stored import StoredSession
     from mmkv.session import Session, TurnStart

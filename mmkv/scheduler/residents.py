@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 
-from engine.errors import SessionError
+from mmkv.engine.errors import SessionError
 from mmkv.scheduler.contract import KeptSession, Price, Spare
 from mmkv.scheduler.ledger import Ledger
 

@@ -6,13 +6,13 @@ import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from engine.errors import SessionError
-from engine.interrupts import whole
-from engine.page_bound import Extent
+from mmkv.engine.errors import SessionError
+from mmkv.engine.interrupts import whole
+from mmkv.engine.page_bound import Extent
 
 if TYPE_CHECKING:
-    from engine.budget import Budget
     from mmkv.api import Engine
+    from mmkv.engine.budget import Budget
     from mmkv.session import Session
 
 

@@ -12,7 +12,7 @@ from fastapi import Response
 from fastapi.responses import JSONResponse
 from starlette.types import Message, Receive, Scope, Send
 
-from engine.errors import STOPS
+from mmkv.engine.errors import STOPS
 from mmkv.server.errors import api_error
 from mmkv.server.reply_json import rendered
 

@@ -17,8 +17,8 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Match
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from engine.errors import MmkvError
 from mmkv import __version__
+from mmkv.engine.errors import MmkvError
 from mmkv.server.answer import Answer, error_response
 from mmkv.server.body import BodyRoute, LimitBody
 from mmkv.server.chat import ChatCall

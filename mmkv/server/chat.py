@@ -8,7 +8,7 @@ import time
 from collections.abc import AsyncGenerator
 from typing import TYPE_CHECKING, Any
 
-from engine.errors import MmkvError
+from mmkv.engine.errors import MmkvError
 from mmkv.sampling import Sampling, Settled
 from mmkv.server import reply_json
 from mmkv.server.body import release_body
@@ -30,7 +30,7 @@ from mmkv.server.worker import Admitted, Delta, Done, Failed, Request
 from mmkv.server.writer import Extras
 
 if TYPE_CHECKING:
-    from engine.budget import Budget
+    from mmkv.engine.budget import Budget
     from mmkv.server.job import ChatJob
     from mmkv.server.kept import Kept
     from mmkv.server.room import Caller, Room

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from engine.contents import MODALITIES
+from mmkv.engine.contents import MODALITIES
 from mmkv.server.work import Choice, Usage
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 from typing import Any
 
-from engine.errors import CapacityError, ContextError, MmkvError, SessionError
+from mmkv.engine.errors import CapacityError, ContextError, MmkvError, SessionError
 
 RETRY_AFTER = 1  # seconds
 

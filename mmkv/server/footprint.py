@@ -11,7 +11,7 @@ import asyncio
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from engine.memory import give_back, resident_bytes
+from mmkv.engine.memory import give_back, resident_bytes
 from mmkv.server import connections, worker
 from mmkv.server.body import TOGETHER, VALUES, smallest
 from mmkv.server.chat import MOST_SCORED
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from mmkv.server.room import Room
     from mmkv.server.settings import Settings
 
-# Measured on CPython 3.11 with pydantic 2 (python -m eval.serving.floods), rounded up.
+# Measured on CPython 3.11 with pydantic 2 (python -m mmkv.eval.serving.floods), rounded up.
 _BODY = 1.5  # bytes held for a byte of a body that arrives
 _HANDLED = 4  # the same for the one that is parsed, and for each URL that is made into bytes
 _VALUE = 200  # bytes of a JSON value that was checked

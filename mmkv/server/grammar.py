@@ -7,7 +7,7 @@ import json
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
-from engine.errors import InputError
+from mmkv.engine.errors import InputError
 
 if TYPE_CHECKING:
     import torch

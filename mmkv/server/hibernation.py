@@ -11,7 +11,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from engine.errors import SessionError
+from mmkv.engine.errors import SessionError
 
 log = logging.getLogger("mmkv.server")
 _PREFIX, _LOCK = ".hibernated-", ".lock"

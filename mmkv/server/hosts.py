@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from engine.errors import InputError
+from mmkv.engine.errors import InputError
 from mmkv.server.answer import error_response
 from mmkv.server.errors import ApiError
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from engine.errors import InputError
-from engine.page_bound import page_bound
+from mmkv.engine.errors import InputError
+from mmkv.engine.page_bound import page_bound
 from mmkv.prompt.held import Read, read_of
 from mmkv.prompt.template import REWRITES
 from mmkv.scheduler.contract import Price
@@ -26,8 +26,8 @@ from mmkv.server.writer import ScoredWriter
 from mmkv.turn import agreed, kept_tokens, text_before_media, without_first
 
 if TYPE_CHECKING:
-    from engine.prefill import Prefill
     from mmkv.api import Engine
+    from mmkv.engine.prefill import Prefill
     from mmkv.server.conversation import Message
     from mmkv.server.grammar import Grammars
     from mmkv.server.kept import Kept

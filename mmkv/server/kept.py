@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from engine.contents import MODALITIES
-from engine.errors import SessionError
+from mmkv.engine.contents import MODALITIES
+from mmkv.engine.errors import SessionError
 from mmkv.server.conversation import Message, Part
 
 if TYPE_CHECKING:
-    from engine.contents import Memory
     from mmkv.api import Engine
+    from mmkv.engine.contents import Memory
     from mmkv.prompt.held import Held
     from mmkv.scheduler import Scheduler
     from mmkv.server.hibernation import HibernationFolder

@@ -15,7 +15,7 @@ from typing import Any, Self
 
 from filelock import FileLock
 
-from engine.errors import SessionError
+from mmkv.engine.errors import SessionError
 
 _FOLDER = ".sessions"  # beside the files that users name, which begin with no dot
 _NOTE, _MEMORY, _DRAFT = ".json", ".mmkv", ".part"

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-from engine.errors import ContextError
+from mmkv.engine.errors import ContextError
 from mmkv.prompt.special import reading, require_no_long_run
 
 # Characters a position up to which a text is not counted: prompts that fit have about as many.

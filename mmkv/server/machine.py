@@ -8,9 +8,9 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from engine.budgets import why_unbound
-from engine.errors import BudgetError, MmkvError, SessionError
-from engine.memory import keep_freed, resident_bytes
+from mmkv.engine.budgets import why_unbound
+from mmkv.engine.errors import BudgetError, MmkvError, SessionError
+from mmkv.engine.memory import keep_freed, resident_bytes
 from mmkv.sampling import Sampling
 from mmkv.scheduler import Limits, Scheduler
 from mmkv.scheduler.replies import EngineExecutor

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from engine.errors import InputError
+from mmkv.engine.errors import InputError
 from mmkv.prompt.special import new_marker
 from mmkv.prompt.template import as_parts
 

@@ -11,7 +11,7 @@ from contextlib import suppress
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from engine.errors import STOPS, ModelError
+from mmkv.engine.errors import STOPS, ModelError
 from mmkv.server.run import opened, require_packages
 
 if TYPE_CHECKING:

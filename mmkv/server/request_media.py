@@ -8,7 +8,7 @@ import hashlib
 from collections.abc import Sequence
 from typing import Any
 
-from engine.errors import InputError
+from mmkv.engine.errors import InputError
 from mmkv.prompt.media import data_uri_content
 from mmkv.server.conversation import Message, Part
 from mmkv.server.media.errors import BAD_FORM, MediaError

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request, Response
 
-from engine.errors import STOPS, MmkvError
+from mmkv.engine.errors import STOPS, MmkvError
 from mmkv.server.answer import Answer, event_line
 from mmkv.server.body import BodyRoute
 from mmkv.server.chat import ChatCall

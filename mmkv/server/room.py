@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from engine.errors import CapacityError
+from mmkv.engine.errors import CapacityError
 from mmkv.server.errors import ApiError
 
 if TYPE_CHECKING:

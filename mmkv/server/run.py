@@ -9,8 +9,8 @@ import signal
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from engine.config import EngineConfig
-from engine.errors import ModelError, plain
+from mmkv.engine.config import EngineConfig
+from mmkv.engine.errors import ModelError, plain
 from mmkv.server.settings import Settings
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ from pydantic import (
     model_validator,
 )
 
-from engine.budget import Budget
-from engine.errors import MmkvError
+from mmkv.engine.budget import Budget
+from mmkv.engine.errors import MmkvError
 from mmkv.server.conversation import Message, Part
 from mmkv.server.errors import ApiError
 

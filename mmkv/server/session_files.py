@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock
 
-from engine.errors import SessionError
+from mmkv.engine.errors import SessionError
 from mmkv.server.conversation import digest_of
 from mmkv.server.errors import ApiError
 from mmkv.server.lasting import NotWrittenError, told

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
-    from engine.budget import Budget
+    from mmkv.engine.budget import Budget
     from mmkv.server.kept import Kept
     from mmkv.server.lasting import Note
 

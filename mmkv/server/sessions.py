@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from engine.budget import Budget
-from engine.contents import MODALITIES
+from mmkv.engine.budget import Budget
+from mmkv.engine.contents import MODALITIES
 from mmkv.server.chat import refuse_budget
 from mmkv.server.errors import ApiError
 from mmkv.server.lasting import Lasting, Note, told

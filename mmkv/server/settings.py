@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from engine.budget import Budget
+    from mmkv.engine.budget import Budget
     from mmkv.prompt.qwen_vision import VideoRules
     from mmkv.prompt.video import FrameRule
     from mmkv.sampling import Settled

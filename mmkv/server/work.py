@@ -9,8 +9,8 @@ from mmkv.sampling import Settled
 from mmkv.server.writer import Extras
 
 if TYPE_CHECKING:
-    from engine.budget import Budget
-    from engine.contents import Memory
+    from mmkv.engine.budget import Budget
+    from mmkv.engine.contents import Memory
     from mmkv.prompt.held import Rewrites
     from mmkv.server.conversation import Message
     from mmkv.server.kept import Kept

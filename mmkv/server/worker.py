@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakSet
 
-from engine.errors import STOPS, as_exception
+from mmkv.engine.errors import STOPS, as_exception
 from mmkv.server.errors import ApiError
 from mmkv.server.spelling import Spelled, spell
 
@@ -432,6 +432,6 @@ class Worker(threading.Thread):
 
 
 def _expected(error: Exception) -> bool:
-    from engine.errors import MmkvError
+    from mmkv.engine.errors import MmkvError
 
     return isinstance(error, (MmkvError, ApiError))

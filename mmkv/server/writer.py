@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from engine.errors import BROKEN
+from mmkv.engine.errors import BROKEN
 from mmkv.reply import ReplyWriter
 
 if TYPE_CHECKING:

@@ -11,16 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from engine.backends.torch.admitted_attention import (
+from mmkv.engine.backends.torch.admitted_attention import (
     SortedRows,
     admitted_attention,
     admitted_attention_reference,
 )
-from engine.errors import GateError, PolicyError, SessionError
-from engine.policies import Policy
-from engine.policies.attention import AttentionMass
-from engine.policies.write_gate import Admission
-from engine.runtime import Runtime
+from mmkv.engine.errors import GateError, PolicyError, SessionError
+from mmkv.engine.policies import Policy
+from mmkv.engine.policies.attention import AttentionMass
+from mmkv.engine.policies.write_gate import Admission
+from mmkv.engine.runtime import Runtime
 from mmkv.resources import bundled_model
 from tests.support.model_configs import Checkpoint
 from tests.support.sessions import load, save_checkpoint, text_ids

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from engine.errors import PolicyError
-from engine.model.gates import load_gates, make_random_gates, save_gates, trained_age
-from engine.policies import make_policy
-from engine.policies.scoring import Retention
-from engine.runtime import Runtime
-from eval.quality.methods import Cell
+from mmkv.engine.errors import PolicyError
+from mmkv.engine.model.gates import load_gates, make_random_gates, save_gates, trained_age
+from mmkv.engine.policies import make_policy
+from mmkv.engine.policies.scoring import Retention
+from mmkv.engine.runtime import Runtime
+from mmkv.eval.quality.methods import Cell
 from mmkv.resources import asset
 from tests.engine.test_gates import published, write
 from tests.engine.test_policies import make_view

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.backends.torch import attention_mass as module
-from engine.backends.torch.attention_mass import Rows, attention_mass
+from mmkv.engine.backends.torch import attention_mass as module
+from mmkv.engine.backends.torch.attention_mass import Rows, attention_mass
 from tests.support.native import engine_for
 from tests.support.sessions import text_ids
 

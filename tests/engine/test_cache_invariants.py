@@ -24,10 +24,10 @@ from hypothesis.stateful import (
 )
 from torch import Tensor
 
-from engine.cache import Form, PagePool, RaggedCache
-from engine.cache.forms import FORMS
-from engine.errors import BudgetError
-from engine.policies import Budget
+from mmkv.engine.cache import Form, PagePool, RaggedCache
+from mmkv.engine.cache.forms import FORMS
+from mmkv.engine.errors import BudgetError
+from mmkv.engine.policies import Budget
 from tests.support.tiers import slow_but
 
 Rows = list[list[int]]  # [layers * heads] -> serial numbers
@@ -386,10 +386,10 @@ def test_a_pool_promises_and_hands_out_no_more_than_its_limit(
     largest = max(column.nbytes for column in pool.columns())
     needed = 100 * pool.page_bytes + largest
     assert pool.page_bytes >= 2**20
-    monkeypatch.setattr("engine.cache.pool.free_bytes", lambda _: needed - 1)
+    monkeypatch.setattr("mmkv.engine.cache.pool.free_bytes", lambda _: needed - 1)
     with pytest.raises(BudgetError, match="GiB more for 100 pages"):
         pool.require(100)
-    monkeypatch.setattr("engine.cache.pool.free_bytes", lambda _: needed)
+    monkeypatch.setattr("mmkv.engine.cache.pool.free_bytes", lambda _: needed)
     pool.require(100)
     assert pool.num_pages == 10
 

@@ -18,12 +18,12 @@ from pathlib import Path
 import pytest
 import torch
 
-import engine.backends
-from engine.backends.cpu.binding import Cache
-from engine.cache import COLUMNS, Form, PagePool, RaggedCache
-from engine.cache.forms import FORMS
+from mmkv.engine import backends
+from mmkv.engine.backends.cpu.binding import Cache
+from mmkv.engine.cache import COLUMNS, Form, PagePool, RaggedCache
+from mmkv.engine.cache.forms import FORMS
 
-BACKENDS = Path(engine.backends.__path__[0])
+BACKENDS = Path(backends.__path__[0])
 C_TYPES = {
     None: "void",
     torch.float16: "uint16_t",

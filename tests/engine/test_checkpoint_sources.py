@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from engine.errors import MmkvError, ModelError, SessionError
-from engine.model.fingerprint import fingerprint
-from engine.model.source import INDEX, SINGLE, locate, require_normal_growth
 from mmkv import Engine
 from mmkv.checkpoints import _checkpoint, _json
+from mmkv.engine.errors import MmkvError, ModelError, SessionError
+from mmkv.engine.model.fingerprint import fingerprint
+from mmkv.engine.model.source import INDEX, SINGLE, locate, require_normal_growth
 from tests.support.chat_models import save_llama
 
 

@@ -13,11 +13,11 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from engine.errors import ModelError
-from engine.model.families import family_for
-from engine.model.families.loading import load, resolve_device, resolve_dtype
-from engine.model.settings import require_sizes
-from engine.model.spec import Routing
+from mmkv.engine.errors import ModelError
+from mmkv.engine.model.families import family_for
+from mmkv.engine.model.families.loading import load, resolve_device, resolve_dtype
+from mmkv.engine.model.settings import require_sizes
+from mmkv.engine.model.spec import Routing
 from tests.engine.test_families import CPU, one_line
 from tests.support.factories import CHECKPOINTS, checkpoint, make_model
 

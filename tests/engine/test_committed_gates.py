@@ -8,12 +8,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from engine.model.fingerprint import fingerprint
-from engine.model.gates import load_gates
-from engine.runtime import Runtime
+from mmkv.engine.model.fingerprint import fingerprint
+from mmkv.engine.model.gates import load_gates
+from mmkv.engine.runtime import Runtime
 from mmkv.resources import bundled_model
+from mmkv.training.recipes import recipe_options
 from tests.conftest import make_spec
-from training.recipes import recipe_options
 
 
 @pytest.mark.parametrize("name", ["", "-trimkv-0"])

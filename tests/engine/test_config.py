@@ -13,13 +13,13 @@ import torch
 import typer
 from typer.main import get_command
 
-from engine.budget import Budget
-from engine.config import EngineConfig, options
-from engine.errors import BudgetError, InputError, MmkvError, ModelError, PolicyError
-from engine.policies import make_policy
-from engine.runtime import Runtime
-from eval.lmms.settings import Settings
 from mmkv.cli.app import app
+from mmkv.engine.budget import Budget
+from mmkv.engine.config import EngineConfig, options
+from mmkv.engine.errors import BudgetError, InputError, MmkvError, ModelError, PolicyError
+from mmkv.engine.policies import make_policy
+from mmkv.engine.runtime import Runtime
+from mmkv.eval.lmms.settings import Settings
 from tests.support.sessions import load
 
 # Budgets have an option for each unit; the limit of the pool is for programs.

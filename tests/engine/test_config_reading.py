@@ -11,7 +11,7 @@ import pytest
 import transformers
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
 
-from engine.model.families.config import read_config, whole_config
+from mmkv.engine.model.families.config import read_config, whole_config
 from tests.support.chat_models import save_llama
 from tests.support.factories import checkpoint
 

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from engine.backends.cuda import GraphRunner, kernels
-from engine.device import exact_products, on_device
+from mmkv.engine.backends.cuda import GraphRunner, kernels
+from mmkv.engine.device import exact_products, on_device
 from tests.support.native import engine_for
 from tests.support.sessions import text_ids
 
@@ -87,7 +87,7 @@ def test_every_launch_function_is_among_those() -> None:
 
 
 def test_training_launches_on_the_gpu_of_its_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    ours = pytest.importorskip("training.capacity_triton", reason="needs Triton")
+    ours = pytest.importorskip("mmkv.training.capacity_triton", reason="needs Triton")
     current, seen = Current(monkeypatch), []
     kernel = {(1, 1): lambda *args, **options: seen.append(current.device)}
     tensor = SimpleNamespace(shape=(1, 5), device=SECOND)
@@ -142,7 +142,7 @@ def test_graphs_are_captured_and_replayed_on_their_gpu_and_share_their_memory(
 ) -> None:
     current = Current(monkeypatch)
     cuda = FakeCuda(current, monkeypatch)
-    module = "engine.backends.cuda.graph_runner"
+    module = "mmkv.engine.backends.cuda.graph_runner"
     monkeypatch.setattr(f"{module}.on_device", lambda device: torch.cuda.device(SECOND))
     engine = engine_for("odd", "full")
     runner = GraphRunner(engine)

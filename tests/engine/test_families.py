@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.errors import InputError
-from engine.model.families import IMAGE, VIDEO, Family
-from engine.model.families.loading import load
+from mmkv.engine.errors import InputError
+from mmkv.engine.model.families import IMAGE, VIDEO, Family
+from mmkv.engine.model.families.loading import load
 from tests.support.factories import (
     checkpoint,
     join_turns,

@@ -11,9 +11,9 @@ import pytest
 import torch
 from safetensors.numpy import save_file
 
-from engine.model.fingerprint import SAMPLE, fingerprint, language_fingerprint
-from engine.model.product import plain
-from engine.runtime import Runtime
+from mmkv.engine.model.fingerprint import SAMPLE, fingerprint, language_fingerprint
+from mmkv.engine.model.product import plain
+from mmkv.engine.runtime import Runtime
 from tests.support.factories import checkpoint
 
 Tensors = dict[str, np.ndarray]

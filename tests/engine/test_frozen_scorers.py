@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.policies import NewTokens, make_policy
-from engine.policies.base import tapped_layers
-from engine.policies.frozen import AttentionAndChange, EntryVariance, StreamChange
-from engine.policies.lag import PreviousChunk
+from mmkv.engine.policies import NewTokens, make_policy
+from mmkv.engine.policies.base import tapped_layers
+from mmkv.engine.policies.frozen import AttentionAndChange, EntryVariance, StreamChange
+from mmkv.engine.policies.lag import PreviousChunk
 
 LAYERS, HEADS, DIM, HIDDEN, BATCH = 5, 2, 4, 3, 2
 # Lengths of passes, one after another.

@@ -13,15 +13,15 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from engine.errors import GateError, ModelError
-from engine.model.gates import (
+from mmkv.engine.errors import GateError, ModelError
+from mmkv.engine.model.gates import (
     load_gates,
     load_write_gates,
     make_random_gates,
     make_random_write_gates,
     save_gates,
 )
-from engine.model.spec import DecoderSpec
+from mmkv.engine.model.spec import DecoderSpec
 from tests.conftest import make_spec
 from tests.engine.test_gates import published, write
 from tests.support.chat_models import save_llama
@@ -165,7 +165,7 @@ def test_gates_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monkey
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("engine.model.gates.files.save_file", full)
+    monkeypatch.setattr("mmkv.engine.model.gates.files.save_file", full)
     with pytest.raises(GateError, match="No space left"):
         save_gates(make_random_gates(make_spec()), tmp_path, make_spec())
 
@@ -191,7 +191,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("value", ODD_VALUES)
 def test_weights_that_are_no_numbers_are_refused(checkpoint: Path, value: float) -> None:
-    from engine.model.families.loading import load as load_checkpoint
+    from mmkv.engine.model.families.loading import load as load_checkpoint
 
     file = checkpoint / "model.safetensors"
     whole = load_file(file)

@@ -13,13 +13,13 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from engine.errors import GateError
-from engine.model.gates import load_gates, make_random_gates, save_gates
-from engine.model.spec import DecoderSpec
-from engine.runtime import Runtime
+from mmkv.engine.errors import GateError
+from mmkv.engine.model.gates import load_gates, make_random_gates, save_gates
+from mmkv.engine.model.spec import DecoderSpec
+from mmkv.engine.runtime import Runtime
 from mmkv.resources import bundled_model
+from mmkv.training.trainable import TrainableGates
 from tests.conftest import make_spec
-from training.trainable import TrainableGates
 
 INNER = 512
 

@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from engine.budget import Budget
-from engine.cache import COLUMNS, Form
-from engine.cache.choice import choose_form
-from engine.cache.forms import FORMS, Codec, _matrix, hadamard
-from engine.cache.layout import Layout
-from engine.errors import PolicyError, SessionError
-from engine.runtime import Runtime
-from engine.sequence_file import _digest
+from mmkv.engine.budget import Budget
+from mmkv.engine.cache import COLUMNS, Form
+from mmkv.engine.cache.choice import choose_form
+from mmkv.engine.cache.forms import FORMS, Codec, _matrix, hadamard
+from mmkv.engine.cache.layout import Layout
+from mmkv.engine.errors import PolicyError, SessionError
+from mmkv.engine.runtime import Runtime
+from mmkv.engine.sequence_file import _digest
 from tests.support.sessions import LATER, PICTURES, assert_same_rows, load, run, text_ids, turn
 
 ROUNDED = ("int8", "k8v4", "int4")

@@ -13,9 +13,9 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from engine.errors import BudgetError, SessionError
-from engine.runtime import Runtime
-from engine.sequence import CachedSequence
+from mmkv.engine.errors import BudgetError, SessionError
+from mmkv.engine.runtime import Runtime
+from mmkv.engine.sequence import CachedSequence
 from tests.support.policies import EVICTING_KINDS
 from tests.support.sessions import PICTURES, load, run, text_ids, turn
 

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.policies import PRESETS, make_policy
-from engine.runtime import Runtime
-from engine.sequence import CachedSequence
+from mmkv.engine.policies import PRESETS, make_policy
+from mmkv.engine.runtime import Runtime
+from mmkv.engine.sequence import CachedSequence
 from tests.support.dialogues import engine_of, folder_of, oracle_of, prefill_both, prompt
 from tests.support.oracle import Oracle
 from tests.support.policies import KINDS, OTHERS

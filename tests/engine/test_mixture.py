@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from engine.backends.cpu import available, reason
-from engine.model.families import family_for
-from engine.model.mixture import gathered, grouped, mixture, route
-from engine.model.spec import DecoderSpec, Routing
-from engine.model.weights import DecoderWeights, LayerWeights
-from engine.runtime import Runtime
+from mmkv.engine.backends.cpu import available, reason
+from mmkv.engine.model.families import family_for
+from mmkv.engine.model.mixture import gathered, grouped, mixture, route
+from mmkv.engine.model.spec import DecoderSpec, Routing
+from mmkv.engine.model.weights import DecoderWeights, LayerWeights
+from mmkv.engine.runtime import Runtime
 from tests.support.factories import CHECKPOINTS, checkpoint, make_model
 
 # Operations that wait for a GPU.

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.model.gates import make_random_gates, save_gates
-from engine.policies import Budget, make_policy
-from engine.runtime import Runtime
+from mmkv.engine.model.gates import make_random_gates, save_gates
+from mmkv.engine.policies import Budget, make_policy
+from mmkv.engine.runtime import Runtime
 from tests.support.dialogues import engine_of, folder_of, oracle_of, prefill_both, prompt
 from tests.support.model_configs import IMAGE_ID
 from tests.support.oracle import Oracle
@@ -273,7 +273,7 @@ def test_entries_without_a_score_go_first(
 
     Such gates are refused, but a finite gate may give it for a state that overflowed.
     """
-    monkeypatch.setattr("engine.model.gates.files.find_not_finite", lambda tensors: None)
+    monkeypatch.setattr("mmkv.engine.model.gates.files.find_not_finite", lambda tensors: None)
     case = Case("text3", policy, 2, 1, 16, "long", budget=7.4)
     folder = folder_of("text3")
     spec = load(folder, case).spec

@@ -8,9 +8,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine import query_window
-from engine.backends.torch import step
-from engine.policies import make_policy
+from mmkv.engine import query_window
+from mmkv.engine.backends.torch import step
+from mmkv.engine.policies import make_policy
 from tests.support.native import engine_for
 from tests.support.policies import KINDS
 from tests.support.sessions import assert_same_rows, text_ids

@@ -16,8 +16,8 @@ import torch
 import transformers
 from torch import Tensor
 
-from engine.runtime import Runtime
-from engine.sequence import CachedSequence
+from mmkv.engine.runtime import Runtime
+from mmkv.engine.sequence import CachedSequence
 from tests.support.factories import (
     CHECKPOINTS,
     FAMILIES,

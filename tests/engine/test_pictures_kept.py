@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.contents import with_pictures
 from mmkv import Engine, SessionError, bundled_model
+from mmkv.engine.contents import with_pictures
 from mmkv.resources import asset
 from tests.support.factories import checkpoint, make_turn
 

@@ -13,14 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.errors import BudgetError, PolicyError, SessionError
-from engine.policies import PRESETS, Budget, CacheView, Needs, make_policy
-from engine.policies.allocation import GlobalAllocation, HeadAllocation
-from engine.policies.base import Allocation, Policy, WindowReduction
-from engine.policies.scoring import Recency, Retention, WindowAttention
-from engine.policies.selection import Shares
-from engine.policies.selection import lowest as select_lowest
-from engine.runtime import Runtime
+from mmkv.engine.errors import BudgetError, PolicyError, SessionError
+from mmkv.engine.policies import PRESETS, Budget, CacheView, Needs, make_policy
+from mmkv.engine.policies.allocation import GlobalAllocation, HeadAllocation
+from mmkv.engine.policies.base import Allocation, Policy, WindowReduction
+from mmkv.engine.policies.scoring import Recency, Retention, WindowAttention
+from mmkv.engine.policies.selection import Shares
+from mmkv.engine.policies.selection import lowest as select_lowest
+from mmkv.engine.runtime import Runtime
 from mmkv.resources import bundled_model
 from tests.support.oracle import log_score
 

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.budget import Budget
-from engine.errors import BudgetError, InputError, SessionError
-from engine.model.decoder import Decoder
-from engine.page_bound import page_bound
-from engine.runtime import Runtime
+from mmkv.engine.budget import Budget
+from mmkv.engine.errors import BudgetError, InputError, SessionError
+from mmkv.engine.model.decoder import Decoder
+from mmkv.engine.page_bound import page_bound
+from mmkv.engine.runtime import Runtime
 from tests.support.policies import EVICTING_KINDS, KINDS
 from tests.support.sessions import LATER, PICTURES, assert_same_rows, load, run, text_ids, turn
 from tests.support.tiers import slow_but
@@ -157,9 +157,9 @@ def test_what_a_chunk_leaves_on_the_heap_is_given_back(
     with engine.session() as session:
         wanted = session.prefill(prompt)
     given: list[int] = []
-    monkeypatch.setattr("engine.prefill.give_back", lambda: given.append(1))
-    monkeypatch.setattr("engine.prefill.MANY_TOKENS", 8)
-    monkeypatch.setattr("engine.model.decoder._MLP_TOKENS", 5)
+    monkeypatch.setattr("mmkv.engine.prefill.give_back", lambda: given.append(1))
+    monkeypatch.setattr("mmkv.engine.prefill.MANY_TOKENS", 8)
+    monkeypatch.setattr("mmkv.engine.model.decoder._MLP_TOKENS", 5)
     with engine.session() as session:
         torch.testing.assert_close(session.prefill(prompt), wanted)
         chunks = len(given)
@@ -169,7 +169,7 @@ def test_what_a_chunk_leaves_on_the_heap_is_given_back(
 
 def test_blocks_of_tokens_are_put_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """In place where nothing is trained; else so that gradients reach every token."""
-    monkeypatch.setattr("engine.model.decoder._MLP_TOKENS", 5)
+    monkeypatch.setattr("mmkv.engine.model.decoder._MLP_TOKENS", 5)
     x, y = torch.randn(12, 3, requires_grad=True), torch.randn(12, 2, 3)
 
     def call(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

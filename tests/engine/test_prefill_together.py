@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.errors import BudgetError, NotFiniteError, SessionError
-from engine.page_bound import page_bound
-from engine.policies import make_policy
-from engine.prefill import Prefill, advance_together, extend_together
-from engine.runtime import Runtime
-from engine.sequence import CachedSequence
+from mmkv.engine.errors import BudgetError, NotFiniteError, SessionError
+from mmkv.engine.page_bound import page_bound
+from mmkv.engine.policies import make_policy
+from mmkv.engine.prefill import Prefill, advance_together, extend_together
+from mmkv.engine.runtime import Runtime
+from mmkv.engine.sequence import CachedSequence
 from tests.engine.test_matrix import text_of
 from tests.support.dialogues import engine_of, folder_of, prompt
 from tests.support.policies import KINDS, OTHERS

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.errors import PolicyError
-from engine.policies import (
+from mmkv.engine.errors import PolicyError
+from mmkv.engine.policies import (
     PRESETS,
     HeadAllocation,
     Parameter,
@@ -25,9 +25,9 @@ from engine.policies import (
     register_policy,
     registry,
 )
-from engine.policies.preset import PolicyText, show
-from engine.policies.scoring import Recency, Retention, WindowAttention
-from engine.runtime import Runtime
+from mmkv.engine.policies.preset import PolicyText, show
+from mmkv.engine.policies.scoring import Recency, Retention, WindowAttention
+from mmkv.engine.runtime import Runtime
 from mmkv.resources import bundled_model
 
 

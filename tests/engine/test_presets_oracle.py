@@ -17,9 +17,9 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from engine.policies import PRESETS, make_policy
-from engine.runtime import Runtime
-from engine.sequence import CachedSequence
+from mmkv.engine.policies import PRESETS, make_policy
+from mmkv.engine.runtime import Runtime
+from mmkv.engine.sequence import CachedSequence
 from tests.support.dialogues import engine_of, folder_of, oracle_of, prefill_both, prompt
 from tests.support.oracle import METHODS, Oracle, Quantiser
 from tests.support.oracle.quantiser import FORMS

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.errors import PolicyError
-from engine.policies import HeadAllocation, Policy, make_policy
-from engine.policies.pruning import LeastAttended, MostDiverse
-from engine.policies.scoring import Recency, Retention
-from engine.runtime import Runtime
+from mmkv.engine.errors import PolicyError
+from mmkv.engine.policies import HeadAllocation, Policy, make_policy
+from mmkv.engine.policies.pruning import LeastAttended, MostDiverse
+from mmkv.engine.policies.scoring import Recency, Retention
+from mmkv.engine.runtime import Runtime
 from tests.support.factories import make_model, make_turn
 from tests.support.model_configs import Checkpoint
 from tests.support.oracle import Pruned

@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.errors import PolicyError
-from engine.policies import (
+from mmkv.engine.errors import PolicyError
+from mmkv.engine.policies import (
     CacheView,
     GlobalAllocation,
     HeadAllocation,
@@ -27,8 +27,8 @@ from engine.policies import (
     register_policy,
     registry,
 )
-from engine.policies.selection import Shares
-from engine.runtime import Runtime
+from mmkv.engine.policies.selection import Shares
+from mmkv.engine.runtime import Runtime
 from tests.support.packages import install
 from tests.support.sessions import PICTURES, advance, assert_same_rows, load, text_ids
 
@@ -160,7 +160,7 @@ def test_wrong_policies_are_named_before_a_model_is_loaded(
 SOURCE = """
     from dataclasses import dataclass
     from typing import ClassVar
-    from engine.policies import CacheView, HeadAllocation, Needs, Policy
+    from mmkv.engine.policies import CacheView, HeadAllocation, Needs, Policy
 
     @dataclass(frozen=True)
     class Oldest:
@@ -464,6 +464,6 @@ def test_paths_say_why_a_scorer_runs_in_torch(
     # A burst as a GPU would run it.
     engine = load(folders["vl"], policy=KEY_SIZE)
     monkeypatch.setattr(engine, "device", torch.device("cuda"))
-    monkeypatch.setattr("engine.backends.cuda.backend.triton_installed", lambda: True)
+    monkeypatch.setattr("mmkv.engine.backends.cuda.backend.triton_installed", lambda: True)
     assert engine.many_path == "step by step: policy 'key-size'"
     assert engine.evict_path == "torch: policy 'key-size'"

@@ -15,20 +15,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.cache import PagePool, RaggedCache
-from engine.policies import CacheView, make_policy
-from engine.policies.allocation import (
+from mmkv.engine.cache import PagePool, RaggedCache
+from mmkv.engine.policies import CacheView, make_policy
+from mmkv.engine.policies.allocation import (
     EvenLayerAllocation,
     HeadAllocation,
     LayerAllocation,
     PyramidAllocation,
 )
-from engine.policies.attention import AttentionMass, FusedAttention, NewestAttention
-from engine.policies.base import WindowReduction
-from engine.policies.keys import KeyDifference, KeyNorm
-from engine.policies.lag import NextChunk
-from engine.policies.redundancy import AttentionAndRedundancy, GlobalAttention, redundancy
-from engine.query_window import QUERIES, window_attention
+from mmkv.engine.policies.attention import AttentionMass, FusedAttention, NewestAttention
+from mmkv.engine.policies.base import WindowReduction
+from mmkv.engine.policies.keys import KeyDifference, KeyNorm
+from mmkv.engine.policies.lag import NextChunk
+from mmkv.engine.policies.redundancy import AttentionAndRedundancy, GlobalAttention, redundancy
+from mmkv.engine.query_window import QUERIES, window_attention
 from tests.engine.test_policies import make_view
 
 LENGTHS = st.lists(
@@ -203,7 +203,7 @@ def test_redundancy(
     """In blocks of any size."""
     view, source = make(lengths, seed)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("engine.policies.redundancy._BLOCK_ELEMENTS", block)
+        patch.setattr("mmkv.engine.policies.redundancy._BLOCK_ELEMENTS", block)
         found = redundancy(view, threshold, only_similar)
     expected = brute_redundancy(view, source.key, threshold, only_similar)
     torch.testing.assert_close(found, torch.tensor(expected), rtol=1e-4, atol=1e-6)

@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-import engine.sequence_file as session_file
-from engine.errors import SessionError
-from engine.model.gates import Gates
-from engine.policies import GlobalAllocation, HeadAllocation, Policy
-from engine.policies.scoring import Retention
-from engine.runtime import Runtime
-from engine.sequence import CachedSequence
+import mmkv.engine.sequence_file as session_file
+from mmkv.engine.errors import SessionError
+from mmkv.engine.model.gates import Gates
+from mmkv.engine.policies import GlobalAllocation, HeadAllocation, Policy
+from mmkv.engine.policies.scoring import Retention
+from mmkv.engine.runtime import Runtime
+from mmkv.engine.sequence import CachedSequence
 from tests.support.factories import checkpoint, make_turn
 from tests.support.policies import ALL
 from tests.support.sessions import LATER, PICTURES, assert_same_rows, load, run, text_ids, turn

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.errors import BudgetError, ContextError, InputError
-from engine.runtime import Runtime
+from mmkv.engine.errors import BudgetError, ContextError, InputError
+from mmkv.engine.runtime import Runtime
 from tests.support.policies import EVICTING_KINDS
 from tests.support.sessions import PICTURES, assert_same_rows, load, run, state, text_ids, turn
 
@@ -147,7 +147,7 @@ def test_ctrl_c_while_a_chunk_is_stored_leaves_no_uncounted_entry(
 
     session = engine.session()
     with monkeypatch.context() as patch:
-        patch.setattr("engine.backends.torch.step.PrefillChunk.finish", press)
+        patch.setattr("mmkv.engine.backends.torch.step.PrefillChunk.finish", press)
         with pytest.raises(KeyboardInterrupt):
             session.prefill(PICTURES)
     held = int(engine.cache.length[session.seq].sum())

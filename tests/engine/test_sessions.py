@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.errors import BudgetError, InputError, SessionError
-from engine.policies import Budget
-from engine.runtime import Runtime
+from mmkv.engine.errors import BudgetError, InputError, SessionError
+from mmkv.engine.policies import Budget
+from mmkv.engine.runtime import Runtime
 from tests.support.policies import ALL, EVICTING, EVICTING_KINDS
 from tests.support.sessions import (
     LATER,

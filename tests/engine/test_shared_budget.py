@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.errors import BudgetError, PolicyError, SessionError
-from engine.runtime import Runtime
-from engine.sequence import CachedSequence
+from mmkv.engine.errors import BudgetError, PolicyError, SessionError
+from mmkv.engine.runtime import Runtime
+from mmkv.engine.sequence import CachedSequence
 from tests.support.sessions import LATER, PICTURES, load, qwen3_vl, save_checkpoint, text_ids
 
 Key = tuple[int, int, int]  # position, layer, head

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from engine.errors import ModelError
-from engine.model.families import family_for
-from engine.model.spec import DecoderSpec
-from engine.model.weights import DecoderWeights, separate
+from mmkv.engine.errors import ModelError
+from mmkv.engine.model.families import family_for
+from mmkv.engine.model.spec import DecoderSpec
+from mmkv.engine.model.weights import DecoderWeights, separate
 from tests.support.factories import CHECKPOINTS, make_model, make_turn
 
 NAMES = ["qwen3_vl", "llava_qwen2", "llama_biased", "phi3", "qwen3_moe_mixed"]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.policies import CacheView, HeadAllocation, Needs, NewTokens, Policy
+from mmkv.engine.policies import CacheView, HeadAllocation, Needs, NewTokens, Policy
 from tests.support.sessions import PICTURES, advance, load, text_ids
 
 

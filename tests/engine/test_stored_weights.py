@@ -16,12 +16,12 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from engine.errors import ModelError
-from engine.model.families import Family, TextFamily, family_for, loading
-from engine.model.families.deferred import DeferredModel
-from engine.model.product import Holding, multiply
-from engine.model.spec import DecoderSpec, RopeSpec
-from engine.model.weights import DecoderWeights
+from mmkv.engine.errors import ModelError
+from mmkv.engine.model.families import Family, TextFamily, family_for, loading
+from mmkv.engine.model.families.deferred import DeferredModel
+from mmkv.engine.model.product import Holding, multiply
+from mmkv.engine.model.spec import DecoderSpec, RopeSpec
+from mmkv.engine.model.weights import DecoderWeights
 from tests.support.factories import CHECKPOINTS, FAMILIES, checkpoint
 from tests.support.tiers import slow_but
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.backends.cuda import GraphRunner
+from mmkv.engine.backends.cuda import GraphRunner
 from tests.support.policies import STATIC
 from tests.support.sessions import PICTURES, assert_same_rows, load, run, text_ids, turn
 from tests.support.tiers import slow_but

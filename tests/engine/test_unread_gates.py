@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.backends.cuda.static_step import StaticStep
-from engine.model.gates import Gates, LayerGate
+from mmkv.engine.backends.cuda.static_step import StaticStep
+from mmkv.engine.model.gates import Gates, LayerGate
 from mmkv.measure.speed_model import gate_bytes
 from tests.support.sessions import PICTURES, load, run, text_ids
 

@@ -14,9 +14,9 @@ import transformers
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from engine.errors import GateError
-from engine.model.decoder import Decoder
-from engine.model.gates import (
+from mmkv.engine.errors import GateError
+from mmkv.engine.model.decoder import Decoder
+from mmkv.engine.model.gates import (
     foreign_note,
     load_gates,
     load_write_gates,
@@ -25,10 +25,10 @@ from engine.model.gates import (
     save_gates,
     write_gates,
 )
-from engine.model.rope import rotate
-from engine.model.spec import DecoderSpec
-from engine.policies.write_gate import admitted, visible
-from engine.runtime import Runtime
+from mmkv.engine.model.rope import rotate
+from mmkv.engine.model.spec import DecoderSpec
+from mmkv.engine.policies.write_gate import admitted, visible
+from mmkv.engine.runtime import Runtime
 from mmkv.measure.full_attention import FullAttention, lay_out
 from mmkv.resources import bundled_model
 from tests.conftest import make_spec

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from eval.accuracy import scenes
 from mmkv.data.scenes import Turn
+from mmkv.eval.accuracy import scenes
 
 
 @pytest.mark.parametrize(

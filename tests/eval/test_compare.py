@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from engine.errors import InputError
-from engine.policies import PRESETS, make_policy
-from eval.compare import report
-from eval.compare.__main__ import chosen, gates_of, main
-from eval.compare.speed import Speeds
-from eval.quality.methods import Cell
+from mmkv.engine.errors import InputError
+from mmkv.engine.policies import PRESETS, make_policy
+from mmkv.eval.compare import report
+from mmkv.eval.compare.__main__ import chosen, gates_of, main
+from mmkv.eval.compare.speed import Speeds
+from mmkv.eval.quality.methods import Cell
 from mmkv.resources import bundled_model
 
 MODEL = str(bundled_model())

@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
-from eval.domains import maker
-from eval.quality.methods import Comparison, Method
-from eval.quality.run import ComparisonRuns
-from eval.sessions import stream as dialogue_stream
-from eval.sessions import tasks as dialogue_tasks
-from eval.sessions.__main__ import main
-from eval.sessions.tasks import Asked
 from mmkv.data.scene_data import scene_example
 from mmkv.data.scenes import Clip, render
+from mmkv.eval.domains import maker
+from mmkv.eval.quality.methods import Comparison, Method
+from mmkv.eval.quality.run import ComparisonRuns
+from mmkv.eval.sessions import stream as dialogue_stream
+from mmkv.eval.sessions import tasks as dialogue_tasks
+from mmkv.eval.sessions.__main__ import main
+from mmkv.eval.sessions.tasks import Asked
 from mmkv.measure.journal import Journal
 from mmkv.measure.teacher_forced import spans
 from mmkv.prompt.processing import load_processor

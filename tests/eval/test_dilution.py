@@ -11,14 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.backends.torch.step import DecodeStep
-from engine.runtime import Runtime
-from eval.dilution.__main__ import Prober, dilution_bound, main, measure
-from eval.dilution.probe import probed_decode
-from eval.dilution.report import _correlation
-from eval.needle.tasks import Needle
-from eval.quality.methods import Comparison, Method
-from eval.quality.run import ComparisonRuns
+from mmkv.engine.backends.torch.step import DecodeStep
+from mmkv.engine.runtime import Runtime
+from mmkv.eval.dilution.__main__ import Prober, dilution_bound, main, measure
+from mmkv.eval.dilution.probe import probed_decode
+from mmkv.eval.dilution.report import _correlation
+from mmkv.eval.needle.tasks import Needle
+from mmkv.eval.quality.methods import Comparison, Method
+from mmkv.eval.quality.run import ComparisonRuns
 from mmkv.measure.journal import Journal
 from mmkv.resources import bundled_model
 

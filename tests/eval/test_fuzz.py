@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from engine.errors import InputError
-from eval.fuzz import mutate, worker
-from eval.fuzz.__main__ import main
-from eval.fuzz.judge import failure_of
-from eval.fuzz.report import Report
-from eval.fuzz.target import Case, Target
+from mmkv.engine.errors import InputError
+from mmkv.eval.fuzz import mutate, worker
+from mmkv.eval.fuzz.__main__ import main
+from mmkv.eval.fuzz.judge import failure_of
+from mmkv.eval.fuzz.report import Report
+from mmkv.eval.fuzz.target import Case, Target
 from mmkv.measure.record import write_results
 
 

@@ -17,7 +17,7 @@ def test_a_slice_of_every_class_leads_to_no_failure(tmp_path: Path) -> None:
     counts = tmp_path / "fuzz.json"
     options = ["--inputs", "400", "--seed", "1", "--memory", "6", "--cases", str(tmp_path)]
     ran = subprocess.run(
-        [sys.executable, "-m", "eval.fuzz", *options, "--output", str(counts)],
+        [sys.executable, "-m", "mmkv.eval.fuzz", *options, "--output", str(counts)],
         env={**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])},
         capture_output=True,
         text=True,

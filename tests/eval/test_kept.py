@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from eval.quality.kept import draw
+from mmkv.eval.quality.kept import draw
 
 
 def method(name: str, held: list[list[float]], budget: str = "1/8") -> dict[str, Any]:

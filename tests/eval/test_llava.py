@@ -1,4 +1,4 @@
-"""``python -m eval.accuracy.llava``: how many questions about pictures a LLaVA answers."""
+"""``python -m mmkv.eval.accuracy.llava``: how many questions about pictures a LLaVA answers."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import pytest
 import torch
 import transformers
 
-from engine.runtime import Runtime
-from eval.accuracy import llava as accuracy
 from mmkv.data.scenes import Question
+from mmkv.engine.runtime import Runtime
+from mmkv.eval.accuracy import llava as accuracy
 from mmkv.measure.teacher_forced import FullCache
 from mmkv.prompt.processing import load_processor
-from training.llava.pictures import EasyVQA, Shown, Turn, talk
+from mmkv.training.llava.pictures import EasyVQA, Shown, Turn, talk
 
 pytest_plugins = ("tests.support.llava_fixtures",)
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from engine.runtime import Runtime
 from mmkv.data.dialogues import sparse, stream
 from mmkv.data.scene_data import scene_example
 from mmkv.data.scenes import Turn
 from mmkv.data.tokenizer import build_tokenizer
+from mmkv.engine.runtime import Runtime
 from mmkv.measure.teacher_forced import DialogueRun, read
 from mmkv.resources import bundled_model
 from tests.support.tiers import slow_but

@@ -12,17 +12,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.errors import InputError
-from engine.policies import Budget
-from engine.runtime import Runtime
-from eval.domains import maker
-from eval.needle import tasks as needle_tasks
-from eval.needle.__main__ import main
-from eval.needle.report import found
-from eval.needle.tasks import Haystack, Needle, place_needles
-from eval.quality.methods import Comparison, Method
-from eval.quality.run import ComparisonRuns
 from mmkv.data.scenes import Clip, Turn, render
+from mmkv.engine.errors import InputError
+from mmkv.engine.policies import Budget
+from mmkv.engine.runtime import Runtime
+from mmkv.eval.domains import maker
+from mmkv.eval.needle import tasks as needle_tasks
+from mmkv.eval.needle.__main__ import main
+from mmkv.eval.needle.report import found
+from mmkv.eval.needle.tasks import Haystack, Needle, place_needles
+from mmkv.eval.quality.methods import Comparison, Method
+from mmkv.eval.quality.run import ComparisonRuns
 from mmkv.measure.journal import Journal
 from mmkv.measure.teacher_forced import FullCache, read_at, spans
 from mmkv.prompt.processing import load_processor

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from engine.model.families.base import Turn
-from engine.runtime import Runtime
-from eval import pool
 from mmkv import bundled_model
 from mmkv.data.scene_data import scene_example, scene_turns
 from mmkv.data.tokenizer import build_tokenizer
+from mmkv.engine.model.families.base import Turn
+from mmkv.engine.runtime import Runtime
+from mmkv.eval import pool
 from mmkv.measure.teacher_forced import read
 
 

@@ -16,18 +16,18 @@ import torch
 import transformers
 from matplotlib.figure import Figure
 
-from engine.errors import InputError
-from engine.model.decoder import Decoder
-from engine.policies import Budget
-from engine.runtime import Runtime
-from eval.quality import report as quality_report
-from eval.quality.__main__ import main
-from eval.quality.kept import draw as draw_kept
-from eval.quality.kept import main as kept
-from eval.quality.methods import Comparison, Method
-from eval.quality.run import ComparisonRuns, Reader
 from mmkv.data.labels import predicted
 from mmkv.data.sources import examples
+from mmkv.engine.errors import InputError
+from mmkv.engine.model.decoder import Decoder
+from mmkv.engine.policies import Budget
+from mmkv.engine.runtime import Runtime
+from mmkv.eval.quality import report as quality_report
+from mmkv.eval.quality.__main__ import main
+from mmkv.eval.quality.kept import draw as draw_kept
+from mmkv.eval.quality.kept import main as kept
+from mmkv.eval.quality.methods import Comparison, Method
+from mmkv.eval.quality.run import ComparisonRuns, Reader
 from mmkv.measure import teacher_forced
 from mmkv.measure.journal import Journal
 from mmkv.measure.record import RESULTS

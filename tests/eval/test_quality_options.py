@@ -9,17 +9,17 @@ from typing import Any
 import pytest
 import torch
 
-from engine.errors import InputError
-from engine.runtime import Runtime
-from eval.dilution import __main__ as dilution
-from eval.domains import held_out
-from eval.needle import __main__ as needle
-from eval.quality import __main__ as quality
-from eval.quality import command as quality_command
-from eval.quality.methods import Comparison, Method, digest
-from eval.quality.run import ComparisonRuns, Reader
-from eval.sessions import __main__ as dialogue
-from eval.sessions import stream as dialogue_stream
+from mmkv.engine.errors import InputError
+from mmkv.engine.runtime import Runtime
+from mmkv.eval.dilution import __main__ as dilution
+from mmkv.eval.domains import held_out
+from mmkv.eval.needle import __main__ as needle
+from mmkv.eval.quality import __main__ as quality
+from mmkv.eval.quality import command as quality_command
+from mmkv.eval.quality.methods import Comparison, Method, digest
+from mmkv.eval.quality.run import ComparisonRuns, Reader
+from mmkv.eval.sessions import __main__ as dialogue
+from mmkv.eval.sessions import stream as dialogue_stream
 from mmkv.measure.journal import Journal
 from mmkv.prompt.processing import load_processor
 from mmkv.resources import bundled_model

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from eval import smollm2
+from mmkv.eval import smollm2
 
 
 @pytest.mark.parametrize("package", ["accelerate", "pip"])

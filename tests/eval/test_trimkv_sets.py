@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from engine.policies import Budget, make_policy
-from engine.runtime import Runtime
-from eval.trimkv_sets import _append, run_engine, run_trimkv, trimkv_caches
+from mmkv.engine.policies import Budget, make_policy
+from mmkv.engine.runtime import Runtime
+from mmkv.eval.trimkv_sets import _append, run_engine, run_trimkv, trimkv_caches
 from mmkv.resources import bundled_model
 
 

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 import mmkv
-from engine.model import families
-from engine.policies import registry
-from engine.runtime import Runtime
+from mmkv.engine.model import families
+from mmkv.engine.policies import registry
+from mmkv.engine.runtime import Runtime
 from tests.support.oracle import Oracle
 from tests.support.sessions import LATER, PICTURES, load, text_ids
 

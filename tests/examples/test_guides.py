@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from engine.model import families
-from engine.policies import names, registry
+from mmkv.engine.model import families
+from mmkv.engine.policies import names, registry
 from tests.support.chat_models import save_llama, save_qwen3_vl
 from tests.support.packages import install
 
@@ -109,7 +109,7 @@ def test_the_family_of_the_guide_chats(guide: Path) -> None:
 
 SEES = """
     import transformers
-    from engine.model.families import Qwen3VLFamily
+    from mmkv.engine.model.families import Qwen3VLFamily
 
     class OtherConfig(transformers.Qwen3VLConfig):
         model_type = "other_vl"

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from engine.errors import InputError, MmkvError, SessionError
 from mmkv import Budget, Engine, Sampling
+from mmkv.engine.errors import InputError, MmkvError, SessionError
 from mmkv.session import Session
 from tests.support.chat_models import picture, save_qwen3_vl, script, watch
 
@@ -241,7 +241,7 @@ def test_a_saved_conversation_continues_identically(
 def test_a_damaged_conversation_in_a_session_file(
     engine: Engine, session: Session, tmp_path: Path, history: str
 ) -> None:
-    from engine.sequence import CachedSequence
+    from mmkv.engine.sequence import CachedSequence
 
     list(session.send("what?", sampling=Sampling(max_new_tokens=1)))
     CachedSequence.save(session, tmp_path / "talk.mmkv", {"mmkv.history": history})

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from PIL import Image
 
 import mmkv
-from engine.cache import PagePool
-from engine.errors import BudgetError, InputError, MmkvError, PolicyError
-from engine.memory import free_bytes
-from eval.fuzz.judge import failure_of
-from eval.fuzz.targets.api import PythonApi
+from mmkv.engine.cache import PagePool
+from mmkv.engine.errors import BudgetError, InputError, MmkvError, PolicyError
+from mmkv.engine.memory import free_bytes
+from mmkv.eval.fuzz.judge import failure_of
+from mmkv.eval.fuzz.targets.api import PythonApi
 from mmkv.prompt.messages import take_media
 from mmkv.sampling import distribution
 
@@ -93,7 +93,7 @@ def test_errors_are_exported(name: str) -> None:
 
 
 def test_every_error_of_the_engine_is_exported() -> None:
-    from engine import errors
+    from mmkv.engine import errors
 
     kinds = {name: kind for name, kind in vars(errors).items() if isinstance(kind, type)}
     ours = {name for name, kind in kinds.items() if issubclass(kind, errors.MmkvError)}
@@ -148,7 +148,7 @@ def test_a_pool_that_cannot_fit_is_refused_before_it_is_made() -> None:
 
 
 def test_a_small_limit_of_memory_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.cache.pool.free_bytes", lambda _: 100 * 2**20)
+    monkeypatch.setattr("mmkv.engine.cache.pool.free_bytes", lambda _: 100 * 2**20)
     pool = PagePool(16, 64, 4)
     pool.reserve(60 * 2**20 // pool.page_bytes)
     with pytest.raises(BudgetError, match=r"0\.1 GiB are free"):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 from PIL import Image
 
-from engine.model.gates import make_random_gates, save_gates
+from mmkv.engine.model.gates import make_random_gates, save_gates
 from tests.conftest import make_spec
 from tests.support.chat_models import save_llama, save_qwen3_vl
 from tests.support.media import png_bomb
@@ -37,7 +37,7 @@ pytest_plugins = ("tests.support.cli_fixtures",)
         (("-p", "x", "--budget-bytes", "10"), "at least 1 entry per row"),
         (("-p", "x", "--budget-fraction", "1.5"), "fraction"),
         (("-p", "x", "--policy", "nope"), "unknown policy 'nope'; choose one of"),
-        (("-p", "x", "--policy", "dbtrimkv"), "training.distill"),
+        (("-p", "x", "--policy", "dbtrimkv"), "mmkv.training.distill"),
         (("-p", "x", "--gates", "gates"), "hidden"),
         (("-p", "x", "--gates", "no-such-gates"), "no-such-gates"),
         (("-p", "x" * 3000), "2,048"),
@@ -112,7 +112,7 @@ def test_eyes_without_their_language_model(
     monkeypatch.chdir(tmp_path)
     for name in ("smollm2-llava", str(tmp_path / "eyes")):
         ran = mmkv("chat", name, "-p", "x")
-        assert "training.llava join" in ran.error_line() and ran.code == 1
+        assert "mmkv.training.llava join" in ran.error_line() and ran.code == 1
         (tmp_path / "eyes").mkdir(exist_ok=True)
         (tmp_path / "eyes" / "adapter.json").write_text("{}")
 

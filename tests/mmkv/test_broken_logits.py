@@ -11,10 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.backends.cuda import GraphRunner
-from engine.backends.cuda.kernels.sample import Draw
-from engine.errors import BROKEN, ModelError, NotFiniteError
 from mmkv import Engine, Sampling, Session
+from mmkv.engine.backends.cuda import GraphRunner
+from mmkv.engine.backends.cuda.kernels.sample import Draw
+from mmkv.engine.errors import BROKEN, ModelError, NotFiniteError
 from mmkv.sampling import Sampler
 from mmkv.scheduler import Limits, Scheduler
 from mmkv.scheduler.replies import EngineExecutor, ReplyJob, message

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import mmkv.chat.autosave
-from engine.errors import plain
 from mmkv import Engine
 from mmkv.chat.autosave import KEPT, SHARE
 from mmkv.chat.repl import Repl
+from mmkv.engine.errors import plain
 from tests.support.chat_models import new_repl
 
 if TYPE_CHECKING:

@@ -17,14 +17,14 @@ from PIL import Image
 import mmkv.chat.answer
 import mmkv.session
 import mmkv.turn
-from engine.cache import RaggedCache
-from engine.model.decoder import Decoder
 from mmkv import Engine
 from mmkv.chat.answer import OutputClosed
 from mmkv.chat.commands import Leave
 from mmkv.chat.display import Display
 from mmkv.chat.options import ChatOptions
 from mmkv.chat.repl import Repl
+from mmkv.engine.cache import RaggedCache
+from mmkv.engine.model.decoder import Decoder
 from mmkv.prompt.media import load_image
 from mmkv.prompt.processing import QwenProcessor
 from mmkv.prompt.template import ChatTemplate

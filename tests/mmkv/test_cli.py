@@ -17,9 +17,9 @@ import pytest
 from PIL import Image
 
 import mmkv as mmkv_package
-from engine.backends.cpu import binding
-from engine.budget import Budget, parse_bytes
-from engine.errors import BudgetError
+from mmkv.engine.backends.cpu import binding
+from mmkv.engine.budget import Budget, parse_bytes
+from mmkv.engine.errors import BudgetError
 from mmkv.resources import asset
 
 if TYPE_CHECKING:

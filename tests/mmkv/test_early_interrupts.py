@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from engine.interrupts import quiet_imports
+from mmkv.engine.interrupts import quiet_imports
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
 
 
-@pytest.mark.parametrize("module", ["mmkv", "training.distill"])
-@pytest.mark.parametrize("during", ["typer", "engine.errors"])
+@pytest.mark.parametrize("module", ["mmkv", "mmkv.training.distill"])
+@pytest.mark.parametrize("during", ["typer", "mmkv.engine.errors"])
 def test_ctrl_c_in_the_first_imports_ends_with_130(
     tmp_path: Path, module: str, during: str
 ) -> None:

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from engine.errors import InputError, first_line, one_line, plain, without_codes
 from mmkv import Engine
 from mmkv.chat.answer import _Plain
 from mmkv.chat.markdown import MarkdownStream
 from mmkv.checkpoints import Checkpoint, Gates, Listing, table
 from mmkv.cli.app import run
+from mmkv.engine.errors import InputError, first_line, one_line, plain, without_codes
 from mmkv.prompt.template import ChatTemplate
 from mmkv.server.run import PlainFormatter
 from tests.support.chat_models import byte_tokenizer, new_repl, save_llama, script

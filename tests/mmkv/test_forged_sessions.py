@@ -14,16 +14,16 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from engine import sequence_file, session_schema
-from engine.config import EngineConfig
-from engine.errors import MmkvError, SessionError
-from engine.strict import Damage
-from eval.fuzz import mutate
-from eval.fuzz.judge import failure_of
-from eval.fuzz.targets.session_files import POLICIES, SessionFiles
 from mmkv.api import Engine
 from mmkv.chat.saved import chat_extra, chat_options, elsewhere
 from mmkv.dialogue_schema import parse_held
+from mmkv.engine import sequence_file, session_schema
+from mmkv.engine.config import EngineConfig
+from mmkv.engine.errors import MmkvError, SessionError
+from mmkv.engine.strict import Damage
+from mmkv.eval.fuzz import mutate
+from mmkv.eval.fuzz.judge import failure_of
+from mmkv.eval.fuzz.targets.session_files import POLICIES, SessionFiles
 
 if TYPE_CHECKING:
     from tests.support.cli_fixtures import Ran

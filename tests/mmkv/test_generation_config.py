@@ -21,10 +21,10 @@ from transformers.generation import (
 )
 
 import mmkv
-from engine.backends.cuda.kernels.sample import Draw, Said, columns_of, penalise, sample
-from engine.errors import InputError, ModelError
-from engine.read_ids import mask_of, with_ids
 from mmkv import Engine, Sampling
+from mmkv.engine.backends.cuda.kernels.sample import Draw, Said, columns_of, penalise, sample
+from mmkv.engine.errors import InputError, ModelError
+from mmkv.engine.read_ids import mask_of, with_ids
 from mmkv.generation_config import _FOLLOWED, _HARMLESS, Generation, generation_of
 from mmkv.sampling import Sampler, Settled, _likely
 from tests.support.chat_models import save_llama, watch

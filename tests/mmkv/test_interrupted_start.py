@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from engine.model.families import loading, vision
 from mmkv.api import Engine
 from mmkv.chat.display import Display
 from mmkv.cli.app import run
+from mmkv.engine.model.families import loading, vision
 from mmkv.sampling import Sampling
 from tests.support.chat_models import picture, save_qwen3_vl
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from engine import interrupts
-from engine.interrupts import CtrlC, OpenToCtrlC, whole
-from eval.fuzz.target import Wrong
-from eval.fuzz.targets.interrupts import CALLS, Interrupts
+from mmkv.engine import interrupts
+from mmkv.engine.interrupts import CtrlC, OpenToCtrlC, whole
+from mmkv.eval.fuzz.target import Wrong
+from mmkv.eval.fuzz.targets.interrupts import CALLS, Interrupts
 
 
 def press() -> None:

@@ -12,11 +12,11 @@ import huggingface_hub.constants
 import pytest
 import torch
 
-from engine.model import families
-from engine.model.fingerprint import fingerprint
-from engine.model.gates import make_random_gates, save_gates
-from engine.runtime import Runtime
 from mmkv.checkpoints import FAMILIES
+from mmkv.engine.model import families
+from mmkv.engine.model.fingerprint import fingerprint
+from mmkv.engine.model.gates import make_random_gates, save_gates
+from mmkv.engine.runtime import Runtime
 from tests.engine.test_gates import published
 from tests.support import fake_hub
 
@@ -125,7 +125,7 @@ def test_folders_are_found_with_family_size_and_gates(mmkv: Callable[..., Ran], 
     torn = {"torn1", "torn2", "torn17"}
     own = {"tiny-vlm", "smollm2-llava"}
     assert set(rows) == {"models/one", "two", "other", "light", "small"} | own | torn
-    assert "training.llava join" in rows["smollm2-llava"]["problem"]
+    assert "mmkv.training.llava join" in rows["smollm2-llava"]["problem"]
     assert {rows[name]["problem"] for name in torn} == {"its index of weight files cannot be read"}
     assert "quantised" in rows["small"]["problem"]
     assert rows["tiny-vlm"]["where"] == "bundled" and "gates/" in rows["tiny-vlm"]["gates"]

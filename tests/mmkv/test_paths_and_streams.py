@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from engine.errors import MmkvError
-from engine.model.source import locate
 from mmkv.cli.app import run
 from mmkv.data.readers import DataSource
+from mmkv.engine.errors import MmkvError
+from mmkv.engine.model.source import locate
 from tests.support.chat_models import save_llama
 
 if TYPE_CHECKING:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from torch import Tensor
 
-from engine.policies import (
+from mmkv import policies
+from mmkv.engine.policies import (
     PRESETS,
     CacheView,
     Needs,
@@ -19,9 +20,8 @@ from engine.policies import (
     register_policy,
     registry,
 )
-from engine.policies.preset import show
-from engine.runtime import Runtime
-from mmkv import policies
+from mmkv.engine.policies.preset import show
+from mmkv.engine.runtime import Runtime
 from mmkv.resources import bundled_model
 
 if TYPE_CHECKING:

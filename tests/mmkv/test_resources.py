@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from engine.errors import GateError, InputError, ModelError
+from mmkv.engine.errors import GateError, InputError, ModelError
 from mmkv.resources import (
     asset,
     bundled_dialogues,

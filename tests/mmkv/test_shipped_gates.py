@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 import pytest
 from transformers import AutoModelForImageTextToText
 
-from engine.model.fingerprint import fingerprint
-from engine.model.gates import make_random_gates, make_random_write_gates, save_gates
-from engine.runtime import Runtime
-from eval.quality.methods import Method
 from mmkv import Budget, BudgetError, Engine, GateError
+from mmkv.engine.model.fingerprint import fingerprint
+from mmkv.engine.model.gates import make_random_gates, make_random_write_gates, save_gates
+from mmkv.engine.runtime import Runtime
+from mmkv.eval.quality.methods import Method
 from mmkv.hf import retain
 from mmkv.resources import gates_made_for
 from tests.support.chat_models import save_qwen3_vl

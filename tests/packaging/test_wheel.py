@@ -22,7 +22,8 @@ from mmkv import __version__
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE")
 SOURCES += ("assets", "engine", "eval", "mmkv", "training")
-PACKAGES = ("engine", "eval", "mmkv", "training")
+# Folders at the top that a wheel holds as mmkv.engine and so on; users have folders of these names.
+LINKED = ("engine", "eval", "training")
 MOST_BYTES = 12 * 10**6
 LEFT_OUT = ("/results/", "/assets/gates/", "/assets/smollm2-llava/")
 pytestmark = [
@@ -87,8 +88,8 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def traps(tmp_path: Path) -> None:
-    """Write packages of the same names into the folder where commands run."""
-    for name in PACKAGES:
+    """Write packages of common names into the folder where commands run."""
+    for name in (*LINKED, "tests"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text(f"raise ImportError('not the {name} of mmkv')")
 
@@ -108,8 +109,8 @@ def test_the_wheel_holds_what_commands_need_and_no_more(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as file:
         names = file.namelist()
     tops = {name.split("/")[0] for name in names}
-    assert {top for top in tops if not top.endswith(".dist-info")} == set(PACKAGES)
-    assert {f"{package}/py.typed" for package in PACKAGES} <= set(names)
+    assert {top for top in tops if not top.endswith(".dist-info")} == {"mmkv"}
+    assert {"mmkv/py.typed", *(f"mmkv/{name}/py.typed" for name in LINKED)} <= set(names)
     needed = ("tiny-vlm/model.safetensors", "tiny-vlm/gates/gates.safetensors", "scene.png")
     needed += ("sprites.png", "SPRITES-LICENSE.txt", "mmdu/benchmark.json")
     assert {f"mmkv/assets/{name}" for name in needed} <= set(names)
@@ -155,17 +156,19 @@ for arguments in json.loads(sys.argv[1]):
 
 
 def test_chat_bench_and_mmdu(installed: Path, traps: None, tmp_path: Path) -> None:
-    """Without the folder itself on the path, as the installed command has it."""
+    """With that folder first on the path, as a notebook in it has it."""
     shutil.copy(ROOT / "assets" / "scene.png", tmp_path / "picture.png")
     chat = [*"chat --image picture.png --budget 256 -p".split(), "what is at row 2, column 3?"]
     bench = ["bench", "--steps", "2", "--rounds", "1", "--context", "64", "--json"]
     mmdu = ["mmdu", "--limit", "1", "--output", "answers"]
     commands = json.dumps([chat, bench, mmdu])
-    wrote = run(installed / "python", "-P", "-c", COMMANDS, commands, cwd=tmp_path)
+    wrote = run(installed / "python", "-c", COMMANDS, commands, cwd=tmp_path)
     (chatted, answer), (benched, report), (answered, _) = map(json.loads, wrote.splitlines())
     assert (chatted, benched, answered) == (0, 0, 0)
     assert answer.strip() and json.loads(report)["model"] == "tiny-vlm"
     assert any((tmp_path / "answers").iterdir())
+    usage = run(installed / "python", "-m", "mmkv.training.distill", "--help", cwd=tmp_path)
+    assert "--output" in usage
 
 
 @pytest.mark.skipif(find_spec("lmms_eval") is None, reason="needs lmms-eval")

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
-from engine.model.gates import Gates, WriteGates, load_gates, load_write_gates
-from engine.policies import PRESETS, make_policy
-from engine.policies.preset import PolicyText
-from engine.runtime import Runtime
-from engine.sequence import CachedSequence
+from mmkv.engine.model.gates import Gates, WriteGates, load_gates, load_write_gates
+from mmkv.engine.policies import PRESETS, make_policy
+from mmkv.engine.policies.preset import PolicyText
+from mmkv.engine.runtime import Runtime
+from mmkv.engine.sequence import CachedSequence
 from tests.support.factories import CHECKPOINTS, Piece, make_turn
 from tests.support.model_configs import Checkpoint
 from tests.support.oracle import Admitted, Oracle, Pruned, Retained

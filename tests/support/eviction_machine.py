@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.backends.cuda.kernels.append import empty_room, make_room
-from engine.backends.cuda.kernels.evict import empty_eviction
-from engine.cache import RaggedCache
-from engine.cache.forms import FORMS as KV
-from engine.policies import CacheView, Policy
-from engine.policies.allocation import GlobalAllocation
+from mmkv.engine.backends.cuda.kernels.append import empty_room, make_room
+from mmkv.engine.backends.cuda.kernels.evict import empty_eviction
+from mmkv.engine.cache import RaggedCache
+from mmkv.engine.cache.forms import FORMS as KV
+from mmkv.engine.policies import CacheView, Policy
+from mmkv.engine.policies.allocation import GlobalAllocation
 from tests.support.kernels import DEVICE
 from tests.support.rows import assert_same, eager_cache, to_device
 

@@ -13,7 +13,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
 from typing import Any, ClassVar
 
-from eval.mmdu.rubric import SCORES
+from mmkv.eval.mmdu.rubric import SCORES
 
 # (text of the prompt, how often it was asked before) -> one of FakeJudge.ACTIONS
 Behaviour = Callable[[str, int], str]

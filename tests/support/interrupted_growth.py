@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from engine.cache import PagePool, pool
+from mmkv.engine.cache import PagePool, pool
 
 
 def grow_one_column(cache_pool: PagePool, monkeypatch: pytest.MonkeyPatch) -> None:

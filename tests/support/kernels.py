@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from eval.bench.kernel_code import Case, Code
+from mmkv.eval.bench.kernel_code import Case, Code
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 HAS_CUDA = torch.cuda.is_available()
@@ -47,11 +47,11 @@ def forms(idea: str, name: str) -> list[Any]:
     """Return the torch reference and the Triton launch function of ``kernels.{idea}.{name}``."""
 
     def reference(*args: Any, **kwargs: Any) -> Any:
-        module = importlib.import_module(f"engine.backends.cuda.kernels.{idea}")
+        module = importlib.import_module(f"mmkv.engine.backends.cuda.kernels.{idea}")
         return getattr(module, f"{name}_reference")(*args, **kwargs)
 
     def triton(*args: Any, **kwargs: Any) -> Any:
-        module = importlib.import_module(f"engine.backends.cuda.kernels.{idea}_triton")
+        module = importlib.import_module(f"mmkv.engine.backends.cuda.kernels.{idea}_triton")
         return getattr(module, name)(*args, **kwargs)
 
     return [pytest.param(reference, id="torch"), triton_form(triton)]

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from mmkv.training.llava.__main__ import main
 from tests.support.chat_models import save_llama
 from tests.support.llava import HIDDEN, options
-from training.llava.__main__ import main
 
 ASKED = [
     ["what color is the shape?", "teal", 0],

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from eval.lmms.tasks import HERE, local_names, read, shipped_folder
+from mmkv.eval.lmms.tasks import HERE, local_names, read, shipped_folder
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "assets" / "tiny-vlm"

@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.backends.cpu import available, reason
-from engine.cache import COLUMNS, RaggedCache
-from engine.policies import make_policy
-from engine.runtime import Runtime
-from engine.sequence import CachedSequence
+from mmkv.engine.backends.cpu import available, reason
+from mmkv.engine.cache import COLUMNS, RaggedCache
+from mmkv.engine.policies import make_policy
+from mmkv.engine.runtime import Runtime
+from mmkv.engine.sequence import CachedSequence
 from tests.support.factories import checkpoint, make_turn
 from tests.support.model_configs import Checkpoint
 from tests.support.sessions import load, save_checkpoint, state, text_ids

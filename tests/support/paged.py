@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from engine.cache import Stored
-from engine.cache.forms import Codec
+from mmkv.engine.cache import Stored
+from mmkv.engine.cache.forms import Codec
 from tests.support.kernels import DEVICE
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine.backends.cuda.kernels.append import Rows
-from engine.cache import COLUMNS, Columns, Form, PagePool, RaggedCache
-from engine.cache.forms import AUTO
+from mmkv.engine.backends.cuda.kernels.append import Rows
+from mmkv.engine.cache import COLUMNS, Columns, Form, PagePool, RaggedCache
+from mmkv.engine.cache.forms import AUTO
 from tests.support.kernels import DEVICE
 
 

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.backends.cpu import native_product
-from engine.config import EngineConfig
-from engine.model.families import loading
-from engine.model.families.base import Family
-from engine.model.spec import DecoderSpec
-from engine.model.weights import DecoderWeights
-from engine.runtime import Runtime
-from engine.sequence import CachedSequence
+from mmkv.engine.backends.cpu import native_product
+from mmkv.engine.config import EngineConfig
+from mmkv.engine.model.families import loading
+from mmkv.engine.model.families.base import Family
+from mmkv.engine.model.spec import DecoderSpec
+from mmkv.engine.model.weights import DecoderWeights
+from mmkv.engine.runtime import Runtime
+from mmkv.engine.sequence import CachedSequence
 from tests.support.factories import Piece, make_model, make_turn
 from tests.support.model_configs import TEXT_IDS, Checkpoint
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from engine.runtime import Runtime
+from mmkv.engine.runtime import Runtime
 from tests.support.oracle import Oracle
 
 

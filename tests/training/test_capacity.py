@@ -17,21 +17,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.support.kernels import DEVICE, compile_for_hopper, needs_compiler, triton_form
-from tests.support.tiers import slow_but
-from training import capacity
-from training.capacity import (
+from mmkv.training import capacity
+from mmkv.training.capacity import (
     capacity_loss,
     retained_counts,
     retained_total,
     retained_total_grouped,
 )
+from tests.support.kernels import DEVICE, compile_for_hopper, needs_compiler, triton_form
+from tests.support.tiers import slow_but
 
 TOLERANCE = 32 * 2.0**-24
 
 
 def triton_counts(log_beta: Tensor, document_start: Tensor | None = None) -> Tensor:
-    from training import capacity_triton
+    from mmkv.training import capacity_triton
 
     start = None if document_start is None else document_start.to(DEVICE)
     return capacity_triton.retained_counts(log_beta.to(DEVICE), start).to(log_beta.device)
@@ -325,11 +325,11 @@ def test_bad_arguments_are_named() -> None:
 @pytest.mark.parametrize("kernel", ["forward_kernel", "backward_kernel"])
 def test_kernels_fit_a_hopper_sm(kernel: str, packed: bool, tmp_path: Path) -> None:
     """No spills; 2 programs of 8 warps per SM and more: <= 128 registers, <= 1 KB shared."""
-    from training import capacity_triton as ours
+    from mmkv.training import capacity_triton as ours
 
     types = {"log_beta": "*fp32", "starts": "*i64" if packed else "*fp32", "steps": "i32"}
     types |= {"grad": "*fp32", "out": "*fp32"}
     constants = {"PACKED": packed, "BLOCK": ours.BLOCK}
-    module = "training.capacity_triton"
+    module = "mmkv.training.capacity_triton"
     report = compile_for_hopper(module, kernel, types, constants, ours.WARPS, tmp_path, False)
     assert report.spills == 0 and report.registers <= 128 and report.shared <= 1024

@@ -18,20 +18,20 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import TrainingArguments
 
-from engine.errors import InputError
-from engine.model.fingerprint import fingerprint
-from engine.model.gates import load_gates, make_random_gates
-from engine.runtime import Runtime
 from mmkv.data.sources import examples
+from mmkv.engine.errors import InputError
+from mmkv.engine.model.fingerprint import fingerprint
+from mmkv.engine.model.gates import load_gates, make_random_gates
+from mmkv.engine.runtime import Runtime
 from mmkv.resources import bundled_model
-from training import distill as command_line
-from training.card import write_card
-from training.distill import main
-from training.folder import ASKED, HISTORY, history
-from training.held_out import HeldOutData, summary
-from training.model import PARTS
-from training.run import _arguments, distill, load_backbone, own_device
-from training.settings import Settings
+from mmkv.training import distill as command_line
+from mmkv.training.card import write_card
+from mmkv.training.distill import main
+from mmkv.training.folder import ASKED, HISTORY, history
+from mmkv.training.held_out import HeldOutData, summary
+from mmkv.training.model import PARTS
+from mmkv.training.run import _arguments, distill, load_backbone, own_device
+from mmkv.training.settings import Settings
 
 MODEL = str(bundled_model())
 
@@ -296,7 +296,7 @@ def run_settings(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Settings:
         seen.append(chosen)
         raise InputError("far enough")
 
-    monkeypatch.setattr("training.run.load_backbone", stop)
+    monkeypatch.setattr("mmkv.training.run.load_backbone", stop)
     data = ["--model", MODEL, "--data", "scenes:dense", "--output", "unused"]
     assert main([*data, *arguments]) == 1
     return seen[0]
@@ -324,7 +324,7 @@ def test_the_card_says_what_decides_the_gates(tmp_path: Path) -> None:
         "base_sha256": "f00",
         "base_config_sha256": "ba5e",
         "base_dtype": "bfloat16",
-        "command": "python -m training.distill",
+        "command": "python -m mmkv.training.distill",
         "commit": None,
         "versions": {"mmkv": "9.9"},
         "settings": asdict(chosen),
@@ -396,5 +396,7 @@ def test_mistakes_get_one_line(
     arguments: list[str], code: int, words: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert main([*arguments, "--output", str(tmp_path), "--device", "cpu"]) == code
-    lines = [x for x in capfd.readouterr().err.splitlines() if x.startswith("training.distill:")]
+    lines = [
+        x for x in capfd.readouterr().err.splitlines() if x.startswith("mmkv.training.distill:")
+    ]
     assert len(lines) == 1 and words in lines[0]

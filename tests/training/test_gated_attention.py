@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 
+from mmkv.training import gated_attention as module
+from mmkv.training.gated_attention import GATINGS, gated_attention, gated_attention_reference
 from tests.support.tiers import slow_but
-from training import gated_attention as module
-from training.gated_attention import GATINGS, gated_attention, gated_attention_reference
 
 OUT, GRADIENT = 4e-6, 1e-5
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from transformers import TrainerState
 
+from mmkv.training.run import _idle
+from mmkv.training.settings import Settings
 from tests.training.test_distill import settings, train
-from training.run import _idle
-from training.settings import Settings
 
 
 @pytest.mark.parametrize(

@@ -12,15 +12,15 @@ import torch
 import transformers
 from PIL import Image
 
-from engine.model.fingerprint import fingerprint
-from engine.model.gates import foreign_note, load_gates, make_random_gates, save_gates
-from engine.runtime import Runtime
 from mmkv import Engine, Sampling
 from mmkv.data.scenes import EMPTY
+from mmkv.engine.model.fingerprint import fingerprint
+from mmkv.engine.model.gates import foreign_note, load_gates, make_random_gates, save_gates
+from mmkv.engine.runtime import Runtime
+from mmkv.training.llava.__main__ import main
+from mmkv.training.llava.adapter import Adapter, load, save, vision_config
+from mmkv.training.llava.pictures import Shown
 from tests.support.llava import HIDDEN, SYSTEM
-from training.llava.__main__ import main
-from training.llava.adapter import Adapter, load, save, vision_config
-from training.llava.pictures import Shown
 
 if TYPE_CHECKING:
     from tests.support.cli_fixtures import Ran
@@ -135,7 +135,7 @@ def test_join_refuses_what_does_not_fit(
     output = tmp_path / "output"
     assert "no LLaVA adapter" in refusal(tmp_path / "empty", language, output)
     assert "hidden size 64" in refusal(tmp_path / "wide", language, output)
-    assert "eval.smollm2" in refusal(tmp_path / "fits", tmp_path / "empty", output)
+    assert "mmkv.eval.smollm2" in refusal(tmp_path / "fits", tmp_path / "empty", output)
     assert "holds a checkpoint" in refusal(tmp_path / "fits", language, language)
     assert not output.exists()
 
@@ -152,7 +152,7 @@ def test_another_language_model_is_noted(
 def test_an_installation_without_the_adapter_says_where_it_is(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("training.llava.__main__.BUNDLED_ADAPTER", "not-installed")
+    monkeypatch.setattr("mmkv.training.llava.__main__.BUNDLED_ADAPTER", "not-installed")
     asked = ["join", "--language-model", str(tmp_path), "--output", str(tmp_path / "made")]
     assert main(asked) == 1
     assert "holds no adapter; name one with --adapter" in capsys.readouterr().err

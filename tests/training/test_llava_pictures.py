@@ -11,9 +11,9 @@ from PIL import Image
 
 from mmkv.data.scenes import EMPTY, Question
 from mmkv.resources import BUNDLED_ADAPTER, asset
-from training.llava.adapter import Adapter, load, vision_config, with_image_token
-from training.llava.pictures import PLACES, EasyVQA, Shown, Turn, all_names, talk
-from training.llava.teach import Eyes, Language, WordTable, caption, entries, install
+from mmkv.training.llava.adapter import Adapter, load, vision_config, with_image_token
+from mmkv.training.llava.pictures import PLACES, EasyVQA, Shown, Turn, all_names, talk
+from mmkv.training.llava.teach import Eyes, Language, WordTable, caption, entries, install
 
 pytest_plugins = ("tests.support.llava_fixtures",)
 

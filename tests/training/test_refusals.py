@@ -12,14 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import SafetensorError
 
-from engine.errors import InputError
 from mmkv.cli.app import run
+from mmkv.engine.errors import InputError
 from mmkv.resources import bundled_model
-from training.distill import main
-from training.folder import begin, history, resume
-from training.settings import Settings
-from training.stopping import Stopping
-from training.trainer import History
+from mmkv.training.distill import main
+from mmkv.training.folder import begin, history, resume
+from mmkv.training.settings import Settings
+from mmkv.training.stopping import Stopping
+from mmkv.training.trainer import History
 
 MODEL = str(bundled_model())
 NUMBERS = sorted(f.name for f in fields(Settings) if isinstance(f.default, float))
@@ -94,7 +94,9 @@ def test_a_second_ctrl_c_interrupts_at_once() -> None:
 def test_ctrl_c_before_the_first_step_ends_with_130(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("training.run.load_backbone", lambda _: signal.raise_signal(signal.SIGINT))
+    monkeypatch.setattr(
+        "mmkv.training.run.load_backbone", lambda _: signal.raise_signal(signal.SIGINT)
+    )
     assert main(run_of(tmp_path)) == 130 and run(["distill", *run_of(tmp_path)]) == 130
     assert "Traceback" not in capsys.readouterr().err
 
@@ -135,7 +137,7 @@ def test_a_full_disk_gets_one_line(
     def full(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr("training.run.load_backbone", full)
+    monkeypatch.setattr("mmkv.training.run.load_backbone", full)
     assert main(run_of(tmp_path)) == 1
     shown = capsys.readouterr().err
     assert "free space" in shown and "--resume" in shown and shown.count("\n") == 1
@@ -147,6 +149,6 @@ def test_other_errors_are_not_taken_for_a_full_disk(
     def broken(_: object) -> None:
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr("training.run.load_backbone", broken)
+    monkeypatch.setattr("mmkv.training.run.load_backbone", broken)
     with pytest.raises(RuntimeError, match="a bug"):
         main(run_of(tmp_path))

@@ -11,17 +11,17 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor
 
-from engine.model.decoder import Decoder
-from engine.model.gates import Gates
-from engine.runtime import Runtime
 from mmkv.data.labels import predicted
+from mmkv.engine.model.decoder import Decoder
+from mmkv.engine.model.gates import Gates
+from mmkv.engine.runtime import Runtime
 from mmkv.measure.full_attention import full_attention_states, lay_out
+from mmkv.training.losses import quality_losses
+from mmkv.training.model import DistillModel, Objective, backbone_digest, weights_at_end
+from mmkv.training.settings import Settings
+from mmkv.training.student import student_states
+from mmkv.training.trainable import TrainableGates
 from tests.support.factories import CHECKPOINTS, checkpoint, make_turn
-from training.losses import quality_losses
-from training.model import DistillModel, Objective, backbone_digest, weights_at_end
-from training.settings import Settings
-from training.student import student_states
-from training.trainable import TrainableGates
 
 PICTURE = {"qwen3_vl": [6, ("image", 32, 16), 9], "llava_next": [5, ("image", 32, 16), 8]}
 PICTURE |= dict.fromkeys(["qwen2_5_vl", "qwen3_vl_moe", "internvl"], PICTURE["qwen3_vl"])

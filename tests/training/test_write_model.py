@@ -17,22 +17,22 @@ from huggingface_hub import ModelCard
 from torch import Tensor
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from engine.errors import InputError
-from engine.model.gates import load_write_gates
-from engine.runtime import Runtime
 from mmkv.data.sources import examples
+from mmkv.engine.errors import InputError
+from mmkv.engine.model.gates import load_write_gates
+from mmkv.engine.runtime import Runtime
 from mmkv.measure.full_attention import full_attention_states, lay_out
 from mmkv.resources import bundled_model
+from mmkv.training.distill import main
+from mmkv.training.folder import history
+from mmkv.training.held_out import HeldOutData
+from mmkv.training.model import backbone_digest
+from mmkv.training.settings import Settings
+from mmkv.training.student import binary, write_gated_states
+from mmkv.training.trainable import TrainableWriteGates
+from mmkv.training.write_model import WriteGateModel, WriteObjective, sparsity_loss
 from tests.support.factories import CHECKPOINTS, checkpoint, make_turn
 from tests.support.tiers import slow_but
-from training.distill import main
-from training.folder import history
-from training.held_out import HeldOutData
-from training.model import backbone_digest
-from training.settings import Settings
-from training.student import binary, write_gated_states
-from training.trainable import TrainableWriteGates
-from training.write_model import WriteGateModel, WriteObjective, sparsity_loss
 
 WINDOW = 5
 FLOOR = 1e-3

@@ -1,4 +1,4 @@
-"""``python -m training.llava``: give SmolLM2-135M eyes.
+"""``python -m mmkv.training.llava``: give SmolLM2-135M eyes.
 
 ``train --language-model FOLDER --output FOLDER`` trains tower and projector beside the frozen
 language model; ``join --language-model FOLDER --output FOLDER`` writes a LLaVA checkpoint of the
@@ -20,13 +20,13 @@ from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-from engine.errors import InputError, MmkvError, ModelError, one_line
+from mmkv.engine.errors import InputError, MmkvError, ModelError, one_line
 from mmkv.resources import BUNDLED_ADAPTER, asset
 
 
 def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(prog="python -m training.llava", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m mmkv.training.llava", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     join = commands.add_parser("join", help="write a LLaVA checkpoint")
     train = commands.add_parser("train", help="train an adapter")
@@ -71,7 +71,7 @@ def main(given: Sequence[str] | None = None) -> int:
     args = arguments(given)
     try:
         if args.command == "join":
-            from training.llava.adapter import EXAMPLE, join
+            from mmkv.training.llava.adapter import EXAMPLE, join
 
             adapter = args.adapter or _bundled_adapter()
             try:
@@ -86,21 +86,21 @@ def main(given: Sequence[str] | None = None) -> int:
             return 0
         if not importlib.util.find_spec("accelerate"):
             raise InputError("training needs the train extra: pip install 'mmkv[train]'")
-        from training.llava.train import train
+        from mmkv.training.llava.train import train
 
         results: dict[str, Any] = train(args)
         print(json.dumps(results))
     except (MmkvError, OSError) as error:
-        print(f"training.llava: error: {one_line(str(error))}", file=sys.stderr)
+        print(f"mmkv.training.llava: error: {one_line(str(error))}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("training.llava: interrupted; go on with --resume", file=sys.stderr)
+        print("mmkv.training.llava: interrupted; go on with --resume", file=sys.stderr)
         return 130
     return 0
 
 
 def _note(line: str) -> None:
-    print(f"training.llava: {line}", file=sys.stderr)
+    print(f"mmkv.training.llava: {line}", file=sys.stderr)
 
 
 if __name__ == "__main__":

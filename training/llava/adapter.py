@@ -25,11 +25,11 @@ from torch import Tensor, nn
 from transformers.models.llava.modeling_llava import LlavaMultiModalProjector
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
-from engine.errors import InputError, ModelError
-from engine.model.fingerprint import fingerprint
-from engine.model.source import files_of
+from mmkv.engine.errors import InputError, ModelError
+from mmkv.engine.model.fingerprint import fingerprint
+from mmkv.engine.model.source import files_of
 from mmkv.measure.outputs import require_output
-from training.llava.pictures import PIXELS, SIDE, Shown
+from mmkv.training.llava.pictures import PIXELS, SIDE, Shown
 
 FORMAT = "mmkv-llava-adapter-1"
 IMAGE_TOKEN, SPARE_TOKEN = "<image>", "<empty_output>"
@@ -178,7 +178,7 @@ def join(adapter: Path, language_model: Path, output: Path, note: Callable[[str]
     if files is None or not (language_model / "config.json").is_file():
         raise ModelError(
             f"{language_model} is no checkpoint with safetensors; fetch the language model with "
-            "`python -m eval.smollm2 FOLDER`, or from the hub, and name its folder"
+            "`python -m mmkv.eval.smollm2 FOLDER`, or from the hub, and name its folder"
         )
     text = transformers.AutoConfig.from_pretrained(language_model)
     tensors = _read(adapter / WEIGHTS)

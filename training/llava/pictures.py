@@ -18,7 +18,6 @@ from pathlib import Path
 
 from PIL import Image, ImageOps
 
-from engine.errors import InputError
 from mmkv.data.scenes import (
     EMPTY,
     SHAPES,
@@ -28,6 +27,7 @@ from mmkv.data.scenes import (
     object_names,
     tile,
 )
+from mmkv.engine.errors import InputError
 
 SIDE = 4  # patches along an edge of a picture, a token each
 PIXELS = 128

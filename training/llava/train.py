@@ -15,16 +15,16 @@ from torch.utils.data import Dataset, SequentialSampler
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
-from engine.errors import InputError, ModelError
-from engine.model.fingerprint import fingerprint
 from mmkv.data.scenes import Split
+from mmkv.engine.errors import InputError, ModelError
+from mmkv.engine.model.fingerprint import fingerprint
 from mmkv.measure.outputs import require_output
 from mmkv.measure.record import provenance
-from training.folder import first_process
-from training.llava.adapter import Adapter, save, vision_config, with_image_token
-from training.llava.pictures import EasyVQA, Turn, easy_vqa_folder, talk
-from training.llava.teach import Answers, Eyes, Language, WordTable, install
-from training.stopping import Stopping
+from mmkv.training.folder import first_process
+from mmkv.training.llava.adapter import Adapter, save, vision_config, with_image_token
+from mmkv.training.llava.pictures import EasyVQA, Turn, easy_vqa_folder, talk
+from mmkv.training.llava.teach import Answers, Eyes, Language, WordTable, install
+from mmkv.training.stopping import Stopping
 
 _APART = 10**6  # seeds of talks between two phases
 _TURNS = 6  # questions of a talk, at most
@@ -155,8 +155,8 @@ def load_language(folder: Path, dtype: torch.dtype) -> Language:
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError) as error:
         raise ModelError(
-            f"cannot read a language model in {folder}: {error}; `python -m eval.smollm2 FOLDER` "
-            "fetches SmolLM2-135M-Instruct"
+            f"cannot read a language model in {folder}: {error}; `python -m mmkv.eval.smollm2 "
+            "FOLDER` fetches SmolLM2-135M-Instruct"
         ) from error
     device = "cuda" if torch.cuda.is_available() else "cpu"
     return Language(model.to(device), with_image_token(tokenizer))

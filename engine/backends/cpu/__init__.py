@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from engine.backends.cpu.backend import CpuBackend
-from engine.backends.cpu.binding import levels, library
-from engine.backends.cpu.decoder import NativeDecoder
-from engine.backends.cpu.elementwise import native_elementwise
-from engine.backends.cpu.evictor import NativeEvictor
-from engine.backends.cpu.matrices import packed, rounded
-from engine.backends.cpu.product import native_product
+from mmkv.engine.backends.cpu.backend import CpuBackend
+from mmkv.engine.backends.cpu.binding import levels, library
+from mmkv.engine.backends.cpu.decoder import NativeDecoder
+from mmkv.engine.backends.cpu.elementwise import native_elementwise
+from mmkv.engine.backends.cpu.evictor import NativeEvictor
+from mmkv.engine.backends.cpu.matrices import packed, rounded
+from mmkv.engine.backends.cpu.product import native_product
 
 __all__ = [
     "CpuBackend",

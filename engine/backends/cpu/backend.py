@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from engine.backends.base import Decoded
-from engine.backends.cpu.chunk import NativeChunkAttention, native_chunk_attention
-from engine.backends.cpu.decoder import NativeDecoder
-from engine.backends.cpu.evictor import NativeEvictor
-from engine.new_entries import write_state
+from mmkv.engine.backends.base import Decoded
+from mmkv.engine.backends.cpu.chunk import NativeChunkAttention, native_chunk_attention
+from mmkv.engine.backends.cpu.decoder import NativeDecoder
+from mmkv.engine.backends.cpu.evictor import NativeEvictor
+from mmkv.engine.new_entries import write_state
 
 if TYPE_CHECKING:
-    from engine.runtime import Runtime
-    from engine.sequence import CachedSequence
+    from mmkv.engine.runtime import Runtime
+    from mmkv.engine.sequence import CachedSequence
 
 
 class CpuBackend:
@@ -49,7 +49,7 @@ class CpuBackend:
         self.decoder = self.evictor = self.chunk_attention = None
 
     def unsupported_reason(self, sessions: Sequence[CachedSequence] = ()) -> str:
-        """See :class:`engine.backends.base.Backend`."""
+        """See :class:`mmkv.engine.backends.base.Backend`."""
         engine = self.engine
         if self.decoder is None:
             return self._reason or "switched off"
@@ -67,7 +67,7 @@ class CpuBackend:
         return "" if self.evictor is not None else "write gates"
 
     def decode(self, sessions: Sequence[CachedSequence], token_ids: Sequence[int]) -> Decoded:
-        """See :class:`engine.backends.base.Backend`.
+        """See :class:`mmkv.engine.backends.base.Backend`.
 
         The eviction is part of the same call. Both are counted even if Ctrl-C comes when C returns.
         """
@@ -110,7 +110,7 @@ class CpuBackend:
         return self.evictor is not None and self.evictor.given
 
     def evict(self, sessions: Sequence[CachedSequence]) -> Sequence[CachedSequence]:
-        """See :class:`engine.backends.base.Backend`."""
+        """See :class:`mmkv.engine.backends.base.Backend`."""
         evictor, engine = self.evictor, self.engine
         if evictor is None:
             return sessions

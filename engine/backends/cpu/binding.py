@@ -12,7 +12,7 @@ import os
 from ctypes import POINTER, Structure, byref, c_char_p, c_double, c_int64, c_void_p
 from importlib.util import find_spec
 
-from engine.cache import COLUMNS
+from mmkv.engine.cache import COLUMNS
 
 MAX_TRUNK = 2
 JOINS = ("mean", "max", "sum")  # JOIN_MEAN, JOIN_MAX, JOIN_SUM

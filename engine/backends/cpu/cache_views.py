@@ -10,9 +10,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from engine.backends.cpu.binding import Cache
-from engine.cache import PagePool, RaggedCache
-from engine.cache.forms import Codec
+from mmkv.engine.backends.cpu.binding import Cache
+from mmkv.engine.cache import PagePool, RaggedCache
+from mmkv.engine.cache.forms import Codec
 
 
 class CacheViews:

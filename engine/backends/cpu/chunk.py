@@ -7,9 +7,9 @@ from ctypes import c_int64
 import torch
 from torch import Tensor
 
-from engine.backends.cpu.binding import Library, byref, library
-from engine.backends.cpu.cache_views import CacheViews
-from engine.cache import RaggedCache
+from mmkv.engine.backends.cpu.binding import Library, byref, library
+from mmkv.engine.backends.cpu.cache_views import CacheViews
+from mmkv.engine.cache import RaggedCache
 
 
 def native_chunk_attention() -> NativeChunkAttention | None:
@@ -21,9 +21,10 @@ def native_chunk_attention() -> NativeChunkAttention | None:
 class NativeChunkAttention:
     """Attends from a chunk's queries to what its sequence held before it, and to the chunk.
 
-    Stands for :func:`chunk_attention` and :func:`ragged_attention` of :mod:`engine.backends.torch`
-    together, where the pool computes in float32 and no window limits what is seen. The softmax runs
-    on from one stretch of entries to the next (arXiv 1805.02867).
+    Stands for :func:`chunk_attention` and :func:`ragged_attention` of
+    :mod:`mmkv.engine.backends.torch` together, where the pool computes in float32 and no window
+    limits what is seen. The softmax runs on from one stretch of entries to the next (arXiv
+    1805.02867).
     """
 
     def __init__(self, found: Library) -> None:

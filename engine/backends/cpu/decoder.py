@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from engine.backends.cpu.binding import (
+from mmkv.engine.backends.cpu.binding import (
     JOINS,
     MAX_TRUNK,
     BatchSlot,
@@ -20,14 +20,14 @@ from engine.backends.cpu.binding import (
     byref,
     library,
 )
-from engine.backends.cpu.cache_views import CacheViews
-from engine.backends.cpu.matrices import Bf16Copies, linear
-from engine.cache import RaggedCache
-from engine.model.gates import Gates, LayerGate
-from engine.model.spec import DecoderSpec
-from engine.model.weights import DecoderWeights, LayerWeights
-from engine.policies.base import Group
-from engine.query_window import QUERIES
+from mmkv.engine.backends.cpu.cache_views import CacheViews
+from mmkv.engine.backends.cpu.matrices import Bf16Copies, linear
+from mmkv.engine.cache import RaggedCache
+from mmkv.engine.model.gates import Gates, LayerGate
+from mmkv.engine.model.spec import DecoderSpec
+from mmkv.engine.model.weights import DecoderWeights, LayerWeights
+from mmkv.engine.policies.base import Group
+from mmkv.engine.query_window import QUERIES
 
 # With fewer weights per thread and step, a second thread saves less (0.28 against 0.35 ms on two
 # idle cores) than it risks: on a busy machine it may keep the step waiting for milliseconds.

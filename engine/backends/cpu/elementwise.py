@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine.backends.cpu.binding import Library, library
-from engine.model.elementwise import Elementwise, TorchElementwise
+from mmkv.engine.backends.cpu.binding import Library, library
+from mmkv.engine.model.elementwise import Elementwise, TorchElementwise
 
 # Numbers that are worth a thread.
 _PER_THREAD = 2**15

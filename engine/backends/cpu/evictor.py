@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from engine.backends.cpu.binding import Eviction, library
-from engine.backends.cpu.cache_views import CacheViews
-from engine.cache import RaggedCache
-from engine.policies.allocation import GlobalAllocation, HeadAllocation
-from engine.policies.base import Policy, kernel_of
-from engine.policies.scoring import Retention
+from mmkv.engine.backends.cpu.binding import Eviction, library
+from mmkv.engine.backends.cpu.cache_views import CacheViews
+from mmkv.engine.cache import RaggedCache
+from mmkv.engine.policies.allocation import GlobalAllocation, HeadAllocation
+from mmkv.engine.policies.base import Policy, kernel_of
+from mmkv.engine.policies.scoring import Retention
 
 if TYPE_CHECKING:
-    from engine.sequence import CachedSequence
+    from mmkv.engine.sequence import CachedSequence
 
 _SCORERS = {"retention": 0, "recency": 1, "state": 2, "torch": 3}
 _ALLOCATIONS: dict[type, int] = {GlobalAllocation: 0, HeadAllocation: 1}
@@ -33,7 +33,7 @@ _MOST_SHARES = 64  # budgets whose shares are remembered
 
 
 class NativeEvictor:
-    """Scores, selects and drops like :meth:`engine.policies.Policy.victims` and ``drop``.
+    """Scores, selects and drops like :meth:`mmkv.engine.policies.Policy.victims` and ``drop``.
 
     Both leave the same pages in the same request, so the two paths can take turns on one session.
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine.backends.cpu.binding import Linear, library
-from engine.model.bf16 import Bf16Matrix
-from engine.model.int8 import Int8Matrix
-from engine.model.product import Matrix, narrowed
+from mmkv.engine.backends.cpu.binding import Linear, library
+from mmkv.engine.model.bf16 import Bf16Matrix
+from mmkv.engine.model.int8 import Int8Matrix
+from mmkv.engine.model.product import Matrix, narrowed
 
 # Multiplications that a further thread is worth: some 10 microseconds of one.
 PER_THREAD = 2**20

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.backends.cpu.binding import Library, byref, library
-from engine.backends.cpu.matrices import PER_THREAD, linear
-from engine.model import product as reference
-from engine.model.bf16 import Bf16Matrix
-from engine.model.int8 import Int8Matrix
-from engine.model.product import Matrix, Product
+from mmkv.engine.backends.cpu.binding import Library, byref, library
+from mmkv.engine.backends.cpu.matrices import PER_THREAD, linear
+from mmkv.engine.model import product as reference
+from mmkv.engine.model.bf16 import Bf16Matrix
+from mmkv.engine.model.int8 import Int8Matrix
+from mmkv.engine.model.product import Matrix, Product
 
 
 def native_product(form: str = "auto") -> Product | None:
@@ -28,7 +28,7 @@ def native_product(form: str = "auto") -> Product | None:
 
 
 def multiply(x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
-    """Compute ``weight x + bias`` like :func:`engine.model.product.multiply`.
+    """Compute ``weight x + bias`` like :func:`mmkv.engine.model.product.multiply`.
 
     It runs in C for float32 ``x`` and weights in panels, of bfloat16 or of 8 bits, summed in
     float32 in vectors of the CPU's width; a row of the result does not depend on the others of

@@ -1,14 +1,14 @@
-"""Window attention in C: :func:`engine.query_window.window_attention` for float32 on a CPU."""
+"""Window attention in C: :func:`mmkv.engine.query_window.window_attention` for float32 on a CPU."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from engine.backends.cpu.binding import JOINS, Window, byref, library
-from engine.backends.cpu.cache_views import CacheViews
-from engine.cache import RaggedCache
-from engine.policies.base import WindowReduction
+from mmkv.engine.backends.cpu.binding import JOINS, Window, byref, library
+from mmkv.engine.backends.cpu.cache_views import CacheViews
+from mmkv.engine.cache import RaggedCache
+from mmkv.engine.policies.base import WindowReduction
 
 
 def native_window_attention(

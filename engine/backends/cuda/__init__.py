@@ -1,6 +1,6 @@
 """The GPU: Triton kernels, and decoding many steps without the host in one CUDA graph."""
 
-from engine.backends.cuda.backend import CudaBackend
-from engine.backends.cuda.graph_runner import GraphRunner
+from mmkv.engine.backends.cuda.backend import CudaBackend
+from mmkv.engine.backends.cuda.graph_runner import GraphRunner
 
 __all__ = ["CudaBackend", "GraphRunner"]

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from engine.backends.base import Backend, Decoded
-from engine.backends.cuda.graph_runner import GraphRunner
-from engine.backends.cuda.kernels import evict
-from engine.backends.cuda.kernels.available import triton_installed
-from engine.backends.cuda.kernels.sample import Draw
+from mmkv.engine.backends.base import Backend, Decoded
+from mmkv.engine.backends.cuda.graph_runner import GraphRunner
+from mmkv.engine.backends.cuda.kernels import evict
+from mmkv.engine.backends.cuda.kernels.available import triton_installed
+from mmkv.engine.backends.cuda.kernels.sample import Draw
 
 if TYPE_CHECKING:
-    from engine.policies import Policy
-    from engine.runtime import Runtime
-    from engine.sequence import CachedSequence
+    from mmkv.engine.policies import Policy
+    from mmkv.engine.runtime import Runtime
+    from mmkv.engine.sequence import CachedSequence
 
 
 class CudaBackend:
@@ -32,7 +32,7 @@ class CudaBackend:
         self.runner: GraphRunner | None = None
 
     def unsupported_reason(self, sessions: Sequence[CachedSequence] = ()) -> str:
-        """See :class:`engine.backends.base.Backend`; of bursts."""
+        """See :class:`mmkv.engine.backends.base.Backend`; of bursts."""
         engine = self.engine
         policy, gates = engine.policy, engine.decoder.gates
         if engine.device.type != "cuda":
@@ -61,11 +61,11 @@ class CudaBackend:
         return evict.unsupported_reason(policy) if policy.evicts else ""
 
     def decode(self, sessions: Sequence[CachedSequence], token_ids: Sequence[int]) -> Decoded:
-        """See :class:`engine.backends.base.Backend`."""
+        """See :class:`mmkv.engine.backends.base.Backend`."""
         return self._single.decode(sessions, token_ids)
 
     def evict(self, sessions: Sequence[CachedSequence]) -> Sequence[CachedSequence]:
-        """See :class:`engine.backends.base.Backend`."""
+        """See :class:`mmkv.engine.backends.base.Backend`."""
         return self._single.evict(sessions)
 
     def reset(self) -> None:
@@ -80,7 +80,7 @@ class CudaBackend:
         stop: Sequence[int] = (),
         draws: Sequence[Draw] | None = None,
     ) -> list[list[int]]:
-        """See :meth:`engine.runtime.Runtime.decode_many`; evictions are part of the graph."""
+        """See :meth:`mmkv.engine.runtime.Runtime.decode_many`; evictions are part of the graph."""
         if self.runner is None:
             self.runner = GraphRunner(self.engine)
         return self.runner.decode(sessions, token_ids, steps, stop, draws)

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from engine.backends.cuda.kernels.sample import Draw, columns_of
-from engine.backends.cuda.static_step import StaticStep
-from engine.device import exact_products, on_device
-from engine.errors import BROKEN, BudgetError, NotFiniteError
+from mmkv.engine.backends.cuda.kernels.sample import Draw, columns_of
+from mmkv.engine.backends.cuda.static_step import StaticStep
+from mmkv.engine.device import exact_products, on_device
+from mmkv.engine.errors import BROKEN, BudgetError, NotFiniteError
 
 if TYPE_CHECKING:
-    from engine.runtime import Runtime
-    from engine.sequence import CachedSequence
+    from mmkv.engine.runtime import Runtime
+    from mmkv.engine.sequence import CachedSequence
 
 MOST_STEPS = 256  # per replay: pages for all of them are set aside beforehand
 _LEAST_ROOM = 256  # entries per row that tables and pages have room for at least

@@ -16,11 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.backends.cuda.kernels.append import Rows, empty_room, make_room
-from engine.backends.cuda.kernels.decode_attention import decode_attention, empty_partials
-from engine.backends.cuda.kernels.evict import empty_eviction, evict
-from engine.backends.cuda.kernels.norm import rms_norm
-from engine.backends.cuda.kernels.sample import (
+from mmkv.engine.backends.cuda.kernels.append import Rows, empty_room, make_room
+from mmkv.engine.backends.cuda.kernels.decode_attention import decode_attention, empty_partials
+from mmkv.engine.backends.cuda.kernels.evict import empty_eviction, evict
+from mmkv.engine.backends.cuda.kernels.norm import rms_norm
+from mmkv.engine.backends.cuda.kernels.sample import (
     Said,
     SamplingColumns,
     guard,
@@ -28,21 +28,21 @@ from engine.backends.cuda.kernels.sample import (
     sample,
     uniform,
 )
-from engine.backends.cuda.kernels.store import Readout, store_layer
-from engine.backends.cuda.kernels.swiglu import swiglu
-from engine.backends.cuda.kernels.worklist import (
+from mmkv.engine.backends.cuda.kernels.store import Readout, store_layer
+from mmkv.engine.backends.cuda.kernels.swiglu import swiglu
+from mmkv.engine.backends.cuda.kernels.worklist import (
     build_worklist,
     default_runs,
     empty_worklist,
     tile_entries,
 )
-from engine.errors import BROKEN
-from engine.model.mixture import mixture
-from engine.model.product import plain
-from engine.policies import Budget
+from mmkv.engine.errors import BROKEN
+from mmkv.engine.model.mixture import mixture
+from mmkv.engine.model.product import plain
+from mmkv.engine.policies import Budget
 
 if TYPE_CHECKING:
-    from engine.runtime import Runtime
+    from mmkv.engine.runtime import Runtime
 
 
 class StaticStep:

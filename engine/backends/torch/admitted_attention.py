@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.policies.write_gate import admitted, visible
+from mmkv.engine.policies.write_gate import admitted, visible
 
 _QUERIES = 128  # of one block
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.cache import Stored
-from engine.policies.base import Group
-from engine.query_window import join
+from mmkv.engine.cache import Stored
+from mmkv.engine.policies.base import Group
+from mmkv.engine.query_window import join
 
 # Elements of one block of scores: temporaries stay near 16 MiB however long rows and chunks are.
 _BLOCK_ELEMENTS = 4 * 2**20

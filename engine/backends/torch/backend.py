@@ -8,20 +8,20 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from engine.backends.base import Decoded
-from engine.backends.torch.step import DecodeStep
-from engine.cache import Entries
-from engine.new_entries import write_state
-from engine.policies import CacheView
-from engine.trace import REFUSED
+from mmkv.engine.backends.base import Decoded
+from mmkv.engine.backends.torch.step import DecodeStep
+from mmkv.engine.cache import Entries
+from mmkv.engine.new_entries import write_state
+from mmkv.engine.policies import CacheView
+from mmkv.engine.trace import REFUSED
 
 if TYPE_CHECKING:
-    from engine.runtime import Runtime
-    from engine.sequence import CachedSequence
+    from mmkv.engine.runtime import Runtime
+    from mmkv.engine.sequence import CachedSequence
 
 
 class TorchBackend:
-    """Decodes with :class:`engine.model.decoder.Decoder`, evicts with the policy's own code.
+    """Decodes with :class:`mmkv.engine.model.decoder.Decoder`, evicts with the policy's own code.
 
     Attributes:
         make_step: builds the cache side of a step; tools may put another one in its place.
@@ -32,11 +32,11 @@ class TorchBackend:
         self.make_step: Callable[..., DecodeStep] = DecodeStep
 
     def unsupported_reason(self, sessions: Sequence[CachedSequence] = ()) -> str:
-        """See :class:`engine.backends.base.Backend`."""
+        """See :class:`mmkv.engine.backends.base.Backend`."""
         return ""
 
     def decode(self, sessions: Sequence[CachedSequence], token_ids: Sequence[int]) -> Decoded:
-        """See :class:`engine.backends.base.Backend`."""
+        """See :class:`mmkv.engine.backends.base.Backend`."""
         engine = self.engine
         device, decoder = engine.device, engine.decoder
         seqs = torch.tensor([session.seq for session in sessions], device=device)
@@ -61,7 +61,7 @@ class TorchBackend:
         return Decoded(logits, sessions, refused=False)
 
     def evict(self, sessions: Sequence[CachedSequence]) -> Sequence[CachedSequence]:
-        """See :class:`engine.backends.base.Backend`."""
+        """See :class:`mmkv.engine.backends.base.Backend`."""
         for session in sessions:
             entries = self.engine.cache.entries(session.seq)
             view = session.view(entries)

@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine.backends.torch.worklist import LayerWork
-from engine.cache import Stored
+from mmkv.engine.backends.torch.worklist import LayerWork
+from mmkv.engine.cache import Stored
 
 # Elements of one score block; longer query blocks are cut so that temporaries stay near 32 MiB.
 _BLOCK_ELEMENTS = 8 * 2**20

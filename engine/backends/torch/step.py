@@ -8,20 +8,20 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from engine.backends.cuda.kernels.available import on_triton
-from engine.backends.cuda.kernels.prefill_attention import prefill_attention
-from engine.backends.torch.attention_mass import Rows, attention_mass
-from engine.backends.torch.chunk_attention import chunk_attention
-from engine.backends.torch.ragged_attention import merge, ragged_attention
-from engine.backends.torch.windowed_attention import windowed_attention
-from engine.backends.torch.worklist import LayerWork, build_worklist
-from engine.backends.torch.write_step import WriteStep
-from engine.cache import RaggedCache
-from engine.model.spec import DecoderSpec
-from engine.new_entries import write_state
-from engine.policies.base import Group, Needs, Scorer, shaped
-from engine.policies.pruning import Pruner
-from engine.query_window import QUERIES, store_queries
+from mmkv.engine.backends.cuda.kernels.available import on_triton
+from mmkv.engine.backends.cuda.kernels.prefill_attention import prefill_attention
+from mmkv.engine.backends.torch.attention_mass import Rows, attention_mass
+from mmkv.engine.backends.torch.chunk_attention import chunk_attention
+from mmkv.engine.backends.torch.ragged_attention import merge, ragged_attention
+from mmkv.engine.backends.torch.windowed_attention import windowed_attention
+from mmkv.engine.backends.torch.worklist import LayerWork, build_worklist
+from mmkv.engine.backends.torch.write_step import WriteStep
+from mmkv.engine.cache import RaggedCache
+from mmkv.engine.model.spec import DecoderSpec
+from mmkv.engine.new_entries import write_state
+from mmkv.engine.policies.base import Group, Needs, Scorer, shaped
+from mmkv.engine.policies.pruning import Pruner
+from mmkv.engine.query_window import QUERIES, store_queries
 
 
 class PrefillChunk:
@@ -35,7 +35,7 @@ class PrefillChunk:
         pruner: drops visual tokens of the chunk on the way, or None.
         writes: says what the chunk's tokens see under a write gate, or None.
         native: attends in C where nothing limits what a token sees, or None:
-            :class:`engine.backends.cpu.chunk.NativeChunkAttention`.
+            :class:`mmkv.engine.backends.cpu.chunk.NativeChunkAttention`.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class PrefillChunk:
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, last: bool = False
     ) -> Tensor:
-        """See :class:`engine.model.decoder.StepAttention`; ``last``: for the last token alone."""
+        """See :class:`mmkv.engine.model.decoder.StepAttention`; ``last``: for the last token."""
         spec, pool = self.spec, self.cache.pool
         scale = spec.head_dim**-0.5
         query, key, value = (x.transpose(0, 1) for x in (query, key, value))
@@ -240,7 +240,7 @@ class PrefillChunk:
 class PackedChunks:
     """Chunks of B sequences in one pass: products read all tokens, attention those of a sequence.
 
-    See :class:`engine.model.decoder.ChunkAttention`.
+    See :class:`mmkv.engine.model.decoder.ChunkAttention`.
     """
 
     def __init__(self, chunks: Sequence[PrefillChunk]) -> None:
@@ -315,7 +315,7 @@ class DecodeStep:
         self._mass: list[tuple[Tensor, Tensor]] = []
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """See :class:`engine.model.decoder.StepAttention`."""
+        """See :class:`mmkv.engine.model.decoder.StepAttention`."""
         spec, pool = self.spec, self.cache.pool
         slot = self._layer_slots[layer]
         pool.store(slot, key.flatten(0, 1), value.flatten(0, 1))

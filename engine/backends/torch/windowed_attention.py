@@ -8,9 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine.backends.torch.ragged_attention import amax_by_row
-from engine.backends.torch.worklist import LayerWork
-from engine.cache import Stored
+from mmkv.engine.backends.torch.ragged_attention import amax_by_row
+from mmkv.engine.backends.torch.worklist import LayerWork
+from mmkv.engine.cache import Stored
 
 
 def windowed_attention(

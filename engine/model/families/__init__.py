@@ -7,18 +7,18 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from engine.errors import ModelError
-from engine.model.families.base import Family, Turn
-from engine.model.families.features import IMAGE, TEXT, VIDEO, Features
-from engine.model.families.internvl import InternVLFamily
-from engine.model.families.llava import LlavaFamily
-from engine.model.families.llava_next import LlavaNextFamily
-from engine.model.families.llava_onevision import LlavaOnevisionFamily
-from engine.model.families.phi3 import Phi3Family
-from engine.model.families.qwen2_5_vl import Qwen25VLFamily
-from engine.model.families.qwen3_vl import Qwen3VLFamily
-from engine.model.families.text import TextFamily
-from engine.registry import Registry
+from mmkv.engine.errors import ModelError
+from mmkv.engine.model.families.base import Family, Turn
+from mmkv.engine.model.families.features import IMAGE, TEXT, VIDEO, Features
+from mmkv.engine.model.families.internvl import InternVLFamily
+from mmkv.engine.model.families.llava import LlavaFamily
+from mmkv.engine.model.families.llava_next import LlavaNextFamily
+from mmkv.engine.model.families.llava_onevision import LlavaOnevisionFamily
+from mmkv.engine.model.families.phi3 import Phi3Family
+from mmkv.engine.model.families.qwen2_5_vl import Qwen25VLFamily
+from mmkv.engine.model.families.qwen3_vl import Qwen3VLFamily
+from mmkv.engine.model.families.text import TextFamily
+from mmkv.engine.registry import Registry
 
 FAMILIES: tuple[type[Family], ...] = (
     Qwen3VLFamily,
@@ -122,7 +122,7 @@ def _check(family: object, name: str) -> None:
     if not (isinstance(family, type) and issubclass(family, Family)):
         raise ModelError(
             f"model family {name!r} is {family!r}; it must be a class derived from "
-            "engine.model.families.Family"
+            "mmkv.engine.model.families.Family"
         )
 
 

@@ -9,9 +9,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from engine.errors import InputError, ModelError
-from engine.model.families.deferred import DeferredModel
-from engine.model.families.features import (
+from mmkv.engine.errors import InputError, ModelError
+from mmkv.engine.model.families.deferred import DeferredModel
+from mmkv.engine.model.families.features import (
     IMAGE,
     VIDEO,
     Features,
@@ -80,7 +80,7 @@ class Family:
         pixel_keys: processor outputs that carry pictures and videos.
         eos_token_ids: tokens that end a reply, from the generation config or the config.
         mrope_section: of M-RoPE, frequencies per axis (t, h, w) where the config names none.
-        mrope_interleaved: see :func:`engine.model.spec.mrope_axes`.
+        mrope_interleaved: see :func:`mmkv.engine.model.spec.mrope_axes`.
     """
 
     model_types: ClassVar[tuple[str, ...]] = ()

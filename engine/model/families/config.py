@@ -9,7 +9,7 @@ import torch
 import transformers
 from transformers import PreTrainedConfig
 
-from engine.model.families import find
+from mmkv.engine.model.families import find
 
 _Types = dict[str, set[type]]
 _INT: set[type] = {int}

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.errors import InputError
+from mmkv.engine.errors import InputError
 
 TEXT, IMAGE, VIDEO = 0, 1, 2
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from engine.model.families.llava import LlavaFamily
+from mmkv.engine.model.families.llava import LlavaFamily
 
 
 class InternVLFamily(LlavaFamily):

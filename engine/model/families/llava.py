@@ -7,9 +7,9 @@ from typing import Any, ClassVar
 
 import torch
 
-from engine.errors import InputError
-from engine.model.families.base import Family, floats, picture_sizes
-from engine.model.families.features import Features, rows_of
+from mmkv.engine.errors import InputError
+from mmkv.engine.model.families.base import Family, floats, picture_sizes
+from mmkv.engine.model.families.features import Features, rows_of
 
 
 class LlavaFamily(Family):

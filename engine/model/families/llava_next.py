@@ -7,9 +7,9 @@ from typing import Any, ClassVar
 
 import torch
 
-from engine.model.families.base import picture_sizes
-from engine.model.families.features import Features, rows_of
-from engine.model.families.llava import LlavaFamily
+from mmkv.engine.model.families.base import picture_sizes
+from mmkv.engine.model.families.features import Features, rows_of
+from mmkv.engine.model.families.llava import LlavaFamily
 
 
 class LlavaNextFamily(LlavaFamily):

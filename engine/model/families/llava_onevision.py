@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 
 import torch
 
-from engine.model.families.base import picture_counts
-from engine.model.families.features import IMAGE, VIDEO, Features, rows_of
-from engine.model.families.llava_next import LlavaNextFamily
+from mmkv.engine.model.families.base import picture_counts
+from mmkv.engine.model.families.features import IMAGE, VIDEO, Features, rows_of
+from mmkv.engine.model.families.llava_next import LlavaNextFamily
 
 
 class LlavaOnevisionFamily(LlavaNextFamily):

@@ -17,21 +17,21 @@ from safetensors import SafetensorError
 from torch import Tensor
 from transformers.utils import logging as transformers_logging
 
-from engine import hub
-from engine.errors import STOPS, MmkvError, ModelError
-from engine.model.families import FAMILIES, Family, family_for
-from engine.model.families.base import end_tokens
-from engine.model.families.config import read_config, whole_config
-from engine.model.families.deferred import DeferredModel
-from engine.model.families.vision import build_vision, import_beside
-from engine.model.finite import require_finite
-from engine.model.int8 import Int8Matrix
-from engine.model.product import Holding, Matrix, Product
-from engine.model.settings import require_sizes
-from engine.model.source import checkpoint_file, files_of, locate
-from engine.model.spec import DecoderSpec, RopeSpec, sparse_layers
-from engine.model.stored import COMPUTED, StoredTensors, read_text_weights
-from engine.model.weights import DecoderWeights
+from mmkv.engine import hub
+from mmkv.engine.errors import STOPS, MmkvError, ModelError
+from mmkv.engine.model.families import FAMILIES, Family, family_for
+from mmkv.engine.model.families.base import end_tokens
+from mmkv.engine.model.families.config import read_config, whole_config
+from mmkv.engine.model.families.deferred import DeferredModel
+from mmkv.engine.model.families.vision import build_vision, import_beside
+from mmkv.engine.model.finite import require_finite
+from mmkv.engine.model.int8 import Int8Matrix
+from mmkv.engine.model.product import Holding, Matrix, Product
+from mmkv.engine.model.settings import require_sizes
+from mmkv.engine.model.source import checkpoint_file, files_of, locate
+from mmkv.engine.model.spec import DecoderSpec, RopeSpec, sparse_layers
+from mmkv.engine.model.stored import COMPUTED, StoredTensors, read_text_weights
+from mmkv.engine.model.weights import DecoderWeights
 
 _DTYPES = {
     "float32": torch.float32,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from engine.model.families.text import TextFamily
+from mmkv.engine.model.families.text import TextFamily
 
 
 class Phi3Family(TextFamily):

@@ -8,10 +8,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from engine.errors import InputError
-from engine.model.families.base import Family, required
-from engine.model.families.features import VIDEO
-from engine.model.families.qwen3_vl import Qwen3VLFamily
+from mmkv.engine.errors import InputError
+from mmkv.engine.model.families.base import Family, required
+from mmkv.engine.model.families.features import VIDEO
+from mmkv.engine.model.families.qwen3_vl import Qwen3VLFamily
 
 _SECONDS = "second_per_grid_ts"
 

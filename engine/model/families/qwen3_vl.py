@@ -11,9 +11,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from engine.errors import InputError
-from engine.model.families.base import Family, floats, required
-from engine.model.families.features import IMAGE, VIDEO, Features, rows_of
+from mmkv.engine.errors import InputError
+from mmkv.engine.model.families.base import Family, floats, required
+from mmkv.engine.model.families.features import IMAGE, VIDEO, Features, rows_of
 
 _GRID_KEY = {IMAGE: "image_grid_thw", VIDEO: "video_grid_thw"}
 

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from engine.model.families.base import Family
+from mmkv.engine.model.families.base import Family
 
 
 class TextFamily(Family):

@@ -13,11 +13,11 @@ import torch
 import transformers
 from torch import nn
 
-from engine.errors import STOPS
-from engine.model.families.base import Family
-from engine.model.panels import Panels
-from engine.model.product import Matrix
-from engine.model.weights import DecoderWeights
+from mmkv.engine.errors import STOPS
+from mmkv.engine.model.families.base import Family
+from mmkv.engine.model.panels import Panels
+from mmkv.engine.model.product import Matrix
+from mmkv.engine.model.weights import DecoderWeights
 
 
 def build_vision(

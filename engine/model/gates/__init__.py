@@ -1,6 +1,6 @@
 """Retention gates, read off the hidden state, write gates, read off the keys, and gate files."""
 
-from engine.model.gates.files import (
+from mmkv.engine.model.gates.files import (
     as_stored,
     foreign_note,
     gate_folder,
@@ -10,8 +10,8 @@ from engine.model.gates.files import (
     save_gates,
     trained_age,
 )
-from engine.model.gates.module import Gates, LayerGate, make_random_gates, tied_gates
-from engine.model.gates.write import WriteGates, make_random_write_gates, write_gates
+from mmkv.engine.model.gates.module import Gates, LayerGate, make_random_gates, tied_gates
+from mmkv.engine.model.gates.write import WriteGates, make_random_write_gates, write_gates
 
 __all__ = [
     "Gates",

@@ -16,15 +16,15 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from engine import hub, paths
-from engine.errors import STOPS, GateError, first_line
-from engine.model.fingerprint import fingerprint, language_fingerprint
-from engine.model.finite import find_not_finite
-from engine.model.gates.module import Gates, make_random_gates, tied_gates, tying_of
-from engine.model.gates.published import GATE_KEY, published_gates
-from engine.model.gates.write import WriteGates, make_random_write_gates, write_gates
-from engine.model.spec import DecoderSpec
-from engine.paths import is_file, is_folder, user_path
+from mmkv.engine import hub, paths
+from mmkv.engine.errors import STOPS, GateError, first_line
+from mmkv.engine.model.fingerprint import fingerprint, language_fingerprint
+from mmkv.engine.model.finite import find_not_finite
+from mmkv.engine.model.gates.module import Gates, make_random_gates, tied_gates, tying_of
+from mmkv.engine.model.gates.published import GATE_KEY, published_gates
+from mmkv.engine.model.gates.write import WriteGates, make_random_write_gates, write_gates
+from mmkv.engine.model.spec import DecoderSpec
+from mmkv.engine.paths import is_file, is_folder, user_path
 
 FORMAT = "mmkv-gates-1"
 # What a gate file may hold in half precision: all but the readout, its bias and gains of norms.
@@ -75,8 +75,9 @@ def load_write_gates(source: str | Path, spec: DecoderSpec) -> WriteGates:
     path, tensors, info = _read(source)
     if info is None or info.get("kind") != "write":
         raise GateError(
-            f"{path} holds retention gates, and the policy reads write gates; train those with "
-            "`python -m training.distill --method wgkv`, or choose a policy for retention gates"
+            f"{path} holds retention gates, and the policy reads write gates; train those "
+            "with `python -m mmkv.training.distill --method wgkv`, or choose a policy for "
+            "retention gates"
         )
     _check_shape(info, spec, (*_SIZES, "head_dim"))
     return write_gates(tensors, spec, info)
@@ -222,7 +223,7 @@ def foreign_note(gates: Gates | WriteGates, model: str) -> str | None:
     return (
         f"these gates were trained for a checkpoint with {part} "
         f"({gates.info.get('base_model', 'not named')}); if {model} is another model, their scores "
-        "mean nothing for it: train gates for it with `python -m training.distill`"
+        "mean nothing for it: train gates for it with `python -m mmkv.training.distill`"
     )
 
 

@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.errors import GateError
-from engine.model.spec import DecoderSpec
+from mmkv.engine.errors import GateError
+from mmkv.engine.model.spec import DecoderSpec
 
 
 @dataclass

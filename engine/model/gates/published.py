@@ -10,9 +10,9 @@ import re
 import torch
 from torch import Tensor
 
-from engine.errors import GateError
-from engine.model.gates.module import Gates, LayerGate
-from engine.model.spec import DecoderSpec
+from mmkv.engine.errors import GateError
+from mmkv.engine.model.gates.module import Gates, LayerGate
+from mmkv.engine.model.spec import DecoderSpec
 
 GATE_KEY = "self_attn.retention_gate."
 _KEY = re.compile(r"layers\.(\d+)\.self_attn\.retention_gate\.(.+)$")

@@ -19,8 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.errors import GateError
-from engine.model.spec import DecoderSpec
+from mmkv.engine.errors import GateError
+from mmkv.engine.model.spec import DecoderSpec
 
 NORM_EPS = 1e-6
 

@@ -6,10 +6,10 @@ the runtime of another checkout may be measured.
 
 from __future__ import annotations
 
-from eval.bench.cpu_methods.base import Method
-from eval.bench.cpu_methods.hugging_face import Kvpress, Transformers
-from eval.bench.cpu_methods.llama_cpp import LlamaCpp
-from eval.bench.cpu_methods.mmkv_runtime import Mmkv, MmkvBudget
+from mmkv.eval.bench.cpu_methods.base import Method
+from mmkv.eval.bench.cpu_methods.hugging_face import Kvpress, Transformers
+from mmkv.eval.bench.cpu_methods.llama_cpp import LlamaCpp
+from mmkv.eval.bench.cpu_methods.mmkv_runtime import Mmkv, MmkvBudget
 
 METHODS: dict[str, type[Method]] = {
     "mmkv full": Mmkv,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from eval.bench.cpu_methods.base import SAMPLE, Job, Method, Prompts
+from mmkv.eval.bench.cpu_methods.base import SAMPLE, Job, Method, Prompts
 
 
 class Transformers(Method):

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from eval.bench.cpu_methods.base import SAMPLE, Job, Method, Prompts
+from mmkv.eval.bench.cpu_methods.base import SAMPLE, Job, Method, Prompts
 
 
 class LlamaCpp(Method):

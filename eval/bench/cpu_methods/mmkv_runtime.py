@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from eval.bench.cpu_methods.base import SAMPLE, Job, Method, Prompts
+from mmkv.eval.bench.cpu_methods.base import SAMPLE, Job, Method, Prompts
 
 
 class Mmkv(Method):
@@ -17,8 +17,8 @@ class Mmkv(Method):
         super().__init__(job)
         import torch
 
-        from engine.config import options
-        from engine.runtime import Runtime
+        from mmkv.engine.config import options
+        from mmkv.engine.runtime import Runtime
 
         given: dict[str, Any] = {"policy": self.policy or job.policy, "kv": job.kv}
         if not self.policy:

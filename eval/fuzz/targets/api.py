@@ -10,9 +10,9 @@ import torch
 from PIL import Image
 
 import mmkv
-from eval.fuzz import mutate
-from eval.fuzz.models import SharedModels, small_engine
-from eval.fuzz.target import Case, Target
+from mmkv.eval.fuzz import mutate
+from mmkv.eval.fuzz.models import SharedModels, small_engine
+from mmkv.eval.fuzz.target import Case, Target
 
 _TURN = {"role": "user", "content": "what?"}
 # Objects that JSON has no word for, by the names that cases use.

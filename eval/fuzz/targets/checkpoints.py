@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from PIL import Image
 
-from eval.fuzz import mutate
-from eval.fuzz.models import save_text_model, save_vision_model
-from eval.fuzz.target import Case, Target, as_bytes, as_text
-from eval.fuzz.targets.templates import template
 from mmkv.api import Engine
+from mmkv.eval.fuzz import mutate
+from mmkv.eval.fuzz.models import save_text_model, save_vision_model
+from mmkv.eval.fuzz.target import Case, Target, as_bytes, as_text
+from mmkv.eval.fuzz.targets.templates import template
 from mmkv.sampling import Sampling
 
 _SHORT = Sampling(max_new_tokens=2)

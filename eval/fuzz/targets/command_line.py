@@ -15,10 +15,10 @@ from unittest import mock
 
 import typer.main
 
-from eval.fuzz import mutate
-from eval.fuzz.models import SharedModels, small_engine
-from eval.fuzz.target import Case, Target, Wrong, as_bytes, as_text
 from mmkv.cli.app import run
+from mmkv.eval.fuzz import mutate
+from mmkv.eval.fuzz.models import SharedModels, small_engine
+from mmkv.eval.fuzz.target import Case, Target, Wrong, as_bytes, as_text
 from mmkv.resources import asset
 
 _ENGINE = (
@@ -150,12 +150,12 @@ class CommandLine(Target):
             stdout = io.TextIOWrapper(_Broken(), encoding="utf-8")
         with (
             mock.patch.multiple(sys, stdin=stdin, stdout=stdout, stderr=stderr),
-            mock.patch("training.run.distill", _trained),
+            mock.patch("mmkv.training.run.distill", _trained),
             mock.patch("mmkv.cli.evaluate.subprocess", SimpleNamespace(run=_ended)),
             mock.patch("mmkv.measure.timing.copy_bandwidth", lambda *_: 1e9),
             mock.patch("os.dup2"),
             mock.patch("typer.main.get_command", self._command),
-            mock.patch("engine.registry.entry_points", self._entry_points),
+            mock.patch("mmkv.engine.registry.entry_points", self._entry_points),
             self._shared,
         ):
             code = run(argv)

@@ -8,17 +8,17 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-import eval.mmdu.run as mmdu
-from engine.config import EngineConfig
-from engine.errors import MmkvError
-from eval.fuzz import mutate
-from eval.fuzz.models import SharedModels, save_vision_model, small_engine
-from eval.fuzz.target import Case, Target, Wrong, as_bytes, as_text
-from eval.mmdu.compare import compare
-from eval.mmdu.score import run_score
+import mmkv.eval.mmdu.run as mmdu
 from mmkv.chat.options import ChatOptions
 from mmkv.data import sources
 from mmkv.data.readers import RowFile
+from mmkv.engine.config import EngineConfig
+from mmkv.engine.errors import MmkvError
+from mmkv.eval.fuzz import mutate
+from mmkv.eval.fuzz.models import SharedModels, save_vision_model, small_engine
+from mmkv.eval.fuzz.target import Case, Target, Wrong, as_bytes, as_text
+from mmkv.eval.mmdu.compare import compare
+from mmkv.eval.mmdu.score import run_score
 from mmkv.resources import asset
 
 _TURNS = (("user", "a <ImageHere> and?"), ("assistant", "red"), ("user", "then"), ("assistant", ""))

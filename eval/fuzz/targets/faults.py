@@ -12,8 +12,8 @@ from typing import Any
 
 import httpx
 
-from eval.fuzz.target import Case, Target, Wrong, as_bytes
-from eval.fuzz.targets.http import _MODEL, HttpBodies, _check
+from mmkv.eval.fuzz.target import Case, Target, Wrong, as_bytes
+from mmkv.eval.fuzz.targets.http import _MODEL, HttpBodies, _check
 
 _HEAD = 2**12  # bytes that a head may have here
 _PIECE = 2**15  # that come at once

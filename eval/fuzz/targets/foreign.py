@@ -12,11 +12,11 @@ from unittest import mock
 import torch
 from torch import nn
 
-from engine.errors import ForeignError, MmkvError
-from eval.fuzz.models import save_text_model
-from eval.fuzz.target import Case, Target, Wrong
 from mmkv.api import Engine
 from mmkv.detokenizer import Detokenizer
+from mmkv.engine.errors import ForeignError, MmkvError
+from mmkv.eval.fuzz.models import save_text_model
+from mmkv.eval.fuzz.target import Case, Target, Wrong
 from mmkv.hf import RetainedCache, retain
 from mmkv.prompt import sandbox, special
 from mmkv.reply import ReplyWriter

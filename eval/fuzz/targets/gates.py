@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save as safe_bytes
 from torch import Tensor
 
-from engine.model.gates import (
+from mmkv.engine.model.gates import (
     Gates,
     WriteGates,
     load_gates,
@@ -23,10 +23,10 @@ from engine.model.gates import (
     make_random_write_gates,
     save_gates,
 )
-from engine.model.gates.published import layer_name
-from eval.fuzz import mutate
-from eval.fuzz.models import small_engine
-from eval.fuzz.target import Case, Target, Wrong, as_bytes, as_text
+from mmkv.engine.model.gates.published import layer_name
+from mmkv.eval.fuzz import mutate
+from mmkv.eval.fuzz.models import small_engine
+from mmkv.eval.fuzz.target import Case, Target, Wrong, as_bytes, as_text
 
 _FILES = ("gates.safetensors", "gates.json")
 

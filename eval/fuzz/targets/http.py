@@ -14,10 +14,10 @@ from urllib.parse import quote
 
 import httpx
 
-from engine.errors import MmkvError
-from eval.fuzz import mutate
-from eval.fuzz.models import save_vision_model, small_engine
-from eval.fuzz.target import Case, Target, Wrong, as_bytes, as_text
+from mmkv.engine.errors import MmkvError
+from mmkv.eval.fuzz import mutate
+from mmkv.eval.fuzz.models import save_vision_model, small_engine
+from mmkv.eval.fuzz.target import Case, Target, Wrong, as_bytes, as_text
 from mmkv.resources import asset
 
 _MODEL = "small"

@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
-from engine.runtime import Runtime
-from eval.fuzz.models import save_text_model
-from eval.fuzz.target import Case, Target, Wrong
 from mmkv.api import Engine
+from mmkv.engine.runtime import Runtime
+from mmkv.eval.fuzz.models import save_text_model
+from mmkv.eval.fuzz.target import Case, Target, Wrong
 from mmkv.hf import RetainedCache, retain
 from mmkv.sampling import Sampling
 from mmkv.scheduler import Limits, Scheduler

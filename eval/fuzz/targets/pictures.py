@@ -9,8 +9,8 @@ from random import Random
 
 from PIL import Image
 
-from eval.fuzz import mutate
-from eval.fuzz.target import Case, Target, as_bytes, as_text
+from mmkv.eval.fuzz import mutate
+from mmkv.eval.fuzz.target import Case, Target, as_bytes, as_text
 from mmkv.prompt.media import load_image
 
 _FORMATS = (

@@ -13,10 +13,10 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from engine import sequence_file
-from eval.fuzz import mutate
-from eval.fuzz.models import small_engine
-from eval.fuzz.target import Case, Target, as_bytes, as_text
+from mmkv.engine import sequence_file
+from mmkv.eval.fuzz import mutate
+from mmkv.eval.fuzz.models import small_engine
+from mmkv.eval.fuzz.target import Case, Target, as_bytes, as_text
 from mmkv.resources import asset
 from mmkv.sampling import Sampling
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from random import Random
 
-from eval.fuzz import mutate
-from eval.fuzz.target import Case, Target
 from mmkv.data.tokenizer import CHAT_TEMPLATE, build_tokenizer
+from mmkv.eval.fuzz import mutate
+from mmkv.eval.fuzz.target import Case, Target
 from mmkv.prompt.template import ChatTemplate
 
 _DOUBLE = "{% set ns = namespace(s='x') %}{% for i in range(60) %}{% set ns.s = EXPR %}{% endfor %}"

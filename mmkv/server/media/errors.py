@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.errors import InputError
+from mmkv.engine.errors import InputError
 
 BAD_FORM = 400
 REFUSED = 403

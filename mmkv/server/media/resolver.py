@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from engine.errors import InputError
+from mmkv.engine.errors import InputError
 from mmkv.prompt.media import SIZED, data_uri_content, describe
 from mmkv.prompt.part_settings import MediaSettings
 from mmkv.prompt.video import Clip, FrameRule

@@ -23,7 +23,7 @@ import numpy as np
 from PIL import Image as pil
 from PIL import WebPImagePlugin as _webp  # noqa: F401 (else Image.open imports every format)
 
-from engine.errors import STOPS, InputError
+from mmkv.engine.errors import STOPS, InputError
 from mmkv.prompt.media import TooManyPixelsError, decode_image
 from mmkv.prompt.part_settings import MediaSettings
 from mmkv.prompt.qwen_vision import VideoRules

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 import mmkv.stepping
-from engine.errors import ContextError
 from mmkv import Engine, Sampling
+from mmkv.engine.errors import ContextError
 from mmkv.resources import bundled_model
 from mmkv.session import Session
 from tests.support.tiers import slow_but

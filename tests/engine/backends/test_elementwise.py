@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.backends.cpu import elementwise as native
-from engine.backends.cpu import levels
-from engine.model.elementwise import Elementwise, TorchElementwise
-from engine.model.rope import Rope
-from engine.model.spec import RopeSpec
+from mmkv.engine.backends.cpu import elementwise as native
+from mmkv.engine.backends.cpu import levels
+from mmkv.engine.model.elementwise import Elementwise, TorchElementwise
+from mmkv.engine.model.rope import Rope
+from mmkv.engine.model.spec import RopeSpec
 from tests.support.native import needs_native
 
 EPS = 1e-5

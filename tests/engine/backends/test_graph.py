@@ -13,17 +13,17 @@ from typing import Any
 import pytest
 import torch
 
-import engine.backends.cuda.kernels
 import mmkv
-from engine.backends.cuda import GraphRunner
-from engine.backends.cuda.kernels.append import make_room
-from engine.backends.cuda.kernels.sample import Draw
-from engine.backends.cuda.static_step import StaticStep
-from engine.cache import COLUMNS, PagePool
-from engine.errors import BudgetError, ContextError
-from engine.policies import Budget
-from engine.runtime import Runtime
-from engine.sequence import CachedSequence
+import mmkv.engine.backends.cuda.kernels
+from mmkv.engine.backends.cuda import GraphRunner
+from mmkv.engine.backends.cuda.kernels.append import make_room
+from mmkv.engine.backends.cuda.kernels.sample import Draw
+from mmkv.engine.backends.cuda.static_step import StaticStep
+from mmkv.engine.cache import COLUMNS, PagePool
+from mmkv.engine.errors import BudgetError, ContextError
+from mmkv.engine.policies import Budget
+from mmkv.engine.runtime import Runtime
+from mmkv.engine.sequence import CachedSequence
 from mmkv.resources import bundled_model
 from tests.support.interrupted_growth import grow_one_column
 from tests.support.kernels import HAS_TRITON, INTERPRETED
@@ -280,8 +280,8 @@ def test_pages_that_nobody_asked_for_leave_most_memory_free(
     largest = pool.keys.nbytes
     # 2,000 pages are free beside what one more takes; a quarter of them may go to spare ones.
     free = 1025 * size + largest + 2000 * size
-    monkeypatch.setattr("engine.cache.pool.free_bytes", lambda device: free)
-    monkeypatch.setattr("engine.cache.pool._SMALL", 1)
+    monkeypatch.setattr("mmkv.engine.cache.pool.free_bytes", lambda device: free)
+    monkeypatch.setattr("mmkv.engine.cache.pool._SMALL", 1)
     pool.reserve(1025)
     assert pool.num_pages == 1025 + 500
     pool.prepare(10**9)
@@ -304,7 +304,7 @@ def test_a_pool_whose_growth_was_interrupted_is_seen(monkeypatch: pytest.MonkeyP
 def test_long_runs_are_lent_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     ours, reference = (engine_for("odd", "full") for _ in range(2))
     one, two = opened(ours, 1), opened(reference, 1)
-    monkeypatch.setattr("engine.backends.cuda.graph_runner.MOST_STEPS", 8)
+    monkeypatch.setattr("mmkv.engine.backends.cuda.graph_runner.MOST_STEPS", 8)
     assert GraphRunner(ours).decode(one, [3], 30) == eager(reference, two, [3], 30)
     same(one, two)
 
@@ -358,7 +358,7 @@ def test_without_a_gpu_many_steps_are_single_ones() -> None:
 def on_cuda(engine: Runtime, monkeypatch: pytest.MonkeyPatch, triton: bool = True) -> Runtime:
     """An engine that takes itself for one on a GPU, with or without Triton."""
     monkeypatch.setattr(engine, "device", torch.device("cuda"))
-    monkeypatch.setattr("engine.backends.cuda.backend.triton_installed", lambda: triton)
+    monkeypatch.setattr("mmkv.engine.backends.cuda.backend.triton_installed", lambda: triton)
     return engine
 
 
@@ -422,11 +422,11 @@ def test_the_kernels_together_are_the_eager_step(
     """Prefill and static step with every kernel in its Triton form, on a CPU."""
     reference = engine_for(model, policy)
     two = opened(reference, 2)
-    for name in [m.name for m in pkgutil.iter_modules(engine.backends.cuda.kernels.__path__)]:
-        module = importlib.import_module(f"engine.backends.cuda.kernels.{name}")
+    for name in [m.name for m in pkgutil.iter_modules(mmkv.engine.backends.cuda.kernels.__path__)]:
+        module = importlib.import_module(f"mmkv.engine.backends.cuda.kernels.{name}")
         if hasattr(module, "on_triton"):
             monkeypatch.setattr(module, "on_triton", lambda tensor: True)
-    monkeypatch.setattr("engine.backends.torch.step.on_triton", lambda tensor: True)
+    monkeypatch.setattr("mmkv.engine.backends.torch.step.on_triton", lambda tensor: True)
     ours = engine_for(model, policy)
     one = opened(ours, 2)
     generated = GraphRunner(ours).decode(one, [3, 4], 3)

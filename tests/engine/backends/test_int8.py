@@ -13,15 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.backends.cpu import levels
-from engine.backends.cpu import product as native
-from engine.backends.cpu import rounded as rounding
-from engine.backends.cpu.binding import INT8_FORMS, Library, library
-from engine.errors import ModelError, SessionError
-from engine.model import product as reference
-from engine.model.int8 import BLOCK, Int8Matrix
-from engine.model.product import Holding, plain
-from engine.runtime import Runtime
+from mmkv.engine.backends.cpu import levels
+from mmkv.engine.backends.cpu import product as native
+from mmkv.engine.backends.cpu import rounded as rounding
+from mmkv.engine.backends.cpu.binding import INT8_FORMS, Library, library
+from mmkv.engine.errors import ModelError, SessionError
+from mmkv.engine.model import product as reference
+from mmkv.engine.model.int8 import BLOCK, Int8Matrix
+from mmkv.engine.model.product import Holding, plain
+from mmkv.engine.runtime import Runtime
 from mmkv.resources import bundled_model
 from tests.support.factories import checkpoint
 from tests.support.native import assert_close, content, needs_native

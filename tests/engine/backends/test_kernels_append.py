@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.backends.cuda.kernels.append import empty_room
-from engine.cache import RaggedCache
-from engine.errors import BudgetError
+from mmkv.engine.backends.cuda.kernels.append import empty_room
+from mmkv.engine.cache import RaggedCache
+from mmkv.engine.errors import BudgetError
 from tests.support.kernels import (
     DEVICE,
     ONE_SPILL,
@@ -131,10 +131,10 @@ TYPES = dict.fromkeys(LONGS, "*i64") | {"error": "*i32"} | dict.fromkeys(["rows"
 )
 def test_kernels_fit_a_hopper_sm(kernel: str, registers: int, shared: int, tmp_path: Path) -> None:
     """36 layers of 8 heads, 64 batch slots."""
-    from engine.backends.cuda.kernels import append_triton as ours
+    from mmkv.engine.backends.cuda.kernels import append_triton as ours
 
     report = compile_for_hopper(
-        "engine.backends.cuda.kernels.append_triton",
+        "mmkv.engine.backends.cuda.kernels.append_triton",
         kernel,
         {**TYPES, "batch_slots": "i32"},
         {"PAGE": 16, "BLOCK": 512, "BATCH": 64},

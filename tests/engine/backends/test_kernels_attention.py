@@ -8,9 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.backends.cuda.kernels.decode_attention import Partials, empty_partials
-from engine.backends.cuda.kernels.worklist import WorkList, build_worklist_reference, empty_worklist
-from eval.bench.kernel_code import decode
+from mmkv.engine.backends.cuda.kernels.decode_attention import Partials, empty_partials
+from mmkv.engine.backends.cuda.kernels.worklist import (
+    WorkList,
+    build_worklist_reference,
+    empty_worklist,
+)
+from mmkv.eval.bench.kernel_code import decode
 from tests.support.kernels import (
     DEVICE,
     ONE_SPILL,

@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-from engine.backends.cuda.kernels.append import Rows
-from engine.backends.cuda.kernels.evict import (
+from mmkv.engine.backends.cuda.kernels.append import Rows
+from mmkv.engine.backends.cuda.kernels.evict import (
     BLOCK,
     MOST_TIES,
     Eviction,
     empty_eviction,
 )
-from engine.cache import RaggedCache
-from engine.policies import Policy, make_policy
+from mmkv.engine.cache import RaggedCache
+from mmkv.engine.policies import Policy, make_policy
 from tests.support.eviction_machine import LEVELS, ROWS, Machine, eager_evict, on_device
 from tests.support.kernels import forms, is_triton
 from tests.support.rows import assert_same, eager_cache, snapshot, to_device, unchanged

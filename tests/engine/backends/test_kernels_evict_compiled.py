@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from engine.backends.cuda.kernels.append import empty_room, make_room
-from engine.backends.cuda.kernels.evict import (
+from mmkv.engine.backends.cuda.kernels.append import empty_room, make_room
+from mmkv.engine.backends.cuda.kernels.evict import (
     BLOCK,
     TURNS,
     empty_eviction,
 )
-from engine.policies import make_policy
+from mmkv.engine.policies import make_policy
 from tests.support.eviction_machine import eager_evict, on_device
 from tests.support.kernels import DEVICE, ONE_SPILL, compile_for_hopper, needs_compiler
 from tests.support.rows import COLUMNS, assert_same, eager_cache, snapshot, to_device
@@ -24,7 +24,7 @@ from tests.support.rows import COLUMNS, assert_same, eager_cache, snapshot, to_d
 @pytest.mark.parametrize("name", ["dbtrimkv", "trimkv"])
 def test_append_and_evict_in_one_cuda_graph(name: str) -> None:
     """Captured once, replayed for steps that take pages, drop entries, and do neither."""
-    from engine.backends.cuda.kernels.evict import evict
+    from mmkv.engine.backends.cuda.kernels.evict import evict
 
     policy = make_policy(name)
     lengths = torch.full((2, 2, 2), 20)
@@ -151,7 +151,7 @@ def test_kernels_fit_a_hopper_sm(
 ) -> None:
     """36 layers of 8 heads of 128 in bfloat16."""
     report = compile_for_hopper(
-        f"engine.backends.cuda.kernels.{module}_triton",
+        f"mmkv.engine.backends.cuda.kernels.{module}_triton",
         kernel,
         TYPES,
         SIZES | sizes,

@@ -17,9 +17,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.backends.cuda.kernels.norm import rms_norm
-from engine.backends.cuda.kernels.sample import Draw, SamplingColumns, columns_of, sample, uniform
-from engine.backends.cuda.kernels.swiglu import swiglu
+from mmkv.engine.backends.cuda.kernels.norm import rms_norm
+from mmkv.engine.backends.cuda.kernels.sample import (
+    Draw,
+    SamplingColumns,
+    columns_of,
+    sample,
+    uniform,
+)
+from mmkv.engine.backends.cuda.kernels.swiglu import swiglu
 from mmkv.sampling import Sampling, distribution
 from tests.support.kernels import (
     DEVICE,
@@ -231,7 +237,7 @@ def test_greedy_takes_the_first_of_equal_logits() -> None:
 
 def test_noise_is_splitmix64() -> None:
     """The published first outputs for seed 1234567, and even spread over slots and counters."""
-    from engine.backends.cuda.kernels import sample as module
+    from mmkv.engine.backends.cuda.kernels import sample as module
 
     seed = 1234567
     states = seed + torch.arange(3) * module._GOLDEN
@@ -269,7 +275,7 @@ def test_sampling_is_captured_in_a_graph() -> None:
 @pytest.mark.parametrize("width", [2560, 4096])
 def test_rms_norm_fits_a_hopper_sm(width: int, add: bool, tmp_path: Path) -> None:
     """bf16, 16 warps for d up to 4096: <= 40 registers, nothing spilled, 16-byte accesses."""
-    from engine.backends.cuda.kernels import norm_triton
+    from mmkv.engine.backends.cuda.kernels import norm_triton
 
     types = dict.fromkeys(("x", "residual", "gain", "normed", "total"), "*bf16")
     types |= {"x_row": "i32", "residual_row": "i32", "eps": "fp32"}
@@ -288,7 +294,7 @@ def test_rms_norm_fits_a_hopper_sm(width: int, add: bool, tmp_path: Path) -> Non
 @needs_compiler
 def test_swiglu_fits_a_hopper_sm(tmp_path: Path) -> None:
     """bf16, f of Qwen3-8B: <= 32 registers (full occupancy), no shared memory."""
-    from engine.backends.cuda.kernels import swiglu_triton
+    from mmkv.engine.backends.cuda.kernels import swiglu_triton
 
     report = compile_for_hopper(
         swiglu_triton.__name__,

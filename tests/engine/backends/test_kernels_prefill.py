@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.backends.torch.chunk_attention import chunk_attention
-from engine.backends.torch.ragged_attention import merge
-from eval.bench.kernel_code import SHARED_LIMITS, prefill, window
+from mmkv.engine.backends.torch.chunk_attention import chunk_attention
+from mmkv.engine.backends.torch.ragged_attention import merge
+from mmkv.eval.bench.kernel_code import SHARED_LIMITS, prefill, window
 from tests.support.kernels import DEVICE, compile_case, forms, needs_compiler
 from tests.support.paged import Paged, attention, beside_a_sink, paged, rounded
 
@@ -177,6 +177,6 @@ def test_kernel_fits_a_hopper_sm(queries, tmp_path: Path) -> None:
 def test_the_largest_programs_fit_every_card(make, arguments, arch, tmp_path: Path) -> None:
     """SnapKV's window of 64 on Qwen2.5-VL-7B: 448 queries a KV head; and float32.
 
-    ``python -m eval.bench.kernel_code`` does the same for all kernels and cards.
+    ``python -m mmkv.eval.bench.kernel_code`` does the same for all kernels and cards.
     """
     assert compile_case(make(*arguments), tmp_path, arch).shared <= SHARED_LIMITS[arch]

@@ -15,16 +15,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.backends.cuda.kernels.store import Readout, store_layer
-from engine.backends.torch.step import DecodeStep
-from engine.cache import COLUMNS, Form, PagePool, RaggedCache
-from engine.model.decoder import Decoder
-from engine.model.gates import Gates
-from engine.model.gates.module import LayerGate
-from engine.model.rope import Rope
-from engine.model.spec import RopeSpec
-from engine.model.weights import DecoderWeights, LayerWeights
-from eval.bench.kernel_code import store
+from mmkv.engine.backends.cuda.kernels.store import Readout, store_layer
+from mmkv.engine.backends.torch.step import DecodeStep
+from mmkv.engine.cache import COLUMNS, Form, PagePool, RaggedCache
+from mmkv.engine.model.decoder import Decoder
+from mmkv.engine.model.gates import Gates
+from mmkv.engine.model.gates.module import LayerGate
+from mmkv.engine.model.rope import Rope
+from mmkv.engine.model.spec import RopeSpec
+from mmkv.engine.model.weights import DecoderWeights, LayerWeights
+from mmkv.eval.bench.kernel_code import store
 from tests.conftest import make_spec
 from tests.support.kernels import (
     DEVICE,

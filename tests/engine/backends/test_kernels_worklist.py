@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.backends.cuda.kernels.worklist import (
+from mmkv.engine.backends.cuda.kernels.worklist import (
     WorkList,
     build_worklist_reference,
     empty_worklist,
@@ -114,7 +114,7 @@ def test_kernel_fits_a_hopper_sm(tmp_path: Path) -> None:
     types |= dict.fromkeys(("rows", "runs", "layers"), "i32")
     constants = {"HEADS": 8, "TILE": 32, "BLOCK_ROWS": 128, "BLOCK_RUNS": 32}
     report = compile_for_hopper(
-        "engine.backends.cuda.kernels.worklist_triton",
+        "mmkv.engine.backends.cuda.kernels.worklist_triton",
         "worklist_kernel",
         types,
         constants,

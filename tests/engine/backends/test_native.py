@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import mmkv
-from engine.backends.cpu import NativeDecoder
+from mmkv.engine.backends.cpu import NativeDecoder
 from mmkv.resources import bundled_model
 from tests.support.native import (
     MODELS,
@@ -136,7 +136,7 @@ def test_bfloat16_copies_change_nothing_but_the_order_of_sums(
     matrices[1][-1, -1] += 2.0**-20  # one that does not fit
     generated = []
     for room in (0, 2**31):
-        monkeypatch.setattr("engine.backends.cpu.matrices._MOST_BF16_BYTES", room)
+        monkeypatch.setattr("mmkv.engine.backends.cpu.matrices._MOST_BF16_BYTES", room)
         decoder = NativeDecoder(engine.spec, weights, engine.decoder.gates)
         assert len(decoder._bf16.kept) == (len(matrices) if room else 0)  # the head, less one
         engine.backends.cpu.decoder = decoder
@@ -150,7 +150,9 @@ def test_bfloat16_copies_change_nothing_but_the_order_of_sums(
 
 @needs_native
 def test_the_number_of_threads_does_not_change_the_logits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.backends.cpu.decoder._NUMBERS_PER_THREAD", 1)  # too small for two
+    monkeypatch.setattr(
+        "mmkv.engine.backends.cpu.decoder._NUMBERS_PER_THREAD", 1
+    )  # too small for two
     engine = engine_for("qwen3_vl", "full")
     one = engine.session()
     one.prefill(prompt("qwen3_vl"))

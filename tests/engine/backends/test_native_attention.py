@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.backends.cpu import binding, levels
-from engine.backends.cpu.cache_views import CacheViews
-from engine.cache import PagePool, RaggedCache
-from engine.cache.forms import Form
+from mmkv.engine.backends.cpu import binding, levels
+from mmkv.engine.backends.cpu.cache_views import CacheViews
+from mmkv.engine.cache import PagePool, RaggedCache
+from mmkv.engine.cache.forms import Form
 from tests.support.native import needs_native
 
 FORMS = ["auto", "bf16", "int8", "k8v4", "int4"]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.errors import BudgetError
-from engine.runtime import Runtime
-from engine.sequence import CachedSequence
+from mmkv.engine.errors import BudgetError
+from mmkv.engine.runtime import Runtime
+from mmkv.engine.sequence import CachedSequence
 from tests.support.native import MODELS, assert_close, content, engine_for, needs_native
 from tests.support.sessions import state, text_ids
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.backends.cpu import binding, levels
-from engine.backends.cpu.chunk import NativeChunkAttention
-from engine.cache import PagePool, RaggedCache
-from engine.cache.forms import Form
+from mmkv.engine.backends.cpu import binding, levels
+from mmkv.engine.backends.cpu.chunk import NativeChunkAttention
+from mmkv.engine.cache import PagePool, RaggedCache
+from mmkv.engine.cache.forms import Form
 from tests.engine.backends.test_native import needs_native
 
 FORMS = ["auto", "bf16", "int8", "k8v4", "int4"]

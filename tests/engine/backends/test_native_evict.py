@@ -14,11 +14,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.backends.cpu import NativeEvictor, levels
-from engine.cache import PagePool, RaggedCache
-from engine.policies import CacheView, Policy, make_policy
-from engine.policies.allocation import GlobalAllocation
-from engine.policies.scoring import Retention
+from mmkv.engine.backends.cpu import NativeEvictor, levels
+from mmkv.engine.cache import PagePool, RaggedCache
+from mmkv.engine.policies import CacheView, Policy, make_policy
+from mmkv.engine.policies.allocation import GlobalAllocation
+from mmkv.engine.policies.scoring import Retention
 from tests.support.native import POLICIES, content, needs_native
 from tests.support.tiers import slow_but
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.backends.cpu import binding, level, levels, reason
-from engine.backends.cpu.binding import LEVELS
+from mmkv.engine.backends.cpu import binding, level, levels, reason
+from mmkv.engine.backends.cpu.binding import LEVELS
 from mmkv.environment import describe
 from tests.support.native import MODELS, POLICIES, compare, needs_native
 from tests.support.tiers import slow_but

@@ -7,8 +7,8 @@ import shutil
 
 import pytest
 
-from engine.backends.cpu import binding, levels
-from engine.runtime import Runtime
+from mmkv.engine.backends.cpu import binding, levels
+from mmkv.engine.runtime import Runtime
 from mmkv.environment import describe
 from tests.support.factories import checkpoint
 from tests.support.native import assert_close, content, engine_for, needs_native, open_both, prompt

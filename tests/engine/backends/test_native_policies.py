@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.backends.cpu.window import native_window_attention
-from engine.policies import (
+from mmkv.engine.backends.cpu.window import native_window_attention
+from mmkv.engine.policies import (
     CacheView,
     GlobalAllocation,
     HeadAllocation,
@@ -23,11 +23,11 @@ from engine.policies import (
     Scores,
     Shares,
 )
-from engine.policies.base import GROUPS, WindowReduction
-from engine.policies.scoring import WindowAttention
-from engine.policies.selection import lowest
-from engine.query_window import QUERIES, window_attention
-from engine.runtime import Runtime
+from mmkv.engine.policies.base import GROUPS, WindowReduction
+from mmkv.engine.policies.scoring import WindowAttention
+from mmkv.engine.policies.selection import lowest
+from mmkv.engine.query_window import QUERIES, window_attention
+from mmkv.engine.runtime import Runtime
 from tests.engine.test_policies import make_view
 from tests.support.sessions import LATER, PICTURES, load, text_ids
 from tests.support.tiers import slow_but

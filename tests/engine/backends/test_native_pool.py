@@ -8,8 +8,8 @@ import weakref
 
 import pytest
 
-from engine.cache import COLUMNS
-from engine.errors import BudgetError
+from mmkv.engine.cache import COLUMNS
+from mmkv.engine.errors import BudgetError
 from tests.support.interrupted_growth import grow_one_column
 from tests.support.native import assert_close, content, needs_native, open_both
 from tests.support.policies import EVICTING_STATIC

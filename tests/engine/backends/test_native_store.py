@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from engine.backends.cpu import binding, levels
-from engine.backends.cpu.cache_views import CacheViews
-from engine.cache import COLUMNS, Form, PagePool, RaggedCache
-from engine.cache.forms import FORMS
+from mmkv.engine.backends.cpu import binding, levels
+from mmkv.engine.backends.cpu.cache_views import CacheViews
+from mmkv.engine.cache import COLUMNS, Form, PagePool, RaggedCache
+from mmkv.engine.cache.forms import FORMS
 from tests.support.native import needs_native
 
 

@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.backends.cpu import levels, matrices, packed
-from engine.backends.cpu import product as native
-from engine.errors import SessionError
-from engine.model import product as reference
-from engine.model.bf16 import Bf16Matrix
-from engine.model.finite import find_not_finite
-from engine.model.product import Matrix
-from engine.model.weights import DecoderWeights
-from engine.runtime import Runtime
+from mmkv.engine.backends.cpu import levels, matrices, packed
+from mmkv.engine.backends.cpu import product as native
+from mmkv.engine.errors import SessionError
+from mmkv.engine.model import product as reference
+from mmkv.engine.model.bf16 import Bf16Matrix
+from mmkv.engine.model.finite import find_not_finite
+from mmkv.engine.model.product import Matrix
+from mmkv.engine.model.weights import DecoderWeights
+from mmkv.engine.runtime import Runtime
 from mmkv.resources import bundled_model
 from tests.support.factories import checkpoint
 from tests.support.native import assert_close, needs_native
@@ -151,7 +151,7 @@ def test_files_of_weights_that_bfloat16_holds_exactly_fit_both_forms(tmp_path: P
 def test_the_bundled_model_is_held_once_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     """And a prompt's logits are those of its weights in float32."""
     narrow = Runtime.from_pretrained(bundled_model(), device="cpu", policy="full")
-    monkeypatch.setattr("engine.runtime.native_product", lambda _: None)
+    monkeypatch.setattr("mmkv.engine.runtime.native_product", lambda _: None)
     plain = Runtime.from_pretrained(bundled_model(), device="cpu", policy="full")
     ours, theirs = (engine.decoder.weights for engine in (narrow, plain))
     assert all(isinstance(matrix, Bf16Matrix) for matrix in ours.matrices())

@@ -11,23 +11,23 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from engine.errors import BudgetError
-from eval.bench import admission as bench_admission
-from eval.bench import capacity as bench_capacity
-from eval.bench import decode as bench_decode
-from eval.bench import generate_cpu as bench_generate
-from eval.bench import kernels as bench_kernels
-from eval.bench import kv_forms as bench_forms
-from eval.bench import prefill as bench_prefill
-from eval.bench.kernel_cases import TINY as TINY_CASES
-from eval.bench.memory_estimate import dense_count, plan
-from eval.bench.names import DYNAMIC, EAGER, FULL, OWN, STATIC, TRIMKV
-from eval.bench.output import BenchError
-from eval.bench.peer import PEERS, Job
-from eval.bench.process import PeerProcess
-from eval.bench.shapes import SHAPES, build_engine
-from eval.bench.synthetic_cache import synthetic_sessions
-from eval.bench.targets import checks
+from mmkv.engine.errors import BudgetError
+from mmkv.eval.bench import admission as bench_admission
+from mmkv.eval.bench import capacity as bench_capacity
+from mmkv.eval.bench import decode as bench_decode
+from mmkv.eval.bench import generate_cpu as bench_generate
+from mmkv.eval.bench import kernels as bench_kernels
+from mmkv.eval.bench import kv_forms as bench_forms
+from mmkv.eval.bench import prefill as bench_prefill
+from mmkv.eval.bench.kernel_cases import TINY as TINY_CASES
+from mmkv.eval.bench.memory_estimate import dense_count, plan
+from mmkv.eval.bench.names import DYNAMIC, EAGER, FULL, OWN, STATIC, TRIMKV
+from mmkv.eval.bench.output import BenchError
+from mmkv.eval.bench.peer import PEERS, Job
+from mmkv.eval.bench.process import PeerProcess
+from mmkv.eval.bench.shapes import SHAPES, build_engine
+from mmkv.eval.bench.synthetic_cache import synthetic_sessions
+from mmkv.eval.bench.targets import checks
 from tests.support.chat_models import save_llama
 from tests.support.kernels import DEVICE
 

@@ -8,15 +8,15 @@ from unittest import mock
 import pytest
 import torch
 
-from engine.backends.cuda import GraphRunner
-from engine.backends.cuda import static_step as static_step
-from engine.model.families.config import read_config
-from engine.runtime import Runtime
-from eval.bench.memory_estimate import own_bytes
-from eval.bench.methods import Own
-from eval.bench.parts import Undo, split, without
-from eval.bench.shapes import SHAPES, build_engine, build_model
-from eval.bench.synthetic_cache import pages_for, rewind, row_lengths, synthetic_sessions
+from mmkv.engine.backends.cuda import GraphRunner
+from mmkv.engine.backends.cuda import static_step as static_step
+from mmkv.engine.model.families.config import read_config
+from mmkv.engine.runtime import Runtime
+from mmkv.eval.bench.memory_estimate import own_bytes
+from mmkv.eval.bench.methods import Own
+from mmkv.eval.bench.parts import Undo, split, without
+from mmkv.eval.bench.shapes import SHAPES, build_engine, build_model
+from mmkv.eval.bench.synthetic_cache import pages_for, rewind, row_lengths, synthetic_sessions
 from mmkv.measure import speed_model, timing
 from tests.support.factories import checkpoint
 from tests.support.kernels import DEVICE

@@ -13,13 +13,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from eval import bench_peers_cpu
-from eval.bench.child import memory
-from eval.bench.cpu_methods import METHODS
-from eval.bench.cpu_methods.base import Job, Method
-from eval.bench.llama_gguf import interleaved, renamed, tensors
-from eval.bench.peers_cpu import obey
-from eval.bench.peers_report import allowed_bytes, case_rows, checks, target_rows
+from mmkv.eval import bench_peers_cpu
+from mmkv.eval.bench.child import memory
+from mmkv.eval.bench.cpu_methods import METHODS
+from mmkv.eval.bench.cpu_methods.base import Job, Method
+from mmkv.eval.bench.llama_gguf import interleaved, renamed, tensors
+from mmkv.eval.bench.peers_cpu import obey
+from mmkv.eval.bench.peers_report import allowed_bytes, case_rows, checks, target_rows
 from mmkv.measure.record import ROOT
 from mmkv.measure.timing import spread
 from tests.support.chat_models import save_llama
@@ -122,7 +122,7 @@ def test_the_program_of_a_method_imports_no_package_at_its_top() -> None:
     """Some environments lack torch, and mmkv may have to come from another checkout."""
     code = "import sys, eval.bench.peers_cpu; print(*sys.modules)"
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert "eval.bench.cpu_methods.llama_cpp" in run.stdout
+    assert "mmkv.eval.bench.cpu_methods.llama_cpp" in run.stdout
     assert not {"torch", "transformers", "engine", "mmkv"} & set(run.stdout.split()), run.stderr
 
 

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.errors import InputError
-from eval.lmms.gen_kwargs import sampling_of, stop_strings
-from eval.lmms.messages import Frames, conversation, keys, visual_part
-from eval.lmms.pixels import FrameRules
-from eval.lmms.settings import Settings
+from mmkv.engine.errors import InputError
+from mmkv.eval.lmms.gen_kwargs import sampling_of, stop_strings
+from mmkv.eval.lmms.messages import Frames, conversation, keys, visual_part
+from mmkv.eval.lmms.pixels import FrameRules
+from mmkv.eval.lmms.settings import Settings
 from mmkv.generation_config import Generation, generation_of
 from mmkv.prompt.media import load_image
 from mmkv.prompt.processing import Processor

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 import mmkv
-from eval.lmms.answers import main as to_answers
-from eval.lmms.pixels import CHAT_IMAGES, FrameRules
-from eval.lmms.settings import SYSTEM_PROMPT
-from eval.lmms.tasks import merged, shipped_folder, write
-from eval.mmdu.data import read_benchmark
-from eval.mmdu.files import AnswerFolder
 from mmkv.cli.app import run as command
+from mmkv.eval.lmms.answers import main as to_answers
+from mmkv.eval.lmms.pixels import CHAT_IMAGES, FrameRules
+from mmkv.eval.lmms.settings import SYSTEM_PROMPT
+from mmkv.eval.lmms.tasks import merged, shipped_folder, write
+from mmkv.eval.mmdu.data import read_benchmark
+from mmkv.eval.mmdu.files import AnswerFolder
 from mmkv.prompt.video import load_video
 from tests.support.lmms_runs import MODEL, Written, needs_lmms_eval, run, run_python, written
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from eval.lmms.journal import VARIABLE, Journal, fallback, found
 from mmkv.cli.app import run
+from mmkv.eval.lmms.journal import VARIABLE, Journal, fallback, found
 
 FULL = Path("/dev/full")  # takes nothing, as a full disk
 needs_full = pytest.mark.skipif(not FULL.exists(), reason="no /dev/full here")
@@ -66,7 +66,7 @@ def test_no_place_at_all_is_said_once(tmp_path: Path, temporary: Path) -> None:
 
 def test_the_adapter_keeps_a_reply_when_its_document_is_done(tmp_path: Path) -> None:
     pytest.importorskip("lmms_eval")
-    from eval.lmms.adapter import Adapter, Record
+    from mmkv.eval.lmms.adapter import Adapter, Record
 
     record = Record()
 

@@ -16,14 +16,14 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from engine.errors import InputError
-from eval.mmdu.data import find_pictures, interleave, read_benchmark, read_row
-from eval.mmdu.exact import is_right
-from eval.mmdu.files import AnswerFolder
-from eval.mmdu.loop import answer
-from eval.mmdu.make import pack, write
 from mmkv import Engine, Sampling
 from mmkv.cli.app import run
+from mmkv.engine.errors import InputError
+from mmkv.eval.mmdu.data import find_pictures, interleave, read_benchmark, read_row
+from mmkv.eval.mmdu.exact import is_right
+from mmkv.eval.mmdu.files import AnswerFolder
+from mmkv.eval.mmdu.loop import answer
+from mmkv.eval.mmdu.make import pack, write
 from mmkv.resources import bundled_dialogues, bundled_model
 
 if TYPE_CHECKING:
@@ -228,7 +228,7 @@ def test_a_run_writes_official_files_with_numbers_beside(
 # The command, which kills itself in the middle of writing the third dialogue's answers.
 KILLED = """
 import os, signal, sys
-from eval.mmdu import files
+from mmkv.eval.mmdu import files
 from mmkv.cli.app import run
 
 replace, written = os.replace, []

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from engine.errors import InputError
-from eval.mmdu.client import Endpoint, JudgeClient, NoVerdictError
-from eval.mmdu.cost import data_uri, estimate, picture_tokens
-from eval.mmdu.http import Answer, post, retry_after
-from eval.mmdu.rubric import SCORES, UnreadableScoresError, read_scores
+from mmkv.engine.errors import InputError
+from mmkv.eval.mmdu.client import Endpoint, JudgeClient, NoVerdictError
+from mmkv.eval.mmdu.cost import data_uri, estimate, picture_tokens
+from mmkv.eval.mmdu.http import Answer, post, retry_after
+from mmkv.eval.mmdu.rubric import SCORES, UnreadableScoresError, read_scores
 from tests.support.clock import Clock
 from tests.support.fake_judge import FakeJudge, grades
 

@@ -10,12 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import eval.mmdu.run
-from engine.errors import InputError
-from eval.fuzz.models import small_engine
-from eval.mmdu.data import find_pictures, read_benchmark, read_row
 from mmkv import Engine
 from mmkv.cli.app import run
+from mmkv.engine.errors import InputError
+from mmkv.eval.fuzz.models import small_engine
+from mmkv.eval.mmdu.data import find_pictures, read_benchmark, read_row
 
 SURROGATES = st.characters(categories=["Cs"])
 

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from engine.errors import InputError
-from eval.mmdu.compare import compare
-from eval.mmdu.data import Dialogue
-from eval.mmdu.exact import as_rows, is_right, shares
-from eval.mmdu.rubric import UnreadableScoresError, read_scores
-from eval.mmdu.scores import aggregate, overall_sums, score_table
-from eval.mmdu.summary import exact_table, memory_table, summarize
-from eval.mmdu.verdicts import Verdict, Verdicts
+from mmkv.engine.errors import InputError
+from mmkv.eval.mmdu.compare import compare
+from mmkv.eval.mmdu.data import Dialogue
+from mmkv.eval.mmdu.exact import as_rows, is_right, shares
+from mmkv.eval.mmdu.rubric import UnreadableScoresError, read_scores
+from mmkv.eval.mmdu.scores import aggregate, overall_sums, score_table
+from mmkv.eval.mmdu.summary import exact_table, memory_table, summarize
+from mmkv.eval.mmdu.verdicts import Verdict, Verdicts
 
 # In the order of MMDU's tables: C, R, VP, LC, AA, IRU, and the overall score.
 NAMES = (

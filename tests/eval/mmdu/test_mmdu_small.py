@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import mmkv
-from eval.mmdu import small as mmdu_small
+from mmkv.eval.mmdu import small as mmdu_small
 from mmkv.resources import bundled_dialogues, bundled_model
 
 

@@ -13,8 +13,8 @@ from mmkv.data.scene_data import scene_turns
 from mmkv.data.scene_encoding import encode
 from mmkv.data.scenes import EMPTY, Clip, Question, Scene, Turn, is_heldout, object_names, render
 from mmkv.data.tokenizer import build_tokenizer
+from mmkv.training.curriculum import ROUNDS, long_lesson
 from tests.mmkv.data.test_scenes import answer_from_pixels, read_cells
-from training.curriculum import ROUNDS, long_lesson
 
 Cells = list[list[str]]
 

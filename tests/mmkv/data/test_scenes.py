@@ -31,8 +31,8 @@ from mmkv.data.tokenizer import build_tokenizer
 from mmkv.prompt.processing import load_processor
 from mmkv.prompt.video import Clip
 from mmkv.resources import bundled_model
-from training.curriculum import ROUNDS, DialogueBatches
-from training.tiny_model import IMAGE_PROCESSOR, build_model, save
+from mmkv.training.curriculum import ROUNDS, DialogueBatches
+from mmkv.training.tiny_model import IMAGE_PROCESSOR, build_model, save
 
 
 def read_cells(picture: Image.Image) -> list[list[str]]:

@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 from rich.console import Console
 
-from engine.config import EngineConfig
-from engine.errors import InputError
 from mmkv import Sampling
 from mmkv.chat import answer as answering
 from mmkv.chat.answer import answer
@@ -23,6 +21,8 @@ from mmkv.chat.display import Display
 from mmkv.chat.options import ChatOptions
 from mmkv.chat.run import run_chat
 from mmkv.chat.watch import Watch, panel
+from mmkv.engine.config import EngineConfig
+from mmkv.engine.errors import InputError
 from mmkv.explain.figures import draw
 from mmkv.resources import asset
 from tests.support.recorded import bundled

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.trace import DEATH, Record
 from mmkv import Engine
+from mmkv.engine.trace import DEATH, Record
 from mmkv.explain import Snapshot, Trace, figures, page
 from mmkv.explain.page import MOST_BYTES, render
 from mmkv.explain.trace import Rule

@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 from torch import Tensor
 
-from engine import trace as recording
-from engine.errors import InputError, SessionError
-from engine.policies import Policy
-from engine.policies.allocation import GlobalAllocation
-from engine.policies.scoring import Retention
-from engine.runtime import Runtime
-from engine.sequence import CachedSequence
-from engine.trace import _BLOCK, DEATH, KINDS, PRUNED, REFUSED, Record, Recorder
 from mmkv import Engine, Sampling
+from mmkv.engine import trace as recording
+from mmkv.engine.errors import InputError, SessionError
+from mmkv.engine.policies import Policy
+from mmkv.engine.policies.allocation import GlobalAllocation
+from mmkv.engine.policies.scoring import Retention
+from mmkv.engine.runtime import Runtime
+from mmkv.engine.sequence import CachedSequence
+from mmkv.engine.trace import _BLOCK, DEATH, KINDS, PRUNED, REFUSED, Record, Recorder
 from mmkv.explain import Trace
 from mmkv.explain.page import render
 from mmkv.resources import asset

@@ -13,8 +13,8 @@ from torch import Tensor
 from transformers import StoppingCriteriaList
 
 import mmkv
-from engine.sequence import CachedSequence
 from mmkv import InputError, SessionError
+from mmkv.engine.sequence import CachedSequence
 from mmkv.hf import RetainedCache, retain
 from tests.support.factories import checkpoint, join_turns, make_turn, pad_left
 from tests.support.hf_models import greedy, model_of

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList, StoppingCriteriaList, TextIteratorStreamer
 
 import mmkv.hf.loop
-from engine.backends.cuda.kernels.sample import Draw, columns_of, sample
+from mmkv.engine.backends.cuda.kernels.sample import Draw, columns_of, sample
 from mmkv.hf import retain
 from tests.support.chat_models import picture, save_llama, save_llava
 from tests.support.factories import pad_left

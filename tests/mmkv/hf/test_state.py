@@ -13,8 +13,8 @@ import transformers
 from torch import Tensor
 from transformers.generation import GenerationMixin
 
-from engine.errors import InputError
 from mmkv import MmkvError
+from mmkv.engine.errors import InputError
 from mmkv.hf import RetainedCache, retain
 from tests.support.factories import CHECKPOINTS, make_model, pad_left
 from tests.support.hf_models import greedy, model_of, prompts_of, registered

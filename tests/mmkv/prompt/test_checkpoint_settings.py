@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from engine.errors import ModelError
-from eval.fuzz.judge import failure_of
-from eval.fuzz.models import save_text_model, save_vision_model
-from eval.fuzz.targets.checkpoints import Checkpoints
 from mmkv.api import Engine
+from mmkv.engine.errors import ModelError
+from mmkv.eval.fuzz.judge import failure_of
+from mmkv.eval.fuzz.models import save_text_model, save_vision_model
+from mmkv.eval.fuzz.targets.checkpoints import Checkpoints
 from mmkv.prompt import sandbox
 from mmkv.prompt.processing import load_processor
 from tests.support.chat_models import picture

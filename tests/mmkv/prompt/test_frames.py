@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from engine.errors import InputError, ModelError
 from mmkv import Engine
 from mmkv.data.conversations import read_row
+from mmkv.engine.errors import InputError, ModelError
 from mmkv.prompt import part_settings
 from mmkv.prompt.messages import take_media
 from mmkv.prompt.part_settings import MediaSettings, Sourced, evenly

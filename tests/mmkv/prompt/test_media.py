@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageFile
 
-from engine.errors import InputError
+from mmkv.engine.errors import InputError
 from mmkv.prompt import media
 from mmkv.prompt.media import load_image
 from tests.support.media import encoded, png_bomb, two_colours

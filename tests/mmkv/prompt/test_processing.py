@@ -16,8 +16,8 @@ import torch
 import transformers
 from PIL import Image
 
-from engine.errors import InputError
 from mmkv import Engine, Sampling
+from mmkv.engine.errors import InputError
 from mmkv.prompt.processing import load_processor
 from mmkv.prompt.template import NO_TEMPLATE, REWRITES, ChatTemplate
 from tests.support.chat_models import (

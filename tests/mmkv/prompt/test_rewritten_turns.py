@@ -16,9 +16,9 @@ import torch
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
-from engine.errors import ContextError, InputError
-from engine.read_ids import with_ids
 from mmkv import Engine, Session
+from mmkv.engine.errors import ContextError, InputError
+from mmkv.engine.read_ids import with_ids
 from mmkv.prompt.template import REWRITES, ChatTemplate
 from mmkv.scheduler.replies import ReplyJob, message
 from mmkv.scheduler.stored import StoredSession

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from transformers import AutoProcessor, AutoTokenizer
 
-from engine.errors import ModelError
+from mmkv.engine.errors import ModelError
 from mmkv.prompt.processing import load_processor
 from tests.support.chat_models import save_llama, save_llava, save_qwen2_5_vl
 

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 import mmkv.environment
-from engine.errors import InputError, ModelError
+from mmkv.engine.errors import InputError, ModelError
 from mmkv.prompt import video
 from mmkv.prompt.processing import load_processor
 from mmkv.prompt.qwen_vision import RUN, VideoRules

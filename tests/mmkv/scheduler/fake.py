@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 
-from engine.errors import BudgetError, SessionError
+from mmkv.engine.errors import BudgetError, SessionError
 from mmkv.scheduler import Job, Price
 
 CHUNK = 4

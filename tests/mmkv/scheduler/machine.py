@@ -12,7 +12,7 @@ import random
 import time
 from collections import Counter
 
-from engine.errors import BudgetError, CapacityError, SessionError
+from mmkv.engine.errors import BudgetError, CapacityError, SessionError
 from mmkv.scheduler import Limits, Scheduler, Ticket
 from tests.mmkv.scheduler.fake import CHUNK, FakeExecutor, FakeJob, FakePool, FakeSession, FakeSpare
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from engine.backends.cuda import GraphRunner
-from engine.errors import InputError
 from mmkv import Engine
+from mmkv.engine.backends.cuda import GraphRunner
+from mmkv.engine.errors import InputError
 from mmkv.reply import ReplyWriter
 from mmkv.scheduler import Limits, Scheduler
 from mmkv.scheduler.replies import EngineExecutor, ReplyJob, message

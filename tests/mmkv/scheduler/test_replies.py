@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from engine.errors import BudgetError, CapacityError, InputError, SessionError
 from mmkv import Budget, Engine
+from mmkv.engine.errors import BudgetError, CapacityError, InputError, SessionError
 from mmkv.scheduler import Limits, Scheduler
 from mmkv.scheduler.chunk_length import LENGTHS, chunk_length, longest_within
 from mmkv.scheduler.contract import Price

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from engine.errors import BudgetError, CapacityError, SessionError
+from mmkv.engine.errors import BudgetError, CapacityError, SessionError
 from mmkv.scheduler import Limits, Price, Scheduler, Ticket
 from mmkv.scheduler.fairness import DeficitRoundRobin
 from mmkv.scheduler.ledger import Ledger

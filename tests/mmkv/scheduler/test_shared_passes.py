@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from engine.errors import BudgetError, NotFiniteError
 from mmkv import Engine
+from mmkv.engine.errors import BudgetError, NotFiniteError
 from mmkv.scheduler import Limits, Scheduler
 from mmkv.scheduler.replies import EngineExecutor, Prompt, ReplyJob, message
 from mmkv.scheduler.stored import StoredSession

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.errors import SessionError
 from mmkv import Engine
+from mmkv.engine.errors import SessionError
 from mmkv.scheduler import Scheduler
 from mmkv.scheduler.replies import ReplyJob, message
 from mmkv.scheduler.stored import StoredSession

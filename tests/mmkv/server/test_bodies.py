@@ -10,7 +10,7 @@ import pytest
 from pydantic import ValidationError
 from starlette.types import Message, Receive, Scope, Send
 
-from engine.errors import InputError
+from mmkv.engine.errors import InputError
 from mmkv.server import body
 from mmkv.server.body import TOGETHER, LimitBody, release_body
 from mmkv.server.hosts import CheckHost, allowed_hosts, host_names

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from engine.memory import resident_bytes
 from mmkv import Engine
+from mmkv.engine.memory import resident_bytes
 from mmkv.server import footprint
 from mmkv.server.footprint import Footprint
 from mmkv.server.machine import Machine

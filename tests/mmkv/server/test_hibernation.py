@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from engine.errors import SessionError
 from mmkv import Engine
+from mmkv.engine.errors import SessionError
 from mmkv.sampling import Sampling
 from mmkv.server.hibernation import HibernationFolder
 from mmkv.server.work import ChatWork

@@ -20,8 +20,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.errors import SessionError
 from mmkv import Engine
+from mmkv.engine.errors import SessionError
 from mmkv.server import answer as answers
 from mmkv.server.kept import Kept
 from mmkv.server.lasting import Lasting, Note

@@ -9,7 +9,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from engine.errors import ContextError
+from mmkv.engine.errors import ContextError
 from mmkv.server.lengths import Lengths
 from tests.support.chat_models import byte_tokenizer
 from tests.support.servers import Server

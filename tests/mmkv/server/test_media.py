@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from engine.errors import InputError
+from mmkv.engine.errors import InputError
 from mmkv.prompt.media import load_image
 from mmkv.prompt.processing import load_processor
 from mmkv.prompt.qwen_vision import VideoRules

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from engine.policies import make_policy
 from mmkv import Engine
+from mmkv.engine.policies import make_policy
 from mmkv.prompt.template import ChatTemplate
 from mmkv.server import prompts
 from mmkv.server.job import ChatJob

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from engine.errors import BudgetError, ModelError
 from mmkv import Engine
 from mmkv.cli.app import run
+from mmkv.engine.errors import BudgetError, ModelError
 from mmkv.server.machine import Machine
 from mmkv.server.run import opened
 from mmkv.server.settings import Settings

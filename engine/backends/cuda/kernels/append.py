@@ -1,7 +1,7 @@
 """Room for one new entry in every row of a batch, with the page bookkeeping on the device.
 
-What :meth:`engine.cache.RaggedCache.append` does for a count of 1, without a host sync: the same
-pages in the same order, so that the eager path and a CUDA graph may take turns on one cache.
+What :meth:`mmkv.engine.cache.RaggedCache.append` does for a count of 1, without a host sync: the
+same pages in the same order, so that the eager path and a CUDA graph may take turns on one cache.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.backends.cuda.kernels.available import on_triton
-from engine.device import on_device
+from mmkv.engine.backends.cuda.kernels.available import on_triton
+from mmkv.engine.device import on_device
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def make_room(room: Room, rows: Rows, seqs: Tensor) -> Tensor:
         ``room.slots``.
     """
     if on_triton(seqs):
-        from engine.backends.cuda.kernels import append_triton
+        from mmkv.engine.backends.cuda.kernels import append_triton
 
         with on_device(seqs.device):
             return append_triton.make_room(room, rows, seqs)

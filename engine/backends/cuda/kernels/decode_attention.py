@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.backends.cuda.kernels.available import on_triton
-from engine.backends.cuda.kernels.worklist import WorkList
-from engine.cache import Stored
-from engine.device import on_device
+from mmkv.engine.backends.cuda.kernels.available import on_triton
+from mmkv.engine.backends.cuda.kernels.worklist import WorkList
+from mmkv.engine.cache import Stored
+from mmkv.engine.device import on_device
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def decode_attention(
             -inf without entries.
     """
     if on_triton(query):
-        from engine.backends.cuda.kernels import decode_attention_triton
+        from mmkv.engine.backends.cuda.kernels import decode_attention_triton
 
         run = decode_attention_triton.decode_attention
     else:

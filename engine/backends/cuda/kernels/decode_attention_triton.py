@@ -19,10 +19,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.backends.cuda.kernels.decode_attention import Partials
-from engine.backends.cuda.kernels.forms_triton import load_codes, load_scale, load_zero, parts
-from engine.backends.cuda.kernels.worklist import WorkList
-from engine.cache import Stored
+from mmkv.engine.backends.cuda.kernels.decode_attention import Partials
+from mmkv.engine.backends.cuda.kernels.forms_triton import load_codes, load_scale, load_zero, parts
+from mmkv.engine.backends.cuda.kernels.worklist import WorkList
+from mmkv.engine.cache import Stored
 
 # 3 stages: a tile in use and two on their way, 48 KiB of shared memory in half precision. With at
 # most 128 registers per thread (the compile test says so) four programs share a multiprocessor,
@@ -47,7 +47,7 @@ def decode_attention(
     out: Tensor,
     lse: Tensor | None = None,
 ) -> None:
-    """See :func:`engine.backends.cuda.kernels.decode_attention.decode_attention`; one launch."""
+    """See ``decode_attention`` in ``decode_attention.py``; one launch."""
     heads, head_dim, group = work.heads, query.shape[2], query.shape[1] // work.heads
     key_codes, key_scales, key_bits = parts(keys)
     value_codes, value_scales, value_bits = parts(values)

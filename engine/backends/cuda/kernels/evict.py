@@ -11,13 +11,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.backends.cuda.kernels.append import Rows
-from engine.backends.cuda.kernels.available import on_triton
-from engine.cache import Columns
-from engine.device import on_device
-from engine.policies.allocation import GlobalAllocation, HeadAllocation
-from engine.policies.base import CacheView, Policy
-from engine.policies.scoring import Recency, Retention
+from mmkv.engine.backends.cuda.kernels.append import Rows
+from mmkv.engine.backends.cuda.kernels.available import on_triton
+from mmkv.engine.cache import Columns
+from mmkv.engine.device import on_device
+from mmkv.engine.policies.allocation import GlobalAllocation, HeadAllocation
+from mmkv.engine.policies.base import CacheView, Policy
+from mmkv.engine.policies.scoring import Recency, Retention
 
 # The radix selection looks at 8 bytes of a rank, one launch each: 4 of the score, 4 of the tie.
 TURNS = 8
@@ -130,7 +130,7 @@ def evict(
         ``work.dropped``.
     """
     if on_triton(seqs):
-        from engine.backends.cuda.kernels import evict_triton
+        from mmkv.engine.backends.cuda.kernels import evict_triton
 
         with on_device(seqs.device):
             return evict_triton.evict(work, policy, rows, pool, seqs, seen, allowed, slack)
@@ -183,7 +183,7 @@ def _due(policy: Policy, rows: Rows, length: Tensor, budget: int, slack: int) ->
 def _drop(
     rows: Rows, pool: Columns, seq: int, row: Tensor, offset: Tensor, slot: Tensor, victims: Tensor
 ) -> None:
-    """:meth:`engine.cache.RaggedCache.drop`, with the free stack on the device."""
+    """:meth:`mmkv.engine.cache.RaggedCache.drop`, with the free stack on the device."""
     size, before = rows.page_size, rows.length[seq].flatten()
     after = before - torch.bincount(row[victims], minlength=before.numel())
     keep = torch.ones_like(row, dtype=torch.bool)

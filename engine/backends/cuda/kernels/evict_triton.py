@@ -13,14 +13,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.backends.cuda.kernels import score_triton, select_triton
-from engine.backends.cuda.kernels.append import Rows
-from engine.backends.cuda.kernels.evict import BINS, BLOCK, MOST_TIES, TURNS, Eviction
-from engine.backends.cuda.kernels.score_triton import share_of
-from engine.backends.cuda.kernels.select_triton import is_victim, lowest_of_row
-from engine.cache import Columns
-from engine.policies.allocation import HeadAllocation
-from engine.policies.base import Policy
+from mmkv.engine.backends.cuda.kernels import score_triton, select_triton
+from mmkv.engine.backends.cuda.kernels.append import Rows
+from mmkv.engine.backends.cuda.kernels.evict import BINS, BLOCK, MOST_TIES, TURNS, Eviction
+from mmkv.engine.backends.cuda.kernels.score_triton import share_of
+from mmkv.engine.backends.cuda.kernels.select_triton import is_victim, lowest_of_row
+from mmkv.engine.cache import Columns
+from mmkv.engine.policies.allocation import HeadAllocation
+from mmkv.engine.policies.base import Policy
 
 PLAN_WARPS = 4
 # Rows hold some hundred entries and lose one or two: small programs, so that many rows are on

@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.cache import Stored
-from engine.cache.forms import Codec
+from mmkv.engine.cache import Stored
+from mmkv.engine.cache.forms import Codec
 
 
 def parts(stored: Tensor | Stored) -> tuple[Tensor, Tensor, int]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.backends.cuda.kernels.available import on_triton
-from engine.device import on_device
+from mmkv.engine.backends.cuda.kernels.available import on_triton
+from mmkv.engine.device import on_device
 
 
 def rms_norm(x: Tensor, residual: Tensor | None, gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -25,7 +25,7 @@ def rms_norm(x: Tensor, residual: Tensor | None, gain: Tensor, eps: float) -> tu
         normed ``[T, d]`` and the sum ``[T, d]`` (``x`` itself without a residual).
     """
     if on_triton(x):
-        from engine.backends.cuda.kernels import norm_triton
+        from mmkv.engine.backends.cuda.kernels import norm_triton
 
         with on_device(x.device):
             return norm_triton.rms_norm(x, residual, gain, eps)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def rms_norm(x: Tensor, residual: Tensor | None, gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """See :func:`engine.backends.cuda.kernels.norm.rms_norm`."""
+    """See :func:`mmkv.engine.backends.cuda.kernels.norm.rms_norm`."""
     tokens, width = x.shape
     normed = torch.empty(tokens, width, dtype=x.dtype, device=x.device)
     total = x if residual is None else torch.empty_like(normed)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine.backends.cuda.kernels.available import on_triton
-from engine.cache import Stored
-from engine.device import on_device
+from mmkv.engine.backends.cuda.kernels.available import on_triton
+from mmkv.engine.cache import Stored
+from mmkv.engine.device import on_device
 
 
 def prefill_attention_reference(
@@ -59,7 +59,7 @@ def prefill_attention(
         entries; log-sum-exp ``[Hq, C]`` float32, -inf there.
     """
     if on_triton(query):
-        from engine.backends.cuda.kernels import prefill_attention_triton
+        from mmkv.engine.backends.cuda.kernels import prefill_attention_triton
 
         run = prefill_attention_triton.prefill_attention
         with on_device(query.device):

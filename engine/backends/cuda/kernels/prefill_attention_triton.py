@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.backends.cuda.kernels.forms_triton import load_codes, load_scale, load_zero, parts
-from engine.cache import Stored
+from mmkv.engine.backends.cuda.kernels.forms_triton import load_codes, load_scale, load_zero, parts
+from mmkv.engine.cache import Stored
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -46,7 +46,7 @@ def prefill_attention(
     table: Tensor,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """See :func:`engine.backends.cuda.kernels.prefill_attention.prefill_attention`; one launch."""
+    """See ``prefill_attention`` in ``prefill_attention.py``; one launch."""
     query_heads, count, head_dim = query.shape
     heads = length.shape[0]
     key_codes, key_scales, key_bits = parts(keys)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from engine.read_ids import mask_of, with_ids
+from mmkv.engine.read_ids import mask_of, with_ids
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Draw:
 
     Attributes:
         seed: of its noise.
-        read: a bit for each id that stands before the next token (:mod:`engine.read_ids`).
+        read: a bit for each id that stands before the next token (:mod:`mmkv.engine.read_ids`).
         counts: how often the reply has each id so far.
     """
 

@@ -15,8 +15,8 @@ import math
 import triton
 import triton.language as tl
 
-from engine.policies.base import Policy
-from engine.policies.scoring import Retention
+from mmkv.engine.policies.base import Policy
+from mmkv.engine.policies.scoring import Retention
 
 # Small programs, because rows are short and their reads depend on each other: what counts is how
 # many rows are on their way at once.

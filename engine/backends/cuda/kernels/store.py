@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.backends.cuda.kernels.available import on_triton
-from engine.cache import Columns
-from engine.device import on_device
-from engine.model.rope import rotate
+from mmkv.engine.backends.cuda.kernels.available import on_triton
+from mmkv.engine.cache import Columns
+from mmkv.engine.device import on_device
+from mmkv.engine.model.rope import rotate
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def store_layer(
         queries ``[B, Hq, D]``, normalised and rotated; and turned where the pool's form is.
     """
     if on_triton(qkv):
-        from engine.backends.cuda.kernels import store_triton
+        from mmkv.engine.backends.cuda.kernels import store_triton
 
         run = store_triton.store_layer
     else:

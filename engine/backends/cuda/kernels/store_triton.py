@@ -17,9 +17,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.backends.cuda.kernels.forms_triton import encode
-from engine.backends.cuda.kernels.store import Readout
-from engine.cache import Columns
+from mmkv.engine.backends.cuda.kernels.forms_triton import encode
+from mmkv.engine.backends.cuda.kernels.store import Readout
+from mmkv.engine.cache import Columns
 
 # log2(e) with 12 significant bits, and what is missing: see `_exp_of_minus`.
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -37,7 +37,7 @@ def store_layer(
     position: Tensor,
     readout: Readout | None = None,
 ) -> Tensor:
-    """See :func:`engine.backends.cuda.kernels.store.store_layer`."""
+    """See :func:`mmkv.engine.backends.cuda.kernels.store.store_layer`."""
     batch_slots, heads = slots.shape
     head_dim = pool.form.key.head_dim(pool.keys.shape[-1])
     rounded = pool

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.backends.cuda.kernels.available import on_triton
-from engine.device import on_device
+from mmkv.engine.backends.cuda.kernels.available import on_triton
+from mmkv.engine.device import on_device
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
@@ -17,7 +17,7 @@ def swiglu(gate_up: Tensor) -> Tensor:
     the product again.
     """
     if on_triton(gate_up):
-        from engine.backends.cuda.kernels import swiglu_triton
+        from mmkv.engine.backends.cuda.kernels import swiglu_triton
 
         with on_device(gate_up.device):
             return swiglu_triton.swiglu(gate_up)

@@ -15,7 +15,7 @@ WARPS = 4
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
-    """See :func:`engine.backends.cuda.kernels.swiglu.swiglu`."""
+    """See :func:`mmkv.engine.backends.cuda.kernels.swiglu.swiglu`."""
     tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(tokens, width, dtype=gate_up.dtype, device=gate_up.device)
     # Tokens lie along the first axis of the grid: the other two end at 65,535.

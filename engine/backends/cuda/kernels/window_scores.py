@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine.backends.cuda.kernels.available import on_triton
-from engine.device import on_device
+from mmkv.engine.backends.cuda.kernels.available import on_triton
+from mmkv.engine.device import on_device
 
 
 def window_scores(
@@ -20,7 +20,7 @@ def window_scores(
     scale: float,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Window attention as :meth:`engine.query_window.QueryWindow.attention` defines it.
+    """Window attention as :meth:`mmkv.engine.query_window.QueryWindow.attention` defines it.
 
     For every row: softmax over its entries in float32 (causal by position), averaged over the
     window's known queries and the group's heads. A query that may see no entry counts as zeros.
@@ -42,7 +42,7 @@ def window_scores(
         shape = (seqs.shape[0], *table.shape[1:3], table.shape[3] * keys.shape[1])
         out = torch.zeros(shape, device=keys.device)
     if on_triton(keys):
-        from engine.backends.cuda.kernels import window_scores_triton
+        from mmkv.engine.backends.cuda.kernels import window_scores_triton
 
         run = window_scores_triton.window_scores
     else:

@@ -33,7 +33,7 @@ def window_scores(
     scale: float,
     out: Tensor,
 ) -> Tensor:
-    """See :func:`engine.backends.cuda.kernels.window_scores.window_scores`."""
+    """See :func:`mmkv.engine.backends.cuda.kernels.window_scores.window_scores`."""
     batch_slots, layers, heads, capacity = out.shape
     window, head_dim = query.shape[3:]
     queries = query.shape[2] // heads * window

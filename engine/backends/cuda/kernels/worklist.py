@@ -20,8 +20,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.backends.cuda.kernels.available import on_triton
-from engine.device import on_device
+from mmkv.engine.backends.cuda.kernels.available import on_triton
+from mmkv.engine.device import on_device
 
 # A tile holds about this many bytes of keys and values. A program of the attention kernel has two
 # tiles on their way from memory and four programs share a multiprocessor: 128 KiB in flight, five
@@ -112,7 +112,7 @@ def build_worklist(work: WorkList, seqs: Tensor, length: Tensor) -> None:
         length: ``[S, L, H]`` int64 entries per row, those appended in this step included.
     """
     if on_triton(seqs):
-        from engine.backends.cuda.kernels import worklist_triton
+        from mmkv.engine.backends.cuda.kernels import worklist_triton
 
         with on_device(seqs.device):
             worklist_triton.build_worklist(work, seqs, length)
