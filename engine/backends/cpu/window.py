@@ -1,4 +1,4 @@
-"""Window attention in C: :func:`mmkv.engine.query_window.window_attention` for float32 on a CPU."""
+"""Window attention in C: :func:`mmkv.engine.scorer_state.window_attention` for float32 on a CPU."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mmkv.engine.cache import Stored
 from mmkv.engine.policies.base import Group
-from mmkv.engine.query_window import join
+from mmkv.engine.scorer_state import join
 
 # Elements of one block of scores: temporaries stay near 16 MiB however long rows and chunks are.
 _BLOCK_ELEMENTS = 4 * 2**20

@@ -18,10 +18,9 @@ from mmkv.engine.backends.torch.worklist import LayerWork, build_worklist
 from mmkv.engine.backends.torch.write_step import WriteStep
 from mmkv.engine.cache import RaggedCache
 from mmkv.engine.model.spec import DecoderSpec
-from mmkv.engine.new_entries import write_state
 from mmkv.engine.policies.base import Group, Needs, Scorer, shaped
 from mmkv.engine.policies.pruning import Pruner
-from mmkv.engine.query_window import QUERIES, store_queries
+from mmkv.engine.scorer_state import QUERIES, store_queries, write_state
 
 
 class PrefillChunk:
