@@ -90,7 +90,7 @@ def window_attention(
     """
     queries = cache.memory[QUERIES]
     if native:
-        from mmkv.engine.backends.cpu.window import native_window_attention
+        from mmkv.engine.backends.cpu.kernels import native_window_attention
 
         return native_window_attention(cache, seq, queries[seq], view.seen, reduction)
     at = window_positions(view.seen, queries.shape[3], queries.device)

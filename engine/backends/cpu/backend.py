@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from mmkv.engine.backends.base import Decoded
-from mmkv.engine.backends.cpu.chunk import NativeChunkAttention, native_chunk_attention
 from mmkv.engine.backends.cpu.decoder import NativeDecoder
 from mmkv.engine.backends.cpu.evictor import NativeEvictor
+from mmkv.engine.backends.cpu.kernels import NativeChunkAttention, native_chunk_attention
 from mmkv.engine.scorer_state import write_state
 
 if TYPE_CHECKING:

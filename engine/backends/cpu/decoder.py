@@ -21,7 +21,7 @@ from mmkv.engine.backends.cpu.binding import (
     library,
 )
 from mmkv.engine.backends.cpu.cache_views import CacheViews
-from mmkv.engine.backends.cpu.matrices import Bf16Copies, linear
+from mmkv.engine.backends.cpu.kernels import Bf16Copies, linear
 from mmkv.engine.cache import RaggedCache
 from mmkv.engine.model.gates import Gates, LayerGate
 from mmkv.engine.model.spec import DecoderSpec

@@ -10,11 +10,16 @@ from torch import Tensor
 
 from mmkv.engine.backends.cuda.kernels.available import on_triton
 from mmkv.engine.backends.cuda.kernels.prefill_attention import prefill_attention
-from mmkv.engine.backends.torch.attention_mass import Rows, attention_mass
-from mmkv.engine.backends.torch.chunk_attention import chunk_attention
-from mmkv.engine.backends.torch.ragged_attention import merge, ragged_attention
-from mmkv.engine.backends.torch.windowed_attention import windowed_attention
-from mmkv.engine.backends.torch.worklist import LayerWork, build_worklist
+from mmkv.engine.backends.torch.attention import (
+    LayerWork,
+    Rows,
+    attention_mass,
+    build_worklist,
+    chunk_attention,
+    merge,
+    ragged_attention,
+    windowed_attention,
+)
 from mmkv.engine.backends.torch.write_step import WriteStep
 from mmkv.engine.cache import RaggedCache
 from mmkv.engine.model.spec import DecoderSpec
@@ -34,7 +39,7 @@ class PrefillChunk:
         pruner: drops visual tokens of the chunk on the way, or None.
         writes: says what the chunk's tokens see under a write gate, or None.
         native: attends in C where nothing limits what a token sees, or None:
-            :class:`mmkv.engine.backends.cpu.chunk.NativeChunkAttention`.
+            :class:`mmkv.engine.backends.cpu.kernels.NativeChunkAttention`.
     """
 
     def __init__(

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mmkv.engine.backends.cpu.window import native_window_attention
+from mmkv.engine.backends.cpu.kernels import native_window_attention
 from mmkv.engine.policies import (
     CacheView,
     GlobalAllocation,
