@@ -1,8 +1,7 @@
-"""What bounds the sequences of an engine; the one door to eviction outside a decode step.
+"""What bounds the sequences of an engine: the one door to eviction outside a decode step.
 
-The most pages that a sequence can hold, known before it begins.
-
-One budget that the sequences of an engine share: their entries compete on their scores.
+A sequence has a budget of its own, or all of an engine share one and their entries compete on their
+scores. The most pages that a sequence can hold are known before it begins (:class:`PageBound`).
 """
 
 from __future__ import annotations
