@@ -157,7 +157,7 @@ def test_without_gates_a_budget_decides_whether_anything_is_evicted(tmp_path: Pa
         with free.session() as session, pytest.raises(BudgetError, match="evicts nothing"):
             session.set_budget(8)
         for given in (8, Budget.fraction(0.5)):  # nothing would come of them
-            with pytest.raises(BudgetError, match="evicts nothing.*load the model with a budget"):
+            with pytest.raises(BudgetError, match=r"evicts nothing.*load the model with a budget"):
                 free.session(given)
         free.session(free.budget).close()
         for budget in (8, "25%", "64KiB"):
