@@ -145,7 +145,7 @@ def distill(
     import torch
     from rich.console import Console
 
-    from mmkv.data.sources import examples
+    from mmkv.training.data.sources import examples
     from mmkv.training.folder import first_process, processes
     from mmkv.training.run import distill as run
     from mmkv.training.run import load_backbone
@@ -219,6 +219,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if code == 130:  # typer makes this of a KeyboardInterrupt
         print(f"mmkv.training.distill: interrupted; {_RESUME}", file=sys.stderr)
     return code if isinstance(code, int) else 0
+
+
+command = typer.Typer(add_completion=False, rich_markup_mode="rich")
+
+
+@command.command(
+    add_help_option=False,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)
+def distill_command(context: typer.Context) -> int:
+    """Train retention gates for a checkpoint (as python -m mmkv.training.distill)."""
+    return main(context.args)
 
 
 def _fail(message: str, code: int) -> int:

@@ -1,5 +1,5 @@
-"""The ``mmkv`` command: ``chat``, ``explain``, ``distill``, ``eval``, ``mmdu``, ``bench``,
-``models``, ``pull``, ``serve``, ``policies`` and ``env``.
+"""The ``mmkv`` command: ``chat``, ``models``, ``pull``, ``explain``, ``serve``, ``policies`` and
+``env``, and what packages register: ``distill`` of training, ``bench``, ``eval``, ``mmdu`` of eval.
 
 Exit codes: 0 done, 1 failed (one line on stderr says why and what to do), 2 wrong usage,
 130 stopped with Ctrl-C. Nothing here imports torch: help and usage errors come at once.
@@ -13,42 +13,92 @@ from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from mmkv import __version__
 from mmkv.chat.options import ChatOptions, UsageError
 from mmkv.cli import arguments
-from mmkv.cli.bench import bench
 from mmkv.cli.config import ChatCommand, described
-from mmkv.cli.evaluate import evaluate
 from mmkv.cli.explain import explain
-from mmkv.cli.mmdu import app as mmdu
 from mmkv.cli.models import models, pull
 from mmkv.cli.serve import serve
 from mmkv.engine.config import EngineConfig
 from mmkv.engine.errors import MmkvError, one_line
+from mmkv.engine.registry import Registry
 
 
-class _Ordered(TyperGroup):
-    """Lists the commands in the order in which one comes to need them."""
+class CommandError(MmkvError):
+    """A registered command that cannot be had."""
+
+
+COMMANDS: Registry[typer.Typer] = Registry("command", "mmkv.commands", {}, CommandError)
+_OWN = ("distill", "bench", "eval", "mmdu")  # registered in mmkv's own pyproject.toml
+
+
+class _Commands(TyperGroup):
+    """The commands here and the registered ones, which are looked for only when they are needed."""
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Return a command by its name, None where nobody offers it."""
+        if cmd_name not in self.commands:
+            self._add_registered()
+        return super().get_command(ctx, cmd_name)
 
     def list_commands(self, ctx: Any) -> list[str]:
-        order = "chat models pull explain serve policies env distill bench eval mmdu".split()
+        """List the commands in the order in which one comes to need them."""
+        self._add_registered()
+        order = "chat models pull explain serve policies env".split() + list(_OWN)
         names = super().list_commands(ctx)
         return sorted(names, key=lambda name: order.index(name) if name in order else len(order))
+
+    def _add_registered(self) -> None:
+        for name in (*_OWN, *COMMANDS.names()):
+            if name not in self.commands:
+                self.commands[name] = _registered(name)
+
+
+def _registered(name: str) -> Any:
+    """Return a registered command; one that does not load says so in the help, and when it runs."""
+    try:
+        found = COMMANDS.find(name)
+        if found is None:
+            raise CommandError(
+                f"this installation is older than its source and does not know {name}; run "
+                "pip install --no-deps -e . in the checkout"
+            )
+        if not isinstance(found, typer.Typer):
+            raise CommandError(f"command {name!r} is {type(found).__name__}, not a typer.Typer")
+    except CommandError as error:
+        return _broken(name, error)
+    command = typer.main.get_command(found)
+    command.name = name
+    return command
+
+
+def _broken(name: str, error: CommandError) -> TyperCommand:
+    from rich.markup import escape
+
+    def fail() -> None:
+        raise error
+
+    takes_all = {"allow_extra_args": True, "ignore_unknown_options": True}
+    return TyperCommand(
+        name,
+        callback=fail,
+        help=escape(one_line(str(error))),
+        add_help_option=False,
+        context_settings=takes_all,
+    )
 
 
 app = typer.Typer(
     name="mmkv",
-    cls=_Ordered,
+    cls=_Commands,
     help="Vision-language decoding with a bounded KV cache.",
     pretty_exceptions_show_locals=False,
     rich_markup_mode="rich",
 )
 
-app.add_typer(mmdu, name="mmdu")
-app.command(name="eval")(evaluate)
-app.command()(bench)
 app.command()(explain)
 app.command()(models)
 app.command()(pull)
@@ -152,17 +202,6 @@ def policies(
     from rich.console import Console
 
     Console().print(listing.table(rows))
-
-
-@app.command(
-    add_help_option=False,
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-)
-def distill(context: typer.Context) -> int:
-    """Train retention gates for a checkpoint (as python -m mmkv.training.distill)."""
-    from mmkv.training.distill import main as train
-
-    return train(context.args)
 
 
 @app.command(cls=ChatCommand)
