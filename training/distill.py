@@ -16,7 +16,6 @@ from mmkv.engine.interrupts import quiet_imports
 
 with quiet_imports(__name__ == "__main__"):
     import typer
-    from safetensors import SafetensorError
 
     from mmkv.engine.errors import InputError, MmkvError, one_line
 
@@ -199,6 +198,8 @@ def _is_default(context: typer.Context, name: str) -> bool:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
+    with quiet_imports(__name__ == "__main__"):
+        from safetensors import SafetensorError
     try:
         code = app(args=arguments, prog_name="mmkv distill", standalone_mode=False)
     except MmkvError as error:

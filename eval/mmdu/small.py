@@ -16,9 +16,8 @@ from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-from mmkv.cli.app import COMMANDS, run
+from mmkv.cli.app import run
 from mmkv.engine.errors import MmkvError
-from mmkv.eval.mmdu.command import app
 from mmkv.eval.mmdu.files import SUMMARY
 from mmkv.resources import asset
 from mmkv.training.measure.record import RESULTS, write_results
@@ -68,7 +67,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--limit", type=int, help="only the first dialogues")
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the result file")
     args = parser.parse_args(arguments)
-    COMMANDS.register("mmdu", app)  # also where mmkv is not installed
     try:
         rows = [answered(policy, budget, args.limit) for policy, budget in ROWS]
     except MmkvError as error:

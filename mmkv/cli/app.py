@@ -1,5 +1,5 @@
 """The ``mmkv`` command: ``chat``, ``models``, ``pull``, ``explain``, ``serve``, ``policies`` and
-``env``, and what packages register: ``distill`` of training, ``bench``, ``eval``, ``mmdu`` of eval.
+``env``, and registered ones: ``distill`` of training, ``bench``, ``eval`` and ``mmdu`` of eval.
 
 Exit codes: 0 done, 1 failed (one line on stderr says why and what to do), 2 wrong usage,
 130 stopped with Ctrl-C. Nothing here imports torch: help and usage errors come at once.
@@ -23,20 +23,14 @@ from mmkv.cli.explain import explain
 from mmkv.cli.models import models, pull
 from mmkv.cli.serve import serve
 from mmkv.engine.config import EngineConfig
-from mmkv.engine.errors import MmkvError, one_line
-from mmkv.engine.registry import Registry
+from mmkv.engine.errors import STOPS, MmkvError, one_line
 
-
-class CommandError(MmkvError):
-    """A registered command that cannot be had."""
-
-
-COMMANDS: Registry[typer.Typer] = Registry("command", "mmkv.commands", {}, CommandError)
-_OWN = ("distill", "bench", "eval", "mmdu")  # registered in mmkv's own pyproject.toml
+# What training and eval register in mmkv's own pyproject.toml, in the group mmkv.commands.
+_REGISTERED = ("distill", "bench", "eval", "mmdu")
 
 
 class _Commands(TyperGroup):
-    """The commands here and the registered ones, which are looked for only when they are needed."""
+    """The commands here and the registered ones, which are imported only when they are needed."""
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """Return a command by its name, None where nobody offers it."""
@@ -47,45 +41,51 @@ class _Commands(TyperGroup):
     def list_commands(self, ctx: Any) -> list[str]:
         """List the commands in the order in which one comes to need them."""
         self._add_registered()
-        order = "chat models pull explain serve policies env".split() + list(_OWN)
+        order = "chat models pull explain serve policies env".split() + list(_REGISTERED)
         names = super().list_commands(ctx)
         return sorted(names, key=lambda name: order.index(name) if name in order else len(order))
 
     def _add_registered(self) -> None:
-        for name in (*_OWN, *COMMANDS.names()):
+        for name in _REGISTERED:
             if name not in self.commands:
                 self.commands[name] = _registered(name)
 
 
 def _registered(name: str) -> Any:
     """Return a registered command; one that does not load says so in the help, and when it runs."""
+    from importlib.metadata import PackageNotFoundError, distribution
+
     try:
-        found = COMMANDS.find(name)
-        if found is None:
-            raise CommandError(
-                f"this installation is older than its source and does not know {name}; run "
-                "pip install --no-deps -e . in the checkout"
-            )
-        if not isinstance(found, typer.Typer):
-            raise CommandError(f"command {name!r} is {type(found).__name__}, not a typer.Typer")
-    except CommandError as error:
-        return _broken(name, error)
-    command = typer.main.get_command(found)
+        # Those of mmkv alone: looking through all packages would make the help slower.
+        points = distribution("mmkv").entry_points.select(group="mmkv.commands", name=name)
+    except PackageNotFoundError:
+        points = ()
+    if not points:
+        reason = "this installation is older than its source, or mmkv is not installed"
+        return _broken(name, f"{reason}; run pip install --no-deps -e . in the checkout")
+    (point,) = points
+    try:
+        command = typer.main.get_command(point.load())
+    except STOPS:
+        raise
+    except BaseException as error:
+        first = (str(error).strip().splitlines() or [""])[0]
+        return _broken(name, f"{point.value} does not load ({type(error).__name__}: {first})")
     command.name = name
     return command
 
 
-def _broken(name: str, error: CommandError) -> TyperCommand:
+def _broken(name: str, reason: str) -> TyperCommand:
     from rich.markup import escape
 
     def fail() -> None:
-        raise error
+        raise MmkvError(f"{name}: {reason}")
 
     takes_all = {"allow_extra_args": True, "ignore_unknown_options": True}
     return TyperCommand(
         name,
         callback=fail,
-        help=escape(one_line(str(error))),
+        help=escape(one_line(reason)),
         add_help_option=False,
         context_settings=takes_all,
     )

@@ -1,30 +1,27 @@
-"""Commands that packages register: ours, a foreign one, one that does not load, none at all."""
+"""Registered commands: those of pyproject.toml, one that does not load, none at all."""
 
 from __future__ import annotations
 
 import re
+import sys
 import tomllib
-from collections.abc import Iterator
+from importlib.metadata import EntryPoint, EntryPoints
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import typer
 
 from mmkv.cli import app as cli
-from mmkv.engine import registry
-from tests.support.packages import install
 
 ROOT = Path(__file__).resolve().parents[2]
 OURS = ["distill", "bench", "eval", "mmdu"]
 
 
-@pytest.fixture
-def emptied(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Let nothing be registered by the installation that the tests run in."""
-    monkeypatch.setattr(registry, "entry_points", lambda: registry.EntryPoints())
-    registry._entry_points.cache_clear()
-    yield
-    registry._entry_points.cache_clear()
+def installed_as(monkeypatch: pytest.MonkeyPatch, *points: EntryPoint) -> None:
+    """Let mmkv's installation have these entry points."""
+    found = SimpleNamespace(entry_points=EntryPoints(points))
+    monkeypatch.setattr("importlib.metadata.distribution", lambda name: found)
 
 
 def listed(capsys: pytest.CaptureFixture[str]) -> list[str]:
@@ -42,33 +39,16 @@ def test_ours_are_those_of_pyproject_and_load() -> None:
     points = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
     assert list(points["mmkv.commands"]) == OURS
     for name, value in points["mmkv.commands"].items():
-        found = registry.EntryPoint(name, value, "mmkv.commands").load()
+        found = EntryPoint(name, value, "mmkv.commands").load()
         assert isinstance(found, typer.Typer)
-
-
-def test_a_package_adds_a_command_after_ours(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    source = """
-        import typer
-        app = typer.Typer(add_completion=False)
-
-        @app.command()
-        def shout(word: str) -> None:
-            print(word.upper())
-    """
-    entry = "[mmkv.commands]\nshout = shouting:app\n"
-    monkeypatch.syspath_prepend(install(tmp_path, "shouting-commands", entry, shouting=source))
-    assert cli.run(["shout", "hello"]) == 0
-    assert capsys.readouterr().out == "HELLO\n"
-    assert listed(capsys)[-2:] == ["mmdu", "shout"]
 
 
 @pytest.mark.parametrize(
     ("source", "said"),
     [
         ("import no_such_module_of_anybody", "No module named 'no_such_module_of_anybody'"),
-        ("app = 3", "command 'shout' is int, not a typer.Typer"),
+        ("raise RuntimeError('first [b]\\nsecond')", "(RuntimeError: first [b])"),
+        ("app = 3", "AttributeError"),
     ],
 )
 def test_one_that_does_not_load_takes_no_other_down(
@@ -78,20 +58,24 @@ def test_one_that_does_not_load_takes_no_other_down(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    entry = "[mmkv.commands]\nshout = broken_shouting:app\n"
-    monkeypatch.syspath_prepend(install(tmp_path, "broken", entry, broken_shouting=source))
-    monkeypatch.delitem(__import__("sys").modules, "broken_shouting", raising=False)
-    assert listed(capsys)[-1] == "shout"
-    assert cli.run(["shout", "hello", "--loud"]) == 1
+    (tmp_path / "broken_bench.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "broken_bench", raising=False)
+    mmdu = EntryPoint("mmdu", "mmkv.eval.mmdu.command:app", "mmkv.commands")
+    installed_as(monkeypatch, EntryPoint("bench", "broken_bench:app", "mmkv.commands"), mmdu)
+    assert listed(capsys)[-4:] == OURS
+    assert cli.run(["bench", "hello", "--loud"]) == 1
     written = capsys.readouterr()
     assert written.out == "" and said in written.err
-    assert written.err.startswith("mmkv: error: ") and written.err.count("\n") == 1
+    assert written.err.startswith("mmkv: error: bench: ") and written.err.count("\n") == 1
+    assert cli.run(["mmdu", "--help"]) == 0
 
 
 @pytest.mark.parametrize("name", OURS)
 def test_an_installation_older_than_the_entry_points_names_the_remedy(
-    name: str, emptied: None, capsys: pytest.CaptureFixture[str]
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    installed_as(monkeypatch)
     assert cli.run([name, "--help"]) == 1
     written = capsys.readouterr()
     assert "pip install --no-deps -e ." in written.err and written.err.count("\n") == 1
