@@ -66,9 +66,16 @@ SIDES = {
 # The benchmark's modules come from this checkout, all others from the one that is measured.
 BEFORE = """
 import sys
-sys.path.insert(0, sys.argv[1])
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+import mmkv
+here = Path(sys.argv[1], "eval")
+spec = spec_from_file_location(
+    "mmkv.eval", here / "__init__.py", submodule_search_locations=[str(here)]
+)
+mmkv.eval = sys.modules["mmkv.eval"] = module_from_spec(spec)
+spec.loader.exec_module(mmkv.eval)
 from mmkv.eval.bench.peers_cpu import main
-sys.path.remove(sys.argv[1])
 sys.exit(main(sys.argv[2:]))
 """
 

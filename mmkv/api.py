@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 
 from mmkv.engine.budget import Budget
-from mmkv.engine.checks import require_list
 from mmkv.engine.config import EngineConfig, require_options
-from mmkv.engine.errors import InputError
+from mmkv.engine.errors import InputError, require_list
 from mmkv.engine.interrupts import OpenToCtrlC, whole
 from mmkv.engine.runtime import Runtime
 from mmkv.generation_config import Generation, read_generation

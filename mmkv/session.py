@@ -17,7 +17,7 @@ from mmkv.engine.errors import ContextError, SessionError
 from mmkv.engine.interrupts import CtrlC, OpenToCtrlC, whole
 from mmkv.engine.read_ids import with_ids
 from mmkv.engine.sequence import CachedSequence
-from mmkv.engine.sequence_file import checked_extra
+from mmkv.engine.session_file import checked_extra
 from mmkv.prompt.held import Held, Place, Rewrites
 from mmkv.prompt.special import tokenize
 from mmkv.reply import Reply, ReplyWriter

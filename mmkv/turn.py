@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from mmkv.engine.checks import require_list
-from mmkv.engine.errors import InputError
+from mmkv.engine.errors import InputError, require_list
 from mmkv.prompt.held import Plan, Read, common_length, read_of
 from mmkv.prompt.media import notes
 from mmkv.prompt.messages import is_blank, take_media

@@ -7,8 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mmkv.engine.checks import shown
-from mmkv.engine.errors import InputError, PolicyError, SessionError
+from mmkv.engine.errors import InputError, PolicyError, SessionError, shown
 from mmkv.engine.paths import user_path
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from mmkv.engine.budgets import page_bound
 from mmkv.engine.errors import InputError
-from mmkv.engine.page_bound import page_bound
 from mmkv.prompt.held import Read, read_of
 from mmkv.prompt.template import REWRITES
 from mmkv.scheduler.contract import Price

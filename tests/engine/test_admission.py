@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mmkv.engine.backends.torch.admitted_attention import (
+from mmkv.engine.backends.torch.attention import (
     SortedRows,
     admitted_attention,
     admitted_attention_reference,

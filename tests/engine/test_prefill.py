@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from mmkv.engine.budget import Budget
+from mmkv.engine.budgets import page_bound
 from mmkv.engine.errors import BudgetError, InputError, SessionError
 from mmkv.engine.model.decoder import Decoder
-from mmkv.engine.page_bound import page_bound
 from mmkv.engine.runtime import Runtime
 from tests.support.policies import EVICTING_KINDS, KINDS
 from tests.support.sessions import LATER, PICTURES, assert_same_rows, load, run, text_ids, turn

@@ -28,7 +28,7 @@ from mmkv.engine.policies.base import WindowReduction
 from mmkv.engine.policies.keys import KeyDifference, KeyNorm
 from mmkv.engine.policies.lag import NextChunk
 from mmkv.engine.policies.redundancy import AttentionAndRedundancy, GlobalAttention, redundancy
-from mmkv.engine.query_window import QUERIES, window_attention
+from mmkv.engine.scorer_state import QUERIES, window_attention
 from tests.engine.test_policies import make_view
 
 LENGTHS = st.lists(

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import mmkv.engine.sequence_file as session_file
+import mmkv.engine.session_file as session_file
 from mmkv.engine.errors import SessionError
 from mmkv.engine.model.gates import Gates
 from mmkv.engine.policies import GlobalAllocation, HeadAllocation, Policy

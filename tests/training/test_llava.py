@@ -127,8 +127,8 @@ def test_the_bundled_adapter_is_what_the_command_makes() -> None:
     assert {name: facts["settings"][name] for name in asked} == asked
     assert (folder / "chat_template.jinja").read_text() == CHAT_TEMPLATE
     assert sum(file.stat().st_size for file in folder.iterdir()) < 6_000_000
-    join = "python -m mmkv.training.llava join --language-model smollm2 --output smollm2-llava"
-    train = "python -m mmkv.training.llava train --language-model smollm2 --output runs/llava"
+    join = "python -m training.llava join --language-model smollm2 --output smollm2-llava"
+    train = "python -m training.llava train --language-model smollm2 --output runs/llava"
     page = (ROOT / "docs" / "smollm2-llava.md").read_text()
     assert join in page and train in page
     assert "docs/smollm2-llava.md" in (ROOT / "README.md").read_text()

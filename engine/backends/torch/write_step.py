@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mmkv.engine.backends.torch.admitted_attention import SortedRows, admitted_attention
-from mmkv.engine.backends.torch.attention_mass import Rows
+from mmkv.engine.backends.torch.attention import Rows, SortedRows, admitted_attention
 from mmkv.engine.cache import PagePool
 from mmkv.engine.errors import GateError, PolicyError
 from mmkv.engine.model.gates import Gates, WriteGates, load_write_gates

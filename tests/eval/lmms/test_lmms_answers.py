@@ -282,7 +282,7 @@ def test_the_entry_point_imports_nothing_heavy_and_fits() -> None:
     import sys
 
     code = (
-        "import sys, eval.lmms.manifest as m; assert 'torch' not in sys.modules; "
+        "import sys, mmkv.eval.lmms.manifest as m; assert 'torch' not in sys.modules; "
         "from lmms_eval.models import get_model, get_model_manifest; "
         "assert get_model_manifest('mmkv') == m.manifest(); "
         "assert not get_model('mmkv').is_simple; "
