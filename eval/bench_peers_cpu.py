@@ -31,10 +31,10 @@ from mmkv.eval.bench.cpu_methods.base import Job
 from mmkv.eval.bench.output import BenchError, failure, plain_parser, save
 from mmkv.eval.bench.peers_report import case_rows, checks, target_rows
 from mmkv.eval.bench.process import Child
-from mmkv.measure.outputs import require_output
-from mmkv.measure.record import ROOT
-from mmkv.measure.tables import Table
-from mmkv.measure.timing import spread, take_turns
+from mmkv.eval.measure.timing import spread, take_turns
+from mmkv.training.measure.outputs import require_output
+from mmkv.training.measure.record import ROOT
+from mmkv.training.measure.tables import Table
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,12 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer, models
 
 from mmkv.engine.errors import ModelError
-from mmkv.measure.record import ROOT
 from mmkv.resources import BUNDLED_ADAPTER, asset
 from mmkv.training.llava.__main__ import arguments, main
 from mmkv.training.llava.adapter import CHAT_TEMPLATE, Adapter, vision_config, with_image_token
 from mmkv.training.llava.pictures import EasyVQA, talk
 from mmkv.training.llava.teach import Language, encode, opening
+from mmkv.training.measure.record import ROOT
 from tests.support.chat_models import save_llama
 from tests.support.llava import HIDDEN, SYSTEM, options
 

@@ -20,8 +20,8 @@ from mmkv.eval.bench.cpu_methods.base import Job, Method
 from mmkv.eval.bench.llama_gguf import interleaved, renamed, tensors
 from mmkv.eval.bench.peers_cpu import obey
 from mmkv.eval.bench.peers_report import allowed_bytes, case_rows, checks, target_rows
-from mmkv.measure.record import ROOT
-from mmkv.measure.timing import spread
+from mmkv.eval.measure.timing import spread
+from mmkv.training.measure.record import ROOT
 from tests.support.chat_models import save_llama
 
 # A llama.cpp whose likeliest token is the last one plus 1: it shows what it was fed, and refuses a

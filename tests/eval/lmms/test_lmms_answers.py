@@ -10,11 +10,11 @@ import pytest
 import torch
 
 import mmkv
-from mmkv.data.dialogues import dense
-from mmkv.data.scenes import render
 from mmkv.engine.errors import InputError, MmkvError
 from mmkv.eval.lmms.messages import conversation
 from mmkv.eval.lmms.settings import SYSTEM_PROMPT
+from mmkv.training.data.dialogues import dense
+from mmkv.training.data.scenes import render
 from tests.support.lmms import assistant, picture, user
 from tests.support.lmms_runs import MODEL, needs_lmms_eval
 

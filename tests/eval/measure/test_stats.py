@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from mmkv.measure.stats import mean, paired
+from mmkv.eval.measure.stats import mean, paired
 
 
 def resampled_means(sums: list[float], counts: list[float]) -> np.ndarray:

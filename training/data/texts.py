@@ -1,9 +1,9 @@
 """Write code and prose of the Python installation as JSONL, for training and tests.
 
-``python -m mmkv.data.texts DIR`` writes ``code.train.jsonl``, ``code.heldout.jsonl`` (modules of
-the standard library) and ``prose.train.jsonl``, ``prose.heldout.jsonl`` (the language reference
-that ``help()`` shows) for ``training.distill`` and ``eval.quality``. A tenth of the
-files is held out, chosen by a hash of their names.
+``python -m training.data.texts DIR`` writes ``code.train.jsonl``, ``code.heldout.jsonl`` (modules
+of the standard library) and ``prose.train.jsonl``, ``prose.heldout.jsonl`` (the language reference
+that ``help()`` shows) for ``training.distill`` and ``eval.quality``. A tenth of the files is held
+out, chosen by a hash of their names.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def write(folder: Path) -> dict[str, int]:
 
 def main() -> None:
     """Run the program."""
-    parser = argparse.ArgumentParser(prog="python -m mmkv.data.texts", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m training.data.texts", description=__doc__)
     parser.add_argument("folder", type=Path)
     for name, count in write(parser.parse_args().folder).items():
         print(f"{name}: {count} texts")

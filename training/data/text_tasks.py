@@ -24,7 +24,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from mmkv.data.scenes import Split
+from mmkv.training.data.scenes import Split
 
 NAMES = tuple(
     "Anna Ben Clara David Emma Frank Grace Henry Irene Jack Karen Leo Maria Nick Olivia Paul Rosa "

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from mmkv.data.conversations import Conversation, DataError, Document, Row
-from mmkv.data.labels import IGNORED, AssistantTurn, TurnFinder
-from mmkv.data.mixture import Mixture
-from mmkv.data.readers import Report
 from mmkv.engine.errors import InputError, plain
 from mmkv.prompt.messages import take_media
 from mmkv.prompt.processing import Processor
 from mmkv.prompt.template import Message
+from mmkv.training.data.conversations import Conversation, DataError, Document, Row
+from mmkv.training.data.labels import IGNORED, AssistantTurn, TurnFinder
+from mmkv.training.data.mixture import Mixture
+from mmkv.training.data.readers import Report
 
 LONG_CHATS = ("drop", "cut")
 SHORTEST = 16  # least max_length: shorter pieces of a text teach nothing

@@ -17,14 +17,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mmkv.data.labels import predicted
 from mmkv.engine.model.decoder import Decoder
 from mmkv.engine.model.families.base import Turn
 from mmkv.engine.policies import Budget
 from mmkv.engine.prefill import extend_together
 from mmkv.engine.runtime import Runtime
 from mmkv.engine.sequence import CachedSequence
-from mmkv.measure.full_attention import full_attention_states, lay_out_turns
+from mmkv.training.data.labels import predicted
+from mmkv.training.measure.full_attention import full_attention_states, lay_out_turns
 
 BLOCK = 256  # answer tokens whose logits are held at once: a vocabulary of 152k takes 156 MB
 

@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from mmkv.engine.runtime import Runtime
 
 
+app = typer.Typer(add_completion=False, rich_markup_mode="rich")
+
+
+@app.command()
 @arguments.engine_options()
 def bench(
     engine: EngineConfig,
@@ -111,8 +115,8 @@ def measure(
     import torch
 
     from mmkv.engine.errors import ContextError
-    from mmkv.measure.speed_model import entry_bytes, step_bytes
-    from mmkv.measure.timing import copy_bandwidth, spread, wall
+    from mmkv.eval.measure.speed_model import entry_bytes, step_bytes
+    from mmkv.eval.measure.timing import copy_bandwidth, spread, wall
 
     longest = engine.spec.max_position - steps
     context = context or max(1, min(2048, longest))

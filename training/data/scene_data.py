@@ -12,9 +12,9 @@ from collections.abc import Callable
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from mmkv.data.dialogues import clip, dense, sparse, stream
-from mmkv.data.scene_encoding import collate, encode
-from mmkv.data.scenes import Split, Turn
+from mmkv.training.data.dialogues import clip, dense, sparse, stream
+from mmkv.training.data.scene_encoding import collate, encode
+from mmkv.training.data.scenes import Split, Turn
 
 _SPARSE_PICTURES = (16, 24, 32)
 _MOST_PICTURES = (160, 192, 256)

@@ -7,7 +7,7 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from mmkv.data.conversations import DataError
+from mmkv.training.data.conversations import DataError
 
 Item = TypeVar("Item")
 

@@ -8,13 +8,22 @@ from collections import Counter
 
 import pytest
 
-from mmkv.data.dialogues import IGNORE, beside, caption, clip, dense, grid, sparse, stream
-from mmkv.data.scene_data import scene_turns
-from mmkv.data.scene_encoding import encode
-from mmkv.data.scenes import EMPTY, Clip, Question, Scene, Turn, is_heldout, object_names, render
-from mmkv.data.tokenizer import build_tokenizer
 from mmkv.training.curriculum import ROUNDS, long_lesson
-from tests.mmkv.data.test_scenes import answer_from_pixels, read_cells
+from mmkv.training.data.dialogues import IGNORE, beside, caption, clip, dense, grid, sparse, stream
+from mmkv.training.data.scene_data import scene_turns
+from mmkv.training.data.scene_encoding import encode
+from mmkv.training.data.scenes import (
+    EMPTY,
+    Clip,
+    Question,
+    Scene,
+    Turn,
+    is_heldout,
+    object_names,
+    render,
+)
+from mmkv.training.data.tokenizer import build_tokenizer
+from tests.training.data.test_scenes import answer_from_pixels, read_cells
 
 Cells = list[list[str]]
 

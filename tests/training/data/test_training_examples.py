@@ -13,14 +13,13 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from mmkv.data.conversations import Conversation, DataError, Document
-from mmkv.data.examples import Encoder, Example, Examples
-from mmkv.data.mixture import Mixture
 from mmkv.prompt.processing import Processor, load_processor
 from mmkv.prompt.template import ChatTemplate
 from mmkv.prompt.video import Clip
 from mmkv.resources import bundled_model
-from tests.mmkv.data.test_training_data import image, turns
+from mmkv.training.data.conversations import Conversation, DataError, Document
+from mmkv.training.data.examples import Encoder, Example, Examples
+from mmkv.training.data.mixture import Mixture
 from tests.support.chat_models import (
     CHATML,
     save_internvl,
@@ -28,6 +27,7 @@ from tests.support.chat_models import (
     save_qwen2_5_vl,
     save_qwen3_vl,
 )
+from tests.training.data.test_training_data import image, turns
 
 LLAMA3 = (
     "{{ '<s>' }}{% for m in messages %}<|start|>{{ m.role }}<|end|>\n\n{{ m.content | trim }}"

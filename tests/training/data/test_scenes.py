@@ -12,9 +12,13 @@ import pytest
 import torch
 from PIL import Image
 
-from mmkv.data.dialogues import clip, sparse
-from mmkv.data.scene_encoding import encode, patches
-from mmkv.data.scenes import (
+from mmkv.prompt.processing import load_processor
+from mmkv.prompt.video import Clip
+from mmkv.resources import bundled_model
+from mmkv.training.curriculum import ROUNDS, DialogueBatches
+from mmkv.training.data.dialogues import clip, sparse
+from mmkv.training.data.scene_encoding import encode, patches
+from mmkv.training.data.scenes import (
     CELL,
     COLOURS,
     EMPTY,
@@ -27,11 +31,7 @@ from mmkv.data.scenes import (
     render,
     tile,
 )
-from mmkv.data.tokenizer import build_tokenizer
-from mmkv.prompt.processing import load_processor
-from mmkv.prompt.video import Clip
-from mmkv.resources import bundled_model
-from mmkv.training.curriculum import ROUNDS, DialogueBatches
+from mmkv.training.data.tokenizer import build_tokenizer
 from mmkv.training.tiny_model import IMAGE_PROCESSOR, build_model, save
 
 

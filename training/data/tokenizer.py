@@ -5,7 +5,7 @@ from __future__ import annotations
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from mmkv.data.scenes import COLOURS, SHAPES, object_names
+from mmkv.training.data.scenes import COLOURS, SHAPES, object_names
 
 SPECIAL = (
     "<|endoftext|>",

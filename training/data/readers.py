@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mmkv.data.conversations import KINDS, DataError, Row, RowError, kind_of, read_row
 from mmkv.engine.errors import InputError, plain
 from mmkv.engine.paths import user_path
+from mmkv.training.data.conversations import KINDS, DataError, Row, RowError, kind_of, read_row
 
 Report = Callable[[str], None]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from mmkv.measure import record
+from mmkv.training.measure import record
 
 OURS, THEIRS = '[project]\nname = "mmkv"\n', '[project]\nname = "theirs"\n'
 

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mmkv.data.readers import RowFile
-from mmkv.data.sources import examples
 from mmkv.resources import bundled_model
+from mmkv.training.data.readers import RowFile
+from mmkv.training.data.sources import examples
 
 GOOD: dict[str, dict[str, Any]] = {
     "chat": {

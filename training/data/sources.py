@@ -8,17 +8,17 @@ from typing import Any
 
 import torch
 
-from mmkv.data.conversations import DataError, Row
-from mmkv.data.examples import Encoder, Example, Examples
-from mmkv.data.labels import IGNORED
-from mmkv.data.mixture import Mixture
-from mmkv.data.readers import DataSource, Report, RowFile
-from mmkv.data.scene_data import KINDS, scene_example, scene_turns
-from mmkv.data.scenes import Split
-from mmkv.data.text_tasks import KINDS as TASKS
-from mmkv.data.text_tasks import text_task
-from mmkv.data.tokenizer import build_tokenizer
 from mmkv.prompt.processing import Processor, load_processor
+from mmkv.training.data.conversations import DataError, Row
+from mmkv.training.data.examples import Encoder, Example, Examples
+from mmkv.training.data.labels import IGNORED
+from mmkv.training.data.mixture import Mixture
+from mmkv.training.data.readers import DataSource, Report, RowFile
+from mmkv.training.data.scene_data import KINDS, scene_example, scene_turns
+from mmkv.training.data.scenes import Split
+from mmkv.training.data.text_tasks import KINDS as TASKS
+from mmkv.training.data.text_tasks import text_task
+from mmkv.training.data.tokenizer import build_tokenizer
 
 _SYNTHETIC: dict[str, tuple[str, ...]] = {"scenes": tuple(KINDS), "tasks": tuple(TASKS)}
 _ROWS = 2**17  # of each kind, before they come again
@@ -29,7 +29,8 @@ class SyntheticRow:
     """The index of one synthetic dialogue.
 
     Attributes:
-        domain: ``scenes`` (:mod:`mmkv.data.scene_data`) or ``tasks`` (:mod:`mmkv.data.text_tasks`).
+        domain: ``scenes`` (:mod:`mmkv.training.data.scene_data`) or ``tasks``
+            (:mod:`mmkv.training.data.text_tasks`).
     """
 
     domain: str

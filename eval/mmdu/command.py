@@ -13,7 +13,7 @@ from mmkv.chat.options import ChatOptions, UsageError
 from mmkv.cli import arguments
 from mmkv.engine.config import EngineConfig
 
-app = typer.Typer(rich_markup_mode="rich", no_args_is_help=False)
+app = typer.Typer(add_completion=False, rich_markup_mode="rich", no_args_is_help=False)
 
 DEFAULT_OUTPUT = Path("mmdu-answers")
 _DATA, _JUDGE = "Data", "Judge"

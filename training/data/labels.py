@@ -13,9 +13,9 @@ from typing import Any
 
 from torch import Tensor
 
-from mmkv.data.conversations import DataError
 from mmkv.prompt.special import CUT, tokenize
 from mmkv.prompt.template import Message
+from mmkv.training.data.conversations import DataError
 
 IGNORED = -100  # a label that losses ignore
 

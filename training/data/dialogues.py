@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-from mmkv.data.scenes import (
+from mmkv.training.data.scenes import (
     CELL,
     SHAPES,
     Clip,

@@ -10,7 +10,7 @@ from PIL import Image
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from mmkv.data.scenes import Scene, Turn, render
+from mmkv.training.data.scenes import Scene, Turn, render
 
 PATCH, MERGE, FPS = 16, 2, 2.0
 

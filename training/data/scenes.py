@@ -15,18 +15,11 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Literal
 
-import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
 from mmkv.resources import asset
 
 Split = Literal["train", "heldout"]
-# Of the pixels of a scene, at least: its sprites leave their corners free.
-_WHITE = 0.1
-SCENES_ALONE = (
-    "the bundled model knows drawn scenes alone (emoji, coloured shapes and letters on white, in "
-    "cells of 32 pixels); what it says of another picture means nothing"
-)
 CELL = 32  # pixels; one visual token of the bundled model
 COLOURS = {
     "red": (220, 40, 40),
@@ -85,7 +78,7 @@ class Question:
 
     Attributes:
         kind: ``cell``, ``locate``, ``colour``, ``count``, ``exists``, ``read``, ``list``,
-            ``compare``, or one of those of :mod:`mmkv.data.dialogues`.
+            ``compare``, or one of those of :mod:`mmkv.training.data.dialogues`.
         about: ``latest`` picture of the dialogue, or an ``earlier`` one.
     """
 
@@ -180,14 +173,6 @@ def render(scene: Scene) -> Image.Image:
         sprite = tile(item.name)
         picture.paste(sprite, (item.x, item.y), sprite)
     return picture
-
-
-def is_drawn(picture: Image.Image) -> bool:
-    """Return whether a picture looks like :func:`render`'s: whole cells, much of it white."""
-    if picture.width % CELL or picture.height % CELL:
-        return False
-    darkest = np.asarray(picture.convert("RGB")).min(-1)
-    return bool((darkest >= 250).mean() >= _WHITE)
 
 
 def is_heldout(*combination: object) -> bool:

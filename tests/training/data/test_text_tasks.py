@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from mmkv.data.conversations import DataError
-from mmkv.data.labels import IGNORED
-from mmkv.data.sources import examples
-from mmkv.data.text_tasks import KINDS, Piece, text_task
-from mmkv.data.texts import write
 from mmkv.prompt.processing import load_processor
 from mmkv.resources import bundled_model
+from mmkv.training.data.conversations import DataError
+from mmkv.training.data.labels import IGNORED
+from mmkv.training.data.sources import examples
+from mmkv.training.data.text_tasks import KINDS, Piece, text_task
+from mmkv.training.data.texts import write
 
 FACT = re.compile(r"The special magic number for (\w+) is: (\d{4})\.")
 SEVERAL = re.compile(r"The special magic numbers? for (\w+) (?:is|are): (\d{4}(?:, \d{4})*)\.")

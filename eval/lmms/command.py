@@ -41,6 +41,10 @@ class EvaluationError(MmkvError):
     """A task failed, or the evaluation ended without results."""
 
 
+app = typer.Typer(add_completion=False, rich_markup_mode="rich")
+
+
+@app.command()
 def evaluate(
     tasks: Annotated[
         list[str],
@@ -132,7 +136,7 @@ class Job:
     def run(self) -> int:
         """Run it and check what it wrote. Raises InputError before, EvaluationError after."""
         from mmkv.eval.lmms import journal
-        from mmkv.measure.outputs import require_output
+        from mmkv.training.measure.outputs import require_output
 
         if not self.tasks:
             raise InputError("no task is named; give --tasks NAME,NAME")

@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmkv.data.conversations import DataError, Document
-from mmkv.data.mixture import Mixture
-from mmkv.data.readers import DataSource, RowFile
 from mmkv.engine.errors import MmkvError
+from mmkv.training.data.conversations import DataError, Document
+from mmkv.training.data.mixture import Mixture
+from mmkv.training.data.readers import DataSource, RowFile
 from tests.support.chat_models import picture
 
 
