@@ -323,7 +323,7 @@ def _run_pass(engine: Runtime, prefills: Sequence[Prefill]) -> Tensor:
         ends, log_beta = engine.decoder.forward(
             torch.cat(hidden), (cos, sin), step, _joined(deepstacks, counts), tapped, step
         )
-        if engine.has_born:
+        if engine.model.has_born:
             taps = list(zip(*(tap.split(counts) for tap in tapped), strict=True))
             for chunk, own in zip(chunks, taps or [()] * len(chunks), strict=True):
                 chunk.write_state(engine.policy.scoring, own)
@@ -347,12 +347,12 @@ def _chunk(session: CachedSequence, turn: Turn, rope: tuple[Tensor, Tensor]) -> 
         session.seq,
         torch.arange(session.seen, seen, device=engine.device),
         turn.modality,
-        engine.needs,
+        engine.model.needs,
         seen,
         session.entries > 0,
         engine.policy.pruner,
-        engine.write_step(rope),
-        engine.backends.cpu.chunk_attention,
+        engine.model.write_step(rope),
+        engine.backends.chunk_attention,
     )
 
 

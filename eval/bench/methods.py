@@ -11,6 +11,7 @@ from mmkv.engine.backends.cuda import GraphRunner
 from mmkv.engine.errors import MmkvError
 from mmkv.engine.runtime import Runtime
 from mmkv.engine.sequence import CachedSequence
+from mmkv.engine.steps import decode_burst
 from mmkv.eval.bench.synthetic_cache import rewind, synthetic_sessions
 from mmkv.eval.measure.speed_model import StepBytes, entry_bytes, step_bytes
 from mmkv.eval.measure.timing import wall
@@ -49,7 +50,9 @@ class Own:
     def graph(self, runner: GraphRunner, steps: int | None = None) -> float:
         """Time ``steps`` steps of the static path (a CUDA graph where CUDA is)."""
         count = steps or self.steps
-        return self.timed(lambda: runner.decode(self.sessions, self.tokens, count))
+        return self.timed(
+            lambda: decode_burst(self.engine, runner.decode, self.sessions, self.tokens, count)
+        )
 
     def graph_step(self, runner: GraphRunner) -> tuple[float, float]:
         """Time a step, in seconds: without what a call of ``decode`` costs once, and with it.

@@ -123,7 +123,7 @@ def split(method: Own, bandwidth: float, rounds: int, steps: int) -> dict[str, A
     evicts, gated = engine.policy.evicts, engine.decoder.gates is not None
     parts = ["", "attention"] + ["gates"] * gated + ["eviction"] * evicts + ["append"]
     undo = Undo(engine)
-    runners = {part: GraphRunner(engine) for part in parts}
+    runners = {part: GraphRunner(engine.model, engine.cache) for part in parts}
 
     def timed(part: str) -> float:
         with without(engine, part, undo):

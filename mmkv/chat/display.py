@@ -167,7 +167,7 @@ def statistics(engine: Engine, session: Session) -> RenderableType:
         ("keys and values", f"{format_bytes(memory.kv_bytes)} in {memory.pages:,} pages"),
         ("metadata", format_bytes(memory.metadata_bytes)),
         ("held for /undo", format_bytes(session.snapshot_bytes)),
-        ("decode step", session.decode_path),
+        ("decode step", session.reply_path),
         ("eviction", engine.evict_path),
         ("policy, budget", f"{engine.policy.name}, {session.budget.describe()}{in_form(engine)}"),
     ]

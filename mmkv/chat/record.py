@@ -22,7 +22,7 @@ def record(engine: Engine, session: Session, model: str) -> dict[str, Any]:
         "model": model,
         "device": str(engine.device),
         "dtype": str(engine.dtype).removeprefix("torch."),
-        "decode_path": session.decode_path,
+        "decode_path": session.reply_path,
         "policy": engine.policy.name,
         "policy_note": engine.policy_note,
         "kv": pool.form.name,

@@ -48,7 +48,7 @@ class CacheViews:
                 first = seq * cache.rows
                 view.length, view.table = rows + 8 * first, tables + width * first
             self._seqs = list(seqs)
-        self._each[0].free = pool._free
+        self._each[0].free = pool.free_pages
         return BorrowedViews(pool, self._views)
 
     @staticmethod
@@ -59,7 +59,7 @@ class CacheViews:
         pool = cache.pool
         return Cache(
             *(tensor.data_ptr() for tensor in self._tensors(cache)),
-            free=pool._free,
+            free=pool.free_pages,
             rows=cache.rows,
             width=cache.table.shape[-1],
             page_size=pool.page_size,
@@ -84,7 +84,7 @@ class BorrowedViews:
         return self._views
 
     def __exit__(self, *_: object) -> None:
-        self._pool._free = self._views[0].free
+        self._pool.set_free(self._views[0].free)
 
 
 def _bits(codec: Codec, dtype: torch.dtype) -> int:
