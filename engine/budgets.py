@@ -201,18 +201,14 @@ def batch_of(
         slack: entries above a budget that are let be.
     """
     ahead = 1 if tokens else 0
-    return Batch(
-        [session.seq for session in sessions],
-        [session.seen for session in sessions],
-        [session.next_position for session in sessions],
-        [bool(session.long_rope) for session in sessions],
-        [session.entries for session in sessions],
-        [session.allowed_at(session.seen + ahead) for session in sessions],
-        [session.prompt_tokens for session in sessions],
-        tokens,
-        slack,
-        recorded=[i for i, session in enumerate(sessions) if session.recorder is not None],
-    )
+    rows, recorded = [], []
+    for index, one in enumerate(sessions):  # in one go: every decode step does so
+        allowed = one.allowed_at(one.seen + ahead)
+        long, position = bool(one.long_rope), one.next_position
+        rows.append((one.seq, one.seen, position, long, one.entries, allowed, one.prompt_tokens))
+        if one.recorder is not None:
+            recorded.append(index)
+    return Batch(*zip(*rows, strict=True), tokens, slack, (), (), recorded)
 
 
 def give_room(batch: Batch, sessions: Sequence[CachedSequence], backend: Backend) -> None:
@@ -228,12 +224,13 @@ def count(sessions: Sequence[CachedSequence], counts: Counts) -> None:
     if counts.appended:
         for session in sessions:
             session.count_appended(counts.appended)
-    columns = zip(sessions, counts.dropped, counts.nan, strict=False)  # both empty, or of all
-    for index, (session, dropped, nan) in enumerate(columns):
-        if dropped:
-            session.count_evicted(dropped, nan)
-        if session.recorder is not None:
-            _note(session, dropped, counts.scored.get(index))
+    if counts.dropped:
+        columns = zip(sessions, counts.dropped, counts.nan, strict=True)
+        for index, (session, dropped, nan) in enumerate(columns):
+            if dropped:
+                session.count_evicted(dropped, nan)
+            if session.recorder is not None:
+                _note(session, dropped, counts.scored.get(index) if counts.scored else None)
 
 
 def _note(session: CachedSequence, dropped: int, scored: Scored | None) -> None:

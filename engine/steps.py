@@ -47,7 +47,8 @@ def decode_step(
                 session.long_rope = False
             if session.recorder is not None:
                 session.recorder.expect(token)
-        batch, counts = batch_of(sessions, token_ids, engine.slack), Counts()
+        slack = engine.model.slack
+        batch, counts = batch_of(sessions, token_ids, slack), Counts()
         backend = engine.backends.for_step(batch)
         give_room(batch, sessions, backend)
         try:
@@ -58,7 +59,7 @@ def decode_step(
         except BaseException:
             for session in sessions:
                 session.roll_back()
-            engine.budgets.cut(sessions, engine.slack)  # where the step stands
+            engine.budgets.cut(sessions, slack)  # where the step stands
             raise
         for session, token in zip(sessions, token_ids, strict=True):
             session.note_ids([token])
@@ -68,7 +69,7 @@ def decode_step(
                 view = session.view(entries)
                 revise_state(engine.cache, engine.policy.scoring, session.seq, entries, view)
         uncut = [sessions[index] for index in counts.uncut]
-        engine.budgets.cut(uncut, engine.slack, backend if counts.tried else None)
+        engine.budgets.cut(uncut, slack, backend if counts.tried else None)
         return logits
 
 

@@ -8,7 +8,7 @@ cache that it was made with.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
@@ -39,7 +39,8 @@ class LoadedModel:
     Attributes:
         needs: what steps have to leave behind for the scorer.
         write_gates: of a policy with an admission, else None.
-        evict_every: steps between two evictions.
+        evict_every: steps between two evictions; slack: entries that a sequence may hold above its
+            budget between them.
         never_chosen: int64 ids of tokens that no reply may hold.
         has_born, has_revise: whether the scorer gives new entries their state, and changes that of
             all entries after a step.
@@ -57,10 +58,8 @@ class LoadedModel:
     has_born: bool = False
     has_revise: bool = False
 
-    @property
-    def slack(self) -> int:
-        """Entries that a sequence may hold above its budget between two evictions."""
-        return (self.evict_every - 1) * self.spec.rows
+    def __post_init__(self) -> None:
+        self.slack = (self.evict_every - 1) * self.spec.rows
 
     def write_step(self, rope: tuple[Tensor, Tensor]) -> WriteStep | None:
         """Return the write gates of a pass whose tokens have these rope angles; None without."""
@@ -173,7 +172,11 @@ class Counts:
     nan: Sequence[int] = ()
     uncut: Sequence[int] = ()
     tried: bool = False
-    scored: dict[int, Scored] = field(default_factory=dict)
+    scored: dict[int, Scored] | None = None
+
+    def note(self, index: int, scored: Scored) -> None:
+        """Add to :attr:`scored`."""
+        self.scored = {**(self.scored or {}), index: scored}
 
 
 @dataclass(slots=True)

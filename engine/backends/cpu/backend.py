@@ -39,6 +39,7 @@ class CpuBackend(Backend):
         super().__init__(model, cache)
         weights, gates, policy = model.decoder.weights, model.decoder.gates, model.policy
         self._reason = NativeDecoder.unsupported_reason(weights, gates, model.decoder.hosted)
+        self._least_window = min(filter(None, model.spec.sliding_window), default=0)
         self.decoder: NativeDecoder | None = None
         self.evictor: NativeEvictor | None = None
         self._chunk_attention: NativeChunkAttention | None = None
@@ -60,10 +61,8 @@ class CpuBackend(Backend):
             return self._reason or "switched off"
         if self.model.decoder.on_gate_input is not None:
             return "on_gate_input is set"
-        if batch is not None:
-            for seen in batch.seen:
-                if any(window and window <= seen for window in self.model.spec.sliding_window):
-                    return "a sliding window is in effect"
+        if self._least_window and batch is not None and max(batch.seen) >= self._least_window:
+            return "a sliding window is in effect"
         return ""
 
     def no_eviction_reason(self) -> str:
@@ -153,7 +152,7 @@ class CpuBackend(Backend):
                 cache.drop(seq, victims, entries)
                 dropped[index], nan[index] = victims.numel(), int(scores[victims].isnan().sum())
             if index in batch.recorded:
-                counts.scored[index] = Scored(view, scores, victims)
+                counts.note(index, Scored(view, scores, victims))
 
     def _write_state(self, decoder: NativeDecoder, batch: Batch) -> None:
         """Give the entries of the step that C has just made their state."""

@@ -92,12 +92,14 @@ class NativeEvictor:
 
         Those have more victims than it is meant for, and nothing of them has changed.
         """
-        each = self._each[: len(batch.seqs)]
-        found = [request.found for request in each]
-        if any(found):
-            counts.uncut = [index for index, dropped in enumerate(found) if dropped < 0]
-            counts.dropped = [max(dropped, 0) for dropped in found]
-            counts.nan = [request.nan for request in each]
+        dropped, nan, uncut = list[int](), list[int](), list[int]()
+        for index, request in enumerate(self._each[: len(batch.seqs)]):
+            found = request.found
+            if found < 0:
+                uncut.append(index)
+            dropped.append(found if found > 0 else 0)
+            nan.append(request.nan if found > 0 else 0)
+        counts.dropped, counts.nan, counts.uncut = dropped, nan, uncut
 
     def evict(
         self, cache: RaggedCache, batch: Batch, counts: Counts, scores: Tensor | None = None

@@ -75,4 +75,4 @@ class TorchBackend(Backend):
             cache.drop(seq, victims, entries)
             dropped[index], nan[index] = victims.numel(), int(scores[victims].isnan().sum())
             if index in batch.recorded:
-                counts.scored[index] = Scored(view, scores, victims)
+                counts.note(index, Scored(view, scores, victims))
