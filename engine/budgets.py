@@ -208,7 +208,10 @@ def batch_of(
         rows.append((one.seq, one.seen, position, long, one.entries, allowed, one.prompt_tokens))
         if one.recorder is not None:
             recorded.append(index)
-    return Batch(*zip(*rows, strict=True), tokens, slack, (), (), recorded)
+    seqs, seen, positions, longs, entries, most, prompts = zip(*rows, strict=True)
+    return Batch(
+        seqs, seen, positions, longs, entries, most, prompts, tokens, slack, recorded=recorded
+    )
 
 
 def give_room(batch: Batch, sessions: Sequence[CachedSequence], backend: Backend) -> None:

@@ -11,14 +11,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from mmkv.engine.backends import Backends
+from mmkv.engine.backends import Backends, kernels_for
 from mmkv.engine.backends.base import LoadedModel
-from mmkv.engine.backends.cpu import (
-    native_elementwise,
-    native_product,
-    packed,
-    rounded,
-)
 from mmkv.engine.backends.cuda.kernels.sample import Draw
 from mmkv.engine.backends.torch.write_step import admitting
 from mmkv.engine.budgets import Budgets, OwnBudgets, SharedBudget, batch_of
@@ -183,14 +177,12 @@ class Runtime:
         _use_threads(config)
         family, spec, weights = load(
             name,
-            config.dtype,
-            resolve_device(config.device),
-            progress,
-            pictures,
-            native_product(config.weights),
-            config.weights,
-            rounded,
-            packed,
+            dtype=config.dtype,
+            device=resolve_device(config.device),
+            progress=progress,
+            pictures=pictures,
+            form=config.weights,
+            kernels=kernels_for(config.weights),
         )
         engine = cls.from_parts(config, family, spec, weights)
         if engine.device.type == "cpu":
@@ -235,7 +227,7 @@ class Runtime:
 
     def _make_decoder(self, weights: DecoderWeights, gates: Gates | None) -> Decoder:
         taps = tap_layers(self.policy, self.spec.num_layers)
-        return Decoder(self.spec, weights, gates, taps, native_elementwise())
+        return Decoder(self.spec, weights, gates, taps, kernels_for(weights.form).elementwise)
 
     def _make_rope(self) -> Rope:
         return Rope(self.spec.rope, self.device, self.dtype)

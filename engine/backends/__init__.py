@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from mmkv.engine.backends.base import Backend, Batch, LoadedModel
 from mmkv.engine.backends.cpu.backend import CpuBackend
+from mmkv.engine.backends.cpu.kernels import native_kernels
 from mmkv.engine.backends.cuda.backend import CudaBackend
 from mmkv.engine.backends.torch.backend import TorchBackend
+from mmkv.engine.model.product import Kernels
 from mmkv.engine.scorer_state import WindowAttention, window_attention
 
 if TYPE_CHECKING:
@@ -17,6 +19,10 @@ if TYPE_CHECKING:
 
 # All there are, and the order in which they are asked; the last one runs everything.
 BACKENDS: tuple[type[Backend], ...] = (CpuBackend, CudaBackend, TorchBackend)
+
+
+# The functions that prompts are computed with: of the one backend that has any.
+kernels_for: Callable[[str], Kernels] = native_kernels
 
 
 class Backends:
