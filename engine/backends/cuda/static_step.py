@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mmkv.engine.backends.base import LoadedModel
-from mmkv.engine.backends.cuda.kernels.append import Rows, empty_room, make_room
+from mmkv.engine.backends.cuda.kernels.append import empty_room, make_room
+from mmkv.engine.backends.cuda.kernels.buffers import Readout, Rows
 from mmkv.engine.backends.cuda.kernels.decode_attention import decode_attention, empty_partials
 from mmkv.engine.backends.cuda.kernels.evict import empty_eviction, evict
 from mmkv.engine.backends.cuda.kernels.norm import rms_norm
@@ -28,7 +29,7 @@ from mmkv.engine.backends.cuda.kernels.sample import (
     sample,
     uniform,
 )
-from mmkv.engine.backends.cuda.kernels.store import Readout, store_layer
+from mmkv.engine.backends.cuda.kernels.store import store_layer
 from mmkv.engine.backends.cuda.kernels.swiglu import swiglu
 from mmkv.engine.backends.cuda.kernels.worklist import (
     build_worklist,
