@@ -24,11 +24,12 @@ from mmkv.resources import asset
 
 DOCUMENTS = [*documents(), ROOT / "CONTRIBUTING.md"]
 PACKAGES = ("engine", "mmkv", "eval", "training", "tests", "docs", "assets", "tools", "examples")
+SOURCES = {".py", ".c", ".h", ".js", ".html", ".yaml", ".toml", ".ipynb"}
 # What a command of the documents writes, or a user has.
 WRITTEN = re.compile(r"eval/results/(gpu-.*|NAME|histories/)")
 
 
-@pytest.fixture(params=DOCUMENTS, ids=lambda path: path.name)
+@pytest.fixture(params=DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
 def document(request: pytest.FixtureRequest) -> tuple[Path, str]:
     """Return one document at a time, with its text."""
     return request.param, request.param.read_text()
@@ -95,6 +96,20 @@ def test_named_paths_exist(document: tuple[Path, str]) -> None:
         name = found.rstrip(".")
         if not WRITTEN.fullmatch(name):
             assert any(ROOT.glob(name.rstrip("/"))), f"{path.name} names {name}"
+
+
+def test_pages_that_the_code_names_exist() -> None:
+    """Error messages, docstrings and settings send their reader to pages that are there."""
+    files = [ROOT / "Makefile", ROOT / "pyproject.toml", ROOT / "mkdocs.yml"]
+    for folder in PACKAGES[:5] + PACKAGES[6:] + ("docker",):
+        files += [path for path in (ROOT / folder).rglob("*") if path.suffix in SOURCES]
+    named = {}
+    for path in filter(Path.is_file, files):
+        for page in re.findall(r"(?<![\w/])(?:docs|eval/notes)/[\w/-]+\.\w+", path.read_text()):
+            named[page] = path.relative_to(ROOT)
+    assert len(named) > 10
+    gone = {page: path for page, path in named.items() if not (ROOT / page).exists()}
+    assert not gone, f"pages that are named and not there: {gone}"
 
 
 def _lines(text: str) -> Iterator[list[str]]:

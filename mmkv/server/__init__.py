@@ -1,4 +1,4 @@
-"""An OpenAI-compatible server (docs/serve.md); needs the extra ``serve``.
+"""An OpenAI-compatible server (docs/how-to/serve.md); needs the extra ``serve``.
 
 ``app``, ``chat``, ``schema``, ``reply_json``: what speaks HTTP, which never touches torch.
 ``worker``: the thread that owns the engine. ``machine``, ``job``, ``prompts``, ``snapshots``,

@@ -1,4 +1,4 @@
-"""docs/add-a-policy.md and docs/add-a-family.md, done as they say."""
+"""docs/how-to/add-a-policy.md and docs/how-to/add-a-family.md, done as they say."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def blocks(guide: str) -> dict[str, str]:
     """Return code by the file that the sentence before it names; other code by its language."""
-    text = (ROOT / "docs" / guide).read_text()
+    text = (ROOT / "docs" / "how-to" / guide).read_text()
     found = {}
     for before, language, code in re.findall(r"([^\n]*)\n\n```(\w+)\n(.*?)```", text, re.DOTALL):
         named = re.findall(r"`([\w.]+\.(?:py|toml))`", before)
