@@ -20,7 +20,6 @@ from mmkv.eval.document_tables import documents, fill, main
 from mmkv.eval.figures import FIGURES, accuracy_values, digest
 from mmkv.eval.serving.tables import speed_values
 from mmkv.measure.record import RESULTS, ROOT
-from mmkv.resources import asset
 
 DOCUMENTS = [*documents(), ROOT / "CONTRIBUTING.md"]
 PACKAGES = ("engine", "mmkv", "eval", "training", "tests", "docs", "assets", "tools", "examples")
@@ -175,14 +174,13 @@ def test_the_python_of_the_readme_runs_anywhere(
 ) -> None:
     monkeypatch.chdir(tmp_path)  # no checkout
     text = (ROOT / "README.md").read_text()
-    chat, policy = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    (chat,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     exec(chat, {})
     assert capsys.readouterr().out.startswith("frog")
-    names: dict[str, Any] = {"__name__": __name__}
-    exec(policy, names)
-    session = names["engine"].session()
-    assert "".join(session.send("what is at row 2, column 3?", images=[asset("scene.png")]))
-    assert session.memory().evicted > 0
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().split()) <= 900
 
 
 def test_targets_of_make_exist(document: tuple[Path, str]) -> None:

@@ -2,8 +2,7 @@
 
 The same bytes hold a few exact entries or more rounded ones. Which of them answers best was
 measured at equal bytes (``python -m mmkv.eval.quality --bytes``: eval/results/quality-bytes-*.json,
-docs/reference/kv-forms.md), and :data:`BEST` is what these figures say; a test compares it with
-them.
+eval/notes/kv-forms.md), and :data:`BEST` is what these figures say; a test compares it with them.
 """
 
 from __future__ import annotations

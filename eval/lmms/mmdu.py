@@ -1,4 +1,4 @@
-"""MMDU as a task of lmms-eval: whole dialogues, answered round by round (docs/how-to/mmdu.md).
+"""MMDU as a task of lmms-eval: whole dialogues, answered round by round (eval/notes/mmdu.md).
 
 lmms-eval carries no history from round to round. So the messages of every round hold the dialogue
 so far with the model's own answers, and the adapter finds that its session already holds them.
