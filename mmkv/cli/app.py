@@ -57,9 +57,9 @@ def _registered(name: str) -> Any:
 
     try:
         # Those of mmkv alone: looking through all packages would make the help slower.
-        points = distribution("mmkv").entry_points.select(group="mmkv.commands", name=name)
+        points = list(distribution("mmkv").entry_points.select(group="mmkv.commands", name=name))
     except PackageNotFoundError:
-        points = ()
+        points = []
     if not points:
         reason = "this installation is older than its source, or mmkv is not installed"
         return _broken(name, f"{reason}; run pip install --no-deps -e . in the checkout")
