@@ -179,8 +179,22 @@ def test_the_python_of_the_readme_runs_anywhere(
     assert capsys.readouterr().out.startswith("frog")
 
 
-def test_the_readme_is_short() -> None:
+def test_the_documents_are_short() -> None:
+    """What a reader has to get through, in words."""
     assert len((ROOT / "README.md").read_text().split()) <= 900
+    assert sum(len(page.read_text().split()) for page in (ROOT / "docs").rglob("*.md")) <= 22_000
+    assert len((ROOT / "CHANGELOG.md").read_text().splitlines()) <= 60
+
+
+@pytest.mark.parametrize(
+    "page", ["start/first-steps.md", "how-to/explain.md", "how-it-works/scheduler.md"]
+)
+def test_the_python_of_a_page_runs(
+    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / page).read_text(), re.DOTALL)
+    exec(code, {})
 
 
 def test_targets_of_make_exist(document: tuple[Path, str]) -> None:

@@ -36,7 +36,7 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 _EYES_ALONE = (
     "{name} holds eyes alone, without their language model; put both together with `python -m "
     "mmkv.training.llava join --language-model FOLDER --output FOLDER` "
-    "(docs/how-to/smollm2-llava.md), "
+    "(eval/notes/smollm2-llava.md), "
     "and name that folder"
 )
 
