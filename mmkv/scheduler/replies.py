@@ -19,11 +19,10 @@ from mmkv.engine.errors import (
 )
 from mmkv.engine.interrupts import CtrlC, whole
 from mmkv.engine.prefill import advance_together, needed_pages, pass_tokens, reserve_together
-from mmkv.reply import Reply, ReplyWriter
+from mmkv.reply import Reply, ReplyWriter, step
 from mmkv.sampling import Sampling, checked
 from mmkv.scheduler.contract import Job, Price
 from mmkv.scheduler.loop import Limits, Scheduler
-from mmkv.stepping import step
 from mmkv.turn import Reading, compose
 
 if TYPE_CHECKING:
