@@ -12,7 +12,8 @@ from mmkv.engine.errors import InputError
 from mmkv.eval.documents import Document
 from mmkv.eval.needle import tasks as needle_tasks
 from mmkv.eval.sessions import tasks as dialogue_tasks
-from mmkv.prompt.processing import Processor, load_processor
+from mmkv.prompt.loading import load_processor
+from mmkv.prompt.processing import Processor
 from mmkv.training.data.examples import Examples
 from mmkv.training.data.sources import examples
 

@@ -26,7 +26,7 @@ from mmkv.eval.budgets import is_share
 from mmkv.eval.documents import scene_document
 from mmkv.eval.measure.journal import Journal
 from mmkv.eval.quality.methods import Cell, Comparison
-from mmkv.prompt.processing import load_processor
+from mmkv.prompt.loading import load_processor
 from mmkv.training.data.dialogues import caption, cell_question, clip_of_stream, grid
 from mmkv.training.data.scenes import Scene, Turn
 from mmkv.training.data.sources import require_scene_tokens

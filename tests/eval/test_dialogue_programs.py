@@ -18,7 +18,7 @@ from mmkv.eval.sessions import stream as dialogue_stream
 from mmkv.eval.sessions import tasks as dialogue_tasks
 from mmkv.eval.sessions.__main__ import main
 from mmkv.eval.sessions.tasks import Asked
-from mmkv.prompt.processing import load_processor
+from mmkv.prompt.loading import load_processor
 from mmkv.resources import bundled_model
 from mmkv.training.data.scene_data import scene_example
 from mmkv.training.data.scenes import Clip, render

@@ -21,7 +21,7 @@ from mmkv.eval.quality.methods import Comparison, Method, digest
 from mmkv.eval.quality.run import ComparisonRuns, Reader
 from mmkv.eval.sessions import __main__ as dialogue
 from mmkv.eval.sessions import stream as dialogue_stream
-from mmkv.prompt.processing import load_processor
+from mmkv.prompt.loading import load_processor
 from mmkv.resources import bundled_model
 
 MODEL = str(bundled_model())

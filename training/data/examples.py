@@ -13,9 +13,8 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from mmkv.engine.errors import InputError, plain
-from mmkv.prompt.messages import take_media
 from mmkv.prompt.processing import Processor
-from mmkv.prompt.template import Message
+from mmkv.prompt.template import Message, take_media
 from mmkv.training.data.conversations import Conversation, DataError, Document, Row
 from mmkv.training.data.labels import IGNORED, AssistantTurn, TurnFinder
 from mmkv.training.data.mixture import Mixture

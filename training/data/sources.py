@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from mmkv.prompt.processing import Processor, load_processor
+from mmkv.prompt.loading import load_processor
+from mmkv.prompt.processing import Processor
 from mmkv.training.data.conversations import DataError, Row
 from mmkv.training.data.examples import Encoder, Example, Examples
 from mmkv.training.data.labels import IGNORED
