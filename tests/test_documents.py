@@ -97,6 +97,37 @@ def test_named_paths_exist(document: tuple[Path, str]) -> None:
             assert any(ROOT.glob(name.rstrip("/"))), f"{path.name} names {name}"
 
 
+def _homes(name: str, sources: dict[str, str]) -> Iterator[str]:
+    """Yield the files that define a class, and those of its bases."""
+    for text in sources.values():
+        if found := re.search(rf"^class {name}\b(?:\((.*?)\))?", text, re.MULTILINE):
+            yield text
+            for base in re.findall(r"\w+", found[1] or ""):
+                yield from _homes(base, sources)
+
+
+def test_classes_that_are_explained_have_the_names_and_places_given() -> None:
+    """Of rows ``| `Class` | `file` |``, and of ``Class.member``, in docs/."""
+    sources = {
+        path.relative_to(ROOT).as_posix(): path.read_text()
+        for folder in ("engine", "mmkv", "training")
+        for path in (ROOT / folder).rglob("*.py")
+    }
+    checked = 0
+    for page in (ROOT / "docs").rglob("*.md"):
+        text = page.read_text()
+        for names, files in re.findall(r"^\| (`[A-Z][^|]*) \| ([^|]*) \|", text, re.MULTILINE):
+            places = re.findall(r"`([\w/]+\.py)`", files)
+            for name in re.findall(r"`(\w+)`", names) if places else ():
+                assert any(f"class {name}" in sources[one] for one in places), (page.name, name)
+                checked += 1
+        for name, member in re.findall(r"`([A-Z][a-z]\w+)\.([a-z_]\w*)[`(]", text):
+            homes = list(_homes(name, sources))
+            assert any(re.search(rf"\b{member}\b", home) for home in homes), (name, member)
+            checked += 1
+    assert checked > 20
+
+
 def test_pages_that_the_code_names_exist() -> None:
     """Error messages, docstrings and settings send their reader to pages that are there."""
     files = [ROOT / "Makefile", ROOT / "pyproject.toml", ROOT / "mkdocs.yml"]
