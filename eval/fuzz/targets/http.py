@@ -39,12 +39,11 @@ class HttpBodies(Target):
     def prepare(self, folder: Path) -> None:
         super().prepare(folder)
         from mmkv.server.app import make_app
-        from mmkv.server.machine import Machine
+        from mmkv.server.engine_thread import Machine, Worker
         from mmkv.server.media.resolver import MediaResolver
         from mmkv.server.metrics import Metrics
-        from mmkv.server.room import Room
         from mmkv.server.settings import Settings
-        from mmkv.server.worker import Worker
+        from mmkv.server.state import Room
 
         model = save_vision_model(folder / "model")
         settings = Settings(_MODEL, max_tokens=2, session_folder=folder / "saved", body=2**17)

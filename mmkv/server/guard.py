@@ -1,19 +1,76 @@
-"""Refuse bodies that are too long, too slow, too many or no JSON, before they are read."""
+"""What is refused before the body of a request is read: by key, host, length, and a full queue."""
 
 from __future__ import annotations
 
 import asyncio
 import codecs
-from collections.abc import Callable, Coroutine
+import hmac
+import ipaddress
+import re
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextvars import ContextVar
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mmkv.server.answer import error_response
+from mmkv.engine.errors import InputError
+from mmkv.scheduler.loop import queue_is_full
 from mmkv.server.errors import ApiError
+from mmkv.server.page import FILES
+from mmkv.server.reply import error_response
+from mmkv.server.state import Caller, digest_of_key
+
+if TYPE_CHECKING:
+    from mmkv.server.state import Room
+
+
+# What tells nothing about anybody's requests. All else wants a key.
+_OPEN = frozenset(("/health", "/docs", "/openapi.json", *FILES))
+
+
+class CheckKey:
+    """Notes a :class:`Caller` in the request's state, and answers 401 to a stranger.
+
+    Args:
+        keys: those that are known; with none, everybody may ask and is told by the address.
+        open_metrics: whether /metrics needs none: its counters tell how much others have asked.
+    """
+
+    def __init__(self, app: ASGIApp, keys: Sequence[str], open_metrics: bool = False) -> None:
+        self._open = _OPEN | {"/metrics"} if open_metrics else _OPEN
+        self._app, self._known = app, [digest_of_key(key) for key in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on whose key fits."""
+        if scope["type"] != "http" or scope["path"] in self._open:
+            await self._app(scope, receive, send)
+            return
+        request = Request(scope)
+        if not self._known:
+            address = request.client.host if request.client else ""
+            request.state.caller = Caller("", address)
+        elif (name := self._fitting(request.headers.get("authorization", ""))) is not None:
+            request.state.caller = Caller(name, name)
+        else:
+            error = ApiError(
+                401, "no valid API key; send Authorization: Bearer KEY", "invalid_api_key"
+            )
+            await error_response(error)(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+    def _fitting(self, shown: str) -> str | None:
+        """Return the key's digest when one of the known ones is shown."""
+        scheme, _, key = shown.partition(" ")
+        if scheme.lower() != "bearer" or not key.strip():
+            return None
+        given = digest_of_key(key.strip())
+        # All are compared, whichever fits, in a time that says nothing.
+        fits = [hmac.compare_digest(given, known) for known in self._known]
+        return given.hex() if any(fits) else None
+
 
 TOGETHER = 8  # times the most bytes of one body, for all whose requests are under way
 # Values of one body. An empty list takes 64 bytes where its text has 3, and the error of a field
@@ -212,3 +269,102 @@ class _Refused(BaseException):
     def __init__(self, error: ApiError) -> None:
         super().__init__(str(error))
         self.error = error
+
+
+_REPLIES = ("/chat/completions", "/responses")
+
+
+class RefuseWhenFull:
+    """Answers 503 to a request for a reply while as many wait as may.
+
+    A server with more requests than it can answer has to spend its time on those that it took on:
+    the body of another one is not read, and the engine's thread is not asked. What comes while that
+    has not said yet how many wait passes here, and the scheduler refuses it in the same words.
+    """
+
+    def __init__(self, app: ASGIApp, room: Room) -> None:
+        self._app, self._room = app, room
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on for which there may be a place."""
+        if scope["type"] == "http" and scope["method"] == "POST":
+            room, limit = self._room, self._room.settings.max_queue
+            if scope["path"].endswith(_REPLIES) and not room.worker.has_place():
+                room.metrics.rejected.labels("queue").inc()
+                await error_response(queue_is_full(limit, limit))(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+_LOCAL = ("localhost", "127.0.0.1", "[::1]")
+
+
+def allowed_hosts(
+    host: str, keyed: bool = False, named: Sequence[str] = ()
+) -> frozenset[str] | None:
+    """Return the names that a server on ``host`` answers to; None: all.
+
+    Those of this machine, where it alone can reach the server and no key is asked for.
+
+    Args:
+        keyed: whether requests have to show a key.
+        named: further names, as :func:`host_names` returns them; no others are answered then.
+    """
+    try:
+        local = ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        local = host.lower() == "localhost"
+    own = f"[{host}]" if ":" in host else host.lower()
+    if named:
+        return frozenset({*_LOCAL, own, *named})
+    return frozenset({*_LOCAL, own}) if local and not keyed else None
+
+
+def host_names(given: Iterable[str]) -> tuple[str, ...]:
+    """Return names as Host headers have them. Raises InputError: one is no name."""
+    return tuple(map(_checked, given))
+
+
+def _checked(name: str) -> str:
+    bare = name.strip().lower().removesuffix(".")
+    try:
+        address = ipaddress.ip_address(bare.removeprefix("[").removesuffix("]"))
+    except ValueError:
+        if not re.fullmatch(r"[a-z0-9_]([a-z0-9_.-]*[a-z0-9_])?", bare):
+            raise InputError(
+                f"{name!r} is no name of a host; give one without scheme, port or *"
+            ) from None
+        return bare
+    return f"[{address}]" if address.version == 6 else str(address)
+
+
+class CheckHost:
+    """Answers 403 to a request whose Host header has another name than ``hosts``.
+
+    A page can have its own name lead to 127.0.0.1 (DNS rebinding): the browser then takes the
+    server's answers for the page's own, and shows them to it.
+    """
+
+    def __init__(self, app: ASGIApp, hosts: frozenset[str] | None) -> None:
+        self._app, self._hosts = app, hosts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on, if it names this server."""
+        if scope["type"] == "http" and self._hosts is not None:
+            given = dict(scope["headers"]).get(b"host")
+            if given is not None and _name(given.decode("latin-1")) not in self._hosts:
+                error = ApiError(
+                    403,
+                    "this server does not answer to the name that the Host header has; start it "
+                    "with --allowed-host and that name",
+                    "host_refused",
+                )
+                await error_response(error)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+def _name(header: str) -> str:
+    """Return a Host header without its port, and without the dot that may end a name."""
+    name, _, port = header.strip().lower().rpartition(":")
+    return (name if name and port.isdigit() else header.strip().lower()).removesuffix(".")
