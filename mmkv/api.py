@@ -14,20 +14,19 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 
 from mmkv.engine.budget import Budget
-from mmkv.engine.checks import require_list
 from mmkv.engine.config import EngineConfig, require_options
-from mmkv.engine.errors import InputError
+from mmkv.engine.errors import InputError, require_list
 from mmkv.engine.interrupts import OpenToCtrlC, whole
 from mmkv.engine.runtime import Runtime
 from mmkv.generation_config import Generation, read_generation
+from mmkv.prompt.loading import load_processor
 from mmkv.prompt.media import notes
-from mmkv.prompt.messages import is_blank, take_media
-from mmkv.prompt.processing import Processor, load_processor
+from mmkv.prompt.processing import Processor
+from mmkv.prompt.template import is_blank, take_media
 from mmkv.reply import Reply
 from mmkv.resources import is_bundled, refuse_adapter
 from mmkv.sampling import Sampling, Settled, checked
-from mmkv.scheduler.batch import answer_all
-from mmkv.scheduler.replies import Prompt, ReplyJob
+from mmkv.scheduler.replies import Prompt, ReplyJob, answer_all
 from mmkv.session import Session
 from mmkv.shipped import with_shipped_gates
 
@@ -160,7 +159,11 @@ class Engine(Runtime):
         return frozenset(self.family.eos_token_ids) | ({own} if own is not None else set())
 
     def session(self, budget: Budget | float | None = None) -> Session:
-        """Open an empty session that talks. Raises BudgetError below one entry per row."""
+        """Open an empty session that talks.
+
+        Raises:
+            BudgetError: below one entry per row, or for a policy that evicts nothing.
+        """
         return self._open(self.budgets.checked(budget))
 
     @cached_property

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from mmkv.eval.lmms.messages import Frames, Key, keys
-from mmkv.prompt.messages import take_media
+from mmkv.prompt.template import take_media
 from mmkv.reply import Reply
 from mmkv.scheduler.replies import Prompt, ReplyJob
 from mmkv.scheduler.stored import StoredSession

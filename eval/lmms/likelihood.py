@@ -10,7 +10,7 @@ from lmms_eval.api.instance import GenerationResult
 from mmkv.engine.errors import InputError
 from mmkv.eval.lmms.counts import Scored, answer
 from mmkv.eval.lmms.messages import Frames, Key, keys
-from mmkv.prompt.messages import take_media
+from mmkv.prompt.template import take_media
 
 if TYPE_CHECKING:
     from mmkv import Engine, Session

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from mmkv.engine.errors import MmkvError
 from mmkv.eval.lmms.dialogue import Dialogue
 from mmkv.eval.lmms.messages import Frames
-from mmkv.scheduler.batch import batch_scheduler
+from mmkv.scheduler.replies import batch_scheduler
 
 if TYPE_CHECKING:
     from mmkv import Engine, Sampling

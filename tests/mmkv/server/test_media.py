@@ -15,8 +15,8 @@ import pytest
 from PIL import Image
 
 from mmkv.engine.errors import InputError
+from mmkv.prompt.loading import load_processor
 from mmkv.prompt.media import load_image
-from mmkv.prompt.processing import load_processor
 from mmkv.prompt.qwen_vision import VideoRules
 from mmkv.prompt.video import Clip, load_video
 from mmkv.server.conversation import Message, Part
@@ -390,6 +390,17 @@ def test_videos_are_those_that_load_video_makes(
         assert np.array_equal(medium.content.frames, wanted.frames)
         assert medium.content.fps == wanted.fps
     assert one.digest != two.digest
+
+
+def test_errors_name_no_options_of_a_command_line(
+    runner: asyncio.Runner, resolver: Callable[..., MediaResolver]
+) -> None:
+    film = b"\0\0\0\x18ftypisom\0\0\2\0isomiso2" + bytes(100)
+    error = str(refusal(runner, resolver(), data_url(film)))
+    assert "is a video, not a picture" in error and "part of type video_url" in error
+    large = data_url(encoded(Image.new("RGB", (200, 100))))
+    for said in (error, str(refusal(runner, resolver(pixels=100), large))):
+        assert "--" not in said
 
 
 def test_what_is_no_video_and_what_is_too_much(
