@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--inputs", type=int, default=100_000, help="inputs to try at most")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--classes", nargs="+", choices=CLASSES, default=list(CLASSES))
-    parser.add_argument("--memory", type=float, default=6.0, help="limit of the process in GiB")
+    parser.add_argument("--memory", type=float, default=6.0, help="GiB that inputs may take")
     parser.add_argument("--cases", type=Path, default=Path("fuzz-cases"), help="for failing cases")
     parser.add_argument("--output", type=Path, help="JSON file for the counts")
     parser.add_argument("--join", type=Path, nargs="+", help="add up the --output of other runs")
