@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mmkv.eval.bench.peers_report import case_rows, target_rows
+from mmkv.eval.bench_peers_cpu import case_rows, target_rows
 from mmkv.eval.quality import tables as quality
 from mmkv.eval.quality.tables import (
     METHODS,

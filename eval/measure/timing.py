@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -18,6 +18,11 @@ def spread(values: list[float]) -> dict[str, Any]:
         return {"median": values[0], "quartiles": [values[0], values[0]], "rounds": values}
     low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
     return {"median": middle, "quartiles": [low, high], "rounds": values}
+
+
+def ratios(over: Sequence[float], under: Sequence[float]) -> dict[str, Any]:
+    """Compute the spread of what one method has over another, round by round."""
+    return spread([a / b for a, b in zip(over, under, strict=True)])
 
 
 def synchronize(device: torch.device) -> None:

@@ -20,7 +20,8 @@ from typing import Any
 
 import httpx
 
-from mmkv.eval.bench.output import BenchError, plain_parser, save, table
+from mmkv.eval.bench.harness import BenchError
+from mmkv.eval.bench.output import plain_parser, save, table
 from mmkv.eval.serving.client import picture_url, question, words
 from mmkv.eval.serving.servers import ServerProcess, mmkv_serve, run_in_folder
 

@@ -28,7 +28,8 @@ from typing import Any
 
 import httpx
 
-from mmkv.eval.bench.output import BenchError, plain_parser, save, table
+from mmkv.eval.bench.harness import BenchError
+from mmkv.eval.bench.output import plain_parser, save, table
 from mmkv.eval.serving.client import Streamed, picture_url, quantiles, question, stream_chat, words
 from mmkv.eval.serving.servers import mmkv_serve, run_in_folder
 

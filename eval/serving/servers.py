@@ -17,7 +17,7 @@ from typing import Any, Self
 import httpx
 
 from mmkv.engine.errors import MmkvError
-from mmkv.eval.bench.output import BenchError
+from mmkv.eval.bench.harness import BenchError
 from mmkv.training.measure.record import ROOT
 
 PATIENCE_S = 180

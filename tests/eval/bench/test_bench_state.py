@@ -12,11 +12,18 @@ from mmkv.engine.backends.cuda import GraphRunner
 from mmkv.engine.backends.cuda import static_step as static_step
 from mmkv.engine.model.families.config import read_config
 from mmkv.engine.runtime import Runtime
-from mmkv.eval.bench.memory_estimate import own_bytes
-from mmkv.eval.bench.methods import Own
-from mmkv.eval.bench.parts import Undo, split, without
+from mmkv.eval.bench.methods import (
+    Own,
+    Undo,
+    own_bytes,
+    pages_for,
+    rewind,
+    row_lengths,
+    split,
+    synthetic_sessions,
+    without,
+)
 from mmkv.eval.bench.shapes import SHAPES, build_engine, build_model
-from mmkv.eval.bench.synthetic_cache import pages_for, rewind, row_lengths, synthetic_sessions
 from mmkv.eval.measure import speed_model, timing
 from tests.support.factories import checkpoint
 from tests.support.kernels import DEVICE
