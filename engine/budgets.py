@@ -1,8 +1,7 @@
-"""What bounds the sequences of an engine; the one door to eviction outside a decode step.
+"""What bounds the sequences of an engine: the one door to eviction outside a decode step.
 
-The most pages that a sequence can hold, known before it begins.
-
-One budget that the sequences of an engine share: their entries compete on their scores.
+A sequence has a budget of its own, or all of an engine share one and their entries compete on their
+scores. The most pages that a sequence can hold are known before it begins (:class:`PageBound`).
 """
 
 from __future__ import annotations
@@ -119,7 +118,11 @@ class Budgets(Protocol):
         ...
 
     def checked(self, budget: Budget | float | None) -> Budget:
-        """Return the budget that a new session gets. Raises BudgetError: it cannot have this."""
+        """Return the budget that a new session gets; None: the engine's.
+
+        Raises:
+            BudgetError: it cannot have this, or this would bind nothing.
+        """
         ...
 
     def saved(self, budget: Budget) -> Budget:
@@ -200,11 +203,17 @@ class OwnBudgets:
         """See :class:`Budgets`."""
         made = self._engine.budget if budget is None else Budget.of(budget)
         self.allowed(made, 0)
+        why = why_unbound(self._engine.policy)
+        if why is not None and made != self._engine.budget:
+            raise BudgetError(why)
         return made
 
     def saved(self, budget: Budget) -> Budget:
         """See :class:`Budgets`."""
-        return self.checked(budget)
+        if why_unbound(self._engine.policy) is None:
+            return self.checked(budget)
+        self.allowed(budget, 0)  # one that cannot be says that the file is damaged
+        return self._engine.budget
 
     def changed(self, budget: Budget | float) -> Budget:
         """See :class:`Budgets`."""

@@ -1,7 +1,4 @@
-"""Errors a user can cause: each message is one line that names the cause and the remedy.
-
-Check the types of arguments that programs give: TypeError in one sentence.
-"""
+"""Errors a user can cause, each one line that names cause and remedy, and checks of arguments."""
 
 from __future__ import annotations
 

@@ -3,13 +3,12 @@
 Python raises KeyboardInterrupt between any two bytecodes. Within a decode step it would leave a
 token in some layers' rows and not in others; within the opening of a session, a row in one list and
 not in another. So all that changes an engine runs with SIGINT held back: who takes its lock, or a
-session for a call, holds it back until that is done (:mod:`mmkv.engine.interrupts`).
-
-The lock that threads share an engine by.
+session for a call, holds it back until that is done.
 """
 
 from __future__ import annotations
 
+# What signal wraps: that looks for an enum of each handler, ten times as long, and each step asks.
 import _signal  # type: ignore[import-not-found]
 import functools
 import os
@@ -19,8 +18,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any, ParamSpec, TypeVar
-
-# What signal wraps: that looks for an enum of each handler, ten times as long, and each step asks.
 
 P = ParamSpec("P")
 T = TypeVar("T")

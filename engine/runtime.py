@@ -285,7 +285,8 @@ class Runtime:
         """Open an empty session.
 
         Raises:
-            BudgetError: for a budget below one entry per row, or one of its own where all share.
+            BudgetError: for a budget below one entry per row, one of its own where all share, or
+                where the policy evicts nothing.
         """
         return self._open(self.budgets.checked(budget))
 

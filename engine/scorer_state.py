@@ -1,12 +1,8 @@
-"""The last w queries of each sequence, and the attention they pay to what is retained.
+"""What scorers read and keep: the newest queries, the attention they pay, the state of entries.
 
-They lie in the cache's memory as ``queries [S, L, Hq, w, D]``, after RoPE and in the model's dtype:
-the query of token p in slot ``p % w``, so that a step writes one slot and moves nothing. Where the
-form of the cache is rotated, they lie there rotated, too.
-
-What a policy's view reads from the cache: keys, values, state and window attention.
-
-The state of entries that a pass has just appended, by the policy's scorer.
+The last w queries of each sequence lie in the cache's memory as ``queries [S, L, Hq, w, D]``, after
+RoPE and in the model's dtype: the query of token p in slot ``p % w``, so that a step writes one
+slot and moves nothing. Where the form of the cache is rotated, they lie there rotated, too.
 """
 
 from __future__ import annotations

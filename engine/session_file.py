@@ -1,8 +1,7 @@
 """Session files: a bounded dialogue memory in one safetensors file.
 
-What a session file may hold: its header as strict JSON, its tensors by type, shape and value.
-
-Imports pydantic, so it is imported only when a session file is read.
+The whole file is checked before a page is taken: its header as strict JSON, its tensors by type,
+shape and value. Imports pydantic, so it is imported only when a session file is read or written.
 """
 
 from __future__ import annotations

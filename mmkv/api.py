@@ -159,7 +159,11 @@ class Engine(Runtime):
         return frozenset(self.family.eos_token_ids) | ({own} if own is not None else set())
 
     def session(self, budget: Budget | float | None = None) -> Session:
-        """Open an empty session that talks. Raises BudgetError below one entry per row."""
+        """Open an empty session that talks.
+
+        Raises:
+            BudgetError: below one entry per row, or for a policy that evicts nothing.
+        """
         return self._open(self.budgets.checked(budget))
 
     @cached_property

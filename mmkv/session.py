@@ -344,9 +344,9 @@ class Session(CachedSequence):
         """Leave what was let go out of the ids that penalties count."""
         tokenizer, read = self.engine.processor.tokenizer, 0
         for piece in self.held.pieces or ():
-            if piece.ids is not None:
-                read = with_ids(read, piece.ids)
-            else:  # with pictures
+            if piece.ids is not None or piece.known:
+                read = with_ids(read, piece.ids or piece.known)
+            else:  # with pictures, in a file of an older version
                 ids = tokenize(tokenizer, piece.text or "")
                 read = with_ids(read, [*ids, *self.engine.media_token_ids])
         self.read_ids = read

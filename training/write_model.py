@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmkv.engine.policies.write_gate import admitted
+from mmkv.engine.policies.base import admitted
 from mmkv.engine.runtime import Runtime
 from mmkv.training.measure.full_attention import full_attention_states, lay_out
 from mmkv.training.model import inputs_of

@@ -1,14 +1,15 @@
 """Our methods of the speed programs: graph or eager steps, with eviction or without.
 
-They decode from sessions whose caches look as after a long run, without the run. The time of a decode step depends on the number and place of entries and not on their values. So
-rows are filled with random keys, values, retention and positions, in pages that are scattered over
-the pool as after many evictions. The logits have no meaning.
+They decode from sessions whose caches look as after a long run, without the run. The time of a step
+depends on the number and place of entries and not on their values. So rows are filled with random
+keys, values, retention and positions, in pages that are scattered over the pool as after many
+evictions. The logits have no meaning.
 
 :func:`own_bytes` and :func:`peer_bytes` estimate the memory that methods need, from sizes alone.
-:func:`split` splits a step's time into parts: the same step with one part left out at a time. A part that is timed alone finds its data in the GPU's cache, where the weights of a whole step
-would not leave them. The difference of two whole steps has no such error. A part is left out by
-replacing functions of ``static_step`` while the step is captured; the engine needs no switch for
-it.
+:func:`split` splits a step's time into parts: the same step with one part left out at a time. A
+part that is timed alone finds its data in the GPU's cache, where the weights of a whole step would
+not leave them; the difference of two whole steps has no such error. A part is left out by replacing
+functions of ``static_step`` while the step is captured; the engine needs no switch for it.
 """
 
 from __future__ import annotations

@@ -53,13 +53,13 @@ class _Commands(TyperGroup):
 
 def _registered(name: str) -> Any:
     """Return a registered command; one that does not load says so in the help, and when it runs."""
-    from importlib.metadata import EntryPoints, PackageNotFoundError, distribution
+    from importlib.metadata import PackageNotFoundError, distribution
 
     try:
         # Those of mmkv alone: looking through all packages would make the help slower.
-        points = distribution("mmkv").entry_points.select(group="mmkv.commands", name=name)
+        points = list(distribution("mmkv").entry_points.select(group="mmkv.commands", name=name))
     except PackageNotFoundError:
-        points = EntryPoints()
+        points = []
     if not points:
         reason = "this installation is older than its source, or mmkv is not installed"
         return _broken(name, f"{reason}; run pip install --no-deps -e . in the checkout")

@@ -19,7 +19,7 @@ from mmkv.engine.backends.torch.attention import (
 from mmkv.engine.errors import GateError, PolicyError, SessionError
 from mmkv.engine.policies import Policy
 from mmkv.engine.policies.attention import AttentionMass
-from mmkv.engine.policies.write_gate import Admission
+from mmkv.engine.policies.base import Admission
 from mmkv.engine.runtime import Runtime
 from mmkv.resources import bundled_model
 from tests.support.model_configs import Checkpoint

@@ -117,10 +117,10 @@ def test_a_pool_of_the_bound_is_enough(
     budget: Budget, policy: str, folders: dict[str, Path]
 ) -> None:
     """The pool refuses every page above the bound, so none is ever asked for."""
-    engine = load(folders["vl"], policy=policy, evict_every=3, page_size=4)
+    engine = load(folders["vl"], policy=policy, budget=budget, evict_every=3, page_size=4)
     pool = engine.cache.pool
     lasting = engine.budgets.lasting_pages(budget)
-    with engine.session(budget) as session:
+    with engine.session() as session:
         for at, (prompt, steps) in enumerate(((PICTURES, 9), (LONG, 30), (turn(2), 1))):
             tokens = prompt["input_ids"].numel()
             bound = page_bound(engine, budget, tokens, steps, session.extent)

@@ -232,7 +232,8 @@ def _walk(
         sessions = []
         # Nothing is evicted inside a chunk, so budgets make no difference in the first one.
         done = min(parts[0], engine.prefill_chunk)
-        with engine.session(float(done)) as whole:
+        own = float(done) if engine.policy.evicts else None
+        with engine.session(own) as whole:
             logits = (yield [whole], turn.part(0, done)).expand(len(reading.budgets), -1)
             for budget in reading.budgets:
                 sessions.append(stack.enter_context(whole.fork()))

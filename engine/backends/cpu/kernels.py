@@ -1,12 +1,6 @@
-"""Products with weights that are held in bfloat16 or 8 bits, in C: the form that a step reads.
+"""The C functions that stand for single functions of torch: products, elementwise work, attention.
 
-Matrices as C reads them: rounded to 8 bits, laid out in panels, described by their addresses.
-
-What is between the products of a prompt, in C (elementwise.c).
-
-Window attention in C: :func:`mmkv.engine.scorer_state.window_attention` for float32 on a CPU.
-
-Attention of a prompt's chunk, in C (chunk.c).
+Each wrapper has the name and arguments of what it stands for.
 """
 
 from __future__ import annotations

@@ -1,22 +1,7 @@
-"""Attention of new queries to the retained entries of ragged rows: the reference and the fast form.
+"""Attention in torch over ragged rows of pages: of a step, of a prompt's chunk, under write gates.
 
-Both return the output together with its log-sum-exp, so that results over disjoint sets of
-keys merge exactly. Rows without entries give output 0 and log-sum-exp -inf.
-
-The work list: which pages each piece of ragged attention reads, made once per step.
-
-Attention of a prefill chunk under a write gate: the local window, and what was admitted.
-
-Source: WG-KV, arXiv 2512.17452, section 4.2. Blocks of keys that no query of a block may see are
-not computed: an entry is read while it is in the window, and afterwards only if it was admitted.
-
-The attention that the queries of one pass pay to each entry, added up over the queries.
-
-Causal attention inside a prefill chunk, with its log-sum-exp.
-
-Sliding-window attention (Mistral, Phi-3): keys further back than the window are masked.
-
-Only used once a sequence is longer than its window; until then the window changes nothing.
+Rows of all lengths are attended to at once over a work list of (row, page) pairs; a reference that
+takes row after row stands beside each fast form.
 """
 
 from __future__ import annotations
@@ -29,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mmkv.engine.cache import Stored
-from mmkv.engine.policies.base import Group
-from mmkv.engine.policies.write_gate import admitted, visible
+from mmkv.engine.policies.base import Group, admitted
+from mmkv.engine.policies.write_gate import visible
 from mmkv.engine.scorer_state import join
 
 # Pages per piece when rows are so uneven that padding them to the longest would cost more than

@@ -23,8 +23,7 @@ from mmkv.engine.backends.torch.attention import (
 from mmkv.engine.backends.torch.write_step import WriteStep
 from mmkv.engine.cache import RaggedCache
 from mmkv.engine.model.spec import DecoderSpec
-from mmkv.engine.policies.base import Group, Needs, Scorer, shaped
-from mmkv.engine.policies.pruning import Pruner
+from mmkv.engine.policies.base import Group, Needs, Pruner, Scorer, shaped
 from mmkv.engine.scorer_state import QUERIES, store_queries, write_state
 
 

@@ -11,9 +11,8 @@ from mmkv.engine.errors import GateError, PolicyError
 from mmkv.engine.model.gates import Gates, WriteGates, load_write_gates
 from mmkv.engine.model.rope import rotate
 from mmkv.engine.model.spec import DecoderSpec
-from mmkv.engine.policies.base import Policy
-from mmkv.engine.policies.write_gate import Admission
-from mmkv.engine.policies.write_presets import PAPER_WINDOW, with_window
+from mmkv.engine.policies.base import Admission, Policy
+from mmkv.engine.policies.write_gate import PAPER_WINDOW, with_window
 
 
 class WriteStep:

@@ -1,10 +1,8 @@
-"""LLaVA-1.5 (and checkpoints of the same architecture): one fixed grid of features a picture.
+"""LLaVA-1.5 and those that give a picture a row of features as it does: InternVL, NeXT, OneVision.
 
-InternVL3: tiles of a picture through one tower, four patches a token; frames are pictures.
-
-LLaVA-NeXT (1.6): a picture is a thumbnail plus tiles of the best fitting grid.
-
-LLaVA-OneVision: tiles for a single picture, one grid each for several, and video.
+They differ in tiles: one fixed grid a picture (1.5), tiles of a picture through one tower with four
+patches a token (InternVL3), a thumbnail plus the tiles of the best fitting grid (NeXT), tiles for a
+single picture but one grid each for several, and video (OneVision).
 """
 
 from __future__ import annotations

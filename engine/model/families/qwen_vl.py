@@ -1,7 +1,7 @@
-"""Qwen3-VL, dense and with experts: pictures and videos of any size, M-RoPE positions (t, h, w),
-deepstack features.
+"""Qwen-VL: pictures and videos of any size, M-RoPE positions (t, h, w).
 
-Qwen2.5-VL: pictures and videos of any size, M-RoPE in sections, videos placed by seconds.
+Qwen3-VL, dense and with experts, adds features to the first layers (deepstack); Qwen2.5-VL has
+M-RoPE in sections, and places videos by seconds.
 """
 
 from __future__ import annotations
