@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mmkv.engine.errors import InputError
+from mmkv.training.measure.record import whole_rows
 
 ASKED, HISTORY = "run.json", "history.jsonl"
 _STATE = "trainer_state.json"  # what the Trainer writes last of a checkpoint
@@ -71,13 +72,8 @@ def resume(folder: Path, asked: Mapping[str, Any]) -> Path:
 
 def history(folder: Path) -> list[dict[str, Any]]:
     """Return the log lines of a run, in order; one that was cut off by a kill is left out."""
-    path, found = folder / HISTORY, []
-    for line in path.read_text().splitlines() if path.is_file() else ():
-        try:
-            found.append(json.loads(line))
-        except ValueError:
-            continue
-    return found
+    path = folder / HISTORY
+    return list(whole_rows(path.read_text())) if path.is_file() else []
 
 
 def first_process() -> bool:

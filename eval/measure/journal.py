@@ -31,7 +31,7 @@ class Journal:
         except OSError as error:
             raise InputError(f"cannot use {path}: {error.strerror}; name an --output") from error
         self._cut_off = bool(content) and not content.endswith(b"\n")
-        self._rows = list(_whole(content.decode("utf-8", errors="replace")))
+        self._rows = list(whole_rows(content.decode("utf-8", errors="replace")))
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -66,7 +66,8 @@ class Journal:
         return added
 
 
-def _whole(text: str) -> Iterator[Row]:
+def whole_rows(text: str) -> Iterator[Row]:
+    """Yield the rows of JSONL; a line that a kill has cut off is left out."""
     for line in text.split("\n"):
         try:
             row = json.loads(line)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import tempfile
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from mmkv.engine.errors import InputError
+from mmkv.engine.paths import whole_file
 from mmkv.eval.mmdu.data import RESERVED, Dialogue
 
 RUN, SUMMARY = f"{RESERVED}run.json", f"{RESERVED}summary.json"
@@ -21,18 +20,11 @@ class OutputError(InputError):
 
 def write_json(path: Path, content: Any) -> None:
     """Replace ``path`` whole: a kill leaves the old file or the new one. Raises OutputError."""
-    draft = path.with_name(f"{path.name}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with draft.open("w", encoding="utf-8") as file:
-            json.dump(content, file, indent=1)
-            file.write("\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(draft, path)
+        with whole_file(path, sync=True) as draft:
+            draft.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
-        with suppress(OSError):
-            draft.unlink()
         raise OutputError(
             f"cannot write {path}: {error.strerror or error}; free space or name another --output"
         ) from error

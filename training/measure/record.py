@@ -14,6 +14,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from mmkv.engine.paths import whole_file
+
 # The folder of the packages: a checkout, whose results are kept, or an installation.
 ROOT = Path(str(resources.files("mmkv"))).resolve().parent
 RESULTS = (ROOT if (ROOT / "pyproject.toml").is_file() else Path()) / "eval" / "results"
@@ -34,9 +36,8 @@ def write_results(path: str | Path, settings: Mapping[str, Any], results: Any) -
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     page = {**provenance(), "settings": dict(settings), "results": results}
-    draft = target.with_name(target.name + ".part")
-    draft.write_text(page_text(page))
-    os.replace(draft, target)
+    with whole_file(target) as draft:
+        draft.write_text(page_text(page))
     return target
 
 

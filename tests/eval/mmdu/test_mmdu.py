@@ -228,7 +228,7 @@ def test_a_run_writes_official_files_with_numbers_beside(
 # The command, which kills itself in the middle of writing the third dialogue's answers.
 KILLED = """
 import os, signal, sys
-from mmkv.eval.mmdu import files
+from mmkv.engine import paths
 from mmkv.cli.app import run
 
 replace, written = os.replace, []
@@ -239,7 +239,7 @@ def counted(source, target):
         os.kill(os.getpid(), signal.SIGKILL)
     replace(source, target)
 
-files.os.replace = counted
+paths.os.replace = counted
 run(sys.argv[1:])
 """
 
