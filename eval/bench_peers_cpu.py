@@ -31,8 +31,7 @@ from mmkv.eval.bench.harness import BenchError, Child
 from mmkv.eval.bench.output import failure, plain_parser, save
 from mmkv.eval.bench.peers_cpu import Job
 from mmkv.eval.measure.timing import ratios, spread, take_turns
-from mmkv.training.measure.outputs import require_output
-from mmkv.training.measure.record import ROOT
+from mmkv.training.measure.record import ROOT, require_output
 from mmkv.training.measure.tables import Table
 
 MIB = 2**20

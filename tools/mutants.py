@@ -67,7 +67,7 @@ ROOMS = {
         "tests/mmkv/test_chat_cost.py tests/mmkv/test_editor.py tests/mmkv/test_markdown.py",
     ),
     "losses": (
-        ["training/losses.py", "training/capacity.py"],
+        ["training/model.py", "training/capacity.py"],
         "tests/training/test_capacity.py tests/training/test_student.py",
     ),
 }

@@ -1,6 +1,6 @@
 """DistillTrainer: Hugging Face's Trainer over the models of gates.
 
-:class:`mmkv.training.model.DistillModel` and :class:`mmkv.training.write_model.WriteGateModel`.
+:class:`mmkv.training.model.DistillModel` and :class:`mmkv.training.model.WriteGateModel`.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from torch.utils.data import Dataset, SequentialSampler
 from tqdm import tqdm
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from mmkv.training.folder import HISTORY, history
-from mmkv.training.stopping import Stopping
+from mmkv.training.folder import HISTORY, Stopping, history
 
 
 def only_list(examples: list[Any]) -> dict[str, list[Any]]:

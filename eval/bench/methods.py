@@ -38,8 +38,15 @@ from mmkv.engine.model.product import plain
 from mmkv.engine.runtime import Runtime
 from mmkv.engine.sequence import CachedSequence
 from mmkv.eval.bench.shapes import Shape
-from mmkv.eval.measure.speed_model import StepBytes, entry_bytes, step_bytes
-from mmkv.eval.measure.timing import spread, take_turns, time_calls, wall
+from mmkv.eval.measure.timing import (
+    StepBytes,
+    entry_bytes,
+    spread,
+    step_bytes,
+    take_turns,
+    time_calls,
+    wall,
+)
 
 
 def row_lengths(rows: int, total: int, longest: int, skew: float = 1.0, seed: int = 0) -> Tensor:

@@ -136,7 +136,7 @@ class Job:
     def run(self) -> int:
         """Run it and check what it wrote. Raises InputError before, EvaluationError after."""
         from mmkv.eval.lmms import journal
-        from mmkv.training.measure.outputs import require_output
+        from mmkv.training.measure.record import require_output
 
         if not self.tasks:
             raise InputError("no task is named; give --tasks NAME,NAME")

@@ -29,9 +29,9 @@ from mmkv.training.data.dialogues import (
     exchanged,
     grid,
 )
+from mmkv.training.data.examples import require_scene_tokens
 from mmkv.training.data.scene_encoding import timestamp
 from mmkv.training.data.scenes import Clip, Question, Scene, Turn
-from mmkv.training.data.sources import require_scene_tokens
 from mmkv.training.data.text_tasks import NAMES, opening, small_talk
 from mmkv.training.measure.teacher_forced import spans
 

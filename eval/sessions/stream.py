@@ -24,12 +24,12 @@ from mmkv.engine.runtime import Runtime
 from mmkv.engine.sequence import CachedSequence
 from mmkv.eval.budgets import is_share
 from mmkv.eval.documents import scene_document
-from mmkv.eval.measure.journal import Journal
 from mmkv.eval.quality.methods import Cell, Comparison
 from mmkv.prompt.processing import load_processor
 from mmkv.training.data.dialogues import caption, cell_question, clip_of_stream, grid
+from mmkv.training.data.examples import require_scene_tokens
 from mmkv.training.data.scenes import Scene, Turn
-from mmkv.training.data.sources import require_scene_tokens
+from mmkv.training.measure.record import Journal
 from mmkv.training.measure.teacher_forced import spans
 
 Row = dict[str, Any]

@@ -18,8 +18,8 @@ from mmkv.engine.errors import InputError
 from mmkv.eval.documents import Document, TextBuilder, scene_document
 from mmkv.prompt.processing import Processor
 from mmkv.training.data.dialogues import IGNORE, caption, cell_question, grid
+from mmkv.training.data.examples import require_scene_tokens
 from mmkv.training.data.scenes import EMPTY, Item, Scene, Turn
-from mmkv.training.data.sources import require_scene_tokens
 from mmkv.training.data.text_tasks import NAMES, opening, small_talk
 from mmkv.training.measure.teacher_forced import spans
 

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from mmkv.eval.domains import maker
-from mmkv.eval.measure.journal import Journal
 from mmkv.eval.quality.methods import Comparison, Method
 from mmkv.eval.quality.run import ComparisonRuns
 from mmkv.eval.sessions import stream as dialogue_stream
@@ -20,8 +19,9 @@ from mmkv.eval.sessions.__main__ import main
 from mmkv.eval.sessions.tasks import Asked
 from mmkv.prompt.processing import load_processor
 from mmkv.resources import bundled_model
-from mmkv.training.data.scene_data import scene_example
+from mmkv.training.data.dialogues import scene_example
 from mmkv.training.data.scenes import Clip, render
+from mmkv.training.measure.record import Journal
 from mmkv.training.measure.teacher_forced import spans
 from tests.training.data.test_scenes import read_cells
 

@@ -13,7 +13,6 @@ from mmkv.engine.errors import InputError
 from mmkv.engine.runtime import Runtime
 from mmkv.eval.dilution import __main__ as dilution
 from mmkv.eval.domains import held_out
-from mmkv.eval.measure.journal import Journal
 from mmkv.eval.needle import __main__ as needle
 from mmkv.eval.quality import __main__ as quality
 from mmkv.eval.quality import command as quality_command
@@ -23,6 +22,7 @@ from mmkv.eval.sessions import __main__ as dialogue
 from mmkv.eval.sessions import stream as dialogue_stream
 from mmkv.prompt.processing import load_processor
 from mmkv.resources import bundled_model
+from mmkv.training.measure.record import Journal
 
 MODEL = str(bundled_model())
 SCENES = [MODEL, "--data", "scenes:dense", "--dialogues", "1", "--name", "q", "--fractions", "1/4"]

@@ -18,8 +18,8 @@ from mmkv.eval.fuzz.target import Case, Target, Wrong, as_bytes, as_text
 from mmkv.eval.mmdu.compare import compare
 from mmkv.eval.mmdu.score import run_score
 from mmkv.resources import asset
-from mmkv.training.data import sources
-from mmkv.training.data.readers import RowFile
+from mmkv.training.data import examples
+from mmkv.training.data.conversations import RowFile
 
 _TURNS = (("user", "a <ImageHere> and?"), ("assistant", "red"), ("user", "then"), ("assistant", ""))
 
@@ -86,7 +86,7 @@ class TrainingRows(Target):
         shutil.copy(asset("scene.png"), folder / "p.png")
         self._model = str(save_vision_model(folder / "model"))
         self._shared = SharedModels()
-        self._processor = sources.load_processor(self._model)
+        self._processor = examples.load_processor(self._model)
 
     def make(self, rng: Random) -> Case:
         kind = rng.choice(sorted(_ROWS))
@@ -108,7 +108,7 @@ class TrainingRows(Target):
         file.write_bytes(as_bytes(case["content"]))
         said: list[str] = []
         rows = RowFile(file, case["kind"], report=said.append)
-        encoder = sources.SyntheticEncoder(self._processor, 512, "cut", said.append)
+        encoder = examples.SyntheticEncoder(self._processor, 512, "cut", said.append)
         for row in rows:
             encoder(row)
         for line in said:
