@@ -1,32 +1,230 @@
-"""Code that the chat form and the simple form of ``--model mmkv`` share."""
+"""Code that the chat form and the simple form of ``--model mmkv`` share. Several
+documents run in one batch; when one is done, the next one starts in its slot. A document has a
+session, which is reused when a new round continues the last one. Answers are of types that
+lmms-eval 0.7.3 writes to its files, cache statistics included.
+
+A document is a *script*: a generator that yields requests and is sent the replies, one for a single
+question, several for a dialogue.
+"""
 
 from __future__ import annotations
 
 import atexit
 import time
 from abc import abstractmethod
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections import Counter, deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
 
-import mmkv.prompt.torchvision_guard  # noqa: F401 (before anything that imports transformers)
-
-# isort: split
-from lmms_eval.api.instance import GenerationResult, Instance
+from lmms_eval.api.instance import GenerationResult, Instance, TokenCounts
 from lmms_eval.api.model import lmms
 from lmms_eval.models.model_utils.gen_metrics import log_metrics
 from loguru import logger
 from tqdm import tqdm
 
-from mmkv.engine.errors import InputError
-from mmkv.eval.lmms.cause import reported_to_parent
-from mmkv.eval.lmms.counts import Rounds, answer
-from mmkv.eval.lmms.gen_kwargs import sampling_of
-from mmkv.eval.lmms.journal import Journal
-from mmkv.eval.lmms.scheduler import Ask, Script, run
-from mmkv.eval.lmms.settings import Settings
+import mmkv.prompt.torchvision_guard  # noqa: F401 (before anything that imports transformers)
+from mmkv.engine.errors import InputError, MmkvError
+from mmkv.eval.lmms.messages import Frames, Key, keys
+from mmkv.eval.lmms.reports import FinishedReplies, reported_to_parent
+from mmkv.eval.lmms.settings import Settings, sampling_of
+from mmkv.prompt.messages import take_media
 from mmkv.reply import Reply
+from mmkv.scheduler.batch import batch_scheduler
+from mmkv.scheduler.replies import Prompt, ReplyJob
+from mmkv.scheduler.stored import StoredSession
+from mmkv.turn import compose_messages
+
+if TYPE_CHECKING:
+    from mmkv import Engine, Sampling, Session
+    from mmkv.prompt.template import Message
+    from mmkv.reply import Reply
+    from mmkv.scheduler import Scheduler, Ticket
+    from mmkv.scheduler.replies import ReplyJob
+
+
+@dataclass
+class CacheCounts(TokenCounts):
+    """Token counts of one request, and what the KV cache held when it ended.
+
+    The samples file stores whatever ``to_dict`` gives, so ``cache`` gets there without a field of
+    lmms-eval's own.
+    """
+
+    cache: dict[str, Any] | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the counters for the samples file."""
+        return {**super().to_dict(), **({"cache": self.cache} if self.cache else {})}
+
+
+class Rounds(list[str]):
+    """The replies of a multi-round document.
+
+    lmms-eval's response cache (--use_cache) calls ``strip`` on every text to see that it is not
+    empty, and would fail on a plain list.
+    """
+
+    def strip(self) -> str:
+        """Return the replies as one text."""
+        return "".join(self).strip()
+
+
+class Scored(tuple[float, bool]):
+    """Loss of a continuation, and whether greedy decoding would have written it."""
+
+    def strip(self) -> str:
+        """Raise: only lmms-eval's response cache calls this, and it cannot hold these answers."""
+        raise InputError(
+            "lmms-eval 0.7.3 reads likelihoods back from --use_cache as text and miscounts them; "
+            "run tasks of type multiple_choice without --use_cache"
+        )
+
+
+def answer(text: Any, replies: Sequence[Reply], settings: dict[str, Any]) -> GenerationResult:
+    """Return ``text`` (a string, or Rounds) with the counts of the replies it came from."""
+    memory = replies[-1].memory if replies else None
+    counts = CacheCounts(
+        input_tokens=sum(reply.prompt_tokens for reply in replies),
+        output_tokens=sum(len(reply.token_ids) for reply in replies),
+        cache=None if memory is None else asdict(memory) | settings | _ends(replies),
+    )
+    return GenerationResult(text=text, token_counts=counts)
+
+
+def _ends(replies: Sequence[Reply]) -> dict[str, Any]:
+    reasons = [reply.finish_reason for reply in replies]
+    return {"finish_reason": reasons[0] if len(reasons) == 1 else reasons}
+
+
+class Dialogue:
+    """A session and the messages it holds.
+
+    lmms-eval's rounds carry no state: a task with a history sends all of it in every round. When
+    the new messages begin with those the session holds, only the rest is prefilled; otherwise the
+    session is replaced.
+    """
+
+    def __init__(self, engine: Engine, frames: Frames) -> None:
+        self.engine, self.frames = engine, frames
+        self._session = StoredSession(engine)
+        self._held: list[Key] = []
+
+    def turn(
+        self, messages: Sequence[Message], sampling: Sampling, scheduler: Scheduler
+    ) -> ReplyJob:
+        """Return the request for the reply to ``messages``."""
+        wanted = keys(messages)
+        known = len(self._held)
+        if wanted[:known] != self._held or known == len(wanted):
+            self.close(scheduler)
+            self._session, known = StoredSession(self.engine), 0
+        self._held = wanted
+        return ReplyJob(
+            self.engine,
+            lambda session: self._prompt(session, messages[known:]),
+            sampling,
+            session=self._session,
+        )
+
+    def replied(self, reply: Reply) -> None:
+        """Note the reply, which the next round's messages may hold as they got it."""
+        content = [{"type": "text", "text": reply.text}]
+        self._held += keys([{"role": "assistant", "content": content}])
+
+    def close(self, scheduler: Scheduler) -> None:
+        """Return the session's pages."""
+        scheduler.close_session(self._session)
+        self._held = []
+
+    def _prompt(self, session: Session, messages: Sequence[Message]) -> Prompt:
+        """Read the pictures of the new messages. Raises InputError."""
+        plain, images, videos = take_media(messages)
+
+        def load() -> tuple[list[Any], list[Any]]:
+            processor = self.engine.processor
+            pictures = [processor.load_picture(image) for image in images]
+            return pictures, [self.frames.load(video, processor) for video in videos]
+
+        reading = compose_messages(session, plain, load)
+        return Prompt(reading.inputs, plain, reading)
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A request: the whole conversation so far, which the model continues."""
+
+    messages: Sequence[Message]
+    sampling: Sampling
+
+
+Script = Generator[Ask, "Reply", None]
+
+
+class _Member:
+    """A script that runs."""
+
+    def __init__(self, name: str, script: Script, dialogue: Dialogue) -> None:
+        self.name, self.script, self.dialogue = name, script, dialogue
+        self.ticket: Ticket[ReplyJob] | None = None
+
+    def proceed(self, scheduler: Scheduler) -> bool:
+        """Hand over a finished reply and ask the next question; False when all is done."""
+        try:
+            if self.ticket is None:
+                ask = next(self.script)
+            elif self.ticket.over:
+                ask = self.script.send(self._reply(self.ticket))
+            else:
+                return True
+            job = self.dialogue.turn(ask.messages, ask.sampling, scheduler)
+            self.ticket = scheduler.submit(job)
+        except StopIteration:
+            self.dialogue.close(scheduler)
+            return False
+        except MmkvError as error:
+            raise type(error)(f"{self.name}: {error}") from error
+        return True
+
+    def _reply(self, ticket: Ticket[ReplyJob]) -> Reply:
+        if ticket.error is not None:
+            raise ticket.error
+        reply = ticket.job.reply
+        assert reply is not None
+        self.dialogue.replied(reply)
+        return reply
+
+
+def run(
+    engine: Engine,
+    scripts: Iterable[tuple[str, Script]],
+    batch_size: int,
+    frames: Frames,
+    done: Callable[[], object],
+) -> None:
+    """Run named scripts to their ends, up to ``batch_size`` in every decode step.
+
+    ``done`` is called for each that ends. Raises the MmkvError of the first document that cannot
+    be answered, with its name in front; no session stays open.
+    """
+    waiting = deque(scripts)
+    running: list[_Member] = []
+    scheduler = batch_scheduler(engine, batch_size)
+    try:
+        while waiting or running:
+            while waiting and len(running) < batch_size:
+                name, script = waiting.popleft()
+                running.append(_Member(name, script, Dialogue(engine, frames)))
+            for member in list(running):
+                if not member.proceed(scheduler):
+                    running.remove(member)
+                    done()
+            scheduler.turn()
+    finally:
+        scheduler.close()
+
+
+# isort: split
 
 
 @dataclass
@@ -63,7 +261,7 @@ class Adapter(lmms):
         self._device = self.engine.device
         self.opening = self.settings.opening()
         self._reported: set[str] = set()
-        self._journal = Journal.of_parent()
+        self._journal = FinishedReplies.of_parent()
         asked = self.engine.generation
         for note in (self.engine.policy_note, self.engine.form_note, asked.unfollowed):
             if note:

@@ -15,8 +15,8 @@ from mmkv.engine.errors import MmkvError
 from mmkv.eval.fuzz import mutate
 from mmkv.eval.fuzz.models import SharedModels, save_vision_model, small_engine
 from mmkv.eval.fuzz.target import Case, Target, Wrong, as_bytes, as_text
-from mmkv.eval.mmdu.compare import compare
-from mmkv.eval.mmdu.score import run_score
+from mmkv.eval.mmdu.judge import compare
+from mmkv.eval.mmdu.run import run_score
 from mmkv.resources import asset
 from mmkv.training.data import examples
 from mmkv.training.data.conversations import RowFile

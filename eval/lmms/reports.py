@@ -1,7 +1,8 @@
-"""Keep every finished reply of an evaluation: lmms-eval writes its samples at the very end.
+"""What lmms-eval's process leaves for ``mmkv eval``: finished replies, and why it ended.
 
-A disk that is full by then would cost them all. So each reply goes to a file as it is finished, or
-to the folder of temporary files once the first place takes no more.
+lmms-eval writes its samples at the very end. A disk that is full by then would cost them all. So
+each reply goes to a file as it is finished, or to the folder of temporary files once the first
+place takes no more. Its exit code does not say why it failed, so the cause goes to a file, too.
 """
 
 from __future__ import annotations
@@ -9,14 +10,18 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from mmkv.engine.errors import MmkvError
+
 # Names the file; mmkv eval sets it for lmms-eval's process.
-VARIABLE = "MMKV_EVAL_REPLIES"
+REPLIES_VARIABLE = "MMKV_EVAL_REPLIES"
 
 
-class Journal:
+class FinishedReplies:
     """A file of finished replies, a line of JSON each.
 
     Args:
@@ -29,9 +34,9 @@ class Journal:
         self._written = 0
 
     @classmethod
-    def of_parent(cls) -> Journal:
+    def of_parent(cls) -> FinishedReplies:
         """Return the one that ``mmkv eval`` asks for."""
-        path = os.environ.get(VARIABLE)
+        path = os.environ.get(REPLIES_VARIABLE)
         return cls(Path(path) if path else None)
 
     def add(self, row: dict[str, Any]) -> str | None:
@@ -68,3 +73,26 @@ def found(file: Path) -> list[Path]:
     """Return the places where a journal left something; the longest first."""
     sizes = {path: path.stat().st_size for path in (file, fallback(file)) if path.is_file()}
     return sorted((path for path in sizes if sizes[path]), key=lambda path: -sizes[path])
+
+
+# Names the file for the cause; mmkv eval sets it for lmms-eval's process.
+CAUSE_VARIABLE = "MMKV_EVAL_CAUSE"
+
+
+@contextmanager
+def reported_to_parent() -> Iterator[None]:
+    """Keep a copy of what ends the block for :func:`cause`; also a decorator."""
+    try:
+        yield
+    except Exception as error:
+        if path := os.environ.get(CAUSE_VARIABLE):
+            text = (
+                str(error) if isinstance(error, MmkvError) else f"{type(error).__name__}: {error}"
+            )
+            Path(path).write_text(text, encoding="utf-8")
+        raise
+
+
+def cause(path: Path) -> str | None:
+    """Return what ended the evaluation, None when nothing inside the model did."""
+    return path.read_text(encoding="utf-8") if path.is_file() else None
