@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mmkv.engine.errors import InputError
+from mmkv.eval import needle_tasks
+from mmkv.eval import session_tasks as dialogue_tasks
 from mmkv.eval.documents import Document
-from mmkv.eval.needle import tasks as needle_tasks
-from mmkv.eval.sessions import tasks as dialogue_tasks
 from mmkv.prompt.processing import Processor, load_processor
 from mmkv.training.data.examples import Examples, examples
 

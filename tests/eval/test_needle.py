@@ -15,11 +15,10 @@ import pytest
 from mmkv.engine.errors import InputError
 from mmkv.engine.policies import Budget
 from mmkv.engine.runtime import Runtime
+from mmkv.eval import needle_tasks
 from mmkv.eval.domains import maker
-from mmkv.eval.needle import tasks as needle_tasks
-from mmkv.eval.needle.__main__ import main
-from mmkv.eval.needle.report import found
-from mmkv.eval.needle.tasks import Haystack, Needle, place_needles
+from mmkv.eval.needle import found, main
+from mmkv.eval.needle_tasks import Haystack, Needle, place_needles
 from mmkv.eval.quality.methods import Comparison, Method
 from mmkv.eval.quality.run import ComparisonRuns
 from mmkv.prompt.processing import load_processor

@@ -117,10 +117,6 @@ def _note(line: str) -> None:
     print(f"mmkv.training.llava: {line}", file=sys.stderr)
 
 
-if __name__ == "__main__":
-    sys.exit(main())
-
-
 _APART = 10**6  # seeds of talks between two phases
 _TURNS = 6  # questions of a talk, at most
 _FREE = {"resume", "threads", "save_every", "output", "command", "held_out"}
@@ -303,3 +299,7 @@ def measure(module: Answers, talks: Talks) -> dict[str, Any]:
         module([talks[index]])
     asked, right = module.asked, module.right
     return {kind: {"right": right[kind], "of": asked[kind]} for kind in sorted(asked)}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,19 +1,79 @@
-"""Tables and figure of the sessions of ``eval.sessions``."""
+"""Measure long dialogues under one budget: sessions with updates, and an endless video.
+
+``python -m eval.sessions MODEL --domain text|scenes --method ...`` runs dialogues over several
+sessions in which facts are replaced (:mod:`mmkv.eval.session_tasks`); the newest value is right.
+``--domain stream`` shows the bundled model a stream of clips with questions in between
+(:mod:`mmkv.eval.session_stream`), under a bounded memory. Answers are teacher-forced with eviction
+after each token, and right when every token is the most likely one. The program writes JSON, a
+Markdown table and a figure. A killed run continues when it is started again.
+"""
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+from mmkv.engine.errors import InputError
+from mmkv.eval import session_stream
+from mmkv.eval.domains import maker
 from mmkv.eval.measure.stats import mean
 from mmkv.eval.quality import report as quality_report
 from mmkv.eval.quality.report import interval
-from mmkv.eval.quality.run import Record
-from mmkv.eval.sessions.tasks import KINDS, Asked, Sessions
+from mmkv.eval.quality.run import (
+    ComparisonRuns,
+    Record,
+    add_methods,
+    add_options,
+    comparison,
+    finish,
+    running,
+)
+from mmkv.eval.session_tasks import KINDS, SIZES, Asked, Sessions
 from mmkv.training.measure.tables import pipe_table
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the program."""
+    parser = argparse.ArgumentParser(prog="python -m eval.sessions", description=__doc__)
+    add_options(parser, "sessions")
+    add_methods(parser, ("32", "64", "128", "256"))
+    parser.add_argument("--domain", choices=[*SIZES, "stream"], default="scenes")
+    for place, name in enumerate(("sessions", "things", "distractors")):
+        usual = ", ".join(f"{domain} {sizes[place]}" for domain, sizes in SIZES.items())
+        parser.add_argument(f"--{name}", type=int, help=f"default: {usual}")
+    parser.add_argument("--limit", type=int, default=24, help="dialogues, or clips of each stream")
+    parser.add_argument(
+        "--full-clips", type=int, default=64, help="clips that the full cache runs over (stream)"
+    )
+    args = parser.parse_args(arguments)
+    with running(args, "mmkv.eval.sessions") as (path, journal):
+        if min(args.limit, args.full_clips) < 1:
+            raise InputError("--limit and --full-clips are at least 1")
+        if args.domain == "stream" and args.workers > 1:
+            raise InputError("a stream is read in order by one process; leave out --workers")
+        compared = comparison(args)
+        names = [method.name for method in compared.methods]
+        if args.domain == "stream":
+            rows = session_stream.run(compared, args.limit, args.full_clips, journal)
+            found = session_stream.summarise(rows, names, args.budgets)
+            ways = (session_stream.markdown, session_stream.draw)
+        else:
+            given = (args.sessions, args.things, args.distractors)
+            sizes = [u if g is None else g for g, u in zip(given, SIZES[args.domain], strict=True)]
+            kind = Sessions.parse(f"sessions:{args.domain}:{':'.join(map(str, sizes))}")
+            make = maker(args.model, kind.name)
+            assert make is not None
+            with ComparisonRuns(compared, journal, args.workers) as runs:
+                raw = runs.of(kind.name, args.limit)
+            notes = [make(index).notes for index in range(args.limit)]
+            found = summarise(kind, raw, notes, names, args.budgets)
+            ways = (markdown, draw)
+        finish(args, path, found, *ways)
+
 
 Runs = Sequence[Sequence[Record]]
 Notes = Sequence[Sequence[Asked]]
@@ -145,3 +205,7 @@ def draw(found: Mapping[str, Any], path: Path) -> None:
     axes[0].legend(fontsize=7)
     figure.suptitle(f"Sessions in {found['domain']}")
     figure.savefig(path, dpi=110)
+
+
+if __name__ == "__main__":
+    main()
