@@ -1,6 +1,6 @@
 """What the fuzz program tries: a class of inputs and the code that reads them.
 
-:func:`` decides whether what an input led to is a refusal or a failure.
+:func:`failure_of` decides whether what an input led to is a refusal or a failure.
 """
 
 from __future__ import annotations
