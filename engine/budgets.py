@@ -25,7 +25,6 @@ from mmkv.engine.policies.selection import MOST_ENTRIES, Shares, lowest
 
 if TYPE_CHECKING:
     from mmkv.engine.backends.base import Backend
-    from mmkv.engine.policies import Budget
     from mmkv.engine.runtime import Runtime
     from mmkv.engine.sequence import CachedSequence
 

@@ -31,7 +31,6 @@ from mmkv.engine.policies.base import (
 )
 
 if TYPE_CHECKING:
-    from mmkv.engine.cache import RaggedCache
     from mmkv.engine.model.spec import DecoderSpec
     from mmkv.engine.sequence import CachedSequence
 

@@ -35,7 +35,8 @@ from mmkv.engine.sequence import CachedSequence
 from mmkv.eval.documents import Document
 from mmkv.eval.domains import maker
 from mmkv.eval.measure.stats import mean, paired
-from mmkv.eval.needle import LENGTHS, length
+from mmkv.eval.needle import LENGTHS
+from mmkv.eval.needle import length as length_of
 from mmkv.eval.needle_tasks import Haystack, Needle
 from mmkv.eval.quality.methods import Cell
 from mmkv.eval.quality.report import interval
@@ -254,7 +255,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add_options(parser, "dilution")
     add_methods(parser, ("32", "64", "128"))
     parser.add_argument("--domain", choices=list(SIZES), default="pictures")
-    parser.add_argument("--lengths", nargs="+", type=length, metavar="TOKENS")
+    parser.add_argument("--lengths", nargs="+", type=length_of, metavar="TOKENS")
     parser.add_argument("--limit", type=int, default=8, help="documents of each length")
     args = parser.parse_args(arguments)
     args.lengths = args.lengths or LENGTHS[args.domain]

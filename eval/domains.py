@@ -12,7 +12,8 @@ from mmkv.engine.errors import InputError
 from mmkv.eval import needle_tasks
 from mmkv.eval import session_tasks as dialogue_tasks
 from mmkv.eval.documents import Document
-from mmkv.prompt.processing import Processor, load_processor
+from mmkv.prompt.loading import load_processor
+from mmkv.prompt.processing import Processor
 from mmkv.training.data.examples import Examples, examples
 
 ENDLESS = 2**31  # the length of a source

@@ -30,7 +30,7 @@ from mmkv.eval.documents import scene_document
 from mmkv.eval.measure.stats import mean, paired
 from mmkv.eval.quality.methods import Cell, Comparison, is_share
 from mmkv.eval.quality.report import comparisons, interval
-from mmkv.prompt.processing import load_processor
+from mmkv.prompt.loading import load_processor
 from mmkv.training.data.dialogues import caption, cell_question, clip_of_stream, grid
 from mmkv.training.data.examples import require_scene_tokens
 from mmkv.training.data.scenes import Scene, Turn

@@ -12,10 +12,9 @@ from torch import Tensor
 from mmkv.engine.errors import InputError, require_list
 from mmkv.prompt.held import Plan, Read, common_length, read_of
 from mmkv.prompt.media import notes
-from mmkv.prompt.messages import is_blank, take_media
 from mmkv.prompt.processing import PER_TOKEN
 from mmkv.prompt.special import CUT, new_marker
-from mmkv.prompt.template import as_parts
+from mmkv.prompt.template import as_parts, is_blank, take_media
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -28,7 +28,7 @@ from mmkv.engine.errors import InputError, MmkvError, one_line
 from mmkv.engine.runtime import Runtime
 from mmkv.eval.measure.stats import mean, paired
 from mmkv.eval.quality.methods import Cell, Method
-from mmkv.prompt.processing import load_processor
+from mmkv.prompt.loading import load_processor
 from mmkv.training.data.labels import IGNORED
 from mmkv.training.llava.pictures import PIXELS, EasyVQA, Turn, easy_vqa_folder, talk
 from mmkv.training.llava.teach import encode, opening

@@ -28,10 +28,9 @@ from mmkv.engine.errors import InputError, MmkvError
 from mmkv.eval.lmms.messages import Frames, Key, keys
 from mmkv.eval.lmms.reports import FinishedReplies, reported_to_parent
 from mmkv.eval.lmms.settings import Settings, sampling_of
-from mmkv.prompt.messages import take_media
+from mmkv.prompt.template import take_media
 from mmkv.reply import Reply
-from mmkv.scheduler.batch import batch_scheduler
-from mmkv.scheduler.replies import Prompt, ReplyJob
+from mmkv.scheduler.replies import Prompt, ReplyJob, batch_scheduler
 from mmkv.scheduler.stored import StoredSession
 from mmkv.turn import compose_messages
 

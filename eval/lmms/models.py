@@ -26,8 +26,7 @@ from mmkv.eval.lmms.adapter import (
 from mmkv.eval.lmms.messages import Frames, Key, conversation, keys, visual_part
 from mmkv.eval.lmms.reports import reported_to_parent
 from mmkv.eval.lmms.settings import CHAT_IMAGES, SIMPLE_IMAGES
-from mmkv.prompt.messages import take_media
-from mmkv.prompt.template import Message
+from mmkv.prompt.template import Message, take_media
 
 if TYPE_CHECKING:
     from mmkv import Engine, Session

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from mmkv.detokenizer import token_bytes
+from mmkv.reply import token_bytes
 
 if TYPE_CHECKING:
     from mmkv.server.writer import Scored

@@ -17,7 +17,7 @@ from mmkv.eval.quality.methods import Comparison, Method
 from mmkv.eval.quality.run import ComparisonRuns
 from mmkv.eval.session_tasks import Asked
 from mmkv.eval.sessions import main
-from mmkv.prompt.processing import load_processor
+from mmkv.prompt.loading import load_processor
 from mmkv.resources import bundled_model
 from mmkv.training.data.dialogues import scene_example
 from mmkv.training.data.scenes import Clip, render

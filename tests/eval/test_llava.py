@@ -12,7 +12,7 @@ import transformers
 
 from mmkv.engine.runtime import Runtime
 from mmkv.eval.accuracy import llava as accuracy
-from mmkv.prompt.processing import load_processor
+from mmkv.prompt.loading import load_processor
 from mmkv.training.data.scenes import Question
 from mmkv.training.llava.pictures import EasyVQA, Shown, Turn, talk
 from mmkv.training.measure.teacher_forced import FullCache

@@ -21,7 +21,7 @@ from mmkv.eval.needle import found, main
 from mmkv.eval.needle_tasks import Haystack, Needle, place_needles
 from mmkv.eval.quality.methods import Comparison, Method
 from mmkv.eval.quality.run import ComparisonRuns
-from mmkv.prompt.processing import load_processor
+from mmkv.prompt.loading import load_processor
 from mmkv.resources import bundled_model
 from mmkv.training.data.scenes import Clip, Turn, render
 from mmkv.training.measure.record import Journal

@@ -18,7 +18,7 @@ from mmkv.eval.quality import __main__ as quality
 from mmkv.eval.quality import run as quality_command
 from mmkv.eval.quality.methods import Comparison, Method, digest
 from mmkv.eval.quality.run import ComparisonRuns, Reader
-from mmkv.prompt.processing import load_processor
+from mmkv.prompt.loading import load_processor
 from mmkv.resources import bundled_model
 from mmkv.training.measure.record import Journal
 

@@ -19,8 +19,7 @@ import pytest
 from rich.console import Console
 
 import mmkv.chat.markdown as module
-from mmkv.chat.answer import answer
-from mmkv.chat.display import Display
+from mmkv.chat.display import Display, answer
 from mmkv.chat.markdown import MarkdownStream
 from mmkv.chat.options import ChatOptions
 
@@ -188,7 +187,7 @@ def said(
     error: BaseException | None = None,
     **options: bool,
 ) -> str:
-    """Return what a reply leaves on ``stream``."""
+    """Return what a reply leaves on ``session``."""
     monkeypatch.setattr(sys, "stdout", stream)
     made = ChatOptions(**options)
     session: Any = Session(error)

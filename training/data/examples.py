@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from mmkv.engine.errors import InputError, plain
-from mmkv.prompt.messages import take_media
-from mmkv.prompt.processing import Processor, load_processor
-from mmkv.prompt.template import Message
+from mmkv.prompt.loading import load_processor
+from mmkv.prompt.processing import Processor
+from mmkv.prompt.template import Message, take_media
 from mmkv.training.data.conversations import (
     Conversation,
     DataError,

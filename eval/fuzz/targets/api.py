@@ -17,14 +17,13 @@ from torch import nn
 
 import mmkv
 from mmkv.api import Engine
-from mmkv.detokenizer import Detokenizer
 from mmkv.engine.errors import ForeignError, MmkvError
 from mmkv.eval.fuzz import mutate
 from mmkv.eval.fuzz.models import SharedModels, save_text_model, small_engine
 from mmkv.eval.fuzz.target import Case, Target, Wrong
 from mmkv.hf import RetainedCache, retain
 from mmkv.prompt import sandbox, special
-from mmkv.reply import ReplyWriter
+from mmkv.reply import Detokenizer, ReplyWriter
 from mmkv.sampling import Sampling
 from mmkv.scheduler import Limits, Scheduler
 from mmkv.scheduler.replies import EngineExecutor, ReplyJob, message

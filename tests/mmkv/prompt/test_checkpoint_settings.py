@@ -16,7 +16,7 @@ from mmkv.eval.fuzz.models import save_text_model, save_vision_model
 from mmkv.eval.fuzz.target import failure_of
 from mmkv.eval.fuzz.targets.model_files import Checkpoints
 from mmkv.prompt import sandbox
-from mmkv.prompt.processing import load_processor
+from mmkv.prompt.loading import load_processor
 from tests.support.chat_models import picture
 
 Save = Callable[[Path], Path]

@@ -15,8 +15,8 @@ import pytest
 from PIL import Image
 
 from mmkv.engine.errors import InputError
+from mmkv.prompt.loading import load_processor
 from mmkv.prompt.media import load_image
-from mmkv.prompt.processing import load_processor
 from mmkv.prompt.qwen_vision import VideoRules
 from mmkv.prompt.video import Clip, load_video
 from mmkv.server.conversation import Message, Part

@@ -12,7 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
-from mmkv.prompt.processing import load_processor
+from mmkv.prompt.loading import load_processor
 from mmkv.prompt.video import Clip
 from mmkv.resources import bundled_model
 from mmkv.training.data.dialogues import clip, sparse

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mmkv.prompt.processing import load_processor
+from mmkv.prompt.loading import load_processor
 from mmkv.resources import bundled_model
 from mmkv.training.data.conversations import DataError
 from mmkv.training.data.examples import examples

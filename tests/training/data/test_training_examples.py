@@ -13,7 +13,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from mmkv.prompt.processing import Processor, load_processor
+from mmkv.prompt.loading import load_processor
+from mmkv.prompt.processing import Processor
 from mmkv.prompt.template import ChatTemplate
 from mmkv.prompt.video import Clip
 from mmkv.resources import bundled_model
