@@ -57,7 +57,7 @@ ROOMS = {
     ),
     "statistics": (["eval/measure/stats.py"], "tests/eval/measure tests/eval/test_quality.py"),
     "mmdu": (
-        [f"eval/mmdu/{name}.py" for name in "scores summary exact compare verdicts rubric".split()],
+        [f"eval/mmdu/{name}.py" for name in "scores judge rubric".split()],
         "tests/eval/mmdu",
     ),
     "hf": (["mmkv/hf/*.py"], "tests/mmkv/hf"),
