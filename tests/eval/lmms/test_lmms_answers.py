@@ -25,7 +25,7 @@ TASK, SPLIT = "made_up", "test"
 def chat() -> Any:
     """Return the chat form of the bundled model under a small budget."""
     pytest.importorskip("lmms_eval")
-    from mmkv.eval.lmms.models import MmkvChat
+    from mmkv.eval.lmms.adapter import MmkvChat
 
     return MmkvChat(pretrained=str(MODEL), budget=24, dtype="float32", batch_size="3")
 
@@ -33,7 +33,7 @@ def chat() -> Any:
 @pytest.fixture(scope="module")
 def simple() -> Any:
     pytest.importorskip("lmms_eval")
-    from mmkv.eval.lmms.models import MmkvSimple
+    from mmkv.eval.lmms.adapter import MmkvSimple
 
     return MmkvSimple(
         pretrained=str(MODEL), policy="full", dtype="float32", system_prompt="", min_pixels=1024
