@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerFast
 
+from mmkv.training.data.dialogues import scene_example
 from mmkv.training.data.labels import IGNORED
-from mmkv.training.data.scene_data import scene_example
 from mmkv.training.data.scenes import Turn
 from mmkv.training.measure.teacher_forced import spans
 

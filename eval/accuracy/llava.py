@@ -32,8 +32,7 @@ from mmkv.prompt.loading import load_processor
 from mmkv.training.data.labels import IGNORED
 from mmkv.training.llava.pictures import PIXELS, EasyVQA, Turn, easy_vqa_folder, talk
 from mmkv.training.llava.teach import encode, opening
-from mmkv.training.measure.outputs import require_output
-from mmkv.training.measure.record import write_results
+from mmkv.training.measure.record import require_output, write_results
 from mmkv.training.measure.teacher_forced import FullCache, read_at, spans
 
 _SIGHTS = ("pictures", "blank pictures", "other pictures")

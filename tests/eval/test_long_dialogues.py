@@ -6,10 +6,9 @@ import pytest
 
 from mmkv.engine.runtime import Runtime
 from mmkv.resources import bundled_model
-from mmkv.training.data.dialogues import sparse, stream
-from mmkv.training.data.scene_data import scene_example
+from mmkv.training.data.dialogues import scene_example, sparse, stream
+from mmkv.training.data.scene_encoding import build_tokenizer
 from mmkv.training.data.scenes import Turn
-from mmkv.training.data.tokenizer import build_tokenizer
 from mmkv.training.measure.teacher_forced import DialogueRun, read
 from tests.support.tiers import slow_but
 

@@ -15,17 +15,16 @@ import pytest
 from mmkv.engine.errors import InputError
 from mmkv.engine.policies import Budget
 from mmkv.engine.runtime import Runtime
+from mmkv.eval import needle_tasks
 from mmkv.eval.domains import maker
-from mmkv.eval.measure.journal import Journal
-from mmkv.eval.needle import tasks as needle_tasks
-from mmkv.eval.needle.__main__ import main
-from mmkv.eval.needle.report import found
-from mmkv.eval.needle.tasks import Haystack, Needle, place_needles
+from mmkv.eval.needle import found, main
+from mmkv.eval.needle_tasks import Haystack, Needle, place_needles
 from mmkv.eval.quality.methods import Comparison, Method
 from mmkv.eval.quality.run import ComparisonRuns
 from mmkv.prompt.loading import load_processor
 from mmkv.resources import bundled_model
 from mmkv.training.data.scenes import Clip, Turn, render
+from mmkv.training.measure.record import Journal
 from mmkv.training.measure.teacher_forced import FullCache, read_at, spans
 from tests.training.data.test_dialogues import check
 from tests.training.data.test_scenes import read_cells

@@ -29,7 +29,7 @@ from mmkv.engine.errors import InputError, ModelError
 from mmkv.engine.model.fingerprint import fingerprint
 from mmkv.engine.model.source import files_of
 from mmkv.training.llava.pictures import PIXELS, SIDE, Shown
-from mmkv.training.measure.outputs import require_output
+from mmkv.training.measure.record import require_output
 
 FORMAT = "mmkv-llava-adapter-1"
 IMAGE_TOKEN, SPARE_TOKEN = "<image>", "<empty_output>"

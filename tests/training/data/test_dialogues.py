@@ -8,10 +8,18 @@ from collections import Counter
 
 import pytest
 
-from mmkv.training.curriculum import ROUNDS, long_lesson
-from mmkv.training.data.dialogues import IGNORE, beside, caption, clip, dense, grid, sparse, stream
-from mmkv.training.data.scene_data import scene_turns
-from mmkv.training.data.scene_encoding import encode
+from mmkv.training.data.dialogues import (
+    IGNORE,
+    beside,
+    caption,
+    clip,
+    dense,
+    grid,
+    scene_turns,
+    sparse,
+    stream,
+)
+from mmkv.training.data.scene_encoding import build_tokenizer, encode
 from mmkv.training.data.scenes import (
     EMPTY,
     Clip,
@@ -22,7 +30,7 @@ from mmkv.training.data.scenes import (
     object_names,
     render,
 )
-from mmkv.training.data.tokenizer import build_tokenizer
+from mmkv.training.pretrain_tiny import ROUNDS, long_lesson
 from tests.training.data.test_scenes import answer_from_pixels, read_cells
 
 Cells = list[list[str]]

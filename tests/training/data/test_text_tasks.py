@@ -10,8 +10,8 @@ import pytest
 from mmkv.prompt.loading import load_processor
 from mmkv.resources import bundled_model
 from mmkv.training.data.conversations import DataError
+from mmkv.training.data.examples import examples
 from mmkv.training.data.labels import IGNORED
-from mmkv.training.data.sources import examples
 from mmkv.training.data.text_tasks import KINDS, Piece, text_task
 from mmkv.training.data.texts import write
 

@@ -14,9 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mmkv.engine.errors import MmkvError
-from mmkv.training.data.conversations import DataError, Document
-from mmkv.training.data.mixture import Mixture
-from mmkv.training.data.readers import DataSource, RowFile
+from mmkv.training.data.conversations import DataError, DataSource, Document, RowFile
+from mmkv.training.data.examples import Mixture
 from tests.support.chat_models import picture
 
 

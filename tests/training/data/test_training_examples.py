@@ -19,8 +19,7 @@ from mmkv.prompt.template import ChatTemplate
 from mmkv.prompt.video import Clip
 from mmkv.resources import bundled_model
 from mmkv.training.data.conversations import Conversation, DataError, Document
-from mmkv.training.data.examples import Encoder, Example, Examples
-from mmkv.training.data.mixture import Mixture
+from mmkv.training.data.examples import Encoder, Example, Examples, Mixture
 from tests.support.chat_models import (
     CHATML,
     save_internvl,
