@@ -31,7 +31,7 @@ from mmkv.training.data.dialogues import (
 )
 from mmkv.training.data.examples import require_scene_tokens
 from mmkv.training.data.scene_encoding import timestamp
-from mmkv.training.data.scenes import Clip, Question, Scene, Turn
+from mmkv.training.data.scenes import Question, Scene, SceneClip, SceneTurn
 from mmkv.training.data.text_tasks import NAMES, opening, small_talk
 from mmkv.training.measure.teacher_forced import spans
 
@@ -175,7 +175,7 @@ def _video(kind: Haystack, index: int, tokenizer: Any) -> Document:
     last, changed = exchanged(first, rng, "heldout")
     clip = changing_clip(first, last, rng)
     depths = _depths(kind, index, rng)
-    needle: list[tuple[tuple[str, Scene | Clip], int]] = [_captioned("", clip, tokenizer)]
+    needle: list[tuple[tuple[str, Scene | SceneClip], int]] = [_captioned("", clip, tokenizer)]
     shown, places = place_needles(needle, _ignored(rng, tokenizer), kind.length, depths)
     # The cell that changed is always asked: only there do start and end differ.
     others = [item for item in first.items if item is not changed]
@@ -188,14 +188,14 @@ def _video(kind: Haystack, index: int, tokenizer: Any) -> Document:
 
 
 def _dialogue(
-    shown: Sequence[tuple[str, Scene | Clip]],
+    shown: Sequence[tuple[str, Scene | SceneClip]],
     asked: list[tuple[Question, float, tuple[int, int]]],
     tokenizer: Any,
 ) -> Document:
     """Make a dialogue: everything shown at once, then the questions turn by turn."""
     captions, pictures = zip(*shown, strict=True)
-    turns = [Turn(pictures, asked[0][0], captions)]
-    turns += [Turn((), question) for question, _, _ in asked[1:]]
+    turns = [SceneTurn(pictures, asked[0][0], captions)]
+    turns += [SceneTurn((), question) for question, _, _ in asked[1:]]
     example = scene_document(turns, tokenizer)
     # The haystack ends where the first question begins; the turn's marks come before it.
     begin = len(tokenizer.encode("<|im_start|>user\n", add_special_tokens=False))
@@ -285,15 +285,15 @@ def _ignored(rng: random.Random, tokenizer: Any) -> Iterator[tuple[tuple[str, Sc
         yield _captioned(IGNORE, grid(rng, "heldout"), tokenizer)
 
 
-S = TypeVar("S", Scene, Clip)
+S = TypeVar("S", Scene, SceneClip)
 
 
 def _captioned(words: str, shown: S, tokenizer: Any) -> tuple[tuple[str, S], int]:
     """Put a picture under its caption, and count the tokens of both."""
-    frames = shown.frames if isinstance(shown, Clip) else (shown,)
+    frames = shown.frames if isinstance(shown, SceneClip) else (shown,)
     size = sum(frame.rows * frame.columns + 2 for frame in frames)
     texts = [words]
-    if isinstance(shown, Clip):
+    if isinstance(shown, SceneClip):
         texts += [timestamp(index) for index in range(len(frames))]
     size += sum(len(tokenizer.encode(text, add_special_tokens=False)) for text in texts)
     return (words, shown), size

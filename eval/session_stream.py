@@ -33,7 +33,7 @@ from mmkv.eval.quality.report import comparisons, interval
 from mmkv.prompt.loading import load_processor
 from mmkv.training.data.dialogues import caption, cell_question, clip_of_stream, grid
 from mmkv.training.data.examples import require_scene_tokens
-from mmkv.training.data.scenes import Scene, Turn
+from mmkv.training.data.scenes import Scene, SceneTurn
 from mmkv.training.measure.record import Journal
 from mmkv.training.measure.tables import pipe_table
 from mmkv.training.measure.teacher_forced import spans
@@ -48,22 +48,22 @@ def first_picture() -> Scene:
     return grid(random.Random("stream-first"), "heldout", least=8)
 
 
-def clip_turn(index: int) -> Turn:
+def clip_turn(index: int) -> SceneTurn:
     """Make clip ``index`` of the stream and its question, a function of the index alone."""
     clip, question = clip_of_stream(random.Random(f"stream-{index}"), "heldout")
     if index == 0:
-        return Turn((first_picture(), clip), question, (caption(1), ""))
-    return Turn((clip,), question)
+        return SceneTurn((first_picture(), clip), question, (caption(1), ""))
+    return SceneTurn((clip,), question)
 
 
-def beginning_turn(index: int) -> Turn:
+def beginning_turn(index: int) -> SceneTurn:
     """Make a question about the first picture."""
     item = random.Random(f"beginning-{index}").choice(first_picture().items)
-    return Turn((), cell_question(1, item.cell, item.name))
+    return SceneTurn((), cell_question(1, item.cell, item.name))
 
 
 @torch.inference_mode()
-def predicts_answer(session: CachedSequence, turn: Turn, tokenizer: Any) -> bool:
+def predicts_answer(session: CachedSequence, turn: SceneTurn, tokenizer: Any) -> bool:
     """Append a turn with its true answer; whether greedy decoding would have generated it."""
     example = scene_document([turn], tokenizer)
     cuts, labels = example.pop("cuts"), example.pop("labels")[0]

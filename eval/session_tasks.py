@@ -19,7 +19,7 @@ from mmkv.eval.documents import Document, TextBuilder, scene_document
 from mmkv.prompt.processing import Processor
 from mmkv.training.data.dialogues import IGNORE, caption, cell_question, grid
 from mmkv.training.data.examples import require_scene_tokens
-from mmkv.training.data.scenes import EMPTY, Item, Scene, Turn
+from mmkv.training.data.scenes import EMPTY, Item, Scene, SceneTurn
 from mmkv.training.data.text_tasks import NAMES, opening, small_talk
 from mmkv.training.measure.teacher_forced import spans
 
@@ -185,7 +185,7 @@ def _number(rng: random.Random, other: str | None) -> str:
 def _scenes(kind: Sessions, index: int, tokenizer: Any) -> Document:
     rng = random.Random(f"{kind.name}-{index}")
     known: dict[int, _Fact] = {}
-    turns: list[Turn] = []
+    turns: list[SceneTurn] = []
     about: list[tuple[_Fact, str, int]] = []
 
     def ask(number: int, session: int, shown: list[tuple[str, Scene]]) -> None:
@@ -196,7 +196,7 @@ def _scenes(kind: Sessions, index: int, tokenizer: Any) -> Document:
         if stale == EMPTY:  # also the answer of a model that remembers nothing
             stale = ""
         question = cell_question(number, item.cell, item.name, fact.kind(session))
-        turns.append(Turn(tuple(s for _, s in shown), question, tuple(c for c, _ in shown)))
+        turns.append(SceneTurn(tuple(s for _, s in shown), question, tuple(c for c, _ in shown)))
         about.append((fact, stale, session))
 
     for session in range(1, kind.sessions + 1):

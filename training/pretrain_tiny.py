@@ -26,7 +26,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from mmkv.training.data.dialogues import clip, dense, grid, sparse, stream
 from mmkv.training.data.scene_encoding import SPECIAL, build_tokenizer, collate, encode
-from mmkv.training.data.scenes import Turn, dialogue, make_scene, questions
+from mmkv.training.data.scenes import SceneTurn, dialogue, make_scene, questions
 
 # (largest grid side, share of the run) from easy to hard: straight on 4 x 4 grids nothing is
 # learned for a long time.
@@ -43,7 +43,7 @@ def largest_grid(progress: float) -> int:
     return CURRICULUM[-1][0]
 
 
-def lesson(seed: int, pictures: int, side: int) -> list[Turn]:
+def lesson(seed: int, pictures: int, side: int) -> list[SceneTurn]:
     """Return a training dialogue.
 
     On the small grids of the curriculum, naming every cell comes first: that answer alone holds
@@ -63,7 +63,7 @@ def lesson(seed: int, pictures: int, side: int) -> list[Turn]:
     elif named:
         pool = [q for _ in range(5) for q in questions(scene, rng) if q.kind != "list"]
         asked = rng.choices(pool, k=7)
-    return [Turn((scene,) if i == 0 else (), question) for i, question in enumerate(asked)]
+    return [SceneTurn((scene,) if i == 0 else (), question) for i, question in enumerate(asked)]
 
 
 def _round(lessons: str) -> tuple[tuple[str, int], ...]:
@@ -95,7 +95,7 @@ ROUNDS: dict[str, tuple[tuple[str, int], ...]] = {
 _SEED_WORDS = {"distractors": "crowd", "pictures": "gallery"}
 
 
-def long_lesson(kind: str, seed: int) -> list[Turn]:
+def long_lesson(kind: str, seed: int) -> list[SceneTurn]:
     """Draw a training dialogue of the later rounds (:mod:`mmkv.training.data.dialogues`).
 
     Three kinds are 0.7k to 4k tokens long: *distractors* has up to 256 pictures, few of which
@@ -125,12 +125,12 @@ def long_lesson(kind: str, seed: int) -> list[Turn]:
     return clip(seed, "train", 6)
 
 
-def drill(rng: random.Random) -> list[Turn]:
+def drill(rng: random.Random) -> list[SceneTurn]:
     """Search questions only, on grids of all sizes: finding a name is what comes last."""
     scene = grid(rng, "train", rng.choice([2, 3, 4, 4]))
     pool = [q for _ in range(8) for q in questions(scene, rng) if q.kind in ("exists", "locate")]
     asked = pool[:8]
-    return [Turn((scene,) if i == 0 else (), question) for i, question in enumerate(asked)]
+    return [SceneTurn((scene,) if i == 0 else (), question) for i, question in enumerate(asked)]
 
 
 class DialogueBatches(IterableDataset[dict[str, Tensor]]):

@@ -20,7 +20,7 @@ from mmkv.eval.sessions import main
 from mmkv.prompt.loading import load_processor
 from mmkv.resources import bundled_model
 from mmkv.training.data.dialogues import scene_example
-from mmkv.training.data.scenes import Clip, render
+from mmkv.training.data.scenes import SceneClip, render
 from mmkv.training.measure.record import Journal
 from mmkv.training.measure.teacher_forced import spans
 from tests.training.data.test_scenes import read_cells
@@ -154,7 +154,7 @@ def test_the_stream_asks_what_its_frames_show() -> None:
     beginning = read_cells(render(dialogue_stream.first_picture()))
     for index in range(12):
         turn = dialogue_stream.clip_turn(index)
-        (clip,) = (p for p in turn.pictures if isinstance(p, Clip))
+        (clip,) = (p for p in turn.pictures if isinstance(p, SceneClip))
         row, column = map(int, re.findall(r"(?:row|column) (\d+)", turn.question.text))
         frame = clip.frames[0 if turn.question.text.endswith("start?") else -1]
         assert turn.question.answer == read_cells(render(frame))[row - 1][column - 1]

@@ -59,7 +59,7 @@ class Conversation:
 
 
 @dataclass(frozen=True)
-class Document:
+class ConversationDocument:
     """Plain text, every token of which is a target. ``file``, ``row``: as in Conversation."""
 
     text: str
@@ -67,7 +67,7 @@ class Document:
     row: int
 
 
-Row = Conversation | Document
+Row = Conversation | ConversationDocument
 
 
 def read_row(value: Any, kind: str, root: Path, file: str, row: int) -> Row:
@@ -84,7 +84,7 @@ def read_row(value: Any, kind: str, root: Path, file: str, row: int) -> Row:
     if kind == "text":
         text = _text(value)
         _require_unicode(text)
-        return Document(text, file, row)
+        return ConversationDocument(text, file, row)
     messages = _from_messages(value) if kind == "chat" else _from_turns(value, kind)
     return Conversation(_checked(messages, root), file, row)
 

@@ -22,9 +22,9 @@ from mmkv.prompt.processing import Processor
 from mmkv.prompt.template import Message, take_media
 from mmkv.training.data.conversations import (
     Conversation,
+    ConversationDocument,
     DataError,
     DataSource,
-    Document,
     Report,
     Row,
     RowFile,
@@ -214,7 +214,7 @@ class Encoder:
         """
         self.tally["rows"] += 1
         try:
-            return self._document(row) if isinstance(row, Document) else self._chat(row)
+            return self._document(row) if isinstance(row, ConversationDocument) else self._chat(row)
         except InputError as error:
             self._note(row, "broken", f"skipped: {error}")
             return []
@@ -225,7 +225,7 @@ class Encoder:
         counts = [f"{self.tally[kind]} {kind}" for kind in kinds if self.tally[kind]]
         return f"of {self.tally['rows']} rows {', '.join(counts)}" if counts else ""
 
-    def _document(self, row: Document) -> list[Example]:
+    def _document(self, row: ConversationDocument) -> list[Example]:
         ids = self.processor.encode(row.text)["input_ids"][0]
         if ids.numel() < 2:
             raise InputError("the text is a single token, which leaves nothing to predict")

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from mmkv.training.data.scenes import COLOURS, SHAPES, Scene, Turn, object_names, render
+from mmkv.training.data.scenes import COLOURS, SHAPES, Scene, SceneTurn, object_names, render
 
 PATCH, MERGE, FPS = 16, 2, 2.0
 
@@ -51,7 +51,7 @@ class Encoded:
     clip_grids: list[tuple[int, int, int]] = field(default_factory=list)
 
 
-def encode(turns: list[Turn], tokenizer: PreTrainedTokenizerFast) -> Encoded:
+def encode(turns: list[SceneTurn], tokenizer: PreTrainedTokenizerFast) -> Encoded:
     """Return token ids, labels, patches and grids of a dialogue."""
     start, end = (tokenizer.convert_tokens_to_ids(f"<|im_{x}|>") for x in ("start", "end"))
     names = ("vision_start", "image_pad", "video_pad", "vision_end")

@@ -31,8 +31,8 @@ from mmkv.engine.model.fingerprint import fingerprint
 from mmkv.resources import BUNDLED_ADAPTER, asset
 from mmkv.training.data.scenes import Split
 from mmkv.training.folder import Stopping, first_process
-from mmkv.training.llava.adapter import Adapter, save, vision_config, with_image_token
-from mmkv.training.llava.pictures import EasyVQA, Turn, easy_vqa_folder, talk
+from mmkv.training.llava.adapter import LlavaAdapter, save, vision_config, with_image_token
+from mmkv.training.llava.pictures import EasyVQA, PictureTurn, easy_vqa_folder, talk
 from mmkv.training.llava.teach import Answers, Eyes, Language, WordTable, install
 from mmkv.training.measure.record import provenance, require_output
 
@@ -122,7 +122,7 @@ _TURNS = 6  # questions of a talk, at most
 _FREE = {"resume", "threads", "save_every", "output", "command", "held_out"}
 
 
-class Talks(Dataset[list[Turn]]):
+class Talks(Dataset[list[PictureTurn]]):
     """Talks of a phase, ``batch`` for a step; those of a step are equally long.
 
     Args:
@@ -138,7 +138,7 @@ class Talks(Dataset[list[Turn]]):
     def __len__(self) -> int:
         return self.steps * self.batch
 
-    def __getitem__(self, index: int) -> list[Turn]:
+    def __getitem__(self, index: int) -> list[PictureTurn]:
         if index >= len(self):
             raise IndexError(index)
         step = index // self.batch
@@ -159,7 +159,7 @@ class Phase(Trainer):
         super().log(logs, start_time)
 
 
-def _together(examples: list[list[Turn]]) -> dict[str, list[list[Turn]]]:
+def _together(examples: list[list[PictureTurn]]) -> dict[str, list[list[PictureTurn]]]:
     return {"examples": examples}
 
 
@@ -185,7 +185,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     language = load_language(args.language_model, getattr(torch, args.dtype))
     torch.manual_seed(args.seed)
     table = WordTable(language)
-    adapter = Adapter(vision_config(args.width, args.layers), language.model.config)
+    adapter = LlavaAdapter(vision_config(args.width, args.layers), language.model.config)
     eyes, answers = Eyes(adapter, table), Answers(table, language)
     first = args.seed * 10 * _APART
     for module in (eyes, answers):
