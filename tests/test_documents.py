@@ -19,6 +19,8 @@ from mmkv.engine.cache.choice import best_at
 from mmkv.eval.document_tables import documents, fill, main
 from mmkv.eval.figures import FIGURES, accuracy_values, digest
 from mmkv.eval.serving.tables import speed_values
+from mmkv.server.responses_schema import ResponseRequest
+from mmkv.server.schema import ChatRequest
 from mmkv.training.measure.record import RESULTS, ROOT
 
 DOCUMENTS = [*documents(), ROOT / "CONTRIBUTING.md"]
@@ -209,6 +211,24 @@ def test_the_python_of_the_readme_runs_anywhere(
     (chat,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     exec(chat, {})
     assert capsys.readouterr().out.startswith("frog")
+
+
+@pytest.mark.parametrize("command", ["chat", "explain", "serve"])
+def test_every_option_is_documented(command: str) -> None:
+    from mmkv.cli.app import app
+
+    top: Any = get_command(app)
+    text = "".join(page.read_text() for page in (ROOT / "docs").rglob("*.md"))
+    for option in top.get_command(None, command).params:
+        names = [name for name in option.opts if name.startswith("-")]
+        assert not names or any(name in text for name in names), f"{command} {names}"
+
+
+@pytest.mark.parametrize("model", [ChatRequest, ResponseRequest])
+def test_every_field_of_a_request_is_documented(model: Any) -> None:
+    text = (ROOT / "docs" / "reference" / "http-api.md").read_text()
+    missing = [name for name in model.model_fields if not re.search(rf"`{name}[`:.]", text)]
+    assert not missing
 
 
 def test_the_documents_are_short() -> None:
