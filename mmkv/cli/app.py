@@ -140,17 +140,19 @@ class _Commands(TyperGroup):
 
 def _registered(name: str) -> Any:
     """Return a registered command; one that does not load says so in the help, and when it runs."""
-    from importlib.metadata import PackageNotFoundError, distribution
+    from importlib.metadata import distributions
 
-    try:
-        # Those of mmkv alone: looking through all packages would make the help slower.
-        points = list(distribution("mmkv").entry_points.select(group="mmkv.commands", name=name))
-    except PackageNotFoundError:
-        points = []
+    # Those of mmkv alone: looking through all packages would make the help slower. What an older
+    # build has left in a checkout counts as an installation, too.
+    points = [
+        point
+        for installed in distributions(name="mmkv")
+        for point in installed.entry_points.select(group="mmkv.commands", name=name)
+    ]
     if not points:
         reason = "this installation is older than its source, or mmkv is not installed"
         return _broken(name, f"{reason}; run pip install --no-deps -e . in the checkout")
-    (point,) = points
+    point = points[0]
     try:
         command = typer.main.get_command(point.load())
     except STOPS:
