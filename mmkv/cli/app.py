@@ -272,7 +272,7 @@ def env() -> None:
     from mmkv.environment import describe
 
     print(describe())
-    print(described())
+    print(described(chat))
 
 
 @app.command()
