@@ -204,8 +204,9 @@ class Burst:
 class Backend:
     """Runs steps and evictions over one cache, bursts of steps, or both.
 
-    All of them read and change the same cache and keep the same entries, so they may take turns on
-    one sequence. :data:`mmkv.engine.backends.BACKENDS` says which one is asked first.
+    :mod:`mmkv.engine.steps` asks for a step or a burst, :mod:`mmkv.engine.budgets` for an eviction
+    outside of one. All of them read and change the same cache and keep the same entries, so they
+    may take turns on one sequence. :data:`mmkv.engine.backends.BACKENDS` says who is asked first.
 
     Attributes:
         name: its folder; path: what ``decode_path`` says of what it runs.

@@ -3,13 +3,29 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Protocol
 
 BLOCK = '"""'
 
 
-class Reader(Protocol):
+@dataclass(frozen=True)
+class Words:
+    """What Tab completes.
+
+    Attributes:
+        commands: name -> its arguments as the help shows them; hidden: the same of commands that
+            are not offered.
+        values: command -> gives the names that may follow it.
+    """
+
+    commands: Mapping[str, str] = field(default_factory=dict)
+    hidden: Mapping[str, str] = field(default_factory=dict)
+    values: Mapping[str, Callable[[], Iterable[str]]] = field(default_factory=dict)
+
+
+class MessageReader(Protocol):
     """Where messages come from."""
 
     def read(self) -> str:
@@ -19,21 +35,6 @@ class Reader(Protocol):
     def agrees(self, question: str) -> bool:
         """Ask for a yes; False where nobody can answer."""
         ...
-
-
-def open_reader(branches: Callable[[], Iterable[str]]) -> Reader:
-    """Return an editor where somebody sits at a terminal, else a reader of lines.
-
-    Args:
-        branches: gives the names that ``/fork`` completes.
-    """
-    # The prompt belongs on stderr: stdout is for answers, and may be a file.
-    screen = next((stream for stream in (sys.stderr, sys.stdout) if stream.isatty()), None)
-    if screen is None or not sys.stdin.isatty():
-        return LineReader()
-    from mmkv.chat.editor import Editor
-
-    return Editor(branches, screen)
 
 
 class LineReader:

@@ -201,7 +201,7 @@ def serve(
 ) -> None:
     """Serve a model over HTTP, as OpenAI's API does."""
     from mmkv.chat.options import ChatOptions
-    from mmkv.chat.places import state_folder
+    from mmkv.chat.saved import state_folder
     from mmkv.server.run import require_packages
     from mmkv.server.run import serve as run
     from mmkv.server.settings import Settings
@@ -295,7 +295,7 @@ def _require_keys(keys: list[str]) -> None:
 
 
 def _hosts(names: list[str]) -> tuple[str, ...]:
-    from mmkv.server.hosts import host_names
+    from mmkv.server.guard import host_names
 
     try:
         return host_names(names)

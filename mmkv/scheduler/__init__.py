@@ -1,9 +1,8 @@
-"""One scheduler for every request on one engine (docs/scheduler.md); these names need no torch."""
+"""One scheduler for all requests of an engine (docs/how-it-works/scheduler.md); needs no torch."""
 
 from __future__ import annotations
 
 from mmkv.scheduler.contract import Executor, Job, KeptSession, Price
-from mmkv.scheduler.loop import Limits, Scheduler
-from mmkv.scheduler.ticket import Ticket
+from mmkv.scheduler.loop import Limits, Scheduler, Ticket
 
 __all__ = ["Executor", "Job", "KeptSession", "Limits", "Price", "Scheduler", "Ticket"]

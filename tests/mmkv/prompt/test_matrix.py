@@ -26,7 +26,7 @@ from torch import Tensor
 from transformers import AutoModelForImageTextToText
 
 from mmkv import Engine
-from mmkv.prompt.processing import load_processor
+from mmkv.prompt.loading import load_processor
 from tests.support.chat_models import (
     save_internvl,
     save_llava,
