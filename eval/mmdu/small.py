@@ -1,7 +1,7 @@
 """Compare policies on mmkv's own MMDU set, whose answers are checked exactly.
 
 ``python -m eval.mmdu.small`` runs ``mmkv mmdu`` with the bundled model once for every row of the
-table in docs/mmdu.md, and writes the numbers of right answers to ``mmdu-small.json``.
+table in eval/notes/mmdu.md, and writes the numbers of right answers to ``mmdu-small.json``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 from mmkv.cli.app import run
 from mmkv.engine.errors import MmkvError
-from mmkv.eval.mmdu.files import SUMMARY
+from mmkv.eval.mmdu.data import SUMMARY
 from mmkv.resources import asset
 from mmkv.training.measure.record import RESULTS, write_results
 

@@ -72,7 +72,7 @@ def explain(
     generation_config: arguments.FollowsCheckpoint = True,
     quiet: arguments.Quiet = False,
 ) -> None:
-    """Answer once and write a page of what was kept, when, and why (docs/explain.md)."""
+    """Answer once and write a page of what was kept, when, and why (docs/how-to/explain.md)."""
     given: dict[str, Any] = {**locals(), "image": image or [], "video": video or []}
     options = ChatOptions(report=given.pop("output"), **given)
     options.check()
@@ -140,17 +140,19 @@ class _Commands(TyperGroup):
 
 def _registered(name: str) -> Any:
     """Return a registered command; one that does not load says so in the help, and when it runs."""
-    from importlib.metadata import PackageNotFoundError, distribution
+    from importlib.metadata import distributions
 
-    try:
-        # Those of mmkv alone: looking through all packages would make the help slower.
-        points = list(distribution("mmkv").entry_points.select(group="mmkv.commands", name=name))
-    except PackageNotFoundError:
-        points = []
+    # Those of mmkv alone: looking through all packages would make the help slower. What an older
+    # build has left in a checkout counts as an installation, too.
+    points = [
+        point
+        for installed in distributions(name="mmkv")
+        for point in installed.entry_points.select(group="mmkv.commands", name=name)
+    ]
     if not points:
         reason = "this installation is older than its source, or mmkv is not installed"
         return _broken(name, f"{reason}; run pip install --no-deps -e . in the checkout")
-    (point,) = points
+    point = points[0]
     try:
         command = typer.main.get_command(point.load())
     except STOPS:
@@ -270,7 +272,7 @@ def env() -> None:
     from mmkv.environment import describe
 
     print(describe())
-    print(described())
+    print(described(chat))
 
 
 @app.command()

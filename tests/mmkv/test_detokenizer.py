@@ -13,8 +13,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from mmkv.reply import Detokenizer, StopStrings, token_bytes
-from mmkv.server.spelling import spell
-from mmkv.server.writer import Scored
+from mmkv.server.writer import Scored, spell
 
 SMILE = "🙂".encode()
 

@@ -24,13 +24,19 @@ from mmkv.engine.model.gates import load_gates, make_random_gates
 from mmkv.engine.runtime import Runtime
 from mmkv.resources import bundled_model
 from mmkv.training import distill as command_line
-from mmkv.training.card import write_card
-from mmkv.training.data.sources import examples
+from mmkv.training.data.examples import examples
 from mmkv.training.distill import main
 from mmkv.training.folder import ASKED, HISTORY, history
-from mmkv.training.held_out import HeldOutData, summary
 from mmkv.training.model import PARTS
-from mmkv.training.run import _arguments, distill, load_backbone, own_device
+from mmkv.training.run import (
+    HeldOutData,
+    _arguments,
+    distill,
+    load_backbone,
+    own_device,
+    summary,
+    write_card,
+)
 from mmkv.training.settings import Settings
 
 MODEL = str(bundled_model())
@@ -282,7 +288,7 @@ def test_recipes_are_the_papers_numbers() -> None:
     ours = recipe_numbers("mmkv")
     for found in (trimkv, dbtrimkv):
         assert {name for name in ours if found[name] != ours[name]} <= both.keys() | apart.keys()
-    # What this project has for numbers that no paper gives, as docs/training.md says.
+    # What this project has for numbers that no paper gives, as docs/how-to/train-gates.md says.
     own = {"recipe": "mmkv", "budget": 256.0, "accumulate": 1, "warmup": 0.03, "steps": 1000}
     own |= {"clip": 1.0, "seed": 0, "capacity_rates": 0, "held_out_budget": 0.0, "bias": 18.0}
     assert {name: ours[name] for name in own} == own

@@ -138,7 +138,9 @@ class Machine:
     def cancel(self) -> None:
         going = [one for one in self.tickets if not one.over and not one.cancel_asked]
         if going:
-            ticket = self.random.choice(going)
+            # Often one that may hold the others up, where there is one.
+            late = [one for one in going if one.overtaken >= Limits().patience]
+            ticket = self.random.choice((late or going) if self.random.random() < 0.5 else going)
             ticket.cancel()
             self.seen[f"cancelled in {ticket.state}"] += 1
             self.cancelled[ticket] = 0
@@ -342,13 +344,24 @@ class Before:
         self.held_up = late and not set(late) & set(self.fits)
 
     def _fits(self, ticket: Ticket[FakeJob]) -> bool:
-        """Whether a request has room beside all that is committed, and nobody has to make way."""
+        """Whether a request has room beside all that is committed and does not make way."""
         machine, job = self.machine, ticket.job
         fetching = sum(one.state == "preparing" and one.job.fetches for one in machine.tickets)
         if job.fetches and fetching >= FETCHING:
             return False
         # Its own pages are in both sums, and chunks are counted one after the other: no less.
-        return machine.scheduler.ledger.committed + job.price().total <= (machine.pool.limit or 0)
+        taken = machine.scheduler.ledger.committed - self._gives_way(job.kept)
+        return taken + job.price().total <= (machine.pool.limit or 0)
+
+    def _gives_way(self, besides: FakeSession | None) -> int:
+        """Count the pages of spares, and of idle sessions that can be written to files."""
+        machine = self.machine
+        pages = sum(spare.pages for spare in machine.spares)
+        if machine.to_files:
+            used = {besides, *(one.job.kept for one in machine.tickets)}
+            idle = [one for one in machine.sessions if one.resident and one not in used]
+            pages += sum(one.resting() for one in idle if not one.disk_full)
+        return pages
 
     def check_progress(self) -> None:
         """A turn does what can be done: reads, decodes, takes up, admits."""

@@ -12,7 +12,7 @@ from mmkv.scheduler import Limits, Price, Scheduler, Ticket
 from mmkv.scheduler.capacity import Ledger
 from mmkv.scheduler.loop import DeficitRoundRobin
 from tests.mmkv.scheduler.fake import CHUNK, FakeExecutor, FakeJob, FakePool, FakeSession
-from tests.mmkv.scheduler.machine import Machine
+from tests.mmkv.scheduler.machine import UNEVEN, Machine
 
 
 def scheduler_of(pool: FakePool, to_files: bool = True, **limits: int) -> Scheduler:
@@ -247,15 +247,86 @@ def test_users_are_admitted_in_turn() -> None:
     assert sum(ticket.over for ticket in greedy) <= 3
 
 
-def test_deficits_make_up_for_unequal_chunks() -> None:
-    robin, served = DeficitRoundRobin(quantum=10), {"long": 0, "short": 0}
-    costs = {"long": 10, "short": 3}
-    for _ in range(1000):
-        user = robin.next(costs)
-        robin.charge(user, costs[user])
-        served[user] += costs[user]
-    assert abs(served["long"] - served["short"]) <= 20
+@pytest.mark.parametrize("beside", [0, 3])
+@pytest.mark.parametrize("comes_and_goes", [False, True])
+def test_deficits_make_up_for_unequal_chunks(beside: int, comes_and_goes: bool) -> None:
+    """Also for what is read beside others, and while a third user comes and goes.
+
+    Both are visited equally often, but for one visit. What a user was granted and has not got is at
+    most a quantum and its chunk; what it has got and was not granted is at most what was read
+    beside one chunk of the other.
+    """
+    robin, served = DeficitRoundRobin(quantum=10), {"long": 0, "short": 0, "third": 0}
+    costs = {"long": 10, "short": 3 if not beside else 10}
+    for at in range(1000):
+        there = comes_and_goes and at % 5 < 2
+        user = robin.next(costs | ({"third": 7} if there else {}))
+        robin.charge(user, costs.get(user, 7))
+        served[user] += costs.get(user, 7)
+        if user == "long":
+            robin.charge("short", beside)
+            served["short"] += beside
+        assert abs(served["long"] - served["short"]) <= 10 + (10 + 10) + beside
     assert robin.next({"short": 3}) == "short" and robin.next({"new": 9}) == "new"
+
+
+@pytest.mark.parametrize("comes_and_goes", [False, True])
+def test_users_get_equal_numbers_of_tokens_from_unequal_chunks(comes_and_goes: bool) -> None:
+    """Whole chunks of one user and shorter ones of another, with a third that comes and goes."""
+    executor = FakeExecutor(FakePool(limit=None))
+    scheduler = Scheduler(executor, Limits(quantum=CHUNK, running=99))
+    lengths = {"whole": 5 * CHUNK, "short": CHUNK - 1}
+    asked: dict[str, list[FakeJob]] = {"whole": [], "short": []}
+    for turn in range(400):
+        for user, length in lengths.items():
+            while sum(job.read < length for job in asked[user]) < 3:
+                asked[user].append(FakeJob(executor.pool, prompt(length), 1))
+                scheduler.submit(asked[user][-1], user)
+        if comes_and_goes and turn % 5 == 0:
+            scheduler.submit(FakeJob(executor.pool, prompt(CHUNK), 1), "third")
+        scheduler.turn()
+        whole, short = (sum(job.read for job in jobs) for jobs in asked.values())
+        assert abs(whole - short) <= UNEVEN
+
+
+@pytest.mark.parametrize("end", ["cancelled", "admitted"])
+def test_a_request_whose_patience_is_over_holds_nobody_up_after_its_end(end: str) -> None:
+    """Neither once its client has gone, nor once it was admitted itself."""
+    pool = FakePool(limit=13)
+    scheduler = scheduler_of(pool, patience=2)
+    first = scheduler.submit(FakeJob(pool, prompt(4), 99), "first")
+    scheduler.turn()
+    large = scheduler.submit(FakeJob(pool, prompt(20), 9, bound=9), "large")
+    for user in "ab":
+        scheduler.submit(FakeJob(pool, prompt(1), 1, bound=1), user)
+    for _ in range(2):
+        scheduler.turn()
+    assert large.state == "waiting" and large.overtaken == 2
+    small = scheduler.submit(FakeJob(pool, prompt(1), 1, bound=1), "c")
+    scheduler.turn()
+    assert small.state == "waiting", "nothing else is admitted until the large one fits"
+    (large if end == "cancelled" else first).cancel()
+    for _ in range(2):
+        scheduler.turn()
+    assert small.over and large.over == (end == "cancelled")
+
+
+def test_idle_sessions_make_way_while_others_run() -> None:
+    """Though what waits could wait for their end; a session whose disk is full stays."""
+    pool = FakePool(limit=20)
+    scheduler = scheduler_of(pool)
+    idle = [FakeSession(pool, bound=4) for _ in range(3)]
+    for session in idle:
+        scheduler.submit(FakeJob(pool, prompt(4), 2, session))
+        while scheduler.turn():
+            pass
+    idle[0].disk_full = True
+    long = scheduler.submit(FakeJob(pool, prompt(1), 99, bound=1))
+    scheduler.turn()
+    large = scheduler.submit(FakeJob(pool, prompt(24), 99, bound=11))
+    scheduler.turn()
+    assert (long.state, large.state) == ("decode", "prefill")
+    assert [session.resident for session in idle] == [True, False, False]
 
 
 @pytest.mark.parametrize("turns", range(8))

@@ -12,8 +12,8 @@ import httpx
 import pytest
 
 from mmkv import Engine
-from mmkv.server.work import ChatWork
-from mmkv.server.worker import Request, Worker
+from mmkv.server.engine_thread import Request, Worker
+from mmkv.server.job import ChatWork
 from tests.support.chat_models import picture, save_qwen3_vl
 from tests.support.servers import Server, asked, picture_part, serving
 
@@ -77,6 +77,12 @@ def test_metrics_tell_nothing_to_strangers(folder: Path, open_server: Server) ->
     with serving(lambda: load(folder), api_keys=("one",), open_metrics=True) as made:
         assert made.client.get("/metrics").status_code == 200
         assert made.client.get("/v1/models").status_code == 401
+
+
+def test_a_request_has_as_many_replies_as_the_server_allows(folder: Path) -> None:
+    with serving(lambda: load(folder), max_choices=2) as server:
+        assert server.chat("what?", n=2).status_code == 200
+        assert server.chat("what?", n=3).json()["error"]["param"] == "n"
 
 
 @pytest.mark.parametrize("asks", [True, False])
