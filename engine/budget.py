@@ -7,8 +7,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from mmkv.engine.checks import require_real
-from mmkv.engine.errors import BudgetError
+from mmkv.engine.errors import BudgetError, require_real
 
 _KINDS = ("entries", "bytes", "fraction")
 _MOST = 2**40

@@ -1,18 +1,105 @@
-"""What bounds the sequences of an engine; the one door to eviction outside a decode step."""
+"""What bounds the sequences of an engine: the one door to eviction outside a decode step.
+
+A sequence has a budget of its own, or all of an engine share one and their entries compete on their
+scores. The most pages that a sequence can hold are known before it begins (:class:`PageBound`).
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
+from weakref import WeakKeyDictionary
 
-from mmkv.engine.errors import BudgetError
-from mmkv.engine.page_bound import lasting_pages, page_bound
+import torch
+from torch import Tensor
+
+from mmkv.engine.cache import Entries
+from mmkv.engine.errors import BudgetError, PolicyError, SessionError, require_real
 from mmkv.engine.policies import Budget, Policy
+from mmkv.engine.policies.allocation import GlobalAllocation
+from mmkv.engine.policies.base import CacheView
+from mmkv.engine.policies.scoring import Retention
+from mmkv.engine.policies.selection import MOST_ENTRIES, Shares, lowest
 
 if TYPE_CHECKING:
     from mmkv.engine.backends.base import Backend
     from mmkv.engine.runtime import Runtime
     from mmkv.engine.sequence import CachedSequence
+
+
+@dataclass(frozen=True)
+class PageBound:
+    """The most pages of one sequence.
+
+    Attributes:
+        steady: between two chunks, while it decodes and afterwards.
+        chunk: what one chunk of a prompt takes beside them, until the cache is cut back.
+    """
+
+    steady: int
+    chunk: int
+
+
+@dataclass(frozen=True)
+class Extent:
+    """How far a sequence has come: tokens seen, entries held, tokens that came in prompts."""
+
+    seen: int = 0
+    entries: int = 0
+    prompt_tokens: int = 0
+
+
+def page_bound(
+    engine: Runtime,
+    budget: Budget,
+    prompt: int,
+    generated: int = 0,
+    start: Extent | None = None,
+    chunk: int | None = None,
+) -> PageBound:
+    """Bound the pages of a sequence that reads ``prompt`` tokens and then decodes ``generated``.
+
+    With R rows, pages of P entries and b entries after an eviction, a policy that evicts holds at
+    most ``ceil((b + s R + R (P - 1)) / P)`` pages (s: ``evict_every``), and a chunk of C tokens
+    takes ``C R`` entries more. A share of the tokens is counted at the sequence's end. No bound
+    is above what all tokens would take.
+
+    Args:
+        start: where the sequence stands; None: an empty one.
+        chunk: tokens in a chunk; None: the engine's.
+    """
+    start = start or Extent()
+    rows, pool, policy = engine.spec.rows, engine.cache.pool, engine.policy
+    every = start.entries + (prompt + generated) * rows
+    if not policy.evicts:
+        return PageBound(_pages(every, rows, pool.page_size), 0)
+    seen = start.seen + prompt + generated
+    kept = budget.entries(rows, seen, pool.page_size, pool.page_bytes, engine.slack)
+    kept += (start.prompt_tokens + prompt) * rows if policy.keeps_prompt else 0
+    # Between two evictions a sequence may stand above its budget, and a step adds to that.
+    kept = max(kept + engine.slack, start.entries) + (rows if generated else 0)
+    in_chunk = kept + min(chunk or engine.prefill_chunk, prompt) * rows
+    steady = _pages(min(every, kept), rows, pool.page_size)
+    return PageBound(steady, _pages(min(every, in_chunk), rows, pool.page_size) - steady)
+
+
+def lasting_pages(engine: Runtime, budget: Budget) -> int | None:
+    """Bound the pages of a sequence of any length under a budget of its own, between its chunks.
+
+    None: there is no bound.
+    """
+    if not engine.policy.evicts or engine.policy.keeps_prompt or budget.kind == "fraction":
+        return None
+    rows, pool = engine.spec.rows, engine.cache.pool
+    kept = budget.entries(rows, 0, pool.page_size, pool.page_bytes, engine.slack)
+    return _pages(kept + engine.evict_every * rows, rows, pool.page_size)
+
+
+def _pages(entries: int, rows: int, page_size: int) -> int:
+    """Count pages at the worst: every row's last page holds one entry."""
+    return math.ceil((entries + rows * (page_size - 1)) / page_size)
 
 
 class Budgets(Protocol):
@@ -30,7 +117,11 @@ class Budgets(Protocol):
         ...
 
     def checked(self, budget: Budget | float | None) -> Budget:
-        """Return the budget that a new session gets. Raises BudgetError: it cannot have this."""
+        """Return the budget that a new session gets; None: the engine's.
+
+        Raises:
+            BudgetError: it cannot have this, or this would bind nothing.
+        """
         ...
 
     def saved(self, budget: Budget) -> Budget:
@@ -111,11 +202,17 @@ class OwnBudgets:
         """See :class:`Budgets`."""
         made = self._engine.budget if budget is None else Budget.of(budget)
         self.allowed(made, 0)
+        why = why_unbound(self._engine.policy)
+        if why is not None and made != self._engine.budget:
+            raise BudgetError(why)
         return made
 
     def saved(self, budget: Budget) -> Budget:
         """See :class:`Budgets`."""
-        return self.checked(budget)
+        if why_unbound(self._engine.policy) is None:
+            return self.checked(budget)
+        self.allowed(budget, 0)  # one that cannot be says that the file is damaged
+        return self._engine.budget
 
     def changed(self, budget: Budget | float) -> Budget:
         """See :class:`Budgets`."""
@@ -172,3 +269,203 @@ class OwnBudgets:
         for backend in (engine.backends.cpu, engine.backends.torch):
             if due and backend is not refused_by:
                 due = list(backend.evict(due))
+
+
+class SharedBudget:
+    """Keeps the best entries of all its sequences together, and some of each.
+
+    A :class:`mmkv.engine.budgets.Budgets`.
+
+    An entry's score is the policy's plus the log of its sequence's weight; entries that the policy
+    protects go last. Each sequence's best ``floor`` entries per row, or as many as an equal share
+    has, go after all others. Ties fall on the smaller position, then layer, then head, then the
+    sequence that joined first. So what a sequence keeps depends on the others.
+
+    Made by :meth:`mmkv.engine.runtime.Runtime.share`. Who calls :meth:`cut` holds the engine's
+    lock.
+
+    Attributes:
+        entries: that may stay of all sequences together.
+        floor: entries that each sequence keeps of its own, rows together.
+
+    Raises:
+        BudgetError: the budget is not in entries, or the floor is above it.
+        PolicyError: the policy's scores cannot be compared between sequences.
+        SessionError: sequences are open that this budget would not count.
+    """
+
+    graph_obstacle = "sessions share a budget"
+
+    def __init__(self, engine: Runtime, budget: Budget, floor: float) -> None:
+        policy, rows, pool = engine.policy, engine.spec.rows, engine.cache.pool
+        if budget.kind != "entries":
+            raise BudgetError(
+                f"a shared budget of {budget.describe()} cannot be; give entries per row, such as "
+                "1024, for all sessions together"
+            )
+        if not (
+            type(policy.allocation) is GlobalAllocation
+            and isinstance(policy.scoring, Retention)
+            and policy.admission is None
+        ):
+            raise PolicyError(
+                f"policy {policy.name!r} cannot share a budget: its scores say nothing across "
+                "sessions; use dbtrimkv"
+            )
+        require_real("the floor of a shared budget", floor)
+        if not 0 <= floor <= budget.value:
+            raise BudgetError(
+                f"a floor of {floor:g} entries per row is not between 0 and the shared budget of "
+                f"{budget.value:g}"
+            )
+        if engine.cache.open_count:  # those without an entry, too: they would never join
+            raise SessionError("sessions are open already; share a budget before them")
+        self._engine = engine
+        self.entries = budget.entries(rows, 0, pool.page_size, pool.page_bytes)
+        self.floor = int(floor * rows)
+        self._weights: WeakKeyDictionary[CachedSequence, float] = WeakKeyDictionary()
+
+    @property
+    def held(self) -> int:
+        """Count the entries of all sequences."""
+        with self._engine.lock:
+            return sum(one.entries for one in self._weights)
+
+    @property
+    def fixed_pages(self) -> int:
+        """Bound the pages beside :attr:`pages_each` of every sequence, between two chunks.
+
+        With R rows, pages of P entries and n sequences, at most ``B + (s - 1) R + n R`` entries
+        stand (s: ``evict_every``, each sequence taking one step), and the last page of every row
+        may hold a single one: ``(B + (s - 1) R + n R + n R (P - 1)) / P`` pages.
+        """
+        return math.ceil((self.entries + self._engine.slack) / self._engine.cache.pool.page_size)
+
+    @property
+    def pages_each(self) -> int:
+        """Bound what a sequence adds to :attr:`fixed_pages`: one page a row."""
+        return self._engine.spec.rows
+
+    def lasting_pages(self, budget: Budget) -> int:
+        """See :class:`mmkv.engine.budgets.Budgets`: :attr:`pages_each`."""
+        return self.pages_each
+
+    def checked(self, budget: Budget | float | None) -> Budget:
+        """See :class:`mmkv.engine.budgets.Budgets`: the shared one, and no other."""
+        ours = self._engine.budget
+        if budget is not None and Budget.of(budget) != ours:
+            raise BudgetError(
+                f"all sessions of this engine share a budget of {ours.describe()}; open them "
+                "without one of their own"
+            )
+        return ours
+
+    def saved(self, budget: Budget) -> Budget:
+        """See :class:`mmkv.engine.budgets.Budgets`: a file's own budget binds no more."""
+        Budget.of(budget)  # one that cannot be says that the file is damaged
+        return self._engine.budget
+
+    def changed(self, budget: Budget | float) -> Budget:
+        """Raise BudgetError."""
+        raise BudgetError("the session shares a budget; it has none of its own to change")
+
+    def allowed(self, budget: Budget, seen: int) -> int:
+        """See :class:`mmkv.engine.budgets.Budgets`: a sequence by itself may keep all."""
+        return MOST_ENTRIES
+
+    def competing(self, session: CachedSequence) -> int:
+        """See :class:`mmkv.engine.budgets.Budgets`: those of all sequences."""
+        return self.entries
+
+    def reserve(self, session: CachedSequence, tokens: int, chunk: int) -> None:
+        """See :class:`mmkv.engine.budgets.Budgets`: chunk after chunk, the same pages come free."""
+        pool, rows = self._engine.cache.pool, self._engine.spec.rows
+        pool.reserve(rows + math.ceil(min(chunk, tokens) * rows / pool.page_size))
+
+    def join(self, session: CachedSequence, weight: float = 1.0) -> None:
+        """Let a sequence's entries compete; one that takes part already gets the weight.
+
+        Raises:
+            BudgetError: the weight is not positive.
+        """
+        require_real("the weight of a session", weight)
+        if not (math.isfinite(weight) and weight > 0):
+            raise BudgetError(f"a weight of {weight} cannot be; give a positive number")
+        with self._engine.lock:  # another thread may be cutting
+            self._weights[session] = float(weight)
+
+    def leave(self, session: CachedSequence) -> None:
+        """Take a sequence out: nothing of it is evicted, nor counted."""
+        with self._engine.lock:
+            self._weights.pop(session, None)
+
+    def weight(self, session: CachedSequence) -> float:
+        """Return the weight of a sequence; 1 where it takes no part."""
+        return self._weights.get(session, 1.0)
+
+    def cut(
+        self,
+        sessions: Sequence[CachedSequence],
+        slack: int = 0,
+        refused_by: Backend | None = None,
+    ) -> None:
+        """See :class:`mmkv.engine.budgets.Budgets`: from all that share, when together
+        they hold more.
+
+        All sequences' victims are found and dropped at once, so the host waits for a GPU as often
+        for many as for two.
+        """
+        if self.held <= self.entries + slack:
+            return
+        engine = self._engine
+        members = [one for one in self._weights if one.entries]
+        live = engine.cache.entries([one.seq for one in members])
+        counts, rows = [one.entries for one in members], engine.spec.rows
+        columns = (column.split(counts) for column in (live.row, live.offset, live.slot))
+        held = [
+            Entries(row - index * rows, offset, slot)
+            for index, (row, offset, slot) in enumerate(zip(*columns, strict=True))
+        ]
+        views = [one.view(entries) for one, entries in zip(members, held, strict=True)]
+        scores = [
+            engine.backends.torch.scores(one, entries, view) + math.log(self._weights[one])
+            for one, entries, view in zip(members, held, views, strict=True)
+        ]
+        owner = torch.arange(len(members), device=live.row.device).repeat_interleave(
+            torch.tensor(counts, device=live.row.device), output_size=sum(counts)
+        )
+        every = torch.cat(scores)
+        victims = self._victims(live, every, owner, counts)
+        engine.cache.drop([one.seq for one in members], victims, live)
+        gone = owner[victims].bincount(minlength=len(members))
+        broken = owner[victims[every[victims].isnan()]].bincount(minlength=len(members))
+        start = 0
+        for index, (dropped, nan) in enumerate(torch.stack([gone, broken], 1).tolist()):
+            session = members[index]
+            session.count_evicted(dropped, nan)
+            if dropped and session.recorder is not None:  # others' entries may be the reason
+                session.recorder.step(session, "shared")
+                own = victims[owner[victims] == index] - start
+                session.recorder.died(views[index], own, scores[index])
+            start += counts[index]
+
+    def _victims(self, live: Entries, scores: Tensor, owner: Tensor, counts: list[int]) -> Tensor:
+        """Indices ``[K]`` into ``live``, whose entries have ``scores [N]`` and ``owner [N]``.
+
+        The selection of :mod:`mmkv.engine.policies.selection` takes each sequence for a row.
+        """
+        pool, rows = self._engine.cache.pool, self._engine.spec.rows
+        place = pool.position.view(-1)[live.slot].long() * rows + live.row % rows
+        view = CacheView(
+            seen=0,
+            layers=len(counts),
+            kv_heads=1,
+            row=owner,
+            length=torch.tensor(counts, device=owner.device),
+            position=place,
+            log_beta=pool.log_beta.view(-1)[live.slot],
+            modality=pool.modality.view(-1)[live.slot],
+        )
+        group = torch.zeros(len(counts), dtype=torch.int64)
+        floor = torch.full_like(group, min(self.floor, self.entries // len(counts)))
+        return lowest(scores, view, Shares(group, torch.tensor([self.entries]), floor))

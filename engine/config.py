@@ -14,8 +14,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mmkv.engine.budget import Budget
-from mmkv.engine.checks import require_real, require_type, require_whole
-from mmkv.engine.errors import InputError, ModelError, PolicyError
+from mmkv.engine.errors import (
+    InputError,
+    ModelError,
+    PolicyError,
+    require_real,
+    require_type,
+    require_whole,
+)
 
 if TYPE_CHECKING:
     import torch

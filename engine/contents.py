@@ -52,18 +52,22 @@ class Memory:
 Span = tuple[int, int]
 
 
-def with_pictures(spans: tuple[Span, ...], modality: Tensor, start: int) -> tuple[Span, ...]:
+def with_pictures(
+    spans: tuple[Span, ...], modality: Tensor, start: int, before: int | None = None
+) -> tuple[Span, ...]:
     """Return the pictures of a sequence to which tokens of ``modality [T]`` are appended.
 
     A picture is a run of visual tokens of one kind.
 
     Args:
         spans: those before; start: tokens before.
+        before: modality of the token before; None: not known, a picture goes on where one ended.
     """
     kinds, counts = (part.tolist() for part in modality.unique_consecutive(return_counts=True))
     found, at = list(spans), start
     for i, (kind, count) in enumerate(zip(kinds, counts, strict=True)):
-        if kind and not i and found and found[-1][1] == start:
+        goes_on = not i and before in (None, kind) and found and found[-1][1] == start
+        if kind and goes_on:
             found[-1] = found[-1][0], at + count  # a chunk ended inside it
         elif kind:
             found.append((at, at + count))

@@ -135,12 +135,13 @@ class Prefill:
         """Count a chunk that the sequence holds now, but for ``pruned`` entries of it."""
         session, tokens = self._session, turn.token_ids.numel()
         session.note_ids(self._ids[self.done : self.done + tokens])
+        before = int(self._turn.modality[self.done - 1]) if self.done else None
         self.done += tokens
         session.prompt_tokens += tokens
         if session.recorder is not None:
             session.recorder.expect((turn.token_ids, turn.modality))
         if turn.visual is not None:
-            session.pictures = with_pictures(session.pictures, turn.modality, session.seen)
+            session.pictures = with_pictures(session.pictures, turn.modality, session.seen, before)
         last = self.done == self.tokens
         session.count_appended(
             tokens, self._turn.next_position if last else self._highest[self.done - 1] + 1

@@ -23,14 +23,13 @@ from mmkv.engine.backends.cuda import CudaBackend
 from mmkv.engine.backends.cuda.kernels.sample import Draw
 from mmkv.engine.backends.torch.backend import TorchBackend
 from mmkv.engine.backends.torch.write_step import WriteStep, admitting
-from mmkv.engine.budgets import Budgets, OwnBudgets
+from mmkv.engine.budgets import Budgets, OwnBudgets, SharedBudget
 from mmkv.engine.cache import PagePool, RaggedCache
 from mmkv.engine.cache.choice import choose_form
 from mmkv.engine.cache.layout import Layout
 from mmkv.engine.config import DEFAULT_BUDGET, EngineConfig, require_options
 from mmkv.engine.errors import GateError, InputError
-from mmkv.engine.interrupts import whole
-from mmkv.engine.lock import FairLock
+from mmkv.engine.interrupts import FairLock, whole
 from mmkv.engine.memory import give_back
 from mmkv.engine.model.decoder import Decoder
 from mmkv.engine.model.families.base import Family
@@ -42,15 +41,14 @@ from mmkv.engine.model.gates import (
 from mmkv.engine.model.rope import Rope
 from mmkv.engine.model.spec import DecoderSpec
 from mmkv.engine.model.weights import DecoderWeights
-from mmkv.engine.new_entries import has_born, has_revise, sequence_memory, tap_layers
 from mmkv.engine.paths import user_path
 from mmkv.engine.policies import Budget, Needs, Policy
 from mmkv.engine.policies.pruning import check_pruner
 from mmkv.engine.policies.registry import check_policy
 from mmkv.engine.policy_choice import choose, require_named_gates
+from mmkv.engine.scorer_state import has_born, has_revise, sequence_memory, tap_layers
 from mmkv.engine.sequence import CachedSequence
-from mmkv.engine.sequence_file import load_session
-from mmkv.engine.shared_budget import SharedBudget
+from mmkv.engine.session_file import load_session
 from mmkv.engine.steps import decode_step, decode_steps
 
 
@@ -287,7 +285,8 @@ class Runtime:
         """Open an empty session.
 
         Raises:
-            BudgetError: for a budget below one entry per row, or one of its own where all share.
+            BudgetError: for a budget below one entry per row, one of its own where all share, or
+                where the policy evicts nothing.
         """
         return self._open(self.budgets.checked(budget))
 

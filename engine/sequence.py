@@ -11,18 +11,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from mmkv.engine.budgets import Extent
 from mmkv.engine.cache import Entries
 from mmkv.engine.contents import Memory, Span, memory_of, retained_tokens
 from mmkv.engine.device import exact_products
-from mmkv.engine.entry_source import CacheEntries
 from mmkv.engine.errors import ContextError, SessionError
 from mmkv.engine.interrupts import CtrlC
-from mmkv.engine.page_bound import Extent
 from mmkv.engine.paths import user_path
 from mmkv.engine.policies import Budget, CacheView
 from mmkv.engine.prefill import Prefill, run_whole
-from mmkv.engine.query_window import QUERIES
 from mmkv.engine.read_ids import with_ids
+from mmkv.engine.scorer_state import QUERIES, CacheEntries
 from mmkv.engine.trace import Recorder
 
 if TYPE_CHECKING:
@@ -273,7 +272,7 @@ class CachedSequence:
 
     def save(self, path: str | Path, extra: dict[str, str] | None = None) -> None:
         """Write the whole memory to one safetensors file, atomically. See session_file."""
-        from mmkv.engine.sequence_file import checked_extra, save_session
+        from mmkv.engine.session_file import checked_extra, save_session
 
         target = user_path(path)
         with self.claimed():
@@ -445,7 +444,7 @@ class CachedSequence:
 
     @property
     def extent(self) -> Extent:
-        """What :func:`mmkv.engine.page_bound.page_bound` wants to know of this sequence."""
+        """What :func:`mmkv.engine.budgets.page_bound` wants to know of this sequence."""
         return Extent(self.seen, self.entries, self.prompt_tokens)
 
     def _require_open(self) -> None:

@@ -19,11 +19,10 @@ from mmkv.engine.backends.cuda.kernels.sample import (
     sample,
     uniform,
 )
-from mmkv.engine.checks import require_list
 from mmkv.engine.device import exact_products
-from mmkv.engine.errors import BROKEN, InputError, NotFiniteError, SessionError
+from mmkv.engine.errors import BROKEN, InputError, NotFiniteError, SessionError, require_list
 from mmkv.engine.interrupts import CtrlC
-from mmkv.engine.new_entries import revise_state
+from mmkv.engine.scorer_state import revise_state
 
 if TYPE_CHECKING:
     from mmkv.engine.backends.base import Backend

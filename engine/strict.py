@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
-from mmkv.engine.checks import shown
+from mmkv.engine.errors import shown
 
 
 class Damage(ValueError):

@@ -31,10 +31,10 @@ from mmkv.eval.bench.cpu_methods.base import Job
 from mmkv.eval.bench.output import BenchError, failure, plain_parser, save
 from mmkv.eval.bench.peers_report import case_rows, checks, target_rows
 from mmkv.eval.bench.process import Child
-from mmkv.measure.outputs import require_output
-from mmkv.measure.record import ROOT
-from mmkv.measure.tables import Table
-from mmkv.measure.timing import spread, take_turns
+from mmkv.eval.measure.timing import spread, take_turns
+from mmkv.training.measure.outputs import require_output
+from mmkv.training.measure.record import ROOT
+from mmkv.training.measure.tables import Table
 
 
 @dataclass(frozen=True)
@@ -66,9 +66,16 @@ SIDES = {
 # The benchmark's modules come from this checkout, all others from the one that is measured.
 BEFORE = """
 import sys
-sys.path.insert(0, sys.argv[1])
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+import mmkv
+here = Path(sys.argv[1], "eval")
+spec = spec_from_file_location(
+    "mmkv.eval", here / "__init__.py", submodule_search_locations=[str(here)]
+)
+mmkv.eval = sys.modules["mmkv.eval"] = module_from_spec(spec)
+spec.loader.exec_module(mmkv.eval)
 from mmkv.eval.bench.peers_cpu import main
-sys.path.remove(sys.argv[1])
 sys.exit(main(sys.argv[2:]))
 """
 

@@ -25,8 +25,8 @@ from mmkv.eval.quality.tables import (
     with_interval,
 )
 from mmkv.eval.serving import tables as serving
-from mmkv.measure.record import RESULTS, ROOT
-from mmkv.measure.tables import pipe_table
+from mmkv.training.measure.record import RESULTS, ROOT
+from mmkv.training.measure.tables import pipe_table
 
 _BLOCK = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 # Program and setting, result file, budgets shown.

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from mmkv.data.labels import IGNORED
-from mmkv.data.scene_data import scene_example
-from mmkv.data.scenes import Turn
-from mmkv.measure.teacher_forced import spans
+from mmkv.training.data.labels import IGNORED
+from mmkv.training.data.scene_data import scene_example
+from mmkv.training.data.scenes import Turn
+from mmkv.training.measure.teacher_forced import spans
 
 
 @dataclass(frozen=True)

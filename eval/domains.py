@@ -8,17 +8,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from mmkv.data.examples import Examples
-from mmkv.data.sources import examples
 from mmkv.engine.errors import InputError
 from mmkv.eval.documents import Document
 from mmkv.eval.needle import tasks as needle_tasks
 from mmkv.eval.sessions import tasks as dialogue_tasks
 from mmkv.prompt.processing import Processor, load_processor
+from mmkv.training.data.examples import Examples
+from mmkv.training.data.sources import examples
 
 ENDLESS = 2**31  # the length of a source
 
-# Domains made for one program; all others are those of mmkv.data.sources.
+# Domains made for one program; all others are those of mmkv.training.data.sources.
 _DOMAINS: dict[str, Callable[[str, str, Processor], Callable[[int], Document]]] = {
     "needle": needle_tasks.maker,
     "sessions": dialogue_tasks.maker,
@@ -71,7 +71,7 @@ class DistinctDocuments(Sequence[dict[str, Any]]):
 
 
 def maker(model: str, name: str) -> Callable[[int], Document] | None:
-    """Return the function that makes dialogue n of ``name``; None for :mod:`mmkv.data.sources`.
+    """Return what makes dialogue n of ``name``; None for :mod:`mmkv.training.data.sources`.
 
     Raises:
         InputError: a name that cannot be understood, or that the model cannot read.

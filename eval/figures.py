@@ -19,14 +19,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from mmkv.data.sources import examples
 from mmkv.engine.cache.layout import Layout
 from mmkv.engine.policies import Budget
 from mmkv.engine.runtime import Runtime
 from mmkv.eval.serving.tables import draw_speed, speed_values
-from mmkv.measure.record import RESULTS, ROOT
-from mmkv.measure.teacher_forced import spans
 from mmkv.resources import bundled_model
+from mmkv.training.data.sources import examples
+from mmkv.training.measure.record import RESULTS, ROOT
+from mmkv.training.measure.teacher_forced import spans
 
 FIGURES = ROOT / "docs" / "figures"
 # Forms of the cache under dbtrimkv; then other methods, whose entries are counted in bfloat16.

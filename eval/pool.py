@@ -25,17 +25,17 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from mmkv.data.scene_data import scene_example, scene_turns
-from mmkv.data.tokenizer import build_tokenizer
 from mmkv.engine.model.families.base import Turn
 from mmkv.engine.runtime import Runtime
 from mmkv.engine.sequence import CachedSequence
+from mmkv.eval.measure.stats import mean, paired
 from mmkv.eval.quality.report import interval
-from mmkv.measure.record import RESULTS, write_results
-from mmkv.measure.stats import mean, paired
-from mmkv.measure.tables import pipe_table
-from mmkv.measure.teacher_forced import spans
 from mmkv.resources import asset, bundled_model_name
+from mmkv.training.data.scene_data import scene_example, scene_turns
+from mmkv.training.data.tokenizer import build_tokenizer
+from mmkv.training.measure.record import RESULTS, write_results
+from mmkv.training.measure.tables import pipe_table
+from mmkv.training.measure.teacher_forced import spans
 
 KINDS = ("40-pictures", "40-pictures", *["dense"] * 6)
 LONG = KINDS.count("40-pictures")

@@ -32,9 +32,9 @@ import httpx
 import torch
 from safetensors import safe_open
 
-from mmkv.measure.record import RESULTS, write_results
-from mmkv.measure.tables import pipe_table
 from mmkv.resources import asset
+from mmkv.training.measure.record import RESULTS, write_results
+from mmkv.training.measure.tables import pipe_table
 
 SERVE = ["--policy", "dbtrimkv", "--budget", "8", "--prefill-chunk", "32", "--memory", "256MiB"]
 

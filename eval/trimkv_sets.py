@@ -32,7 +32,7 @@ from mmkv.engine.model.gates.module import Gates, tied_gates
 from mmkv.engine.model.spec import DecoderSpec
 from mmkv.engine.policies import Budget, make_policy
 from mmkv.engine.runtime import Runtime
-from mmkv.measure.record import ROOT
+from mmkv.training.measure.record import ROOT
 
 Entries = set[tuple[int, int, int]]  # layer, head, position
 AGES = ("released", "paper")

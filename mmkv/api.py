@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 
 from mmkv.engine.budget import Budget
-from mmkv.engine.checks import require_list
 from mmkv.engine.config import EngineConfig, require_options
-from mmkv.engine.errors import InputError
+from mmkv.engine.errors import InputError, require_list
 from mmkv.engine.interrupts import OpenToCtrlC, whole
 from mmkv.engine.runtime import Runtime
 from mmkv.generation_config import Generation, read_generation
@@ -160,7 +159,11 @@ class Engine(Runtime):
         return frozenset(self.family.eos_token_ids) | ({own} if own is not None else set())
 
     def session(self, budget: Budget | float | None = None) -> Session:
-        """Open an empty session that talks. Raises BudgetError below one entry per row."""
+        """Open an empty session that talks.
+
+        Raises:
+            BudgetError: below one entry per row, or for a policy that evicts nothing.
+        """
         return self._open(self.budgets.checked(budget))
 
     @cached_property

@@ -33,6 +33,7 @@ class _Piece(Strict):
     pictures: NonNegativeInt
     rule: bool | None
     reply: bool
+    known: list[int] = []  # older files have none
 
 
 class _Held(Strict):
@@ -94,8 +95,20 @@ def parse_held(text: str, seen: int, vocabulary: int, placeholders: set[int]) ->
             raise Damage("the numbers of what was read do not add up")
         if any(not 0 <= token < vocabulary or token in placeholders for token in ids or ()):
             raise Damage("a token of what was read is none of a text")
+        if any(not 0 <= token < vocabulary for token in one.known):
+            raise Damage("a token of what was read is none of the model's")
         held = None if ids is None else tuple(ids)
-        pieces.append(Piece(one.text, held, end, one.pictures, one.rule, None, one.reply))
+        pieces.append(
+            Piece(
+                one.text,
+                held,
+                end,
+                one.pictures,
+                one.rule,
+                reply=one.reply,
+                known=tuple(one.known),
+            )
+        )
         at = end
     if pieces and at.seen != seen:
         raise Damage("what was read is not as long as the session")

@@ -6,8 +6,7 @@ import json
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from mmkv.engine.checks import shown
-from mmkv.engine.errors import InputError, ModelError
+from mmkv.engine.errors import InputError, ModelError, shown
 from mmkv.engine.model.source import checkpoint_file, locate
 from mmkv.sampling import Settled
 

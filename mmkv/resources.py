@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
-import shutil
-import tempfile
-import zipfile
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +22,7 @@ def asset(name: str) -> Path:
 
     Raises ModelError when it is not there.
     """
-    own = (Path(str(resources.files("mmkv"))) / "assets").resolve()
+    own = (Path(__file__).parent / "assets").resolve()
     for folder in (os.environ.get("MMKV_ASSETS"), own):
         if folder and (path := Path(folder) / name).exists():
             return path
@@ -142,6 +137,11 @@ def bundled_dialogues() -> Path:
     Raises:
         ModelError: the assets are not there. InputError: the cache folder cannot be written.
     """
+    import hashlib  # here, because every command imports this file, and few need these
+    import shutil
+    import tempfile
+    import zipfile
+
     archive = asset("mmdu/pictures.zip")
     packed = archive.parent
     digest = hashlib.sha256((packed / "benchmark.json").read_bytes() + archive.read_bytes())

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mmkv.engine.checks import require_real, require_type, require_whole
-from mmkv.engine.errors import InputError, NotFiniteError
+from mmkv.engine.errors import InputError, NotFiniteError, require_real, require_type, require_whole
 from mmkv.engine.read_ids import mask_of
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from mmkv.engine.errors import ContextError, SessionError
 from mmkv.engine.interrupts import CtrlC, OpenToCtrlC, whole
 from mmkv.engine.read_ids import with_ids
 from mmkv.engine.sequence import CachedSequence
-from mmkv.engine.sequence_file import checked_extra
+from mmkv.engine.session_file import checked_extra
 from mmkv.prompt.held import Held, Place, Rewrites
 from mmkv.prompt.special import tokenize
 from mmkv.reply import Reply, ReplyWriter
@@ -344,9 +344,9 @@ class Session(CachedSequence):
         """Leave what was let go out of the ids that penalties count."""
         tokenizer, read = self.engine.processor.tokenizer, 0
         for piece in self.held.pieces or ():
-            if piece.ids is not None:
-                read = with_ids(read, piece.ids)
-            else:  # with pictures
+            if piece.ids is not None or piece.known:
+                read = with_ids(read, piece.ids or piece.known)
+            else:  # with pictures, in a file of an older version
                 ids = tokenize(tokenizer, piece.text or "")
                 read = with_ids(read, [*ids, *self.engine.media_token_ids])
         self.read_ids = read

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from mmkv.engine.checks import require_list
-from mmkv.engine.errors import InputError
+from mmkv.engine.errors import InputError, require_list
 from mmkv.prompt.held import Plan, Read, common_length, read_of
 from mmkv.prompt.media import notes
 from mmkv.prompt.messages import is_blank, take_media
@@ -19,11 +18,19 @@ from mmkv.prompt.special import CUT, new_marker
 from mmkv.prompt.template import as_parts
 
 if TYPE_CHECKING:
+    from PIL.Image import Image
+
     from mmkv.prompt.processing import Processor
     from mmkv.prompt.template import Message
     from mmkv.session import Session
 
 
+# The bundled model was trained on drawn scenes: cells of so many pixels, their corners white.
+_CELL, _WHITE = 32, 0.1
+_SCENES_ALONE = (
+    "the bundled model knows drawn scenes alone (emoji, coloured shapes and letters on white, in "
+    "cells of 32 pixels); what it says of another picture means nothing"
+)
 _KEPT = "stays as it was read"
 _STATELESS = "by the numbers that policy {} has summed up for each entry it cannot be taken back"
 
@@ -112,11 +119,8 @@ def compose(
         seen = [processor.load_picture(picture) for picture in pictures]
         clips = [processor.load_clip(film, fps, num_frames) for film in films]
         said.extend(notes(seen, clips))
-        if seen and session.engine.knows_scenes_alone:
-            from mmkv.data.scenes import SCENES_ALONE, is_drawn
-
-            if not all(map(is_drawn, seen)):
-                said.append(SCENES_ALONE)
+        if seen and session.engine.knows_scenes_alone and not all(map(_is_drawn, seen)):
+            said.append(_SCENES_ALONE)
         if (seen or clips) and processor.sees:
             _ = session.engine.family.hf  # Ctrl-C ends it here, and not while it is appended
         return seen, clips
@@ -124,6 +128,16 @@ def compose(
     reading = compose_messages(session, messages, load)
     reading.note = "; ".join(filter(None, [reading.note, *said])) or None
     return UserTurn(messages, reading, started, session.basis)
+
+
+def _is_drawn(picture: Image) -> bool:
+    """Return whether a picture looks like a drawn scene: whole cells, much of it white."""
+    import numpy as np
+
+    if picture.width % _CELL or picture.height % _CELL:
+        return False
+    darkest = np.asarray(picture.convert("RGB")).min(-1)
+    return bool((darkest >= 250).mean() >= _WHITE)
 
 
 def compose_messages(

@@ -19,8 +19,8 @@ from mmkv.engine.cache.choice import best_at
 from mmkv.eval.document_tables import documents, fill, main
 from mmkv.eval.figures import FIGURES, accuracy_values, digest
 from mmkv.eval.serving.tables import speed_values
-from mmkv.measure.record import RESULTS, ROOT
 from mmkv.resources import asset
+from mmkv.training.measure.record import RESULTS, ROOT
 
 DOCUMENTS = [*documents(), ROOT / "CONTRIBUTING.md"]
 PACKAGES = ("engine", "mmkv", "eval", "training", "tests", "docs", "assets", "tools", "examples")

@@ -34,15 +34,7 @@ def test_a_package_imports_only_those_before_it(package: str) -> None:
     wrong = [
         f"{path.relative_to(ROOT)} imports {'.'.join(name)}"
         for path in sorted((ROOT / package).rglob("*.py"))
-        if not path.is_relative_to(ROOT / "mmkv" / "cli")
         for name in imported(path)
         if package_of(name) in later
     ]
     assert not wrong, "\n".join(wrong)
-
-
-def test_only_the_command_line_may_import_everything_and_does_so_inside_functions() -> None:
-    for path in sorted((ROOT / "mmkv" / "cli").glob("*.py")):
-        for node in ast.parse(path.read_text()).body:
-            if isinstance(node, ast.ImportFrom):
-                assert package_of((node.module or "").split(".")) not in ("training", "eval"), path

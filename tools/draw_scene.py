@@ -9,7 +9,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from mmkv.data.scenes import make_scene, questions, render
+from mmkv.training.data.scenes import make_scene, questions, render
 
 
 def main() -> None:

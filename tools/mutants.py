@@ -55,7 +55,7 @@ ROOMS = {
         "tests/mmkv/server/test_resume.py tests/mmkv/server/test_lasting.py "
         "tests/mmkv/server/test_sessions.py tests/mmkv/server/test_stored.py",
     ),
-    "statistics": (["mmkv/measure/stats.py"], "tests/mmkv/measure tests/eval/test_quality.py"),
+    "statistics": (["eval/measure/stats.py"], "tests/eval/measure tests/eval/test_quality.py"),
     "mmdu": (
         [f"eval/mmdu/{name}.py" for name in "scores summary exact compare verdicts rubric".split()],
         "tests/eval/mmdu",
@@ -490,7 +490,7 @@ def _write(args: argparse.Namespace, folder: Path, results: dict[str, Any]) -> N
     """Write the report in a fork: mmkv must not be loaded where mutants are to be."""
 
     def work() -> int:
-        from mmkv.measure.record import write_results
+        from mmkv.training.measure.record import write_results
 
         settings = {"seed": args.seed, "count": args.count, "seconds": args.seconds}
         write_results(args.output.resolve(), settings, results)

@@ -8,7 +8,7 @@ from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 
-from mmkv.measure.tables import pipe_table
+from mmkv.training.measure.tables import pipe_table
 
 _BODY = """---
 {front}

@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 from transformers import PreTrainedTokenizerFast
 
-from mmkv.data.dialogues import clip, dense, grid, sparse, stream
-from mmkv.data.scene_encoding import collate, encode
-from mmkv.data.scenes import Turn, dialogue, make_scene, questions
+from mmkv.training.data.dialogues import clip, dense, grid, sparse, stream
+from mmkv.training.data.scene_encoding import collate, encode
+from mmkv.training.data.scenes import Turn, dialogue, make_scene, questions
 
 # (largest grid side, share of the run) from easy to hard: straight on 4 x 4 grids nothing is
 # learned for a long time.
@@ -81,7 +81,7 @@ _SEED_WORDS = {"distractors": "crowd", "pictures": "gallery"}
 
 
 def long_lesson(kind: str, seed: int) -> list[Turn]:
-    """Draw a training dialogue of the later rounds (:mod:`mmkv.data.dialogues`).
+    """Draw a training dialogue of the later rounds (:mod:`mmkv.training.data.dialogues`).
 
     Three kinds are 0.7k to 4k tokens long: *distractors* has up to 256 pictures, few of which
     matter; *pictures* has up to 40, which all matter; *stream* has up to 48 clips.

@@ -16,7 +16,6 @@ from mmkv.engine.interrupts import quiet_imports
 
 with quiet_imports(__name__ == "__main__"):
     import typer
-    from safetensors import SafetensorError
 
     from mmkv.engine.errors import InputError, MmkvError, one_line
 
@@ -145,7 +144,7 @@ def distill(
     import torch
     from rich.console import Console
 
-    from mmkv.data.sources import examples
+    from mmkv.training.data.sources import examples
     from mmkv.training.folder import first_process, processes
     from mmkv.training.run import distill as run
     from mmkv.training.run import load_backbone
@@ -199,6 +198,8 @@ def _is_default(context: typer.Context, name: str) -> bool:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
+    with quiet_imports(__name__ == "__main__"):
+        from safetensors import SafetensorError
     try:
         code = app(args=arguments, prog_name="mmkv distill", standalone_mode=False)
     except MmkvError as error:
@@ -219,6 +220,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if code == 130:  # typer makes this of a KeyboardInterrupt
         print(f"mmkv.training.distill: interrupted; {_RESUME}", file=sys.stderr)
     return code if isinstance(code, int) else 0
+
+
+command = typer.Typer(add_completion=False, rich_markup_mode="rich")
+
+
+@command.command(
+    add_help_option=False,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)
+def distill_command(context: typer.Context) -> int:
+    """Train retention gates for a checkpoint (as python -m mmkv.training.distill)."""
+    return main(context.args)
 
 
 def _fail(message: str, code: int) -> int:

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from mmkv.engine.model.gates import Gates, WriteGates
 from mmkv.engine.policies import make_policy
-from mmkv.engine.policies.write_gate import admitted
+from mmkv.engine.policies.base import admitted
 from mmkv.engine.runtime import Runtime
-from mmkv.measure.full_attention import full_attention_states, lay_out
-from mmkv.measure.teacher_forced import Answer, DialogueRun, compare_states, read
+from mmkv.training.measure.full_attention import full_attention_states, lay_out
+from mmkv.training.measure.teacher_forced import Answer, DialogueRun, compare_states, read
 from mmkv.training.student import binary, write_gated_states
 
 

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from mmkv.data.labels import predicted
 from mmkv.engine.model.decoder import Decoder
+from mmkv.training.data.labels import predicted
 
 KINDS = ("kl", "reverse-kl", "ntp")
 

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from mmkv.engine.model.decoder import Decoder
 from mmkv.engine.model.product import plain
 from mmkv.engine.runtime import Runtime
-from mmkv.measure.full_attention import full_attention_states, lay_out
 from mmkv.training.capacity import (
     capacity_loss,
     retained_counts,
@@ -21,6 +20,7 @@ from mmkv.training.capacity import (
     retained_total_grouped,
 )
 from mmkv.training.losses import quality_losses
+from mmkv.training.measure.full_attention import full_attention_states, lay_out
 from mmkv.training.student import student_states
 from mmkv.training.trainable import TrainableGates
 

@@ -20,8 +20,8 @@ from transformers import (
 )
 from transformers.trainer_utils import get_last_checkpoint
 
-from mmkv.data.tokenizer import build_tokenizer
 from mmkv.training.curriculum import ROUNDS, DialogueBatches
+from mmkv.training.data.tokenizer import build_tokenizer
 from mmkv.training.tiny_model import build_model, save
 
 

@@ -18,12 +18,12 @@ from mmkv.engine.errors import ModelError
 from mmkv.engine.model.fingerprint import fingerprint
 from mmkv.engine.model.gates import as_stored, save_gates
 from mmkv.engine.runtime import Runtime
-from mmkv.measure.outputs import require_output
-from mmkv.measure.record import provenance
 from mmkv.training.card import write_card
 from mmkv.training.curve import draw_curve
 from mmkv.training.folder import begin, first_process, history, processes, resume
 from mmkv.training.held_out import HeldOutData, summary
+from mmkv.training.measure.outputs import require_output
+from mmkv.training.measure.record import provenance
 from mmkv.training.model import DistillModel, backbone_digest
 from mmkv.training.settings import Settings
 from mmkv.training.stopping import Stopping

@@ -15,10 +15,10 @@ from torch.utils.checkpoint import checkpoint
 
 from mmkv.engine.model.decoder import Decoder
 from mmkv.engine.model.gates import Gates, WriteGates
-from mmkv.engine.policies.write_gate import admitted
+from mmkv.engine.policies.base import admitted
 from mmkv.engine.runtime import Runtime
-from mmkv.measure.full_attention import Documents, FullAttention
 from mmkv.training.gated_attention import gated_attention
+from mmkv.training.measure.full_attention import Documents, FullAttention
 
 
 class GatedAttention(FullAttention):

@@ -12,7 +12,7 @@ from transformers import (
     Qwen3VLForConditionalGeneration,
 )
 
-from mmkv.data.tokenizer import SPECIAL
+from mmkv.training.data.tokenizer import SPECIAL
 
 IMAGE_PROCESSOR = {
     "image_processor_type": "Qwen2VLImageProcessor",

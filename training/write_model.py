@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmkv.engine.policies.write_gate import admitted
+from mmkv.engine.policies.base import admitted
 from mmkv.engine.runtime import Runtime
-from mmkv.measure.full_attention import full_attention_states, lay_out
+from mmkv.training.measure.full_attention import full_attention_states, lay_out
 from mmkv.training.model import inputs_of
 from mmkv.training.student import write_gated_states
 from mmkv.training.trainable import TrainableWriteGates

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import re
+import unicodedata
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +25,9 @@ _FORMS = {
     ".json": "one file of a checkpoint",
 } | dict.fromkeys(_PICKLES, "a pickle, which can run code when it is read")
 _MOST_GROWTH = 64  # characters that a tokenizer may make of one before it splits
+_UNICODE = 18  # that NFKC makes of U+FDFA, the most of all
+# Normalizers that can make more of a text; also where JSON escapes letters.
+_GROWING = re.compile(rb"Replace|Precompiled|ByteLevel|\\u00[4-7]")
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
@@ -121,7 +127,7 @@ def require_normal_growth(name: str, file: Path) -> None:
         raw = file.read_bytes() if is_file(file) else b""
     except OSError:
         return  # whoever reads it says so
-    if b"Replace" not in raw and b"\\u0052" not in raw:
+    if not _GROWING.search(raw):
         return
     growth = _growth(_json(file).get("normalizer"))
     if growth > _MOST_GROWTH:
@@ -132,23 +138,56 @@ def require_normal_growth(name: str, file: Path) -> None:
 
 
 def _growth(normalizer: object) -> float:
-    """Return how many characters a normalizer can make of one, at most."""
-    if not isinstance(normalizer, dict):
-        return 1.0
-    if normalizer.get("type") == "Sequence" and isinstance(normalizer.get("normalizers"), list):
-        grown = 1.0
-        for part in normalizer["normalizers"]:
-            grown = min(grown * _growth(part), 1e300)
-        return grown
-    if normalizer.get("type") != "Replace":
-        return 1.0
-    pattern, content = normalizer.get("pattern"), normalizer.get("content")
+    """Return how many characters a normalizer can make of one, at most.
+
+    What Unicode's own forms make of a character of the text is left out, once.
+    """
+    grown, unicode, parts = 1.0, _UNICODE, [normalizer]
+    while parts:
+        part = parts.pop()
+        if not isinstance(part, dict):
+            continue
+        kind, inner = part.get("type"), part.get("normalizers")
+        if kind == "Sequence" and isinstance(inner, list):
+            parts += inner
+        elif kind == "ByteLevel":
+            grown *= 4
+        elif kind == "Precompiled":
+            grown *= max(_longest(part.get("precompiled_charsmap")) / unicode, 1.0)
+            unicode = 1
+        elif kind == "Replace":
+            grown *= _replaced(part.get("pattern"), part.get("content"))
+        grown = min(grown, 1e300)
+    return grown
+
+
+def _replaced(pattern: object, content: object) -> float:
+    """Return how many characters a replacement makes of one; Unicode's forms may follow."""
     if not isinstance(pattern, dict) or not isinstance(content, str):
         return 1.0
-    text = pattern.get("String")
+    length, text = _decomposed(content), pattern.get("String")
     if isinstance(text, str):
-        return max(len(content) / max(len(text), 1), 1.0)
-    return 1.0 + len(content)  # an expression may match between any two characters
+        return max(length / max(len(text), 1), 1.0)
+    return 1.0 + length  # an expression may match between any two characters
+
+
+def _longest(table: object) -> int:
+    """Return the most characters that SentencePiece's table of characters has for one.
+
+    The table is base64 of the bytes of a trie, as four bytes say first, and of texts that end with
+    a zero byte.
+    """
+    try:
+        raw = base64.b64decode(table if isinstance(table, str) else "")
+    except ValueError:
+        return 1  # whoever reads it says so
+    texts = raw[4 + int.from_bytes(raw[:4], "little") :].split(b"\0")
+    return max(_decomposed(text.decode(errors="replace")) for text in texts)
+
+
+def _decomposed(text: str) -> int:
+    """Count the characters of a text, or of its longest form in Unicode."""
+    return max(len(text), len(unicodedata.normalize("NFKD", text)))
 
 
 def _json(file: Path) -> dict[str, Any]:

@@ -12,8 +12,8 @@ from mmkv.engine.policies.base import (
     Scores,
 )
 from mmkv.engine.policies.preset import Parameter, Preset
-from mmkv.engine.policies.presets import PRESETS
 from mmkv.engine.policies.registry import (
+    PRESETS,
     describe_added,
     find_preset,
     make_policy,

@@ -1,4 +1,8 @@
-"""Scorers that read attention: the mass of all passes, or what recent queries pay."""
+"""Policies that read attention: H2O, SnapKV and its kin, R-KV.
+
+What they score by is the mass of all passes, what the newest queries pay, or attention weighed
+against redundancy: entries whose keys resemble others' go first.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,15 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from mmkv.engine.policies.base import CacheView, Group, Needs, compiled
+from mmkv.engine.policies.allocation import (
+    EvenLayerAllocation,
+    HeadAllocation,
+    LayerAllocation,
+    PyramidAllocation,
+)
+from mmkv.engine.policies.base import CacheView, Group, Needs, NewTokens, Policy, Scores, compiled
+from mmkv.engine.policies.preset import KERNEL, POOL, WINDOW, Parameter, Preset, group
+from mmkv.engine.policies.scoring import WindowAttention, check_pooling, pooled
 
 
 @compiled("state")
@@ -64,3 +76,284 @@ class FusedAttention:
         if self.fusion == "max":
             return view.attention(self.group, queries="max")
         return view.attention(self.group) * min(self.window, view.seen)
+
+
+# Elements of one block of cosines: temporaries stay near 16 MiB however long rows are.
+_BLOCK_ELEMENTS = 4 * 2**20
+
+
+@dataclass(frozen=True)
+class AttentionAndRedundancy:
+    """Window attention minus redundancy (R-KV, arXiv 2505.24133, sections 3.2 to 3.4)."""
+
+    window: int = 8
+    weight: float = 0.1
+    kernel: int = 7
+    threshold: float = 0.5
+
+    def __post_init__(self) -> None:
+        check_pooling(self.window, self.kernel)
+
+    @property
+    def needs(self) -> Needs:
+        """The last ``window`` queries, and keys."""
+        return Needs(queries=self.window, keys=True)
+
+    def score(self, view: CacheView) -> Tensor:
+        """``weight I - (1 - weight) R``; the policy protects the window."""
+        prefix = view.position < view.seen - self.window
+        paid = view.attention("max", of="logits").masked_fill(~prefix, 0.0)
+        importance = pooled(paid, view, self.kernel, "max")
+        return self.weight * importance - (1 - self.weight) * redundancy(view, self.threshold)
+
+
+@dataclass(frozen=True)
+class GlobalAttention:
+    """Window attention that decays from eviction to eviction (G-KV, arXiv 2512.00504, eq. 1-5).
+
+    State 0 is this score F, -1 while an entry has none: nothing in the window has one.
+    """
+
+    window: int = 16
+    alpha: float = 0.8
+    form: Literal["max", "mean", "sum"] = "max"
+    redundancy: bool = True
+    weight: float = 0.7
+    threshold: float = 0.5
+    group: Group = "max"
+
+    @property
+    def needs(self) -> Needs:
+        """The last ``window`` queries, one state, and keys where redundancy counts."""
+        return Needs(queries=self.window, keys=self.redundancy, state=1)
+
+    def born(self, new: NewTokens) -> Tensor:
+        """No score yet."""
+        return torch.full((*new.position.shape, 1, 1, 1), -1.0, device=new.position.device)
+
+    def score(self, view: CacheView) -> Scores:
+        """F, and less redundancy if that counts; the policy protects the window."""
+        prefix = view.position < view.seen - self.window
+        now = _over_greatest(view.attention(self.group), prefix, view)
+        before = view.state()[:, 0]
+        if self.form == "max":
+            joined = torch.maximum(self.alpha * before, now)
+        elif self.form == "mean":
+            joined = self.alpha * before + (1 - self.alpha) * now
+        else:
+            joined = self.alpha * before + now
+        score = torch.where(before < 0, now, joined)
+        state = torch.where(prefix, score, before)[:, None]
+        if self.redundancy:
+            alike = redundancy(view, self.threshold, only_similar=True)
+            alike = _over_greatest(alike, prefix, view)
+            score = self.weight * score - (1 - self.weight) * alike
+        return Scores(score, state)
+
+
+def redundancy(view: CacheView, threshold: float, only_similar: bool = False) -> Tensor:
+    """How much each key resembles the other keys of its row, ``[N]``; adds up to 1 in a row.
+
+    Softmax over the row of the mean cosine to all its keys, of which the newest similar one of each
+    key counts as 0, and so does its own.
+
+    Args:
+        threshold: cosine from 0 above which two keys are similar.
+        only_similar: cosines that are not above ``threshold`` count as 0.
+    """
+    key = view.keys().float()
+    key = view.to_rows(key / (key.norm(dim=-1, keepdim=True) + 1e-8), 0.0)
+    order = view.to_rows(view.position.float(), float("inf")).argsort(-1)
+    key = key.gather(1, order[..., None].expand_as(key))
+    live = view.live()  # padding is last in order, too
+    rows, longest = live.shape
+    column = torch.arange(longest, device=live.device)
+    total = key.new_zeros(rows, longest)
+    some_rows = max(1, _BLOCK_ELEMENTS // longest**2)
+    some_keys = max(1, _BLOCK_ELEMENTS // longest)
+    for start in range(0, rows, some_rows):
+        part = slice(start, start + some_rows)
+        for at in column.split(some_keys):
+            cosine = key[part, at] @ key[part].transpose(1, 2)
+            cosine = cosine.masked_fill(column == at[:, None], 0.0)
+            similar = (cosine > threshold) & live[part, None]
+            newest = torch.where(similar, column, -1).amax(-1, keepdim=True)
+            if only_similar:
+                cosine = cosine.masked_fill(~similar, 0.0)
+            total[part] += cosine.masked_fill(column == newest, 0.0).sum(1)
+    mean = total / view.length.clamp(min=1)[:, None]
+    share = mean.masked_fill(~live, -torch.inf).softmax(-1)
+    return share.scatter(-1, order, share)[live]
+
+
+def _over_greatest(values: Tensor, prefix: Tensor, view: CacheView) -> Tensor:
+    """Divide ``values [N]``, from 0, by the greatest of the row's prefix; 0 outside it."""
+    values = values.masked_fill(~prefix, 0.0)
+    greatest = view.to_rows(values, 0.0).amax(-1)[view.row]
+    return torch.where(greatest > 0, values / greatest, 0.0)
+
+
+def _h2o(recent: float, group: Group) -> Policy:
+    return Policy("h2o", AttentionMass(group), HeadAllocation(), recent_share=recent)
+
+
+def _tova() -> Policy:
+    return Policy("tova", NewestAttention(), EvenLayerAllocation())
+
+
+def _snapkv(window: int, kernel: int, pool: Literal["avg", "max"], group: Group) -> Policy:
+    scoring = WindowAttention(window, kernel, pool, group)
+    return Policy("snapkv", scoring, HeadAllocation(), protect_recent=window)
+
+
+def _morphkv(window: int, fusion: Literal["sum", "max"], group: Group) -> Policy:
+    scoring = FusedAttention(window, fusion, group)
+    return Policy("morphkv", scoring, HeadAllocation(), protect_recent=window)
+
+
+def _rkv(window: int, lambda_: float, kernel: int, threshold: float) -> Policy:
+    scoring = AttentionAndRedundancy(window, lambda_, kernel, threshold)
+    return Policy("rkv", scoring, HeadAllocation(), protect_recent=window)
+
+
+def _gkv(
+    window: int,
+    alpha: float,
+    form: Literal["max", "mean", "sum"],
+    redundancy: bool,
+    lambda_: float,
+    threshold: float,
+    group: Group,
+) -> Policy:
+    scoring = GlobalAttention(window, alpha, form, redundancy, lambda_, threshold, group)
+    return Policy("gkv", scoring, HeadAllocation(), protect_recent=window)
+
+
+def _pyramidkv(
+    beta: int, window: int, kernel: int, pool: Literal["avg", "max"], group: Group
+) -> Policy:
+    scoring = WindowAttention(window, kernel, pool, group)
+    return Policy("pyramidkv", scoring, PyramidAllocation(window, beta), protect_recent=window)
+
+
+def _adakv(
+    floor: float, window: int, kernel: int, pool: Literal["avg", "max"], group: Group
+) -> Policy:
+    scoring = WindowAttention(window, kernel, pool, group)
+    return Policy("adakv", scoring, LayerAllocation(floor), protect_recent=window)
+
+
+def _ada_pyramidkv(
+    beta: int, floor: float, window: int, kernel: int, pool: Literal["avg", "max"], group: Group
+) -> Policy:
+    scoring = WindowAttention(window, kernel, pool, group)
+    allocation = LayerAllocation(floor, PyramidAllocation(window, beta))
+    return Policy("ada-pyramidkv", scoring, allocation, protect_recent=window)
+
+
+_BETA = Parameter(
+    20, "steepness: the top layer's share is 1 / beta of the mean; 1: level", "section 5", least=1
+)
+_FLOOR = Parameter(
+    0.2, "part of an equal share that a head is sure of", "its safeguard", least=0, most=1
+)
+_WINDOW_ATTENTION = {"window": WINDOW, "kernel": KERNEL, "pool": POOL, "group": group()}
+_OBSERVERS = "newest queries, which observe and always stay"
+_ALIKE = "cosine above which two keys are similar"
+
+ATTENTION_PRESETS: dict[str, Preset] = {
+    "snapkv": Preset(
+        _snapkv,
+        "arXiv 2404.14469",
+        "SnapKV: LLM Knows What You are Looking for Before Generation",
+        _WINDOW_ATTENTION,
+    ),
+    "h2o": Preset(
+        _h2o,
+        "arXiv 2306.14048",
+        "H2O: Heavy-Hitter Oracle for Efficient Generative Inference of Large Language Models",
+        {
+            "recent": Parameter(
+                0.5, "share of the budget for the newest tokens", "section 5", least=0, most=1
+            ),
+            "group": group(),
+        },
+    ),
+    "tova": Preset(_tova, "arXiv 2401.06104", "Transformers are Multi-State RNNs"),
+    "pyramidkv": Preset(
+        _pyramidkv,
+        "arXiv 2406.02069",
+        "PyramidKV: Dynamic KV Cache Compression based on Pyramidal Information Funneling",
+        {"beta": _BETA, **_WINDOW_ATTENTION},
+    ),
+    "adakv": Preset(
+        _adakv,
+        "arXiv 2407.11550",
+        "Ada-KV: Optimizing KV Cache Eviction by Adaptive Budget Allocation for Efficient LLM "
+        "Inference",
+        {"floor": _FLOOR, **_WINDOW_ATTENTION},
+    ),
+    "ada-pyramidkv": Preset(
+        _ada_pyramidkv,
+        "arXiv 2407.11550",
+        "Ada-KV over PyramidKV (arXiv 2406.02069)",
+        {"beta": _BETA, "floor": _FLOOR, **_WINDOW_ATTENTION},
+    ),
+    "morphkv": Preset(
+        _morphkv,
+        "arXiv 2503.00979",
+        "Dialogue Without Limits: Constant-Sized KV Caches for Extended Responses in LLMs",
+        {
+            "window": Parameter(
+                32,
+                _OBSERVERS,
+                "runs of LongWriter and LongBench",
+                least=1,
+            ),
+            "fusion": Parameter("sum", "fusion of the window's queries", choices=("sum", "max")),
+            "group": group(),
+        },
+    ),
+    "rkv": Preset(
+        _rkv,
+        "arXiv 2505.24133",
+        "R-KV: Redundancy-aware KV Cache Compression for Reasoning Models",
+        {
+            "window": Parameter(8, _OBSERVERS, "section 4.1", least=1),
+            "lambda": Parameter(
+                0.1, "weight of attention; redundancy has the rest", "section 4.1", least=0, most=1
+            ),
+            "kernel": Parameter(
+                7, "positions that are pooled together, an odd number", "released code", least=1
+            ),
+            "threshold": Parameter(0.5, _ALIKE, "released code", least=0, most=1),
+        },
+    ),
+    "gkv": Preset(
+        _gkv,
+        "arXiv 2512.00504",
+        "G-KV: Decoding-Time KV Cache Eviction with Global Attention",
+        {
+            "window": Parameter(16, _OBSERVERS, "section 7.2", least=1),
+            "alpha": Parameter(
+                0.8,
+                "what is left of the score at the next eviction",
+                "section 7.3",
+                least=0,
+                most=1,
+            ),
+            "form": Parameter(
+                "max",
+                "how old and new scores are joined",
+                "equation 3; mean: 4, sum: 5",
+                choices=("max", "mean", "sum"),
+            ),
+            "redundancy": Parameter(True, "whether redundancy lowers scores", "appendix D"),
+            "lambda": Parameter(
+                0.7, "weight of attention; redundancy has the rest", "section 7.3", least=0, most=1
+            ),
+            "threshold": Parameter(0.5, _ALIKE, "code of R-KV", least=0, most=1),
+            "group": group("max", "section 3"),
+        },
+    ),
+}

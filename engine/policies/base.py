@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Protocol, TypeVar, get_args
 
 import torch
 from torch import Tensor
 
 from mmkv.engine.errors import PolicyError
-from mmkv.engine.policies.pruning import Pruner
 from mmkv.engine.policies.selection import MOST_ENTRIES, Shares, lowest
-from mmkv.engine.policies.write_gate import Admission
 
 Group = Literal["mean", "max", "sum"]
 GROUPS = get_args(Group)
@@ -266,6 +265,71 @@ class Scorer(Protocol):
     def score(self, view: CacheView) -> Tensor | Scores:
         """Float32 ``[N]``, or that with a new state."""
         ...
+
+
+class Pruner(Protocol):
+    """Which visual tokens of a chunk are dropped, and after which layer.
+
+    Attributes:
+        layer: how many layers see all tokens; 0 prunes the embeddings.
+        attention: whose attention :meth:`keep` reads, paid in the last of these layers: that of all
+            the chunk's tokens, of the last one, or nobody's.
+    """
+
+    @property
+    def layer(self) -> int:
+        """See above."""
+        ...
+
+    @property
+    def attention(self) -> Literal["", "all", "last"]:
+        """See above."""
+        ...
+
+    def keep(self, hidden: Tensor, received: Tensor | None) -> Tensor:
+        """Choose among the V visual tokens of a chunk.
+
+        Args:
+            hidden: ``[V, d]`` their states after :attr:`layer` layers.
+            received: float32 ``[V]`` attention paid to each, mean over heads; None where
+                :attr:`attention` is empty.
+
+        Returns:
+            bool ``[V]``.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Admission:
+    """What a policy admits to memory by write gates; log g of an entry is state 0.
+
+    Attributes:
+        window: W_local, the newest tokens, of which every entry is kept and seen; 0 for the number
+            that the gates were trained with (``gates.json``), 256 where they do not say.
+        threshold: tau: an entry that leaves the window stays if g >= tau.
+        gates: where the write gates lie, beside the retention gates of the same policy; empty where
+            they are the only ones.
+        observed: whether the policy's scorer has a window of queries that is to be as wide.
+    """
+
+    window: int = 0
+    threshold: float = 0.1
+    gates: str = field(default="", repr=False, compare=False)
+    observed: bool = field(default=False, repr=False)
+
+    def refused(self, position: Tensor, log_g: Tensor, seen: int) -> Tensor:
+        """Bool ``[N]``: which entries the next token, of index ``seen``, may not see."""
+        return (position <= seen - self.window) & ~admitted(log_g, self.threshold)
+
+
+def admitted(log_g: Tensor, threshold: float) -> Tensor:
+    """Return which entries stay when they leave the local window: ``g >= threshold``.
+
+    Args:
+        log_g: float32, any shape; threshold: tau, 0 admits all.
+    """
+    return log_g >= (math.log(threshold) if threshold > 0 else -math.inf)
 
 
 S = TypeVar("S", bound=Scorer)

@@ -5,23 +5,36 @@ A score is one number a token, the same in all rows. Tokens of prompts get infin
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
+from mmkv.engine.policies.allocation import HeadAllocation
 from mmkv.engine.policies.base import (
     CacheView,
     Group,
     Needs,
     NewTokens,
+    Policy,
+    Scorer,
     Tap,
     compiled,
     tapped_layers,
 )
+from mmkv.engine.policies.preset import Parameter, Preset, group
 
 Shapes = dict[str, tuple[int, ...]]
+
+
+_LEAST_RANGE = 1e-6
+
+
+def scaled(x: Tensor, least: Tensor, most: Tensor) -> Tensor:
+    """Scale ``x`` so that ``least`` becomes 0 and ``most`` 1."""
+    return (x - least) / (most - least).clamp(min=_LEAST_RANGE)
 
 
 @compiled("state")
@@ -175,3 +188,218 @@ def standardised(windows: Tensor, position: Tensor, eps: float) -> Tensor:
     away = (windows - mean[..., None]).masked_fill(~held[:, None], 0.0)
     deviation = window_mean(away.square(), position).sqrt()
     return (windows[..., -1] - mean) / (deviation + eps)
+
+
+_KEPT = 64.0  # added to the score of tokens that their segment keeps
+
+
+@compiled("state")
+@dataclass(frozen=True)
+class SegmentedChange(StreamChange):
+    """The best of each segment by EpiKV's score, more of some kinds (table 1; appendix D: budgets).
+
+    ThinKV's thresholds are in neither paper. Here a segment's kind follows from the mean entropy of
+    its tokens' attention beside the mean and the deviation over all complete segments.
+
+    Attributes:
+        segment: generated tokens of a segment.
+        r, e, t: how many tokens a segment of high, middle and low entropy keeps.
+    """
+
+    segment: int = 128
+    r: int = 64
+    e: int = 32
+    t: int = 8
+
+    @property
+    def needs(self) -> Needs:
+        """State 0 is the score, state 1 the same without what the segment adds; one query."""
+        return Needs(state=2, queries=1, taps=(self.a, self.b))
+
+    def memory(self, layers: int, kv_heads: int, head_dim: int, hidden_size: int) -> Shapes:
+        """The running segment's scores and positions; counts, and statistics of the entropy."""
+        running = {"segment.score": (self.segment,), "segment.position": (self.segment,)}
+        # Tokens generated; entropy of the running segment; segments, mean and sum of squares.
+        counts = {"segment.tokens": (), "segment.entropy": (), "segment.means": (3,)}
+        kept = super().memory(layers, kv_heads, head_dim, hidden_size)
+        return {**kept, **running, **counts}
+
+    def born(self, new: NewTokens) -> Tensor:
+        """Both states, ``[B, T, 1, 1, 2]``; tokens of the running segment are kept."""
+        score = super().born(new)
+        if not new.prompt:
+            batch = torch.arange(len(score), device=score.device)
+            place = (new.memory["segment.tokens"] % self.segment).long()
+            place = place.clamp(0, self.segment - 1)  # a forged session file's may be NaN
+            for name, value in (("score", score[:, 0, 0, 0, 0]), ("position", new.position[:, 0])):
+                held = new.memory[f"segment.{name}"].clone()
+                held[batch, place] = value.float()
+                new.memory[f"segment.{name}"] = held
+            new.memory["segment.tokens"] = new.memory["segment.tokens"] + 1
+        return torch.cat([score + _KEPT, score], -1)
+
+    def revise(self, view: CacheView, memory: dict[str, Tensor]) -> Tensor | None:
+        """Add up the step's entropy; when a segment is complete, lower what it does not keep."""
+        total = memory["segment.entropy"] + view.entropy()
+        if (view.seen - view.prompt_tokens) % self.segment:
+            memory["segment.entropy"] = total
+            return None
+        memory["segment.entropy"] = torch.zeros_like(total)
+        count, mean, squares = memory["segment.means"].unbind()
+        entropy, count = total / self.segment, count + 1
+        away = entropy - mean
+        mean = mean + away / count
+        squares = squares + away * (entropy - mean)
+        memory["segment.means"] = torch.stack([count, mean, squares])
+        half = (squares / count).sqrt() / 2
+        high, low = torch.stack([entropy >= mean + half, entropy < mean - half]).tolist()
+        kept = self.r if high else self.t if low else self.e
+        order = memory["segment.score"].argsort(stable=True)  # of equal ones the older first
+        gone = memory["segment.position"][order[: max(self.segment - kept, 0)]].long()
+        state = view.state()
+        state[:, 0] = torch.where(torch.isin(view.position, gone), state[:, 1], state[:, 0])
+        return state
+
+
+# Of the paper's 32 layers, numbers 7 to 13 and 18 to 25.
+_BAND_A, _BAND_B = (7 / 32, 13 / 32), (18 / 32, 25 / 32)
+
+
+@compiled("state")
+@dataclass(frozen=True)
+class PreviousChunk:
+    """Variance of keys and values against the chunk before, frozen (arXiv 2606.26472, 3.3)."""
+
+    lag: int = 128
+    needs: ClassVar[Needs] = Needs(state=1, keys=True, values=True)
+
+    def memory(self, layers: int, kv_heads: int, head_dim: int, hidden_size: int) -> Shapes:
+        """Least and greatest key and value of the chunk before and of the present one."""
+        return {"ranges": (2, 2, 2, layers, kv_heads, head_dim)}
+
+    def born(self, new: NewTokens) -> Tensor:
+        """The score, ``[B, T, 1, 1, 1]``."""
+        entries = torch.stack([new.keys(), new.values()], 1)  # [B, 2, L, H, T, D]
+        position, first = new.position, new.position[:, :1] // self.lag
+        number = position // self.lag - first  # [B, T], chunks counted from the pass's first
+        ranges = self._ranges(entries, number, new)
+        batch = torch.arange(position.shape[0], device=position.device)[:, None]
+        before = ranges[batch, number].permute(2, 0, 3, 4, 5, 1, 6)  # [2, B, 2, L, H, T, D]
+        x = scaled(entries, before[0], before[1])
+        x = torch.where((position < self.lag)[:, None, None, None, :, None], entries, x)
+        last = number[:, -1:] + torch.arange(2, device=position.device)
+        new.memory["ranges"] = ranges[batch, last]
+        return frozen(x.var(-1, correction=0).sum(1).mean((1, 2)), new)
+
+    def score(self, view: CacheView) -> Tensor:
+        """State 0."""
+        return view.state()[:, 0]
+
+    def _ranges(self, entries: Tensor, number: Tensor, new: NewTokens) -> Tensor:
+        """Least and greatest of the chunk before the pass's first, of that, and of those after.
+
+        Returns:
+            ``[B, chunks + 1, 2, 2, L, H, D]``: least and greatest, of keys and values.
+        """
+        known = new.memory["ranges"]  # [B, 2, 2, 2, L, H, D]
+        chunks = (number.shape[1] - 1) // self.lag + 2
+        # Whether the pass goes on with a chunk that an earlier one began.
+        opened = (new.position[:, :1] % self.lag > 0)[:, :, None, None, None]
+        where = number[:, None, None, None, :, None].expand_as(entries)
+        found = []
+        for bound, (reduce, empty) in enumerate((("amin", torch.inf), ("amax", -torch.inf))):
+            room = entries.new_full((*entries.shape[:4], chunks, entries.shape[-1]), empty)
+            room[..., 0, :] = torch.where(opened, known[:, 1, bound], empty)
+            found.append(room.scatter_reduce(4, where, entries, reduce).movedim(4, 1))
+        before = torch.where(opened[..., None], known[:, 0], known[:, 1])[:, None]
+        return torch.cat([before, torch.stack(found, 2)], 1)
+
+
+def prompt_kept(name: str, scoring: Scorer) -> Policy:
+    """Make the policy that all of these are: prompts stay, and the newest of the budget."""
+    return Policy(
+        name,
+        scoring,
+        HeadAllocation(),
+        protect_recent=128,
+        recent_share=0.25,
+        keeps_prompt=True,
+    )
+
+
+def _epikv(a: float, b: float, window: int, eps: float) -> Policy:
+    return prompt_kept("epikv", StreamChange(a, b, window, True, eps))
+
+
+def _hs_variance(a: float, b: float, window: int) -> Policy:
+    return prompt_kept("hs-variance", StreamChange(a, b, window, False))
+
+
+def _band_adaptive(window: int, eps: float) -> Policy:
+    return prompt_kept("band-adaptive", StreamChange(_BAND_A, _BAND_B, window, True, eps))
+
+
+def _kv_key(window: int) -> Policy:
+    return prompt_kept("kv-key", EntryVariance("keys", window))
+
+
+def _kv_val(window: int) -> Policy:
+    return prompt_kept("kv-val", EntryVariance("values", window))
+
+
+def _lag_kv(lag: int) -> Policy:
+    return prompt_kept("lag-kv", PreviousChunk(lag))
+
+
+def _attention_hs(a: float, window: int, eps: float, group: Group) -> Policy:
+    return prompt_kept("attention-hs", AttentionAndChange(a, window, eps, group))
+
+
+def _segments_hs(
+    segment: int, r: int, e: int, t: int, a: float, b: float, window: int, eps: float
+) -> Policy:
+    scoring = SegmentedChange(a, b, window, True, eps, segment=segment, r=r, e=e, t=t)
+    return prompt_kept("segments-hs", scoring)
+
+
+_TITLE = "Epiphany-Aware KV Cache Eviction Without the Attention Matrix"
+_A = Parameter(
+    0.3125, "depth a, as a share of the layers", "layer 10 of 32, section 3.2", least=0, most=1
+)
+_B = Parameter(
+    0.65625, "depth b, as a share of the layers", "layer 21 of 32, section 3.2", least=0, most=1
+)
+_WINDOW = Parameter(64, "tokens of the trailing window", "equation 2", least=1)
+_EPS = Parameter(1e-6, "added to the standard deviation", least=0)
+
+
+def _preset(make: Callable[..., Policy], **parameters: Parameter) -> Preset:
+    return Preset(make, "arXiv 2606.26472", _TITLE, parameters)
+
+
+FROZEN_PRESETS: dict[str, Preset] = {
+    "epikv": _preset(_epikv, a=_A, b=_B, window=replace(_WINDOW, place="equation 3"), eps=_EPS),
+    "hs-variance": _preset(_hs_variance, a=_A, b=_B, window=_WINDOW),
+    "band-adaptive": _preset(_band_adaptive, window=_WINDOW, eps=_EPS),
+    "kv-key": _preset(_kv_key, window=replace(_WINDOW, place="section 3.3")),
+    "kv-val": _preset(_kv_val, window=replace(_WINDOW, place="section 3.3")),
+    "lag-kv": _preset(_lag_kv, lag=Parameter(128, "tokens of a chunk", least=1)),
+    "attention-hs": _preset(
+        _attention_hs,
+        a=_A,
+        window=replace(_WINDOW, place="equation 3"),
+        eps=_EPS,
+        group=group(),
+    ),
+    "segments-hs": _preset(
+        _segments_hs,
+        segment=Parameter(128, "generated tokens of a segment", least=1),
+        r=Parameter(64, "tokens that a segment of high entropy keeps", "appendix D", least=0),
+        e=Parameter(32, "tokens that one between keeps", "appendix D", least=0),
+        t=Parameter(8, "tokens that one of low entropy keeps", "appendix D", least=0),
+        a=_A,
+        b=_B,
+        window=replace(_WINDOW, place="equation 3"),
+        eps=_EPS,
+    ),
+}

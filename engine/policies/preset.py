@@ -8,13 +8,13 @@ from dataclasses import dataclass, field, replace
 from keyword import iskeyword
 
 from mmkv.engine.errors import PolicyError
-from mmkv.engine.policies.base import Policy
+from mmkv.engine.policies.base import GROUPS, Policy
 
 Value = int | float | bool | str
 
 _TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 # The number of newest tokens to keep has a short form: NAME+32 is NAME:recent=32.
-RECENT = "recent"
+NEWEST = "recent"
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ class Preset:
     @property
     def takes_plus(self) -> bool:
         """Whether ``NAME+32`` sets how many of the newest tokens stay."""
-        return RECENT in self.parameters and isinstance(self.parameters[RECENT].default, int)
+        return NEWEST in self.parameters and isinstance(self.parameters[NEWEST].default, int)
 
     def describe(self) -> str:
         """Return the parameters and their defaults in one line."""
@@ -171,7 +171,7 @@ class PolicyText:
         bare, plus, recent = name.rpartition("+")
         plus = "" if recent[:1].isalpha() else plus  # wgkv+snapkv is a name
         name = bare if plus else name
-        given = {RECENT: recent} if plus else {}
+        given = {NEWEST: recent} if plus else {}
         for pair in filter(None, (part.strip() for part in inside.replace(";", ",").split(","))):
             key, equals, value = (part.strip() for part in pair.partition("="))
             if not (key and equals and value):
@@ -187,8 +187,8 @@ class PolicyText:
 def full_name(name: str, changed: Mapping[str, Value]) -> str:
     """Return ``name`` with the parameters that differ from their defaults, in one order."""
     rest = dict(changed)
-    if isinstance(rest.get(RECENT), int):
-        name += f"+{rest.pop(RECENT)}"
+    if isinstance(rest.get(NEWEST), int):
+        name += f"+{rest.pop(NEWEST)}"
     pairs = ",".join(f"{key}={show(rest[key])}" for key in sorted(rest))
     return f"{name}:{pairs}" if pairs else name
 
@@ -198,3 +198,14 @@ def show(value: Value) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     return repr(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
+
+
+RECENT = Parameter(0, "newest tokens of every row that stay, whatever their scores", least=0)
+WINDOW = Parameter(16, "newest queries, which observe and always stay", least=1)
+KERNEL = Parameter(5, "positions that are pooled together, an odd number", least=1)
+POOL = Parameter("avg", "pooling over neighbouring positions", choices=("avg", "max"))
+
+
+def group(default: str = "mean", place: str = "") -> Parameter:
+    """How the query heads of a KV head are joined."""
+    return Parameter(default, "how the query heads of a KV head are joined", place, choices=GROUPS)

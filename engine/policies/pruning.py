@@ -1,4 +1,4 @@
-"""Pruners: visual tokens that leave a prompt on its way through the layers.
+"""Policies that drop visual tokens from a prompt on its way through the layers, and evict nothing.
 
 A pruner acts once for each prefill chunk. The tokens that it drops are not computed in the layers
 behind it and have no entries there; a token's position stays its own. Text is never dropped.
@@ -7,45 +7,15 @@ behind it and have no entries there; a token's position stays its own. Text is n
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from mmkv.engine.errors import PolicyError
-
-
-class Pruner(Protocol):
-    """Which visual tokens of a chunk are dropped, and after which layer.
-
-    Attributes:
-        layer: how many layers see all tokens; 0 prunes the embeddings.
-        attention: whose attention :meth:`keep` reads, paid in the last of these layers: that of all
-            the chunk's tokens, of the last one, or nobody's.
-    """
-
-    @property
-    def layer(self) -> int:
-        """See above."""
-        ...
-
-    @property
-    def attention(self) -> Literal["", "all", "last"]:
-        """See above."""
-        ...
-
-    def keep(self, hidden: Tensor, received: Tensor | None) -> Tensor:
-        """Choose among the V visual tokens of a chunk.
-
-        Args:
-            hidden: ``[V, d]`` their states after :attr:`layer` layers.
-            received: float32 ``[V]`` attention paid to each, mean over heads; None where
-                :attr:`attention` is empty.
-
-        Returns:
-            bool ``[V]``.
-        """
-        ...
+from mmkv.engine.policies.base import Policy, Pruner
+from mmkv.engine.policies.preset import Parameter, Preset
+from mmkv.engine.policies.scoring import Recency
 
 
 def kept_count(share: float, tokens: int) -> int:
@@ -117,3 +87,39 @@ def check_pruner(pruner: Pruner, layers: int, windows: tuple[int | None, ...]) -
         raise PolicyError(
             "pruning of visual tokens is not made for sliding-window layers; choose another policy"
         )
+
+
+def _fastv(layer: int, keep: float, attention: Literal["all", "last"]) -> Policy:
+    return Policy("fastv", Recency(), None, pruner=LeastAttended(layer, keep, attention))
+
+
+def _divprune(keep: float) -> Policy:
+    return Policy("divprune", Recency(), None, pruner=MostDiverse(keep))
+
+
+PRUNING_PRESETS: dict[str, Preset] = {
+    "fastv": Preset(
+        _fastv,
+        "arXiv 2403.06764",
+        "An Image is Worth 1/2 Tokens After Layer 2: Plug-and-Play Inference Acceleration for "
+        "Large Vision-Language Models",
+        {
+            "layer": Parameter(2, "layers that see all visual tokens", "title: K = 2", least=1),
+            "keep": Parameter(
+                0.5, "share of visual tokens that go on", "title: R = 50 %", least=0.0, most=1.0
+            ),
+            "attention": Parameter(
+                "all",
+                "whose attention counts: all tokens of the chunk, or the last",
+                "section 4",
+                choices=("all", "last"),
+            ),
+        },
+    ),
+    "divprune": Preset(
+        _divprune,
+        "arXiv 2503.02175",
+        "DivPrune: Diversity-based Visual Token Pruning for Large Multimodal Models",
+        {"keep": Parameter(0.098, "share of visual tokens that stay", least=0.0, most=1.0)},
+    ),
+}

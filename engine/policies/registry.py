@@ -10,12 +10,42 @@ from dataclasses import is_dataclass, replace
 
 from mmkv.engine.config import EngineConfig, check_lookahead
 from mmkv.engine.errors import STOPS, PolicyError
+from mmkv.engine.policies.allocation import HeadAllocation
+from mmkv.engine.policies.attention import ATTENTION_PRESETS
 from mmkv.engine.policies.base import Needs, Policy
-from mmkv.engine.policies.preset import RECENT, PolicyText, Preset, Value, full_name
-from mmkv.engine.policies.presets import PRESETS
-from mmkv.engine.policies.retention_presets import Age
-from mmkv.engine.policies.scoring import Retention
+from mmkv.engine.policies.frozen import FROZEN_PRESETS
+from mmkv.engine.policies.keys import KEY_PRESETS
+from mmkv.engine.policies.preset import NEWEST, Parameter, PolicyText, Preset, Value, full_name
+from mmkv.engine.policies.pruning import PRUNING_PRESETS
+from mmkv.engine.policies.scoring import RETENTION_PRESETS, Age, Recency, Retention
+from mmkv.engine.policies.write_gate import WRITE_PRESETS
 from mmkv.engine.registry import Registry
+
+
+def _full() -> Policy:
+    return Policy("full", Recency(), None)
+
+
+def _streamingllm(sinks: int) -> Policy:
+    return Policy("streamingllm", Recency(), HeadAllocation(), protect_first=sinks)
+
+
+PRESETS: dict[str, Preset] = {
+    "full": Preset(_full, "baseline", "every entry stays"),
+    **RETENTION_PRESETS,
+    "streamingllm": Preset(
+        _streamingllm,
+        "arXiv 2309.17453",
+        "Efficient Streaming Language Models with Attention Sinks",
+        {"sinks": Parameter(4, "first tokens, which always stay", "table 2", least=0)},
+    ),
+    **ATTENTION_PRESETS,
+    **KEY_PRESETS,
+    **FROZEN_PRESETS,
+    **PRUNING_PRESETS,
+    **WRITE_PRESETS,
+}
+
 
 Make = Callable[[float], Policy]
 
@@ -81,18 +111,18 @@ def make_policy(text: str, lookahead: float = EngineConfig.lookahead, age: Age =
         raise PolicyError(f"unknown policy {name!r}; choose one of {', '.join(names())}")
     check_lookahead(lookahead)
     if isinstance(found, Preset):
-        if asked.plus and not (found.takes_plus and asked.given[RECENT].isdecimal()):
+        if asked.plus and not (found.takes_plus and asked.given[NEWEST].isdecimal()):
             raise PolicyError(_no_plus(text))
         return _of_preset(name, found, asked, {"lookahead": lookahead, "age": age})
     policy = replace(_made(name, found, lookahead), name=name)
     if not asked.given:
         return policy
-    recent = asked.given.get(RECENT, "")
+    recent = asked.given.get(NEWEST, "")
     if not asked.plus or len(asked.given) > 1:
         raise PolicyError(f"policy {name!r} takes no parameters; register a Preset to give it some")
     if not recent.isdecimal() or not isinstance(policy.scoring, Retention):
         raise PolicyError(_no_plus(text))
-    return replace(policy, name=full_name(name, {RECENT: int(recent)}), protect_recent=int(recent))
+    return replace(policy, name=full_name(name, {NEWEST: int(recent)}), protect_recent=int(recent))
 
 
 def check_policy(policy: Policy) -> None:

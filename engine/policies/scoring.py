@@ -1,17 +1,66 @@
-"""Scorers: one small dataclass per published score."""
+"""Scores by retention gates, by recency and by a window of queries, and the presets of the first.
+
+Retention is the lookahead score of DBTrimKV (arXiv 2605.09649, eq. 9), in log space.
+"""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mmkv.engine.config import EngineConfig
+from mmkv.engine.config import EngineConfig, check_lookahead
 from mmkv.engine.errors import PolicyError
-from mmkv.engine.policies.base import CacheView, Group, Needs, compiled
-from mmkv.engine.policies.score import lookahead_log_score
+from mmkv.engine.policies.allocation import FlooredAllocation, GlobalAllocation, HeadAllocation
+from mmkv.engine.policies.base import CacheView, Group, Needs, Policy, compiled
+from mmkv.engine.policies.preset import RECENT, Parameter, Preset
+
+
+def log1mexp(x: Tensor) -> Tensor:
+    """Compute ``log(1 - exp(x))`` for ``x < 0``, accurate at both ends (-inf at 0)."""
+    near = x > -math.log(2)
+    return torch.where(near, torch.log(-torch.expm1(x)), torch.log1p(-torch.exp(x)))
+
+
+def lookahead_log_score(
+    log_beta: Tensor, age: Tensor, lookahead: float, least_age: int = 1
+) -> Tensor:
+    """Log of the retention an entry will have summed over the next ``lookahead`` steps.
+
+    ``log G = a lb + log1mexp(n lb) - log1mexp(lb)``, that is
+    ``log(beta^a + ... + beta^(a+n-1))``, without ever forming ``1 - beta`` from beta.
+
+    Args:
+        log_beta: ``[N]`` float32, <= 0.
+        age: ``[N]`` whole numbers; equation 9 counts tokens seen minus position, so the newest
+            is 1.
+        lookahead: n = T - t >= 1; ``math.inf`` allowed.
+        least_age: 0 where there may be ages of 0: an entry is whole then, ``beta^0 = 1``, whatever
+            its log_beta.
+
+    Returns:
+        float32 ``[N]``; +inf for ``log_beta = 0`` under an infinite horizon.
+    """
+    decayed = age.to(torch.float32) * log_beta
+    if least_age == 0:
+        decayed = decayed.masked_fill(age == 0, 0.0)  # not 0 * -inf
+    # No float32 form of exp, expm1 or log1p is the same on every machine. What does not depend on
+    # age is computed in float64 and rounded once, so that CPUs and GPUs order entries alike.
+    x = log_beta.double()
+    if lookahead == 1:
+        return decayed
+    if lookahead == 2:
+        ahead = torch.log1p(torch.exp(x))
+    elif math.isinf(lookahead):
+        ahead = -log1mexp(x)
+    else:
+        ratio = torch.expm1(lookahead * x) / torch.expm1(x)
+        ahead = torch.log(torch.where(x == 0, float(lookahead), ratio))
+    return decayed + ahead.float()
 
 
 @compiled("retention")
@@ -21,7 +70,7 @@ class Retention:
 
     Attributes:
         newest_age: age of the newest entry: 1 in DBTrimKV's equation 9, 0 in TRIM-KV's algorithm
-            1; the authors' released code counts more (``engine.policies.retention_presets``).
+            1; the authors' released code counts more (``engine.policies.scoring``).
     """
 
     lookahead: float = EngineConfig.lookahead
@@ -115,3 +164,81 @@ def pooled(values: Tensor, view: CacheView, kernel: int, pool: Literal["avg", "m
         padding=kernel // 2,
     )[:, 0]
     return found.scatter(-1, order, found)[view.live()]
+
+
+Age = Literal["paper", "released"]
+
+# Which age the newest entry has: the paper's, or that of the authors' released code.
+_AGE_HELP = "how ages are counted; released is the default with gates of the authors' own layout"
+_AGES = ("paper", "released")
+
+
+def _dbtrimkv(lookahead: float, recent: int, age: Age) -> Policy:
+    scoring = retention(lookahead, age)
+    return Policy("dbtrimkv", scoring, GlobalAllocation(), protect_recent=recent)
+
+
+def _balanced(floor: float, free: int, lookahead: float, recent: int, age: Age) -> Policy:
+    scoring, allocation = retention(lookahead, age), FlooredAllocation(floor, free)
+    return Policy("balanced", scoring, allocation, protect_recent=recent)
+
+
+def _trimkv(recent: int, age: Age) -> Policy:
+    newest = 0 if age == "paper" else _released_age(1)
+    return Policy("trimkv", Retention(1, newest), HeadAllocation(), protect_recent=recent)
+
+
+def retention(lookahead: float, age: Age) -> Retention:
+    """Make the score of DBTrimKV, equation 9."""
+    check_lookahead(lookahead)
+    steps = int(lookahead) if lookahead % 1 == 0 else lookahead
+    return Retention(steps, 1 if age == "paper" else _released_age(lookahead))
+
+
+def _released_age(lookahead: float) -> int:
+    """Age of the newest entry in trimkv 0.1.5, the code that both papers' authors published."""
+    return 2 if lookahead == 1 else 3
+
+
+SCORE = {
+    "lookahead": Parameter(
+        float(EngineConfig.lookahead),
+        "steps n = T - t over which retention is summed, or inf",
+        "equation 9",
+        least=1,
+    ),
+    "age": Parameter("paper", _AGE_HELP, "equation 9: the newest has age 1", choices=_AGES),
+}
+_RETENTION = {"lookahead": SCORE["lookahead"], "recent": RECENT, "age": SCORE["age"]}
+
+RETENTION_PRESETS: dict[str, Preset] = {
+    "dbtrimkv": Preset(
+        _dbtrimkv,
+        "arXiv 2605.09649",
+        "Make Each Token Count: Towards Improving Long-Context Performance with KV Cache Eviction",
+        _RETENTION,
+    ),
+    "trimkv": Preset(
+        _trimkv,
+        "arXiv 2512.03324",
+        "Cache What Lasts: Token Retention for Memory-Bounded KV Cache in LLMs",
+        {
+            "recent": RECENT,
+            "age": Parameter(
+                "paper", _AGE_HELP, "algorithm 1: the newest has age 0", choices=_AGES
+            ),
+        },
+    ),
+    "balanced": Preset(
+        _balanced,
+        "this project",
+        "DBTrimKV's score and one budget, of which a part is sure to each head",
+        {
+            "floor": Parameter(
+                1.0, "part that is sure of what an equal share has above free", least=0.0, most=1.0
+            ),
+            "free": Parameter(32, "entries of an equal share that always compete", least=0),
+            **_RETENTION,
+        },
+    ),
+}

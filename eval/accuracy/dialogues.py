@@ -2,7 +2,7 @@
 
 ``python -m eval.accuracy.dialogues`` reads the answers teacher-forced. An answer is right when
 every token is the most likely one, which is what greedy decoding would have generated after the
-same history (:mod:`mmkv.measure.teacher_forced`).
+same history (:mod:`mmkv.training.measure.teacher_forced`).
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from mmkv.data.dialogues import clip, dense, sparse, stream
-from mmkv.data.scene_data import scene_example
-from mmkv.data.scenes import Turn
-from mmkv.data.tokenizer import build_tokenizer
 from mmkv.engine.runtime import Runtime
 from mmkv.eval.accuracy.scenes import wilson
-from mmkv.measure.record import write_results
-from mmkv.measure.teacher_forced import FullCache, spans
 from mmkv.resources import bundled_model_name
+from mmkv.training.data.dialogues import clip, dense, sparse, stream
+from mmkv.training.data.scene_data import scene_example
+from mmkv.training.data.scenes import Turn
+from mmkv.training.data.tokenizer import build_tokenizer
+from mmkv.training.measure.record import write_results
+from mmkv.training.measure.teacher_forced import FullCache, spans
 
 # Dialogues by name, each a function of a seed.
 DIALOGUES: dict[str, Callable[[int], list[Turn]]] = {

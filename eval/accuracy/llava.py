@@ -24,17 +24,17 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from mmkv.data.labels import IGNORED
 from mmkv.engine.errors import InputError, MmkvError, one_line
 from mmkv.engine.runtime import Runtime
+from mmkv.eval.measure.stats import mean, paired
 from mmkv.eval.quality.methods import Cell, Method
-from mmkv.measure.outputs import require_output
-from mmkv.measure.record import write_results
-from mmkv.measure.stats import mean, paired
-from mmkv.measure.teacher_forced import FullCache, read_at, spans
 from mmkv.prompt.processing import load_processor
+from mmkv.training.data.labels import IGNORED
 from mmkv.training.llava.pictures import PIXELS, EasyVQA, Turn, easy_vqa_folder, talk
 from mmkv.training.llava.teach import encode, opening
+from mmkv.training.measure.outputs import require_output
+from mmkv.training.measure.record import write_results
+from mmkv.training.measure.teacher_forced import FullCache, read_at, spans
 
 _SIGHTS = ("pictures", "blank pictures", "other pictures")
 _CONSTANT, _ALL = "most frequent answer", "all"

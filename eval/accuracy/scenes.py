@@ -19,9 +19,9 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from mmkv.data.scenes import Question, Turn, make_scene, questions, render
-from mmkv.measure.record import write_results
 from mmkv.resources import bundled_model_name
+from mmkv.training.data.scenes import Question, Turn, make_scene, questions, render
+from mmkv.training.measure.record import write_results
 
 # Answers the turns of a dialogue in order, with its own earlier answers as history.
 Answerer = Callable[[list[Turn]], list[str]]
@@ -147,7 +147,7 @@ def main() -> None:
         answer = transformers_answerer(args.model)
     else:
         answer = mmkv_answerer(args.model, args.policy, args.budget, args.gates)
-    from mmkv.data.scenes import dialogue
+    from mmkv.training.data.scenes import dialogue
 
     jobs = [[turn] for turn in single_picture(args.seed, args.samples)]
     jobs += [dialogue(args.seed * 10**6 + i, "heldout", 3, 6) for i in range(args.dialogues)]

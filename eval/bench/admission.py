@@ -26,7 +26,7 @@ from mmkv.engine.policies import make_policy
 from mmkv.engine.runtime import Runtime
 from mmkv.eval.bench.output import parser, save, table
 from mmkv.eval.bench.shapes import Shape, build_engine
-from mmkv.measure.timing import spread, take_turns, wall
+from mmkv.eval.measure.timing import spread, take_turns, wall
 
 # SmolLM2-135M has 30 of these layers; a small vocabulary, since one row of logits is computed.
 SHAPE = Shape("llama", 2, 576, 9, 3, 64, 1536, 512, True, 1e5, 1e-5)

@@ -39,7 +39,7 @@ from mmkv.eval.bench.peer import PEERS, Job
 from mmkv.eval.bench.process import PeerProcess
 from mmkv.eval.bench.shapes import SHAPES, build_engine
 from mmkv.eval.bench.targets import checks
-from mmkv.measure.timing import copy_bandwidth, spread, take_turns
+from mmkv.eval.measure.timing import copy_bandwidth, spread, take_turns
 
 
 class Bench:

@@ -29,8 +29,8 @@ from torch import Tensor
 from transformers.utils import logging as transformers_logging
 
 from mmkv.engine.runtime import Runtime
-from mmkv.measure.record import RESULTS, write_results
-from mmkv.measure.timing import spread, take_turns
+from mmkv.eval.measure.timing import spread, take_turns
+from mmkv.training.measure.record import RESULTS, write_results
 
 OURS, THEIRS = "mmkv", "transformers"  # names of the methods in result files
 # (seconds of all timed steps, the tokens chosen, per sequence)

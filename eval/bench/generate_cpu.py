@@ -25,9 +25,9 @@ from transformers.utils import logging as transformers_logging
 
 from mmkv.engine.model.families import find_for
 from mmkv.eval.bench.decode_cpu import OURS, THEIRS, random_prompts
+from mmkv.eval.measure.timing import spread, take_turns
 from mmkv.hf import retain
-from mmkv.measure.record import RESULTS, write_results
-from mmkv.measure.timing import spread, take_turns
+from mmkv.training.measure.record import RESULTS, write_results
 
 PARTS = ("prompt", "decode", "whole_call")
 

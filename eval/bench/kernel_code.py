@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from mmkv.eval.bench.output import table
-from mmkv.measure.record import RESULTS
+from mmkv.training.measure.record import RESULTS
 
 # Bytes of shared memory that a program may take: CUDA C++ Programming Guide, technical
 # specifications per compute capability, less the 1 KiB that the system keeps.

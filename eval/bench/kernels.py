@@ -41,7 +41,7 @@ from mmkv.eval.bench.kernel_cases import CASES, QUICK, TINY, Case
 from mmkv.eval.bench.output import device_note, failure, on_gpu, parser, save, table
 from mmkv.eval.bench.shapes import SHAPES, Shape
 from mmkv.eval.bench.synthetic_cache import fill_sequence, pages_for, row_lengths, scatter_pages
-from mmkv.measure.timing import copy_bandwidth, matmul_rate, spread, time_calls
+from mmkv.eval.measure.timing import copy_bandwidth, matmul_rate, spread, time_calls
 
 SPARE_STEPS = 4  # pages for that many more entries per row
 PAST_THE_CACHE = 2**28  # bytes: several times the 60 MB of an H200's L2

@@ -30,10 +30,10 @@ from mmkv.engine.runtime import Runtime
 from mmkv.engine.sequence import CachedSequence
 from mmkv.eval.bench.shapes import SHAPES, build_engine
 from mmkv.eval.bench.synthetic_cache import synthetic_sessions
-from mmkv.measure.record import RESULTS, write_results
-from mmkv.measure.tables import pipe_table
-from mmkv.measure.timing import spread, synchronize, take_turns
+from mmkv.eval.measure.timing import spread, synchronize, take_turns
 from mmkv.resources import bundled_model_name
+from mmkv.training.measure.record import RESULTS, write_results
+from mmkv.training.measure.tables import pipe_table
 
 FORMS = tuple(form for form in KV_FORMS if form != "auto")
 

@@ -20,7 +20,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from mmkv.measure.record import write_results
+from mmkv.training.measure.record import write_results
 
 LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 DECODED = 32

@@ -12,8 +12,8 @@ from mmkv.engine.errors import MmkvError
 from mmkv.engine.runtime import Runtime
 from mmkv.engine.sequence import CachedSequence
 from mmkv.eval.bench.synthetic_cache import rewind, synthetic_sessions
-from mmkv.measure.speed_model import StepBytes, entry_bytes, step_bytes
-from mmkv.measure.timing import wall
+from mmkv.eval.measure.speed_model import StepBytes, entry_bytes, step_bytes
+from mmkv.eval.measure.timing import wall
 
 EAGER_STEPS = 8  # few, because it is slow
 # Entries that a row may grow by before block tables and graphs are built again.

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from mmkv.engine.errors import MmkvError
-from mmkv.measure.record import RESULTS, write_results
+from mmkv.training.measure.record import RESULTS, write_results
 
 
 class BenchError(MmkvError):

@@ -25,7 +25,7 @@ from mmkv.engine.backends.cuda.static_step import StaticStep
 from mmkv.engine.model.product import plain
 from mmkv.engine.runtime import Runtime
 from mmkv.eval.bench.methods import Own
-from mmkv.measure.timing import spread, take_turns, time_calls
+from mmkv.eval.measure.timing import spread, take_turns, time_calls
 
 
 class Undo:

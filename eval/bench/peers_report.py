@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from mmkv.measure.timing import spread
+from mmkv.eval.measure.timing import spread
 
 MIB = 2**20
 # What Python, torch and the code may take beside weights and entries.

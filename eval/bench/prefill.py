@@ -25,7 +25,7 @@ from mmkv.engine.runtime import Runtime
 from mmkv.eval.bench.methods import concerns_one_method
 from mmkv.eval.bench.output import curves, device_note, failure, on_gpu, parser, save, table, where
 from mmkv.eval.bench.shapes import SHAPES, Shape, build_engine, build_model
-from mmkv.measure.timing import spread, take_turns, wall
+from mmkv.eval.measure.timing import spread, take_turns, wall
 
 LENGTHS = (4096, 16384, 65536, 131072, 200_000, 524_288)
 EVICTING, FULL, PEER = "mmkv, evicting", "mmkv, full cache", "transformers, one pass"

@@ -14,7 +14,7 @@ from typing import Any, Self
 
 from mmkv.eval.bench.output import BenchError
 from mmkv.eval.bench.peer import Job
-from mmkv.measure.record import ROOT
+from mmkv.training.measure.record import ROOT
 
 
 class Child:

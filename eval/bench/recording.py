@@ -18,7 +18,7 @@ import torch
 from mmkv.engine.runtime import Runtime
 from mmkv.eval.bench.output import parser, save, table
 from mmkv.eval.bench.shapes import Shape, build_engine
-from mmkv.measure.timing import spread, take_turns
+from mmkv.eval.measure.timing import spread, take_turns
 from mmkv.resources import bundled_model
 
 SMOLLM2 = Shape("llama", 30, 576, 9, 3, 64, 1536, 49152, True, 1e5, 1e-5)

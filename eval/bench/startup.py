@@ -27,9 +27,9 @@ from safetensors.torch import load_file, save_file
 
 from mmkv.engine.errors import MmkvError
 from mmkv.eval.bench.output import BenchError, save, table
-from mmkv.measure.record import RESULTS, ROOT
-from mmkv.measure.timing import take_turns
+from mmkv.eval.measure.timing import take_turns
 from mmkv.resources import asset, bundled_model
+from mmkv.training.measure.record import RESULTS, ROOT
 
 TORCH = 'python -c "import torch"'
 NOW, BEFORE = "now", "before"

@@ -10,7 +10,7 @@ import numpy as np
 
 from mmkv.eval.quality.methods import Cell
 from mmkv.eval.quality.report import Runs, difference, interval, row_of
-from mmkv.measure.tables import pipe_table
+from mmkv.training.measure.tables import pipe_table
 
 Page = Mapping[str, Any]
 

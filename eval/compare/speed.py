@@ -10,8 +10,8 @@ import torch
 from mmkv.engine.errors import InputError
 from mmkv.engine.runtime import Runtime
 from mmkv.eval.bench.decode_cpu import Mmkv
+from mmkv.eval.measure.journal import Journal
 from mmkv.eval.quality.methods import Cell, Comparison
-from mmkv.measure.journal import Journal
 
 STEPS, ROUNDS = 48, 3
 

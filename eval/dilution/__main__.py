@@ -32,7 +32,7 @@ from mmkv.eval.needle.tasks import Haystack, Needle
 from mmkv.eval.quality.command import add_methods, add_options, comparison, finish, running
 from mmkv.eval.quality.methods import Cell
 from mmkv.eval.quality.run import ComparisonRuns, Reader, Record
-from mmkv.measure.teacher_forced import spans
+from mmkv.training.measure.teacher_forced import spans
 
 SINKS = 4  # first tokens of a document, counted apart
 SIZES = {"text": (8, 1, 4), "pictures": (4, 2, 2), "video": (1, 2, 1)}  # keys, values, queries

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from mmkv.eval.measure.stats import mean, paired
 from mmkv.eval.quality.report import interval
 from mmkv.eval.quality.run import Record
-from mmkv.measure.stats import mean, paired
-from mmkv.measure.tables import pipe_table
+from mmkv.training.measure.tables import pipe_table
 
 Raw = Mapping[str, Sequence[Sequence[Record]]]
 _SHARES = (

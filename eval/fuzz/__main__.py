@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from mmkv.eval.fuzz.report import Report
-from mmkv.measure.record import write_results
+from mmkv.training.measure.record import write_results
 
 CLASSES = (
     "command line",

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mmkv.measure.tables import pipe_table
+from mmkv.training.measure.tables import pipe_table
 
 _KINDS = ("traceback", "hang", "leak", "harm")
 

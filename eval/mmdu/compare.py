@@ -10,14 +10,14 @@ from mmkv.engine.errors import InputError
 from mmkv.eval.mmdu.files import read_json
 from mmkv.eval.mmdu.judge_run import SCORES_FILE
 from mmkv.eval.mmdu.scores import COLUMNS, cells, overall_sums
-from mmkv.measure.tables import Table
+from mmkv.training.measure.tables import Table
 
 
 def compare(folders: Sequence[Path], without_failures: bool = False) -> Table:
     """Make a row per run, failures as 0 unless ``without_failures``.
 
     ``vs first``: Overall as a share of the first run's. ``p``: paired permutation test of Overall
-    over the dialogues both have, failures as 0 (mmkv.measure.stats.paired). Raises
+    over the dialogues both have, failures as 0 (mmkv.eval.measure.stats.paired). Raises
     InputError for a folder without scores.
     """
     runs = [(path, page) for folder in folders for path, page in _runs(folder)]
@@ -67,7 +67,7 @@ def _relative(means: dict[str, float] | None, first: dict[str, float] | None) ->
 
 
 def _p(scores: dict[str, Any], first: dict[str, Any]) -> str:
-    from mmkv.measure.stats import paired
+    from mmkv.eval.measure.stats import paired
 
     both = [name for name in first if name in scores and len(scores[name]) == len(first[name])]
     if not both:

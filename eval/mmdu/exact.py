@@ -37,9 +37,9 @@ def shares(dialogues: Sequence[Dialogue], answers: Mapping[str, Sequence[str]]) 
     out.
 
     Questions of one dialogue share a memory, so intervals resample dialogues
-    (mmkv.measure.stats.mean). Empty when no answered dialogue has exact references.
+    (mmkv.eval.measure.stats.mean). Empty when no answered dialogue has exact references.
     """
-    from mmkv.measure.stats import mean
+    from mmkv.eval.measure.stats import mean
 
     hits: dict[str, dict[str, list[bool]]] = {}
     for dialogue in dialogues:

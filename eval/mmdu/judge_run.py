@@ -24,7 +24,7 @@ from mmkv.eval.mmdu.rubric import RUBRIC, judge_prompt
 from mmkv.eval.mmdu.run import DataOptions
 from mmkv.eval.mmdu.scores import NO_ANSWER, NOT_JUDGED, aggregate, score_table
 from mmkv.eval.mmdu.verdicts import Verdicts
-from mmkv.measure.tables import Table
+from mmkv.training.measure.tables import Table
 
 SCORES_FILE, MARKDOWN_FILE, JOURNAL_FILE = "scores.json", "scores.md", "journal.jsonl"
 

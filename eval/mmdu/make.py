@@ -22,8 +22,8 @@ from typing import Any
 
 from PIL import Image
 
-from mmkv.data.dialogues import about, caption, dense, grid, sparse
-from mmkv.data.scenes import Scene, Turn, make_scene, questions, render
+from mmkv.training.data.dialogues import about, caption, dense, grid, sparse
+from mmkv.training.data.scenes import Scene, Turn, make_scene, questions, render
 
 PLACEHOLDER = "<ImageHere>"
 FOLDER = Path("assets/mmdu")

@@ -17,7 +17,7 @@ from mmkv.environment import versions
 from mmkv.eval.mmdu.data import Dialogue, Problem, find_pictures, read_benchmark, require_folder
 from mmkv.eval.mmdu.files import SUMMARY, AnswerFolder, OutputError, write_json
 from mmkv.eval.mmdu.summary import exact_table, memory_table, summarize
-from mmkv.measure.outputs import require_output
+from mmkv.training.measure.outputs import require_output
 
 if TYPE_CHECKING:
     from mmkv.api import Engine

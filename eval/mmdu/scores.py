@@ -9,7 +9,7 @@ from typing import Any
 from mmkv.eval.mmdu.data import Dialogue
 from mmkv.eval.mmdu.rubric import DIMENSIONS, OVERALL, SCORES
 from mmkv.eval.mmdu.verdicts import Key, Verdict
-from mmkv.measure.tables import Table
+from mmkv.training.measure.tables import Table
 
 NO_ANSWER, NOT_JUDGED = "no answer", "not judged"
 AVERAGE = "Average"
@@ -31,7 +31,7 @@ def aggregate(
         ``failures_as_0`` over dialogues; ``scores``: per dialogue and question, by heading in the
         order of ``headings``, or the kind of failure.
     """
-    from mmkv.measure.stats import mean
+    from mmkv.eval.measure.stats import mean
 
     table: dict[str, list[list[int] | str]] = {}
     for dialogue in dialogues:

@@ -19,8 +19,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 from mmkv.cli.app import run
 from mmkv.engine.errors import MmkvError
 from mmkv.eval.mmdu.files import SUMMARY
-from mmkv.measure.record import RESULTS, write_results
 from mmkv.resources import asset
+from mmkv.training.measure.record import RESULTS, write_results
 
 #: Policy and budget, entries per layer and KV head.
 ROWS: tuple[tuple[str, int | None], ...] = (

@@ -8,7 +8,7 @@ from typing import Any
 from mmkv.engine.budget import format_bytes
 from mmkv.eval.mmdu.data import Dialogue
 from mmkv.eval.mmdu.exact import as_rows, shares
-from mmkv.measure.tables import Table
+from mmkv.training.measure.tables import Table
 
 
 def summarize(

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mmkv.engine.errors import InputError
-from mmkv.measure.journal import Journal, Row
+from mmkv.eval.measure.journal import Journal, Row
 
 Key = tuple[str, int]  # dialogue id, index of the question
 

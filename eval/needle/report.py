@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 
+from mmkv.eval.measure.stats import mean
 from mmkv.eval.needle.tasks import Haystack, Needle
 from mmkv.eval.quality import report as quality_report
 from mmkv.eval.quality.report import interval
 from mmkv.eval.quality.run import Record
-from mmkv.measure.stats import mean
-from mmkv.measure.tables import pipe_table
+from mmkv.training.measure.tables import pipe_table
 
 Raw = Mapping[str, list[list[Record]]]
 Read = tuple[Haystack, Raw, list[list[Needle]]]

@@ -17,7 +17,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from mmkv.data.dialogues import (
+from mmkv.engine.errors import InputError
+from mmkv.eval.documents import Document, TextBuilder, scene_document
+from mmkv.prompt.processing import Processor
+from mmkv.training.data.dialogues import (
     IGNORE,
     caption,
     cell_question,
@@ -26,14 +29,11 @@ from mmkv.data.dialogues import (
     exchanged,
     grid,
 )
-from mmkv.data.scene_encoding import timestamp
-from mmkv.data.scenes import Clip, Question, Scene, Turn
-from mmkv.data.sources import require_scene_tokens
-from mmkv.data.text_tasks import NAMES, opening, small_talk
-from mmkv.engine.errors import InputError
-from mmkv.eval.documents import Document, TextBuilder, scene_document
-from mmkv.measure.teacher_forced import spans
-from mmkv.prompt.processing import Processor
+from mmkv.training.data.scene_encoding import timestamp
+from mmkv.training.data.scenes import Clip, Question, Scene, Turn
+from mmkv.training.data.sources import require_scene_tokens
+from mmkv.training.data.text_tasks import NAMES, opening, small_talk
+from mmkv.training.measure.teacher_forced import spans
 
 T = TypeVar("T")
 # Default keys, values and queries of each domain. The bundled model has learned

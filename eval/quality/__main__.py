@@ -2,9 +2,9 @@
 
 ``python -m eval.quality MODEL --data scenes:dense --method dbtrimkv:GATES[,GATES] --method snapkv
 ...`` runs the same held-out dialogues through every method at every budget. Answers are
-teacher-forced with real eviction (:mod:`mmkv.measure.teacher_forced`). The program writes JSON, a
-Markdown table and a plot. A killed run continues when it is started again; with more methods or
-dialogues only those are run.
+teacher-forced with real eviction (:mod:`mmkv.training.measure.teacher_forced`). The program writes
+JSON, a Markdown table and a plot. A killed run continues when it is started again; with more
+methods or dialogues only those are run.
 """
 
 from __future__ import annotations

@@ -15,10 +15,10 @@ import torch
 
 from mmkv.engine.errors import InputError, MmkvError
 from mmkv.engine.model.families.loading import resolve_device
+from mmkv.eval.measure.journal import Journal
 from mmkv.eval.quality.methods import Comparison, Method
-from mmkv.measure.journal import Journal
-from mmkv.measure.record import RESULTS, write_results
 from mmkv.resources import bundled_model_name
+from mmkv.training.measure.record import RESULTS, write_results
 
 
 def add_options(parser: argparse.ArgumentParser, name: str) -> None:

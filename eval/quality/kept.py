@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from mmkv.eval.budgets import in_words
-from mmkv.measure.tables import pipe_table
+from mmkv.training.measure.tables import pipe_table
 
 _COLUMNS = 6  # panels beside each other
 

@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 import numpy as np
 
 from mmkv.eval.budgets import axis_label
-from mmkv.measure.stats import mean, paired
-from mmkv.measure.tables import pipe_table
+from mmkv.eval.measure.stats import mean, paired
+from mmkv.training.measure.tables import pipe_table
 
 T = TypeVar("T")
 Runs = Sequence[Sequence[Mapping[str, Any]]]

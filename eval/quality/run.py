@@ -22,9 +22,9 @@ from mmkv.engine.cache.layout import Layout
 from mmkv.engine.errors import InputError
 from mmkv.engine.runtime import Runtime
 from mmkv.eval.domains import held_out
+from mmkv.eval.measure.journal import Journal
 from mmkv.eval.quality.methods import Cell, Comparison
-from mmkv.measure.journal import Journal
-from mmkv.measure.teacher_forced import DialogueRun, FullCache, Reading, read_together
+from mmkv.training.measure.teacher_forced import DialogueRun, FullCache, Reading, read_together
 
 Record = dict[str, Any]
 

@@ -288,7 +288,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.one is not None:
         return _one(options.one)
     from mmkv.eval.bench.output import save, table
-    from mmkv.measure.record import RESULTS
+    from mmkv.training.measure.record import RESULTS
 
     found = talk(options)
     rows, bad = [], False

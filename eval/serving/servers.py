@@ -18,7 +18,7 @@ import httpx
 
 from mmkv.engine.errors import MmkvError
 from mmkv.eval.bench.output import BenchError
-from mmkv.measure.record import ROOT
+from mmkv.training.measure.record import ROOT
 
 PATIENCE_S = 180
 

@@ -8,12 +8,12 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+from mmkv.eval.measure.stats import mean
 from mmkv.eval.quality import report as quality_report
 from mmkv.eval.quality.report import interval
 from mmkv.eval.quality.run import Record
 from mmkv.eval.sessions.tasks import KINDS, Asked, Sessions
-from mmkv.measure.stats import mean
-from mmkv.measure.tables import pipe_table
+from mmkv.training.measure.tables import pipe_table
 
 Runs = Sequence[Sequence[Record]]
 Notes = Sequence[Sequence[Asked]]

@@ -19,18 +19,18 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from mmkv.data.dialogues import caption, cell_question, clip_of_stream, grid
-from mmkv.data.scenes import Scene, Turn
-from mmkv.data.sources import require_scene_tokens
 from mmkv.engine.errors import InputError, SessionError
 from mmkv.engine.runtime import Runtime
 from mmkv.engine.sequence import CachedSequence
 from mmkv.eval.budgets import is_share
 from mmkv.eval.documents import scene_document
+from mmkv.eval.measure.journal import Journal
 from mmkv.eval.quality.methods import Cell, Comparison
-from mmkv.measure.journal import Journal
-from mmkv.measure.teacher_forced import spans
 from mmkv.prompt.processing import load_processor
+from mmkv.training.data.dialogues import caption, cell_question, clip_of_stream, grid
+from mmkv.training.data.scenes import Scene, Turn
+from mmkv.training.data.sources import require_scene_tokens
+from mmkv.training.measure.teacher_forced import spans
 
 Row = dict[str, Any]
 _REMEMBER = 8  # clips between two questions about the beginning

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from mmkv.eval.measure.stats import mean, paired
 from mmkv.eval.quality.report import comparisons, interval
 from mmkv.eval.sessions.stream import Row
-from mmkv.measure.stats import mean, paired
-from mmkv.measure.tables import pipe_table
+from mmkv.training.measure.tables import pipe_table
 
 BLOCK = 16  # clips that intervals take as one draw
 

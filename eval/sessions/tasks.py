@@ -14,14 +14,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from mmkv.data.dialogues import IGNORE, caption, cell_question, grid
-from mmkv.data.scenes import EMPTY, Item, Scene, Turn
-from mmkv.data.sources import require_scene_tokens
-from mmkv.data.text_tasks import NAMES, opening, small_talk
 from mmkv.engine.errors import InputError
 from mmkv.eval.documents import Document, TextBuilder, scene_document
-from mmkv.measure.teacher_forced import spans
 from mmkv.prompt.processing import Processor
+from mmkv.training.data.dialogues import IGNORE, caption, cell_question, grid
+from mmkv.training.data.scenes import EMPTY, Item, Scene, Turn
+from mmkv.training.data.sources import require_scene_tokens
+from mmkv.training.data.text_tasks import NAMES, opening, small_talk
+from mmkv.training.measure.teacher_forced import spans
 
 Kind = Literal["new", "kept", "updated"]
 KINDS: tuple[Kind, ...] = ("new", "kept", "updated")

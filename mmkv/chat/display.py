@@ -1,29 +1,41 @@
-"""Show notes, progress bars and memory on stderr."""
+"""What the chat shows: notes, progress and memory on stderr, replies on stdout as text or JSON.
+
+:func:`answer` sends a turn and prints its reply; :class:`Watch` is the panel of ``/watch``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.bar import Bar
 from rich.console import Console, Group
+from rich.live import Live
+from rich.panel import Panel
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
 from rich.table import Table
 from rich.text import Text
 
 from mmkv.chat.trouble import one_line
 from mmkv.engine.budget import format_bytes
-from mmkv.engine.errors import plain
+from mmkv.engine.errors import STOPS, plain, without_codes
+from mmkv.environment import versions
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from mmkv.api import Engine, Session
+    from mmkv.chat.markdown import MarkdownStream
     from mmkv.chat.options import ChatOptions
     from mmkv.engine.contents import Memory
     from mmkv.engine.policies import Policy
     from mmkv.engine.runtime import Runtime
+    from mmkv.reply import Reply
+    from mmkv.sampling import Sampling
 
 
 class Display:
@@ -186,3 +198,253 @@ def layer_chart(entries: list[int], heads: int) -> Table:
         bar = Bar(longest, 0, count, width=30)
         chart.add_row(f"layer {layer}", bar, f"{count:,} ({count / heads:.1f} per head)")
     return chart
+
+
+def record(engine: Engine, session: Session, model: str) -> dict[str, Any]:
+    """Return what --json prints after a reply of ``session`` (its ``last``)."""
+    reply, memory = session.last, session.memory()
+    assert reply is not None
+    pool = engine.cache.pool
+    return {
+        "text": reply.text,
+        "finish_reason": reply.finish_reason,
+        "model": model,
+        "device": str(engine.device),
+        "dtype": str(engine.dtype).removeprefix("torch."),
+        "decode_path": session.decode_path,
+        "policy": engine.policy.name,
+        "policy_note": engine.policy_note,
+        "kv": pool.form.name,
+        "kv_note": engine.form_note,
+        "budget": {"unit": session.budget.kind, "value": session.budget.value},
+        "tokens": {
+            "prompt": reply.prompt_tokens,
+            "generated": len(reply.token_ids),
+            "seen": memory.tokens_seen,
+        },
+        "entries": {
+            "kept": memory.entries,
+            "evicted": memory.evicted,
+            "evicted_nan": memory.evicted_nan,
+            "total": total_entries(engine, memory),
+            "by_modality": memory.by_modality,
+            "pictures": list(memory.pictures),
+        },
+        "differs": memory.differs,
+        "memory": {
+            "pages": memory.pages,
+            "kv_bytes": memory.kv_bytes,
+            "metadata_bytes": memory.metadata_bytes,
+            "physical_bytes": memory.kv_bytes + memory.metadata_bytes,
+            "pool_bytes": pool.num_pages * pool.page_bytes,
+        },
+        "time_to_first_token_s": round(reply.seconds_to_first_token, 4),
+        "tokens_per_second": round(reply.tokens_per_second, 2),
+        "versions": versions(),
+    }
+
+
+class OutputClosed(BrokenPipeError):
+    """Whoever read the answers has gone (``mmkv chat | head``)."""
+
+
+def answer(
+    engine: Engine,
+    session: Session,
+    options: ChatOptions,
+    display: Display,
+    text: str,
+    images: Sequence[Any],
+    videos: Sequence[Any],
+    system: str | None,
+    sampling: Sampling,
+    indent: int | None = None,
+    watching: bool = False,
+) -> bool:
+    """Send a turn and print the reply; False when Ctrl-C stopped it.
+
+    stdout gets the reply's text (as it comes, or whole) or its JSON (``indent``), and nothing
+    else; on a terminal the text's Markdown is rendered, unless ``options`` say plain.
+
+    ``watching``: a panel on stderr shows the memory meanwhile; a reply to the same terminal is
+    printed when it is whole.
+
+    Raises OutputClosed, MmkvError, or whatever else fails; the session may hold the
+    turn then.
+    """
+    whole = options.no_stream or options.json
+    watch = _watch(engine, session, display) if watching else None
+    late = watch is not None and sys.stdout.isatty() and not whole
+    finished, line_open = True, False
+    view = _view(options)
+    with display.prefilling() as bar:
+        try:
+            if images or videos:
+                _prepare_to_see(engine, options, display)
+            pieces = session.send(
+                text, images=images, videos=videos, system=system, sampling=sampling, progress=bar
+            )
+        except KeyboardInterrupt:
+            return False
+        before = len(session.history)
+        try:
+            for piece in pieces:
+                bar.close()
+                if watch is not None:
+                    watch.feed(piece)
+                if not whole and not late:
+                    line_open = True
+                    view.feed(piece)
+        except KeyboardInterrupt:
+            finished = False
+        except STOPS:
+            raise
+        except BaseException:
+            if line_open:
+                view.close()
+            raise
+        finally:
+            pieces.close()
+            if watch is not None:
+                watch.close()
+    if len(session.history) == before:  # stopped while the prompt was read: nothing was appended
+        if line_open:
+            view.close()
+        return False
+    if options.json and session.last is not None:
+        _write(json.dumps(record(engine, session, options.model), indent=indent) + "\n")
+    elif (whole or late) and session.last is not None:
+        view.feed(session.last.text)
+        view.close()
+    elif finished or line_open:
+        view.close()
+    if session.note:
+        display.note(session.note)
+    if session.last is not None:
+        if session.last.memory is not None:
+            display.note_faded(session.last.memory)
+        _end_notes(session.last, options, display)
+    return finished
+
+
+def _end_notes(reply: Reply, options: ChatOptions, display: Display) -> None:
+    """Say why a reply broke off, and how fast it came where that was asked for."""
+    count = len(reply.token_ids)
+    if reply.finish_reason == "context":
+        display.note("the reply ends here: the model has no positions left; /clear starts anew")
+    elif reply.finish_reason == "length":
+        display.note(
+            f"the reply was cut off after {count:,} tokens; --max-new-tokens, or /set "
+            "max_new_tokens, allows more"
+        )
+    if options.stats:
+        display.note(
+            f"{count:,} tokens at {reply.tokens_per_second:.1f} tokens/s, the first after "
+            f"{reply.seconds_to_first_token:.2f} s; {reply.prompt_tokens:,} tokens read"
+        )
+
+
+def _prepare_to_see(engine: Engine, options: ChatOptions, display: Display) -> None:
+    """Read what the first picture needs, with a moving bar."""
+    if engine.processor.sees and not engine.family.sees_at_once:
+        with display.loading(options.model) as progress:
+            progress("what reads pictures")
+            _ = engine.family.hf
+
+
+def _watch(engine: Engine, session: Session, display: Display) -> Watch:
+
+    return Watch(engine, session, display.console, echo=sys.stdout.isatty())
+
+
+class _Plain:
+    """Writes a reply as it is; to a terminal without the codes that would steer it."""
+
+    def __init__(self) -> None:
+        self._shown = sys.stdout.isatty()
+
+    def feed(self, piece: str) -> None:
+        _write(without_codes(piece) if self._shown else piece)
+
+    def close(self) -> None:
+        _write("\n")
+
+
+def _view(options: ChatOptions) -> _Plain | MarkdownStream:
+    """Return what shows a reply: rendered on a terminal that can move its cursor, else plain."""
+    if options.plain or options.json or not sys.stdout.isatty():
+        return _Plain()
+    console = Console(highlight=False)
+    if console.is_dumb_terminal:
+        return _Plain()
+    from mmkv.chat.markdown import MarkdownStream
+
+    return MarkdownStream(console)
+
+
+def _write(text: str) -> None:
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError as error:
+        raise OutputClosed(*error.args) from error
+
+
+_EVERY_S = 0.1
+_LINES = 8  # of a reply that is shown above the panel while it comes
+_WIDTH = 30
+
+
+class Watch:
+    """Redraws the panel as pieces of a reply come, and leaves nothing of it in the end.
+
+    Args:
+        echo: whether the reply's last lines are shown, too: where it goes to the same terminal.
+    """
+
+    def __init__(self, engine: Engine, session: Session, console: Console, echo: bool) -> None:
+        self._engine, self._session, self._echo = engine, session, echo
+        self._text = ""
+        self._begun, self._seen, self._drawn = time.monotonic(), session.seen, 0.0
+        self._live = Live(console=console, auto_refresh=False, transient=True)
+
+    def feed(self, piece: str) -> None:
+        """Take a piece of the reply and redraw, at most ten times a second."""
+        self._text += piece
+        now = time.monotonic()
+        if not self._live.is_started:
+            self._begun, self._seen = now, self._session.seen
+            self._live.start()
+        elif now - self._drawn < _EVERY_S:
+            return
+        self._drawn = now
+        self._live.update(self._render(now), refresh=True)
+
+    def close(self) -> None:
+        """Take the panel off the screen (again: no effect)."""
+        self._live.stop()
+
+    def _render(self, now: float) -> RenderableType:
+        took, made = now - self._begun, self._session.seen - self._seen
+        shown = panel(self._engine, self._session, made / took if took > 0 and made else 0.0)
+        if not self._echo:
+            return shown
+        return Group(Text("\n".join(self._text.splitlines()[-_LINES:])), shown)
+
+
+def panel(engine: Engine, session: Session, rate: float) -> Panel:
+    """Draw bytes, entries by modality against the budget, bars per layer, and tokens/s."""
+    memory = session.memory()
+    physical = memory.kv_bytes + memory.metadata_bytes
+    facts = Table.grid(padding=(0, 1))
+    facts.add_row("bytes", "", f"{format_bytes(physical)} in {memory.pages:,} pages")
+    most = max(memory.entries, 1)
+    for kind, count in memory.by_modality.items():
+        if count:
+            facts.add_row(kind, Bar(most, 0, count, width=_WIDTH), f"{count:,} entries")
+    total = total_entries(engine, memory)
+    allowed = f", {session.allowed_entries:,} allowed" if engine.policy.evicts else ""
+    facts.add_row("kept", "", f"{memory.entries:,} of {total:,}{allowed}")
+    facts.add_row("speed", "", f"{rate:.1f} tokens/s")
+    chart = layer_chart(session.entries_per_layer(), engine.spec.num_kv_heads)
+    return Panel(Group(facts, chart), title=f"{engine.policy.name}, {session.budget.describe()}")

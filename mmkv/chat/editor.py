@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
@@ -17,9 +17,8 @@ from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from prompt_toolkit.output import create_output
 from prompt_toolkit.shortcuts import CompleteStyle
 
-from mmkv.chat.commands import COMMANDS, HIDDEN, SETTINGS
-from mmkv.chat.lines import BLOCK, is_yes
-from mmkv.chat.places import state_folder
+from mmkv.chat.lines import BLOCK, Words, is_yes
+from mmkv.chat.saved import state_folder
 
 KEPT = 1000  # messages in the history
 
@@ -32,18 +31,18 @@ class Editor:
     history outlives the program.
 
     Args:
-        branches: gives the names that ``/fork`` completes.
+        words: what Tab completes.
         screen: the stream of the terminal.
     """
 
-    def __init__(self, branches: Callable[[], Iterable[str]], screen: TextIO) -> None:
+    def __init__(self, words: Words, screen: TextIO) -> None:
         self._output = create_output(screen)
         self._session: PromptSession[str] = PromptSession(
             ">>> ",
             multiline=True,
             prompt_continuation=continuation,
             key_bindings=_bindings(),
-            completer=_Completions(branches),
+            completer=_Completions(words),
             complete_while_typing=False,
             complete_style=CompleteStyle.READLINE_LIKE,
             history=open_history(state_folder() / "history"),
@@ -108,21 +107,20 @@ def _bindings() -> KeyBindings:
 class _Completions(Completer):
     """Completes names of commands, and what a command takes: paths, settings, conversations."""
 
-    def __init__(self, branches: Callable[[], Iterable[str]]) -> None:
-        self._paths = PathCompleter(expanduser=True)
-        self._names = {"set": lambda: SETTINGS, "fork": branches}
+    def __init__(self, words: Words) -> None:
+        self._paths, self._words = PathCompleter(expanduser=True), words
 
     def get_completions(self, document: Document, event: CompleteEvent) -> Iterator[Completion]:
         """Yield what may stand at the cursor."""
-        text = document.text_before_cursor
+        text, words = document.text_before_cursor, self._words
         if not text.startswith("/") or "\n" in text:
             return
         name, space, rest = text[1:].partition(" ")
         if not space:
-            yield from _beginning(name, (f"{known} " for known in COMMANDS))
-        elif name in self._names:
-            yield from _beginning(rest, self._names[name]())
-        elif (command := COMMANDS.get(name) or HIDDEN.get(name)) and "PATH" in command.takes:
+            yield from _beginning(name, (f"{known} " for known in words.commands))
+        elif name in words.values:
+            yield from _beginning(rest, words.values[name]())
+        elif "PATH" in (words.commands.get(name) or words.hidden.get(name, "")):
             yield from self._files(rest, event)
 
     def _files(self, path: str, event: CompleteEvent) -> Iterator[Completion]:

@@ -3,10 +3,26 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Protocol
 
 BLOCK = '"""'
+
+
+@dataclass(frozen=True)
+class Words:
+    """What Tab completes.
+
+    Attributes:
+        commands: name -> its arguments as the help shows them; hidden: the same of commands that
+            are not offered.
+        values: command -> gives the names that may follow it.
+    """
+
+    commands: Mapping[str, str] = field(default_factory=dict)
+    hidden: Mapping[str, str] = field(default_factory=dict)
+    values: Mapping[str, Callable[[], Iterable[str]]] = field(default_factory=dict)
 
 
 class Reader(Protocol):
@@ -21,19 +37,15 @@ class Reader(Protocol):
         ...
 
 
-def open_reader(branches: Callable[[], Iterable[str]]) -> Reader:
-    """Return an editor where somebody sits at a terminal, else a reader of lines.
-
-    Args:
-        branches: gives the names that ``/fork`` completes.
-    """
+def open_reader(words: Words) -> Reader:
+    """Return an editor where somebody sits at a terminal, else a reader of lines."""
     # The prompt belongs on stderr: stdout is for answers, and may be a file.
     screen = next((stream for stream in (sys.stderr, sys.stdout) if stream.isatty()), None)
     if screen is None or not sys.stdin.isatty():
         return LineReader()
     from mmkv.chat.editor import Editor
 
-    return Editor(branches, screen)
+    return Editor(words, screen)
 
 
 class LineReader:

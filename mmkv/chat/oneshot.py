@@ -1,4 +1,7 @@
-"""``mmkv chat -p``: one question, one answer on stdout, one line on memory on stderr."""
+"""``mmkv chat -p``: one question, one answer on stdout, one line on memory on stderr.
+
+With ``--cost`` also what eviction cost the answer: the same reply, read again with the full cache.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +9,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mmkv.chat.answer import answer
-from mmkv.chat.display import memory_line
-from mmkv.chat.explained import write_figures, write_report
-from mmkv.chat.saved import chat_extra
+import torch
+from torch import Tensor
+
+from mmkv.api import Engine
+from mmkv.chat.display import answer, in_form, memory_line
+from mmkv.chat.saved import chat_extra, write_figures, write_report
+from mmkv.engine.budget import format_bytes
 from mmkv.engine.paths import user_path
+from mmkv.engine.policies import make_policy
 
 if TYPE_CHECKING:
-    from mmkv.api import Engine, Session
     from mmkv.chat.display import Display
     from mmkv.chat.options import ChatOptions
+    from mmkv.session import Session
 
 
 def answer_once(
@@ -52,8 +59,6 @@ def answer_once(
             display.note(f"saved to {options.save}")
         last = session.last
         if finished and options.cost and last is not None and last.token_ids:
-            from mmkv.chat.cost import cost_line
-
             turn = _conversation(options.system, prompt, images, videos)
             display.note(cost_line(engine, session, turn))
     return 0 if finished else 130
@@ -76,3 +81,51 @@ def _opened(engine: Engine, options: ChatOptions) -> Session:
     if options.rebudget and engine.policy.evicts:
         session.set_budget(engine.budget)
     return session
+
+
+def cost_line(engine: Engine, session: Session, conversation: list[dict[str, Any]]) -> str:
+    """Compare the latest reply of ``session`` with what the full cache makes of it.
+
+    Both caches are fed the prompt and the tokens of the reply, its end token too. The difference
+    is the mean over them of KL(full || kept), in nats.
+
+    Args:
+        conversation: the messages that ``session`` was sent, with their media.
+    """
+    assert session.last is not None
+    tokens, inputs = session.last.token_ids, engine.inputs(conversation)
+    whole = Engine(
+        engine.family,
+        engine.spec,
+        engine.decoder.weights,
+        None,
+        make_policy("full"),
+        prefill_chunk=engine.prefill_chunk,
+        kv=engine.cache.pool.form.name,
+    )
+    ended = session.last.finish_reason == "eos"
+    full, full_bytes = _replay(whole, inputs, tokens, ended)
+    kept, kept_bytes = _replay(engine, inputs, tokens, ended)
+    best = full.argmax(-1).tolist()
+    same = sum(one == other for one, other in zip(best, tokens, strict=False))
+    same += ended and best[-1] in engine.eos_token_ids
+    divergence = torch.nn.functional.kl_div(
+        kept.log_softmax(-1), full.log_softmax(-1), reduction="batchmean", log_target=True
+    )
+    rounding = engine.decoder.weights.rounding()
+    line = (
+        f"what eviction cost: the full cache ranks {same} of {len(full)} tokens of the reply "
+        f"first, KL {float(divergence):.4f} nats a token; {format_bytes(kept_bytes)} of keys and "
+        f"values instead of {format_bytes(full_bytes)}{in_form(engine)}"
+    )
+    return f"{line}; {rounding}, in both" if rounding else line
+
+
+def _replay(
+    engine: Engine, inputs: dict[str, Tensor], tokens: Sequence[int], ended: bool
+) -> tuple[Tensor, int]:
+    """Return the logits before each token of a reply, on the CPU, and the bytes held at the end."""
+    with engine.session() as session:
+        rows = [session.prefill(inputs)]
+        rows += [session.decode(token) for token in (tokens if ended else tokens[:-1])]
+        return torch.stack(rows).cpu(), session.memory().kv_bytes

@@ -11,10 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mmkv.chat.display import Display
-from mmkv.chat.explained import figures_folder, report_target
 from mmkv.chat.options import ChatOptions, UsageError
-from mmkv.chat.saved import is_session
-from mmkv.chat.targets import checked_target
+from mmkv.chat.saved import checked_target, figures_folder, is_session, report_target
 from mmkv.chat.trouble import require_utf8
 from mmkv.engine.errors import InputError
 from mmkv.engine.model.source import locate

@@ -1,19 +1,33 @@
-"""What a session file says about itself, read without a model and without torch."""
+"""The chat's files: sessions and what they say of themselves, autosaves, transcripts, reports.
+
+Where they lie (the XDG base directory specification), and which the chat may overwrite. What a
+session file says is read without a model and without torch.
+"""
 
 from __future__ import annotations
 
 import json
+import os
+import stat
+import tempfile
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
-from mmkv.engine.checks import shown
-from mmkv.engine.errors import InputError, PolicyError, SessionError
+from mmkv.chat.trouble import one_line
+from mmkv.engine.budget import format_bytes
+from mmkv.engine.errors import STOPS, InputError, PolicyError, SessionError, as_exception, shown
 from mmkv.engine.paths import user_path
 
 if TYPE_CHECKING:
-    from mmkv.api import Engine
+    from mmkv.api import Engine, Session
     from mmkv.engine.config import EngineConfig
+    from mmkv.explain import Trace
+    from mmkv.prompt.template import Message
+
 
 _KEY = "mmkv.chat"
 # Options of the command line without which a session file cannot go on.
@@ -141,3 +155,300 @@ def _metadata(path: Path) -> dict[str, str]:
             return file.metadata() or {}
     except (SafetensorError, OSError, ValueError) as error:
         raise SessionError(f"{path} is not a session file of mmkv; name another file") from error
+
+
+def state_folder() -> Path:
+    """Return the folder of history and autosaved chats; it need not exist."""
+    return _base("XDG_STATE_HOME", ".local/state") / "mmkv"
+
+
+def config_file() -> Path:
+    """Return the file with the user's defaults; it need not exist."""
+    return _base("XDG_CONFIG_HOME", ".config") / "mmkv.toml"
+
+
+def _base(variable: str, otherwise: str) -> Path:
+    named = os.environ.get(variable, "")
+    # The specification ignores relative paths.
+    return Path(named) if Path(named).is_absolute() else _home() / otherwise
+
+
+def _home() -> Path:
+    """Return the user's home, the root for one who has none, as containers name it."""
+    try:
+        return Path.home()
+    except RuntimeError:  # a service without HOME, of a user that the system does not know
+        return Path(os.sep)
+
+
+KEPT = 5  # files, of all chats together
+# A large cache takes seconds to write. Where that is to be noticed, it may take 1/SHARE of the
+# time; the end of the chat saves what was left out.
+SHARE, NOTICED_S = 20, 0.1
+_STALE_S = 3600  # an unfinished file of this age belongs to no living program
+
+
+class Autosave:
+    """Writes one session file a conversation, readable by the user alone.
+
+    Args:
+        extra: strings to keep in each file.
+        warn: shows a line; called once when files cannot be written.
+    """
+
+    def __init__(self, extra: dict[str, str], warn: Callable[[str], None]) -> None:
+        self._extra, self._warn = extra, warn
+        self._paths: WeakKeyDictionary[Session, Path] = WeakKeyDictionary()
+        self._written: WeakKeyDictionary[Session, Any] = WeakKeyDictionary()
+        self._rest_until, self._warned = 0.0, False
+
+    def adopt(self, session: Session, path: Path) -> None:
+        """Go on writing ``session`` to the autosaved file that it came from."""
+        self._paths[session], self._written[session] = path, _version(session)
+
+    def save(self, session: Session, last: bool = False) -> None:
+        """Write ``session`` if it has changed; while saving takes too much time only if ``last``.
+
+        Never raises; the first failure is shown.
+        """
+        if session.closed or not session.history:
+            return
+        if self._written.get(session) == _version(session):
+            return
+        begun = time.monotonic()
+        if begun < self._rest_until and not last:
+            return
+        try:
+            self._write(session)
+        except STOPS:
+            raise
+        except BaseException as error:
+            if not self._warned:
+                self._warned = True
+                self._warn(
+                    f"mmkv: this chat is not kept for --resume: {one_line(as_exception(error))}"
+                )
+        now = time.monotonic()
+        if now - begun > NOTICED_S:
+            self._rest_until = now + SHARE * (now - begun)
+
+    def path(self, session: Session) -> Path | None:
+        """Return the file that holds ``session`` as it is now, if one does."""
+        same = self._written.get(session) == _version(session)
+        return self._paths.get(session) if same else None
+
+    def _write(self, session: Session) -> None:
+        folder = _folder()
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path = self._paths.get(session) or _new_file(folder)
+        session.save(path, self._extra)
+        path.chmod(0o600)
+        self._paths[session], self._written[session] = path, _version(session)
+        _drop_old(folder)
+
+
+def latest() -> Path:
+    """Return the chat that was written last. Raises SessionError: there is none."""
+    found = _newest_first(_folder())
+    if not found:
+        raise SessionError(f"there is no chat to resume in {_folder()}; begin one with mmkv chat")
+    return found[0]
+
+
+def is_autosaved(path: Path) -> bool:
+    """Return whether ``path`` is one of the autosaved files."""
+    return path.resolve().parent == _folder().resolve()
+
+
+def _version(session: Session) -> Any:
+    return len(session.history), session.seen, session.evicted, session.budget
+
+
+def _folder() -> Path:
+    return state_folder() / "chats"
+
+
+def _new_file(folder: Path) -> Path:
+    stem, number = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}", 0
+    while (path := folder / f"{stem}-{number}.mmkv").exists():
+        number += 1
+    return path
+
+
+def _newest_first(folder: Path) -> list[Path]:
+    found = []
+    for path in folder.glob("*.mmkv"):
+        with suppress(OSError):  # another chat may have dropped it
+            found.append((path.stat().st_mtime_ns, path))
+    return [path for _, path in sorted(found, reverse=True)]
+
+
+def _drop_old(folder: Path) -> None:
+    with suppress(OSError):
+        for path in _newest_first(folder)[KEPT:]:
+            path.unlink(missing_ok=True)
+        for path in folder.glob("*.part"):
+            if time.time() - path.stat().st_mtime > _STALE_S:
+                path.unlink(missing_ok=True)
+
+
+def checked_target(
+    name: str,
+    kind: str,
+    is_own: Callable[[Path], bool],
+    agreed: Callable[[Path], bool],
+    force: str | None = None,
+) -> Path:
+    """Return the file that ``name`` may be written to: a new one, or one given up on purpose.
+
+    ``~`` is the home. A link is followed, and only to a file that ``is_own``.
+
+    Args:
+        kind: what ``is_own`` recognises, for messages: "a session file".
+        agreed: asks whether an existing file of that kind may be overwritten.
+        force: None if anything that is a plain file may be overwritten (no link); else the words
+            that would force it.
+
+    Raises:
+        InputError: a folder, device, pipe or dangling link; a file of another kind; not agreed.
+    """
+    try:
+        path = user_path(name)
+        linked = path.is_symlink()
+        path = path.resolve() if linked else path
+        mode = path.stat().st_mode if path.exists() else None
+        parent = path.parent.is_dir()
+    except (OSError, InputError) as error:
+        raise InputError(f"not a usable file name: {name[:80]!r}; choose another") from error
+    if linked and mode is None:
+        raise InputError(f"{name} is a link to a file that is not there; choose another name")
+    if not parent:
+        raise InputError(f"there is no folder {path.parent}; make it, or choose another name")
+    if mode is None:
+        return path
+    if not stat.S_ISREG(mode):
+        raise InputError(f"{name} is {_described(mode)}; name a file")
+    own = is_own(path)
+    if linked and not own:
+        raise InputError(f"{name} is a link to {path}, not {kind}; choose another name")
+    if force is None:
+        return path
+    if not own:
+        raise InputError(f"{name} is not {kind}; choose another name, or {force}")
+    if not agreed(path):
+        raise InputError(f"{name} exists and stays as it is; choose another name, or {force}")
+    return path
+
+
+def _described(mode: int) -> str:
+    for test, words in (
+        (stat.S_ISDIR, "a folder"),
+        (stat.S_ISFIFO, "a pipe"),
+        (stat.S_ISSOCK, "a socket"),
+    ):
+        if test(mode):
+            return words
+    return "a device"
+
+
+_MARK = b"<title>What the cache kept</title>"
+
+
+def is_report(path: Path) -> bool:
+    """Return whether a file is a page of a trace, by its head."""
+    try:
+        with path.open("rb") as file:
+            return _MARK in file.read(2048)
+    except OSError:
+        return False
+
+
+def report_target(
+    name: str, agreed: Callable[[Path], bool] = lambda _: True, force: str | None = ""
+) -> Path:
+    """Return where a page may be written: nowhere over a file of another kind. Raises InputError.
+
+    Args:
+        agreed: asks whether an older page may be overwritten.
+        force: the words that overwrite anything, or None where they have been said.
+    """
+    words = None if force is None else force or "move that file away first"
+    return checked_target(name, "a page of mmkv explain", is_report, agreed, words)
+
+
+def figures_folder(name: str) -> Path:
+    """Return the folder for figures: one that is there, or can be made.
+
+    Raises:
+        InputError: nothing can be written there, or there is no matplotlib.
+    """
+    from mmkv.explain.figures import require_matplotlib
+
+    require_matplotlib()
+    path = user_path(name)
+    if path.exists() and not path.is_dir():
+        raise InputError(f"{name} is no folder; figures are several files, name a folder")
+    if not path.exists() and not path.absolute().parent.is_dir():
+        raise InputError(f"there is no folder {path.parent}; make it, or choose another name")
+    return path
+
+
+def write_report(trace: Trace, path: Path) -> str:
+    """Write the page and say so in one line. Raises InputError."""
+    written = trace.report(path)
+    return f"wrote {path} ({format_bytes(written.stat().st_size)}); open it in a browser"
+
+
+def write_figures(trace: Trace, folder: Path) -> str:
+    """Write the PNG files and say so in one line. Raises InputError."""
+    names = [path.name for path in trace.figures(folder)]
+    return f"wrote {', '.join(names)} to {folder}"
+
+
+_TITLE = "# Conversation with "
+_SPEAKERS = {"system": "System", "user": "You", "assistant": "Reply"}
+
+
+def spoken(message: Message) -> str:
+    """Return a message as text; a picture or video is a word in brackets."""
+    content: Any = message["content"]
+    if isinstance(content, str):
+        return content
+    words = {"image": "[picture]", "video": "[video]"}
+    parts = [words.get(part["type"]) or part.get("text", "") for part in content]
+    return " ".join(part for part in parts if part)
+
+
+def markdown(session: Session, model: str) -> str:
+    """Return the whole conversation as a Markdown document."""
+    blocks = [f"{_TITLE}{model}"]
+    for message in session.history:
+        blocks += [f"**{_SPEAKERS[message['role']]}**", spoken(message) or "(nothing)"]
+    return "\n\n".join(blocks) + "\n"
+
+
+def is_transcript(path: Path) -> bool:
+    """Return whether a file is one that /export wrote, by its first line."""
+    try:
+        with path.open("rb") as file:
+            return file.read(len(_TITLE)) == _TITLE.encode()
+    except OSError:
+        return False
+
+
+def export(session: Session, model: str, path: Path) -> None:
+    """Write the conversation to ``path``; the old file stays until the new one is whole.
+
+    Raises:
+        InputError: it cannot be written.
+    """
+    temporary = ""
+    try:
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".mmkv-")
+        with open(handle, "w", encoding="utf-8") as file:
+            file.write(markdown(session, model))
+        os.replace(temporary, path)
+    except OSError as error:
+        if temporary:
+            Path(temporary).unlink(missing_ok=True)
+        raise InputError(f"cannot write {path}: {error.strerror}; choose another path") from error

@@ -1,5 +1,5 @@
-"""The ``mmkv`` command: ``chat``, ``explain``, ``distill``, ``eval``, ``mmdu``, ``bench``,
-``models``, ``pull``, ``serve``, ``policies`` and ``env``.
+"""The ``mmkv`` command: ``chat``, ``models``, ``pull``, ``explain``, ``serve``, ``policies`` and
+``env``, and registered ones: ``distill`` of training, ``bench``, ``eval`` and ``mmdu`` of eval.
 
 Exit codes: 0 done, 1 failed (one line on stderr says why and what to do), 2 wrong usage,
 130 stopped with Ctrl-C. Nothing here imports torch: help and usage errors come at once.
@@ -13,42 +13,92 @@ from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from mmkv import __version__
 from mmkv.chat.options import ChatOptions, UsageError
 from mmkv.cli import arguments
-from mmkv.cli.bench import bench
 from mmkv.cli.config import ChatCommand, described
-from mmkv.cli.evaluate import evaluate
 from mmkv.cli.explain import explain
-from mmkv.cli.mmdu import app as mmdu
 from mmkv.cli.models import models, pull
 from mmkv.cli.serve import serve
 from mmkv.engine.config import EngineConfig
-from mmkv.engine.errors import MmkvError, one_line
+from mmkv.engine.errors import STOPS, MmkvError, one_line
+
+# What training and eval register in mmkv's own pyproject.toml, in the group mmkv.commands.
+_REGISTERED = ("distill", "bench", "eval", "mmdu")
 
 
-class _Ordered(TyperGroup):
-    """Lists the commands in the order in which one comes to need them."""
+class _Commands(TyperGroup):
+    """The commands here and the registered ones, which are imported only when they are needed."""
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Return a command by its name, None where nobody offers it."""
+        if cmd_name not in self.commands:
+            self._add_registered()
+        return super().get_command(ctx, cmd_name)
 
     def list_commands(self, ctx: Any) -> list[str]:
-        order = "chat models pull explain serve policies env distill bench eval mmdu".split()
+        """List the commands in the order in which one comes to need them."""
+        self._add_registered()
+        order = "chat models pull explain serve policies env".split() + list(_REGISTERED)
         names = super().list_commands(ctx)
         return sorted(names, key=lambda name: order.index(name) if name in order else len(order))
+
+    def _add_registered(self) -> None:
+        for name in _REGISTERED:
+            if name not in self.commands:
+                self.commands[name] = _registered(name)
+
+
+def _registered(name: str) -> Any:
+    """Return a registered command; one that does not load says so in the help, and when it runs."""
+    from importlib.metadata import PackageNotFoundError, distribution
+
+    try:
+        # Those of mmkv alone: looking through all packages would make the help slower.
+        points = list(distribution("mmkv").entry_points.select(group="mmkv.commands", name=name))
+    except PackageNotFoundError:
+        points = []
+    if not points:
+        reason = "this installation is older than its source, or mmkv is not installed"
+        return _broken(name, f"{reason}; run pip install --no-deps -e . in the checkout")
+    (point,) = points
+    try:
+        command = typer.main.get_command(point.load())
+    except STOPS:
+        raise
+    except BaseException as error:
+        first = (str(error).strip().splitlines() or [""])[0]
+        return _broken(name, f"{point.value} does not load ({type(error).__name__}: {first})")
+    command.name = name
+    return command
+
+
+def _broken(name: str, reason: str) -> TyperCommand:
+    from rich.markup import escape
+
+    def fail() -> None:
+        raise MmkvError(f"{name}: {reason}")
+
+    takes_all = {"allow_extra_args": True, "ignore_unknown_options": True}
+    return TyperCommand(
+        name,
+        callback=fail,
+        help=escape(one_line(reason)),
+        add_help_option=False,
+        context_settings=takes_all,
+    )
 
 
 app = typer.Typer(
     name="mmkv",
-    cls=_Ordered,
+    cls=_Commands,
     help="Vision-language decoding with a bounded KV cache.",
     pretty_exceptions_show_locals=False,
     rich_markup_mode="rich",
 )
 
-app.add_typer(mmdu, name="mmdu")
-app.command(name="eval")(evaluate)
-app.command()(bench)
 app.command()(explain)
 app.command()(models)
 app.command()(pull)
@@ -152,17 +202,6 @@ def policies(
     from rich.console import Console
 
     Console().print(listing.table(rows))
-
-
-@app.command(
-    add_help_option=False,
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-)
-def distill(context: typer.Context) -> int:
-    """Train retention gates for a checkpoint (as python -m mmkv.training.distill)."""
-    from mmkv.training.distill import main as train
-
-    return train(context.args)
 
 
 @app.command(cls=ChatCommand)

@@ -82,7 +82,7 @@ def take_saved_options(context: typer.Context, path: str | None) -> str | None:
 def take_latest_options(context: typer.Context, wanted: bool) -> bool:
     """Do as :func:`take_saved_options` for the conversation that was written last."""
     if wanted:
-        from mmkv.chat.autosave import latest
+        from mmkv.chat.saved import latest
 
         context.meta[_LATEST] = str(latest())
         take_saved_options(context, context.meta[_LATEST])

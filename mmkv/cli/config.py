@@ -10,7 +10,7 @@ from typing import Annotated, Any, get_args, get_origin
 
 from typer.core import TyperCommand
 
-from mmkv.chat.places import config_file
+from mmkv.chat.saved import config_file
 from mmkv.cli.arguments import on_command_line
 from mmkv.engine.errors import InputError, one_line
 

@@ -201,7 +201,7 @@ def serve(
 ) -> None:
     """Serve a model over HTTP, as OpenAI's API does."""
     from mmkv.chat.options import ChatOptions
-    from mmkv.chat.places import state_folder
+    from mmkv.chat.saved import state_folder
     from mmkv.server.run import require_packages
     from mmkv.server.run import serve as run
     from mmkv.server.settings import Settings

@@ -15,8 +15,7 @@ import torch
 from mmkv.engine.contents import MODALITIES
 from mmkv.engine.errors import InputError, SessionError
 from mmkv.engine.policies.base import kernel_of
-from mmkv.engine.policies.score import lookahead_log_score
-from mmkv.engine.policies.scoring import Retention
+from mmkv.engine.policies.scoring import Retention, lookahead_log_score
 from mmkv.engine.trace import EVICTED, Record, Recorder
 
 if TYPE_CHECKING:

@@ -51,7 +51,8 @@ class Piece:
 
     Attributes:
         text: without cuts; None: not known, tokens of a piece that was cut in two.
-        ids: its tokens; None where pictures or videos stand in it.
+        ids: its tokens; None where pictures or videos stand in it. known: the ids of those, each
+            once, where that is known: a processor adds texts, such as the times of frames.
         end: where it ends.
         pictures: how many stand in it; rule: how those were read, see
             :meth:`mmkv.prompt.processing.Processor.rule`.
@@ -66,6 +67,7 @@ class Piece:
     rule: Any = None
     media: tuple[tuple[Any, ...], tuple[Any, ...]] | None = None
     reply: bool = False
+    known: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -185,7 +187,9 @@ class Held:
         text = plain[: len(plain) - len(read.tail_text)] if read.tail is not None else plain
         middle = Place(end.seen - behind, end.position - behind, end.prompt - behind, end.evicted)
         media = (tuple(read.pictures), tuple(read.clips))
-        pieces.append(Piece(text, None, middle, len(read.pictures), read.rule, media))
+        known = tuple(sorted({*read.ids[: len(read.ids) - behind]}))
+        count = len(read.pictures)
+        pieces.append(Piece(text, None, middle, count, read.rule, media, known=known))
         if read.tail is not None:
             pieces.append(Piece(read.tail_text, read.tail, end))
         self.pieces = tuple(pieces)
@@ -220,6 +224,7 @@ class Held:
             made = [
                 {"text": one.text, "ids": one.ids, "end": astuple(one.end)}
                 | {"pictures": one.pictures, "rule": one.rule, "reply": one.reply}
+                | ({"known": one.known} if one.known else {})
                 for one in self.pieces
             ]
         return {"pieces": made, "differs": self.differs, "unread": self.unread != ((), ())}

@@ -282,10 +282,9 @@ def decode_image(
     except pil.UnidentifiedImageError as error:
         kind = _other_kind(content)
         if kind == "video":
-            raise InputError(
-                f"{name} is a video, not a picture; give it as one (--video, or a part of type "
-                "video)"
-            ) from error
+            ways = ("--video, or a part of type video", "a part of type video_url")
+            how = ways[formats is not None]
+            raise InputError(f"{name} is a video, not a picture; give it as one ({how})") from error
         if kind == "HEIC" and formats is None:
             raise InputError(
                 f"{name} is a HEIC picture; run pip install pillow-heif, or convert it to JPEG"
@@ -394,7 +393,7 @@ def _of_several(picture: Image, name: str) -> str | None:
         return None
     if picture.format == "TIFF":
         return f"{name} has {count} pages; the first one is read"
-    return f"{name} is animated; the first of its {count} frames is read (--video reads them all)"
+    return f"{name} is animated; the first of its {count} frames is read (as a video, all are)"
 
 
 def _shallow(picture: Image, sixteen: bool) -> Image:

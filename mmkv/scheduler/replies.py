@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
+from mmkv.engine.budgets import Extent, page_bound
 from mmkv.engine.errors import (
     STOPS,
     InputError,
@@ -16,7 +17,6 @@ from mmkv.engine.errors import (
     SessionError,
     as_exception,
 )
-from mmkv.engine.page_bound import Extent, page_bound
 from mmkv.engine.prefill import advance_together, needed_pages, pass_tokens, reserve_together
 from mmkv.reply import Reply, ReplyWriter
 from mmkv.sampling import Sampling, checked

@@ -6,9 +6,9 @@ import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mmkv.engine.budgets import Extent
 from mmkv.engine.errors import SessionError
 from mmkv.engine.interrupts import whole
-from mmkv.engine.page_bound import Extent
 
 if TYPE_CHECKING:
     from mmkv.api import Engine

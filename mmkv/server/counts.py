@@ -22,12 +22,14 @@ class Counts:
         seen: tokens of the messages that its session holds, by modality.
         prompt_tokens: of the whole conversation.
         resumed: those of them that were not read again; prefilled: those that were.
+        notes: see :class:`mmkv.server.work.Usage`.
     """
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.seen = (0,) * len(MODALITIES)
         self.prompt_tokens, self.resumed, self.prefilled = 0, 0, 0
+        self.notes: list[str] = []
         self._gone_before = dict.fromkeys(MODALITIES, 0)
 
     def resume(self, session: Session, seen: Sequence[int]) -> None:
@@ -75,6 +77,7 @@ class Counts:
             next((one.differs for one in memories if one.differs), None),
             max((len(one.pictures) for one in memories), default=0),
             max((len(one.faded) for one in memories), default=0),
+            list(dict.fromkeys(self.notes)),
         )
 
     def _evicted(self, replies: Iterable[tuple[Session, Choice]]) -> dict[str, int]:

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from mmkv.engine.budgets import page_bound
 from mmkv.engine.errors import InputError
-from mmkv.engine.page_bound import page_bound
 from mmkv.prompt.held import Read, read_of
+from mmkv.prompt.media import notes
 from mmkv.prompt.template import REWRITES
 from mmkv.scheduler.contract import Price
 from mmkv.scheduler.replies import Growing
@@ -322,6 +323,7 @@ class ChatJob:
         pairs = list(zip(kinds, media, strict=True))
         images = [one for kind, one in pairs if kind == "image"]
         videos = [one for kind, one in pairs if kind == "video"]
+        self.counts.notes += notes(images, videos)
         processor, total = self.engine.processor, pictures_in(self.work.messages)
         inputs = processor.encode(segment.text, images, videos, session.seen > 0, total)
         ids = inputs["input_ids"][0].tolist()

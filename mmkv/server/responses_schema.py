@@ -29,6 +29,7 @@ from mmkv.server.schema import (
     TopK,
     VideoPart,
     improper,
+    refuse_stream_options,
     unsupported,
 )
 
@@ -165,6 +166,7 @@ def chat_request(asked: ResponseRequest) -> ChatRequest:
     Raises:
         ApiError: it asks for what this server cannot do.
     """
+    refuse_stream_options(asked)
     for name, harmless in _HARMLESS.items():
         value = getattr(asked, name)
         if value is not None and not any(value == one for one in harmless):

@@ -282,6 +282,7 @@ _OF_TOOLS = ("tool_calls", "function_call", "audio")
 
 def refuse_unsupported(request: ChatRequest) -> None:
     """Refuse what this server cannot do. Raises ApiError (400)."""
+    refuse_stream_options(request)
     for name, harmless in _HARMLESS.items():
         value = getattr(request, name)
         if value is not None and not any(value == one for one in harmless):
@@ -293,6 +294,17 @@ def refuse_unsupported(request: ChatRequest) -> None:
         for name in _OF_TOOLS:
             if getattr(message, name):
                 raise unsupported(f"{where}.{name}", f"{name} in messages is not supported")
+
+
+def refuse_stream_options(request: Any) -> None:
+    """Refuse options of a stream in a request that wants none, as OpenAI does. Raises ApiError."""
+    if request.stream_options is not None and not request.stream:
+        raise ApiError(
+            400,
+            "stream_options need stream: true; set it, or leave them out",
+            "invalid_value",
+            "stream_options",
+        )
 
 
 def unsupported(param: str, message: str) -> ApiError:

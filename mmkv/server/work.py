@@ -72,6 +72,7 @@ class Usage:
             have lost most of their entries, in the reply where that is worst.
         shared_pool: whether all sessions compete for one budget: what is kept depends on others.
         differs: how what was read differs from the conversation rendered afresh; None: it does not.
+        notes: on the pictures and videos that were read, such as one of which the end is missing.
     """
 
     prompt_tokens: int
@@ -86,3 +87,4 @@ class Usage:
     differs: str | None = None
     pictures: int = 0
     faded_pictures: int = 0
+    notes: list[str] = field(default_factory=list)

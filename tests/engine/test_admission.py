@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mmkv.engine.backends.torch.admitted_attention import (
+from mmkv.engine.backends.torch.attention import (
     SortedRows,
     admitted_attention,
     admitted_attention_reference,
@@ -19,7 +19,7 @@ from mmkv.engine.backends.torch.admitted_attention import (
 from mmkv.engine.errors import GateError, PolicyError, SessionError
 from mmkv.engine.policies import Policy
 from mmkv.engine.policies.attention import AttentionMass
-from mmkv.engine.policies.write_gate import Admission
+from mmkv.engine.policies.base import Admission
 from mmkv.engine.runtime import Runtime
 from mmkv.resources import bundled_model
 from tests.support.model_configs import Checkpoint

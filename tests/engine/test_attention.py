@@ -6,14 +6,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from mmkv.engine.backends.torch.chunk_attention import chunk_attention, chunk_attention_reference
-from mmkv.engine.backends.torch.ragged_attention import (
+from mmkv.engine.backends.torch.attention import (
+    SPLIT_PAGES,
+    build_worklist,
+    chunk_attention,
+    chunk_attention_reference,
     merge,
     ragged_attention,
     ragged_attention_reference,
+    windowed_attention,
 )
-from mmkv.engine.backends.torch.windowed_attention import windowed_attention
-from mmkv.engine.backends.torch.worklist import SPLIT_PAGES, build_worklist
 
 RAGGED = {"reference": ragged_attention_reference, "fast": ragged_attention}
 EVEN = [[33, 30], [31, 32]]
@@ -70,7 +72,7 @@ def test_blocks_of_queries_change_nothing(monkeypatch: pytest.MonkeyPatch) -> No
     query = torch.randn(4, 40, 32, generator=torch.Generator().manual_seed(1))
     whole = ragged_attention(query, keys, values, work, 0.2)
     monkeypatch.setattr(
-        "mmkv.engine.backends.torch.ragged_attention._QUERY_ELEMENTS", 7 * 32 * len(work.row)
+        "mmkv.engine.backends.torch.attention._QUERY_ELEMENTS", 7 * 32 * len(work.row)
     )
     for found, wanted in zip(ragged_attention(query, keys, values, work, 0.2), whole, strict=True):
         assert found.shape == wanted.shape

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import normalizers
 
 from mmkv import Engine
 from mmkv.checkpoints import _checkpoint, _json
 from mmkv.engine.errors import MmkvError, ModelError, SessionError
 from mmkv.engine.model.fingerprint import fingerprint
-from mmkv.engine.model.source import INDEX, SINGLE, locate, require_normal_growth
+from mmkv.engine.model.source import INDEX, SINGLE, _longest, locate, require_normal_growth
 from tests.support.chat_models import save_llama
 
 
@@ -130,8 +133,15 @@ def replace(pattern: dict[str, str], content: str) -> dict[str, Any]:
     return {"type": "Replace", "pattern": pattern, "content": content}
 
 
+def precompiled(*texts: str) -> dict[str, Any]:
+    trie = bytes(8)  # which of them stands for which character does not matter here
+    table = len(trie).to_bytes(4, "little") + trie + b"".join(t.encode() + b"\0" for t in texts)
+    return {"type": "Precompiled", "precompiled_charsmap": base64.b64encode(table).decode()}
+
+
 DOUBLE = replace({"String": "a"}, "aa")
 SPACES = replace({"String": " "}, "\u2581")
+SPREAD = replace({"String": " "}, "\ufdfa")  # four words
 
 
 @pytest.mark.parametrize(
@@ -145,6 +155,16 @@ SPACES = replace({"String": " "}, "\u2581")
         (normalizer(*[normalizer(*[DOUBLE] * 5)] * 4), False),
         (replace({"Regex": ""}, "x" * 1000), False),
         (replace({"Regex": " {2,}"}, "\u2581"), True),
+        # As NFKC has U+FDFA, and as checkpoints with a table of SentencePiece's go on from it.
+        (normalizer(precompiled("a", "x" * 18), *[replace({"Regex": " {2,}"}, " ")] * 3), True),
+        (precompiled("a", "x" * 18 * 70, "b"), False),
+        (normalizer(*[precompiled("x" * 18)] * 3), False),
+        (precompiled("\ufdfa" * 70), False),  # 1,260 characters once NFKC has read them
+        ({"type": "Precompiled", "precompiled_charsmap": "no base64"}, True),
+        ({"type": "Precompiled", "precompiled_charsmap": None}, True),
+        (normalizer({"type": "NFC"}, {"type": "ByteLevel"}), True),
+        (normalizer(*[{"type": "ByteLevel"}] * 30), False),
+        (normalizer(*[SPREAD, {"type": "NFKC"}] * 4), False),
     ],
 )
 def test_a_normalizer_that_blows_texts_up_is_refused(
@@ -157,6 +177,29 @@ def test_a_normalizer_that_blows_texts_up_is_refused(
     else:
         with pytest.raises(ModelError, match="characters of one"):
             require_normal_growth("model", file)
+
+
+def test_letters_of_a_normalizer_s_name_may_be_escaped(tmp_path: Path) -> None:
+    text = json.dumps({"normalizer": normalizer(*[DOUBLE] * 30), "model": {}})
+    file = tmp_path / "tokenizer.json"
+    file.write_text(text.replace("Replace", "R\\u0065place"))
+    with pytest.raises(ModelError, match="characters of one"):
+        require_normal_growth("model", file)
+
+
+def test_a_table_of_characters_is_read_as_the_library_reads_it() -> None:
+    """A real one: ``a`` stands for 2,000 letters, which the library then makes of each."""
+    units = [0] * 256
+    # A double array: the root's children lie at its offset, xor their byte; then a leaf's value.
+    units[0] = 1 << 10
+    units[1 ^ ord("a")] = (2 << 10) | (1 << 8) | ord("a")
+    units[1 ^ ord("a") ^ 2] = 1 << 31
+    trie = struct.pack("<256I", *units)
+    table = struct.pack("<I", len(trie)) + trie + b"x" * 2000 + b"\0"
+    made = normalizers.Precompiled(table)
+    assert made.normalize_str("aba") == "x" * 2000 + "b" + "x" * 2000
+    found = {"type": "Precompiled", "precompiled_charsmap": base64.b64encode(table).decode()}
+    assert _longest(found["precompiled_charsmap"]) == 2000
 
 
 def test_a_bomb_stops_no_load(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import itertools
 import pkgutil
 import re
 from collections.abc import Iterator
@@ -197,6 +198,26 @@ def test_products_are_whole_for_the_time_of_a_step(kind: str, allow: Any) -> Non
     with pytest.raises(KeyError), exact_products(torch.device(kind)):
         raise KeyError
     assert PRODUCTS[kind].fp32_precision == before
+
+
+@pytest.mark.usefixtures("own_settings")
+@pytest.mark.parametrize("allow", [allow_by_the_old_call, allow_by_the_new_one])
+@pytest.mark.parametrize("kinds", itertools.product(PRODUCTS, PRODUCTS))
+def test_the_first_of_two_steps_to_end_leaves_the_other_exact(
+    kinds: tuple[str, str], allow: Any
+) -> None:
+    """Two engines in two threads; the process's setting returns with the last one."""
+    allow()
+    before = [product.fp32_precision for product in PRODUCTS.values()]
+    for first_ends_first in (True, False):
+        steps = [exact_products(torch.device(kind)) for kind in kinds]
+        for step in steps:
+            step.__enter__()
+        ends, goes_on = (0, 1) if first_ends_first else (1, 0)
+        steps[ends].__exit__(None, None, None)
+        assert PRODUCTS[kinds[goes_on]].fp32_precision == "ieee"
+        steps[goes_on].__exit__(None, None, None)
+        assert [product.fp32_precision for product in PRODUCTS.values()] == before
 
 
 @pytest.mark.usefixtures("own_settings")

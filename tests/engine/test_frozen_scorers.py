@@ -15,8 +15,12 @@ from torch import Tensor
 
 from mmkv.engine.policies import NewTokens, make_policy
 from mmkv.engine.policies.base import tapped_layers
-from mmkv.engine.policies.frozen import AttentionAndChange, EntryVariance, StreamChange
-from mmkv.engine.policies.lag import PreviousChunk
+from mmkv.engine.policies.frozen import (
+    AttentionAndChange,
+    EntryVariance,
+    PreviousChunk,
+    StreamChange,
+)
 
 LAYERS, HEADS, DIM, HIDDEN, BATCH = 5, 2, 4, 3, 2
 # Lengths of passes, one after another.

@@ -20,7 +20,7 @@ from mmkv.engine.cache.forms import FORMS, Codec, _matrix, hadamard
 from mmkv.engine.cache.layout import Layout
 from mmkv.engine.errors import PolicyError, SessionError
 from mmkv.engine.runtime import Runtime
-from mmkv.engine.sequence_file import _digest
+from mmkv.engine.session_file import _digest
 from tests.support.sessions import LATER, PICTURES, assert_same_rows, load, run, text_ids, turn
 
 ROUNDED = ("int8", "k8v4", "int4")

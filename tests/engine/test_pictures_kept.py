@@ -13,6 +13,7 @@ from mmkv.resources import asset
 from tests.support.factories import checkpoint, make_turn
 
 NAME = "qwen3_vl"
+TOUCHING = "llava_onevision"  # the others have text around each
 STAY = 16
 
 
@@ -20,10 +21,24 @@ def test_pictures_are_runs_of_visual_tokens_over_chunks() -> None:
     kinds = torch.tensor([0, 1, 1, 1, 0, 2, 2, 0, 2, 1], dtype=torch.uint8)
     whole = ((1, 4), (5, 7), (8, 9), (9, 10))
     assert with_pictures((), kinds, 0) == whole
-    for cut in range(1, 9):  # 9 stands between two pictures that touch
+    for cut in range(1, 10):  # 9 stands between a video and a picture that touch
         first = with_pictures((), kinds[:cut], 0)
-        assert with_pictures(first, kinds[cut:], cut) == whole
+        assert with_pictures(first, kinds[cut:], cut, int(kinds[cut - 1])) == whole
+        assert cut == 9 or with_pictures(first, kinds[cut:], cut) == whole
     assert with_pictures(((3, 5),), kinds[:2], 7) == ((3, 5), (8, 9))
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 3, 5, 100])
+def test_a_picture_that_a_video_follows_is_another_in_chunks_of_any_size(chunk: int) -> None:
+    engine = Engine.from_pretrained(
+        checkpoint(TOUCHING), dtype="float32", device="cpu", policy="full", prefill_chunk=chunk
+    )
+    turn = make_turn(TOUCHING, [3, ("image", 32, 32), ("video", 1, 32, 32), 4], seed=3)
+    with engine.session() as session:
+        session.prefill(turn)
+        kinds = turn["input_ids"][0].unique_consecutive(return_counts=True)[1].tolist()
+        image, video = kinds[3:5]
+        assert session.pictures == ((3, 3 + image), (3 + image, 3 + image + video))
 
 
 def test_the_share_of_each_picture_is_counted_from_what_is_retained(tmp_path: Path) -> None:

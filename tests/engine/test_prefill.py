@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from mmkv.engine.budget import Budget
+from mmkv.engine.budgets import page_bound
 from mmkv.engine.errors import BudgetError, InputError, SessionError
 from mmkv.engine.model.decoder import Decoder
-from mmkv.engine.page_bound import page_bound
 from mmkv.engine.runtime import Runtime
 from tests.support.policies import EVICTING_KINDS, KINDS
 from tests.support.sessions import LATER, PICTURES, assert_same_rows, load, run, text_ids, turn
@@ -117,10 +117,10 @@ def test_a_pool_of_the_bound_is_enough(
     budget: Budget, policy: str, folders: dict[str, Path]
 ) -> None:
     """The pool refuses every page above the bound, so none is ever asked for."""
-    engine = load(folders["vl"], policy=policy, evict_every=3, page_size=4)
+    engine = load(folders["vl"], policy=policy, budget=budget, evict_every=3, page_size=4)
     pool = engine.cache.pool
     lasting = engine.budgets.lasting_pages(budget)
-    with engine.session(budget) as session:
+    with engine.session() as session:
         for at, (prompt, steps) in enumerate(((PICTURES, 9), (LONG, 30), (turn(2), 1))):
             tokens = prompt["input_ids"].numel()
             bound = page_bound(engine, budget, tokens, steps, session.extent)

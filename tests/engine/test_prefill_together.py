@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from mmkv.engine.budgets import page_bound
 from mmkv.engine.errors import BudgetError, NotFiniteError, SessionError
-from mmkv.engine.page_bound import page_bound
 from mmkv.engine.policies import make_policy
 from mmkv.engine.prefill import Prefill, advance_together, extend_together
 from mmkv.engine.runtime import Runtime

@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from mmkv.measure.record import ROOT
+from mmkv.training.measure.record import ROOT
 from tests.support.factories import Checkpoint
 from tests.support.oracle import METHODS, Oracle
 from tests.support.oracle.methods import attention

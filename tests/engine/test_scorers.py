@@ -23,12 +23,17 @@ from mmkv.engine.policies.allocation import (
     LayerAllocation,
     PyramidAllocation,
 )
-from mmkv.engine.policies.attention import AttentionMass, FusedAttention, NewestAttention
+from mmkv.engine.policies.attention import (
+    AttentionAndRedundancy,
+    AttentionMass,
+    FusedAttention,
+    GlobalAttention,
+    NewestAttention,
+    redundancy,
+)
 from mmkv.engine.policies.base import WindowReduction
-from mmkv.engine.policies.keys import KeyDifference, KeyNorm
-from mmkv.engine.policies.lag import NextChunk
-from mmkv.engine.policies.redundancy import AttentionAndRedundancy, GlobalAttention, redundancy
-from mmkv.engine.query_window import QUERIES, window_attention
+from mmkv.engine.policies.keys import KeyDifference, KeyNorm, NextChunk
+from mmkv.engine.scorer_state import QUERIES, window_attention
 from tests.engine.test_policies import make_view
 
 LENGTHS = st.lists(
@@ -203,7 +208,7 @@ def test_redundancy(
     """In blocks of any size."""
     view, source = make(lengths, seed)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mmkv.engine.policies.redundancy._BLOCK_ELEMENTS", block)
+        patch.setattr("mmkv.engine.policies.attention._BLOCK_ELEMENTS", block)
         found = redundancy(view, threshold, only_similar)
     expected = brute_redundancy(view, source.key, threshold, only_similar)
     torch.testing.assert_close(found, torch.tensor(expected), rtol=1e-4, atol=1e-6)

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mmkv.engine.policies.score import log1mexp, lookahead_log_score
+from mmkv.engine.policies.scoring import log1mexp, lookahead_log_score
 from tests.support.oracle import log_score
 
 UNIT = 2.0**-24

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import mmkv.engine.sequence_file as session_file
+import mmkv.engine.session_file as session_file
 from mmkv.engine.errors import SessionError
 from mmkv.engine.model.gates import Gates
 from mmkv.engine.policies import GlobalAllocation, HeadAllocation, Policy
@@ -38,7 +38,7 @@ def test_a_copy_continues_bit_identically(
     how: str, policy: str, folders: dict[str, Path], tmp_path: Path
 ) -> None:
     engine = load(folders["vl"], policy=policy, budget=18)
-    session = engine.session(19)
+    session = engine.session(19 if engine.policy.evicts else None)
     session.prefill(PICTURES)
     run(session, text_ids(9, 10))
     if how == "fork":
@@ -64,6 +64,19 @@ def test_a_copy_continues_bit_identically(
     for x, y in zip(ours, later_life(copy), strict=True):
         assert torch.equal(x, y)
     assert_same_rows(session, copy)
+
+
+def test_where_nothing_is_evicted_a_file_s_own_budget_is_the_engine_s(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """Older versions took any."""
+    session = load(folders["vl"], policy="full", budget=18).session()
+    session.prefill(PICTURES)
+    session.save(tmp_path / "s.mmkv")
+    engine = load(folders["vl"], policy="full", budget=30)
+    copy, _ = engine.load_session(tmp_path / "s.mmkv")
+    assert copy.budget == engine.budget
+    assert torch.equal(run(session, text_ids(9, 10)), run(copy, text_ids(9, 10)))
 
 
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl_moe", "internvl"])

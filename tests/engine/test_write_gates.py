@@ -27,10 +27,11 @@ from mmkv.engine.model.gates import (
 )
 from mmkv.engine.model.rope import rotate
 from mmkv.engine.model.spec import DecoderSpec
-from mmkv.engine.policies.write_gate import admitted, visible
+from mmkv.engine.policies.base import admitted
+from mmkv.engine.policies.write_gate import visible
 from mmkv.engine.runtime import Runtime
-from mmkv.measure.full_attention import FullAttention, lay_out
 from mmkv.resources import bundled_model
+from mmkv.training.measure.full_attention import FullAttention, lay_out
 from tests.conftest import make_spec
 from tests.support.factories import checkpoint, make_turn
 from tests.support.tiers import slow_but

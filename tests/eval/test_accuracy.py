@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from mmkv.data.scenes import Turn
 from mmkv.eval.accuracy import scenes
+from mmkv.training.data.scenes import Turn
 
 
 @pytest.mark.parametrize(

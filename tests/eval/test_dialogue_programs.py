@@ -10,20 +10,20 @@ from typing import Any
 
 import pytest
 
-from mmkv.data.scene_data import scene_example
-from mmkv.data.scenes import Clip, render
 from mmkv.eval.domains import maker
+from mmkv.eval.measure.journal import Journal
 from mmkv.eval.quality.methods import Comparison, Method
 from mmkv.eval.quality.run import ComparisonRuns
 from mmkv.eval.sessions import stream as dialogue_stream
 from mmkv.eval.sessions import tasks as dialogue_tasks
 from mmkv.eval.sessions.__main__ import main
 from mmkv.eval.sessions.tasks import Asked
-from mmkv.measure.journal import Journal
-from mmkv.measure.teacher_forced import spans
 from mmkv.prompt.processing import load_processor
 from mmkv.resources import bundled_model
-from tests.mmkv.data.test_scenes import read_cells
+from mmkv.training.data.scene_data import scene_example
+from mmkv.training.data.scenes import Clip, render
+from mmkv.training.measure.teacher_forced import spans
+from tests.training.data.test_scenes import read_cells
 
 MODEL = str(bundled_model())
 TEXT, SCENES = "sessions:text:6:6:5", "sessions:scenes:6:4:3"

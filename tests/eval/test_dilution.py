@@ -16,10 +16,10 @@ from mmkv.engine.runtime import Runtime
 from mmkv.eval.dilution.__main__ import Prober, dilution_bound, main, measure
 from mmkv.eval.dilution.probe import probed_decode
 from mmkv.eval.dilution.report import _correlation
+from mmkv.eval.measure.journal import Journal
 from mmkv.eval.needle.tasks import Needle
 from mmkv.eval.quality.methods import Comparison, Method
 from mmkv.eval.quality.run import ComparisonRuns
-from mmkv.measure.journal import Journal
 from mmkv.resources import bundled_model
 
 MODEL = str(bundled_model())

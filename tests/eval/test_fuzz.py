@@ -19,7 +19,7 @@ from mmkv.eval.fuzz.__main__ import main
 from mmkv.eval.fuzz.judge import failure_of
 from mmkv.eval.fuzz.report import Report
 from mmkv.eval.fuzz.target import Case, Target
-from mmkv.measure.record import write_results
+from mmkv.training.measure.record import write_results
 
 
 class Scripted(Target):

@@ -10,12 +10,12 @@ import pytest
 import torch
 import transformers
 
-from mmkv.data.scenes import Question
 from mmkv.engine.runtime import Runtime
 from mmkv.eval.accuracy import llava as accuracy
-from mmkv.measure.teacher_forced import FullCache
 from mmkv.prompt.processing import load_processor
+from mmkv.training.data.scenes import Question
 from mmkv.training.llava.pictures import EasyVQA, Shown, Turn, talk
+from mmkv.training.measure.teacher_forced import FullCache
 
 pytest_plugins = ("tests.support.llava_fixtures",)
 

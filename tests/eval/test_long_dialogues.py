@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from mmkv.data.dialogues import sparse, stream
-from mmkv.data.scene_data import scene_example
-from mmkv.data.scenes import Turn
-from mmkv.data.tokenizer import build_tokenizer
 from mmkv.engine.runtime import Runtime
-from mmkv.measure.teacher_forced import DialogueRun, read
 from mmkv.resources import bundled_model
+from mmkv.training.data.dialogues import sparse, stream
+from mmkv.training.data.scene_data import scene_example
+from mmkv.training.data.scenes import Turn
+from mmkv.training.data.tokenizer import build_tokenizer
+from mmkv.training.measure.teacher_forced import DialogueRun, read
 from tests.support.tiers import slow_but
 
 

@@ -12,23 +12,23 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mmkv.data.scenes import Clip, Turn, render
 from mmkv.engine.errors import InputError
 from mmkv.engine.policies import Budget
 from mmkv.engine.runtime import Runtime
 from mmkv.eval.domains import maker
+from mmkv.eval.measure.journal import Journal
 from mmkv.eval.needle import tasks as needle_tasks
 from mmkv.eval.needle.__main__ import main
 from mmkv.eval.needle.report import found
 from mmkv.eval.needle.tasks import Haystack, Needle, place_needles
 from mmkv.eval.quality.methods import Comparison, Method
 from mmkv.eval.quality.run import ComparisonRuns
-from mmkv.measure.journal import Journal
-from mmkv.measure.teacher_forced import FullCache, read_at, spans
 from mmkv.prompt.processing import load_processor
 from mmkv.resources import bundled_model
-from tests.mmkv.data.test_dialogues import check
-from tests.mmkv.data.test_scenes import read_cells
+from mmkv.training.data.scenes import Clip, Turn, render
+from mmkv.training.measure.teacher_forced import FullCache, read_at, spans
+from tests.training.data.test_dialogues import check
+from tests.training.data.test_scenes import read_cells
 
 MODEL = str(bundled_model())
 STATED = re.compile(r"The special magic numbers for (\w+) are: ([\d, ]+)\.\n")

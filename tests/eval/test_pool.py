@@ -8,12 +8,12 @@ import pytest
 from torch import Tensor
 
 from mmkv import bundled_model
-from mmkv.data.scene_data import scene_example, scene_turns
-from mmkv.data.tokenizer import build_tokenizer
 from mmkv.engine.model.families.base import Turn
 from mmkv.engine.runtime import Runtime
 from mmkv.eval import pool
-from mmkv.measure.teacher_forced import read
+from mmkv.training.data.scene_data import scene_example, scene_turns
+from mmkv.training.data.tokenizer import build_tokenizer
+from mmkv.training.measure.teacher_forced import read
 
 
 @pytest.fixture(scope="module")

@@ -16,24 +16,31 @@ import torch
 import transformers
 from matplotlib.figure import Figure
 
-from mmkv.data.labels import predicted
-from mmkv.data.sources import examples
 from mmkv.engine.errors import InputError
 from mmkv.engine.model.decoder import Decoder
 from mmkv.engine.policies import Budget
 from mmkv.engine.runtime import Runtime
+from mmkv.eval.measure.journal import Journal
+from mmkv.eval.measure.stats import mean, paired
 from mmkv.eval.quality import report as quality_report
 from mmkv.eval.quality.__main__ import main
 from mmkv.eval.quality.kept import draw as draw_kept
 from mmkv.eval.quality.kept import main as kept
 from mmkv.eval.quality.methods import Comparison, Method
 from mmkv.eval.quality.run import ComparisonRuns, Reader
-from mmkv.measure import teacher_forced
-from mmkv.measure.journal import Journal
-from mmkv.measure.record import RESULTS
-from mmkv.measure.stats import mean, paired
-from mmkv.measure.teacher_forced import FullCache, Reading, read, read_at, read_together, spans
 from mmkv.resources import bundled_model
+from mmkv.training.data.labels import predicted
+from mmkv.training.data.sources import examples
+from mmkv.training.measure import teacher_forced
+from mmkv.training.measure.record import RESULTS
+from mmkv.training.measure.teacher_forced import (
+    FullCache,
+    Reading,
+    read,
+    read_at,
+    read_together,
+    spans,
+)
 
 MODEL = str(bundled_model())
 

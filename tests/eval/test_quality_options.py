@@ -13,6 +13,7 @@ from mmkv.engine.errors import InputError
 from mmkv.engine.runtime import Runtime
 from mmkv.eval.dilution import __main__ as dilution
 from mmkv.eval.domains import held_out
+from mmkv.eval.measure.journal import Journal
 from mmkv.eval.needle import __main__ as needle
 from mmkv.eval.quality import __main__ as quality
 from mmkv.eval.quality import command as quality_command
@@ -20,7 +21,6 @@ from mmkv.eval.quality.methods import Comparison, Method, digest
 from mmkv.eval.quality.run import ComparisonRuns, Reader
 from mmkv.eval.sessions import __main__ as dialogue
 from mmkv.eval.sessions import stream as dialogue_stream
-from mmkv.measure.journal import Journal
 from mmkv.prompt.processing import load_processor
 from mmkv.resources import bundled_model
 

@@ -140,7 +140,7 @@ def test_a_scheduler_fails_the_broken_request_alone(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scheduler = Scheduler(EngineExecutor(engine), Limits())
-    kept = [StoredSession(engine, 64) for _ in range(2)]
+    kept = [StoredSession(engine) for _ in range(2)]
     for session in kept:
         scheduler.submit(ReplyJob(engine, message("hi"), GREEDY, session=session, prompt_tokens=40))
     while scheduler.turn():

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-import mmkv.chat.autosave
+import mmkv.chat.saved
 from mmkv import Engine
-from mmkv.chat.autosave import KEPT, SHARE
 from mmkv.chat.repl import Repl
+from mmkv.chat.saved import KEPT, SHARE
 from mmkv.engine.errors import plain
 from tests.support.chat_models import new_repl
 
@@ -127,7 +127,7 @@ def test_saving_takes_a_small_share_of_the_time(
 ) -> None:
     """A save of 3 seconds (a large cache) is followed by none for 60, and the end saves."""
     now, saves = [1000.0], []
-    monkeypatch.setattr(mmkv.chat.autosave.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(mmkv.chat.saved.time, "monotonic", lambda: now[0])
 
     def save(session: Any, path: Path, extra: Any) -> None:
         saves.append(now[0])

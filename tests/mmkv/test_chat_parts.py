@@ -16,10 +16,10 @@ import pytest
 from rich.console import Console
 
 from mmkv import Engine, Sampling
-from mmkv.chat import places, saved, trouble
-from mmkv.chat.commands import COMMANDS
+from mmkv.chat import saved, trouble
 from mmkv.chat.display import memory_line
-from mmkv.chat.places import config_file, state_folder
+from mmkv.chat.repl import COMMANDS
+from mmkv.chat.saved import config_file, state_folder
 from mmkv.resources import bundled_model
 
 
@@ -70,12 +70,12 @@ def test_a_transcript_is_utf_8_whatever_the_locale_is(tmp_path: Path) -> None:
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from mmkv.chat.transcript import export
+from mmkv.chat.saved import export
 talk = [{"role": "user", "content": "rot \\u2192 gr\\u00fcn"}]
 export(SimpleNamespace(history=talk), "m", Path(sys.argv[1]))
 """
     target = tmp_path / "talk.md"
-    strict = "error::EncodingWarning:mmkv.chat.transcript"
+    strict = "error::EncodingWarning:mmkv.chat.saved"
     options = ["-X", "warn_default_encoding", "-W", strict]
     done = subprocess.run(
         [sys.executable, *options, "-c", code, str(target)], capture_output=True, text=True
@@ -94,9 +94,9 @@ def test_an_error_is_placed_in_the_innermost_line_of_ours(monkeypatch: pytest.Mo
     monkeypatch.delenv("XDG_STATE_HOME")
     with pytest.raises(ValueError, match="no home") as raised:
         state_folder()
-    lines, first = inspect.getsourcelines(places._home)
+    lines, first = inspect.getsourcelines(saved._home)
     at = first + next(i for i, line in enumerate(lines) if "Path.home()" in line)
-    assert trouble._place(raised.value) == f"mmkv/chat/places.py:{at}"
+    assert trouble._place(raised.value) == f"mmkv/chat/saved.py:{at}"
     with pytest.raises(ValueError, match="Expecting") as foreign:
         json.loads("{")
     assert trouble._place(foreign.value).startswith("decoder.py:")

@@ -14,15 +14,13 @@ import pytest
 import torch
 from PIL import Image
 
-import mmkv.chat.answer
+import mmkv.chat.display
 import mmkv.session
 import mmkv.turn
 from mmkv import Engine
-from mmkv.chat.answer import OutputClosed
-from mmkv.chat.commands import Leave
-from mmkv.chat.display import Display
+from mmkv.chat.display import Display, OutputClosed
 from mmkv.chat.options import ChatOptions
-from mmkv.chat.repl import Repl
+from mmkv.chat.repl import Leave, Repl
 from mmkv.engine.cache import RaggedCache
 from mmkv.engine.model.decoder import Decoder
 from mmkv.prompt.media import load_image
@@ -51,7 +49,7 @@ PLACES = (
     (mmkv.session.Session, "memory"),
     (ReplyWriter, "held_text"),
     (ReplyWriter, "reply"),
-    (mmkv.chat.answer, "_write"),
+    (mmkv.chat.display, "_write"),
 )
 RUNS = 150
 

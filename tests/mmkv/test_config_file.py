@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from mmkv.chat.places import config_file, state_folder
+from mmkv.chat.saved import config_file, state_folder
 from mmkv.cli.config import described
 
 if TYPE_CHECKING:

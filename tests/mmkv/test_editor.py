@@ -17,7 +17,9 @@ from prompt_toolkit.input.base import PipeInput
 from prompt_toolkit.input.defaults import create_pipe_input
 
 from mmkv.chat.editor import KEPT, Editor, continuation, open_history
-from mmkv.chat.places import state_folder
+from mmkv.chat.lines import Words
+from mmkv.chat.repl import COMMANDS, HIDDEN, SETTINGS
+from mmkv.chat.saved import state_folder
 
 ENTER, NEW_LINE, UP, TAB = "\r", "\x1b\r", "\x1b[A", "\t"
 
@@ -48,7 +50,12 @@ def screen() -> Iterator[TextIO]:
 
 @pytest.fixture
 def editor(keys: PipeInput, screen: TextIO) -> Editor:
-    return Editor(lambda: ["main", "other"], screen)
+    words = Words(
+        {name: command.takes for name, command in COMMANDS.items()},
+        {name: command.takes for name, command in HIDDEN.items()},
+        {"set": lambda: SETTINGS, "fork": lambda: ["main", "other"]},
+    )
+    return Editor(words, screen)
 
 
 def typed(editor: Editor, keys: PipeInput, text: str) -> str:
@@ -93,7 +100,7 @@ def test_the_history_outlives_the_editor_and_is_private(
     assert not editor.agrees("overwrite?")
     file = state_folder() / "history"
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
-    assert typed(Editor(list, screen), keys, UP + ENTER) == "first\nline"
+    assert typed(Editor(Words(), screen), keys, UP + ENTER) == "first\nline"
 
 
 def test_the_history_stays_short(tmp_path: Path) -> None:
@@ -112,7 +119,7 @@ def test_a_home_that_cannot_be_written_keeps_nothing(
     keys: PipeInput, tmp_path: Path, screen: TextIO
 ) -> None:
     (tmp_path / "state").write_text("a file")
-    editor = Editor(list, screen)
+    editor = Editor(Words(), screen)
     assert typed(editor, keys, "hello" + ENTER) == "hello"
     assert typed(editor, keys, UP + ENTER) == "hello"
 
@@ -140,8 +147,8 @@ def test_tab_completes(
 
 PROGRAM = """
 import sys
-from mmkv.chat.lines import open_reader
-reader = open_reader(list)
+from mmkv.chat.lines import Words, open_reader
+reader = open_reader(Words())
 sys.stderr.write(type(reader).__name__ + "\\n")
 sys.stderr.write(repr(reader.read()) + "\\n")
 sys.stderr.write(str("prompt_toolkit" in sys.modules) + "\\n")

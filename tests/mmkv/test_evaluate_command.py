@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from mmkv.cli.app import run
-from mmkv.cli.evaluate import _CHILD_IGNORES_CTRL_C
+from mmkv.eval.lmms.command import _CHILD_IGNORES_CTRL_C
 
 
 def started(monkeypatch: pytest.MonkeyPatch, behave: Any) -> list[Any]:
@@ -23,7 +23,7 @@ def started(monkeypatch: pytest.MonkeyPatch, behave: Any) -> list[Any]:
         starts.append((command, options))
         return behave()
 
-    monkeypatch.setattr("mmkv.cli.evaluate.subprocess.run", child)
+    monkeypatch.setattr("mmkv.eval.lmms.command.subprocess.run", child)
     return starts
 
 
@@ -37,7 +37,7 @@ def test_the_output_is_checked_before_the_run(
     output = {"file": file, "below a file": file / "x", "full": tmp_path / "out"}[bad]
     if bad == "full":
         usage = type("usage", (), {"free": 2**20})
-        monkeypatch.setattr("mmkv.measure.outputs.shutil.disk_usage", lambda _: usage)
+        monkeypatch.setattr("mmkv.training.measure.outputs.shutil.disk_usage", lambda _: usage)
     assert run(["eval", "--tasks", "mme", "--output", str(output)]) == 1
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and "--output" in said

@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from mmkv import Engine
-from mmkv.chat.answer import _Plain
+from mmkv.chat.display import _Plain
 from mmkv.chat.markdown import MarkdownStream
 from mmkv.checkpoints import Checkpoint, Gates, Listing, table
 from mmkv.cli.app import run

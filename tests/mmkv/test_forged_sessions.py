@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from mmkv.api import Engine
 from mmkv.chat.saved import chat_extra, chat_options, elsewhere
 from mmkv.dialogue_schema import parse_held
-from mmkv.engine import sequence_file, session_schema
+from mmkv.engine import session_file
 from mmkv.engine.config import EngineConfig
 from mmkv.engine.errors import MmkvError, SessionError
 from mmkv.engine.strict import Damage
@@ -38,7 +38,7 @@ def forge(path: Path, change: Callable[[dict[str, Any], dict[str, Any]], None]) 
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     del metadata["digest"]
     change(metadata, tensors)
-    metadata["digest"] = sequence_file._digest(tensors, metadata)
+    metadata["digest"] = session_file._digest(tensors, metadata)
     save_file(tensors, path, metadata=metadata)
 
 
@@ -199,7 +199,7 @@ def test_a_file_for_which_there_is_no_room_is_refused_before_it_is_read(
     for name, (shape, dtype) in engine.cache.layout(entries).items():
         size = torch.Size(shape).numel() * dtype.itemsize
         header[name] = {
-            "dtype": session_schema.NAMES[dtype],
+            "dtype": session_file.NAMES[dtype],
             "shape": list(shape),
             "data_offsets": [end, end + size],
         }

@@ -19,8 +19,7 @@ import pytest
 from rich.console import Console
 
 import mmkv.chat.markdown as module
-from mmkv.chat.answer import answer
-from mmkv.chat.display import Display
+from mmkv.chat.display import Display, answer
 from mmkv.chat.markdown import MarkdownStream
 from mmkv.chat.options import ChatOptions
 

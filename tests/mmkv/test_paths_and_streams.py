@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from mmkv.cli.app import run
-from mmkv.data.readers import DataSource
 from mmkv.engine.errors import MmkvError
 from mmkv.engine.model.source import locate
+from mmkv.training.data.readers import DataSource
 from tests.support.chat_models import save_llama
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def test_names_that_are_no_path_are_refused_in_one_line(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     ended = SimpleNamespace(run=lambda *_, **__: SimpleNamespace(returncode=1))
-    monkeypatch.setattr("mmkv.cli.evaluate.subprocess", ended)
+    monkeypatch.setattr("mmkv.eval.lmms.command.subprocess", ended)
     given = [each.replace("NAME", name).replace("MODEL", model) for each in arguments]
     if given[:2] == ["eval", "--tasks"] and given[2] == name and name != "a" * 5000:
         pytest.skip("lmms-eval's own folder is searched for each, which takes a second")

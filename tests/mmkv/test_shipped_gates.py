@@ -156,6 +156,10 @@ def test_without_gates_a_budget_decides_whether_anything_is_evicted(tmp_path: Pa
         assert free.policy.name == "full" and "nothing is evicted" in str(free.policy_note)
         with free.session() as session, pytest.raises(BudgetError, match="evicts nothing"):
             session.set_budget(8)
+        for given in (8, Budget.fraction(0.5)):  # nothing would come of them
+            with pytest.raises(BudgetError, match=r"evicts nothing.*load the model with a budget"):
+                free.session(given)
+        free.session(free.budget).close()
         for budget in (8, "25%", "64KiB"):
             engine = Engine.from_pretrained(model, budget=budget)
             assert engine.policy.name == best and best in str(engine.policy_note)

@@ -15,7 +15,7 @@ import torch
 
 from mmkv import Engine, Sampling
 from mmkv.engine.errors import SessionError
-from mmkv.engine.lock import FairLock
+from mmkv.engine.interrupts import FairLock
 from mmkv.session import Session
 from tests.support.chat_models import picture, save_qwen3_vl, script
 from tests.support.tiers import slow_but

@@ -7,7 +7,7 @@ from typing import Any
 
 from PIL import Image
 
-from mmkv.data.scenes import make_scene, render
+from mmkv.training.data.scenes import make_scene, render
 
 
 def picture(seed: int) -> Image.Image:

@@ -12,9 +12,9 @@ import numpy as np
 from datasets import Dataset, Image
 from PIL import Image as pil
 
-from mmkv.data.dialogues import clip
-from mmkv.data.scenes import Question, Scene, make_scene, object_names, questions, render
 from mmkv.resources import bundled_dialogues
+from mmkv.training.data.dialogues import clip
+from mmkv.training.data.scenes import Question, Scene, make_scene, object_names, questions, render
 
 LETTERS = "ABCD"
 WORD = "\nAnswer the question using a single word or phrase."  # GQA's and TextVQA's last words

@@ -60,11 +60,15 @@ def png_bomb(side: int = 60_000, size: int = 0) -> bytes:
     return b"\x89PNG\r\n\x1a\n" + body
 
 
-def write_clip(path: Path) -> Path:
-    """Write three seconds in which frame n, of 64 x 48 pixels, is grey of level 10 n."""
+def write_clip(path: Path, **options: str) -> Path:
+    """Write three seconds in which frame n, of 64 x 48 pixels, is grey of level 10 n.
+
+    Args:
+        options: of FFmpeg's container.
+    """
     import av
 
-    with av.open(str(path), "w") as container:
+    with av.open(str(path), "w", options=options) as container:
         stream = container.add_stream("mpeg4", rate=RATE)
         stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p"
         stream.bit_rate = 4_000_000

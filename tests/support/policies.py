@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from mmkv.engine.backends.cuda.kernels.evict import unsupported_reason
-from mmkv.engine.new_entries import has_born
 from mmkv.engine.policies import PRESETS, Policy, make_policy
+from mmkv.engine.scorer_state import has_born
 
 _ALL = {name: make_policy(name) for name in PRESETS}
 # Pruners need pictures and layers enough, and write gates are other gates: test_matrix.py has them.

@@ -18,7 +18,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import TrainingArguments
 
-from mmkv.data.sources import examples
 from mmkv.engine.errors import InputError
 from mmkv.engine.model.fingerprint import fingerprint
 from mmkv.engine.model.gates import load_gates, make_random_gates
@@ -26,6 +25,7 @@ from mmkv.engine.runtime import Runtime
 from mmkv.resources import bundled_model
 from mmkv.training import distill as command_line
 from mmkv.training.card import write_card
+from mmkv.training.data.sources import examples
 from mmkv.training.distill import main
 from mmkv.training.folder import ASKED, HISTORY, history
 from mmkv.training.held_out import HeldOutData, summary

@@ -13,12 +13,12 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer, models
 
 from mmkv.engine.errors import ModelError
-from mmkv.measure.record import ROOT
 from mmkv.resources import BUNDLED_ADAPTER, asset
 from mmkv.training.llava.__main__ import arguments, main
 from mmkv.training.llava.adapter import CHAT_TEMPLATE, Adapter, vision_config, with_image_token
 from mmkv.training.llava.pictures import EasyVQA, talk
 from mmkv.training.llava.teach import Language, encode, opening
+from mmkv.training.measure.record import ROOT
 from tests.support.chat_models import save_llama
 from tests.support.llava import HIDDEN, SYSTEM, options
 
@@ -127,8 +127,8 @@ def test_the_bundled_adapter_is_what_the_command_makes() -> None:
     assert {name: facts["settings"][name] for name in asked} == asked
     assert (folder / "chat_template.jinja").read_text() == CHAT_TEMPLATE
     assert sum(file.stat().st_size for file in folder.iterdir()) < 6_000_000
-    join = "python -m mmkv.training.llava join --language-model smollm2 --output smollm2-llava"
-    train = "python -m mmkv.training.llava train --language-model smollm2 --output runs/llava"
+    join = "python -m training.llava join --language-model smollm2 --output smollm2-llava"
+    train = "python -m training.llava train --language-model smollm2 --output runs/llava"
     page = (ROOT / "docs" / "smollm2-llava.md").read_text()
     assert join in page and train in page
     assert "docs/smollm2-llava.md" in (ROOT / "README.md").read_text()

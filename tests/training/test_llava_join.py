@@ -13,10 +13,10 @@ import transformers
 from PIL import Image
 
 from mmkv import Engine, Sampling
-from mmkv.data.scenes import EMPTY
 from mmkv.engine.model.fingerprint import fingerprint
 from mmkv.engine.model.gates import foreign_note, load_gates, make_random_gates, save_gates
 from mmkv.engine.runtime import Runtime
+from mmkv.training.data.scenes import EMPTY
 from mmkv.training.llava.__main__ import main
 from mmkv.training.llava.adapter import Adapter, load, save, vision_config
 from mmkv.training.llava.pictures import Shown

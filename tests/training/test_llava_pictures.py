@@ -9,8 +9,8 @@ import torch
 import transformers
 from PIL import Image
 
-from mmkv.data.scenes import EMPTY, Question
 from mmkv.resources import BUNDLED_ADAPTER, asset
+from mmkv.training.data.scenes import EMPTY, Question
 from mmkv.training.llava.adapter import Adapter, load, vision_config, with_image_token
 from mmkv.training.llava.pictures import PLACES, EasyVQA, Shown, Turn, all_names, talk
 from mmkv.training.llava.teach import Eyes, Language, WordTable, caption, entries, install

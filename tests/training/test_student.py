@@ -11,12 +11,12 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor
 
-from mmkv.data.labels import predicted
 from mmkv.engine.model.decoder import Decoder
 from mmkv.engine.model.gates import Gates
 from mmkv.engine.runtime import Runtime
-from mmkv.measure.full_attention import full_attention_states, lay_out
+from mmkv.training.data.labels import predicted
 from mmkv.training.losses import quality_losses
+from mmkv.training.measure.full_attention import full_attention_states, lay_out
 from mmkv.training.model import DistillModel, Objective, backbone_digest, weights_at_end
 from mmkv.training.settings import Settings
 from mmkv.training.student import student_states

@@ -17,15 +17,15 @@ from huggingface_hub import ModelCard
 from torch import Tensor
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from mmkv.data.sources import examples
 from mmkv.engine.errors import InputError
 from mmkv.engine.model.gates import load_write_gates
 from mmkv.engine.runtime import Runtime
-from mmkv.measure.full_attention import full_attention_states, lay_out
 from mmkv.resources import bundled_model
+from mmkv.training.data.sources import examples
 from mmkv.training.distill import main
 from mmkv.training.folder import history
 from mmkv.training.held_out import HeldOutData
+from mmkv.training.measure.full_attention import full_attention_states, lay_out
 from mmkv.training.model import backbone_digest
 from mmkv.training.settings import Settings
 from mmkv.training.student import binary, write_gated_states

@@ -28,8 +28,8 @@ from transformers.models.siglip.image_processing_pil_siglip import SiglipImagePr
 from mmkv.engine.errors import InputError, ModelError
 from mmkv.engine.model.fingerprint import fingerprint
 from mmkv.engine.model.source import files_of
-from mmkv.measure.outputs import require_output
 from mmkv.training.llava.pictures import PIXELS, SIDE, Shown
+from mmkv.training.measure.outputs import require_output
 
 FORMAT = "mmkv-llava-adapter-1"
 IMAGE_TOKEN, SPARE_TOKEN = "<image>", "<empty_output>"

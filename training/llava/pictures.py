@@ -18,7 +18,8 @@ from pathlib import Path
 
 from PIL import Image, ImageOps
 
-from mmkv.data.scenes import (
+from mmkv.engine.errors import InputError
+from mmkv.training.data.scenes import (
     EMPTY,
     SHAPES,
     Question,
@@ -27,7 +28,6 @@ from mmkv.data.scenes import (
     object_names,
     tile,
 )
-from mmkv.engine.errors import InputError
 
 SIDE = 4  # patches along an edge of a picture, a token each
 PIXELS = 128

@@ -22,11 +22,11 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 
-from mmkv.data.labels import IGNORED
 from mmkv.engine.errors import ModelError
-from mmkv.measure.teacher_forced import spans
+from mmkv.training.data.labels import IGNORED
 from mmkv.training.llava.adapter import CHAT_TEMPLATE, IMAGE_TOKEN, Adapter
 from mmkv.training.llava.pictures import PLACES, SIDE, Shown, Turn, all_names
+from mmkv.training.measure.teacher_forced import spans
 
 
 def opening(tokenizer: Any) -> str:

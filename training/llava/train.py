@@ -15,15 +15,15 @@ from torch.utils.data import Dataset, SequentialSampler
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
-from mmkv.data.scenes import Split
 from mmkv.engine.errors import InputError, ModelError
 from mmkv.engine.model.fingerprint import fingerprint
-from mmkv.measure.outputs import require_output
-from mmkv.measure.record import provenance
+from mmkv.training.data.scenes import Split
 from mmkv.training.folder import first_process
 from mmkv.training.llava.adapter import Adapter, save, vision_config, with_image_token
 from mmkv.training.llava.pictures import EasyVQA, Turn, easy_vqa_folder, talk
 from mmkv.training.llava.teach import Answers, Eyes, Language, WordTable, install
+from mmkv.training.measure.outputs import require_output
+from mmkv.training.measure.record import provenance
 from mmkv.training.stopping import Stopping
 
 _APART = 10**6  # seeds of talks between two phases

@@ -5,10 +5,8 @@ from __future__ import annotations
 from mmkv.engine.backends.cpu.backend import CpuBackend
 from mmkv.engine.backends.cpu.binding import levels, library
 from mmkv.engine.backends.cpu.decoder import NativeDecoder
-from mmkv.engine.backends.cpu.elementwise import native_elementwise
 from mmkv.engine.backends.cpu.evictor import NativeEvictor
-from mmkv.engine.backends.cpu.matrices import packed, rounded
-from mmkv.engine.backends.cpu.product import native_product
+from mmkv.engine.backends.cpu.kernels import native_elementwise, native_product, packed, rounded
 
 __all__ = [
     "CpuBackend",

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from mmkv.engine.backends.base import Decoded
-from mmkv.engine.backends.cpu.chunk import NativeChunkAttention, native_chunk_attention
 from mmkv.engine.backends.cpu.decoder import NativeDecoder
 from mmkv.engine.backends.cpu.evictor import NativeEvictor
-from mmkv.engine.new_entries import write_state
+from mmkv.engine.backends.cpu.kernels import NativeChunkAttention, native_chunk_attention
+from mmkv.engine.scorer_state import write_state
 
 if TYPE_CHECKING:
     from mmkv.engine.runtime import Runtime

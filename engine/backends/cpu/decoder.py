@@ -21,13 +21,13 @@ from mmkv.engine.backends.cpu.binding import (
     library,
 )
 from mmkv.engine.backends.cpu.cache_views import CacheViews
-from mmkv.engine.backends.cpu.matrices import Bf16Copies, linear
+from mmkv.engine.backends.cpu.kernels import Bf16Copies, linear
 from mmkv.engine.cache import RaggedCache
 from mmkv.engine.model.gates import Gates, LayerGate
 from mmkv.engine.model.spec import DecoderSpec
 from mmkv.engine.model.weights import DecoderWeights, LayerWeights
 from mmkv.engine.policies.base import Group
-from mmkv.engine.query_window import QUERIES
+from mmkv.engine.scorer_state import QUERIES
 
 # With fewer weights per thread and step, a second thread saves less (0.28 against 0.35 ms on two
 # idle cores) than it risks: on a busy machine it may keep the step waiting for milliseconds.

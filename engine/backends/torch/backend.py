@@ -11,8 +11,8 @@ from torch import Tensor
 from mmkv.engine.backends.base import Decoded
 from mmkv.engine.backends.torch.step import DecodeStep
 from mmkv.engine.cache import Entries
-from mmkv.engine.new_entries import write_state
 from mmkv.engine.policies import CacheView
+from mmkv.engine.scorer_state import write_state
 from mmkv.engine.trace import REFUSED
 
 if TYPE_CHECKING:

@@ -10,18 +10,21 @@ from torch import Tensor
 
 from mmkv.engine.backends.cuda.kernels.available import on_triton
 from mmkv.engine.backends.cuda.kernels.prefill_attention import prefill_attention
-from mmkv.engine.backends.torch.attention_mass import Rows, attention_mass
-from mmkv.engine.backends.torch.chunk_attention import chunk_attention
-from mmkv.engine.backends.torch.ragged_attention import merge, ragged_attention
-from mmkv.engine.backends.torch.windowed_attention import windowed_attention
-from mmkv.engine.backends.torch.worklist import LayerWork, build_worklist
+from mmkv.engine.backends.torch.attention import (
+    LayerWork,
+    Rows,
+    attention_mass,
+    build_worklist,
+    chunk_attention,
+    merge,
+    ragged_attention,
+    windowed_attention,
+)
 from mmkv.engine.backends.torch.write_step import WriteStep
 from mmkv.engine.cache import RaggedCache
 from mmkv.engine.model.spec import DecoderSpec
-from mmkv.engine.new_entries import write_state
-from mmkv.engine.policies.base import Group, Needs, Scorer, shaped
-from mmkv.engine.policies.pruning import Pruner
-from mmkv.engine.query_window import QUERIES, store_queries
+from mmkv.engine.policies.base import Group, Needs, Pruner, Scorer, shaped
+from mmkv.engine.scorer_state import QUERIES, store_queries, write_state
 
 
 class PrefillChunk:
@@ -35,7 +38,7 @@ class PrefillChunk:
         pruner: drops visual tokens of the chunk on the way, or None.
         writes: says what the chunk's tokens see under a write gate, or None.
         native: attends in C where nothing limits what a token sees, or None:
-            :class:`mmkv.engine.backends.cpu.chunk.NativeChunkAttention`.
+            :class:`mmkv.engine.backends.cpu.kernels.NativeChunkAttention`.
     """
 
     def __init__(

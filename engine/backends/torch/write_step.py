@@ -5,16 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mmkv.engine.backends.torch.admitted_attention import SortedRows, admitted_attention
-from mmkv.engine.backends.torch.attention_mass import Rows
+from mmkv.engine.backends.torch.attention import Rows, SortedRows, admitted_attention
 from mmkv.engine.cache import PagePool
 from mmkv.engine.errors import GateError, PolicyError
 from mmkv.engine.model.gates import Gates, WriteGates, load_write_gates
 from mmkv.engine.model.rope import rotate
 from mmkv.engine.model.spec import DecoderSpec
-from mmkv.engine.policies.base import Policy
-from mmkv.engine.policies.write_gate import Admission
-from mmkv.engine.policies.write_presets import PAPER_WINDOW, with_window
+from mmkv.engine.policies.base import Admission, Policy
+from mmkv.engine.policies.write_gate import PAPER_WINDOW, with_window
 
 
 class WriteStep:

@@ -10,14 +10,14 @@ from transformers import PreTrainedConfig
 from mmkv.engine.errors import ModelError
 from mmkv.engine.model.families.base import Family, Turn
 from mmkv.engine.model.families.features import IMAGE, TEXT, VIDEO, Features
-from mmkv.engine.model.families.internvl import InternVLFamily
-from mmkv.engine.model.families.llava import LlavaFamily
-from mmkv.engine.model.families.llava_next import LlavaNextFamily
-from mmkv.engine.model.families.llava_onevision import LlavaOnevisionFamily
-from mmkv.engine.model.families.phi3 import Phi3Family
-from mmkv.engine.model.families.qwen2_5_vl import Qwen25VLFamily
-from mmkv.engine.model.families.qwen3_vl import Qwen3VLFamily
-from mmkv.engine.model.families.text import TextFamily
+from mmkv.engine.model.families.llava import (
+    InternVLFamily,
+    LlavaFamily,
+    LlavaNextFamily,
+    LlavaOnevisionFamily,
+)
+from mmkv.engine.model.families.qwen_vl import Qwen3VLFamily, Qwen25VLFamily
+from mmkv.engine.model.families.text import Phi3Family, TextFamily
 from mmkv.engine.registry import Registry
 
 FAMILIES: tuple[type[Family], ...] = (

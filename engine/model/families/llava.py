@@ -1,15 +1,21 @@
-"""LLaVA-1.5 (and checkpoints of the same architecture): one fixed grid of features a picture."""
+"""LLaVA-1.5 and those that give a picture a row of features as it does: InternVL, NeXT, OneVision.
+
+They differ in tiles: one fixed grid a picture (1.5), tiles of a picture through one tower with four
+patches a token (InternVL3), a thumbnail plus the tiles of the best fitting grid (NeXT), tiles for a
+single picture but one grid each for several, and video (OneVision).
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
 
 from mmkv.engine.errors import InputError
-from mmkv.engine.model.families.base import Family, floats, picture_sizes
-from mmkv.engine.model.families.features import Features, rows_of
+from mmkv.engine.model.families.base import Family, floats, picture_counts, picture_sizes
+from mmkv.engine.model.families.features import IMAGE, VIDEO, Features, rows_of
 
 
 class LlavaFamily(Family):
@@ -74,3 +80,69 @@ class LlavaFamily(Family):
                 f"vision tower reads {size[0]}x{size[1]}; use this checkpoint's processor"
             )
         return pixels.to(device=device, dtype=self.hf.model.vision_tower.dtype)
+
+
+class InternVLFamily(LlavaFamily):
+    """Checkpoints in transformers' form (``OpenGVLab/InternVL3-1B-hf``).
+
+    How many tiles a picture has is in the number of its tokens alone. The processor gives the
+    frames of a video as pictures, with picture tokens.
+    """
+
+    model_types: ClassVar[tuple[str, ...]] = ("internvl",)
+
+
+class LlavaNextFamily(LlavaFamily):
+    """The number of tokens of a picture follows from its size in pixels (``image_sizes``)."""
+
+    model_types: ClassVar[tuple[str, ...]] = ("llava_next",)
+    pixel_dims: ClassVar[tuple[int, ...]] = (4, 5)
+
+    def image_features(self, inputs: Mapping[str, Any], device: torch.device | str) -> Features:
+        """Return the features of all pictures of a turn, unpadded, with the row-end feature of the
+        model.
+        """
+        pixels = self.pixels(inputs, "pixel_values", self.pixel_dims, device)
+        output = self.hf.model.get_image_features(
+            pixel_values=pixels,
+            # Sizes steer Python control flow: on the CPU they cost no device round trip.
+            image_sizes=picture_sizes(inputs, len(pixels)),
+            **self.selection(),
+            **self.extra_arguments(inputs, len(pixels)),
+        )
+        return Features(rows_of(output.pooler_output))
+
+    def extra_arguments(self, inputs: Mapping[str, Any], pictures: int) -> dict[str, Any]:
+        """Return further arguments of this family's vision tower, for so many pictures."""
+        return {}
+
+
+class LlavaOnevisionFamily(LlavaNextFamily):
+    """As LLaVA-NeXT, with pooled video frames and a limit on the tiles of a picture."""
+
+    model_types: ClassVar[tuple[str, ...]] = ("llava_onevision",)
+    pixel_keys: ClassVar[dict[int, str]] = {IMAGE: "pixel_values", VIDEO: "pixel_values_videos"}
+
+    def extra_arguments(self, inputs: Mapping[str, Any], pictures: int) -> dict[str, Any]:
+        """Return how many pictures stand in the turn: only a lone one was cut into tiles."""
+        return {
+            "batch_num_images": picture_counts(inputs, pictures),
+            "vision_aspect_ratio": self.config.vision_aspect_ratio,
+        }
+
+    def video_features(self, inputs: Mapping[str, Any], device: torch.device | str) -> Features:
+        """Return the features of all videos of a turn: pooled frames, then one row-end feature a
+        video.
+        """
+        pixels = self.pixels(inputs, "pixel_values_videos", (5,), device)
+        # By place: the versions name this argument differently.
+        output = self.hf.model.get_video_features(pixels, **self.selection())
+        videos, frames = pixels.shape[:2]
+        pooled = output.pooler_output.reshape(videos, -1, output.pooler_output.shape[-1])
+        vision = self.config.vision_config
+        side = math.ceil(vision.image_size // vision.patch_size / 2)
+        if pooled.shape[1] == frames * side * side:
+            # Older versions add the row-end feature outside get_video_features.
+            newline = self.hf.model.image_newline.to(pooled)
+            pooled = torch.cat([pooled, newline.expand(videos, 1, -1)], dim=1)
+        return Features(rows_of(pooled))

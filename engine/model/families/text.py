@@ -1,4 +1,7 @@
-"""Text-only models: Llama, Mistral, Qwen2/2.5, Qwen3, Qwen3-MoE."""
+"""Text-only models: Llama, Mistral, Qwen2/2.5, Qwen3, Qwen3-MoE.
+
+Phi-3 and Phi-4-mini: fused projections, partial rotary, long-context rope factors.
+"""
 
 from __future__ import annotations
 
@@ -22,3 +25,14 @@ class TextFamily(Family):
     def text_model(hf_model: Any) -> nn.Module:
         """Return the module with embed_tokens, layers, norm and rotary_emb."""
         return hf_model.model
+
+
+class Phi3Family(TextFamily):
+    """As other text models to a session.
+
+    What differs lies below: q, k, v and gate, up arrive fused (``engine.weights``), a part of
+    each head may stay unrotated, and ``longrope`` checkpoints have two sets of frequencies, of
+    which a whole sequence must use one (``engine.spec``).
+    """
+
+    model_types: ClassVar[tuple[str, ...]] = ("phi3",)

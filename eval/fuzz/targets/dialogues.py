@@ -10,8 +10,6 @@ from typing import Any
 
 import mmkv.eval.mmdu.run as mmdu
 from mmkv.chat.options import ChatOptions
-from mmkv.data import sources
-from mmkv.data.readers import RowFile
 from mmkv.engine.config import EngineConfig
 from mmkv.engine.errors import MmkvError
 from mmkv.eval.fuzz import mutate
@@ -20,6 +18,8 @@ from mmkv.eval.fuzz.target import Case, Target, Wrong, as_bytes, as_text
 from mmkv.eval.mmdu.compare import compare
 from mmkv.eval.mmdu.score import run_score
 from mmkv.resources import asset
+from mmkv.training.data import sources
+from mmkv.training.data.readers import RowFile
 
 _TURNS = (("user", "a <ImageHere> and?"), ("assistant", "red"), ("user", "then"), ("assistant", ""))
 

@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from mmkv.engine import sequence_file
+from mmkv.engine import session_file
 from mmkv.eval.fuzz import mutate
 from mmkv.eval.fuzz.models import small_engine
 from mmkv.eval.fuzz.target import Case, Target, as_bytes, as_text
@@ -117,7 +117,7 @@ class SessionFiles(Target):
                 del tensors[change["name"]]
             else:
                 tensors[change["name"]] = made.contiguous()
-        metadata["digest"] = sequence_file._digest(tensors, metadata)
+        metadata["digest"] = session_file._digest(tensors, metadata)
         save_file(tensors, file, metadata=metadata)
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from random import Random
 
-from mmkv.data.tokenizer import CHAT_TEMPLATE, build_tokenizer
 from mmkv.eval.fuzz import mutate
 from mmkv.eval.fuzz.target import Case, Target
 from mmkv.prompt.template import ChatTemplate
+from mmkv.training.data.tokenizer import CHAT_TEMPLATE, build_tokenizer
 
 _DOUBLE = "{% set ns = namespace(s='x') %}{% for i in range(60) %}{% set ns.s = EXPR %}{% endfor %}"
 _FOREVER = "{% for i in range(99999) %}{% for j in range(99999) %}BODY{% endfor %}{% endfor %}"

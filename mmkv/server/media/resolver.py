@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from mmkv.engine.errors import InputError
-from mmkv.prompt.media import SIZED, data_uri_content, describe
+from mmkv.prompt.media import NOTE, SIZED, data_uri_content, describe
 from mmkv.prompt.part_settings import MediaSettings
 from mmkv.prompt.video import Clip, FrameRule
 from mmkv.server.media.addresses import is_public
@@ -189,6 +189,8 @@ class MediaResolver:
             picture = pil.frombuffer("RGB", tuple(result["size"]), pixels, "raw", "RGB", 0, 1)
             if settings.scales:
                 picture.info[SIZED] = True
+            if result["note"] is not None:
+                picture.info[NOTE] = result["note"]
             return Medium("image", picture, result["digest"])
         import numpy as np
 

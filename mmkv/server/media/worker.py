@@ -24,7 +24,7 @@ from PIL import Image as pil
 from PIL import WebPImagePlugin as _webp  # noqa: F401 (else Image.open imports every format)
 
 from mmkv.engine.errors import STOPS, InputError
-from mmkv.prompt.media import TooManyPixelsError, decode_image
+from mmkv.prompt.media import NOTE, TooManyPixelsError, decode_image
 from mmkv.prompt.part_settings import MediaSettings
 from mmkv.prompt.qwen_vision import VideoRules
 from mmkv.prompt.video import REMEDY, FrameRule, PyAVReader, import_reader, read_clip
@@ -69,12 +69,13 @@ def _decoded(task: dict[str, Any], content: bytes) -> tuple[dict[str, Any], byte
         if task["kind"] == "video":
             return _video(task, content)
         picture = decode_image(content, task["name"], FORMATS, task["pixels"])
-        decoded = picture.width * picture.height
+        decoded, note = picture.width * picture.height, picture.info.get(NOTE)
         picture = _sized(picture, task) or _scaled(picture, task["picture_rules"])
         decoded = max(decoded, picture.width * picture.height)
         pixels = picture.tobytes()
         result = {"size": picture.size}
-        return result | {"digest": _digest(result, pixels), "decoded": decoded}, pixels
+        facts = {"digest": _digest(result, pixels), "decoded": decoded, "note": note}
+        return result | facts, pixels
     except TooManyPixelsError as error:
         return {"status": TOO_LARGE, "error": str(error)}, b""
     except InputError as error:

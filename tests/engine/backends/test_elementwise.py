@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mmkv.engine.backends.cpu import elementwise as native
+from mmkv.engine.backends.cpu import kernels as native
 from mmkv.engine.backends.cpu import levels
 from mmkv.engine.model.elementwise import Elementwise, TorchElementwise
 from mmkv.engine.model.rope import Rope

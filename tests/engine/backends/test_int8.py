@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from mmkv.engine.backends.cpu import kernels as native
 from mmkv.engine.backends.cpu import levels
-from mmkv.engine.backends.cpu import product as native
 from mmkv.engine.backends.cpu import rounded as rounding
 from mmkv.engine.backends.cpu.binding import INT8_FORMS, Library, library
 from mmkv.engine.errors import ModelError, SessionError

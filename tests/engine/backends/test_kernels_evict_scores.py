@@ -12,7 +12,7 @@ import torch
 
 from mmkv.engine.backends.cuda.kernels.evict import empty_eviction, unsupported_reason
 from mmkv.engine.policies import make_policy
-from mmkv.engine.policies.score import lookahead_log_score
+from mmkv.engine.policies.scoring import lookahead_log_score
 from tests.engine.backends.test_kernels_evict import FORMS, METHODS
 from tests.support.eviction_machine import eager_counts, on_device
 from tests.support.kernels import DEVICE, is_triton

@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mmkv.engine.backends.torch.chunk_attention import chunk_attention
-from mmkv.engine.backends.torch.ragged_attention import merge
+from mmkv.engine.backends.torch.attention import chunk_attention, merge
 from mmkv.eval.bench.kernel_code import SHARED_LIMITS, prefill, window
 from tests.support.kernels import DEVICE, compile_case, forms, needs_compiler
 from tests.support.paged import Paged, attention, beside_a_sink, paged, rounded

@@ -136,7 +136,7 @@ def test_bfloat16_copies_change_nothing_but_the_order_of_sums(
     matrices[1][-1, -1] += 2.0**-20  # one that does not fit
     generated = []
     for room in (0, 2**31):
-        monkeypatch.setattr("mmkv.engine.backends.cpu.matrices._MOST_BF16_BYTES", room)
+        monkeypatch.setattr("mmkv.engine.backends.cpu.kernels._MOST_BF16_BYTES", room)
         decoder = NativeDecoder(engine.spec, weights, engine.decoder.gates)
         assert len(decoder._bf16.kept) == (len(matrices) if room else 0)  # the head, less one
         engine.backends.cpu.decoder = decoder

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mmkv.engine.backends.cpu import binding, levels
-from mmkv.engine.backends.cpu.chunk import NativeChunkAttention
+from mmkv.engine.backends.cpu.kernels import NativeChunkAttention
 from mmkv.engine.cache import PagePool, RaggedCache
 from mmkv.engine.cache.forms import Form
 from tests.engine.backends.test_native import needs_native

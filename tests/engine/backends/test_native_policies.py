@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mmkv.engine.backends.cpu.window import native_window_attention
+from mmkv.engine.backends.cpu.kernels import native_window_attention
 from mmkv.engine.policies import (
     CacheView,
     GlobalAllocation,
@@ -26,8 +26,8 @@ from mmkv.engine.policies import (
 from mmkv.engine.policies.base import GROUPS, WindowReduction
 from mmkv.engine.policies.scoring import WindowAttention
 from mmkv.engine.policies.selection import lowest
-from mmkv.engine.query_window import QUERIES, window_attention
 from mmkv.engine.runtime import Runtime
+from mmkv.engine.scorer_state import QUERIES, window_attention
 from tests.engine.test_policies import make_view
 from tests.support.sessions import LATER, PICTURES, load, text_ids
 from tests.support.tiers import slow_but

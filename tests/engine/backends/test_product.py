@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from mmkv.engine.backends.cpu import levels, matrices, packed
-from mmkv.engine.backends.cpu import product as native
+from mmkv.engine.backends.cpu import kernels, levels, packed
+from mmkv.engine.backends.cpu import kernels as native
 from mmkv.engine.errors import SessionError
 from mmkv.engine.model import product as reference
 from mmkv.engine.model.bf16 import Bf16Matrix
@@ -94,7 +94,7 @@ def test_c_lays_out_the_same_panels(
     monkeypatch.setenv("MMKV_NATIVE", level)
     weight = random(*shape).bfloat16()
     ours, theirs = packed(weight), Bf16Matrix.of(weight)
-    monkeypatch.setattr(matrices, "PER_THREAD", 1)
+    monkeypatch.setattr(kernels, "PER_THREAD", 1)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     assert torch.equal(packed(weight).panels, ours.panels)
     assert ours.shape == theirs.shape == shape and torch.equal(ours.panels, theirs.panels)

@@ -245,7 +245,7 @@ def test_without_a_gpu_long_programs_refuse(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_mmkv_bench(mmkv: Callable[..., Ran], model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mmkv.measure.timing.copy_bandwidth", lambda device: 2e9)
+    monkeypatch.setattr("mmkv.eval.measure.timing.copy_bandwidth", lambda device: 2e9)
     options = ["--batch", "2", "--context", "60", "--budget", "8", "--steps", "4", "--rounds", "2"]
     where = ["--gates", "random", "--device", "cpu"]
     ran = mmkv("bench", model, *options, *where, "--json")

@@ -17,7 +17,7 @@ from mmkv.eval.bench.methods import Own
 from mmkv.eval.bench.parts import Undo, split, without
 from mmkv.eval.bench.shapes import SHAPES, build_engine, build_model
 from mmkv.eval.bench.synthetic_cache import pages_for, rewind, row_lengths, synthetic_sessions
-from mmkv.measure import speed_model, timing
+from mmkv.eval.measure import speed_model, timing
 from tests.support.factories import checkpoint
 from tests.support.kernels import DEVICE
 

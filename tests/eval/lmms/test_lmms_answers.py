@@ -10,11 +10,11 @@ import pytest
 import torch
 
 import mmkv
-from mmkv.data.dialogues import dense
-from mmkv.data.scenes import render
 from mmkv.engine.errors import InputError, MmkvError
 from mmkv.eval.lmms.messages import conversation
 from mmkv.eval.lmms.settings import SYSTEM_PROMPT
+from mmkv.training.data.dialogues import dense
+from mmkv.training.data.scenes import render
 from tests.support.lmms import assistant, picture, user
 from tests.support.lmms_runs import MODEL, needs_lmms_eval
 
@@ -282,7 +282,7 @@ def test_the_entry_point_imports_nothing_heavy_and_fits() -> None:
     import sys
 
     code = (
-        "import sys, eval.lmms.manifest as m; assert 'torch' not in sys.modules; "
+        "import sys, mmkv.eval.lmms.manifest as m; assert 'torch' not in sys.modules; "
         "from lmms_eval.models import get_model, get_model_manifest; "
         "assert get_model_manifest('mmkv') == m.manifest(); "
         "assert not get_model('mmkv').is_simple; "

@@ -275,7 +275,7 @@ def test_a_process_leaves_the_group_before_it_exits(home: Path) -> None:
         "atexit.register(lambda: print('inside', distributed.is_initialized()))\n"
         "store = distributed.HashStore()\n"
         "distributed.init_process_group('gloo', store=store, rank=0, world_size=1)\n"
-        "from eval.lmms.chat import MmkvChat\n"
+        "from mmkv.eval.lmms.chat import MmkvChat\n"
         f"MmkvChat(pretrained={str(MODEL)!r}, device='cpu')\n"
     )
     done = run_python(["-c", program], home)

@@ -98,7 +98,7 @@ def test_what_was_finished_is_named_when_an_evaluation_fails(
             raise KeyboardInterrupt
         return subprocess.CompletedProcess(command, 1)
 
-    monkeypatch.setattr("mmkv.cli.evaluate.subprocess.run", child)
+    monkeypatch.setattr("mmkv.eval.lmms.command.subprocess.run", child)
     output = tmp_path / "out"
     code = run(["eval", "--tasks", "mme", "--output", str(output)])
     assert code == (130 if end == "ctrl-c" else 1)
@@ -121,6 +121,6 @@ def test_the_journal_goes_when_the_samples_hold_it_all(
         (output / "1_samples_mme.jsonl").write_text("{}\n" * written)
         return subprocess.CompletedProcess(command, 0)
 
-    monkeypatch.setattr("mmkv.cli.evaluate.subprocess.run", child)
+    monkeypatch.setattr("mmkv.eval.lmms.command.subprocess.run", child)
     assert run(["eval", "--tasks", "mme", "--output", str(output)]) == (written < 2)
     assert bool(list(output.glob("replies-*"))) == (written < 2)

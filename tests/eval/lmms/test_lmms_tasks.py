@@ -11,13 +11,13 @@ import pytest
 import yaml
 from PIL import Image
 
-from mmkv.cli import evaluate as eval_command
 from mmkv.cli.app import run as mmkv_command
-from mmkv.cli.evaluate import EvaluationError, Job, problems
 from mmkv.engine.errors import InputError
 from mmkv.engine.policies import make_policy
 from mmkv.eval.lmms import answers, media, mmdu, tasks
+from mmkv.eval.lmms import command as eval_command
 from mmkv.eval.lmms.cause import VARIABLE, reported_to_parent
+from mmkv.eval.lmms.command import EvaluationError, Job, problems
 from mmkv.eval.lmms.media import FOLDER
 from mmkv.eval.lmms.settings import Settings
 from mmkv.resources import bundled_dialogues

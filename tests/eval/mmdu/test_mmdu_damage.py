@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import mmkv.eval.mmdu.run
 from mmkv import Engine
 from mmkv.cli.app import run
 from mmkv.engine.errors import InputError
@@ -33,7 +34,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
 @pytest.fixture
 def start(engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Return a function that runs ``mmkv mmdu`` over rows."""
-    monkeypatch.setattr(eval.mmdu.run, "_engine", lambda *_: engine)
+    monkeypatch.setattr(mmkv.eval.mmdu.run, "_engine", lambda *_: engine)
     (tmp_path / "temporary").mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
 
@@ -101,14 +102,14 @@ def test_the_output_is_checked_before_any_work(
     start: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     worked: list[str] = []
-    monkeypatch.setattr(eval.mmdu.run, "_engine", lambda *_: worked.append("loaded"))
+    monkeypatch.setattr(mmkv.eval.mmdu.run, "_engine", lambda *_: worked.append("loaded"))
     file = tmp_path / "file"
     file.write_text("keep me")
     usage = type("usage", (), {"free": 1000})
     for output, says in ((file, "is a file"), (file / "below", "cannot write")):
         assert start([a_row()], output) == 1
         assert says in capsys.readouterr().err
-    monkeypatch.setattr("mmkv.measure.outputs.shutil.disk_usage", lambda _: usage)
+    monkeypatch.setattr("mmkv.training.measure.outputs.shutil.disk_usage", lambda _: usage)
     assert start([a_row()], tmp_path / "answers") == 1
     assert "0.0 MiB left" in capsys.readouterr().err
     assert not worked and file.read_text() == "keep me"

@@ -14,13 +14,11 @@ import pytest
 from rich.console import Console
 
 from mmkv import Sampling
-from mmkv.chat import answer as answering
-from mmkv.chat.answer import answer
-from mmkv.chat.commands import _explain
-from mmkv.chat.display import Display
+from mmkv.chat import display as answering
+from mmkv.chat.display import Display, Watch, panel
 from mmkv.chat.options import ChatOptions
+from mmkv.chat.repl import _explain
 from mmkv.chat.run import run_chat
-from mmkv.chat.watch import Watch, panel
 from mmkv.engine.config import EngineConfig
 from mmkv.engine.errors import InputError
 from mmkv.explain.figures import draw
@@ -170,7 +168,7 @@ def test_a_watched_reply_is_printed_once_it_is_whole(monkeypatch: pytest.MonkeyP
             patched.setattr(sys, "stdout", stream)
             patched.setattr(answering, "_write", writes.append)
             sampling = options.sampling()
-            assert answer(
+            assert display(
                 engine,
                 session,
                 options,

@@ -10,7 +10,7 @@ import transformers
 from torch import Tensor
 
 import mmkv
-from mmkv.engine.page_bound import page_bound
+from mmkv.engine.budgets import page_bound
 from mmkv.hf import RetainedCache, retain
 from tests.support.factories import checkpoint, pad_left
 from tests.support.hf_models import TOKENS, greedy, model_of, prompts_of

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from mmkv import Engine
-from mmkv.data.conversations import read_row
 from mmkv.engine.errors import InputError, ModelError
 from mmkv.prompt import part_settings
 from mmkv.prompt.messages import take_media
@@ -24,6 +23,7 @@ from mmkv.prompt.part_settings import MediaSettings, Sourced, evenly
 from mmkv.prompt.processing import load_processor
 from mmkv.prompt.qwen_vision import frame_rule
 from mmkv.prompt.video import Clip, FrameRule, load_video
+from mmkv.training.data.conversations import read_row
 from tests.support.chat_models import (
     picture,
     save_internvl,

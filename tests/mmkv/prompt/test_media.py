@@ -309,7 +309,11 @@ def test_heic_is_read_where_pillow_heif_is_installed(monkeypatch: pytest.MonkeyP
 
 def test_what_is_left_out_of_a_file_with_several_pictures_is_said() -> None:
     steps = [Image.new("RGB", (2, 2), colour) for colour in ("red", "blue", "lime")]
-    for kind, says in (("GIF", "first of its 3 frames"), ("PNG", "--video"), ("TIFF", "3 pages")):
+    for kind, says in (
+        ("GIF", "first of its 3 frames"),
+        ("PNG", "as a video"),
+        ("TIFF", "3 pages"),
+    ):
         content = encoded(steps[0], kind, save_all=True, append_images=steps[1:])
         made = load_image("data:;base64," + base64.b64encode(content).decode())
         assert made.getpixel((0, 0)) == (255, 0, 0)

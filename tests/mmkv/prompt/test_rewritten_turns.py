@@ -42,7 +42,8 @@ THOUGHTS = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"
     "{% set text = m.content if m.content is string else m.content[-1].text %}"
     "{% if m.content is not string %}{% for p in m.content %}"
-    "{% if p.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% endif %}"
+    "{% if p.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
+    "{% elif p.type == 'video' %}<|vision_start|><|video_pad|><|vision_end|>{% endif %}"
     "{% endfor %}{% endif %}"
     "{% if m.role == 'assistant' and loop.index0 < ns.last %}"
     "{{ text.split('</think>')[-1].lstrip('\n') }}{% else %}{{ text }}{% endif %}"
@@ -88,7 +89,7 @@ def engine(llama: Path) -> Engine:
 
 def with_template(engine: Engine, source: str, parts: bool = False) -> None:
     processor = engine.processor
-    more = [processor.image_token] if processor.image_token else []
+    more = [token for token in (processor.image_token, processor.video_token) if token]
     processor.template = ChatTemplate(processor.tokenizer, source, parts, tokens=more)
 
 
@@ -450,6 +451,39 @@ def test_tokens_that_were_put_in_directly_are_not_let_go(
         list(session.send("b"))
         assert session.seen > before + 20 and session._cuts == 0
         assert session.note == session.memory().differs == REWRITES
+
+
+@pytest.mark.parametrize("saved", [False, True])
+def test_times_of_frames_count_for_penalties_after_going_back_behind_a_video(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saved: bool
+) -> None:
+    """Right value: the ids of a session that reads the whole conversation afresh."""
+    engine = Engine.from_pretrained(save_qwen3_vl(tmp_path / "m"), policy="full", dtype="float32")
+    with_template(engine, THOUGHTS, parts=True)
+    script(monkeypatch, engine, ["<think>t</think>y", "z"])
+    frames = [picture("red", (64, 64)) for _ in range(8)]
+    session = engine.session()
+    list(session.send("a", videos=[frames]))
+    if saved:
+        session.save(tmp_path / "s.mmkv")
+        session = Session.load(engine, tmp_path / "s.mmkv")
+    list(session.send("b"))
+    assert session._cuts == 1 and session.memory().differs is None
+    talk: list[Any] = [
+        {
+            "role": "user",
+            "content": [{"type": "video", "video": frames}, {"type": "text", "text": "a"}],
+        },
+        {"role": "assistant", "content": [{"type": "text", "text": "<think>t</think>y"}]},
+        {"role": "user", "content": [{"type": "text", "text": "b"}]},
+    ]
+    with engine.session() as fresh:
+        inputs = engine.inputs(talk)
+        fresh.prefill(inputs)
+        seconds = set(engine.processor.tokenizer("<0.2 seconds>")["input_ids"])
+        assert seconds <= set(inputs["input_ids"][0].tolist())
+        assert session.held.pieces is not None
+        assert session.read_ids == with_ids(fresh.read_ids, session.held.pieces[-1].ids or ())
 
 
 def test_a_setting_outlives_undo_and_hibernation(

@@ -11,11 +11,11 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from mmkv.data.labels import TurnFinder
 from mmkv.prompt.processing import Processor, load_processor
 from mmkv.prompt.special import CUT, Cutter, tokenize
 from mmkv.prompt.template import ChatTemplate
 from mmkv.server.prompts import outline
+from mmkv.training.data.labels import TurnFinder
 from tests.support.chat_models import (
     SPECIAL,
     byte_tokenizer,

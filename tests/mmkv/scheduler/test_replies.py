@@ -164,11 +164,21 @@ def test_pictures_are_not_read_before_there_is_room(engine: Engine, scheduler: S
 
 
 def test_what_has_no_bound_is_refused(qwen: Path) -> None:
+    engine = load(qwen, kv_limit=10**6)
+    scheduler = Scheduler(EngineExecutor(engine), Limits(quantum=CHUNK))
+    with pytest.raises(InputError, match="give prompt_tokens"):
+        scheduler.submit(ReplyJob(engine, message("?"), budget=Budget.fraction(0.5)))
     engine = load(qwen, policy="full", kv_limit=10**6)
     scheduler = Scheduler(EngineExecutor(engine), Limits(quantum=CHUNK))
-    for budget in (24, Budget.fraction(0.5)):
-        with pytest.raises(InputError, match="give prompt_tokens"):
-            scheduler.submit(ReplyJob(engine, message("?"), budget=budget))
+    with pytest.raises(InputError, match="give prompt_tokens"):
+        scheduler.submit(ReplyJob(engine, message("?")))
+    for budget in (25, Budget.fraction(0.5)):
+        for make in (
+            lambda budget: ReplyJob(engine, message("?"), budget=budget),
+            lambda budget: StoredSession(engine, budget),
+        ):
+            with pytest.raises(BudgetError, match="'full' evicts nothing"):
+                make(budget)
     ticket = scheduler.submit(ReplyJob(engine, message(LONG), REPLY, prompt_tokens=30))
     scheduler.turn()
     assert ticket.state == "failed" and "announced with 30" in str(ticket.error)

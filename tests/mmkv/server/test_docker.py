@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 from mmkv.cli.app import run
-from mmkv.measure.record import ROOT
 from mmkv.server.metrics import Metrics
+from mmkv.training.measure.record import ROOT
 
 DOCKER = ROOT / "docker"
 EXTRAS = re.compile(r"\.\[([\w,-]+)\]")

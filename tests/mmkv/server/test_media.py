@@ -392,6 +392,17 @@ def test_videos_are_those_that_load_video_makes(
     assert one.digest != two.digest
 
 
+def test_errors_name_no_options_of_a_command_line(
+    runner: asyncio.Runner, resolver: Callable[..., MediaResolver]
+) -> None:
+    film = b"\0\0\0\x18ftypisom\0\0\2\0isomiso2" + bytes(100)
+    error = str(refusal(runner, resolver(), data_url(film)))
+    assert "is a video, not a picture" in error and "part of type video_url" in error
+    large = data_url(encoded(Image.new("RGB", (200, 100))))
+    for said in (error, str(refusal(runner, resolver(pixels=100), large))):
+        assert "--" not in said
+
+
 def test_what_is_no_video_and_what_is_too_much(
     clip_file: Path, tmp_path: Path, runner: asyncio.Runner, resolver: Callable[..., MediaResolver]
 ) -> None:

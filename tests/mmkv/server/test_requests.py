@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from typing import Any
 
 import httpx
@@ -239,3 +240,21 @@ def test_a_body_that_is_not_there_is_told(server: Server, path: str) -> None:
 def test_a_body_that_is_no_json_names_no_field(server: Server) -> None:
     error = error_of(post(server, "/v1/chat/completions", '{"model": x}'))
     assert error["param"] is None and "character 10" in error["message"]
+
+
+@pytest.mark.parametrize("stream", [None, False])
+@pytest.mark.parametrize("options", [{}, {"include_usage": True}, {"include_obfuscation": False}])
+def test_options_of_a_stream_need_a_stream(
+    server: Server, stream: bool | None, options: dict[str, Any]
+) -> None:
+    """OpenAI: only set this when you set ``stream: true``."""
+    name = server.client.post("/v1/sessions", json={}).json()["id"]
+
+    def turn(**fields: Any) -> httpx.Response:
+        body = {"model": "small", "messages": [{"role": "user", "content": "hello"}], **fields}
+        return server.client.post(f"/v1/sessions/{name}/chat/completions", json=body)
+
+    for ask in (turn, lambda **fields: server.chat("hello", **fields), partial(respond, server)):
+        error = error_of(ask(stream=stream, stream_options=options))
+        assert error["param"] == "stream_options" and "stream: true" in error["message"]
+        assert ask(stream=True, stream_options=options).status_code == 200

@@ -110,7 +110,7 @@ def share_of(budget, rows, row):
 
 @triton.jit
 def _retention(rate, age, lookahead, HORIZON: tl.constexpr, SHIFT: tl.constexpr):
-    """``engine.policies.score.lookahead_log_score``: float32, to the last bit where it can be."""
+    """``engine.policies.scoring.lookahead_log_score``: float32, to the last bit where it can be."""
     x = rate.to(tl.float64)
     score = (x * age.to(tl.float32).to(tl.float64)).to(tl.float32)
     if SHIFT < 0:

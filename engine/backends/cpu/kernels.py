@@ -1,0 +1,307 @@
+"""The C functions that stand for single functions of torch: products, elementwise work, attention.
+
+Each wrapper has the name and arguments of what it stands for.
+"""
+
+from __future__ import annotations
+
+import sys
+from ctypes import c_int64
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmkv.engine.backends.cpu.binding import JOINS, Library, Linear, Window, byref, library
+from mmkv.engine.backends.cpu.cache_views import CacheViews
+from mmkv.engine.cache import RaggedCache
+from mmkv.engine.model import product as reference
+from mmkv.engine.model.bf16 import Bf16Matrix
+from mmkv.engine.model.elementwise import Elementwise, TorchElementwise
+from mmkv.engine.model.int8 import Int8Matrix
+from mmkv.engine.model.product import Matrix, Product, narrowed
+from mmkv.engine.policies.base import WindowReduction
+
+# Multiplications that a further thread is worth: some 10 microseconds of one.
+PER_THREAD = 2**20
+# Copies in bfloat16 come on top of weights that a transformers model holds in float32.
+_MOST_BF16_BYTES = 2**31
+
+
+def rounded(weight: Tensor) -> Int8Matrix:
+    """Round a matrix to 8 bits like :meth:`Int8Matrix.of`, to the same codes, in C.
+
+    It runs there for float32 and bfloat16 weights on the CPU.
+    """
+    found, half = library(), weight.dtype == torch.bfloat16
+    if isinstance(found, str) or not (half or weight.dtype == torch.float32):
+        return Int8Matrix.of(weight)
+    weight, (rows, width) = weight.contiguous(), weight.shape
+    codes, scales = Int8Matrix.empty(rows, width)
+    sums, threads = torch.empty(len(codes), 2, dtype=torch.float64), torch.get_num_threads()
+    places = (each.data_ptr() for each in (codes, scales, sums))
+    threads = min(threads, 1 + weight.numel() // PER_THREAD)
+    found.mmkv_round(weight.data_ptr(), half, rows, width, *places, threads)
+    wrong, whole = sums.sum(0).tolist()
+    return Int8Matrix(codes, scales, (rows, width), (wrong / whole) ** 0.5 if whole else 0.0)
+
+
+def packed(weight: Tensor) -> Bf16Matrix:
+    """Lay out a bfloat16 matrix like :meth:`Bf16Matrix.of`, in C where there is a library."""
+    found = library()
+    if isinstance(found, str):
+        return Bf16Matrix.of(weight)
+    weight, (rows, width) = weight.contiguous(), weight.shape
+    panels = Bf16Matrix.empty(rows, width)
+    threads = min(torch.get_num_threads(), 1 + weight.numel() // PER_THREAD)
+    found.mmkv_pack(weight.data_ptr(), rows, width, panels.data_ptr(), threads)
+    return Bf16Matrix(panels, (rows, width))
+
+
+class Bf16Copies:
+    """Copies of matrices in bfloat16, as long as nothing is lost and they stay small together."""
+
+    def __init__(self) -> None:
+        self.kept: list[Bf16Matrix] = []
+        self._room = _MOST_BF16_BYTES
+
+    def of(self, weight: Tensor) -> Bf16Matrix | None:
+        """Return the copy; None where there is none."""
+        if weight.numel() * 2 > self._room:
+            return None
+        short = narrowed(weight)
+        if short is weight:
+            return None
+        copied = packed(short)
+        self._room -= copied.nbytes
+        self.kept.append(copied)
+        return copied
+
+
+def linear(weight: Matrix, bias: Tensor | None = None, bf16: Bf16Copies | None = None) -> Linear:
+    """Describe a matrix and its bias to C, which reads them where they lie."""
+    of_bias = None if bias is None else bias.data_ptr()
+    if isinstance(weight, Int8Matrix):
+        pointers = weight.codes.data_ptr(), weight.scales.data_ptr()
+        return Linear(None, of_bias, None, *pointers, *weight.shape)
+    short = weight if isinstance(weight, Bf16Matrix) else None if bf16 is None else bf16.of(weight)
+    if short is not None:
+        return Linear(None, of_bias, short.panels.data_ptr(), None, None, *weight.shape)
+    return Linear(weight.data_ptr(), of_bias, None, None, None, *weight.shape)
+
+
+def native_product(form: str = "auto") -> Product | None:
+    """Return the product in C for weights in a form; None where there is none.
+
+    Apple's clang compiles it for one thread only: there, torch's product of float32 is the faster,
+    and ``auto`` takes it.
+    """
+    if isinstance(library(), str) or (sys.platform == "darwin" and form == "auto"):
+        return None
+    return multiply
+
+
+def multiply(x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
+    """Compute ``weight x + bias`` like :func:`mmkv.engine.model.product.multiply`.
+
+    It runs in C for float32 ``x`` and weights in panels, of bfloat16 or of 8 bits, summed in
+    float32 in vectors of the CPU's width; a row of the result does not depend on the others of
+    ``x``.
+    Gradients reach ``x`` alone; the rounding of states to 8 bits passes them as they are.
+    """
+    found = library()
+    if isinstance(weight, Tensor) or isinstance(found, str) or x.dtype != torch.float32:
+        return reference.multiply(x, weight, bias)
+    if torch.is_grad_enabled() and x.requires_grad:
+        made: Tensor = _Frozen.apply(x, weight, bias)
+        return made
+    return _multiply(found, x, weight, bias)
+
+
+class _Frozen(torch.autograd.Function):
+    """The product with weights that are not trained."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Bf16Matrix | Int8Matrix, bias: Tensor | None
+    ) -> Tensor:
+        ctx.weight, found = weight, library()
+        assert not isinstance(found, str)
+        return _multiply(found, x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return grads[0] @ ctx.weight.wide(), None, None
+
+
+def _multiply(
+    found: Library, x: Tensor, weight: Bf16Matrix | Int8Matrix, bias: Tensor | None
+) -> Tensor:
+    rows, width = weight.shape
+    x = x.contiguous()
+    made = x.new_empty(*x.shape[:-1], rows)
+    tokens = x.numel() // width
+    map_, threads = byref(linear(weight, bias)), torch.get_num_threads()
+    threads = min(threads, 1 + tokens * weight.numel() // PER_THREAD)
+    scratch = torch.empty(found.mmkv_product_scratch(map_, tokens))
+    found.mmkv_product(map_, x.data_ptr(), made.data_ptr(), tokens, threads, scratch.data_ptr())
+    return made
+
+
+# Numbers that are worth a thread.
+_PER_THREAD = 2**15
+
+
+def native_elementwise() -> Elementwise:
+    """Return the functions in C; those of torch where C is not there."""
+    found = library()
+    return TorchElementwise() if isinstance(found, str) else NativeElementwise(found)
+
+
+class NativeElementwise(TorchElementwise):
+    """Computes in C for float32 on a CPU, where no gradient is asked for; else in torch."""
+
+    def __init__(self, found: Library) -> None:
+        self._library = found
+
+    def norm(self, x: Tensor, gain: Tensor, eps: float) -> Tensor:
+        """See :class:`Elementwise`."""
+        if not _plain(x, gain):
+            return super().norm(x, gain, eps)
+        x, gain = x.contiguous(), gain.contiguous()
+        made, size = torch.empty_like(x), x.shape[-1]
+        pointers = x.data_ptr(), gain.data_ptr()
+        tokens = x.numel() // size
+        self._library.mmkv_norm(*pointers, tokens, size, eps, _threads(x), made.data_ptr())
+        return made
+
+    def turned(
+        self, heads: Tensor, gain: Tensor | None, eps: float, rope: tuple[Tensor, Tensor]
+    ) -> Tensor:
+        """See :class:`Elementwise`: the result lies where ``heads`` lay."""
+        tokens, count, dim = heads.shape
+        cos, sin = rope
+        lies_together = heads.stride()[1:] == (dim, 1)
+        if not lies_together or not _plain(heads, cos, sin, *([] if gain is None else [gain])):
+            return super().turned(heads, gain, eps, rope)
+        cos, sin = cos.contiguous(), sin.contiguous()
+        gain = None if gain is None else gain.contiguous()
+        self._library.mmkv_turn(
+            heads.data_ptr(),
+            tokens,
+            heads.stride(0),
+            count,
+            dim,
+            cos.shape[-1],
+            None if gain is None else gain.data_ptr(),
+            eps,
+            cos.data_ptr(),
+            sin.data_ptr(),
+            _threads(heads),
+        )
+        return heads
+
+    def gated(self, gate_up: Tensor) -> Tensor:
+        """See :class:`Elementwise`."""
+        if not _plain(gate_up):
+            return super().gated(gate_up)
+        gate_up, inner = gate_up.contiguous(), gate_up.shape[-1] // 2
+        made = gate_up.new_empty(*gate_up.shape[:-1], inner)
+        threads, tokens = _threads(gate_up), made.numel() // inner
+        self._library.mmkv_gated(gate_up.data_ptr(), tokens, inner, threads, made.data_ptr())
+        return made
+
+
+def _plain(*tensors: Tensor) -> bool:
+    """Whether C can read these, and nobody asks for gradients of them."""
+    asked = torch.is_grad_enabled() and any(each.requires_grad for each in tensors)
+    here = (each.dtype == torch.float32 and each.device.type == "cpu" for each in tensors)
+    return not asked and all(here)
+
+
+def _threads(x: Tensor) -> int:
+    return min(torch.get_num_threads(), 1 + x.numel() // _PER_THREAD)
+
+
+def native_window_attention(
+    cache: RaggedCache, seq: int, queries: Tensor, seen: int, reduction: WindowReduction
+) -> Tensor:
+    """Compute what the last queries pay to every entry of a sequence, row after row.
+
+    Args:
+        queries: float32 ``[L, Hq, w, D]``, the query of token p in slot ``p % w``.
+        seen: tokens of the sequence so far; reduction: how heads and queries are joined.
+
+    Returns:
+        float32 ``[N]``.
+    """
+    loaded = library()
+    assert not isinstance(loaded, str), loaded
+    length = cache.length[seq]
+    threads, dim = torch.get_num_threads(), queries.shape[-1]
+    queries = queries.contiguous()
+    what = Window(
+        queries=queries.data_ptr(),
+        group=queries.shape[1] // cache.kv_heads,
+        size=queries.shape[2],
+        seen=seen,
+        join=JOINS.index(reduction.group),
+        logits=reduction.of == "logits",
+        greatest=reduction.queries == "max",
+    )
+    room = loaded.mmkv_window_scratch(byref(what), dim, int(length.max()), threads)
+    scratch, out = torch.empty(room), torch.empty(int(length.sum()))
+    what.scratch, what.out = scratch.data_ptr(), out.data_ptr()
+    with CacheViews().of(cache, [seq]) as views:
+        loaded.mmkv_window(views, byref(what), threads)
+    return out
+
+
+def native_chunk_attention() -> NativeChunkAttention | None:
+    """Return the function in C; None where C is not there."""
+    found = library()
+    return None if isinstance(found, str) else NativeChunkAttention(found)
+
+
+class NativeChunkAttention:
+    """Attends from a chunk's queries to what its sequence held before it, and to the chunk.
+
+    Stands for :func:`chunk_attention` and :func:`ragged_attention` of
+    :mod:`mmkv.engine.backends.torch` together, where the pool computes in float32 and no window
+    limits what is seen. The softmax runs on from one stretch of entries to the next (arXiv
+    1805.02867).
+    """
+
+    def __init__(self, found: Library) -> None:
+        self._library, self._views = found, CacheViews()
+        self._scratch = torch.empty(0)
+
+    @staticmethod
+    def takes(cache: RaggedCache) -> bool:
+        """Whether C can read this cache."""
+        return cache.length.device.type == "cpu" and cache.pool.dtype == torch.float32
+
+    def __call__(self, cache: RaggedCache, seq: int, layer: int, query: Tensor) -> Tensor:
+        """Compute the attention of the last T tokens of a chunk.
+
+        Args:
+            query: float32 ``[T, Hq, D]``, rotated as the pool's keys are. The chunk's entries are
+                stored already, as the last ones of each row of the layer.
+
+        Returns:
+            float32 ``[T, Hq D]``, rotated as the pool's values are.
+        """
+        tokens, heads, dim = query.shape
+        if query.stride()[1:] != (dim, 1):
+            query = query.contiguous()
+        out, threads = query.new_empty(tokens, heads * dim), c_int64()
+        rows = layer * cache.kv_heads, cache.kv_heads, heads // cache.kv_heads
+        with self._views.of(cache, [seq]) as views:
+            most = torch.get_num_threads()
+            size = self._library.mmkv_attend_chunk_plan(views, *rows, tokens, most, byref(threads))
+            if self._scratch.numel() < threads.value * size:
+                self._scratch = torch.empty(threads.value * size)
+            places = self._scratch.data_ptr(), out.data_ptr()
+            asked = query.data_ptr(), query.stride(0), tokens
+            self._library.mmkv_attend_chunk(views, *rows, *asked, threads.value, size, *places)
+        return out

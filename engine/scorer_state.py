@@ -1,0 +1,338 @@
+"""What scorers read and keep: the newest queries, the attention they pay, the state of entries.
+
+The last w queries of each sequence lie in the cache's memory as ``queries [S, L, Hq, w, D]``, after
+RoPE and in the model's dtype: the query of token p in slot ``p % w``, so that a step writes one
+slot and moves nothing. Where the form of the cache is rotated, they lie there rotated, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from mmkv.engine.backends.cuda.kernels.available import on_triton
+from mmkv.engine.backends.cuda.kernels.window_scores import window_scores
+from mmkv.engine.cache import Entries, RaggedCache
+from mmkv.engine.errors import PolicyError
+from mmkv.engine.policies.base import (
+    CacheView,
+    Group,
+    Needs,
+    NewTokens,
+    Policy,
+    Scorer,
+    WindowReduction,
+    returned,
+    shaped,
+    tapped_layers,
+)
+
+if TYPE_CHECKING:
+    from mmkv.engine.model.spec import DecoderSpec
+    from mmkv.engine.sequence import CachedSequence
+
+
+QUERIES = "queries"
+# The reductions that the kernel computes.
+_ON_PAGES = (WindowReduction("mean"), WindowReduction("sum"))
+
+
+def window_positions(seen: int, size: int, device: torch.device) -> Tensor:
+    """Token index of the query in each of ``size`` slots, int64 ``[w]``; -1 where there is none.
+
+    Args:
+        seen: tokens of the sequence whose queries have been stored.
+    """
+    last = seen - 1
+    position = last - (last - torch.arange(size, device=device)) % size
+    return position.clamp(min=-1)
+
+
+def store_queries(queries: Tensor, seqs: Tensor, position: Tensor, new: Tensor) -> None:
+    """Put new queries into their slots.
+
+    Args:
+        queries: the ring, ``[S, L, Hq, w, D]``; changed in place.
+        seqs: ``[B]`` int64; position: ``[B, T]`` token indices, T <= w.
+        new: ``[B, L, Hq, T, D]``.
+    """
+    slot = position % queries.shape[3]
+    queries[seqs[:, None], :, :, slot] = new.permute(0, 3, 1, 2, 4)
+
+
+def window_attention(
+    cache: RaggedCache,
+    seq: int,
+    entries: Entries,
+    view: CacheView,
+    reduction: WindowReduction,
+    native: bool = False,
+) -> Tensor:
+    """Compute attention probabilities of the window over the retained entries.
+
+    For each layer and KV head: softmax over the row's entries (causal: an entry after the
+    query counts nothing), joined over the group's heads and then over the window's queries.
+
+    Args:
+        reduction: how both are joined.
+        native: whether C computes it; for float32 on a CPU.
+
+    Returns:
+        float32 ``[N]``, row-major as the view.
+    """
+    queries = cache.memory[QUERIES]
+    if native:
+        from mmkv.engine.backends.cpu.kernels import native_window_attention
+
+        return native_window_attention(cache, seq, queries[seq], view.seen, reduction)
+    at = window_positions(view.seen, queries.shape[3], queries.device)
+    group = reduction.group
+    if on_triton(cache.pool.keys) and cache.pool.form.plain and reduction in _ON_PAGES:
+        mean = _attention_on_pages(cache, seq, at)[entries.row, entries.offset]
+        return mean if group == "mean" else mean * (queries.shape[2] // view.kv_heads)
+    join_first = group if reduction.of == "logits" else None
+    shares = []
+    for probability in _probabilities(cache, seq, entries, view, at >= 0, join_first):
+        paid = join(probability, group, 1)
+        shares.append(paid.amax(1) if reduction.queries == "max" else paid.mean(1))
+    return torch.cat(shares)[view.live()]
+
+
+def newest_entropy(cache: RaggedCache, seq: int, entries: Entries, view: CacheView) -> Tensor:
+    """Compute :meth:`mmkv.engine.policies.base.CacheView.entropy`."""
+    queries = cache.memory[QUERIES]
+    at = window_positions(view.seen, queries.shape[3], queries.device)
+    most = view.length.float().log().view(view.layers, -1)
+    found = []
+    for layer, probability in enumerate(
+        _probabilities(cache, seq, entries, view, at == view.seen - 1)
+    ):
+        entropy = torch.special.entr(probability).sum(-1)[..., 0]
+        share = entropy / most[layer][:, None]
+        found.append(share.masked_fill(most[layer][:, None] <= 0, 0.0))
+    return torch.stack(found).mean()
+
+
+def _probabilities(
+    cache: RaggedCache,
+    seq: int,
+    entries: Entries,
+    view: CacheView,
+    chosen: Tensor,
+    join_first: Group | None = None,
+) -> Iterator[Tensor]:
+    """Yield each layer's shares of attention ``[H, G, w, longest row]``, 0 where nothing is seen.
+
+    Args:
+        chosen: bool ``[W]``, which w slots of the ring have queries that count.
+        join_first: how the logits of the group's heads are joined, G = 1 then; None: not at all.
+    """
+    queries = cache.memory[QUERIES]
+    at = window_positions(view.seen, queries.shape[3], queries.device)
+    heads, dim = view.kv_heads, queries.shape[-1]
+    slot = view.to_rows(entries.slot, 0)
+    position = view.to_rows(view.position, torch.iinfo(torch.int64).max)
+    query_at = at[chosen]
+    keys = cache.pool.stored_keys.flatten(0, 1)
+    for layer in range(view.layers):
+        rows = slice(layer * heads, (layer + 1) * heads)
+        grouped = queries[seq, layer][:, chosen].float().reshape(heads, -1, dim) * dim**-0.5
+        scores = grouped @ keys[slot[rows]].float().transpose(1, 2)
+        scores = scores.unflatten(1, (-1, query_at.numel()))
+        allowed = position[rows][:, None] <= query_at[:, None]
+        if join_first is not None:
+            scores = join(scores, join_first, 1)[:, None]
+        probability = scores.masked_fill(~allowed[:, None], -torch.inf).softmax(-1)
+        # A query whose own entry and all before it are gone attends to nothing.
+        yield probability.nan_to_num(0.0)
+
+
+def join(shares: Tensor, group: Group, dim: int) -> Tensor:
+    """Join the attention of the heads of a KV group, which lie along ``dim``."""
+    if group == "max":
+        return shares.amax(dim)
+    return shares.mean(dim) if group == "mean" else shares.sum(dim)
+
+
+def _attention_on_pages(cache: RaggedCache, seq: int, at: Tensor) -> Tensor:
+    """Compute :func:`window_attention` where the keys lie, by the kernel: ``[R, W P]``."""
+    pool, queries = cache.pool, cache.memory[QUERIES]
+    batch_slot = torch.zeros(1, dtype=torch.int64, device=pool.keys.device)
+    shares = window_scores(
+        queries[seq][None],
+        at[None],
+        pool.keys,
+        pool.position,
+        cache.length[seq][None],
+        cache.table[seq][None],
+        batch_slot,
+        queries.shape[-1] ** -0.5,
+    )
+    return shares[0].flatten(0, 1)
+
+
+class CacheEntries:
+    """Reads the entries of one sequence where they lie.
+
+    A :class:`mmkv.engine.policies.base.EntrySource`.
+
+    Only what the scorer says it needs: a policy that reads more would run on one backend and not on
+    another.
+    """
+
+    def __init__(
+        self, cache: RaggedCache, seq: int, entries: Entries, needs: Needs, native: bool = False
+    ) -> None:
+        self._cache, self._seq, self._entries, self._needs = cache, seq, entries, needs
+        self._native = native
+
+    def keys(self) -> Tensor:
+        """``[N, D]`` after RoPE."""
+        if not self._needs.keys:
+            raise PolicyError(_undeclared("keys", "keys=True"))
+        return self._cache.pool.keys_at(self._entries.slot)
+
+    def values(self) -> Tensor:
+        """``[N, D]``."""
+        if not self._needs.values:
+            raise PolicyError(_undeclared("values", "values=True"))
+        return self._cache.pool.values_at(self._entries.slot)
+
+    def state(self) -> Tensor:
+        """``[N, K]``."""
+        return self._cache.pool.state.flatten(0, 1)[self._entries.slot]
+
+    def attention(self, view: CacheView, reduction: WindowReduction) -> Tensor:
+        """``[N]``; see :meth:`mmkv.engine.policies.base.CacheView.attention`."""
+        self._check_queries("attention")
+        return window_attention(
+            self._cache, self._seq, self._entries, view, reduction, self._native
+        )
+
+    def entropy(self, view: CacheView) -> Tensor:
+        """Without dimensions; see :meth:`mmkv.engine.policies.base.CacheView.entropy`."""
+        self._check_queries("entropy")
+        return newest_entropy(self._cache, self._seq, self._entries, view)
+
+    def _check_queries(self, what: str) -> None:
+        if QUERIES not in self._cache.memory:
+            raise PolicyError(_undeclared(what, "queries=16") + " or another number")
+
+
+def _undeclared(what: str, needs: str) -> str:
+    return f"the scorer reads {what} and does not say so; give it needs = Needs({needs})"
+
+
+def sequence_memory(
+    policy: Policy, spec: DecoderSpec, dtype: torch.dtype
+) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Shapes and types of what the cache keeps of each sequence for ``policy``."""
+    kept: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+    if not policy.evicts:
+        return kept
+    if policy.scoring.needs.queries:
+        shape = (spec.num_layers, spec.num_heads, policy.scoring.needs.queries, spec.head_dim)
+        kept[QUERIES] = (shape, dtype)
+    asked = getattr(policy.scoring, "memory", None)
+    if asked is not None:
+        made = asked(spec.num_layers, spec.num_kv_heads, spec.head_dim, spec.hidden_size)
+        call = f"{type(policy.scoring).__name__}.memory"
+        wanted = "a dict of shapes by name"
+        for name, shape in returned(made, dict, call, wanted).items():
+            if not isinstance(shape, tuple) or not all(type(n) is int and n >= 0 for n in shape):
+                raise PolicyError(f"{call} returned {shape!r} as a shape; return {wanted}")
+            kept[str(name)] = (shape, torch.float32)
+    return kept
+
+
+def tap_layers(policy: Policy, layers: int) -> tuple[int, ...]:
+    """Indices of the layers after which the policy's scorer reads the residual stream."""
+    if not policy.evicts:
+        return ()
+    taps = policy.scoring.needs.taps
+    return tuple(layer for tap in taps for layer in tapped_layers(tap, layers))
+
+
+def has_born(scorer: Scorer) -> bool:
+    """Whether the scorer gives new entries their state."""
+    return callable(getattr(scorer, "born", None))
+
+
+def has_revise(scorer: Scorer) -> bool:
+    """Whether the scorer changes the state of entries after each step."""
+    return callable(getattr(scorer, "revise", None))
+
+
+def revise_state(session: CachedSequence) -> None:
+    """Let the scorer change the state of a sequence's entries after a step."""
+    cache, scorer = session.engine.cache, session.engine.policy.scoring
+    entries, seq = cache.entries(session.seq), session.seq
+    memory = {name: kept[seq] for name, kept in cache.memory.items() if name != QUERIES}
+    state = scorer.revise(session.view(entries), memory)  # type: ignore[attr-defined]
+    call = f"{type(scorer).__name__}.revise"
+    if state is not None:
+        shape = (entries.row.numel(), cache.pool.state_size)
+        state = shaped(state, shape, call, "a new state [N, K], or None")
+    memory = _memory(memory, {name: cache.memory[name][seq] for name in memory}, call)
+    if state is not None:
+        cache.pool.state.flatten(0, 1)[entries.slot] = state.float()
+    for name, kept in memory.items():
+        cache.memory[name][seq] = kept
+
+
+def write_state(
+    cache: RaggedCache,
+    scorer: Scorer,
+    seqs: Tensor,
+    slots: Tensor,
+    position: Tensor,
+    prompt: bool,
+    taps: Sequence[Tensor],
+) -> None:
+    """Ask the scorer for the state of new entries and store it; its memory changes last.
+
+    State 0 is left alone where it adds up attention: the pass itself writes it, before or after.
+
+    Args:
+        seqs: ``[B]`` sequence slots; slots: ``[B, L, H, T]`` flat slots of the new entries.
+        position: ``[B, T]`` token indices; taps: ``[B, T, d]`` each.
+    """
+    batch, layers, heads, count = slots.shape
+    pool = cache.pool
+
+    new = NewTokens(
+        position=position,
+        prompt=prompt,
+        taps=torch.stack([tap.float() for tap in taps]) if taps else torch.empty(0),
+        memory={name: kept[seqs] for name, kept in cache.memory.items() if name != QUERIES},
+        keys=lambda: pool.keys_at(slots).float(),
+        values=lambda: pool.values_at(slots).float(),
+    )
+    call = f"{type(scorer).__name__}.born"
+    first = int(bool(scorer.needs.mass))
+    wanted = f"the state of new entries, a tensor [B, T, L or 1, H or 1, {pool.state_size - first}]"
+    state = returned(scorer.born(new), Tensor, call, wanted)  # type: ignore[attr-defined]
+    try:
+        spread = state.expand(batch, count, layers, heads, pool.state_size - first)
+    except RuntimeError as error:
+        raise PolicyError(f"{call} returned shape {list(state.shape)}; return {wanted}") from error
+    memory = _memory(new.memory, {name: cache.memory[name][seqs] for name in new.memory}, call)
+    pool.state.flatten(0, 1)[slots, first:] = spread.permute(0, 2, 3, 1, 4).float()
+    for name, kept in memory.items():
+        cache.memory[name][seqs] = kept
+
+
+def _memory(made: dict[str, Tensor], before: dict[str, Tensor], call: str) -> dict[str, Tensor]:
+    """Return what a scorer has put in its memory. Raises PolicyError: it is of another shape."""
+    return {
+        name: shaped(
+            made.get(name),
+            tuple(kept.shape),
+            f"{call} in memory[{name!r}]",
+            "what memory() asked for",
+        )
+        for name, kept in before.items()
+    }

@@ -1,0 +1,314 @@
+"""Session files: a bounded dialogue memory in one safetensors file.
+
+The whole file is checked before a page is taken: its header as strict JSON, its tensors by type,
+shape and value. Imports pydantic, so it is imported only when a session file is read or written.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import torch
+from pydantic import Field, Json
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from mmkv.engine.contents import MODALITIES
+from mmkv.engine.errors import STOPS, BudgetError, SessionError, require_type, shown
+from mmkv.engine.paths import is_file
+from mmkv.engine.policies import Budget
+from mmkv.engine.strict import Damage, Strict
+
+if TYPE_CHECKING:
+    from mmkv.engine.runtime import Runtime
+    from mmkv.engine.sequence import CachedSequence
+
+
+FORMAT = "mmkv-session-1"
+
+
+def save_session(session: CachedSequence, path: Path, extra: dict[str, str]) -> None:
+    """Write a session so that it continues bit-identically; the old file stays until the end.
+
+    Args:
+        extra: strings to keep beside it (chat history, for example).
+
+    Raises:
+        SessionError: when the file cannot be written; an existing file is left untouched.
+    """
+    engine = session.engine
+    with engine.lock:
+        tensors = engine.cache.export(session.seq)
+    state = session.state() | {"budget": [session.budget.kind, session.budget.value]}
+    state["read_ids"] = f"{session.read_ids:x}"
+    metadata = {
+        "format": FORMAT,
+        "identity": json.dumps(engine.identity()),
+        "state": json.dumps(state),
+        "extra": json.dumps(extra),
+    }
+    metadata["digest"] = _digest(tensors, metadata)
+    try:
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
+        os.close(handle)
+    except OSError as error:
+        raise SessionError(f"cannot write {path}: {error.strerror}; choose another path") from error
+    try:
+        save_file(tensors, temporary, metadata=metadata)
+        os.replace(temporary, path)
+    except STOPS:
+        raise
+    except BaseException as error:
+        raise SessionError(f"cannot write {path}: {error}; the old file is untouched") from error
+    finally:
+        Path(temporary).unlink(missing_ok=True)
+
+
+def checked_extra(extra: dict[str, str] | None) -> dict[str, str]:
+    """Return what is to be kept beside a session. Raises TypeError: it is no dict of texts."""
+    require_type("extra", {} if extra is None else extra, dict, "a dict of texts")
+    for name, text in (extra or {}).items():
+        require_type("a key of extra", name, str, "a text")
+        require_type(f"extra[{name!r}]", text, str, "a text")
+    return extra or {}
+
+
+@torch.inference_mode()
+def load_session(engine: Runtime, path: Path) -> tuple[CachedSequence, dict[str, str]]:
+    """Read a session file onto an engine with the same model, gates and policy.
+
+    The whole file is checked before a page is taken (:mod:`mmkv.engine.session_file`).
+
+    Returns:
+        the session, and the ``extra`` strings given when it was saved.
+
+    Raises:
+        SessionError: unreadable or foreign file. BudgetError: no room for it. Nothing is held then.
+    """
+    from mmkv.engine.strict import Damage, parse
+
+    if path.exists() and not is_file(path):  # reading a pipe may never end
+        raise SessionError(f"{path} is no file; name a session file")
+    try:
+        with path.open("rb"):  # safe_open says that a file is not there, whatever is wrong
+            pass
+        with safe_open(path, framework="pt") as file:
+            metadata: dict[str, str] = file.metadata() or {}
+            if metadata.get("format") != FORMAT:
+                raise SessionError(f"{path} is not an mmkv session ({FORMAT}); name another file")
+            header: Header = parse(Header, metadata)
+            _check_identity(engine, header.identity, path)
+            _check_memory(engine, set(file.keys()), path)
+            check_state(header.state, engine)
+            budget = _budget(engine, *header.state.budget)
+            tensors = read_tensors(file, header.state, engine)
+        del metadata["digest"]
+        if header.digest != _digest(tensors, metadata):
+            raise Damage("its checksum does not match its content")
+    except FileNotFoundError as error:
+        raise SessionError(f"no session file at {path}; check the path") from error
+    except (SafetensorError, OSError, ValueError) as error:
+        if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+            raise SessionError(
+                f"cannot open {path}: {error.strerror}; close some and try again, it is untouched"
+            ) from error
+        reason = shown(error, 300) or type(error).__name__
+        raise SessionError(
+            f"cannot read the session {path}: {reason}; it is damaged or not a session file: use a "
+            "copy, or begin a new session"
+        ) from error
+    except (MemoryError, RuntimeError) as error:  # torch's, where it cannot map the file
+        raise SessionError(
+            f"the session {path} does not fit into memory ({shown(error, 200)}); use a machine "
+            "with more, or begin a new session"
+        ) from error
+    with engine.lock:
+        session = engine.session(budget)
+        try:
+            state = header.state.model_dump() | {"read_ids": int(header.state.read_ids or "0", 16)}
+            session.adopt(engine.cache.import_(tensors), state)
+            engine.budgets.cut([], engine.slack)  # of a shared one, others take part
+        except BaseException:
+            session.close()
+            raise
+    return session, header.extra
+
+
+def _check_identity(engine: Runtime, identity: dict[str, str | int], path: Path) -> None:
+    """Raise SessionError unless the file was made with the same model and settings."""
+    # Older files hold what the model computes, with its own weights.
+    identity = {"weights": "auto", "kv": "auto", **identity}
+    engines = engine.identity()
+    same_numbers = {
+        "weights": identity.get("model") == engines["model"],  # so bfloat16 holds them exactly
+        "kv": engine.dtype == torch.bfloat16,
+    }
+    for name, ours in engines.items():
+        theirs = identity.get(name)
+        if {theirs, ours} == {"auto", "bf16"} and same_numbers.get(name):
+            continue
+        if theirs != ours:
+            remedy = "load it with the model and settings it was made with"
+            if name in ("kv", "weights"):
+                remedy = f"load it with {name}={shown(theirs)} (--{name} {shown(theirs)})"
+            raise SessionError(
+                f"{path} was saved with {name} {shown(theirs, 300)}, this engine has {ours}; "
+                f"{remedy}"
+            )
+
+
+def _check_memory(engine: Runtime, names: set[str], path: Path) -> None:
+    """Raise SessionError where the file lacks what the policy keeps of a sequence."""
+    for name in engine.cache.memory:
+        if f"memory.{name}" not in names:
+            raise SessionError(
+                f"{path} was saved by an older mmkv, without the {name} that policy "
+                f"{engine.policy.name!r} needs; begin a new session"
+            )
+
+
+def _budget(engine: Runtime, kind: Any, value: float) -> Budget:
+    """Return the session's budget. Raises ValueError: it cannot be."""
+    try:
+        return engine.budgets.saved(Budget(kind, value))
+    except BudgetError as error:
+        raise ValueError(str(error)) from error
+
+
+def _digest(tensors: dict[str, Tensor], metadata: dict[str, str]) -> str:
+    """Return SHA-256 of the content: a flipped bit would otherwise change answers silently."""
+    digest = hashlib.sha256()
+    for name in sorted(metadata):
+        digest.update(f"{name}={metadata[name]}".encode())
+    for name in sorted(tensors):
+        tensor = tensors[name].contiguous()
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+        digest.update(tensor.flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+_Count = Annotated[int, Field(ge=0, le=2**62)]
+_Tokens = Annotated[int, Field(ge=0, le=2**31 - 1)]  # positions are int32
+# What safetensors calls the types of a cache's tensors.
+NAMES = {
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+}
+
+
+class State(Strict):
+    """:meth:`mmkv.engine.sequence.CachedSequence.state`, and the budget."""
+
+    seen: _Tokens
+    next_position: _Tokens
+    entries: _Count
+    evicted: _Count
+    evicted_nan: _Count
+    long_rope: bool | None
+    prompt_tokens: _Tokens = 0  # older files have none
+    # In hexadecimal digits; older files have none, and penalties count what comes after them.
+    read_ids: Annotated[str, Field(pattern="^[0-9a-f]*$")] = ""
+    pictures: tuple[tuple[_Tokens, _Tokens], ...] = ()  # older files have none
+    budget: tuple[
+        Literal["entries", "bytes", "fraction"], Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    ]
+
+
+class Header(Strict):
+    """The metadata of a session file; all but ``format`` and ``digest`` is JSON."""
+
+    format: str
+    identity: Json[dict[str, str | int]]
+    state: Json[State]
+    extra: Json[dict[str, str]]
+    digest: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+
+
+def check_state(state: State, engine: Runtime) -> None:
+    """Check the numbers of a header against each other and the engine. Raises Damage."""
+    every = state.seen * engine.spec.rows
+    edges = [0, *(edge for span in state.pictures for edge in span), state.seen]
+    can_be_long = engine.spec.rope.switch_at is not None
+    broken = {
+        "prompt_tokens is above seen": state.prompt_tokens > state.seen,
+        "entries and evicted do not add up to the tokens seen": state.entries + state.evicted
+        != every,
+        "evicted_nan is above evicted": state.evicted_nan > state.evicted,
+        "pictures do not follow each other": sorted(edges) != edges
+        or any(start == stop for start, stop in state.pictures),
+        "next_position is past the model's last": state.next_position > engine.spec.max_position,
+        "long_rope is not this model's": bool(state.long_rope) and not can_be_long,
+        "long_rope is missing": state.long_rope is None and state.seen > 0,
+        "read_ids holds ids beyond the vocabulary": len(state.read_ids)
+        > -(-engine.family.vocab_size // 4),
+    }
+    for what, wrong in broken.items():
+        if wrong:
+            raise Damage(what)
+
+
+def read_tensors(file: Any, state: State, engine: Runtime) -> dict[str, Tensor]:
+    """Read the tensors of a session once their names, types and shapes are those expected.
+
+    Args:
+        file: an open ``safetensors.safe_open``.
+
+    Raises:
+        Damage: others than the header promises; BudgetError: no room for so many pages. No tensor
+            but the lengths has been read then.
+    """
+    cache, names = engine.cache, set(file.keys())
+    wanted = {
+        name: (shape, dtype)
+        for name, (shape, dtype) in cache.layout(state.entries).items()
+        if name in names or 0 not in shape[1:]  # older files lack some columns without numbers
+    }
+    for name in sorted(names ^ wanted.keys()):
+        raise Damage(f"it {'has no' if name in wanted else 'has an unknown'} tensor {shown(name)}")
+    for name, (shape, dtype) in wanted.items():
+        part = file.get_slice(name)
+        found = part.get_dtype(), tuple(part.get_shape())
+        if found != (NAMES[dtype], shape):
+            raise Damage(
+                f"tensor {name} is {found[0]} {list(found[1])}, not {NAMES[dtype]} {list(shape)}"
+            )
+    length = file.get_tensor("length")
+    if int(length.min()) < 0 or int(length.max()) > state.seen:
+        raise Damage("a row's length is not in 0 .. tokens seen")
+    if int(length.sum()) != state.entries:
+        raise Damage("the rows' lengths do not add up to the entries")
+    cache.pool.require(cache.needed_pages(length))
+    tensors = {name: file.get_tensor(name) for name in wanted}
+    _check_values(tensors, state)
+    return tensors
+
+
+def _check_values(tensors: dict[str, Tensor], state: State) -> None:
+    """Check that all numbers can be what a session held. Raises Damage."""
+    position, log_beta = tensors["position"].long(), tensors["log_beta"]
+    row = torch.repeat_interleave(tensors["length"].flatten())
+    if position.numel():
+        if int(position.min()) < 0 or int(position.max()) >= state.seen:
+            raise Damage("an entry's position is not one of the tokens seen")
+        if (row * state.seen + position).unique().numel() < position.numel():
+            raise Damage("a row holds a token twice")
+        if int(tensors["modality"].max()) >= len(MODALITIES):
+            raise Damage("an entry's modality is unknown")
+        if not bool((log_beta <= 0).all()):
+            raise Damage("an entry's log_beta is above 0 or no number")
+    # What scorers keep may be infinite or NaN: they score it, and no answer is made of it.
+    for name in {"keys", "values", "key_scale", "value_scale", "log_beta"} & tensors.keys():
+        if not bool(tensors[name].isfinite().all()):
+            raise Damage(f"tensor {name} holds numbers that are not finite")

@@ -1,0 +1,76 @@
+"""Result files: their text, and the commit that they name, which is mmkv's own or none."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mmkv.training.measure import record
+
+OURS, THEIRS = '[project]\nname = "mmkv"\n', '[project]\nname = "theirs"\n'
+
+
+def repository(folder: Path, pyproject: str) -> str:
+    """Make a repository of one commit; return its id."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "pyproject.toml").write_text(pyproject)
+    who = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    for arguments in (["init", "-q"], ["add", "."], [*who, "commit", "-q", "-m", "x"]):
+        subprocess.run(["git", *arguments], cwd=folder, check=True)
+    done = subprocess.run(
+        ["git", "rev-parse", "HEAD"], cwd=folder, check=True, capture_output=True, text=True
+    )
+    return done.stdout.strip()
+
+
+def test_a_checkout_names_its_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    head = repository(tmp_path, OURS)
+    monkeypatch.setattr(record, "ROOT", tmp_path)
+    assert record.commit() == head
+    (tmp_path / "new.py").write_text("1")
+    assert record.commit() == f"{head}+changes"
+
+
+@pytest.mark.parametrize("inside", [".venv/lib/site-packages", "."])
+def test_installed_into_another_repository_it_names_none(
+    inside: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    repository(tmp_path, THEIRS)
+    root = (tmp_path / inside).resolve()
+    root.mkdir(parents=True, exist_ok=True)
+    monkeypatch.setattr(record, "ROOT", root)
+    assert record.commit() is None
+
+
+def test_a_copy_inside_another_repository_names_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    repository(tmp_path, THEIRS)
+    (tmp_path / "copy").mkdir()
+    (tmp_path / "copy/pyproject.toml").write_text(OURS)
+    monkeypatch.setattr(record, "ROOT", tmp_path / "copy")
+    assert record.commit() is None
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        {},
+        {"command": "x", "settings": {}, "results": []},
+        {"machine": {"cpu": "a"}, "results": {"rows": [{"a": [1, 2], "b": {"c": None}}, {}]}},
+        {"results": [[1.5, "é"], [True, [[]]]], "path": Path("/tmp")},
+    ],
+)
+def test_a_page_holds_what_it_was_given(page: dict[str, Any]) -> None:
+    """The text is JSON; Python's own writer is the reference."""
+    assert json.loads(record.page_text(page)) == json.loads(json.dumps(page, default=str))
+
+
+def test_rows_stand_on_lines_of_their_own() -> None:
+    rows = [{"method": name, "accuracy": {"value": 0.5}} for name in ("full", "snapkv")]
+    text = record.page_text({"results": {"rows": rows}})
+    assert [json.loads(line.rstrip(",")) for line in text.splitlines()[3:5]] == rows

@@ -1,0 +1,207 @@
+"""Count what a reader of this repository has to get through: ``python -m tools.house``.
+
+Files and lines, how much of a file is docstring and imports, files that only one other file of
+their folder imports, circles of imports (those for a type checker count), the files whose code runs
+for one short reply of the server, and words of the documents. ``--json`` prints them for a program;
+``--roads`` names the files of the reply.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import subprocess
+import sys
+import threading
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from statistics import mean
+from types import FrameType
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+TOPS = ("engine", "mmkv", "training", "eval")
+
+
+def tracked(*patterns: str) -> list[str]:
+    """Return the paths of files in git that are in the working tree; links are left out."""
+    listed = subprocess.run(
+        ["git", "ls-files", *patterns], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    return [name for name in listed if (ROOT / name).is_file() and not (ROOT / name).is_symlink()]
+
+
+def module_name(path: str) -> str:
+    """Return the dotted name of a file of the four packages, without their common ``mmkv``."""
+    return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+def imported(path: str, known: dict[str, str]) -> set[str]:
+    """Return which files of ``known`` (dotted name -> path) a file imports, anywhere in it."""
+    found = set()
+    for node in ast.walk(ast.parse((ROOT / path).read_text())):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            inner = [f"{node.module}.{alias.name}" for alias in node.names]
+            names = [name if _own(name) in known else node.module for name in inner]
+        else:
+            continue
+        found |= {known[_own(name)] for name in names if _own(name) in known}
+    return found - {path}
+
+
+def _own(name: str) -> str:
+    inner = name.removeprefix("mmkv.")
+    return inner if inner.split(".")[0] in TOPS and inner.split(".")[0] != "mmkv" else name
+
+
+def rings(arrows: dict[str, set[str]]) -> list[set[str]]:
+    """Return the groups of nodes that reach each other (Tarjan's strongly connected components)."""
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    found: list[set[str]] = []
+
+    def visit(node: str) -> None:
+        index[node] = low[node] = len(index)
+        stack.append(node)
+        for other in arrows.get(node, ()):
+            if other not in index:
+                visit(other)
+            if other in stack:
+                low[node] = min(low[node], low[other])
+        if low[node] == index[node]:
+            group = set(stack[stack.index(node) :])
+            del stack[stack.index(node) :]
+            if len(group) > 1:
+                found.append(group)
+
+    sys.setrecursionlimit(10_000)
+    for node in list(arrows):
+        if node not in index:
+            visit(node)
+    return found
+
+
+def header_lines(path: str) -> int:
+    """Return how many lines of a file lie above its first statement that is no import."""
+    tree = ast.parse((ROOT / path).read_text())
+    for node in tree.body:
+        text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        checked = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        if not text and not checked and not isinstance(node, (ast.Import, ast.ImportFrom)):
+            return node.lineno - 1
+    return len((ROOT / path).read_text().splitlines())
+
+
+def lines(paths: Iterable[str]) -> int:
+    """Return the lines of files, together."""
+    return sum(len((ROOT / path).read_text().splitlines()) for path in paths)
+
+
+def files_of_a_reply() -> list[str]:
+    """Return the files whose functions run while the server answers a chat with four tokens."""
+    from mmkv import Engine
+    from mmkv.resources import bundled_model
+    from tests.support.servers import serving
+
+    seen: set[str] = set()
+    on = threading.Event()
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call" and on.is_set():
+            seen.add(frame.f_code.co_filename)
+
+    threading.setprofile(note)
+    sys.setprofile(note)
+    body = {"model": "small", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
+    try:
+        with serving(lambda: Engine.from_pretrained(bundled_model())) as server:
+            url = "/v1/chat/completions"
+            server.client.post(url, json=body)  # what is imported or made once
+            on.set()
+            answer = server.client.post(url, json=body)
+            on.clear()
+    finally:
+        threading.setprofile(None)  # type: ignore[arg-type]
+        sys.setprofile(None)
+    assert answer.status_code == 200, answer.text
+    return sorted(_inside(seen))
+
+
+def _inside(names: Iterable[str]) -> Iterator[str]:
+    for name in names:
+        path = Path(name).resolve()
+        if path.is_relative_to(ROOT) and path.relative_to(ROOT).parts[0] in TOPS:
+            yield path.relative_to(ROOT).as_posix()
+
+
+def figures() -> dict[str, Any]:
+    """Return all figures by name."""
+    python = tracked("*.py")
+    product = [path for path in python if not path.startswith("tests/")]
+    packages = [path for path in product if path.split("/")[0] in TOPS]
+    known = {module_name(path): path for path in packages}
+    arrows = {path: imported(path, known) for path in packages}
+    users = defaultdict(set)
+    for path, others in arrows.items():
+        for other in others:
+            users[other].add(path)
+    judged = [p for p in packages if not p.startswith("eval/") and not p.endswith("__init__.py")]
+    alone = [
+        path for path in judged if [Path(one).parent for one in users[path]] == [Path(path).parent]
+    ]
+    folders: dict[str, set[str]] = defaultdict(set)
+    for path, others in arrows.items():
+        if path.startswith("engine/"):
+            here = "/".join(path.split("/")[:2]) if path.count("/") > 1 else "engine"
+            for other in others:
+                if other.startswith("engine/"):
+                    there = "/".join(other.split("/")[:2]) if other.count("/") > 1 else "engine"
+                    folders[here] |= {there} - {here}
+    reply = files_of_a_reply()
+    return {
+        "Python files outside tests": len(product),
+        "lines outside tests": lines(product),
+        "lines of tests": lines(path for path in python if path.startswith("tests/")),
+        "files": len(tracked()),
+        "header lines a file": round(mean(header_lines(path) for path in packages), 1),
+        "files that one neighbour imports (%)": round(100 * len(alone) / len(judged), 1),
+        "circles between folders of engine": len(rings(folders)),
+        "circles of files": len(rings(arrows)),
+        "files in circles": sum(map(len, rings(arrows))),
+        "files of a reply": len(reply),
+        "words of docs": sum(
+            len((ROOT / path).read_text().split()) for path in tracked("docs/*.md", "README.md")
+        ),
+        "_alone": sorted(alone),
+        "_rings": sorted(sorted(ring) for ring in rings(arrows)),
+        "_reply": reply,
+    }
+
+
+def main() -> None:
+    """Print the figures."""
+    parser = argparse.ArgumentParser(prog="tools.house", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--json", action="store_true", help="as JSON, with the names")
+    parser.add_argument("--names", action="store_true", help="also the files behind the figures")
+    args = parser.parse_args()
+    found = figures()
+    if args.json:
+        print(json.dumps(found, indent=1))
+        return
+    for name, value in found.items():
+        if not name.startswith("_"):
+            print(f"{name:40} {value:>8}")
+    if args.names:
+        for name in ("_alone", "_rings", "_reply"):
+            print(f"\n{name[1:]}:")
+            for value in found[name]:
+                print("  ", value if isinstance(value, str) else " ".join(value))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,303 @@
+"""Run given answers under a budget and compare the predictions with the full cache's.
+
+A dialogue is fed as in decoding: prompts in prefill chunks, answers one token at a time, with
+eviction after each. At every answer token the logits are compared with those of full attention over
+the same tokens. An answer is right when all its tokens are the most likely ones, which is what
+greedy decoding would have generated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mmkv.engine.model.decoder import Decoder
+from mmkv.engine.model.families.base import Turn
+from mmkv.engine.policies import Budget
+from mmkv.engine.prefill import extend_together
+from mmkv.engine.runtime import Runtime
+from mmkv.engine.sequence import CachedSequence
+from mmkv.training.data.labels import predicted
+from mmkv.training.measure.full_attention import full_attention_states, lay_out_turns
+
+BLOCK = 256  # answer tokens whose logits are held at once: a vocabulary of 152k takes 156 MB
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One answer, T tokens.
+
+    Attributes:
+        right: whether every token was the most likely one.
+        kl: sum over tokens of KL(full || ours); nll: sum of negative log-likelihoods of the tokens.
+        agree: tokens whose most likely continuation is that of the full cache.
+        wrong: (index in the answer, id generated instead) of every token that was not the most
+            likely.
+    """
+
+    tokens: int
+    right: bool
+    kl: float
+    nll: float
+    agree: int
+    wrong: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class DialogueRun:
+    """The results of one dialogue.
+
+    Attributes:
+        answers: in order.
+        tokens_seen: length of the dialogue; entries: held at its end, over all rows; evicted: all
+            evicted ones.
+        per_row: entries at the end by layer and KV head; by_modality: over all of them.
+        nbytes: physical bytes of the pages held at the end, block tables left out (they grow with
+            what an engine has held before).
+    """
+
+    answers: list[Answer]
+    tokens_seen: int
+    entries: int
+    evicted: int
+    per_row: list[list[int]]
+    by_modality: dict[str, int]
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class FullCache:
+    """Predictions of full attention at the N answer tokens of a dialogue, in order.
+
+    It holds states and computes logits on demand, because logits of 8k tokens take 5 GB.
+
+    Attributes:
+        decoder: makes logits of states; states: ``[N, d]`` before the final norm.
+    """
+
+    decoder: Decoder
+    states: Tensor
+
+    @classmethod
+    @torch.inference_mode()
+    def of(cls, engine: Runtime, turn: Turn, labels: Tensor) -> FullCache:
+        """Read a whole dialogue; ``labels``: int64 ``[T]``, -100 where no answer stands."""
+        states = full_attention_states(engine, lay_out_turns(engine, [turn]))
+        return cls(engine.decoder, states[predicted(labels)[0]])
+
+    def logits(self) -> Iterator[Tensor]:
+        """Yield float32 ``[vocab]`` for one answer token after the other.
+
+        A block of :data:`BLOCK` is held at a time.
+        """
+        for states in self.states.split(BLOCK):
+            yield from self.decoder.logits(states)
+
+
+def spans(labels: Sequence[int]) -> list[tuple[int, int]]:
+    """Start and stop of every run of labels (-100 between them)."""
+    found, start = [], None
+    for index, label in enumerate([*labels, -100]):
+        if label != -100 and start is None:
+            start = index
+        elif label == -100 and start is not None:
+            found.append((start, index))
+            start = None
+    return found
+
+
+@torch.inference_mode()
+def read(
+    engine: Runtime,
+    inputs: Mapping[str, Any],
+    labels: Tensor,
+    budget: Budget | float | None = None,
+    full: FullCache | None = None,
+) -> DialogueRun:
+    """Feed one dialogue through a session under ``budget``.
+
+    Args:
+        inputs: what the processor returns for the whole dialogue; labels: int64 ``[T]``.
+        full: of this dialogue, when several policies are compared.
+    """
+    turn = engine.family.turn(inputs, 0, engine.device)
+    made = engine.budget if budget is None else Budget.of(budget)
+    return read_at(engine, turn, labels, [made], full)[0]
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One dialogue to be read by sessions that differ in their budget only.
+
+    Attributes:
+        turn: the whole dialogue; labels: int64 ``[T]``, -100 where no answer stands.
+        budgets: of the sessions; full: of this dialogue.
+        cuts: token indices at which the prefill is cut: memory is brought down to the budget before
+            what follows is known.
+    """
+
+    turn: Turn
+    labels: Tensor
+    budgets: Sequence[Budget]
+    full: FullCache
+    cuts: Sequence[int] = ()
+
+
+def read_at(
+    engine: Runtime,
+    turn: Turn,
+    labels: Tensor,
+    budgets: Sequence[Budget],
+    full: FullCache | None = None,
+    cuts: Sequence[int] = (),
+) -> list[DialogueRun]:
+    """Feed one dialogue through sessions that differ in their budget only, side by side.
+
+    Returns:
+        One run per budget, in order.
+    """
+    full = FullCache.of(engine, turn, labels) if full is None else full
+    return read_together(engine, [Reading(turn, labels, budgets, full, cuts)])[0]
+
+
+@torch.inference_mode()
+def read_together(engine: Runtime, readings: Sequence[Reading]) -> list[list[DialogueRun]]:
+    """Feed several dialogues through sessions of one engine, in shared passes over the weights.
+
+    What is read before the first eviction of a dialogue is read once for all its budgets.
+
+    Returns:
+        Per dialogue one run per budget, in order.
+    """
+    found: dict[int, list[DialogueRun]] = {}
+    with ExitStack() as stack:
+        walks = [stack.enter_context(closing(_walk(engine, reading))) for reading in readings]
+        going = {index: next(walk) for index, walk in enumerate(walks)}
+        while going:
+            # Prompts wait for the answers under way: more of each then share a pass.
+            answers = {index: one for index, one in going.items() if isinstance(one[1], int)}
+            chosen = answers or going
+            sessions = [session for mine, _ in chosen.values() for session in mine]
+            given: list[Any] = [what for mine, what in chosen.values() for _ in mine]
+            step = engine.decode if answers else extend_together
+            logits = step(sessions, given).split([len(mine) for mine, _ in chosen.values()])
+            for index, rows in zip(list(chosen), logits, strict=True):
+                try:
+                    going[index] = walks[index].send(rows)
+                except StopIteration as end:
+                    del going[index]
+                    found[index] = end.value
+    return [found[index] for index in range(len(readings))]
+
+
+@torch.inference_mode()
+def compare_states(decoder: Decoder, states: Tensor, full: Tensor, labels: Tensor) -> list[Answer]:
+    """Compare the answers of a dialogue that two passes have read whole, without a cache.
+
+    Args:
+        decoder: makes logits of states; states: ``[T, d]`` before the final norm; full: those of
+            full attention.
+        labels: int64 ``[T]``, -100 where no answer stands and at the first token.
+    """
+    found = []
+    for start, stop in spans(labels.tolist()):
+        blocks = []
+        for block in torch.arange(start, stop).split(BLOCK):
+            ours, theirs = (F.log_softmax(decoder.logits(x[block - 1]), -1) for x in (states, full))
+            blocks.append(_answer(ours, theirs, labels[block]))
+        found.append(_joined(blocks))
+    return found
+
+
+def _walk(
+    engine: Runtime, reading: Reading
+) -> Generator[tuple[list[CachedSequence], Turn | int], Tensor, list[DialogueRun]]:
+    """Walk through a dialogue, one session per budget.
+
+    Yields:
+        the sessions that read next, and what: a part of the dialogue, or one token of an answer.
+        Their logits ``[B, vocab]`` are sent back.
+    """
+    turn, labels = reading.turn, reading.labels
+    where = spans(labels.tolist())
+    parts = sorted({*reading.cuts, *(start for start, _ in where)} - {0})
+    reference, answers = reading.full.logits(), [list[Answer]() for _ in reading.budgets]
+    with ExitStack() as stack:
+        sessions = []
+        # Nothing is evicted inside a chunk, so budgets make no difference in the first one.
+        done = min(parts[0], engine.prefill_chunk)
+        own = float(done) if engine.policy.evicts else None
+        with engine.session(own) as whole:
+            logits = (yield [whole], turn.part(0, done)).expand(len(reading.budgets), -1)
+            for budget in reading.budgets:
+                sessions.append(stack.enter_context(whole.fork()))
+                if engine.policy.evicts:
+                    sessions[-1].set_budget(budget)
+        for start, stop in where:
+            for part in [part for part in parts if done < part <= start]:
+                logits = yield sessions, turn.part(done, part)
+                done = part
+            blocks = [list[Answer]() for _ in reading.budgets]
+            for target in labels[start:stop].split(BLOCK):
+                given = []
+                for token in target.tolist():
+                    given.append(logits)
+                    logits = yield sessions, token
+                theirs = F.log_softmax(torch.stack([next(reference) for _ in given]), -1)
+                for index, found in enumerate(blocks):
+                    ours = F.log_softmax(torch.stack([step[index] for step in given]), -1)
+                    found.append(_answer(ours, theirs, target))
+            done = stop
+            for kept, found in zip(answers, blocks, strict=True):
+                kept.append(_joined(found))
+        return [_dialogue_run(*pair) for pair in zip(sessions, answers, strict=True)]
+
+
+def _answer(ours: Tensor, theirs: Tensor, target: Tensor) -> Answer:
+    """Record one answer ``[T]`` from its log-probabilities ``[T, vocab]``."""
+    best, target = ours.argmax(-1), target.to(ours.device)
+    miss = (best != target).nonzero().flatten().tolist()
+    return Answer(
+        tokens=target.numel(),
+        right=not miss,
+        kl=float((theirs.exp() * (theirs - ours)).sum()),
+        nll=float(F.nll_loss(ours, target, reduction="sum")),
+        agree=int((best == theirs.argmax(-1)).sum()),
+        wrong=tuple((index, int(best[index])) for index in miss),
+    )
+
+
+def _joined(blocks: Sequence[Answer]) -> Answer:
+    """Join the blocks of one answer, each of :data:`BLOCK` tokens, the last maybe smaller."""
+    return Answer(
+        tokens=sum(block.tokens for block in blocks),
+        right=all(block.right for block in blocks),
+        kl=sum(block.kl for block in blocks),
+        nll=sum(block.nll for block in blocks),
+        agree=sum(block.agree for block in blocks),
+        wrong=tuple(
+            (number * BLOCK + index, generated)
+            for number, block in enumerate(blocks)
+            for index, generated in block.wrong
+        ),
+    )
+
+
+def _dialogue_run(session: CachedSequence, answers: list[Answer]) -> DialogueRun:
+    memory = session.memory()
+    per_row = session.engine.cache.length[session.seq].tolist()
+    return DialogueRun(
+        answers,
+        memory.tokens_seen,
+        memory.entries,
+        memory.evicted,
+        per_row,
+        memory.by_modality,
+        memory.pages * session.engine.cache.pool.page_bytes,
+    )
