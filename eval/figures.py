@@ -24,7 +24,7 @@ from mmkv.engine.policies import Budget
 from mmkv.engine.runtime import Runtime
 from mmkv.eval.serving.tables import draw_speed, speed_values
 from mmkv.resources import bundled_model
-from mmkv.training.data.sources import examples
+from mmkv.training.data.examples import examples
 from mmkv.training.measure.record import RESULTS, ROOT
 from mmkv.training.measure.teacher_forced import spans
 
@@ -178,7 +178,7 @@ def draw_kept(path: Path, share: Fraction = Fraction(1, 16), seed: int = 4) -> N
 
 def _token_kinds(model: str, inputs: Mapping[str, Any]) -> np.ndarray:
     """Return per token 0 for text, 1 for an ignored picture, 2 for a numbered one."""
-    from mmkv.prompt.processing import load_processor
+    from mmkv.prompt.loading import load_processor
 
     tokenizer = load_processor(model).tokenizer
     ids: torch.Tensor = inputs["input_ids"][0]

@@ -9,8 +9,8 @@ from typing import Any
 from transformers import AutoModelForImageTextToText, TextStreamer
 
 import mmkv
+from mmkv.prompt.loading import load_processor
 from mmkv.prompt.media import load_image
-from mmkv.prompt.processing import load_processor
 from mmkv.resources import asset
 
 QUESTION, LATER = "what is at row 2, column 3?", "what is at row 1, column 1?"

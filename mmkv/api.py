@@ -19,14 +19,14 @@ from mmkv.engine.errors import InputError, require_list
 from mmkv.engine.interrupts import OpenToCtrlC, whole
 from mmkv.engine.runtime import Runtime
 from mmkv.generation_config import Generation, read_generation
+from mmkv.prompt.loading import load_processor
 from mmkv.prompt.media import notes
-from mmkv.prompt.messages import is_blank, take_media
-from mmkv.prompt.processing import Processor, load_processor
+from mmkv.prompt.processing import Processor
+from mmkv.prompt.template import is_blank, take_media
 from mmkv.reply import Reply
 from mmkv.resources import is_bundled, refuse_adapter
 from mmkv.sampling import Sampling, Settled, checked
-from mmkv.scheduler.batch import answer_all
-from mmkv.scheduler.replies import Prompt, ReplyJob
+from mmkv.scheduler.replies import Prompt, ReplyJob, answer_all
 from mmkv.session import Session
 from mmkv.shipped import with_shipped_gates
 

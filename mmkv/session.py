@@ -20,11 +20,9 @@ from mmkv.engine.sequence import CachedSequence
 from mmkv.engine.session_file import checked_extra
 from mmkv.prompt.held import Held, Place, Rewrites
 from mmkv.prompt.special import tokenize
-from mmkv.reply import Reply, ReplyWriter
+from mmkv.reply import Reply, ReplyWriter, step
 from mmkv.sampling import Sampling, Settled, checked
-from mmkv.stepping import step
-from mmkv.stream import ReplyStream
-from mmkv.turn import Reading, UserTurn, compose
+from mmkv.turn import TurnReading, UserTurn, compose
 
 if TYPE_CHECKING:
     from mmkv.api import Engine
@@ -34,6 +32,47 @@ if TYPE_CHECKING:
     from mmkv.explain.frames import Frame
     from mmkv.prompt.held import Plan, Read
     from mmkv.prompt.template import Message
+
+
+class ReplyStream(Iterator[str]):
+    """The pieces of one reply, made as they are asked for.
+
+    The session belongs to the stream from its first piece to its end: other calls on the session
+    are refused meanwhile, but for reading and closing it. A stream that is closed, or that nobody
+    refers to any more, ends the reply where it stands. Threads may pass a stream on; two that ask
+    at the same time are told so (SessionError), and the reply goes on.
+    """
+
+    def __init__(self, session: Session, pieces: Callable[[], Generator[str, None, None]]) -> None:
+        self._session, self._pieces = session, pieces()
+        self._ended = False
+
+    def __next__(self) -> str:
+        if self._ended:
+            raise StopIteration
+        try:
+            with self._session.streaming():
+                try:
+                    return next(self._pieces)
+                except BaseException:
+                    self._ended = True
+                    raise
+        except KeyboardInterrupt:  # it may have come after the piece was made, which nobody sees
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """End the reply where it stands; what was shown stays in the session. Again: no effect."""
+        with CtrlC(), self._session.stopping():
+            self._ended = True
+            self._pieces.close()
+
+    def __enter__(self) -> ReplyStream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
 
 Progress = Callable[[int, int], None]
 # What belongs to the object and not to the state of its conversation.
@@ -351,7 +390,7 @@ class Session(CachedSequence):
                 read = with_ids(read, [*ids, *self.engine.media_token_ids])
         self.read_ids = read
 
-    def begin_reply(self, messages: Sequence[Message], reading: Reading | None) -> None:
+    def begin_reply(self, messages: Sequence[Message], reading: TurnReading | None) -> None:
         """Note that a turn of ``messages`` is in the cache, and that an empty reply follows.
 
         Args:
@@ -438,7 +477,7 @@ class Session(CachedSequence):
         self._show(frames)
         return logits
 
-    def _frames(self, reading: Reading) -> list[tuple[int, Frame, int]]:
+    def _frames(self, reading: TurnReading) -> list[tuple[int, Frame, int]]:
         """Encode the pictures of a turn that comes next for the recorder, if there is one."""
         read = reading.read
         if self.recorder is None or not (read.pictures or read.clips):

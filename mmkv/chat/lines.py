@@ -25,7 +25,7 @@ class Words:
     values: Mapping[str, Callable[[], Iterable[str]]] = field(default_factory=dict)
 
 
-class Reader(Protocol):
+class MessageReader(Protocol):
     """Where messages come from."""
 
     def read(self) -> str:
@@ -35,17 +35,6 @@ class Reader(Protocol):
     def agrees(self, question: str) -> bool:
         """Ask for a yes; False where nobody can answer."""
         ...
-
-
-def open_reader(words: Words) -> Reader:
-    """Return an editor where somebody sits at a terminal, else a reader of lines."""
-    # The prompt belongs on stderr: stdout is for answers, and may be a file.
-    screen = next((stream for stream in (sys.stderr, sys.stdout) if stream.isatty()), None)
-    if screen is None or not sys.stdin.isatty():
-        return LineReader()
-    from mmkv.chat.editor import Editor
-
-    return Editor(words, screen)
 
 
 class LineReader:

@@ -18,12 +18,99 @@ from typer.core import TyperCommand, TyperGroup
 from mmkv import __version__
 from mmkv.chat.options import ChatOptions, UsageError
 from mmkv.cli import arguments
+from mmkv.cli.arguments import Quiet
 from mmkv.cli.config import ChatCommand, described
-from mmkv.cli.explain import explain
-from mmkv.cli.models import models, pull
 from mmkv.cli.serve import serve
 from mmkv.engine.config import EngineConfig
 from mmkv.engine.errors import STOPS, MmkvError, one_line
+
+
+@arguments.engine_options()
+def explain(
+    engine: EngineConfig,
+    prompt: Annotated[
+        str | None, typer.Option("--prompt", "-p", help="The question; - reads it from stdin.")
+    ] = None,
+    output: Annotated[
+        str, typer.Option("--output", "-o", help="The page: one HTML file.")
+    ] = "report.html",
+    figures: Annotated[
+        str | None, typer.Option(help="Also draw each view as a PNG file in this folder.")
+    ] = None,
+    image: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Picture: path, URL or data: URI. Repeatable.", rich_help_panel=arguments.MEDIA
+        ),
+    ] = None,
+    video: Annotated[
+        list[str] | None,
+        typer.Option(help="Video: path or URL. Repeatable.", rich_help_panel=arguments.MEDIA),
+    ] = None,
+    fps: Annotated[
+        float | None,
+        typer.Option(
+            help="Frames per second to take (default 2).", rich_help_panel=arguments.MEDIA
+        ),
+    ] = None,
+    num_frames: Annotated[
+        int | None,
+        typer.Option(
+            help="Number of frames to take, instead of --fps.", rich_help_panel=arguments.MEDIA
+        ),
+    ] = None,
+    min_pixels: arguments.MinPixels = None,
+    max_pixels: arguments.MaxPixels = None,
+    pixel_limit: arguments.PixelLimit = None,
+    system: arguments.System = None,
+    max_new_tokens: Annotated[
+        int | None, typer.Option(help="Longest reply, in tokens (default 512).")
+    ] = None,
+    temperature: Annotated[
+        float | None, typer.Option(help="Sampling temperature; 0 takes the likeliest token.")
+    ] = None,
+    generation_config: arguments.FollowsCheckpoint = True,
+    quiet: arguments.Quiet = False,
+) -> None:
+    """Answer once and write a page of what was kept, when, and why (docs/explain.md)."""
+    given: dict[str, Any] = {**locals(), "image": image or [], "video": video or []}
+    options = ChatOptions(report=given.pop("output"), **given)
+    options.check()
+    from mmkv.chat.run import run_chat
+
+    raise typer.Exit(run_chat(options))
+
+
+def models(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """List checkpoints and gates at hand: bundled, below this folder, and in the hub's cache."""
+    from mmkv import checkpoints
+
+    listing = checkpoints.listed()
+    if as_json:
+        import json
+
+        print(json.dumps(listing.as_json(), indent=2))
+        return
+    from rich.console import Console
+
+    Console().print(checkpoints.table(listing))
+
+
+def pull(
+    name: Annotated[str, typer.Argument(metavar="HUB_ID", help="A checkpoint or gates.")],
+    quiet: Quiet = False,
+) -> None:
+    """Fetch a checkpoint or gates into the hub's cache: safetensors, settings, tokenizer."""
+    from mmkv.pull import pull as fetch
+
+    if quiet:
+        from huggingface_hub.utils import disable_progress_bars
+
+        disable_progress_bars()
+    print(fetch(name, lambda line: None if quiet else print(f"mmkv: {line}", file=sys.stderr)))
+
 
 # What training and eval register in mmkv's own pyproject.toml, in the group mmkv.commands.
 _REGISTERED = ("distill", "bench", "eval", "mmdu")
@@ -53,17 +140,19 @@ class _Commands(TyperGroup):
 
 def _registered(name: str) -> Any:
     """Return a registered command; one that does not load says so in the help, and when it runs."""
-    from importlib.metadata import PackageNotFoundError, distribution
+    from importlib.metadata import distributions
 
-    try:
-        # Those of mmkv alone: looking through all packages would make the help slower.
-        points = list(distribution("mmkv").entry_points.select(group="mmkv.commands", name=name))
-    except PackageNotFoundError:
-        points = []
+    # Those of mmkv alone: looking through all packages would make the help slower. What an older
+    # build has left in a checkout counts as an installation, too.
+    points = [
+        point
+        for installed in distributions(name="mmkv")
+        for point in installed.entry_points.select(group="mmkv.commands", name=name)
+    ]
     if not points:
         reason = "this installation is older than its source, or mmkv is not installed"
         return _broken(name, f"{reason}; run pip install --no-deps -e . in the checkout")
-    (point,) = points
+    point = points[0]
     try:
         command = typer.main.get_command(point.load())
     except STOPS:
@@ -183,7 +272,7 @@ def env() -> None:
     from mmkv.environment import describe
 
     print(describe())
-    print(described())
+    print(described(chat))
 
 
 @app.command()

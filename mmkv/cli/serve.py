@@ -295,7 +295,7 @@ def _require_keys(keys: list[str]) -> None:
 
 
 def _hosts(names: list[str]) -> tuple[str, ...]:
-    from mmkv.server.hosts import host_names
+    from mmkv.server.guard import host_names
 
     try:
         return host_names(names)

@@ -14,7 +14,7 @@ from transformers.cache_utils import Cache
 from mmkv.engine.contents import Memory
 from mmkv.engine.errors import InputError, SessionError
 from mmkv.engine.interrupts import CtrlC, whole
-from mmkv.hf.rows import Row
+from mmkv.hf.loop import Row
 
 
 class RetainedCache(Cache):

@@ -1,37 +1,39 @@
-"""Convert a rendered prompt with pictures and videos to the tensors of a prefill."""
+"""Convert a rendered prompt with pictures and videos to the tensors of a prefill.
+
+Pictures for the families whose transformers processor is used, and InternVL's videos.
+"""
 
 from __future__ import annotations
 
-import json
+import re
 import threading
-from collections.abc import Callable, Sequence
-from functools import cached_property, partial
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from mmkv.engine.errors import STOPS, InputError, MmkvError, ModelError, first_line
+from mmkv.engine.errors import InputError, ModelError, first_line
 from mmkv.prompt.media import SIZED, load_image
 from mmkv.prompt.part_settings import MediaSettings, taken_apart
-from mmkv.prompt.picture_settings import require_frames, require_settings
-from mmkv.prompt.special import CUT, reading, tokenize
+from mmkv.prompt.special import CUT, CuttingTokenizer, reading, tokenize
 from mmkv.prompt.template import ChatTemplate
-from mmkv.prompt.video import Clip, FrameRule, load_video
+from mmkv.prompt.video import DEFAULT_FPS, Clip, FrameMap, FrameRule, load_video
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
     from PIL.Image import Image
 
     from mmkv.prompt.qwen_vision import VideoRules
 
+
 # Text put before a continuation and cut off again after tokenizing, so that a tokenizer that
 # treats the start of a text specially (SentencePiece adds a space) sees no start there.
 _ANCHOR = "a"
-PICTURES, _VIDEOS = "preprocessor_config.json", "video_preprocessor_config.json"
-BOTH = "processor_config.json"
-_TEMPLATE = "chat_template"
+# A checkpoint's file on pictures.
+PICTURES = "preprocessor_config.json"
+_PICTURES_IN_PIL = "Qwen2VLImageProcessorPil"
 # What inputs have for each token.
 PER_TOKEN = frozenset(("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids"))
-_PICTURES_IN_PIL = "Qwen2VLImageProcessorPil"
 
 
 class Processor:
@@ -289,200 +291,162 @@ class QwenProcessor(Processor):
         return inputs | pixels
 
 
-def load_processor(
-    name: str | Path, min_pixels: int | None = None, max_pixels: int | None = None
-) -> Processor:
-    """Load what the checkpoint at ``name`` (directory or hub id) needs besides its weights.
+_OF_A_FRAME = (
+    "size",
+    "resample",
+    "image_mean",
+    "image_std",
+    "do_rescale",
+    "rescale_factor",
+    "do_normalize",
+)
 
-    ``min_pixels``, ``max_pixels``: bounds on a picture's pixels, for models that take pictures
-    of any size. Raises ModelError when files are missing or damaged, InputError for pixel bounds
-    that the model does not take.
+
+class HubProcessor(Processor):
+    """Any family whose transformers processor can be used as it is (the LLaVA models)."""
+
+    sees = True
+
+    def __init__(self, processor: Any, template: ChatTemplate) -> None:
+        super().__init__(processor.tokenizer, template)
+        self.processor = processor
+        self.image_token = processor.image_token
+
+    def _inputs(
+        self, text: str, images: Sequence[Image], clips: Sequence[Clip], continuing: bool
+    ) -> dict[str, torch.Tensor]:
+        special = not continuing and not self._starts_itself(text)
+        if CUT in text:  # one caller at a time: see encode
+            self.processor.tokenizer = CuttingTokenizer(self.tokenizer)
+        try:
+            return dict(
+                self.processor(
+                    text=[text],
+                    # Nested: all of one prompt (LLaVA-OneVision cuts a lone picture into tiles).
+                    images=[list(images)] if images else None,
+                    add_special_tokens=special,
+                    return_tensors="pt",
+                )
+            )
+        finally:
+            self.processor.tokenizer = self.tokenizer
+
+
+class OneVisionProcessor(HubProcessor):
+    """LLaVA-OneVision, which cuts the picture of a prompt into tiles if it is the only one."""
+
+    def rule(self, pictures: int) -> bool:
+        """See :meth:`Processor.rule`."""
+        return pictures == 1
+
+    def _inputs(
+        self, text: str, images: Sequence[Image], clips: Sequence[Clip], continuing: bool
+    ) -> dict[str, torch.Tensor]:
+        if len(images) != 1 or self.rule(self._pictures):
+            return super()._inputs(text, images, clips, continuing)
+        # A part with one picture of a prompt with several: read beside a copy, which goes again.
+        made = super()._inputs(text + self.image_token, [*images] * 2, clips, continuing)
+        picture = self.tokenizer.convert_tokens_to_ids(self.image_token)
+        count = int((made["input_ids"] == picture).sum()) // 2
+        for key in ("input_ids", "attention_mask"):
+            made[key] = made[key][:, :-count]
+        return made | {key: made[key][:1] for key in ("pixel_values", "image_sizes")}
+
+
+class InternVLProcessor(HubProcessor):
+    """As it is for pictures. The frames of a video are pictures in one tile each, behind their
+    numbers; transformers' part for videos needs torchvision.
     """
-    try:
-        return _load(name, min_pixels, max_pixels)
-    except (MmkvError, *STOPS):
-        raise
-    # Damaged files surface as nearly anything, the tokenizers library's bare Exception among it.
-    except BaseException as error:
-        raise ModelError(
-            f"cannot load the tokenizer and processor of {name}: {first_line(error)}; check that "
-            "tokenizer.json, tokenizer_config.json and preprocessor_config.json are complete"
-        ) from error
 
+    watches = True
 
-def _load(name: str | Path, min_pixels: int | None, max_pixels: int | None) -> Processor:
-    from transformers import AutoTokenizer
-
-    from mmkv.engine.model.families import Qwen3VLFamily, find
-    from mmkv.engine.model.families.config import read_config
-
-    config = read_config(name)
-    family = find(str(config.model_type))
-    tokenizer = AutoTokenizer.from_pretrained(name, config=config)
-    if family is not None and issubclass(family, Qwen3VLFamily):
-        return _load_qwen(
-            name, tokenizer, config.vision_config, min_pixels, max_pixels, family.frames_apart
-        )
-    if min_pixels is not None or max_pixels is not None:
-        raise InputError(
-            "this model does not take pictures of any size; drop --min-pixels and --max-pixels"
-        )
-    if getattr(config, "vision_config", None) is None:
-        return Processor(
-            tokenizer, ChatTemplate(tokenizer, template_of(name, tokenizer, False), parts=False)
-        )
-    from mmkv.prompt.hub_processor import load_hub
-
-    return load_hub(name, tokenizer, config)
-
-
-def _load_qwen(
-    name: str | Path,
-    tokenizer: Any,
-    vision: Any,
-    min_pixels: int | None,
-    max_pixels: int | None,
-    frames_apart: bool,
-) -> QwenProcessor:
-    from mmkv.prompt.qwen_vision import (
-        FRAME_END,
-        FRAME_START,
-        IMAGE,
-        RUN,
-        VIDEO,
-        VideoRules,
-        frame_rule,
-    )
-
-    load = partial(_load_qwen_pictures, name, vision) if _has_image_processor(name) else None
-    size = None
-    if min_pixels is not None or max_pixels is not None:
-        if load is None:
-            raise InputError(f"{name} has no image processor; drop --min-pixels and --max-pixels")
-        own = load().size
-        size = {
-            "shortest_edge": min_pixels or own["shortest_edge"],
-            "longest_edge": max_pixels or own["longest_edge"],
+    def __init__(
+        self, processor: Any, template: ChatTemplate, videos: Mapping[str, Any] | None = None
+    ) -> None:
+        """Take the processor; ``videos``: the checkpoint's settings of videos."""
+        super().__init__(processor, template)
+        own = videos or {}
+        images = processor.image_processor
+        # Of a frame: its tile and colours, where the checkpoint has others for it.
+        self._frames_of = {
+            key: own[key] if own.get(key) is not None else getattr(images, key)
+            for key in _OF_A_FRAME
         }
-        if not 0 < size["shortest_edge"] <= size["longest_edge"]:
-            raise InputError(
-                f"min-pixels {size['shortest_edge']} and max-pixels {size['longest_edge']} leave "
-                "no size between them; give 0 < min <= max"
+        rate = own.get("fps") or (None if own.get("num_frames") else DEFAULT_FPS)
+        shift = own.get("initial_shift")
+        self.frame_rule = FrameRule(
+            "centred",
+            None if own.get("num_frames") else rate,
+            own.get("num_frames"),
+            1,
+            shift=True if shift is None else shift,
+        )
+        self.video_token = processor.video_token
+        self.image_frame = (processor.start_image_token, processor.end_image_token)
+
+    @property
+    def size_rule(self) -> Any:
+        """Return the rule that scales frames to a tile while they are read."""
+        return self._scaler
+
+    def _scaler(self, frames: int, height: int, width: int) -> FrameMap:
+        from PIL import Image as pil
+
+        size, resample = self._frames_of["size"], pil.Resampling(self._frames_of["resample"])
+        tile = (size["width"], size["height"])
+
+        def scale(frame: np.ndarray) -> np.ndarray:
+            import numpy as np
+
+            return np.asarray(pil.fromarray(frame).resize(tile, resample))
+
+        return scale
+
+    def video_texts(self, clips: Sequence[Clip], inputs: dict[str, torch.Tensor]) -> list[str]:
+        """See :meth:`Processor.video_texts`."""
+        return [self._frames(len(clip.frames)) for clip in clips]
+
+    def _frames(self, count: int) -> str:
+        tile = self._picture(1)
+        return "\n".join(f"Frame{number}: {tile}" for number in range(1, count + 1))
+
+    def _picture(self, tiles: int) -> str:
+        start, end = self.image_frame
+        return f"{start}{self.image_token * self.processor.image_seq_length * tiles}{end}"
+
+    def _inputs(
+        self, text: str, images: Sequence[Image], clips: Sequence[Clip], continuing: bool
+    ) -> dict[str, torch.Tensor]:
+        if not clips:
+            return super()._inputs(text, images, clips, continuing)
+        import torch
+        from PIL import Image as pil
+
+        read = self.processor.image_processor
+        parts: dict[str, list[tuple[str, torch.Tensor]]] = {self.image_token: []}
+        for image in images:
+            made = read([image], crop_to_patches=True, return_tensors="pt")["pixel_values"]
+            parts[self.image_token].append((self._picture(len(made)), made))
+        parts[self.video_token] = [
+            (
+                self._frames(len(clip.frames)),
+                read(
+                    [pil.fromarray(frame) for frame in clip.frames],
+                    crop_to_patches=False,
+                    return_tensors="pt",
+                    **self._frames_of,
+                )["pixel_values"],
             )
-    rules = VideoRules() if frames_apart else RUN
-    config, file = video_settings(name)
-    if file == PICTURES:  # older checkpoints; the bounds are of pictures alone
-        bounds = {"size", "min_pixels", "max_pixels"}
-        config = {key: value for key, value in config.items() if key not in bounds}
-    require_settings(config, file, vision, pixels=True)
-    require_frames(config, file, either=True)
-    placeholders = {
-        "image": f"{FRAME_START}{IMAGE}{FRAME_END}",
-        "video": f"{FRAME_START}{VIDEO}{FRAME_END}",
-    }
-    tokens = (IMAGE, VIDEO, FRAME_START, FRAME_END)
-    source = template_of(name, tokenizer, True)
-    template = ChatTemplate(tokenizer, source, True, placeholders, tokens)
-    rule = frame_rule(config, frames_apart)
-    return QwenProcessor(tokenizer, template, load, rules.changed(config), size, rule)
+            for clip in clips
+        ]
+        waiting = {token: iter(media) for token, media in parts.items()}
+        pixels: list[torch.Tensor] = []
 
+        def fill(match: re.Match[str]) -> str:
+            filled, made = next(waiting[match[0]])
+            pixels.append(made)
+            return filled
 
-def video_settings(name: str | Path) -> tuple[dict[str, Any], str]:
-    """Read what the checkpoint says of videos, and the file that says it, as transformers looks
-    for it: of ``processor_config.json`` the part, a file of its own, that of the pictures.
-
-    Raises ModelError.
-    """
-    nested = read_json(name, BOTH).get("video_processor")
-    if nested is not None:
-        if not isinstance(nested, dict):
-            raise ModelError(f"{BOTH}: video_processor is no object; get the original file")
-        return nested, BOTH
-    own = read_json(name, _VIDEOS)
-    return (own, _VIDEOS) if own else (read_json(name, PICTURES), PICTURES)
-
-
-def _load_qwen_pictures(name: str | Path, vision: Any) -> Any:
-    image_processor = load_image_processor(name)
-    require_settings(image_processor, PICTURES, vision, pixels=True)
-    return image_processor
-
-
-def _has_image_processor(name: str | Path) -> bool:
-    return bool(_path(name, PICTURES) or read_json(name, BOTH).get("image_processor"))
-
-
-def load_image_processor(name: str | Path) -> Any | None:
-    """Load the image processor in its PIL form (the same pixels with and without torchvision)."""
-    # transformers 5.17 hides the name at its top level when torchvision is absent; the class itself
-    # does not need torchvision in either version.
-    from transformers.models.auto.image_processing_auto import AutoImageProcessor
-
-    if not _has_image_processor(name):
-        return None  # the model then takes text only
-    try:
-        return AutoImageProcessor.from_pretrained(name, backend="pil")
-    except STOPS:
-        raise
-    except BaseException as error:
-        raise ModelError(
-            f"cannot read the picture settings in {PICTURES} of {name} ({first_line(error)}); "
-            "get the original file, or remove it to use the model for text only"
-        ) from error
-
-
-def template_of(name: str | Path, tokenizer: Any, sees: bool) -> str | None:
-    """Return the chat template that transformers would take, None where there is none.
-
-    A processor's is that of ``processor_config.json``, else of ``chat_template.json``, else
-    ``chat_template.jinja``; a tokenizer's is ``chat_template.jinja``, else that of its config. Of
-    several, with names, the one named ``default`` counts.
-
-    Args:
-        sees: whether transformers has a processor for the model, not a tokenizer alone.
-
-    Raises:
-        ModelError: the template is no text, or none of several is the default.
-    """
-    own, older = tokenizer.chat_template, read_json(name, "chat_template.json").get(_TEMPLATE)
-    sources = [read_json(name, BOTH).get(_TEMPLATE), older, own] if sees else [own, older]
-    found = next((one for one in sources if one), None)
-    if isinstance(found, list):
-        found = {one.get("name"): one.get("template") for one in found if isinstance(one, dict)}
-    if isinstance(found, dict):
-        if "default" not in found:
-            named = ", ".join(sorted(ascii(key)[1:-1] for key in found))[:100]
-            raise ModelError(
-                f"{name} has several chat templates ({named}) and none is named default; save the "
-                "one that you want as chat_template.jinja"
-            )
-        found = found["default"]
-    if found is not None and not isinstance(found, str):
-        raise ModelError(f"the chat template of {name} is no text; get the original file")
-    return found or None
-
-
-def read_json(name: str | Path, file: str) -> dict[str, Any]:
-    """Read the object in a JSON file of the checkpoint, {} when it has none."""
-    path = _path(name, file)
-    try:
-        found = json.loads(path.read_text(encoding="utf-8")) if path else {}
-    except (OSError, ValueError, RecursionError) as error:
-        raise ModelError(
-            f"cannot read {file} of {name}: {first_line(error)}; fetch it again"
-        ) from error
-    if not isinstance(found, dict):
-        raise ModelError(f"{file} of {name} holds no object; fetch it again")
-    return found
-
-
-def _path(name: str | Path, file: str) -> Path | None:
-    from transformers.utils import cached_file
-
-    try:
-        found = cached_file(str(name), file, _raise_exceptions_for_missing_entries=False)
-    except (OSError, ValueError) as error:
-        raise ModelError(
-            f"cannot read {file} of {name}: {first_line(error)}; fetch it again"
-        ) from error
-    return Path(found) if found else None
+        expanded = re.sub("|".join(map(re.escape, parts)), fill, text)
+        inputs = self._tokenized(expanded, not continuing and not self._starts_itself(text))
+        return inputs | {"pixel_values": torch.cat(pixels)}

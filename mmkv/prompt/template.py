@@ -14,6 +14,7 @@ from itertools import groupby
 from typing import Any
 
 from mmkv.engine.errors import STOPS, InputError, first_line
+from mmkv.prompt.part_settings import MediaSettings, Sourced
 from mmkv.prompt.special import CUT, Cutter, new_marker
 
 Message = dict[str, Any]
@@ -41,7 +42,7 @@ class Addition:
 
 
 @dataclass(frozen=True)
-class Layout:
+class RenderedConversation:
     """A rendered conversation.
 
     Attributes:
@@ -117,12 +118,12 @@ class ChatTemplate:
         """Render the template; ``opening`` adds the beginning of the assistant's reply."""
         return self.layout(messages, opening).text
 
-    def layout(self, messages: list[Message], opening: bool) -> Layout:
+    def layout(self, messages: list[Message], opening: bool) -> RenderedConversation:
         """Do as :meth:`render`; say where the messages stand in the text, too."""
         messages = self._cut(messages)
         if self.source is None:
             text = "".join(self._plain(message) for message in messages)
-            return Layout(text, [-1] * len(messages), len(text))
+            return RenderedConversation(text, [-1] * len(messages), len(text))
         from jinja2 import TemplateError
 
         from mmkv.prompt import sandbox
@@ -156,7 +157,7 @@ class ChatTemplate:
                 f"{first_line(error)}); use another model, or --raw"
             ) from error
         end = marks.end if opening else len(text)
-        return Layout(text, [marks.begins[id(message)] for message in shaped], end)
+        return RenderedConversation(text, [marks.begins[id(message)] for message in shaped], end)
 
     def _cut(self, messages: list[Message]) -> list[Message]:
         """Return the messages, their contents as parts, with special tokens in texts cut."""
@@ -198,3 +199,80 @@ class ChatTemplate:
 def as_parts(content: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return a message's content as a list of parts."""
     return [{"type": "text", "text": content}] if isinstance(content, str) else list(content)
+
+
+_ROLES = ("system", "user", "assistant")
+# Keys under which common formats put the picture or video of a part.
+_SOURCE_KEYS = ("image", "video", "url", "path", "image_url", "video_url")
+
+
+def take_media(messages: Sequence[Message]) -> tuple[list[Message], list[Any], list[Any]]:
+    """Split ``messages`` into messages with bare placeholders, pictures, and videos, in order.
+
+    A part is {"type": "text", "text": ...}, or of type image / video (or image_url / video_url)
+    with its source under "image", "video", "url", "path" or "image_url", and settings of it
+    (:class:`~mmkv.prompt.part_settings.MediaSettings`): its source is then a
+    :class:`~mmkv.prompt.part_settings.Sourced`. Raises InputError for anything else.
+    """
+    plain: list[Message] = []
+    images: list[Any] = []
+    videos: list[Any] = []
+    if isinstance(messages, (str, bytes, dict)) or not isinstance(messages, Sequence):
+        raise TypeError(f"a conversation is a list of messages, not a {type(messages).__name__}")
+    if not messages:
+        raise InputError("the conversation is empty; give at least one user message")
+    for message in messages:
+        role = message.get("role") if isinstance(message, dict) else None
+        if not isinstance(message, dict) or not isinstance(role, str) or role not in _ROLES:
+            raise InputError(f"a message needs a role out of {', '.join(_ROLES)}, and a content")
+        content: Any = message.get("content")
+        if content is not None and not isinstance(content, (str, list, tuple)):
+            raise InputError(
+                f"a message's content is {type(content).__name__}; give a text or a list of parts"
+            )
+        parts: list[dict[str, Any]] = []
+        for part in as_parts(list(content) if isinstance(content, tuple) else content or ""):
+            if not isinstance(part, dict):
+                raise InputError(
+                    f"a message part is {type(part).__name__}; give a dict with a type"
+                )
+            kind = str(part.get("type", "")).removesuffix("_url")
+            if kind == "text" and isinstance(part.get("text"), str):
+                parts.append({"type": "text", "text": part["text"]})
+            elif kind in ("image", "video"):
+                (images if kind == "image" else videos).append(_source(part, kind))
+                parts.append({"type": kind})
+            else:
+                raise InputError(
+                    f"a message part of type {part.get('type')!r} is not understood; "
+                    "use text, image or video"
+                )
+        plain.append({"role": message["role"], "content": parts})
+    return plain, images, videos
+
+
+def is_blank(message: Message) -> bool:
+    """Return whether a message says nothing in words."""
+    return not any(
+        part["type"] == "text" and part["text"].strip() for part in as_parts(message["content"])
+    )
+
+
+def _source(part: dict[str, Any], kind: str) -> Any:
+    """Return the source of a part, with its settings where it has any."""
+    settings = {key: value for key, value in part.items() if value is not None}
+    del settings["type"]
+    found = None
+    for key in _SOURCE_KEYS:
+        value = settings.pop(key, None)
+        if isinstance(value, dict):  # {"image_url": {"url": ...}}
+            settings |= {name: each for name, each in value.items() if each is not None}
+            value = settings.pop("url", None)
+        found = value if found is None else found
+    if found is None:
+        raise InputError(
+            f"a message part of type {part['type']!r} names no source; add 'url' or 'path'"
+        )
+    if kind == "image":
+        settings.pop("detail", None)  # OpenAI's; pictures are read at the model's size
+    return Sourced(found, MediaSettings.of(kind, settings)) if settings else found

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from mmkv.scheduler.contract import Executor, Job, KeptSession, Price
-from mmkv.scheduler.loop import Limits, Scheduler
-from mmkv.scheduler.ticket import Ticket
+from mmkv.scheduler.loop import Limits, Scheduler, Ticket
 
 __all__ = ["Executor", "Job", "KeptSession", "Limits", "Price", "Scheduler", "Ticket"]

@@ -1,18 +1,212 @@
-"""The scheduler: one loop for every request on one engine."""
+"""The scheduler: one loop for every request on one engine.
+
+Requests wait in queues per user, served by deficit round robin; some prompts share a pass.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, Literal, TypeVar
 
 from mmkv.engine.errors import STOPS, CapacityError, MmkvError, SessionError, as_exception
 from mmkv.engine.interrupts import whole
-from mmkv.scheduler.capacity import Capacity, S
-from mmkv.scheduler.contract import Executor, KeptSession, Price
-from mmkv.scheduler.fairness import DeficitRoundRobin, UserQueues
-from mmkv.scheduler.shared_pass import SharedPass
-from mmkv.scheduler.ticket import J, State, Ticket
+from mmkv.scheduler.capacity import Capacity, Ledger, S
+from mmkv.scheduler.contract import Executor, Job, KeptSession, Price
+
+State = Literal["waiting", "preparing", "prefill", "decode", "done", "cancelled", "failed"]
+J = TypeVar("J", bound=Job)
+
+
+class Ticket(Generic[J]):
+    """What :meth:`Scheduler.submit` returns.
+
+    Attributes:
+        job: the request; user: whose it is.
+        state: ``waiting`` for room, ``preparing`` what is not ready yet, in ``prefill`` or
+            ``decode``, or over: ``done``, ``cancelled``, ``failed``.
+        error: why it failed.
+        turn: the scheduler's turn in which it was submitted.
+        overtaken: later requests that were admitted while there was no room for this one.
+    """
+
+    def __init__(self, job: J, user: str, number: int, turn: int = 0) -> None:
+        self.job, self.user, self.number, self.turn = job, user, number, turn
+        self.state: State = "waiting"
+        self.error: Exception | None = None
+        self.overtaken = 0
+        self.cancel_asked = False
+
+    @property
+    def owner(self) -> Hashable:
+        """Return who commits what the request takes: its session, if that is kept."""
+        return self if self.job.session is None else self.job.session
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing more happens to it."""
+        return self.state in ("done", "cancelled", "failed")
+
+    def cancel(self) -> None:
+        """Ask for the end; the scheduler looks between steps, so any thread may call this.
+
+        A prompt that is not yet complete is taken back. A reply ends where it stands.
+        """
+        self.cancel_asked = True
+
+
+class UserQueues:
+    """Requests that wait or are being read: first in, first out for each user.
+
+    The first of each user, its head, is served; later ones only beside it, in the same pass. Users
+    stand in a row: a new one at the end, and one whose head was admitted goes to the end.
+    """
+
+    def __init__(self) -> None:
+        self._queues: OrderedDict[str, deque[Ticket]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return sum(len(queue) for queue in self._queues.values())
+
+    def __iter__(self) -> Iterator[Ticket]:
+        for queue in self._queues.values():
+            yield from queue
+
+    def push(self, ticket: Ticket) -> None:
+        """Put a request at the end of its user's queue."""
+        self._queues.setdefault(ticket.user, deque()).append(ticket)
+
+    def push_first(self, ticket: Ticket) -> None:
+        """Put a request at the front of its user's queue, behind those that are being read."""
+        queue = self._queues.setdefault(ticket.user, deque())
+        queue.insert(sum(other.state == "prefill" for other in queue), ticket)
+
+    def remove(self, ticket: Ticket) -> None:
+        """Take a request out, wherever it stands."""
+        queue = self._queues[ticket.user]
+        queue.remove(ticket)
+        if not queue:
+            del self._queues[ticket.user]
+
+    def heads(self, behind: Collection[Ticket] = ()) -> list[Ticket]:
+        """Return the first request of each user that is not among ``behind``, in their order."""
+        firsts = (next((t for t in q if t not in behind), None) for q in self._queues.values())
+        return [ticket for ticket in firsts if ticket is not None]
+
+    def to_the_end(self, user: str) -> None:
+        """Let all other users go first the next time."""
+        if user in self._queues:
+            self._queues.move_to_end(user)
+
+
+class DeficitRoundRobin:
+    """Chooses whose chunk is next, so that users get equal numbers of tokens.
+
+    At each visit a user is granted ``quantum`` tokens, and is served while what it was granted
+    lasts; the rest, or what it owes, is kept for the next visit as long as it has something to be
+    served. (Shreedhar and Varghese, "Efficient fair queueing using deficit round robin", 1995.)
+    """
+
+    def __init__(self, quantum: int) -> None:
+        self.quantum = quantum
+        self._deficit: OrderedDict[str, int] = OrderedDict()
+        self._visited: str | None = None
+
+    def next(self, costs: Mapping[str, int]) -> str:
+        """Return the user to serve; :meth:`charge` it for what it has got then.
+
+        Args:
+            costs: by user the tokens of what it wants next; at least one user.
+        """
+        for user in [user for user in self._deficit if user not in costs]:
+            del self._deficit[user]
+        for user in costs:
+            self._deficit.setdefault(user, 0)
+        while True:
+            user = next(iter(self._deficit))
+            if user != self._visited:
+                self._visited = user
+                self._deficit[user] += self.quantum
+            if self._deficit[user] >= costs[user]:
+                return user
+            self._deficit.move_to_end(user)
+            self._visited = None
+
+    def charge(self, user: str, tokens: int) -> None:
+        """Count tokens of a user that :meth:`next` knows, chosen by it or read beside."""
+        if user in self._deficit:
+            self._deficit[user] -= tokens
+
+
+class SharedPass:
+    """Prompts whose next chunks are read together.
+
+    All of them take no more tokens than a pass has, and no more pages than are committed: what
+    other requests may take and do not hold yet is free for the length of a pass.
+
+    Args:
+        first: the prompt whose turn it is; its chunk has begun.
+        slow: whether its job was slow to begin: no other such job begins in this turn then.
+
+    Attributes:
+        tickets: ``first``, and those beside it.
+        tokens: how many more the pass has.
+    """
+
+    def __init__(self, executor: Executor, ledger: Ledger, first: Ticket[Any], slow: bool) -> None:
+        self.executor, self.ledger = executor, ledger
+        self.tickets = [first]
+        self.tokens = executor.pass_tokens - first.job.next_chunk
+        # On a GPU, where nothing is shared, counting them would wait for the device.
+        self._pages = [executor.pages_for(first.job)] if self.tokens > 0 else []
+        self._tried, self._slow = {first}, slow
+
+    def candidate(self, heads: Collection[Ticket[Any]]) -> Ticket[Any] | None:
+        """Choose the prompt to try next; None where all were tried.
+
+        Users who have fewer prompts in the pass go first.
+
+        Args:
+            heads: the first request of each user that is not in the pass.
+        """
+        ready = [one for one in heads if one.state == "prefill" and one not in self._tried]
+        users = Counter(one.user for one in self.tickets)
+        ticket = min(ready, key=lambda one: users[one.user], default=None)
+        if ticket is not None:
+            self._tried.add(ticket)
+        return ticket
+
+    def may_begin(self, ticket: Ticket[Any]) -> bool:
+        """Whether a candidate's chunk may begin in this turn; it counts as begun then."""
+        slow = ticket.job.slow_to_begin
+        if slow and self._slow:
+            return False
+        self._slow = self._slow or slow
+        return True
+
+    def add(self, ticket: Ticket[Any]) -> None:
+        """Take in a prompt whose chunk has begun, if it fits."""
+        chunk, pages = ticket.job.next_chunk, self.executor.pages_for(ticket.job)
+        if chunk <= self.tokens and self._fit([*self._pages, pages]):
+            self.tokens -= chunk
+            self.tickets.append(ticket)
+            self._pages.append(pages)
+
+    def shrink(self) -> None:
+        """Leave out the last ones until the others fit.
+
+        One that failed to begin has taken its pages out of what is committed.
+        """
+        while len(self.tickets) > 1 and not self._fit(self._pages):
+            self.tickets.pop()
+            self._pages.pop()
+
+    def _fit(self, pages: Sequence[int]) -> bool:
+        """Whether new pages of the chunks keep to what is committed, where there is a limit."""
+        if self.executor.limit() is None:
+            return True
+        return self.executor.held() + sum(pages) <= self.ledger.committed
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Replies of an engine as the scheduler's jobs."""
+"""Replies of an engine as the scheduler's jobs, and a batch of them for a caller who waits."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from mmkv.engine.errors import (
     SessionError,
     as_exception,
 )
+from mmkv.engine.interrupts import CtrlC, whole
 from mmkv.engine.prefill import advance_together, needed_pages, pass_tokens, reserve_together
-from mmkv.reply import Reply, ReplyWriter
+from mmkv.reply import Reply, ReplyWriter, step
 from mmkv.sampling import Sampling, checked
 from mmkv.scheduler.contract import Job, Price
-from mmkv.stepping import step
-from mmkv.turn import Reading, compose
+from mmkv.scheduler.loop import Limits, Scheduler
+from mmkv.turn import TurnReading, compose
 
 if TYPE_CHECKING:
     import torch
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from mmkv.prompt.template import Message
     from mmkv.scheduler.stored import StoredSession
     from mmkv.session import Session, TurnStart
+
 
 log = logging.getLogger("mmkv.scheduler")
 
@@ -50,7 +52,7 @@ class Prompt:
 
     inputs: dict[str, torch.Tensor]
     messages: Sequence[Message] = field(default_factory=list)
-    reading: Reading | None = None
+    reading: TurnReading | None = None
 
     @property
     def tokens(self) -> int:
@@ -409,3 +411,32 @@ def _taken(job: Replying, before: int, broken: NotFiniteError | None = None) -> 
         raise
     except BaseException as error:
         return as_exception(error)
+
+
+def batch_scheduler(engine: Engine, most: int) -> Scheduler:
+    """Return a scheduler for up to ``most`` requests that reads prompts before it decodes."""
+    limits = Limits(waiting=most, running=most, quantum=engine.prefill_chunk, interleave=False)
+    return Scheduler(EngineExecutor(engine), limits)
+
+
+@whole
+def answer_all(engine: Engine, jobs: Sequence[ReplyJob]) -> list[Reply]:
+    """Answer all, in one batch as far as there is room.
+
+    No session of a job's own stays open. Raises the error of the first job that fails. Ctrl-C is
+    delivered between two turns.
+    """
+    scheduler = batch_scheduler(engine, max(len(jobs), 1))
+    try:
+        tickets = [scheduler.submit(job) for job in jobs]
+        while scheduler.turn():
+            CtrlC.check()
+            for ticket in tickets:
+                if ticket.error is not None:
+                    raise ticket.error
+        for ticket in tickets:
+            if ticket.error is not None:
+                raise ticket.error
+        return [job.reply for job in jobs if job.reply is not None]
+    finally:
+        scheduler.close()

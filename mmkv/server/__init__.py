@@ -1,6 +1,6 @@
 """An OpenAI-compatible server (docs/serve.md); needs the extra ``serve``.
 
-``app``, ``chat``, ``schema``, ``reply_json``: what speaks HTTP, which never touches torch.
-``worker``: the thread that owns the engine. ``machine``, ``job``, ``prompts``, ``snapshots``,
-``writer``: what it runs. ``media``: pictures and videos.
+``app`` and the routes (``chat``, ``responses``, ``session_routes``) speak HTTP and never touch
+torch. ``engine_thread`` owns the engine; ``job``, ``prompts``, ``kept`` and ``writer`` are what it
+runs. ``media``: pictures and videos.
 """

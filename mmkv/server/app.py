@@ -1,4 +1,4 @@
-"""The web application: routes, keys, limits, errors in OpenAI's shape."""
+"""The web application: routes, keys, limits, errors in OpenAI's shape, the page at ``/docs``."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import re
 from collections.abc import AsyncIterator
+from html import escape
 from typing import Any
 
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
@@ -19,24 +20,48 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from mmkv import __version__
 from mmkv.engine.errors import MmkvError
-from mmkv.server.answer import Answer, error_response
-from mmkv.server.body import BodyRoute, LimitBody
-from mmkv.server.chat import ChatCall
+from mmkv.server.chat import ChatCall, take_resume
 from mmkv.server.errors import ApiError
 from mmkv.server.footprint import return_memory
-from mmkv.server.full import RefuseWhenFull
-from mmkv.server.headers import take_resume
-from mmkv.server.hosts import CheckHost
-from mmkv.server.keys import CheckKey
+from mmkv.server.guard import BodyRoute, CheckHost, CheckKey, LimitBody, RefuseWhenFull
 from mmkv.server.metrics import CONTENT_TYPE
-from mmkv.server.page import page_router
+from mmkv.server.page import HEADERS, page_router
+from mmkv.server.reply import Answer, error_response
 from mmkv.server.responses import responses_router
-from mmkv.server.room import Room
-from mmkv.server.routes_page import add_routes_page
-from mmkv.server.saved_routes import saved_router
-from mmkv.server.schema import ChatRequest
-from mmkv.server.session_routes import sessions_router
-from mmkv.server.transformers_chat import load_router
+from mmkv.server.schema import ChatRequest, load_router
+from mmkv.server.session_routes import saved_router, sessions_router
+from mmkv.server.state import Room
+
+_PAGE = """<!doctype html>
+<html lang="en">
+<head><meta charset="utf-8"><title>mmkv: routes</title></head>
+<body>
+<h1>Routes</h1>
+<p>Their fields are in <a href="/openapi.json">/openapi.json</a>.</p>
+<table>
+{rows}
+</table>
+</body>
+</html>
+"""
+_ROW = "<tr><td>{}</td><td><code>{}</code></td><td>{}</td></tr>"
+
+
+def add_routes_page(app: FastAPI) -> None:
+    """Add the page to an application."""
+
+    @app.get("/docs", include_in_schema=False)
+    async def docs() -> Response:
+        return Response(_page(app.openapi()), headers=HEADERS, media_type="text/html")
+
+
+def _page(schema: dict[str, Any]) -> str:
+    rows = [
+        _ROW.format(method.upper(), escape(path), escape(route.get("summary", "")))
+        for path, methods in schema["paths"].items()
+        for method, route in methods.items()
+    ]
+    return _PAGE.format(rows="\n".join(rows))
 
 
 def make_app(room: Room, hosts: frozenset[str] | None = None) -> FastAPI:

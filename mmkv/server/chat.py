@@ -1,40 +1,125 @@
-"""POST /v1/chat/completions."""
+"""POST /v1/chat/completions, from the request's media to its reply.
+
+Media are hashed to find the memory of a conversation again, and decoded only when they are read.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import dataclasses
+import hashlib
 import secrets
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from mmkv.engine.errors import MmkvError
+from mmkv.engine.errors import InputError, MmkvError
+from mmkv.prompt.media import data_uri_content
 from mmkv.sampling import Sampling, Settled
-from mmkv.server import reply_json
-from mmkv.server.body import release_body
-from mmkv.server.conversation import digest_of
+from mmkv.server import reply
+from mmkv.server.engine_thread import Admitted, Delta, Done, Failed, Request
 from mmkv.server.errors import ApiError
 from mmkv.server.grammar import grammar_of
-from mmkv.server.reply_json import Head, Rows
-from mmkv.server.request_media import RequestMedia, source
+from mmkv.server.guard import release_body
+from mmkv.server.job import ChatWork
+from mmkv.server.media.limits import BAD_FORM, Allowance, MediaError
+from mmkv.server.media.resolver import MediaResolver, Medium, Source
+from mmkv.server.prompts import Message, Part, digest_of
+from mmkv.server.reply import Head, Rows
 from mmkv.server.schema import (
     ChatRequest,
+    MmkvOptions,
     budget_of,
     conversation,
     refuse_unsupported,
+    take_generation_config,
     unsupported,
 )
-from mmkv.server.transformers_chat import take_generation_config
-from mmkv.server.work import ChatWork
-from mmkv.server.worker import Admitted, Delta, Done, Failed, Request
 from mmkv.server.writer import Extras
 
 if TYPE_CHECKING:
+    from starlette.requests import HTTPConnection
+
     from mmkv.engine.budget import Budget
     from mmkv.server.job import ChatJob
     from mmkv.server.kept import Kept
-    from mmkv.server.room import Caller, Room
+    from mmkv.server.responses_schema import ResponseRequest
     from mmkv.server.settings import Facts, Settings
+    from mmkv.server.state import Caller, Room
+
+
+class RequestMedia:
+    """Finds the media of one request.
+
+    The digest of a data: URL is that of its content, so that a picture that need not be read again
+    is not decoded. Others are fetched and decoded to know them, once. What all of them take counts
+    against one allowance.
+    """
+
+    def __init__(self, resolver: MediaResolver) -> None:
+        self._resolver = resolver
+        self._allowance = Allowance(resolver.limits, resolver.room)
+        self._contents: dict[Part, Any] = {}
+
+    async def named(self, messages: Sequence[Message]) -> list[Message]:
+        """Return the messages with the digests of their media. Raises MediaError.
+
+        Media of messages that a kept memory holds have theirs already. Waits until other requests'
+        media leave room.
+        """
+        await self._resolver.room.enter()
+        parts = [part for one in messages for part in one.media if part.digest is None]
+        async with self._resolver.texts:
+            digests = await asyncio.to_thread(_digests, [one for one in parts if _inside(one)])
+        far = [one for one in parts if not _inside(one)]
+        for part, medium in zip(far, await self._resolve(far), strict=True):
+            digests[part] = medium.digest
+            self._contents[part] = medium.content
+
+        def named(part: Part) -> Part:
+            return dataclasses.replace(part, digest=digests[part]) if part in digests else part
+
+        return [
+            Message(one.role, tuple(map(named, one.parts))) if one.media else one
+            for one in messages
+        ]
+
+    async def _resolve(self, parts: Sequence[Part]) -> list[Medium]:
+        if not parts:
+            return []
+        return await self._resolver.resolve([source(part) for part in parts], self._allowance)
+
+    async def contents(self, messages: Sequence[Message]) -> list[Any]:
+        """Return the pictures and videos of some messages, decoded. Raises MediaError."""
+        parts = [dataclasses.replace(p, digest=None) for one in messages for p in one.media]
+        wanted = [part for part in dict.fromkeys(parts) if part not in self._contents]
+        for part, medium in zip(wanted, await self._resolve(wanted), strict=True):
+            self._contents[part] = medium.content
+        return [self._contents[part] for part in parts]
+
+    def let_go(self) -> None:
+        """Leave the room to others: the engine has read them, or nobody will."""
+        self._contents.clear()
+        self._allowance.let_go()
+
+
+def source(part: Part) -> Source:
+    """Return a part as :mod:`mmkv.server.media` takes it."""
+    assert part.kind != "text"
+    return Source(part.kind, part.url, dict(part.options))
+
+
+def _inside(part: Part) -> bool:
+    return part.url[:5].lower() == "data:"
+
+
+def _digests(parts: Sequence[Part]) -> dict[Part, str]:
+    try:
+        return {part: hashlib.sha256(data_uri_content(part.url)).hexdigest() for part in parts}
+    except InputError as error:
+        raise MediaError(BAD_FORM, str(error)) from error
+
 
 MOST_STOPS = 16
 # Log probabilities of an answer that is put together before it is sent; each takes a kilobyte.
@@ -146,10 +231,10 @@ class ChatCall:
         rows = [Rows() for _ in texts] if self.request.logprobs else None
         async for event in self.events():
             if isinstance(event, Done):
-                return reply_json.completion(self.head, texts, reasons, rows, event.usage)
+                return reply.completion(self.head, texts, reasons, rows, event.usage)
             texts[event.index] += event.text
             if rows is not None:
-                rows[event.index].add(reply_json.logprobs(event.spelled)["content"])
+                rows[event.index].add(reply.logprobs(event.spelled)["content"])
             reasons[event.index] = event.finish_reason or ""
         raise AssertionError("a request ends with Done or an error")
 
@@ -162,19 +247,19 @@ class ChatCall:
             async for event in events:
                 if isinstance(event, Done):
                     if self.head.with_usage:
-                        yield reply_json.usage_chunk(self.head, event.usage)
+                        yield reply.usage_chunk(self.head, event.usage)
                     yield "[DONE]"
                     return
                 if event.index not in begun:
                     begun.add(event.index)
                     opening = {"role": "assistant", "content": "", "refusal": None}
-                    yield reply_json.chunk(self.head, event.index, opening)
+                    yield reply.chunk(self.head, event.index, opening)
                 spelled = event.spelled if self.request.logprobs else None
                 if event.text or event.spelled:
                     delta = {"content": event.text}
-                    yield reply_json.chunk(self.head, event.index, delta, None, spelled)
+                    yield reply.chunk(self.head, event.index, delta, None, spelled)
                 if event.finish_reason is not None:
-                    yield reply_json.chunk(self.head, event.index, {}, event.finish_reason)
+                    yield reply.chunk(self.head, event.index, {}, event.finish_reason)
 
     async def events(self) -> AsyncGenerator[Delta | Done]:
         """Run the request; whoever stops listening cancels it."""
@@ -301,3 +386,16 @@ def _extras(request: ChatRequest, facts: Facts) -> Extras:
     except MmkvError as error:
         raise ApiError(400, str(error), "invalid_value", "response_format") from error
     return Extras(top, bias, grammar)
+
+
+def take_resume(request: HTTPConnection, body: ChatRequest | ResponseRequest) -> None:
+    """Let X-Mmkv-Resume say what ``mmkv.resume`` does not. Raises ApiError."""
+    given = request.headers.get("x-mmkv-resume")
+    if given is None:
+        return
+    if given not in ("auto", "never", "required"):
+        raise ApiError(
+            400, "X-Mmkv-Resume is auto, never or required", "invalid_value", "X-Mmkv-Resume"
+        )
+    body.mmkv = body.mmkv or MmkvOptions()
+    body.mmkv.resume = body.mmkv.resume or given  # type: ignore[assignment]

@@ -23,7 +23,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from mmkv.server.errors import RETRY_AFTER, ApiError
 
 if TYPE_CHECKING:
-    from mmkv.server.room import Room
+    from mmkv.server.state import Room
 
 log = logging.getLogger("mmkv.server")
 RESERVE = 48  # descriptors for session files, locks, decoding processes and fetched pictures

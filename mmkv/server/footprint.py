@@ -12,17 +12,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mmkv.engine.memory import give_back, resident_bytes
-from mmkv.server import connections, worker
-from mmkv.server.body import TOGETHER, VALUES, smallest
+from mmkv.server import connections, engine_thread
 from mmkv.server.chat import MOST_SCORED
+from mmkv.server.guard import TOGETHER, VALUES, smallest
 from mmkv.server.media.limits import DECODED, MediaLimits
 from mmkv.server.media.resolver import TEXTS
 
 if TYPE_CHECKING:
     from mmkv.api import Engine
-    from mmkv.server.machine import Machine
-    from mmkv.server.room import Room
+    from mmkv.server.engine_thread import Machine
     from mmkv.server.settings import Settings
+    from mmkv.server.state import Room
 
 # Measured on CPython 3.11 with pydantic 2 (python -m mmkv.eval.serving.floods), rounded up.
 _BODY = 1.5  # bytes held for a byte of a body that arrives
@@ -77,7 +77,8 @@ def footprint(machine: Machine, settings: Settings) -> Footprint:
         "media": limits.together + limits.pixels * DECODED if machine.facts.sees else 0,
         "reading": _reading(engine, limits, running, on_host),
         "scored": MOST_SCORED * (running * _SCORED_TEXT + _SCORED),
-        "unsent": worker.UNSENT_TOGETHER * worker.MOST_UNSENT + connections.MOST_UNSENT,
+        "unsent": engine_thread.UNSENT_TOGETHER * engine_thread.MOST_UNSENT
+        + connections.MOST_UNSENT,
         "stored": settings.store_bytes,
         "texts": (settings.max_sessions + taken) * engine.spec.max_position * _TOKEN,
     }

@@ -1,40 +1,314 @@
-"""A chat request as the scheduler's job: a conversation, and one or more replies to it."""
+"""A chat request as the scheduler's job: a conversation, and one or more replies to it.
+
+What goes to the engine's thread and comes back; the memories that a request goes on from and leaves
+behind; how many tokens it has read, and how many entries evicted, by modality.
+"""
 
 from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from mmkv.engine.budgets import page_bound
+from mmkv.engine.contents import MODALITIES
 from mmkv.engine.errors import InputError
 from mmkv.prompt.held import Read, read_of
 from mmkv.prompt.media import notes
 from mmkv.prompt.template import REWRITES
+from mmkv.sampling import Settled
 from mmkv.scheduler.contract import Price
 from mmkv.scheduler.replies import Growing
-from mmkv.server.conversation import pictures_in
-from mmkv.server.counts import Counts
 from mmkv.server.errors import ApiError
-from mmkv.server.memories import Memories
-from mmkv.server.prompts import Outline, Segment, outline
-from mmkv.server.work import Choice, Usage
-from mmkv.server.writer import ScoredWriter
+from mmkv.server.kept import Facets, Kept, Shelf
+from mmkv.server.prompts import Outline, Segment, chain, link, outline, pictures_in, reply_message
+from mmkv.server.writer import Extras, ScoredWriter
 from mmkv.turn import agreed, kept_tokens, text_before_media, without_first
 
 if TYPE_CHECKING:
+    import torch
+
     from mmkv.api import Engine
+    from mmkv.engine.budget import Budget
+    from mmkv.engine.contents import Memory
     from mmkv.engine.prefill import Prefill
-    from mmkv.server.conversation import Message
+    from mmkv.prompt.held import Rewrites
     from mmkv.server.grammar import Grammars
-    from mmkv.server.kept import Kept
-    from mmkv.server.snapshots import Snapshot
-    from mmkv.server.work import ChatWork
+    from mmkv.server.kept import Snapshot, Snapshots
+    from mmkv.server.prompts import Message
     from mmkv.session import Session
+
+
+Resume = Literal["auto", "never", "required"]
+
+
+@dataclass
+class ChatWork:
+    """What a chat request asks for.
+
+    Attributes:
+        root: what the memory depends on beside the messages; see
+            :func:`mmkv.server.prompts.chain`.
+        budget: of each reply's session; None: the engine's.
+        asked: whether the request itself says how to resume.
+        weight: of its sessions in a shared budget.
+        start: the memory that the request goes on from; ``messages`` begin with its own.
+        rewrites: see :class:`mmkv.Session`.
+        keep: whether the memory after the reply stays, in ``kept`` when the request is done.
+    """
+
+    messages: list[Message]
+    root: str
+    sampling: Settled
+    extras: Extras = field(default_factory=Extras)
+    choices: int = 1
+    budget: Budget | None = None
+    resume: Resume = "auto"
+    asked: bool = False
+    weight: float = 1.0
+    start: Kept | None = None
+    keep: bool = False
+    rewrites: Rewrites = "reread"
+    kept: Kept | None = None
+
+
+@dataclass
+class Choice:
+    """One finished reply."""
+
+    text: str
+    tokens: int
+    finish_reason: str
+    memory: Memory | None
+
+
+@dataclass
+class Usage:
+    """The numbers of a request; those of memory are sums over its replies.
+
+    Attributes:
+        prompt_tokens: of the whole conversation; resumed: those of them that were not read again.
+        kept, evicted: entries (layer, KV head, token).
+        by_modality: entries that are kept.
+        kv_bytes: of the keys and values held at the end; bound_bytes: the most that there can be
+            between two chunks.
+        pictures: those of the conversation, frames of videos included; faded_pictures: those that
+            have lost most of their entries, in the reply where that is worst.
+        shared_pool: whether all sessions compete for one budget: what is kept depends on others.
+        differs: how what was read differs from the conversation rendered afresh; None: it does not.
+        notes: on the pictures and videos that were read, such as one of which the end is missing.
+    """
+
+    prompt_tokens: int
+    completion_tokens: int
+    resumed: int
+    kept: int
+    evicted: int
+    by_modality: dict[str, int]
+    kv_bytes: int
+    bound_bytes: int
+    shared_pool: bool = False
+    differs: str | None = None
+    pictures: int = 0
+    faded_pictures: int = 0
+    notes: list[str] = field(default_factory=list)
+
+
+class Counts:
+    """Counts the tokens and entries of one request.
+
+    Attributes:
+        seen: tokens of the messages that its session holds, by modality.
+        prompt_tokens: of the whole conversation.
+        resumed: those of them that were not read again; prefilled: those that were.
+        notes: see :class:`mmkv.server.job.Usage`.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.seen = (0,) * len(MODALITIES)
+        self.prompt_tokens, self.resumed, self.prefilled = 0, 0, 0
+        self.notes: list[str] = []
+        self._gone_before = dict.fromkeys(MODALITIES, 0)
+
+    def resume(self, session: Session, seen: Sequence[int]) -> None:
+        """Begin with a session that goes on from a memory, which has seen so many tokens."""
+        self.seen, self.resumed = tuple(seen), session.seen
+        self._gone_before = self._gone(self.seen, session.memory().by_modality)
+
+    def add(self, modality: torch.Tensor) -> None:
+        """Count tokens that have been read, by their modalities."""
+        more = modality.long().bincount(minlength=len(self.seen)).tolist()
+        self.seen = tuple(one + other for one, other in zip(self.seen, more, strict=True))
+
+    def seen_by(self, session: Session) -> tuple[int, ...]:
+        """Count the tokens that a session has seen, by modality; sampled ones are text."""
+        return (self.seen[0] + session.seen - self.prompt_tokens, *self.seen[1:])
+
+    def evicted_here(self, replies: Sequence[tuple[Session, Choice]]) -> dict[str, int]:
+        """Count the entries that this request evicted, by modality."""
+        before = self._gone_before
+        return {
+            name: count - len(replies) * before[name]
+            for name, count in self._evicted(replies).items()
+        }
+
+    def usage(self, replies: Sequence[tuple[Session, Choice]], bound: int) -> Usage:
+        """Return the request's numbers.
+
+        Args:
+            replies: all, with the sessions that they stand in.
+            bound: the most pages that these may hold between two chunks.
+        """
+        choices = [choice for _, choice in replies]
+        memories = [one.memory for one in choices if one.memory is not None]
+        kept = {name: sum(one.by_modality[name] for one in memories) for name in MODALITIES}
+        return Usage(
+            self.prompt_tokens,
+            sum(one.tokens for one in choices),
+            self.resumed,
+            sum(one.entries for one in memories),
+            sum(self._evicted(replies).values()),
+            kept,
+            sum(one.kv_bytes for one in memories),
+            bound * self.engine.cache.pool.kv_page_bytes,
+            self.engine.shared is not None,
+            next((one.differs for one in memories if one.differs), None),
+            max((len(one.pictures) for one in memories), default=0),
+            max((len(one.faded) for one in memories), default=0),
+            list(dict.fromkeys(self.notes)),
+        )
+
+    def _evicted(self, replies: Iterable[tuple[Session, Choice]]) -> dict[str, int]:
+        gone = dict.fromkeys(MODALITIES, 0)
+        for session, choice in replies:
+            assert choice.memory is not None
+            own = self._gone(self.seen_by(session), choice.memory.by_modality)
+            gone = {name: gone[name] + own[name] for name in MODALITIES}
+        return gone
+
+    def _gone(self, seen: Sequence[int], kept: Mapping[str, int]) -> dict[str, int]:
+        """Count the entries that are gone of those that a session has seen, by modality."""
+        rows = self.engine.spec.rows
+        return {
+            name: count * rows - kept[name] for name, count in zip(MODALITIES, seen, strict=True)
+        }
+
+
+class Memories:
+    """Finds the memory that a request goes on from, and keeps those after its messages.
+
+    Snapshots are for whoever sends the same messages again; the shelf has what sessions and
+    responses name.
+    """
+
+    def __init__(self, engine: Engine, work: ChatWork, snapshots: Snapshots, shelf: Shelf) -> None:
+        self.engine, self.work = engine, work
+        self._snapshots, self._shelf = snapshots, shelf
+
+    def find(self) -> Iterator[tuple[int, Snapshot | Kept]]:
+        """Yield how many messages are held by a memory, and it, those with most of them first.
+
+        Called once the digests of all media are known.
+        """
+        start = self.work.start
+        if start is not None:
+            yield len(start.facets.messages), start
+        elif self._shares:
+            yield from self._snapshots.find(self._keys)
+
+    def used(self, memory: Snapshot | Kept) -> None:
+        """Note that a memory was used last."""
+        if isinstance(memory, Kept):
+            self._shelf.used(memory)
+        else:
+            self._snapshots.used(memory)
+
+    def set_apart(self) -> None:
+        """Let what the request goes on from compete with no one: its own session stands for it."""
+        if self.work.start is not None:
+            self._shelf.set_apart(self.work.start, self.work)
+
+    def let_compete(self) -> None:
+        """Let what the request went on from compete again: its own session is gone."""
+        if self.work.start is not None:
+            self._shelf.let_compete(self.work.start, self.work)
+
+    def keep_at(
+        self, session: Session, count: int, seen: tuple[int, ...], outline: Outline
+    ) -> None:
+        """Keep a snapshot after ``count`` messages, where other requests are likely to go on.
+
+        Args:
+            seen: tokens that the session has seen, by modality.
+        """
+        messages = self.work.messages
+        leading = next((i for i, one in enumerate(messages) if one.role != "system"), 0)
+        if (
+            self._shares
+            and self.work.start is None
+            and count in {leading, len(messages) - 1, len(messages)} - {0}
+        ):
+            key, pages = self._keys[count - 1], self.engine.cache.held_pages(session.seq)
+            self._snapshots.keep((key,), pages, session.fork, False, seen, outline.rendered())
+
+    def keep_after(
+        self, session: Session, choice: Choice, seen: tuple[int, ...], outline: Outline
+    ) -> None:
+        """Keep a session after its reply, or close it.
+
+        Args:
+            seen: tokens that the session has seen, by modality.
+        """
+        if self.work.keep:
+            self._keep_whole(session, choice, seen, outline)
+        # After a stop text the session holds words that the client never saw.
+        elif choice.finish_reason == "stop" or not self._keep_reply(
+            session, choice.text, seen, outline
+        ):
+            session.close()
+
+    def _keep_whole(
+        self, session: Session, choice: Choice, seen: tuple[int, ...], outline: Outline
+    ) -> None:
+        assert choice.memory is not None
+        read = [message.without_urls() for message in self.work.messages]
+        messages = (*read, reply_message(choice.text))
+        facets = Facets(messages, self.work.root, seen, choice.memory, outline.rendered())
+        self.work.kept = self._shelf.keep(session, facets)
+
+    def _keep_reply(
+        self, session: Session, text: str, seen: tuple[int, ...], outline: Outline
+    ) -> bool:
+        if not self._shares:
+            return False
+        # Clients may send the reply back without the spaces around it.
+        texts = dict.fromkeys((text, text.strip()))
+        keys = tuple(link(self._keys[-1], reply_message(one)) for one in texts)
+        pages = self.engine.cache.held_pages(session.seq)
+        return self._snapshots.keep(keys, pages, lambda: session, True, seen, outline.rendered())
+
+    @cached_property
+    def _keys(self) -> list[str]:
+        """The key of each message; most who name what they go on from need none."""
+        rule = self.engine.processor.rule(pictures_in(self.work.messages))
+        return chain(self.work.root, self.work.messages, rule)
+
+    @property
+    def _shares(self) -> bool:
+        """Whether snapshots are used and made.
+
+        A policy that scores by the prompt's last queries compresses before the next question is
+        known, so it shares snapshots only when asked to.
+        """
+        if self.work.resume == "never" or self.engine.shared is not None:
+            return False
+        return self.work.asked or not self.engine.policy.scoring.needs.queries
 
 
 class ChatJob:

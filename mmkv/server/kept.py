@@ -1,4 +1,4 @@
-"""Memories of conversations that stay until they are deleted, in memory or in files."""
+"""Memories of conversations, in memory or in files, found again by what they hold."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import shutil
 import tempfile
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,16 +17,17 @@ import torch
 
 from mmkv.engine.contents import MODALITIES
 from mmkv.engine.errors import SessionError
-from mmkv.server.conversation import Message, Part
+from mmkv.server.prompts import Message, Part
 
 if TYPE_CHECKING:
     from mmkv.api import Engine
     from mmkv.engine.contents import Memory
     from mmkv.prompt.held import Held
     from mmkv.scheduler import Scheduler
-    from mmkv.server.hibernation import HibernationFolder
     from mmkv.server.prompts import Rendered
+    from mmkv.server.store import HibernationFolder
     from mmkv.session import Session
+
 
 SUFFIX = ".mmkv"
 _OWN = "mmkv.server"  # what a file holds beside what every session file does
@@ -38,7 +39,7 @@ class Facets:
 
     Attributes:
         messages: of the conversation, with the digests of their media; the last is a reply.
-        root: what else the memory depends on, see :func:`mmkv.server.conversation.chain`.
+        root: what else the memory depends on, see :func:`mmkv.server.prompts.chain`.
         seen: tokens that it has seen, by modality.
         memory: its numbers.
         rendered: the text that was read before the reply; None where that is not known.
@@ -325,3 +326,99 @@ def _plain(message: Message) -> dict[str, Any]:
     if message.media:
         return message.for_template()
     return {"role": message.role, "content": "".join(part.text for part in message.parts)}
+
+
+@dataclass(eq=False)
+class Snapshot:
+    """A session at the end of a message.
+
+    Attributes:
+        keys: those it is found by; replied: whether it ends with a reply that was sampled.
+        seen: tokens that it has seen, by modality; pages: that it holds, which does not change.
+        rendered: the text that was read, but for such a reply.
+    """
+
+    keys: tuple[str, ...]
+    session: Session
+    replied: bool
+    seen: tuple[int, ...]
+    pages: int
+    rendered: Rendered | None = None
+
+    @property
+    def held(self) -> Held:
+        """Return what it has read, as text."""
+        return self.session.held
+
+    def open(self) -> Session:
+        """Return a session that goes on from here."""
+        return self.session.fork()
+
+    def close(self) -> None:
+        """Return its pages."""
+        self.session.close()
+
+
+class Snapshots:
+    """Snapshots within a limit; those used longest ago, and those in a request's way, go first.
+
+    Args:
+        most: pages that all may hold together; None: as the scheduler has room.
+    """
+
+    def __init__(self, scheduler: Scheduler, most: int | None) -> None:
+        self._scheduler, self._most = scheduler, most
+        self._found: dict[str, Snapshot] = {}
+
+    @property
+    def pages(self) -> int:
+        """Count the pages that they hold."""
+        return self._scheduler.residents.spare_pages
+
+    def find(self, keys: Sequence[str]) -> Iterator[tuple[int, Snapshot]]:
+        """Yield snapshots of a conversation's first messages, the longest first.
+
+        Whoever goes on from one calls :meth:`used`.
+
+        Args:
+            keys: of its messages, in order.
+
+        Yields:
+            how many messages it holds, and the snapshot.
+        """
+        for count in range(len(keys), 0, -1):
+            if (found := self._found.get(keys[count - 1])) is not None:
+                yield count, found
+
+    def used(self, snapshot: Snapshot) -> None:
+        """Note that a snapshot was used last."""
+        self._scheduler.residents.used_spare(snapshot)
+
+    def keep(
+        self,
+        keys: tuple[str, ...],
+        pages: int,
+        session: Callable[[], Session],
+        replied: bool,
+        seen: tuple[int, ...],
+        rendered: Rendered | None = None,
+    ) -> bool:
+        """Keep what ``session`` returns, if there is room for its ``pages``; whether there is.
+
+        The first that was kept under a key stays.
+        """
+        fresh = tuple(dict.fromkeys(key for key in keys if key not in self._found))
+        if not fresh:
+            return False
+
+        def make() -> Snapshot:
+            return Snapshot(fresh, session(), replied, seen, pages, rendered)
+
+        made = self._scheduler.keep_spare(pages, make, self._dropped, self._most)
+        if made is not None:
+            self._found |= dict.fromkeys(fresh, made)
+        return made is not None
+
+    def _dropped(self, snapshot: Snapshot) -> None:
+        for key in snapshot.keys:
+            del self._found[key]

@@ -1,18 +1,26 @@
-"""Cut a conversation's text at the ends of its messages."""
+"""Conversations as requests name them, cut at the ends of their messages, and the keys of their
+memories.
+
+Texts that cannot fit into the model's context are refused before they are rendered: rendering and
+tokenizing run on the engine's thread and hold Python's lock, so that everybody's next token waits.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
+import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal
 
-from mmkv.engine.errors import InputError
-from mmkv.prompt.special import new_marker
+from mmkv.engine.errors import ContextError, InputError
+from mmkv.prompt.special import new_marker, reading, require_no_long_run
 from mmkv.prompt.template import as_parts
 
 if TYPE_CHECKING:
-    from mmkv.prompt.template import ChatTemplate, Layout
+    from mmkv.prompt.template import ChatTemplate, RenderedConversation
+
 
 _FEW = 3  # messages, up to which each is rendered to find its end
 _SHORT = 256  # characters of a question that is cheaper to read again than to end a pass after
@@ -150,7 +158,7 @@ def _is_short(messages: Sequence[dict[str, Any]]) -> bool:
 
 
 def _ends(
-    template: ChatTemplate, shown: list[dict[str, Any]], held: int, layout: Layout
+    template: ChatTemplate, shown: list[dict[str, Any]], held: int, layout: RenderedConversation
 ) -> list[tuple[int, int]]:
     """Return how many messages end where in the text, of those after the ``held`` ones."""
     if len(shown) - held > _FEW:
@@ -164,7 +172,7 @@ def _ends(
 
 
 def _ends_by_loop(
-    template: ChatTemplate, shown: list[dict[str, Any]], layout: Layout
+    template: ChatTemplate, shown: list[dict[str, Any]], layout: RenderedConversation
 ) -> list[int] | None:
     """Return where each message ends, by where the template's loop began the next one.
 
@@ -190,7 +198,9 @@ def _ends_by_loop(
     return ends
 
 
-def _whole_length(template: ChatTemplate, shown: list[dict[str, Any]], layout: Layout) -> int:
+def _whole_length(
+    template: ChatTemplate, shown: list[dict[str, Any]], layout: RenderedConversation
+) -> int:
     """Return the length of the text without its opening if it begins with that, else 0."""
     return _length(template, shown, layout.text) if layout.end is None else layout.end
 
@@ -202,3 +212,167 @@ def _length(template: ChatTemplate, messages: list[dict[str, Any]], whole: str) 
     except InputError:  # a template may want a user's message after the system's
         return 0
     return len(text) if whole.startswith(text) else 0
+
+
+Kind = Literal["text", "image", "video"]
+
+
+@dataclass(frozen=True)
+class Part:
+    """A text, or a picture or video by its URL.
+
+    Attributes:
+        digest: of a picture's or video's bytes; None until they are known.
+        options: settings of a picture or video, see mmkv.prompt.part_settings.
+    """
+
+    kind: Kind
+    text: str = ""
+    url: str = field(default="", repr=False)
+    digest: str | None = None
+    options: tuple[tuple[str, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class Message:
+    """One message; neighbouring texts are one part."""
+
+    role: str
+    parts: tuple[Part, ...]
+
+    @property
+    def media(self) -> list[Part]:
+        """Return its pictures and videos."""
+        return [part for part in self.parts if part.kind != "text"]
+
+    @property
+    def texts(self) -> list[str]:
+        """Return its texts."""
+        return [part.text for part in self.parts if part.kind == "text"]
+
+    def without_urls(self) -> Message:
+        """Return it as a memory needs it: URLs can be megabytes, and the media were read."""
+        if not any(part.url for part in self.parts):
+            return self  # memories of one conversation share its first messages
+        return Message(self.role, tuple(replace(part, url="") for part in self.parts))
+
+    def for_template(self) -> dict[str, Any]:
+        """Return it as chat templates take it, pictures and videos as bare placeholders."""
+        texts = {"type": "text"}
+        parts = [
+            {**texts, "text": part.text} if part.kind == "text" else {"type": part.kind}
+            for part in self.parts
+        ]
+        return {"role": self.role, "content": parts}
+
+
+def reply_message(text: str) -> Message:
+    """Return a reply as the message that a client sends back."""
+    return Message("assistant", (Part("text", text),) if text else ())
+
+
+def chain(root: str, messages: Sequence[Message], rule: object = None) -> list[str]:
+    """Return a key per message: a hash of it, all before it, and ``root``.
+
+    Args:
+        root: what else the memory of a conversation depends on.
+        messages: with the digests of their media.
+        rule: by which pictures are read in a conversation with so many; None: by the same always.
+    """
+    keys = []
+    for message in messages:
+        root = link(root, message, rule)
+        keys.append(root)
+    return keys
+
+
+def pictures_in(messages: Sequence[Message]) -> int:
+    """Count the pictures, without videos."""
+    return sum(part.kind == "image" for one in messages for part in one.media)
+
+
+def link(before: str, message: Message, rule: object = None) -> str:
+    """Return the key of ``message`` after the one with key ``before``."""
+    parts: list[list[Any]] = [
+        ["text", part.text] if part.kind == "text" else [part.kind, part.digest, part.options]
+        for part in message.parts
+    ]
+    if rule is not None:
+        parts = [[*part, rule] if part[0] == "image" else part for part in parts]
+    assert not any(kind != "text" and value is None for kind, value, *_ in parts)
+    return digest_of([before, message.role, parts])
+
+
+_json = json.JSONEncoder(sort_keys=True).encode  # json.dumps makes an encoder each time
+
+
+def digest_of(value: Any) -> str:
+    """Return SHA-256 of a value that JSON can write."""
+    return hashlib.sha256(_json(value).encode()).hexdigest()
+
+
+# Characters a position up to which a text is not counted: prompts that fit have about as many.
+_USUAL = 4
+_PIECE = 2**16  # characters that are tokenized at once: a few MB
+# Tokens that cutting a text at one place may add: those of the word that is cut.
+_CUT = 64
+_PROBES = ("\ue000", " ", "\n")  # a character that no vocabulary has, and some that may be dropped
+_PROBED = 2**12
+
+
+class Lengths:
+    """Bounds on the texts of a request by the model's context.
+
+    Args:
+        tokenizer: the model's, which is used here beside the engine's thread, to read alone.
+
+    Attributes:
+        longest: characters of the longest token, added ones too; None where a token may stand for
+            any number of characters.
+    """
+
+    def __init__(self, tokenizer: Any, context: int) -> None:
+        self.context = context
+        self._inner: Any = getattr(tokenizer, "backend_tokenizer", None)
+        most = max(map(len, tokenizer.get_vocab()), default=0)
+        counts = [
+            len(tokenizer(one * _PROBED, add_special_tokens=False, verbose=False)["input_ids"])
+            for one in _PROBES
+        ]
+        self.longest = most if min(counts) * most >= _PROBED else None
+
+    def require_possible(self, characters: int) -> None:
+        """Raise ContextError if so many characters have more tokens than there are positions."""
+        most = None if self.longest is None else self.context * self.longest
+        if most is not None and characters > most:
+            raise ContextError(
+                f"the conversation has {characters:,} characters; the model's context of "
+                f"{self.context:,} positions holds {most:,} at most; shorten them"
+            )
+
+    async def count(self, texts: Sequence[str]) -> None:
+        """Count the tokens of long texts, in a thread. Raises ContextError, InputError.
+
+        What a template adds is not counted, so that the engine's thread has the last word.
+        """
+        for text in texts:
+            require_no_long_run(text)
+        usual = sum(map(len, texts)) <= _USUAL * self.context
+        if self._inner is not None and not usual:
+            await asyncio.to_thread(self._count, texts)
+
+    def _count(self, texts: Sequence[str]) -> None:
+        # Only this call of tokenizers lets other threads run meanwhile.
+        left = self.context
+        for text in texts:
+            for start in range(0, len(text), _PIECE):
+                left += _CUT * (start > 0)
+                piece = text[start : start + _PIECE].encode("utf-8", "replace").decode()
+                with reading(piece):
+                    (found,) = self._inner.encode_batch_fast([piece], add_special_tokens=False)
+                left -= len(found)
+                if left < 0:
+                    raise ContextError(
+                        f"the conversation has more tokens than the model's context of "
+                        f"{self.context:,} positions; shorten them"
+                    )

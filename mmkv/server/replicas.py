@@ -45,7 +45,7 @@ def deployment(
 
     def build() -> ASGIApp:
         from mmkv.server.app import make_app
-        from mmkv.server.hosts import allowed_hosts
+        from mmkv.server.guard import allowed_hosts
 
         opening = opened(load, settings, lookahead)
         hosts = allowed_hosts("localhost", keyed=True, named=settings.hosts)

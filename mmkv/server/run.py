@@ -15,7 +15,7 @@ from mmkv.server.settings import Settings
 
 if TYPE_CHECKING:
     from mmkv.api import Engine
-    from mmkv.server.room import Room
+    from mmkv.server.state import Room
 
 PACKAGES = (
     "fastapi",
@@ -61,12 +61,11 @@ def opened(
         MmkvError: it cannot be loaded, or has no room for a request.
     """
     import mmkv.server.app  # noqa: F401 (what it imports counts to what is resident)
+    from mmkv.server.engine_thread import Machine, Worker
     from mmkv.server.footprint import footprint
-    from mmkv.server.machine import Machine
     from mmkv.server.media.resolver import MediaResolver
     from mmkv.server.metrics import Metrics
-    from mmkv.server.room import Room
-    from mmkv.server.worker import Worker
+    from mmkv.server.state import Room
 
     metrics = Metrics()
     worker = Worker(lambda: Machine(load(), settings, metrics, lookahead))
@@ -101,7 +100,7 @@ def serve(
     require_packages()
     from mmkv.server.app import make_app
     from mmkv.server.connections import WebServer
-    from mmkv.server.hosts import allowed_hosts
+    from mmkv.server.guard import allowed_hosts
 
     log = logging.StreamHandler()
     log.setFormatter(PlainFormatter())

@@ -1,30 +1,246 @@
-"""The sessions of a server: conversations whose memory stays until they are deleted."""
+"""A server's sessions: conversations whose memory stays until they are deleted; their files."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import itertools
+import os
 import re
 import secrets
+import stat
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from filelock import FileLock
 
 from mmkv.engine.budget import Budget
 from mmkv.engine.contents import MODALITIES
+from mmkv.engine.errors import SessionError
 from mmkv.server.chat import refuse_budget
 from mmkv.server.errors import ApiError
-from mmkv.server.lasting import Lasting, Note, told
-from mmkv.server.room import Caller, Room
+from mmkv.server.prompts import digest_of
 from mmkv.server.schema import parse_budget
-from mmkv.server.session_files import NAME, NAMED, SessionFiles, no_such_file, saved_already
-from mmkv.server.session_record import Record
-from mmkv.server.turns import hold, release
+from mmkv.server.state import Caller, Room, hold, release
+from mmkv.server.store import Lasting, Note, NotWrittenError, told
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from mmkv.server.kept import Kept
     from mmkv.server.session_routes import NewSession, SavedName
+
+
+NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}"
+NAMED = "named by letters, digits, dots, dashes and underscores"
+_SUFFIX = ".mmkv"
+_SAVING = ".saving"  # of a folder in which a new name is taken
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A session file: its name, size, and when it was written, in seconds since 1970."""
+
+    name: str
+    bytes: int
+    saved_at: int
+
+    def shown(self) -> dict[str, Any]:
+        """Return it as requests see it."""
+        return {
+            "id": self.name,
+            "object": "saved_session",
+            "bytes": self.bytes,
+            "saved_at": self.saved_at,
+        }
+
+
+class SessionFiles:
+    """Writes and reads memories, on the engine's thread; whoever asks waits in the event loop."""
+
+    def __init__(self, room: Room) -> None:
+        self._room = room
+
+    def path(self, name: str, caller: Caller) -> Path:
+        """Return where a saved session lies; callers with different keys have different folders.
+
+        Raises:
+            ApiError: 400, the name cannot be one, or this server has no folder.
+        """
+        folder = self._room.settings.session_folder
+        if folder is None:
+            raise ApiError(
+                400,
+                "this server saves no sessions; start it with --session-folder",
+                "no_session_folder",
+            )
+        if not re.fullmatch(NAME, name):
+            raise ApiError(
+                400,
+                f"a file is {NAMED}",
+                "invalid_value",
+                "name",
+            )
+        return folder / (caller.tenant[:32] or "public") / f"{name}{_SUFFIX}"
+
+    async def of(self, caller: Caller) -> list[Saved]:
+        """Return a caller's files, by name. Raises ApiError (400): this server has no folder."""
+        folder = self.path("any", caller).parent
+
+        def read() -> list[Saved]:
+            found = []
+            for path in sorted(folder.glob(f"*{_SUFFIX}")):
+                with contextlib.suppress(OSError):  # deleted meanwhile, a broken link
+                    about = path.stat()
+                    name = path.name.removesuffix(_SUFFIX)
+                    if stat.S_ISREG(about.st_mode) and re.fullmatch(NAME, name):
+                        found.append(Saved(name, about.st_size, int(about.st_mtime)))
+            return found
+
+        return await asyncio.to_thread(read)
+
+    async def delete(self, name: str, caller: Caller) -> None:
+        """Remove a file. Raises ApiError: there is none (404), the disk refuses it (507)."""
+        path = self.path(name, caller)
+
+        def remove() -> None:
+            try:
+                path.unlink()
+            except FileNotFoundError:
+                raise no_such_file(name, "name") from None
+            except OSError as error:
+                raise ApiError(
+                    507,
+                    f"the file cannot be removed: {error.strerror}; see to the disk of "
+                    "--session-folder",
+                    "cannot_remove",
+                ) from error
+
+        await asyncio.to_thread(remove)
+
+    async def write(self, kept: Kept, path: Path, over: bool = True) -> None:
+        """Write a session file.
+
+        Args:
+            over: whether one that is there may be replaced.
+
+        Raises:
+            NotWrittenError: the disk refuses it; ApiError: 409, there is one.
+        """
+
+        def write() -> None:
+            with told():
+                if over:
+                    kept.save(path)
+                else:
+                    _save_new(kept, path)
+
+        try:
+            await self._room.worker.call(write)
+        except SessionError as error:
+            # Where the files lie is no affair of who asks.
+            shown = str(error).replace(f"{path.parent}{os.sep}", "")
+            raise NotWrittenError(shown) from error
+
+    async def load(self, path: Path, name: str, tenant: str) -> Kept:
+        """Read a session file of a tenant.
+
+        Args:
+            name: of the file, for messages.
+
+        Raises:
+            SessionError: it cannot be read; CapacityError: there is no room now.
+        """
+        machine = self._room.worker.machine
+        assert machine is not None
+        shelf = machine.shelf
+        # What other settings or cuts it was made with is not known: it resumes nothing else.
+        root = digest_of([self._room.facts.root, secrets.token_hex(16)])
+        weight = self._room.weights.get(tenant, 1.0)
+        return await self._room.worker.call(lambda: shelf.load(path, name, root, weight))
+
+
+def _save_new(kept: Kept, path: Path) -> None:
+    """Write a session file where there is none; of two at once the second is refused."""
+    with FileLock(path.with_name(_SAVING)):  # among all servers with this folder
+        if path.exists():
+            raise saved_already(path.stem)
+        kept.save(path)
+
+
+def no_such_file(name: str, param: str) -> ApiError:
+    """Return the error of a request that names a file which is not there."""
+    message = f"there is no saved session {name}; save one first"
+    return ApiError(404, message, "file_not_found", param)
+
+
+def saved_already(name: str) -> ApiError:
+    """Return the error of a name that is taken, where the caller does not want it replaced."""
+    return ApiError(409, f"there is a file {name} already; set overwrite", "file_exists", "name")
+
+
+@dataclass
+class Record:
+    """One session.
+
+    Attributes:
+        kept: its memory after the latest turn; None before the first, or while it lies in the
+            folder that servers share.
+        note: what that folder says of it; None without.
+        busy: whether a turn is under way; made_way: whether it was closed here for another one;
+            used: grows with each use; unbound: whether its budget binds nothing.
+    """
+
+    id: str
+    tenant: str
+    budget: Budget
+    metadata: dict[str, str]
+    kept: Kept | None = None
+    busy: bool = False
+    created: int = field(default_factory=lambda: int(time.time()))
+    turns: int = 0
+    note: Note | None = None
+    made_way: bool = False
+    used: int = 0
+    unbound: bool = False
+
+    @property
+    def lies_in_the_folder(self) -> bool:
+        """Whether another server could go on from where it stands."""
+        note = self.note
+        return note is not None and bool(note.version and (self.kept is None or note.memory))
+
+    @property
+    def messages(self) -> int:
+        """Count the messages that it holds."""
+        if self.kept is not None:
+            return len(self.kept.facets.messages)
+        return 0 if self.note is None else self.note.messages
+
+    @property
+    def state(self) -> Literal["empty", "memory", "file"]:
+        """Where its memory lies."""
+        if self.kept is None:
+            return "empty" if self.note is None or self.note.memory is None else "file"
+        return "memory" if self.kept.resident else "file"
+
+    def shown(self) -> dict[str, Any]:
+        """Return it as the API shows it."""
+        return {
+            "id": self.id,
+            "object": "session",
+            "created": self.created,
+            "metadata": self.metadata,
+            "budget": "none" if self.unbound else self.budget.describe(),
+            "turns": self.turns,
+            "messages": self.messages,
+            "busy": self.busy,
+            "state": self.state,
+        }
 
 
 class Sessions:

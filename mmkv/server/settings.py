@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from mmkv.prompt.qwen_vision import VideoRules
     from mmkv.prompt.video import FrameRule
     from mmkv.sampling import Settled
-    from mmkv.server.lengths import Lengths
+    from mmkv.server.prompts import Lengths
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Settings:
         open_metrics: whether /metrics needs no key.
         key_weights: of those keys' sessions in a shared budget, in the same order; none: 1 each.
         cors: origins whose web pages may ask, as browsers name them; ``*``: all.
-        hosts: names that the Host header may have; none: see :mod:`mmkv.server.hosts`.
+        hosts: names that the Host header may have; none: see :mod:`mmkv.server.guard`.
         max_queue: requests that wait for room; max_running: those that are served at a time.
         max_per_key: requests of one key (or one address, without keys) at a time; None: no limit.
         max_choices: replies to one request (``n``).

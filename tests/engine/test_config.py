@@ -135,7 +135,8 @@ def test_an_engine_runs_on_as_many_threads_as_it_is_told(folders: dict[str, Path
 @pytest.mark.parametrize("command", ["chat", "mmdu", "bench", "serve"])
 def test_commands_offer_every_option_with_its_default(command: str) -> None:
     made: Any = get_command(app)
-    parameters = {parameter.name: parameter for parameter in made.commands[command].params}
+    found = made.get_command(None, command)
+    parameters = {parameter.name: parameter for parameter in found.params}
     assert {"budget", "budget_bytes", "budget_fraction"} <= set(parameters)
     for name in ON_THE_COMMAND_LINE:
         assert parameters[name].default == options()[name].default, name

@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,10 +17,8 @@ import pytest
 
 from mmkv.engine.errors import InputError
 from mmkv.eval.fuzz import mutate, worker
-from mmkv.eval.fuzz.__main__ import main
-from mmkv.eval.fuzz.judge import failure_of
-from mmkv.eval.fuzz.report import Report
-from mmkv.eval.fuzz.target import Case, Target
+from mmkv.eval.fuzz.__main__ import Report, main
+from mmkv.eval.fuzz.target import Case, Target, failure_of
 from mmkv.training.measure.record import write_results
 
 
@@ -138,3 +138,20 @@ def test_cases_depend_on_the_seed_alone_and_are_json(seed: int) -> None:
     again = [mutate.edit(Random(f"{seed}/{n}"), tree) for n in range(200)]
     assert json.dumps(made) == json.dumps(again) and tree == {"a": [1, {"b": "text"}], "c": None}
     assert len({json.dumps(each) for each in made}) > 150
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells what a process addresses")
+def test_the_limit_of_memory_is_for_the_inputs_and_not_for_libraries() -> None:
+    code = """
+import mmap
+from mmkv.eval.fuzz.worker import limit_memory
+libraries = mmap.mmap(-1, 8 << 30, mmap.MAP_PRIVATE, mmap.PROT_READ)
+limit_memory(1 << 30)
+bytes(512 << 20)
+try:
+    bytes(3 << 29)
+except MemoryError:
+    print("refused")
+"""
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (ran.returncode, ran.stdout) == (0, "refused\n"), ran.stderr

@@ -21,7 +21,7 @@ OURS = ["distill", "bench", "eval", "mmdu"]
 def installed_as(monkeypatch: pytest.MonkeyPatch, *points: EntryPoint) -> None:
     """Let mmkv's installation have these entry points."""
     found = SimpleNamespace(entry_points=EntryPoints(points))
-    monkeypatch.setattr("importlib.metadata.distribution", lambda name: found)
+    monkeypatch.setattr("importlib.metadata.distributions", lambda name: [found])
 
 
 def listed(capsys: pytest.CaptureFixture[str]) -> list[str]:

@@ -12,9 +12,8 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from mmkv.detokenizer import Detokenizer, StopStrings, token_bytes
-from mmkv.server.spelling import spell
-from mmkv.server.writer import Scored
+from mmkv.reply import Detokenizer, StopStrings, token_bytes
+from mmkv.server.writer import Scored, spell
 
 SMILE = "🙂".encode()
 

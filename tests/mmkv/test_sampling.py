@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mmkv.detokenizer import Detokenizer, StopStrings
 from mmkv.engine.errors import InputError, NotFiniteError
+from mmkv.reply import Detokenizer, StopStrings
 from mmkv.sampling import Sampler, Sampling, distribution, likeliest_of
 from tests.support.chat_models import byte_tokenizer
 

@@ -33,7 +33,7 @@ def _vision_info(conversations: Any, **_: Any) -> tuple[Any, None, dict[str, Any
 def _processor(name: str, **_: Any) -> Any:
     from transformers import AutoTokenizer
 
-    from mmkv.prompt.hub_processor import without_video
+    from mmkv.prompt.loading import without_video
 
     tokenizer = AutoTokenizer.from_pretrained(name)
     made = without_video(name, tokenizer, ImportError("torchvision"))

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from mmkv.server.media.errors import MediaError
+from mmkv.server.media.limits import MediaError
 from mmkv.server.media.resolver import MediaResolver, Source
 
 FRAMES, RATE = 24, 8

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from mmkv.server.media.addresses import is_public
+from mmkv.server.media.fetch import is_public
 from mmkv.server.media.limits import MediaLimits
 from mmkv.server.media.resolver import MediaResolver
 

@@ -18,10 +18,10 @@ from PIL.Image import Image
 from mmkv import Engine
 from mmkv.server.app import make_app
 from mmkv.server.connections import WebServer
-from mmkv.server.machine import Machine
-from mmkv.server.room import Room
+from mmkv.server.engine_thread import Machine
 from mmkv.server.run import opened
 from mmkv.server.settings import Settings
+from mmkv.server.state import Room
 
 T = TypeVar("T")
 MODEL = "small"

@@ -8,6 +8,6 @@ The door is :class:`mmkv.server.media.resolver.MediaResolver`::
     await resolver.aclose()
 
 A request's text never reaches :func:`mmkv.prompt.media.load_image`, which opens paths. What goes
-wrong is a :class:`mmkv.server.media.errors.MediaError` with an HTTP status. This package imports
+wrong is a :class:`mmkv.server.media.limits.MediaError` with an HTTP status. This package imports
 nothing by itself, so that a decoding process starts quickly.
 """

@@ -1,13 +1,47 @@
-"""Bounds on the media of one request, and of all requests together."""
+"""Bounds on the media of one request and of all together, and what can be wrong with one."""
 
 from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
 
+from mmkv.engine.errors import InputError
 from mmkv.prompt.media import MAX_IMAGE_BYTES, MAX_PIXELS
 from mmkv.prompt.video import MAX_FRAMES
-from mmkv.server.media.errors import BUSY, TOO_LARGE, MediaError
+
+BAD_FORM = 400
+REFUSED = 403
+LATE = 408  # clients try 408 again, and it is no fault of the server
+TOO_LARGE = 413
+UNREADABLE = 422
+BUSY = 503
+
+
+class MediaError(InputError):
+    """A picture or video that cannot be had.
+
+    Attributes:
+        status: the HTTP status to answer with: 400 for a URL that cannot be followed, 403 for an
+            address that is refused, 408 after a deadline, 413 for too many bytes, pixels or
+            frames, 422 for content that cannot be decoded, 503 where those of other requests leave
+            no room.
+        code: the kind in one word, for an error's ``code`` field.
+    """
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status, self.code = status, _CODES[status]
+
+
+_CODES = {
+    BAD_FORM: "media_url",
+    REFUSED: "media_refused",
+    LATE: "media_timeout",
+    TOO_LARGE: "media_too_large",
+    UNREADABLE: "media_unreadable",
+    BUSY: "media_waiting",
+}
+
 
 DECODED = 4  # bytes of a pixel of a decoded picture; frames of videos take 3
 

@@ -10,8 +10,8 @@ import sys
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-from mmkv.server.media.errors import LATE, UNREADABLE, MediaError
-from mmkv.server.media.wire import HEADER, pack
+from mmkv.server.media.limits import LATE, UNREADABLE, MediaError
+from mmkv.server.media.worker import HEADER, pack
 
 _PIECE = 2**20
 

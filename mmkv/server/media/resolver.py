@@ -14,13 +14,25 @@ from mmkv.engine.errors import InputError
 from mmkv.prompt.media import NOTE, SIZED, data_uri_content, describe
 from mmkv.prompt.part_settings import MediaSettings
 from mmkv.prompt.video import Clip, FrameRule
-from mmkv.server.media.addresses import is_public
-from mmkv.server.media.errors import BAD_FORM, LATE, MediaError
-from mmkv.server.media.fetch import Fetcher, Resolver, SystemResolver
-from mmkv.server.media.limits import DECODED, Allowance, MediaLimits, MediaRoom
-from mmkv.server.media.local import read_local
+from mmkv.server.media.fetch import (
+    Fetcher,
+    Resolver,
+    SystemResolver,
+    is_public,
+    parse_url,
+    read_local,
+    show,
+)
+from mmkv.server.media.limits import (
+    BAD_FORM,
+    DECODED,
+    LATE,
+    Allowance,
+    MediaError,
+    MediaLimits,
+    MediaRoom,
+)
 from mmkv.server.media.pool import DecodePool
-from mmkv.server.media.urls import parse_url, show
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -70,7 +82,7 @@ class MediaResolver:
         picture_rules: how it scales pictures; None: only very large ones are scaled down.
         frame_rule: which frames of a video it is shown.
         resolve_host, allowed: how names become addresses, and which of them may be dialled
-            (:func:`mmkv.server.media.addresses.is_public`).
+            (:func:`mmkv.server.media.fetch.is_public`).
     """
 
     def __init__(

@@ -16,6 +16,7 @@ import math
 import os
 import resource
 import signal
+import struct
 import sys
 from typing import Any, BinaryIO
 
@@ -28,12 +29,19 @@ from mmkv.prompt.media import NOTE, TooManyPixelsError, decode_image
 from mmkv.prompt.part_settings import MediaSettings
 from mmkv.prompt.qwen_vision import VideoRules
 from mmkv.prompt.video import REMEDY, FrameRule, PyAVReader, import_reader, read_clip
-from mmkv.server.media.errors import TOO_LARGE, UNREADABLE
-from mmkv.server.media.wire import HEADER, pack
+from mmkv.server.media.limits import TOO_LARGE, UNREADABLE
+
+HEADER = struct.Struct(">IQ")  # lengths of the JSON text and of the bytes after it
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # JPEG opens MPO, too
 MOST_PIXELS = 16 * 10**6  # of a picture, where it is not known what the model reads
 _GRACE_S = 5  # beyond the deadline that the server keeps
+
+
+def pack(header: dict[str, Any], size: int) -> bytes:
+    """Return what is sent before ``size`` raw bytes."""
+    text = json.dumps(header).encode()
+    return HEADER.pack(len(text), size) + text
 
 
 def main(memory: int) -> None:

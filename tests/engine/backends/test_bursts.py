@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-import mmkv.stepping
+import mmkv.reply
 from mmkv import Engine, Sampling
 from mmkv.engine.errors import ContextError
 from mmkv.resources import bundled_model
@@ -66,7 +66,7 @@ def test_batches_and_draws(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = engine_for(True, monkeypatch)
     drawn = Sampling(max_new_tokens=40, temperature=5.0, top_p=0.9, seed=5)
     together = [reply.token_ids for reply in engine.generate(conversations, drawn)]
-    monkeypatch.setattr(mmkv.stepping, "BURST", 7)
+    monkeypatch.setattr(mmkv.reply, "BURST", 7)
     alone = [engine.generate(each, drawn)[0].token_ids for each in conversations]
     assert together == alone and any(len(row) > 16 for row in together)
     assert len({tuple(row) for row in together}) > 1

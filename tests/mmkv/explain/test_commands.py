@@ -172,7 +172,7 @@ def test_a_watched_reply_is_printed_once_it_is_whole(monkeypatch: pytest.MonkeyP
             patched.setattr(sys, "stdout", stream)
             patched.setattr(answering, "_write", writes.append)
             sampling = options.sampling()
-            assert display(
+            assert answering.answer(
                 engine,
                 session,
                 options,

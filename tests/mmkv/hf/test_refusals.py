@@ -12,7 +12,7 @@ from torch import nn
 
 import mmkv
 from mmkv import InputError, MmkvError, ModelError
-from mmkv.hf import RetainedCache, generate, hosted, loop, refusals, retain
+from mmkv.hf import RetainedCache, generate, hosted, loop, retain
 from tests.support.factories import CHECKPOINTS, make_model
 from tests.support.hf_models import greedy, model_of, prompts_of
 
@@ -122,7 +122,7 @@ def test_what_is_used_of_transformers_is_there() -> None:
     assert all(f"generation_config.{name}" in source for name in fields)
     hand_over = inspect.getsource(GenerationMixin.generate)
     assert "decoding_method = custom_generate" in hand_over
-    assert {mode.value for mode in refusals._MODES} == {"greedy_search", "sample"}
+    assert {mode.value for mode in generate._MODES} == {"greedy_search", "sample"}
     config = transformers.GenerationConfig()
     for name in (
         "num_return_sequences return_dict_in_generate output_scores output_logits do_sample "

@@ -18,10 +18,10 @@ from PIL import Image
 from mmkv import Engine
 from mmkv.engine.errors import InputError, ModelError
 from mmkv.prompt import part_settings
-from mmkv.prompt.messages import take_media
+from mmkv.prompt.loading import load_processor
 from mmkv.prompt.part_settings import MediaSettings, Sourced, evenly
-from mmkv.prompt.processing import load_processor
 from mmkv.prompt.qwen_vision import frame_rule
+from mmkv.prompt.template import take_media
 from mmkv.prompt.video import Clip, FrameRule, load_video
 from mmkv.training.data.conversations import read_row
 from tests.support.chat_models import (

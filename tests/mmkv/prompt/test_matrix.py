@@ -28,7 +28,7 @@ from transformers import AutoModelForImageTextToText
 
 from mmkv import Engine
 from mmkv.engine.errors import InputError
-from mmkv.prompt.processing import load_processor
+from mmkv.prompt.loading import load_processor
 from tests.support.chat_models import (
     save_internvl,
     save_llava,

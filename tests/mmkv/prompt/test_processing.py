@@ -18,7 +18,7 @@ from PIL import Image
 
 from mmkv import Engine, Sampling
 from mmkv.engine.errors import InputError
-from mmkv.prompt.processing import load_processor
+from mmkv.prompt.loading import load_processor
 from mmkv.prompt.template import NO_TEMPLATE, REWRITES, ChatTemplate
 from tests.support.chat_models import (
     byte_tokenizer,

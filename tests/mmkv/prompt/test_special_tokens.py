@@ -11,7 +11,8 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from mmkv.prompt.processing import Processor, load_processor
+from mmkv.prompt.loading import load_processor
+from mmkv.prompt.processing import Processor
 from mmkv.prompt.special import CUT, Cutter, tokenize
 from mmkv.prompt.template import ChatTemplate
 from mmkv.server.prompts import outline

@@ -12,7 +12,7 @@ import pytest
 from transformers import AutoProcessor, AutoTokenizer
 
 from mmkv.engine.errors import ModelError
-from mmkv.prompt.processing import load_processor
+from mmkv.prompt.loading import load_processor
 from tests.support.chat_models import save_llama, save_llava, save_qwen2_5_vl
 
 SOURCES = ("processor_config", "chat_template.json", "chat_template.jinja", "tokenizer_config")

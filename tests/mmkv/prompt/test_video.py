@@ -24,7 +24,7 @@ from PIL import Image
 import mmkv.environment
 from mmkv.engine.errors import InputError, ModelError
 from mmkv.prompt import video
-from mmkv.prompt.processing import load_processor
+from mmkv.prompt.loading import load_processor
 from mmkv.prompt.qwen_vision import RUN, VideoRules
 from mmkv.prompt.video import Clip, FrameRule, load_video
 from tests.support.chat_models import save_internvl

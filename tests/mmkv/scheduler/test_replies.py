@@ -10,7 +10,6 @@ import pytest
 from mmkv import Budget, Engine
 from mmkv.engine.errors import BudgetError, CapacityError, InputError, SessionError
 from mmkv.scheduler import Limits, Scheduler
-from mmkv.scheduler.chunk_length import LENGTHS, chunk_length, longest_within
 from mmkv.scheduler.contract import Price
 from mmkv.scheduler.replies import EngineExecutor, Prompt, ReplyJob, message
 from mmkv.scheduler.stored import StoredSession
@@ -186,20 +185,6 @@ def test_what_has_no_bound_is_refused(qwen: Path) -> None:
     while scheduler.turn():
         pass
     assert ticket.state == "done" and engine.cache.pool.free_pages == engine.cache.pool.num_pages
-
-
-def test_a_chunk_takes_no_longer_than_asked(engine: Engine) -> None:
-    tried: list[int] = []
-
-    def seconds_of(length: int) -> float:
-        tried.append(length)
-        return length / 1000
-
-    assert longest_within(0.1, seconds_of, LENGTHS) == 64 and tried == [16, 32, 64, 128]
-    assert longest_within(0.001, seconds_of, LENGTHS) == 16
-    assert chunk_length(engine, 0.0) == 16
-    assert chunk_length(engine, 1e9) == max(one for one in LENGTHS if one * 3 <= 2048)
-    assert engine.cache.pool.free_pages == engine.cache.pool.num_pages
 
 
 def test_a_file_that_is_gone_fails_its_request_alone(

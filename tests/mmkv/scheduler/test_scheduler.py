@@ -9,8 +9,8 @@ import pytest
 
 from mmkv.engine.errors import BudgetError, CapacityError, SessionError
 from mmkv.scheduler import Limits, Price, Scheduler, Ticket
-from mmkv.scheduler.fairness import DeficitRoundRobin
-from mmkv.scheduler.ledger import Ledger
+from mmkv.scheduler.capacity import Ledger
+from mmkv.scheduler.loop import DeficitRoundRobin
 from tests.mmkv.scheduler.fake import CHUNK, FakeExecutor, FakeJob, FakePool, FakeSession
 from tests.mmkv.scheduler.machine import UNEVEN, Machine
 

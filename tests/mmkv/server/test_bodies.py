@@ -11,9 +11,15 @@ from pydantic import ValidationError
 from starlette.types import Message, Receive, Scope, Send
 
 from mmkv.engine.errors import InputError
-from mmkv.server import body
-from mmkv.server.body import TOGETHER, LimitBody, release_body
-from mmkv.server.hosts import CheckHost, allowed_hosts, host_names
+from mmkv.server import guard
+from mmkv.server.guard import (
+    TOGETHER,
+    CheckHost,
+    LimitBody,
+    allowed_hosts,
+    host_names,
+    release_body,
+)
 from mmkv.server.schema import ChatRequest
 
 MOST = 100
@@ -157,7 +163,7 @@ def test_values_are_counted_outside_of_strings(
         (VALUES_IN[text], (200, None)),
         (VALUES_IN[text] - 1, (400, "too_many_values")),
     ):
-        monkeypatch.setattr(body, "VALUES", most)
+        monkeypatch.setattr(guard, "VALUES", most)
         assert asyncio.run(told(*cut(text, size))) == answer
 
 

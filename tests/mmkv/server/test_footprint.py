@@ -14,11 +14,11 @@ import pytest
 from mmkv import Engine
 from mmkv.engine.memory import resident_bytes
 from mmkv.server import footprint
+from mmkv.server.engine_thread import Machine
 from mmkv.server.footprint import Footprint
-from mmkv.server.machine import Machine
 from mmkv.server.media.limits import MediaLimits
 from mmkv.server.metrics import Metrics
-from mmkv.server.reply_json import Rows, rendered
+from mmkv.server.reply import Rows, rendered
 from mmkv.server.settings import Settings
 from tests.support.chat_models import (
     picture,

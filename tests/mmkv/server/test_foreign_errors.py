@@ -140,7 +140,7 @@ def test_a_panic_anywhere_ends_one_request(
 ) -> None:
     """In the prompt, in choosing a token, in the step, in what is told: others go on."""
     from mmkv.prompt.template import ChatTemplate
-    from mmkv.server import worker as workers
+    from mmkv.server import engine_thread as workers
     from mmkv.server.writer import ScoredWriter
 
     def once(owner: type, name: str, when: Any) -> None:

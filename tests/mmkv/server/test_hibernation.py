@@ -14,14 +14,14 @@ import pytest
 from mmkv import Engine
 from mmkv.engine.errors import SessionError
 from mmkv.sampling import Sampling
-from mmkv.server.hibernation import HibernationFolder
-from mmkv.server.work import ChatWork
+from mmkv.server.job import ChatWork
+from mmkv.server.store import HibernationFolder
 from tests.support.chat_models import save_qwen3_vl
 from tests.support.servers import MODEL, Server, asked, serving
 
 CHILD = """
 import pathlib, sys
-from mmkv.server.hibernation import HibernationFolder
+from mmkv.server.store import HibernationFolder
 made = HibernationFolder(pathlib.Path(sys.argv[1]))
 (made.path / "memory.mmkv").write_text("idle")
 print(made.path, flush=True)

@@ -12,8 +12,8 @@ import httpx
 import pytest
 
 from mmkv import Engine
-from mmkv.server.work import ChatWork
-from mmkv.server.worker import Request, Worker
+from mmkv.server.engine_thread import Request, Worker
+from mmkv.server.job import ChatWork
 from tests.support.chat_models import picture, save_qwen3_vl
 from tests.support.servers import Server, asked, picture_part, serving
 

@@ -22,11 +22,11 @@ from torch import Tensor
 
 from mmkv import Engine
 from mmkv.engine.errors import SessionError
-from mmkv.server import answer as answers
+from mmkv.server import reply as answers
+from mmkv.server.engine_thread import Machine
 from mmkv.server.kept import Kept
-from mmkv.server.lasting import Lasting, Note
-from mmkv.server.machine import Machine
-from mmkv.server.session_files import SessionFiles
+from mmkv.server.sessions import SessionFiles
+from mmkv.server.store import Lasting, Note
 from tests.support.chat_models import picture, save_qwen3_vl
 from tests.support.servers import Server, asked, picture_part, serving
 

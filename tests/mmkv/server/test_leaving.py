@@ -16,13 +16,10 @@ import pytest
 
 from mmkv import Engine
 from mmkv.scheduler import Ticket
-from mmkv.server import worker
-from mmkv.server.job import ChatJob
-from mmkv.server.machine import Machine
-from mmkv.server.memories import Memories
-from mmkv.server.spelling import Spelled
-from mmkv.server.worker import MOST_UNSENT, UNSENT_TOGETHER, Delta, Events, Failed
-from mmkv.server.writer import ScoredWriter
+from mmkv.server import engine_thread
+from mmkv.server.engine_thread import MOST_UNSENT, UNSENT_TOGETHER, Delta, Events, Failed, Machine
+from mmkv.server.job import ChatJob, Memories
+from mmkv.server.writer import ScoredWriter, Spelled
 from tests.support.chat_models import picture, save_qwen3_vl
 from tests.support.servers import Server, asked, held_pages, picture_part, serving
 
@@ -401,7 +398,7 @@ def test_a_reader_that_is_too_slow_is_dropped(server: Server) -> None:
     """Its reply ends although it has not left, and others' go on."""
     fields = {"logprobs": True, "top_logprobs": 20, "max_tokens": FOREVER, "stream": True}
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(worker, "MOST_UNSENT", 1)
+        patched.setattr(engine_thread, "MOST_UNSENT", 1)
         client = Client(server, asked("talk", **fields))
         client.read_until(b"client_too_slow")
         server.wait_for(nothing_held)

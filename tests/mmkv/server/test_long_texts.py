@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from mmkv.engine.errors import ContextError
-from mmkv.server.lengths import Lengths
+from mmkv.server.prompts import Lengths
 from tests.support.chat_models import byte_tokenizer
 from tests.support.servers import Server
 

@@ -15,19 +15,18 @@ import pytest
 from PIL import Image
 
 from mmkv.engine.errors import InputError
+from mmkv.prompt.loading import load_processor
 from mmkv.prompt.media import load_image
-from mmkv.prompt.processing import load_processor
 from mmkv.prompt.qwen_vision import VideoRules
 from mmkv.prompt.video import Clip, load_video
-from mmkv.server.conversation import Message, Part
+from mmkv.server.chat import RequestMedia
 from mmkv.server.errors import api_error
 from mmkv.server.media import pool
-from mmkv.server.media.errors import MediaError
-from mmkv.server.media.limits import MediaLimits
-from mmkv.server.media.local import _open_below
+from mmkv.server.media.fetch import _open_below
+from mmkv.server.media.limits import MediaError, MediaLimits
 from mmkv.server.media.resolver import MediaResolver, Medium, Source
 from mmkv.server.media.worker import MOST_PIXELS
-from mmkv.server.request_media import RequestMedia
+from mmkv.server.prompts import Message, Part
 from tests.support.chat_models import save_qwen3_vl
 from tests.support.media import (
     PICTURE,

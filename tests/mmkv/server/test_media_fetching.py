@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mmkv.server.media.addresses import is_public
-from mmkv.server.media.errors import MediaError
-from mmkv.server.media.limits import MediaLimits
+from mmkv.server.media.fetch import is_public
+from mmkv.server.media.limits import MediaError, MediaLimits
 from mmkv.server.media.resolver import MediaResolver, Medium, Source
 from tests.support.media import PICTURE, refusal, two_colours
 

@@ -17,8 +17,8 @@ from mmkv import Engine
 from mmkv.engine.policies import make_policy
 from mmkv.prompt.template import ChatTemplate
 from mmkv.server import prompts
+from mmkv.server.engine_thread import Machine
 from mmkv.server.job import ChatJob
-from mmkv.server.machine import Machine
 from mmkv.server.prompts import Rendered, outline
 from tests.support.chat_models import CHATML, byte_tokenizer, picture, save_qwen3_vl
 from tests.support.media import write_clip
@@ -232,7 +232,7 @@ def test_a_request_takes_the_room_of_snapshots(folder: Path) -> None:
 
 def _price(machine: Machine) -> int:
     from mmkv.sampling import Sampling
-    from mmkv.server.work import ChatWork
+    from mmkv.server.job import ChatWork
 
     return machine.job(ChatWork([], "", Sampling()), lambda: None).price().total
 

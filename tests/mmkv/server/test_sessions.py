@@ -16,8 +16,8 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from safetensors import safe_open
 
 from mmkv import Engine, Sampling
-from mmkv.server.machine import Machine
-from mmkv.server.work import ChatWork
+from mmkv.server.engine_thread import Machine
+from mmkv.server.job import ChatWork
 from tests.support.chat_models import picture, save_qwen3_vl
 from tests.support.servers import (
     MODEL,

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from mmkv import Engine
 from mmkv.cli.app import run
+from mmkv.server.engine_thread import Machine
 from mmkv.server.kept import Kept
-from mmkv.server.machine import Machine
 from tests.support.chat_models import picture, save_qwen3_vl
 from tests.support.servers import Server, asked, paused_in_a_reply, picture_part, serving
 

@@ -12,7 +12,7 @@ import pytest
 from mmkv import Engine
 from mmkv.cli.app import run
 from mmkv.engine.errors import BudgetError, ModelError
-from mmkv.server.machine import Machine
+from mmkv.server.engine_thread import Machine
 from mmkv.server.run import opened
 from mmkv.server.settings import Settings
 from tests.support.chat_models import save_qwen3_vl

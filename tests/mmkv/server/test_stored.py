@@ -13,7 +13,7 @@ from openai import OpenAI
 from mmkv import Engine
 from mmkv.server.kept import Kept
 from mmkv.server.responses import Responses, Stored
-from mmkv.server.room import Caller, Room
+from mmkv.server.state import Caller, Room
 from tests.support.chat_models import save_qwen3_vl
 from tests.support.servers import MODEL, Server, serving
 

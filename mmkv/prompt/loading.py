@@ -1,0 +1,415 @@
+"""Load the tokenizer, chat template and picture processing of a checkpoint.
+
+How it prepares pictures and videos is checked before a picture is prepared so.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from mmkv.engine.errors import STOPS, InputError, MmkvError, ModelError, first_line
+from mmkv.prompt.processing import (
+    PICTURES,
+    HubProcessor,
+    InternVLProcessor,
+    OneVisionProcessor,
+    Processor,
+    QwenProcessor,
+)
+from mmkv.prompt.template import ChatTemplate
+
+_VIDEOS, BOTH = "video_preprocessor_config.json", "processor_config.json"
+_TEMPLATE = "chat_template"
+
+
+def load_processor(
+    name: str | Path, min_pixels: int | None = None, max_pixels: int | None = None
+) -> Processor:
+    """Load what the checkpoint at ``name`` (directory or hub id) needs besides its weights.
+
+    ``min_pixels``, ``max_pixels``: bounds on a picture's pixels, for models that take pictures
+    of any size. Raises ModelError when files are missing or damaged, InputError for pixel bounds
+    that the model does not take.
+    """
+    try:
+        return _load(name, min_pixels, max_pixels)
+    except (MmkvError, *STOPS):
+        raise
+    # Damaged files surface as nearly anything, the tokenizers library's bare Exception among it.
+    except BaseException as error:
+        raise ModelError(
+            f"cannot load the tokenizer and processor of {name}: {first_line(error)}; check that "
+            "tokenizer.json, tokenizer_config.json and preprocessor_config.json are complete"
+        ) from error
+
+
+def _load(name: str | Path, min_pixels: int | None, max_pixels: int | None) -> Processor:
+    from transformers import AutoTokenizer
+
+    from mmkv.engine.model.families import Qwen3VLFamily, find
+    from mmkv.engine.model.families.config import read_config
+
+    config = read_config(name)
+    family = find(str(config.model_type))
+    tokenizer = AutoTokenizer.from_pretrained(name, config=config)
+    if family is not None and issubclass(family, Qwen3VLFamily):
+        return _load_qwen(
+            name, tokenizer, config.vision_config, min_pixels, max_pixels, family.frames_apart
+        )
+    if min_pixels is not None or max_pixels is not None:
+        raise InputError(
+            "this model does not take pictures of any size; drop --min-pixels and --max-pixels"
+        )
+    if getattr(config, "vision_config", None) is None:
+        return Processor(
+            tokenizer, ChatTemplate(tokenizer, template_of(name, tokenizer, False), parts=False)
+        )
+
+    return load_hub(name, tokenizer, config)
+
+
+def _load_qwen(
+    name: str | Path,
+    tokenizer: Any,
+    vision: Any,
+    min_pixels: int | None,
+    max_pixels: int | None,
+    frames_apart: bool,
+) -> QwenProcessor:
+    from mmkv.prompt.qwen_vision import (
+        FRAME_END,
+        FRAME_START,
+        IMAGE,
+        RUN,
+        VIDEO,
+        VideoRules,
+        frame_rule,
+    )
+
+    load = partial(_load_qwen_pictures, name, vision) if _has_image_processor(name) else None
+    size = None
+    if min_pixels is not None or max_pixels is not None:
+        if load is None:
+            raise InputError(f"{name} has no image processor; drop --min-pixels and --max-pixels")
+        own = load().size
+        size = {
+            "shortest_edge": min_pixels or own["shortest_edge"],
+            "longest_edge": max_pixels or own["longest_edge"],
+        }
+        if not 0 < size["shortest_edge"] <= size["longest_edge"]:
+            raise InputError(
+                f"min-pixels {size['shortest_edge']} and max-pixels {size['longest_edge']} leave "
+                "no size between them; give 0 < min <= max"
+            )
+    rules = VideoRules() if frames_apart else RUN
+    config, file = video_settings(name)
+    if file == PICTURES:  # older checkpoints; the bounds are of pictures alone
+        bounds = {"size", "min_pixels", "max_pixels"}
+        config = {key: value for key, value in config.items() if key not in bounds}
+    require_settings(config, file, vision, pixels=True)
+    require_frames(config, file, either=True)
+    placeholders = {
+        "image": f"{FRAME_START}{IMAGE}{FRAME_END}",
+        "video": f"{FRAME_START}{VIDEO}{FRAME_END}",
+    }
+    tokens = (IMAGE, VIDEO, FRAME_START, FRAME_END)
+    source = template_of(name, tokenizer, True)
+    template = ChatTemplate(tokenizer, source, True, placeholders, tokens)
+    rule = frame_rule(config, frames_apart)
+    return QwenProcessor(tokenizer, template, load, rules.changed(config), size, rule)
+
+
+def video_settings(name: str | Path) -> tuple[dict[str, Any], str]:
+    """Read what the checkpoint says of videos, and the file that says it, as transformers looks
+    for it: of ``processor_config.json`` the part, a file of its own, that of the pictures.
+
+    Raises ModelError.
+    """
+    nested = read_json(name, BOTH).get("video_processor")
+    if nested is not None:
+        if not isinstance(nested, dict):
+            raise ModelError(f"{BOTH}: video_processor is no object; get the original file")
+        return nested, BOTH
+    own = read_json(name, _VIDEOS)
+    return (own, _VIDEOS) if own else (read_json(name, PICTURES), PICTURES)
+
+
+def _load_qwen_pictures(name: str | Path, vision: Any) -> Any:
+    image_processor = load_image_processor(name)
+    require_settings(image_processor, PICTURES, vision, pixels=True)
+    return image_processor
+
+
+def _has_image_processor(name: str | Path) -> bool:
+    return bool(_path(name, PICTURES) or read_json(name, BOTH).get("image_processor"))
+
+
+def load_image_processor(name: str | Path) -> Any | None:
+    """Load the image processor in its PIL form (the same pixels with and without torchvision)."""
+    # transformers 5.17 hides the name at its top level when torchvision is absent; the class itself
+    # does not need torchvision in either version.
+    from transformers.models.auto.image_processing_auto import AutoImageProcessor
+
+    if not _has_image_processor(name):
+        return None  # the model then takes text only
+    try:
+        return AutoImageProcessor.from_pretrained(name, backend="pil")
+    except STOPS:
+        raise
+    except BaseException as error:
+        raise ModelError(
+            f"cannot read the picture settings in {PICTURES} of {name} ({first_line(error)}); "
+            "get the original file, or remove it to use the model for text only"
+        ) from error
+
+
+def template_of(name: str | Path, tokenizer: Any, sees: bool) -> str | None:
+    """Return the chat template that transformers would take, None where there is none.
+
+    A processor's is that of ``processor_config.json``, else of ``chat_template.json``, else
+    ``chat_template.jinja``; a tokenizer's is ``chat_template.jinja``, else that of its config. Of
+    several, with names, the one named ``default`` counts.
+
+    Args:
+        sees: whether transformers has a processor for the model, not a tokenizer alone.
+
+    Raises:
+        ModelError: the template is no text, or none of several is the default.
+    """
+    own, older = tokenizer.chat_template, read_json(name, "chat_template.json").get(_TEMPLATE)
+    sources = [read_json(name, BOTH).get(_TEMPLATE), older, own] if sees else [own, older]
+    found = next((one for one in sources if one), None)
+    if isinstance(found, list):
+        found = {one.get("name"): one.get("template") for one in found if isinstance(one, dict)}
+    if isinstance(found, dict):
+        if "default" not in found:
+            named = ", ".join(sorted(ascii(key)[1:-1] for key in found))[:100]
+            raise ModelError(
+                f"{name} has several chat templates ({named}) and none is named default; save the "
+                "one that you want as chat_template.jinja"
+            )
+        found = found["default"]
+    if found is not None and not isinstance(found, str):
+        raise ModelError(f"the chat template of {name} is no text; get the original file")
+    return found or None
+
+
+def read_json(name: str | Path, file: str) -> dict[str, Any]:
+    """Read the object in a JSON file of the checkpoint, {} when it has none."""
+    path = _path(name, file)
+    try:
+        found = json.loads(path.read_text(encoding="utf-8")) if path else {}
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(
+            f"cannot read {file} of {name}: {first_line(error)}; fetch it again"
+        ) from error
+    if not isinstance(found, dict):
+        raise ModelError(f"{file} of {name} holds no object; fetch it again")
+    return found
+
+
+def _path(name: str | Path, file: str) -> Path | None:
+    from transformers.utils import cached_file
+
+    try:
+        found = cached_file(str(name), file, _raise_exceptions_for_missing_entries=False)
+    except (OSError, ValueError) as error:
+        raise ModelError(
+            f"cannot read {file} of {name}: {first_line(error)}; fetch it again"
+        ) from error
+    return Path(found) if found else None
+
+
+def load_hub(name: str | Path, tokenizer: Any, config: Any) -> HubProcessor:
+    from transformers import AutoProcessor
+
+    try:
+        processor = AutoProcessor.from_pretrained(name, backend="pil")
+    # Without torchvision the video processor of LLaVA-OneVision refuses to load, with it broken
+    # transformers raises RuntimeError; the rest of the processor works without it.
+    except (ImportError, RuntimeError, ValueError, OSError) as error:
+        processor = without_video(name, tokenizer, error)
+    vision = config.vision_config
+    require_settings(processor.image_processor, PICTURES, vision, pixels=False)
+    template = template_of(name, tokenizer, True)
+    placeholders = {"image": processor.image_token + "\n"}
+    tokens = [processor.image_token]
+    kind: Callable[..., HubProcessor] = HubProcessor
+    if config.model_type == "llava_onevision":
+        kind = OneVisionProcessor
+    if config.model_type == "internvl":
+        require_tile(processor.image_processor, PICTURES)
+        settings, file = video_settings(name)
+        require_settings(settings, file, vision, pixels=False)
+        require_frames(settings, file, either=False)
+        if settings.get("size") is not None:
+            require_tile(SimpleNamespace(size=settings["size"], resample=3), file)
+        kind = partial(InternVLProcessor, videos=settings)
+        placeholders["video"] = processor.video_token + "\n"
+        tokens += [processor.video_token, processor.start_image_token, processor.end_image_token]
+    return kind(processor, ChatTemplate(processor.tokenizer, template, True, placeholders, tokens))
+
+
+def without_video(name: str | Path, tokenizer: Any, cause: Exception) -> Any:
+    """Assemble a transformers processor from its parts, leaving out the video processor."""
+    import transformers
+
+    config = read_json(name, BOTH)
+    settings = read_json(name, PICTURES) | config
+    base = getattr(transformers, str(settings.get("processor_class")), None)
+    image_processor = load_image_processor(name)
+    if base is None or image_processor is None:
+        raise ModelError(
+            f"cannot load the picture processor of {name}: {first_line(cause)}; check "
+            f"{PICTURES} and {BOTH}"
+        ) from cause
+
+    class PicturesOnly(base):  # type: ignore[misc, valid-type]
+        def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
+            if argument is None:
+                return type(None)
+            return super().check_argument_for_proper_class(argument_name, argument)
+
+    known = {
+        key: value
+        for key, value in config.items()
+        if key not in ("processor_class", "image_processor", "video_processor")
+    }
+    return PicturesOnly(image_processor, tokenizer, None, **known)
+
+
+_MOST_PIXELS = 2**27  # to enlarge a picture to
+_MOST_EDGE = 2**13
+_MOST_FRAMES = 2**16
+# What this decoder's vision config calls it.
+_PATCHES = {
+    "patch_size": "patch_size",
+    "temporal_patch_size": "temporal_patch_size",
+    "merge_size": "spatial_merge_size",
+}
+
+
+def require_settings(settings: Any, file: str, vision: Any, pixels: bool) -> None:
+    """Raise ModelError for settings that are of a wrong type, absurd, or another model's.
+
+    Args:
+        settings: a loaded picture processor, or the content of its file.
+        file: for messages. vision: the vision part of the model's config.
+        pixels: ``size`` bounds a picture's pixels; otherwise its edges.
+    """
+
+    def of(name: str) -> Any:
+        return (
+            settings.get(name) if isinstance(settings, Mapping) else getattr(settings, name, None)
+        )
+
+    def require(right: bool, name: str, wanted: str) -> None:
+        if not right:
+            raise _wrong(file, name, of(name), wanted)
+
+    for name, theirs in _PATCHES.items() if pixels else ():
+        own = getattr(vision, theirs, None)
+        value = of(name)
+        require(
+            value is None or (_whole(value, _MOST_EDGE) and own in (None, value)),
+            name,
+            f"{own}, as the model's config has it" if own else "a whole number",
+        )
+    for name in ("image_mean", "image_std"):
+        value = of(name)
+        some = value is None or (
+            isinstance(value, (list, tuple)) and len(value) == 3 and all(map(_real, value))
+        )
+        require(some and not (name == "image_std" and 0 in (value or ())), name, "three numbers")
+    factor = of("rescale_factor")
+    require(factor is None or (_real(factor) and factor != 0), "rescale_factor", "a number")
+    for name in ("size", "crop_size"):
+        value = of(name)
+        most = _MOST_PIXELS if pixels else _MOST_EDGE
+        edges = _edges(value)
+        upper = edges.pop("longest_edge", None) if pixels else None
+        require(
+            value is None
+            or (
+                bool(edges or upper)
+                and all(_whole(each, most) for each in edges.values())
+                and (upper is None or _whole(upper, 2**62))
+                and (upper is None or upper >= edges.get("shortest_edge", 1))
+            ),
+            name,
+            f"sizes from 1 to {most:,}",
+        )
+
+
+def require_frames(settings: Mapping[str, Any], file: str, either: bool) -> None:
+    """Raise ModelError for settings of videos that name no frames.
+
+    ``either``: ``fps`` and ``num_frames`` exclude each other, as transformers has it for Qwen-VL.
+    """
+    for name in ("num_frames", "min_frames", "max_frames", "max_video_tokens"):
+        value = settings.get(name)
+        most = 2**31 if name == "max_video_tokens" else _MOST_FRAMES
+        if value is not None and not _whole(value, most):
+            raise _wrong(file, name, value, f"a number of frames from 1 to {most:,}")
+    rate, shift = settings.get("fps"), settings.get("initial_shift")
+    if rate is not None and not (_real(rate) and 0 < rate <= 1000):
+        raise _wrong(file, "fps", rate, "frames a second above 0")
+    if shift is not None and not isinstance(shift, bool) and not (_real(shift) and shift >= 0):
+        raise _wrong(file, "initial_shift", shift, "true, false or a number of frames")
+    least, most_frames = settings.get("min_frames"), settings.get("max_frames")
+    if least is not None and most_frames is not None and least > most_frames:
+        raise _wrong(file, "min_frames", least, f"at most max_frames ({most_frames})")
+    if either and rate is not None and settings.get("num_frames") is not None:
+        raise ModelError(f"{file}: fps and num_frames exclude each other; set one of them to null")
+    for name in ("do_resize", "do_rescale", "do_normalize", "cap_pixels_per_frame"):
+        if not isinstance(settings.get(name), (bool, type(None))):
+            raise _wrong(file, name, settings[name], "true or false")
+    if settings.get("resample") not in (None, *range(6)):
+        raise _wrong(file, "resample", settings["resample"], "a filter from 0 to 5")
+
+
+def require_tile(settings: Any, file: str) -> None:
+    """Raise ModelError where a picture processor's tile or filter for it is not known.
+
+    Args: as of :func:`require_settings`.
+    """
+    size, resample = getattr(settings, "size", None), getattr(settings, "resample", None)
+    if not {"height", "width"} <= _edges(size).keys():
+        raise _wrong(file, "size", size, "height and width of a tile")
+    if resample not in range(6):
+        raise _wrong(file, "resample", resample, "a filter from 0 to 5")
+
+
+def _edges(value: Any) -> dict[str, Any]:
+    """Return the sizes by name; transformers has a class of its own for them in some versions."""
+    if isinstance(value, int):
+        return {"edge": value}
+    names = ("height", "width", "shortest_edge", "longest_edge", "max_height", "max_width")
+    found = {
+        name: value.get(name) if isinstance(value, Mapping) else getattr(value, name, None)
+        for name in names
+    }
+    return {name: each for name, each in found.items() if each is not None}
+
+
+def _whole(value: Any, most: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= most
+
+
+def _real(value: Any) -> bool:
+    return (
+        isinstance(value, (int, float))
+        and not isinstance(value, bool)
+        and math.isfinite(value)
+        and abs(value) < 1e6
+    )
+
+
+def _wrong(file: str, name: str, value: Any, wanted: str) -> ModelError:
+    return ModelError(f"{file}: {name} is {ascii(value)[:60]}, not {wanted}; get the original file")

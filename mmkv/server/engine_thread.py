@@ -1,0 +1,651 @@
+"""The engine's thread: the only one that touches torch, and what belongs to it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeVar
+from weakref import WeakSet
+
+from mmkv.engine.budgets import why_unbound
+from mmkv.engine.errors import STOPS, BudgetError, MmkvError, SessionError, as_exception
+from mmkv.engine.memory import keep_freed, resident_bytes
+from mmkv.sampling import Sampling
+from mmkv.scheduler import Limits, Scheduler
+from mmkv.scheduler.replies import EngineExecutor
+from mmkv.server.errors import ApiError
+from mmkv.server.grammar import Grammars
+from mmkv.server.job import ChatJob, ChatWork, Memories
+from mmkv.server.kept import Shelf, Snapshots
+from mmkv.server.prompts import Lengths, digest_of
+from mmkv.server.reply import FINISH
+from mmkv.server.settings import Facts
+from mmkv.server.store import HibernationFolder
+from mmkv.server.writer import Spelled, spell
+
+if TYPE_CHECKING:
+    from mmkv.api import Engine
+    from mmkv.prompt.qwen_vision import VideoRules
+    from mmkv.scheduler import Ticket
+    from mmkv.server.job import Usage
+    from mmkv.server.metrics import Metrics
+    from mmkv.server.settings import Settings
+
+
+log = logging.getLogger("mmkv.server")
+MOST_UNSENT = 16 * 2**20  # bytes of a reply that wait for its client, about
+UNSENT_TOGETHER = 8  # times that, of all replies
+_SCORED_BYTES = 600  # of a token with its log probability
+_BEHIND = 64  # events after which pieces of a reply are put together
+T = TypeVar("T")
+
+
+@dataclass
+class Admitted:
+    """The pages of a request are committed, and its media are wanted."""
+
+
+@dataclass
+class Delta:
+    """A piece of a reply."""
+
+    index: int
+    text: str
+    spelled: list[Spelled] = field(default_factory=list)
+    finish_reason: str | None = None
+
+
+@dataclass
+class Done:
+    """All replies are complete."""
+
+    usage: Usage
+
+
+@dataclass
+class Failed:
+    """The request cannot be answered."""
+
+    error: BaseException
+
+
+Event = Admitted | Delta | Done | Failed
+
+
+class Events:
+    """What has happened to a request and was not sent yet; in the event loop.
+
+    A client that reads slower than the reply grows gets several tokens at a time. One whose unsent
+    part passes a bound all the same, by log probabilities, is dropped: the next event is Failed.
+    All requests have a bound together, too, and the one with the largest part is dropped then.
+
+    Args:
+        others: those of all requests under way.
+    """
+
+    def __init__(self, others: WeakSet[Events] | None = None) -> None:
+        self._others = WeakSet() if others is None else others
+        self._others.add(self)
+        self._waiting: deque[Event] = deque()
+        self._open: dict[int, Delta] = {}  # by reply, the last one that may still grow
+        self._some = asyncio.Event()
+        self.unsent, self.over = 0, False
+
+    def put(self, event: Event) -> None:
+        """Add what has happened."""
+        if self.over:
+            return
+        if isinstance(event, Delta):
+            self.unsent += _size(event)
+            if self.unsent > MOST_UNSENT:
+                self.drop()
+                return
+            if len(self._waiting) >= _BEHIND and (last := self._open.get(event.index)):
+                last.text += event.text
+                last.spelled += event.spelled
+                last.finish_reason = event.finish_reason
+                return
+            else:
+                self._open[event.index] = event
+        self._waiting.append(event)
+        self._some.set()
+        # Others' parts are looked at where this one is large: few are.
+        if self.unsent > MOST_UNSENT // 16:
+            behind = sorted(self._others, key=lambda one: one.unsent)
+            together = sum(one.unsent for one in behind)
+            while together > UNSENT_TOGETHER * MOST_UNSENT:
+                together -= behind[-1].unsent
+                behind.pop().drop()
+
+    def drop(self) -> None:
+        """Let all go that was not sent; the client is told that it was too slow."""
+        self._waiting.clear()
+        self._open.clear()
+        self._waiting.append(Failed(_too_slow()))
+        self.unsent, self.over = 0, True
+        self._some.set()
+
+    async def get(self) -> Event:
+        """Wait for the next one."""
+        while not self._waiting:
+            self._some.clear()
+            await self._some.wait()
+        event = self._waiting.popleft()
+        if isinstance(event, Delta):
+            self.unsent -= _size(event)
+            if self._open.get(event.index) is event:
+                del self._open[event.index]
+        return event
+
+
+def _size(delta: Delta) -> int:
+    """Estimate the bytes that a piece of a reply takes until it is sent."""
+    return len(delta.text) + _SCORED_BYTES * sum(1 + len(one.top) for one in delta.spelled)
+
+
+def _too_slow() -> ApiError:
+    what = f"over {MOST_UNSENT >> 20} MiB of the reply were not read; read faster, or ask for less"
+    return ApiError(408, what, "client_too_slow")
+
+
+class Request:
+    """A chat request that the engine's thread has taken on; made by :meth:`Worker.submit`.
+
+    Attributes:
+        events: what happens to it, in order; the last one is Done or Failed; none
+            follows a cancellation.
+        counted: tokens that the metrics have; longest: of one reply.
+    """
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        self.events = Events(worker.events)
+        self.loop = asyncio.get_running_loop()
+        self.ticket: Ticket[ChatJob] | None = None
+        self.times, self.counted, self.longest = Times(), 0, 0
+        self.broken = False  # told that it failed, though its ticket is not over
+        self._told: set[int] = set()  # replies whose end was sent
+
+    async def on_engine(self, call: Callable[[ChatJob], T]) -> T:
+        """Call something with the request's job on the engine's thread."""
+        ticket = self.ticket
+        assert ticket is not None
+
+        def run() -> T:
+            if ticket.over:
+                raise ApiError(409, "the request is over", "conflict")
+            return call(ticket.job)
+
+        return await self._worker.call(run)
+
+    def cancel(self) -> None:
+        """End it, wherever it stands; its pages are back within two turns."""
+        if self.ticket is not None:
+            self.ticket.cancel()
+            self._worker.wake()
+
+    def news(self) -> list[Event]:
+        """Return what has happened since the last call; on the engine's thread."""
+        ticket = self.ticket
+        assert ticket is not None
+        if ticket.state == "failed":
+            assert ticket.error is not None
+            return [Failed(ticket.error)]
+        found: list[Event] = []
+        for index, writer in enumerate(ticket.job.writers):
+            piece, scored = writer.take(), writer.take_scored()
+            ended = writer.finish_reason if index not in self._told else None
+            if ended is not None:
+                self._told.add(index)
+            if piece or scored or ended:
+                tokenizer = ticket.job.engine.processor.tokenizer
+                found.append(Delta(index, piece, spell(tokenizer, scored), ended))
+        if ticket.state == "done":
+            found.append(Done(ticket.job.usage()))
+        return found
+
+
+@dataclass
+class Times:
+    """When what happened to a request, in seconds of :func:`time.perf_counter`."""
+
+    submitted: float = field(default_factory=time.perf_counter)
+    admitted: float | None = None
+    first: float | None = None
+    latest: float | None = None
+
+
+class Worker(threading.Thread):
+    """Runs a :class:`Machine`: commands from a queue, then a turn of its scheduler, and so on.
+
+    Args:
+        start: makes the machine, in the thread.
+
+    Attributes:
+        failed: whether the thread met an error that no request explains; nothing works any more.
+    """
+
+    def __init__(self, start: Callable[[], Machine]) -> None:
+        super().__init__(name="mmkv-engine", daemon=True)
+        self._start = start
+        self._commands: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]
+        self._commands = queue.SimpleQueue()
+        self._requests: list[Request] = []
+        self._ending = self.failed = False
+        # Numbers that one thread writes and the other reads: requests sent to the thread and taken
+        # by it, and how many more it could take when it looked last.
+        self._sent = self._taken = 0
+        self._places = 1
+        self.machine: Machine | None = None
+        self.events: WeakSet[Events] = WeakSet()  # of all requests; the event loop's
+
+    async def call(self, command: Callable[[], T]) -> T:
+        """Run ``command`` in the thread, between two turns."""
+        return await asyncio.wrap_future(self.post(command))
+
+    def post(self, command: Callable[[], T]) -> Future[T]:
+        """Do as :meth:`call`, from any thread."""
+        future: Future[T] = Future()
+        self._commands.put((command, future))
+        return future
+
+    def facts(self) -> Facts:
+        """Return what is known of the engine once it is loaded. Raises what loading it raises."""
+
+        def read() -> Facts:
+            assert self.machine is not None
+            return self.machine.facts
+
+        return self.post(read).result()
+
+    async def report(self) -> None:
+        """Have the metrics that show a state set. Raises what the thread failed with."""
+
+        def run() -> None:
+            assert self.machine is not None
+            self.machine.report()
+
+        await self.call(run)
+
+    def wake(self) -> None:
+        """Have the thread look whether there is something to do."""
+        self._commands.put(None)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a request is under way."""
+        return bool(self._requests)
+
+    def has_place(self) -> bool:
+        """Whether one more request may be taken on, as far as is known; in the event loop."""
+        return self.failed or self._sent - self._taken < self._places
+
+    async def submit(self, work: ChatWork, user: str) -> Request:
+        """Take on a request. Raises MmkvError, CapacityError among them."""
+        request = Request(self)
+        self._sent += 1
+        came = False
+
+        def arrive() -> None:
+            nonlocal came
+            self._taken += not came
+            came = True
+
+        def run() -> None:
+            arrive()
+            machine = self.machine
+            assert machine is not None
+            if self._ending:
+                raise ApiError(503, "the server is shutting down; try another one", "shutdown")
+            job = machine.job(work, lambda: self._tell([(request, [Admitted()])]))
+            machine.scheduler.admit()  # those that came since the latest turn
+            request.ticket = machine.scheduler.submit(job, user)
+            self._requests.append(request)
+            self._look()
+
+        try:
+            await self.call(run)
+        except asyncio.CancelledError:
+            self.post(request.cancel)  # after it has been submitted
+            self.post(arrive)  # unless it never is
+            raise
+        return request
+
+    def stop(self) -> None:
+        """Cancel what is left, return all pages and end the thread."""
+        self._ending = True
+        self.wake()
+        self.join()
+
+    def run(self) -> None:
+        """Work until :meth:`stop` is called."""
+        try:
+            self.machine = self._start()
+        except BaseException as error:
+            self._refuse(error)
+            return
+        try:
+            self._look()
+            while not self._ending:
+                self._take_commands(self._idle())
+                self._turn()
+            self.machine.close()
+            self._publish()
+        except BaseException as error:
+            log.critical("the engine's thread has failed", exc_info=error)
+            self.failed = True
+            stopped = ApiError(
+                503,
+                "the engine has stopped; its log says why, restart the server",
+                "engine_stopped",
+            )
+            for request in self._requests:
+                self._tell([(request, [Failed(stopped)])])
+            self._refuse(stopped)
+
+    def _idle(self) -> bool:
+        assert self.machine is not None
+        return not self._requests or self.machine.scheduler.blocked
+
+    def _take_commands(self, wait: bool) -> None:
+        while True:
+            try:
+                given = self._commands.get(wait)
+            except queue.Empty:
+                return
+            wait = False
+            if given is None:
+                continue
+            command, future = given
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                future.set_result(command())
+            except BaseException as error:
+                # asyncio hands on what is no Exception past every handler of a request.
+                future.set_exception(error if isinstance(error, STOPS) else as_exception(error))
+
+    def _turn(self) -> None:
+        machine = self.machine
+        assert machine is not None
+        machine.scheduler.turn()
+        self._look()
+        self._publish()
+
+    def _look(self) -> None:
+        """Note how many more requests there is a place for."""
+        assert self.machine is not None
+        scheduler = self.machine.scheduler
+        limits, waiting = scheduler.limits, scheduler.waiting
+        free = max(scheduler.places, 0)  # one for each, if there is memory
+        self._places = 0 if waiting >= limits.waiting else limits.waiting - waiting + free
+
+    def _publish(self) -> None:
+        """Tell each request what has happened to it; let those that are over leave."""
+        news: list[tuple[Request, list[Event]]] = []
+        assert self.machine is not None
+        for request in list(self._requests):
+            try:
+                events = self._published(request)
+            except STOPS:
+                raise
+            except BaseException as error:  # its own: others go on
+                log.error("a request failed", exc_info=error)
+                events = [] if request.broken else [Failed(as_exception(error))]
+                request.broken = True
+                assert request.ticket is not None
+                request.ticket.cancel()
+            if events:
+                news.append((request, events))
+        if news:
+            self._tell(news)
+
+    def _published(self, request: Request) -> list[Event]:
+        """Return what has happened to a request; one that is over leaves."""
+        ticket = request.ticket
+        assert ticket is not None and self.machine is not None
+        try:
+            events = [] if ticket.state == "cancelled" or request.broken else request.news()
+            self.machine.observe(request, events)
+        finally:
+            if ticket.over:
+                self._requests.remove(request)
+                ticket.job.leave()
+        if isinstance(ticket.error, Exception) and not _expected(ticket.error):
+            log.error("a request failed", exc_info=ticket.error)
+        return events
+
+    def _tell(self, news: list[tuple[Request, list[Event]]]) -> None:
+        """Hand events to the event loop, all in one call."""
+
+        def put() -> None:
+            for request, events in news:
+                for event in events:
+                    request.events.put(event)
+                if request.events.over:
+                    request.cancel()
+
+        try:
+            news[0][0].loop.call_soon_threadsafe(put)
+        except RuntimeError:  # the loop is closed: nobody waits any more
+            log.debug("nobody waits for an answer")
+
+    def _refuse(self, error: BaseException) -> None:
+        """Fail what is asked for: the machine could not be made, or does not work."""
+        while not self._ending:
+            given = self._commands.get()
+            if given is not None and given[1].set_running_or_notify_cancel():
+                given[1].set_exception(error)
+
+
+def _expected(error: Exception) -> bool:
+    from mmkv.engine.errors import MmkvError
+
+    return isinstance(error, (MmkvError, ApiError))
+
+
+class Machine:
+    """What the engine's thread works with.
+
+    Args:
+        lookahead: what the engine's policy was made with.
+
+    Attributes:
+        facts: what the HTTP routes know of the engine; folder: where idle memories hibernate.
+    """
+
+    def __init__(
+        self, engine: Engine, settings: Settings, metrics: Metrics, lookahead: float
+    ) -> None:
+        self.engine, self.metrics = engine, metrics
+        running = settings.max_running
+        limits = Limits(settings.max_queue, running, 2 * running, engine.prefill_chunk)
+        self.scheduler = Scheduler(EngineExecutor(engine), limits, to_files=True)
+        most, pool = settings.snapshot_bytes, engine.cache.pool
+        self.snapshots = Snapshots(
+            self.scheduler, None if most is None else most // pool.page_bytes
+        )
+        tokenizer = engine.processor.tokenizer
+        self.grammars = Grammars(tokenizer, engine.spec.vocab_size, engine.eos_token_ids)
+        self.folder = _hibernation_folder(settings)
+        self.shelf = Shelf(engine, self.scheduler, self.folder)
+        self.facts = _facts(engine, lookahead)
+        self._require_room()
+        _set_aside(engine)
+        if engine.device.type == "cpu":
+            keep_freed()
+        if settings.warm and engine.processor.sees:
+            _show_a_picture(engine)
+
+    def job(self, work: ChatWork, admitted: Callable[[], None]) -> ChatJob:
+        """Return the job of a request. Raises MmkvError."""
+        chunk = self.engine.prefill_chunk
+        memories = Memories(self.engine, work, self.snapshots, self.shelf)
+        return ChatJob(self.engine, work, memories, self.grammars, chunk, admitted)
+
+    def close(self) -> None:
+        """Cancel what is left, and return all pages and files."""
+        self.scheduler.close()
+        self.folder.close()
+
+    def _require_room(self) -> None:
+        """Refuse to start where not even one request has room. Raises BudgetError."""
+        limit = self.scheduler.executor.limit()
+        job = self.job(ChatWork([], "", Sampling.greedy()), lambda: None)
+        if limit is not None and job.price().total > limit:
+            size = self.engine.cache.pool.page_bytes
+            raise BudgetError(
+                f"a request may take {job.price().total * size:,} bytes, the memory limit holds "
+                f"{limit * size:,} in whole pages; raise --memory, or lower the budget"
+            )
+
+    def report(self) -> None:
+        """Set the metrics that show a state."""
+        pool, scheduler, metrics = self.engine.cache.pool, self.scheduler, self.metrics
+        together = self.engine.budgets.fixed_pages  # of all sessions, beside their own
+        held = pool.num_pages - pool.free_pages
+        committed = scheduler.ledger.committed + together
+        metrics.running.set(scheduler.running)
+        metrics.waiting.set(scheduler.waiting)
+        metrics.kv_pages.labels("held").set(held)
+        metrics.kv_pages.labels("reserved").set(max(committed - held, 0))
+        if pool.limit is not None:
+            metrics.kv_pages.labels("free").set(pool.limit - max(committed, held))
+        metrics.kv_bytes_committed.set(committed * pool.page_bytes)
+        metrics.snapshot_bytes.set(self.snapshots.pages * pool.page_bytes)
+        metrics.sessions.labels("running").set(scheduler.running)
+        metrics.sessions.labels("snapshot").set(len(scheduler.residents.spares))
+        kept = scheduler.sessions
+        idle = sum(one.resident for one in kept)
+        metrics.sessions.labels("idle").set(idle)
+        metrics.sessions.labels("file").set(len(kept) - idle)
+        metrics.process_resident.set(resident_bytes() or 0)
+        leaked = 0 if scheduler.running else held - committed
+        metrics.page_leaks.set(max(leaked, 0))
+
+    def observe(self, request: Request, events: list[Event]) -> None:
+        """Count what has happened to a request."""
+        metrics, times, now = self.metrics, request.times, time.perf_counter()
+        ticket = request.ticket
+        assert ticket is not None
+        job: ChatJob = ticket.job
+        if times.admitted is None and ticket.state not in ("waiting", "cancelled", "failed"):
+            times.admitted = now
+            metrics.queue_time.observe(now - times.submitted)
+        lengths = [len(writer.token_ids) for writer in job.writers]
+        tokens, longest = sum(lengths), max(lengths, default=0)
+        new = longest - request.longest  # of one reply: a turn may bring several
+        if times.first is None and job.writers:
+            times.first = times.latest = now
+            metrics.first_token.observe(now - times.submitted)
+            metrics.prefill_time.observe(now - (times.admitted or times.submitted))
+            metrics.prompt_tokens.inc(job.counts.prefilled)
+            metrics.resumed_tokens.inc(job.counts.resumed)
+        elif times.latest is not None and new:
+            for _ in range(new):
+                metrics.inter_token.observe((now - times.latest) / new)
+            times.latest = now
+        metrics.generated_tokens.inc(tokens - request.counted)
+        request.counted, request.longest = tokens, longest
+        if not ticket.over:
+            return
+        if ticket.state == "done":
+            assert times.first is not None
+            metrics.whole_time.observe(now - times.submitted)
+            metrics.decode_time.observe(now - times.first)
+        reasons = [one.finish_reason for one in job.choices] or [ticket.state]
+        for reason in reasons if ticket.state == "done" else [ticket.state]:
+            metrics.finished.labels(FINISH.get(reason, reason)).inc()
+        if any(isinstance(event, Done) for event in events):
+            for name, count in job.evicted_here().items():
+                metrics.evicted.labels(name).inc(count)
+
+
+def _hibernation_folder(settings: Settings) -> HibernationFolder:
+    """Make the folder where idle memories lie. Raises SessionError: the one that was named cannot.
+
+    Nobody has named the usual one: a user without a home, or with one that is read-only, as in many
+    containers, can be served without it.
+    """
+    usual = settings.idle_folder
+    if settings.session_folder is None and usual is not None:
+        try:
+            return HibernationFolder(usual)
+        except SessionError as error:
+            log.warning("%s; until then idle memories lie among the temporary files", error)
+    return HibernationFolder(settings.session_folder)
+
+
+def _set_aside(engine: Engine) -> None:
+    """Make the pool as large as it may become, so that it is never copied to grow.
+
+    On a CPU it takes the memory as pages come into use. Raises BudgetError.
+    """
+    pool = engine.cache.pool
+    if pool.limit is None:
+        return
+    try:
+        pool.grow(pool.limit)
+    except BudgetError as error:
+        size = pool.limit * pool.page_bytes
+        raise BudgetError(
+            f"the cache may take {size / 2**30:,.1f} GiB, which are not free; lower --memory"
+        ) from error
+
+
+def _show_a_picture(engine: Engine) -> None:
+    """Read a picture, so that the first request with one does not wait for imports.
+
+    They take seconds, in the thread that decodes for everybody.
+    """
+    from PIL import Image
+
+    session = engine.session()
+    try:
+        with contextlib.suppress(MmkvError):
+            picture = Image.new("RGB", (64, 64))
+            for _ in session.send(
+                "?", images=[picture], sampling=Sampling.greedy(max_new_tokens=1)
+            ):
+                pass
+    finally:
+        session.close()
+
+
+def _facts(engine: Engine, lookahead: float) -> Facts:
+    identity = engine.identity() | {
+        "cuts": f"message ends but before a reply, chunks of {engine.prefill_chunk}",
+        "template": engine.processor.template.source,
+    }
+    return Facts(
+        root=digest_of(identity),
+        policy=engine.policy.name,
+        budget=engine.budget,
+        unbound=why_unbound(engine.policy) is not None,
+        lookahead=lookahead,
+        context=engine.spec.max_position,
+        vocabulary=engine.spec.vocab_size,
+        sees=engine.processor.sees,
+        watches=engine.processor.watches,
+        sampling=engine.generation.served,
+        shared=engine.shared is not None,
+        rules=getattr(engine.processor, "rules", None),
+        frame_rule=engine.processor.frame_rule,
+        picture_rules=_picture_rules(engine),
+        lengths=Lengths(engine.processor.tokenizer, engine.spec.max_position),
+    )
+
+
+def _picture_rules(engine: Engine) -> VideoRules | None:
+    try:
+        return engine.processor.picture_rules
+    except MmkvError:  # settings that cannot be used are the first picture's error
+        return None

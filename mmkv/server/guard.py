@@ -1,0 +1,370 @@
+"""What is refused before the body of a request is read: by key, host, length, and a full queue."""
+
+from __future__ import annotations
+
+import asyncio
+import codecs
+import hmac
+import ipaddress
+import re
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any
+
+from fastapi import Request, Response
+from fastapi.routing import APIRoute
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from mmkv.engine.errors import InputError
+from mmkv.scheduler.loop import queue_is_full
+from mmkv.server.errors import ApiError
+from mmkv.server.page import FILES
+from mmkv.server.reply import error_response
+from mmkv.server.state import Caller, digest_of_key
+
+if TYPE_CHECKING:
+    from mmkv.server.state import Room
+
+
+# What tells nothing about anybody's requests. All else wants a key.
+_OPEN = frozenset(("/health", "/docs", "/openapi.json", *FILES))
+
+
+class CheckKey:
+    """Notes a :class:`Caller` in the request's state, and answers 401 to a stranger.
+
+    Args:
+        keys: those that are known; with none, everybody may ask and is told by the address.
+        open_metrics: whether /metrics needs none: its counters tell how much others have asked.
+    """
+
+    def __init__(self, app: ASGIApp, keys: Sequence[str], open_metrics: bool = False) -> None:
+        self._open = _OPEN | {"/metrics"} if open_metrics else _OPEN
+        self._app, self._known = app, [digest_of_key(key) for key in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on whose key fits."""
+        if scope["type"] != "http" or scope["path"] in self._open:
+            await self._app(scope, receive, send)
+            return
+        request = Request(scope)
+        if not self._known:
+            address = request.client.host if request.client else ""
+            request.state.caller = Caller("", address)
+        elif (name := self._fitting(request.headers.get("authorization", ""))) is not None:
+            request.state.caller = Caller(name, name)
+        else:
+            error = ApiError(
+                401, "no valid API key; send Authorization: Bearer KEY", "invalid_api_key"
+            )
+            await error_response(error)(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+    def _fitting(self, shown: str) -> str | None:
+        """Return the key's digest when one of the known ones is shown."""
+        scheme, _, key = shown.partition(" ")
+        if scheme.lower() != "bearer" or not key.strip():
+            return None
+        given = digest_of_key(key.strip())
+        # All are compared, whichever fits, in a time that says nothing.
+        fits = [hmac.compare_digest(given, known) for known in self._known]
+        return given.hex() if any(fits) else None
+
+
+TOGETHER = 8  # times the most bytes of one body, for all whose requests are under way
+# Values of one body. An empty list takes 64 bytes where its text has 3, and the error of a field
+# that is refused a thousand.
+VALUES = 2**15
+_SMALL = 512  # part of the most bytes: a body that is taken however many there are
+
+
+def smallest(most: int) -> int:
+    """Return the bytes of a body that is taken however many there are."""
+    return most // _SMALL
+
+
+_release: ContextVar[Callable[[], None]] = ContextVar("release")
+
+
+def release_body() -> None:
+    """Count the body of the request that runs here no more: what it named has been read."""
+    release = _release.get(None)
+    if release is not None:
+        release()
+
+
+class BodyRoute(APIRoute):
+    """A route whose requests keep no copy of a body that has been read.
+
+    A request has its bytes and its JSON to the end otherwise, beside the values made of them.
+    """
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """Return what answers a request."""
+        handler = super().get_route_handler()
+
+        async def answer(request: Request) -> Response:
+            response = await handler(request)
+            for name in ("_body", "_json"):
+                request.__dict__.pop(name, None)
+            return response
+
+        return answer
+
+
+class LimitBody:
+    """Answers 413 to a body of more than ``most`` bytes, 408 to one that takes over ``seconds``.
+
+    Bodies have a bound together, too, from their first byte until :func:`release_body` or the end
+    of their request: one that passes it is answered with 503, unless it is small. What cannot be
+    JSON in UTF-8 is answered with 415 or 400.
+    """
+
+    def __init__(self, app: ASGIApp, most: int, seconds: float) -> None:
+        self._app, self._most, self._seconds = app, most, seconds
+        self._held = 0  # bytes of bodies whose requests are under way
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on, and count what comes of its body."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = dict(scope["headers"])
+        length = headers.get(b"content-length", b"0")
+        if length.isdigit() and int(length) > self._most:
+            await error_response(self._too_large())(scope, receive, send)
+            return
+        come, counted_here, whole, answered = 0, 0, False, False
+        until = asyncio.get_running_loop().time() + self._seconds
+        text = _JsonText()
+
+        def release() -> None:
+            nonlocal counted_here
+            self._held -= counted_here
+            counted_here = 0
+
+        async def counted() -> Message:
+            nonlocal come, counted_here, whole
+            if whole:  # what comes now is the client's end
+                return await receive()
+            try:
+                async with asyncio.timeout_at(until):
+                    message = await receive()
+            except TimeoutError:
+                raise _Refused(self._late()) from None
+            piece = message.get("body", b"")
+            if piece and not come:
+                _require_json(headers)
+            come += len(piece)
+            counted_here += len(piece)
+            self._held += len(piece)
+            if come > self._most:
+                raise _Refused(self._too_large())
+            if self._held > TOGETHER * self._most and come > smallest(self._most):
+                raise _Refused(self._too_many())
+            text.add(piece)
+            whole = not message.get("more_body", False)
+            return message
+
+        async def noted(message: Message) -> None:
+            nonlocal answered
+            answered = True
+            await send(message)
+
+        token = _release.set(release)
+        try:
+            await self._app(scope, counted, noted)
+        except _Refused as refused:
+            if not answered:
+                await error_response(refused.error)(scope, receive, send)
+        finally:
+            _release.reset(token)
+            release()
+
+    def _too_large(self) -> ApiError:
+        return ApiError(
+            413,
+            f"the request is larger than {self._most / 2**20:g} MiB; send fewer or smaller "
+            "pictures",
+            "request_too_large",
+        )
+
+    def _too_many(self) -> ApiError:
+        return ApiError(
+            503,
+            f"requests of over {TOGETHER * self._most / 2**20:g} MiB together are under way; send "
+            "this one later",
+            "bodies_arriving",
+        )
+
+    def _late(self) -> ApiError:
+        return ApiError(
+            408,
+            f"the request did not arrive within {self._seconds:g} s; send a smaller one",
+            "request_timeout",
+        )
+
+
+class _JsonText:
+    """Counts the values of a JSON text that comes in pieces. Raises _Refused.
+
+    Each value but the first stands behind a comma or an opening bracket outside of the strings.
+    Where the text is no JSON, this is right up to the place where a parser gives up.
+    """
+
+    def __init__(self) -> None:
+        self._values, self._in_string, self._escape = 1, False, b""
+        self._decoder = codecs.getincrementaldecoder("utf-8")("surrogatepass")  # as json does
+
+    def add(self, piece: bytes) -> None:
+        """Count those of one more piece."""
+        if b"\0" in piece:
+            raise _Refused(_not_utf8("UTF-16 and UTF-32 are not read"))
+        try:
+            self._decoder.decode(piece)
+        except UnicodeDecodeError as error:
+            found = error.object[error.start]
+            raise _Refused(_not_utf8(f"it holds the byte {found:#04x}")) from None
+        piece = self._escape + piece
+        self._escape = b"\\" * ((len(piece) - len(piece.rstrip(b"\\"))) % 2)
+        piece = piece[: len(piece) - len(self._escape)]
+        parts = piece.replace(rb"\\", b"").replace(rb"\"", b"").split(b'"')
+        outside = b"".join(parts[self._in_string :: 2])
+        self._in_string ^= len(parts) % 2 == 0
+        self._values += sum(map(outside.count, (b",", b"[", b"{")))
+        if self._values > VALUES:
+            raise _Refused(
+                ApiError(
+                    400,
+                    f"the body holds over {VALUES:,} values; send fewer, or longer texts in place "
+                    "of lists",
+                    "too_many_values",
+                )
+            )
+
+
+def _require_json(headers: dict[bytes, bytes]) -> None:
+    """Raise _Refused for a body that says of itself that it is no JSON, or says nothing."""
+    coding = headers.get(b"content-encoding", b"identity").decode("latin-1")
+    if coding.strip().lower() not in ("", "identity"):
+        what = f"the body is compressed ({coding[:20]!r}); send it without Content-Encoding"
+        raise _Refused(ApiError(415, what, "unsupported_media_type"))
+    kind = headers.get(b"content-type", b"").decode("latin-1")
+    main, _, sub = kind.partition(";")[0].strip().lower().partition("/")
+    if main == "application" and (sub == "json" or sub.endswith("+json")):
+        return
+    said = f"is {kind[:40]!r}" if kind else "is missing"
+    what = f"the Content-Type of the body {said}; send JSON, with Content-Type: application/json"
+    raise _Refused(ApiError(415, what, "unsupported_media_type"))
+
+
+def _not_utf8(why: str) -> ApiError:
+    return ApiError(400, f"the body is not in UTF-8 ({why}); encode it so", "invalid_request")
+
+
+class _Refused(BaseException):
+    """Passes the framework's handlers of exceptions."""
+
+    def __init__(self, error: ApiError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+_REPLIES = ("/chat/completions", "/responses")
+
+
+class RefuseWhenFull:
+    """Answers 503 to a request for a reply while as many wait as may.
+
+    A server with more requests than it can answer has to spend its time on those that it took on:
+    the body of another one is not read, and the engine's thread is not asked. What comes while that
+    has not said yet how many wait passes here, and the scheduler refuses it in the same words.
+    """
+
+    def __init__(self, app: ASGIApp, room: Room) -> None:
+        self._app, self._room = app, room
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on for which there may be a place."""
+        if scope["type"] == "http" and scope["method"] == "POST":
+            room, limit = self._room, self._room.settings.max_queue
+            if scope["path"].endswith(_REPLIES) and not room.worker.has_place():
+                room.metrics.rejected.labels("queue").inc()
+                await error_response(queue_is_full(limit, limit))(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+_LOCAL = ("localhost", "127.0.0.1", "[::1]")
+
+
+def allowed_hosts(
+    host: str, keyed: bool = False, named: Sequence[str] = ()
+) -> frozenset[str] | None:
+    """Return the names that a server on ``host`` answers to; None: all.
+
+    Those of this machine, where it alone can reach the server and no key is asked for.
+
+    Args:
+        keyed: whether requests have to show a key.
+        named: further names, as :func:`host_names` returns them; no others are answered then.
+    """
+    try:
+        local = ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        local = host.lower() == "localhost"
+    own = f"[{host}]" if ":" in host else host.lower()
+    if named:
+        return frozenset({*_LOCAL, own, *named})
+    return frozenset({*_LOCAL, own}) if local and not keyed else None
+
+
+def host_names(given: Iterable[str]) -> tuple[str, ...]:
+    """Return names as Host headers have them. Raises InputError: one is no name."""
+    return tuple(map(_checked, given))
+
+
+def _checked(name: str) -> str:
+    bare = name.strip().lower().removesuffix(".")
+    try:
+        address = ipaddress.ip_address(bare.removeprefix("[").removesuffix("]"))
+    except ValueError:
+        if not re.fullmatch(r"[a-z0-9_]([a-z0-9_.-]*[a-z0-9_])?", bare):
+            raise InputError(
+                f"{name!r} is no name of a host; give one without scheme, port or *"
+            ) from None
+        return bare
+    return f"[{address}]" if address.version == 6 else str(address)
+
+
+class CheckHost:
+    """Answers 403 to a request whose Host header has another name than ``hosts``.
+
+    A page can have its own name lead to 127.0.0.1 (DNS rebinding): the browser then takes the
+    server's answers for the page's own, and shows them to it.
+    """
+
+    def __init__(self, app: ASGIApp, hosts: frozenset[str] | None) -> None:
+        self._app, self._hosts = app, hosts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on, if it names this server."""
+        if scope["type"] == "http" and self._hosts is not None:
+            given = dict(scope["headers"]).get(b"host")
+            if given is not None and _name(given.decode("latin-1")) not in self._hosts:
+                error = ApiError(
+                    403,
+                    "this server does not answer to the name that the Host header has; start it "
+                    "with --allowed-host and that name",
+                    "host_refused",
+                )
+                await error_response(error)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+def _name(header: str) -> str:
+    """Return a Host header without its port, and without the dot that may end a name."""
+    name, _, port = header.strip().lower().rpartition(":")
+    return (name if name and port.isdigit() else header.strip().lower()).removesuffix(".")

@@ -1,0 +1,149 @@
+"""What the routes share, who asks, and a turn that goes on from one kept memory to the next."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Annotated, Self
+
+from fastapi import Depends, Request
+
+from mmkv.engine.errors import CapacityError
+from mmkv.server.errors import ApiError
+
+if TYPE_CHECKING:
+    from mmkv.server.chat import ChatCall
+    from mmkv.server.engine_thread import Worker
+    from mmkv.server.footprint import Footprint
+    from mmkv.server.kept import Kept
+    from mmkv.server.media.resolver import MediaResolver
+    from mmkv.server.metrics import Metrics
+    from mmkv.server.settings import Facts, Settings
+
+
+@dataclass(frozen=True)
+class Caller:
+    """Who asks: ``tenant`` has a memory of its own, ``name`` (a key or an address) has turns."""
+
+    tenant: str
+    name: str
+
+
+@dataclass
+class Room:
+    """What the routes share.
+
+    Attributes:
+        media: fetches and decodes what requests name; footprint: what the process may take.
+        busy: requests under way, by caller.
+    """
+
+    settings: Settings
+    facts: Facts
+    worker: Worker
+    metrics: Metrics
+    media: MediaResolver
+    footprint: Footprint | None = None
+    started: int = field(default_factory=lambda: int(time.time()))
+    busy: Counter[str] = field(default_factory=Counter)
+
+    @cached_property
+    def weights(self) -> dict[str, float]:
+        """By tenant, what its sessions weigh in a shared budget; 1 for those that are not there."""
+        tenants = [digest_of_key(key).hex() for key in self.settings.api_keys]
+        return dict(zip(tenants, self.settings.key_weights, strict=False))
+
+    @contextmanager
+    def entered(self, caller: Caller) -> Iterator[None]:
+        """Count a request of ``caller`` while it is under way. Raises ApiError (429)."""
+        most = self.settings.max_per_key
+        if most is not None and self.busy[caller.name] >= most:
+            self.metrics.rejected.labels("rate").inc()
+            raise ApiError(
+                429,
+                f"{most} requests of yours are under way, as many as this server allows; wait for "
+                "one to end",
+                "rate_limit_exceeded",
+            )
+        self.busy[caller.name] += 1
+        try:
+            yield
+        except CapacityError as error:
+            waits = "queue" if error.unit == "requests" else "memory"
+            reason = "too_large" if error.final else waits
+            self.metrics.rejected.labels(reason).inc()
+            raise
+        finally:
+            self.busy[caller.name] -= 1
+            if not self.busy[caller.name]:
+                del self.busy[caller.name]
+
+
+def digest_of_key(key: str) -> bytes:
+    """Return SHA-256 of an API key: the name of its tenant."""
+    return hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
+
+
+async def _caller(request: Request) -> Caller:
+    return request.state.caller
+
+
+Asking = Annotated[Caller, Depends(_caller)]
+
+
+class Turn:
+    """Holds what a turn goes on from while it runs, and drops what nobody claims.
+
+    A turn that is cut off leaves nothing: its memory is never made, or goes with its end.
+    """
+
+    def __init__(self, room: Room, call: ChatCall) -> None:
+        self._room, self._work = room, call.work
+        self._claimed = False
+
+    def claim(self) -> Kept:
+        """Return the memory after the reply, once that is complete; it is the caller's then."""
+        kept = self._work.kept
+        assert kept is not None
+        self._claimed = True
+        return kept
+
+    async def __aenter__(self) -> Self:
+        start = self._work.start
+        if start is not None:
+            hold(self._room, start)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        # The request was cancelled before this is called, and the commands of a thread keep their
+        # order: its reply is complete by then, or never will be.
+        machine, work, claimed = self._room.worker.machine, self._work, self._claimed
+        assert machine is not None
+
+        def end() -> None:
+            for kept in (work.start, None if claimed else work.kept):
+                if kept is not None:
+                    machine.shelf.release(kept)
+            if work.start is not None and work.kept is not None:
+                machine.shelf.let_compete(work.start, work)  # the turn's end: it is over by itself
+
+        self._room.worker.post(end)
+
+
+def hold(room: Room, kept: Kept) -> None:
+    """Count one more that goes on from a memory."""
+    machine = room.worker.machine
+    assert machine is not None
+    room.worker.post(lambda: machine.shelf.hold(kept))
+
+
+def release(room: Room, kept: Kept) -> None:
+    """Count one less; the last one frees it."""
+    machine = room.worker.machine
+    assert machine is not None
+    room.worker.post(lambda: machine.shelf.release(kept))

@@ -1,0 +1,326 @@
+"""Memories that outlast a process: the folder of idle ones, and one that servers may share."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import shutil
+import tempfile
+import time
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+from filelock import FileLock, Timeout
+
+from mmkv.engine.errors import SessionError
+
+_FOLDER = ".sessions"  # beside the files that users name, which begin with no dot
+_NOTE, _MEMORY, _DRAFT = ".json", ".mmkv", ".part"
+_POLL = 0.005  # seconds between two looks at a lock that another one holds
+_ABANDONED = 3600  # seconds after which a file that no note names is nobody's
+
+
+class NotWrittenError(SessionError):
+    """The disk has refused a session, which stands where it stood."""
+
+    status, code = 507, "not_written"
+
+
+@dataclass(frozen=True)
+class Note:
+    """What the folder says of a session.
+
+    Attributes:
+        version: a new one with each change; memory: name of its session file, None before the
+            first turn; messages: how many it holds.
+    """
+
+    id: str
+    created: int
+    budget: tuple[str, float]
+    metadata: dict[str, str] = field(default_factory=dict)
+    turns: int = 0
+    messages: int = 0
+    memory: str | None = None
+    version: str = ""
+
+    @classmethod
+    def read(cls, path: Path) -> Self | None:
+        """Read one; None where there is none. Raises SessionError: it cannot be read."""
+        try:
+            found: dict[str, Any] = json.loads(path.read_text())
+            kind, value = found.pop("budget")
+            return cls(budget=(str(kind), float(value)), **found)
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            raise SessionError(
+                f"the session {path.stem} cannot be read from the session folder; begin a new one"
+            ) from error
+
+
+class Lasting:
+    """The notes and memories of the sessions of one tenant at a time, in a shared folder.
+
+    A session changes when its note is replaced; the memory that a note names is written before,
+    under a name of its own. So a server that dies leaves the session as it was before or after a
+    turn, and another one that reads the note sees which. Whoever changes a note holds a lock on the
+    tenant's folder, in which the files lie; one that waits for it blocks its thread.
+
+    Args:
+        folder: the server's ``--session-folder``.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder / _FOLDER
+
+    def note(self, tenant: str, name: str) -> Note | None:
+        """Return what is known of a session; None where there is none. Raises SessionError."""
+        return Note.read(self._path(tenant, name + _NOTE))
+
+    def notes(self, tenant: str) -> Iterator[Note]:
+        """Yield those of a tenant's sessions that can be read, oldest first."""
+        found = []
+        for path in self._path(tenant, "").glob("*" + _NOTE):
+            with contextlib.suppress(SessionError):
+                note = Note.read(path)
+                if note is not None:
+                    found.append(note)
+        yield from sorted(found, key=lambda one: (one.created, one.id))
+
+    def memory(self, tenant: str, note: Note) -> Path:
+        """Return where the memory of a session lies."""
+        assert note.memory is not None
+        return self._path(tenant, note.memory)
+
+    def new_memory(self, tenant: str, name: str) -> Path:
+        """Return where the next memory of a session may be written."""
+        path = self._path(tenant, f"{name}.{uuid.uuid4().hex}{_MEMORY}")
+        with told():
+            path.parent.mkdir(parents=True, exist_ok=True)
+        return path
+
+    def commit(self, tenant: str, note: Note) -> Note:
+        """Put a note in place of the one before it; return it with its version.
+
+        Raises:
+            SessionError: another server changed the session meanwhile; NotWrittenError: it cannot
+                be written. The one before stands.
+        """
+        path = self._path(tenant, note.id + _NOTE)
+        made = Note(**{**vars(note), "version": uuid.uuid4().hex})
+        with self._locked(tenant):
+            before = Note.read(path)
+            if (before.version if before else "") != note.version:
+                raise SessionError(
+                    "the session went on at another server meanwhile; send its requests to one "
+                    "place (X-Session-Id), and this one again"
+                )
+            with told():
+                if note.memory is not None:  # it has to last before a note names it
+                    _sync(self.memory(tenant, note))
+                    _sync(path.parent)
+                _replace(path, json.dumps(vars(made)))
+            if before is not None and before.memory not in (None, note.memory):
+                with contextlib.suppress(OSError):  # the session stands; sweep() comes again
+                    self.memory(tenant, before).unlink()
+        return made
+
+    def delete(self, tenant: str, name: str) -> None:
+        """Remove a session's files. Raises NotWrittenError."""
+        with self._locked(tenant), told():
+            note = None
+            with contextlib.suppress(SessionError):
+                note = self.note(tenant, name)
+            self._path(tenant, name + _NOTE).unlink(missing_ok=True)
+            if note is not None and note.memory is not None:
+                self.memory(tenant, note).unlink(missing_ok=True)
+
+    def sweep(self) -> None:
+        """Remove what servers that were killed have left: files that no note names."""
+        with contextlib.suppress(OSError):
+            for folder in self._folder.iterdir():
+                if folder.is_dir():
+                    self._sweep(folder.name)
+
+    def _sweep(self, tenant: str) -> None:
+        with self._locked(tenant):
+            named, unread = set(), set()
+            for path in self._path(tenant, "").glob("*" + _NOTE):
+                try:
+                    note = Note.read(path)
+                    named.add(None if note is None else note.memory)
+                except SessionError:
+                    unread.add(path.stem)  # somebody may mend it
+            for path in self._path(tenant, "").iterdir():
+                of = path.name.rsplit(".", 2)[0]
+                if path.suffix not in (_MEMORY, _DRAFT) or path.name in named or of in unread:
+                    continue
+                with contextlib.suppress(OSError):
+                    if path.stat().st_mtime < time.time() - _ABANDONED:
+                        path.unlink()
+
+    @contextlib.contextmanager
+    def _locked(self, tenant: str) -> Iterator[None]:
+        """Have a tenant's folder alone, among all threads and servers."""
+        path = self._path(tenant, ".lock")
+        with contextlib.ExitStack() as stack:
+            with told():
+                path.parent.mkdir(parents=True, exist_ok=True)
+                stack.enter_context(FileLock(path).acquire(poll_interval=_POLL))
+            yield
+
+    def _path(self, tenant: str, name: str) -> Path:
+        return self._folder / (tenant[:32] or "public") / name
+
+
+@contextlib.contextmanager
+def told() -> Iterator[None]:
+    """Say in one line what the disk refuses."""
+    try:
+        yield
+    except OSError as error:
+        raise NotWrittenError(
+            f"the session cannot be written: {error.strerror}; see to the disk of "
+            "--session-folder, then send the request again"
+        ) from error
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write a file whole or not at all, so that it lasts."""
+    handle, draft = tempfile.mkstemp(dir=path.parent, suffix=_DRAFT)
+    try:
+        with os.fdopen(handle, "w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(draft, path)
+    finally:
+        Path(draft).unlink(missing_ok=True)
+
+
+def _sync(path: Path) -> None:
+    """Have a file, or a folder's names, on the disk; Windows opens no folders."""
+    if os.name == "nt" and path.is_dir():
+        return
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+log = logging.getLogger("mmkv.server")
+_PREFIX, _LOCK = ".hibernated-", ".lock"
+_OURS: set[Path] = set()  # of this process, which may lock its own files again
+_PATIENCE = 60  # seconds for other servers that begin in the same folder
+
+
+class HibernationFolder:
+    """A folder of its own that goes with its server.
+
+    A server holds a lock in its folder as long as it lives. One that is killed leaves the folder
+    and no lock: the next server in the same place removes it.
+
+    Args:
+        within: the server's ``--session-folder``, or one that no cleaner empties; None: the
+            system's folder for temporary files, where nothing is looked for.
+
+    Attributes:
+        path: where it is.
+        trouble: why the latest memory could not be written; None where it could.
+
+    Raises:
+        SessionError: it cannot be made.
+    """
+
+    def __init__(self, within: Path | None) -> None:
+        self.trouble: str | None = None
+        try:
+            with contextlib.ExitStack() as stack:
+                if within is not None:
+                    within.mkdir(parents=True, exist_ok=True)
+                    # So that no folder is found between its making and its lock.
+                    common = FileLock(within / f"{_PREFIX[:-1]}{_LOCK}", timeout=_PATIENCE)
+                    stack.enter_context(common)
+                    _remove_abandoned(within)
+                self._made = tempfile.TemporaryDirectory(
+                    prefix=_PREFIX, dir=within, ignore_cleanup_errors=True
+                )
+                self._take()
+        except OSError as error:
+            raise SessionError(
+                f"cannot write to {within or 'the folder for temporary files'} "
+                f"({error.strerror or error}); name another --session-folder"
+            ) from error
+        self.path = Path(self._made.name)
+        _OURS.add(self.path)
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[None]:
+        """Have a memory written to it, anew where somebody has removed it.
+
+        The log and :attr:`trouble` say when that fails, and when it works again.
+
+        Raises:
+            SessionError: it cannot be written.
+        """
+        try:
+            try:
+                if not self.path.is_dir():
+                    self.path.mkdir(parents=True, exist_ok=True)
+                    self._lock.release()
+                    self._take()
+            except OSError as error:
+                raise SessionError(
+                    f"cannot write {self.path}: {error.strerror or error}; name another "
+                    "--session-folder"
+                ) from error
+            yield
+        except SessionError as error:
+            if self.trouble is None:
+                log.error(
+                    "idle memories cannot be moved to files, so stored responses are dropped when "
+                    "room is short and sessions stay in memory: %s",
+                    error,
+                )
+            self.trouble = _without_paths(error)
+            raise
+        if self.trouble is not None:
+            log.warning("idle memories can be moved to files again")
+        self.trouble = None
+
+    def close(self) -> None:
+        """Remove it with all that it holds."""
+        _OURS.discard(self.path)
+        self._lock.release()
+        self._made.cleanup()
+
+    def _take(self) -> None:
+        self._lock = FileLock(Path(self._made.name) / _LOCK, thread_local=False)
+        self._lock.acquire(timeout=0)
+
+
+def _without_paths(error: BaseException) -> str:
+    """Return why something could not be written: for everybody, so it names no place."""
+    cause = error.__cause__
+    why = cause.strerror if isinstance(cause, OSError) else None
+    return f"idle memories cannot be moved to files ({why or type(cause or error).__name__})"
+
+
+def _remove_abandoned(within: Path) -> None:
+    for folder in within.glob(f"{_PREFIX}*"):
+        if folder in _OURS or folder.is_symlink() or not folder.is_dir():
+            continue
+        lock = FileLock(folder / _LOCK)
+        try:
+            lock.acquire(timeout=0)
+        except (Timeout, OSError):  # its server lives, or it is not ours
+            continue
+        lock.release()
+        shutil.rmtree(folder, ignore_errors=True)
