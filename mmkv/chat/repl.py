@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -12,7 +13,7 @@ from weakref import WeakKeyDictionary
 from rich.table import Table
 
 from mmkv.chat.display import OutputClosed, answer, memory_line, panel, statistics
-from mmkv.chat.lines import MessageReader, Words, open_reader
+from mmkv.chat.lines import LineReader, MessageReader, Words
 from mmkv.chat.saved import (
     Autosave,
     chat_extra,
@@ -30,7 +31,7 @@ from mmkv.chat.saved import (
 from mmkv.chat.trouble import require_utf8
 from mmkv.engine.budget import Budget
 from mmkv.engine.errors import STOPS, InputError, as_exception
-from mmkv.engine.paths import user_path
+from mmkv.engine.paths import is_folder, user_path
 from mmkv.prompt.held import Rewrites
 from mmkv.prompt.media import load_image
 from mmkv.prompt.video import check_sampling
@@ -228,7 +229,7 @@ def _explain(repl: Repl, name: str, force: bool = False) -> None:
     if recorder is None:
         repl.display.say("recording begins now: ask something, then give /explain again")
         return
-    if name.endswith("/") or user_path(name).is_dir():
+    if name.endswith("/") or is_folder(user_path(name)):
         repl.display.say(write_figures(trace, figures_folder(name)))
         return
     path = report_target(
@@ -312,6 +313,17 @@ HIDDEN = {
 
 # Turns that /undo can take back; each holds a copy of the (bounded) cache.
 UNDO_DEPTH = 4
+
+
+def open_reader(words: Words) -> MessageReader:
+    """Return an editor where somebody sits at a terminal, else a reader of lines."""
+    # The prompt belongs on stderr: stdout is for answers, and may be a file.
+    screen = next((stream for stream in (sys.stderr, sys.stdout) if stream.isatty()), None)
+    if screen is None or not sys.stdin.isatty():
+        return LineReader()
+    from mmkv.chat.editor import Editor
+
+    return Editor(words, screen)
 
 
 @dataclass
