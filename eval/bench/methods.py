@@ -314,7 +314,7 @@ def peer_bytes(shape: Shape, batch: int, tokens: int, dtype: torch.dtype) -> int
 
 
 @dataclass(frozen=True)
-class Plan:
+class DecodePlan:
     """The bytes that ``count`` sequences need.
 
     Attributes:
@@ -338,7 +338,7 @@ def plan(
     chunk: int = EngineConfig.prefill_chunk,
     page: int = 16,
     workspace: int = WORKSPACE,
-) -> Plan:
+) -> DecodePlan:
     """Compute how many sequences of ``context`` tokens fit ``memory`` bytes with the weights."""
     rows = shape.rows
     kept = context if budget is None else min(budget, context)
@@ -350,7 +350,7 @@ def plan(
     each = pages * page_bytes + rows * (width + 1) * 8
     growing = 0 if budget is None else min(chunk, context) * rows // page * page_bytes
     left = int(memory) - shape.weight_bytes(dtype.itemsize) - workspace - growing
-    return Plan(budget, max(0, left // each), each, pages, growing, max(left, 0))
+    return DecodePlan(budget, max(0, left // each), each, pages, growing, max(left, 0))
 
 
 def dense_count(
