@@ -87,7 +87,7 @@ class Speeds:
         return {
             "tokens_per_second": STEPS / statistics.median(seconds),
             "eviction_share": share,
-            "path": engine.decode_path,
+            "path": engine.reply_path,
         }
 
 

@@ -312,7 +312,7 @@ class DecodeBench:
             return {"failed": failure(error)}
 
     def _graph_method(self, own: Own) -> tuple[Callable[[], float], list[float]]:
-        runner, called = GraphRunner(own.engine), list[float]()
+        runner, called = GraphRunner(own.engine.model, own.engine.cache), list[float]()
 
         def timed() -> float:
             step, with_call = own.graph_step(runner)

@@ -22,11 +22,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmkv.engine.backends.cuda.kernels.append import Room, Rows, empty_room, make_room
+from mmkv.engine.backends.cuda.kernels.append import empty_room, make_room
+from mmkv.engine.backends.cuda.kernels.buffers import Eviction, Readout, Room, Rows
 from mmkv.engine.backends.cuda.kernels.decode_attention import decode_attention, empty_partials
-from mmkv.engine.backends.cuda.kernels.evict import Eviction, empty_eviction, evict
+from mmkv.engine.backends.cuda.kernels.evict import empty_eviction, evict
 from mmkv.engine.backends.cuda.kernels.prefill_attention import prefill_attention
-from mmkv.engine.backends.cuda.kernels.store import Readout, store_layer
+from mmkv.engine.backends.cuda.kernels.store import store_layer
 from mmkv.engine.backends.cuda.kernels.window_scores import window_scores
 from mmkv.engine.backends.cuda.kernels.worklist import (
     build_worklist,
