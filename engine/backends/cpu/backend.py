@@ -100,7 +100,7 @@ class CpuBackend(Backend):
         assert decoder is not None, "ask unsupported_reason first"
         # In the same call, where all that the scores are computed from is in the cache by then.
         gated = model.policy.admission is not None  # what they refuse goes first, in torch
-        later = gated or model.has_born or model.has_revise
+        later = gated or model.has_on_append or model.has_on_step
         evictor = None if self.scores_in_torch or later else self.evictor
         requests = None if evictor is None else evictor.request(batch)
         decoder.reset()
@@ -115,7 +115,7 @@ class CpuBackend(Backend):
                 else:
                     evictor.commit(batch, counts)
                     counts.tried = True
-                if model.has_born:
+                if model.has_on_append:
                     self._write_state(decoder, batch)
                 if writes is not None:
                     writes.store(self.cache.pool, self._newest_slots(batch.seqs))
