@@ -216,22 +216,21 @@ def batch_of(
 
 def give_room(batch: Batch, sessions: Sequence[CachedSequence], backend: Backend) -> None:
     """Tell a backend that writes down by itself who dies where it may do so."""
-    most = backend.writes_deaths
-    if batch.recorded and most:
+    if batch.recorded and (most := backend.writes_deaths):
         recorders = (session.recorder for session in sessions)
         batch.deaths = [0 if each is None else each.room(most) for each in recorders]
 
 
 def count(sessions: Sequence[CachedSequence], counts: Counts) -> None:
     """Count what a backend has made of sequences, and note it where it is recorded."""
-    if counts.appended:
-        for session in sessions:
-            session.count_appended(counts.appended)
-    if counts.dropped:
-        columns = zip(sessions, counts.dropped, counts.nan, strict=True)
-        for index, (session, dropped, nan) in enumerate(columns):
+    appended, all_dropped = counts.appended, counts.dropped
+    for index, session in enumerate(sessions):
+        if appended:
+            session.count_appended(appended)
+        if all_dropped:
+            dropped = all_dropped[index]
             if dropped:
-                session.count_evicted(dropped, nan)
+                session.count_evicted(dropped, counts.nan[index])
             if session.recorder is not None:
                 _note(session, dropped, counts.scored.get(index) if counts.scored else None)
 
@@ -351,6 +350,8 @@ class OwnBudgets:
         Before that goes what write gates have not admitted. The backends are asked in their order,
         each for all that the ones before it have left.
         """
+        if not sessions:
+            return
         engine = self._engine
         if engine.policy.admission is not None:
             for session in sessions:

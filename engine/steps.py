@@ -50,7 +50,8 @@ def decode_step(
         slack = engine.model.slack
         batch, counts = batch_of(sessions, token_ids, slack), Counts()
         backend = engine.backends.for_step(batch)
-        give_room(batch, sessions, backend)
+        if batch.recorded:
+            give_room(batch, sessions, backend)
         try:
             try:
                 logits = backend.decode(batch, counts)
@@ -68,7 +69,7 @@ def decode_step(
                 entries = engine.cache.entries(session.seq)
                 view = session.view(entries)
                 revise_state(engine.cache, engine.policy.scoring, session.seq, entries, view)
-        uncut = [sessions[index] for index in counts.uncut]
+        uncut = [sessions[index] for index in counts.uncut] if counts.uncut else ()
         engine.budgets.cut(uncut, slack, backend if counts.tried else None)
         return logits
 

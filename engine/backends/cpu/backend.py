@@ -101,10 +101,12 @@ class CpuBackend(Backend):
         # In the same call, where all that the scores are computed from is in the cache by then.
         gated = model.policy.admission is not None  # what they refuse goes first, in torch
         later = gated or model.has_on_append or model.has_on_step
-        evictor = None if self.scores_in_torch or later else self.evictor
+        evictor = self.evictor
+        if evictor is not None and (evictor.given or later):
+            evictor = None
         requests = None if evictor is None else evictor.request(batch)
-        decoder.reset()
         writes = model.write_step(model.angles(batch)) if gated else None
+        decoder.reset()
         try:
             return decoder.step(self.cache, batch, requests)
         finally:
