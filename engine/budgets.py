@@ -45,7 +45,7 @@ class PageBound:
 
 
 @dataclass(frozen=True)
-class Extent:
+class SequenceSize:
     """How far a sequence has come: tokens seen, entries held, tokens that came in prompts."""
 
     seen: int = 0
@@ -58,7 +58,7 @@ def page_bound(
     budget: Budget,
     prompt: int,
     generated: int = 0,
-    start: Extent | None = None,
+    start: SequenceSize | None = None,
     chunk: int | None = None,
 ) -> PageBound:
     """Bound the pages of a sequence that reads ``prompt`` tokens and then decodes ``generated``.
@@ -72,7 +72,7 @@ def page_bound(
         start: where the sequence stands; None: an empty one.
         chunk: tokens in a chunk; None: the engine's.
     """
-    start = start or Extent()
+    start = start or SequenceSize()
     rows, pool, policy = engine.spec.rows, engine.cache.pool, engine.policy
     every = start.entries + (prompt + generated) * rows
     if not policy.evicts:
@@ -356,7 +356,7 @@ class OwnBudgets:
         if engine.policy.admission is not None:
             for session in sessions:
                 _drop_unadmitted(session)
-        due = [session for session in sessions if session.is_due(slack)]
+        due = [session for session in sessions if session.needs_eviction(slack)]
         for backend in engine.backends.stepping:
             if due and backend is not tried:
                 due = _cut_on(backend, due)

@@ -6,7 +6,7 @@ import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mmkv.engine.budgets import Extent
+from mmkv.engine.budgets import SequenceSize
 from mmkv.engine.errors import SessionError
 from mmkv.engine.interrupts import whole
 
@@ -37,7 +37,7 @@ class StoredSession:
         self.engine, self.budget = engine, engine.budgets.checked(budget)
         self.folder, self.path = folder, None if folder is None else _path(folder)
         self.live: Session | None = None
-        self._extent, self._pages = Extent(), 0
+        self._extent, self._pages = SequenceSize(), 0
         self._in_file = False
         self._last: tuple[object, ...] = ()
 
@@ -47,7 +47,7 @@ class StoredSession:
         return self.live is not None
 
     @property
-    def extent(self) -> Extent:
+    def extent(self) -> SequenceSize:
         """How far the session has come, wherever it lies."""
         return self._extent if self.live is None else self.live.extent
 
@@ -99,7 +99,7 @@ class StoredSession:
         elif self._in_file and self.path is not None:
             self.path.unlink(missing_ok=True)
         self.live, self._in_file = None, False
-        self._extent, self._pages = Extent(), 0
+        self._extent, self._pages = SequenceSize(), 0
 
 
 def _path(folder: Path) -> Path:
