@@ -8,7 +8,7 @@ from typing import Protocol
 
 
 @dataclass(frozen=True)
-class Price:
+class Reservation:
     """The most pages that a job takes.
 
     Attributes:
@@ -27,7 +27,7 @@ class Price:
         return self.steady + self.chunk + self.snapshot
 
 
-class KeptSession(Protocol):
+class PersistentSession(Protocol):
     """A session that stays open between its requests."""
 
     def __hash__(self) -> int: ...
@@ -50,7 +50,7 @@ class KeptSession(Protocol):
         ...
 
 
-class Spare(Protocol):
+class CachedCopy(Protocol):
     """A copy of a session that is kept while nobody needs its pages."""
 
     def __hash__(self) -> int: ...
@@ -69,7 +69,7 @@ class Job(Protocol):
     """One request: a prompt for a session, and the reply to it."""
 
     @property
-    def session(self) -> KeptSession | None:
+    def session(self) -> PersistentSession | None:
         """The session that is kept; None where one is opened for this job alone."""
         ...
 
@@ -103,7 +103,7 @@ class Job(Protocol):
         """Whether :meth:`prepare` waits for other servers: the job takes no place meanwhile."""
         ...
 
-    def price(self) -> Price:
+    def reservation(self) -> Reservation:
         """Return what the job may take, before anything is read. Raises MmkvError."""
         ...
 

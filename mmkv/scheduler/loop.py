@@ -13,7 +13,7 @@ from typing import Any, Generic, Literal, TypeVar
 from mmkv.engine.errors import STOPS, CapacityError, MmkvError, SessionError, as_exception
 from mmkv.engine.interrupts import whole
 from mmkv.scheduler.capacity import Capacity, Ledger, S
-from mmkv.scheduler.contract import Executor, Job, KeptSession, Price
+from mmkv.scheduler.contract import Executor, Job, PersistentSession, Reservation
 
 State = Literal["waiting", "preparing", "prefill", "decode", "done", "cancelled", "failed"]
 J = TypeVar("J", bound=Job)
@@ -253,8 +253,8 @@ class Scheduler:
         self.preparing: list[Ticket[Any]] = []
         self.decoding: list[Ticket[Any]] = []
         self._round_robin = DeficitRoundRobin(self.limits.quantum)
-        self._busy: dict[KeptSession, Ticket[Any]] = {}
-        self._sessions: set[KeptSession] = set()
+        self._busy: dict[PersistentSession, Ticket[Any]] = {}
+        self._sessions: set[PersistentSession] = set()
         self._impatient: Ticket[Any] | None = None
         self._submitted = 0
         self.turns, self.waiting = 0, 0
@@ -285,14 +285,14 @@ class Scheduler:
         Raises:
             CapacityError: the queue is full, or there cannot be room for the request.
             SessionError: its session has a request under way.
-            MmkvError: what :meth:`Job.price` raises.
+            MmkvError: what :meth:`Job.reservation` raises.
         """
         session = job.session
         if session is not None and session in self._busy:
             raise SessionError("the session is busy with another request; wait for it or cancel it")
         if self.waiting >= self.limits.waiting:
             raise queue_is_full(self.waiting, self.limits.waiting)
-        self.capacity.require_possible(job.price(), session)
+        self.capacity.require_possible(job.reservation(), session)
         self._submitted += 1
         self._moved = True
         ticket = Ticket(job, user, self._submitted, self.turns)
@@ -318,33 +318,33 @@ class Scheduler:
         return bool(len(self.queues) or self.preparing or self.decoding)
 
     @whole
-    def keep_spare(
+    def keep_copy(
         self, pages: int, make: Callable[[], S], dropped: Callable[[S], None], most: int | None
     ) -> S | None:
         """Keep a copy of a session for as long as nobody needs its pages.
 
-        Spares that were used longest ago give way to it.
+        Copies that were used longest ago are dropped for it.
 
         Args:
             pages: what it will hold; make: makes it, when there is room.
             dropped: called with it once it has been closed to make room.
-            most: pages that all spares may hold together; None: no limit but the executor's.
+            most: pages that all copies may hold together; None: no limit but the executor's.
 
         Returns:
-            the spare, None where there is no room for it.
+            the copy, None where there is no room for it.
         """
-        if not self.capacity.spare_fits(pages, most):
+        if not self.capacity.copy_fits(pages, most):
             return None
         self._moved = True
-        return self.capacity.keep_spare(pages, make, dropped, most)
+        return self.capacity.keep_copy(pages, make, dropped, most)
 
     @property
-    def sessions(self) -> frozenset[KeptSession]:
+    def sessions(self) -> frozenset[PersistentSession]:
         """Return the sessions that are kept, wherever they lie."""
         return frozenset(self._sessions)
 
     @whole
-    def adopt(self, session: KeptSession) -> None:
+    def adopt(self, session: PersistentSession) -> None:
         """Count an idle session that was made elsewhere, or another time, as used last."""
         self._moved = True
         self._sessions.add(session)
@@ -352,12 +352,12 @@ class Scheduler:
 
     @whole
     def free_up(self, pages: int) -> None:
-        """Let spares and idle sessions go until there is room. Raises CapacityError."""
+        """Let copies and idle sessions go until there is room. Raises CapacityError."""
         self._moved = True
         self.capacity.free_up(pages)
 
     @whole
-    def hibernate(self, session: KeptSession) -> None:
+    def hibernate(self, session: PersistentSession) -> None:
         """Move an idle session to its file now. Raises SessionError."""
         self._require_idle(session)
         if session.resident:
@@ -365,7 +365,7 @@ class Scheduler:
             self.residents.hibernate(session)
 
     @whole
-    def close_session(self, session: KeptSession) -> None:
+    def close_session(self, session: PersistentSession) -> None:
         """Close an idle session. Raises SessionError."""
         self._require_idle(session)
         self._moved = True
@@ -381,8 +381,8 @@ class Scheduler:
         self._end_cancelled()
         for session in list(self._sessions):
             self.close_session(session)
-        while self.residents.spares:
-            self.residents.drop_oldest_spare()
+        while self.residents.copies:
+            self.residents.drop_oldest_copy()
 
     def _end_cancelled(self) -> None:
         for ticket in self._open():
@@ -447,7 +447,7 @@ class Scheduler:
     def _admit(self, ticket: Ticket[Any]) -> bool:
         """Commit what a request may take, if it fits. Raises CapacityError if it never can."""
         job, wait = ticket.job, self.running > 0
-        if not self.capacity.commit(ticket.owner, job.price(), job.session, wait):
+        if not self.capacity.commit(ticket.owner, job.reservation(), job.session, wait):
             return False
         self.waiting -= 1
         self._moved = True
@@ -487,7 +487,7 @@ class Scheduler:
                 self.queues.remove(ticket)
                 self.decoding.append(ticket)
                 ticket.state = "decode"
-                self.ledger.commit(ticket.owner, Price(self.ledger.of(ticket.owner).steady))
+                self.ledger.commit(ticket.owner, Reservation(self.ledger.of(ticket.owner).steady))
                 self._end_finished(ticket)
         return True
 
@@ -579,7 +579,7 @@ class Scheduler:
         if admitted:
             self.residents.rest(session)
 
-    def _require_idle(self, session: KeptSession) -> None:
+    def _require_idle(self, session: PersistentSession) -> None:
         if session in self._busy:
             raise SessionError("the session is busy with a request; wait for it or cancel it")
 

@@ -21,7 +21,7 @@ from mmkv.engine.interrupts import CtrlC, whole
 from mmkv.engine.prefill import advance_together, needed_pages, pass_tokens, reserve_together
 from mmkv.reply import Reply, ReplyWriter, step
 from mmkv.sampling import Sampling, checked
-from mmkv.scheduler.contract import Job, Price
+from mmkv.scheduler.contract import Job, Reservation
 from mmkv.scheduler.loop import Limits, Scheduler
 from mmkv.turn import Reading, compose
 
@@ -71,7 +71,7 @@ def message(text: str | Sequence[dict[str, Any]], **more: Any) -> Callable[[Sess
 
 
 @dataclass
-class Growing:
+class DecodingReply:
     """A reply that is being decoded; ``token`` is what its session does not hold yet."""
 
     session: Session
@@ -79,11 +79,11 @@ class Growing:
     token: int
 
 
-class Replying(Protocol):
+class EngineJob(Protocol):
     """A job that :class:`EngineExecutor` reads and decodes."""
 
     @property
-    def growing(self) -> Sequence[Growing]:
+    def decoding(self) -> Sequence[DecodingReply]:
         """Its replies; those whose writers have finished are left alone."""
         ...
 
@@ -92,7 +92,7 @@ class Replying(Protocol):
         """What :meth:`~mmkv.scheduler.contract.Job.begin` has made ready."""
         ...
 
-    def took(self, tokens: int) -> bool:
+    def finish_chunk(self, tokens: int) -> bool:
         """Note that a chunk of so many tokens has been read; whether the prompt is complete."""
         ...
 
@@ -138,7 +138,7 @@ class ReplyJob:
         self.reply: Reply | None = None
         self.writer: ReplyWriter | None = None
         self.live: Session | None = None
-        self.growing: list[Growing] = []
+        self.decoding: list[DecodingReply] = []
         self._before: Session | None = None  # for undo
         self._start: TurnStart | None = None
         self._prompt: Prompt | None = None
@@ -174,7 +174,7 @@ class ReplyJob:
         """See :class:`mmkv.scheduler.contract.Job`."""
         return None if self.writer is None else self.writer.failure
 
-    def price(self) -> Price:
+    def reservation(self) -> Reservation:
         """Bound the pages by the budget, and those of a session of its own by its tokens, too.
 
         Raises:
@@ -191,13 +191,13 @@ class ReplyJob:
             snapshot = kept.pages  # woken, it holds what it held until all are cut
         if lasting is not None and (kept is not None or tokens is None or engine.shared):
             rows, size = engine.spec.rows, engine.cache.pool.page_size
-            return Price(lasting + copy, math.ceil(self.chunk * rows / size), snapshot)
+            return Reservation(lasting + copy, math.ceil(self.chunk * rows / size), snapshot)
         if tokens is not None:
             new = self.sampling.max_new_tokens
             bound = page_bound(engine, self.budget, tokens, new, extent, self.chunk)
-            return Price(bound.steady + copy, bound.chunk, snapshot)
+            return Reservation(bound.steady + copy, bound.chunk, snapshot)
         if engine.cache.pool.limit is None:
-            return Price(0)
+            return Reservation(0)
         raise InputError(
             f"with policy {engine.policy.name!r} and a budget of {self.budget.describe()} the "
             "length decides how much memory a request takes; give prompt_tokens, or a budget in "
@@ -222,12 +222,12 @@ class ReplyJob:
 
     @property
     def prefill(self) -> Prefill:
-        """See :class:`Replying`."""
+        """See :class:`EngineJob`."""
         assert self._prefill is not None
         return self._prefill
 
-    def took(self, tokens: int) -> bool:
-        """See :class:`Replying`."""
+    def finish_chunk(self, tokens: int) -> bool:
+        """See :class:`EngineJob`."""
         assert self._prefill is not None
         if self._prefill.logits is None:
             return False
@@ -236,7 +236,7 @@ class ReplyJob:
         session.begin_reply(prompt.messages, prompt.reading)
         assert self._prefill.logits is not None
         token = writer.begin(self._prefill.logits, session.read_ids)
-        self.growing = [] if token is None else [Growing(session, writer, token)]
+        self.decoding = [] if token is None else [DecodingReply(session, writer, token)]
         return True
 
     def roll_back(self) -> None:
@@ -336,14 +336,14 @@ class EngineExecutor:
 
     def pages_for(self, job: Job) -> int:
         """See :class:`mmkv.scheduler.contract.Executor`."""
-        return needed_pages(cast(Replying, job).prefill)
+        return needed_pages(cast(EngineJob, job).prefill)
 
     def read(self, jobs: Sequence[Job]) -> list[bool | Exception]:
         """See :class:`mmkv.scheduler.contract.Executor`.
 
         Where a pass fails before it has changed a job's prompt, that job reads alone.
         """
-        taken = cast(Sequence[Replying], jobs)
+        taken = cast(Sequence[EngineJob], jobs)
         if len(taken) > 1:
             before = [job.prefill.done for job in taken]
             try:
@@ -375,21 +375,21 @@ class EngineExecutor:
 
     def step(self, jobs: Sequence[Job]) -> None:
         """See :class:`mmkv.scheduler.contract.Executor`."""
-        growing = [one for job in cast(Sequence[Replying], jobs) for one in job.growing]
-        for one in growing:
+        decoding = [one for job in cast(Sequence[EngineJob], jobs) for one in job.decoding]
+        for one in decoding:
             # A reply without a position left ends, so that it does not stop the others.
             if one.session.next_position >= self.engine.spec.max_position:
                 one.writer.attempt(one.writer.finish, "context")
-        growing = [one for one in growing if one.writer.finish_reason is None]
-        if not growing:
+        decoding = [one for one in decoding if one.writer.finish_reason is None]
+        if not decoding:
             return
-        fed = [(one.session, one.writer, one.token) for one in growing]
-        for one, token in zip(growing, step(self.engine, fed), strict=True):
+        fed = [(one.session, one.writer, one.token) for one in decoding]
+        for one, token in zip(decoding, step(self.engine, fed), strict=True):
             if token is not None:
                 one.token = token
 
 
-def _read_alone(job: Replying) -> bool | Exception:
+def _read_alone(job: EngineJob) -> bool | Exception:
     before = job.prefill.done
     try:
         job.prefill.advance()
@@ -400,13 +400,13 @@ def _read_alone(job: Replying) -> bool | Exception:
     return _taken(job, before)
 
 
-def _taken(job: Replying, before: int, broken: NotFiniteError | None = None) -> bool | Exception:
+def _taken(job: EngineJob, before: int, broken: NotFiniteError | None = None) -> bool | Exception:
     """Let a job note its chunk; ``broken``: the error of a pass in which it may be that one."""
     prefill = job.prefill
     if broken is not None and prefill.logits is None and prefill.done in (before, prefill.tokens):
         return broken
     try:
-        return job.took(prefill.done - before)
+        return job.finish_chunk(prefill.done - before)
     except STOPS:
         raise
     except BaseException as error:

@@ -43,7 +43,7 @@ class StoredSession:
 
     @property
     def resident(self) -> bool:
-        """See :class:`mmkv.scheduler.contract.KeptSession`."""
+        """See :class:`mmkv.scheduler.contract.PersistentSession`."""
         return self.live is not None
 
     @property

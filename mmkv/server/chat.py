@@ -26,7 +26,7 @@ from mmkv.server.job import ChatWork
 from mmkv.server.media.limits import BAD_FORM, Allowance, MediaError
 from mmkv.server.media.resolver import MediaResolver, Medium, Source
 from mmkv.server.prompts import Message, Part, digest_of
-from mmkv.server.reply import Head, Rows
+from mmkv.server.reply import Head, LogprobRows
 from mmkv.server.schema import (
     ChatRequest,
     MmkvOptions,
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from mmkv.server.kept import Kept
     from mmkv.server.responses_schema import ResponseRequest
     from mmkv.server.settings import Facts, Settings
-    from mmkv.server.state import Caller, Room
+    from mmkv.server.state import Caller, ServerState
 
 
 class RequestMedia:
@@ -146,14 +146,14 @@ class ChatCall:
 
     def __init__(
         self,
-        room: Room,
+        state: ServerState,
         request: ChatRequest,
         caller: Caller,
         start: Kept | None = None,
         keep: bool = False,
         budget: Budget | None = None,
     ) -> None:
-        facts, settings = room.facts, room.settings
+        facts, settings = state.facts, state.settings
         refuse_unsupported(request)
         take_generation_config(request, facts.sampling)
         if request.model != settings.name:
@@ -164,9 +164,9 @@ class ChatCall:
                 "model",
             )
         _require_same(request, facts)
-        self.room, self.request, self.caller = room, request, caller
+        self.state, self.request, self.caller = state, request, caller
         messages = conversation(request.messages, facts.sees, facts.watches)
-        room.media.check([source(part) for message in messages for part in message.media])
+        state.media.check([source(part) for message in messages for part in message.media])
         own = budget_of(request.mmkv)
         refuse_budget(facts, own is not None, "mmkv.budget")
         refuse_own(facts, (request.n or 1) > 1, "n")
@@ -182,7 +182,7 @@ class ChatCall:
                     "invalid_value",
                     "mmkv",
                 )
-            messages, root = [*start.facets.messages, *messages], start.facets.root
+            messages, root = [*start.info.messages, *messages], start.info.root
             budget = start.budget
         facts.lengths.require_possible(sum(len(text) for one in messages for text in one.texts))
         chosen = (budget or facts.budget).describe()
@@ -199,7 +199,7 @@ class ChatCall:
             budget,
             resume or "auto",
             asked=resume is not None,
-            weight=room.weights.get(caller.tenant, 1.0),
+            weight=state.weights.get(caller.tenant, 1.0),
             start=start,
             keep=keep,
             rewrites=(request.mmkv and request.mmkv.rewrites) or "reread",
@@ -228,7 +228,7 @@ class ChatCall:
         """Return the answer."""
         texts = [""] * self.choices
         reasons = [""] * self.choices
-        rows = [Rows() for _ in texts] if self.request.logprobs else None
+        rows = [LogprobRows() for _ in texts] if self.request.logprobs else None
         async for event in self.events():
             if isinstance(event, Done):
                 return reply.completion(self.head, texts, reasons, rows, event.usage)
@@ -267,10 +267,10 @@ class ChatCall:
         if not self.keeps_body:  # the work has what it named; its objects may be very many
             asked.messages = []
         user = f"{self.caller.name} {asked.user or asked.safety_identifier or ''}"
-        with self.room.entered(self.caller):
+        with self.state.count_request(self.caller):
             texts = [text for one in self.work.messages for text in one.texts]
-            await self.room.facts.lengths.count(texts)
-            request = await self.room.worker.submit(self.work, user)
+            await self.state.facts.lengths.count(texts)
+            request = await self.state.engine_thread.submit(self.work, user)
             media: RequestMedia | None = None
             try:
                 while True:
@@ -278,7 +278,7 @@ class ChatCall:
                     if isinstance(event, Failed):
                         raise event.error
                     if isinstance(event, Admitted):
-                        media = RequestMedia(self.room.media)
+                        media = RequestMedia(self.state.media)
                         await self._supply(request, media)
                         continue
                     if media is not None:  # they were read before the first token

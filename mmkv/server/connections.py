@@ -23,7 +23,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from mmkv.server.errors import RETRY_AFTER, ApiError
 
 if TYPE_CHECKING:
-    from mmkv.server.state import Room
+    from mmkv.server.state import ServerState
 
 log = logging.getLogger("mmkv.server")
 RESERVE = 48  # descriptors for session files, locks, decoding processes and fetched pictures
@@ -314,8 +314,8 @@ class WebServer(uvicorn.Server):
         app: the application; options: uvicorn's.
     """
 
-    def __init__(self, room: Room, app: Any, host: str, port: int, **options: Any) -> None:
-        settings = room.settings
+    def __init__(self, state: ServerState, app: Any, host: str, port: int, **options: Any) -> None:
+        settings = state.settings
         limits = ConnectionLimits(
             settings.connections or most_connections(),
             head_seconds=settings.head_seconds,

@@ -24,7 +24,7 @@ from mmkv.scheduler.replies import EngineExecutor
 from mmkv.server.errors import ApiError
 from mmkv.server.grammar import Grammars
 from mmkv.server.job import ChatJob, ChatWork, Memories
-from mmkv.server.kept import Shelf, Snapshots
+from mmkv.server.kept import ConversationStore, PrefixCache
 from mmkv.server.prompts import Lengths, digest_of
 from mmkv.server.reply import FINISH
 from mmkv.server.settings import Facts
@@ -157,7 +157,7 @@ def _too_slow() -> ApiError:
 
 
 class Request:
-    """A chat request that the engine's thread has taken on; made by :meth:`Worker.submit`.
+    """A chat request that the engine's thread has taken on; made by :meth:`EngineThread.submit`.
 
     Attributes:
         events: what happens to it, in order; the last one is Done or Failed; none
@@ -165,14 +165,14 @@ class Request:
         counted: tokens that the metrics have; longest: of one reply.
     """
 
-    def __init__(self, worker: Worker) -> None:
-        self._worker = worker
+    def __init__(self, worker: EngineThread) -> None:
+        self._thread = worker
         self.events = Events(worker.events)
         self.loop = asyncio.get_running_loop()
         self.ticket: Ticket[ChatJob] | None = None
-        self.times, self.counted, self.longest = Times(), 0, 0
+        self.times, self.counted, self.longest = RequestTimes(), 0, 0
         self.broken = False  # told that it failed, though its ticket is not over
-        self._told: set[int] = set()  # replies whose end was sent
+        self._ended: set[int] = set()  # replies whose end was sent
 
     async def on_engine(self, call: Callable[[ChatJob], T]) -> T:
         """Call something with the request's job on the engine's thread."""
@@ -184,13 +184,13 @@ class Request:
                 raise ApiError(409, "the request is over", "conflict")
             return call(ticket.job)
 
-        return await self._worker.call(run)
+        return await self._thread.call(run)
 
     def cancel(self) -> None:
         """End it, wherever it stands; its pages are back within two turns."""
         if self.ticket is not None:
             self.ticket.cancel()
-            self._worker.wake()
+            self._thread.wake()
 
     def news(self) -> list[Event]:
         """Return what has happened since the last call; on the engine's thread."""
@@ -202,9 +202,9 @@ class Request:
         found: list[Event] = []
         for index, writer in enumerate(ticket.job.writers):
             piece, scored = writer.take(), writer.take_scored()
-            ended = writer.finish_reason if index not in self._told else None
+            ended = writer.finish_reason if index not in self._ended else None
             if ended is not None:
-                self._told.add(index)
+                self._ended.add(index)
             if piece or scored or ended:
                 tokenizer = ticket.job.engine.processor.tokenizer
                 found.append(Delta(index, piece, spell(tokenizer, scored), ended))
@@ -214,7 +214,7 @@ class Request:
 
 
 @dataclass
-class Times:
+class RequestTimes:
     """When what happened to a request, in seconds of :func:`time.perf_counter`."""
 
     submitted: float = field(default_factory=time.perf_counter)
@@ -223,8 +223,8 @@ class Times:
     latest: float | None = None
 
 
-class Worker(threading.Thread):
-    """Runs a :class:`Machine`: commands from a queue, then a turn of its scheduler, and so on.
+class EngineThread(threading.Thread):
+    """Runs a :class:`EngineCore`: commands from a queue, then a turn of its scheduler, and so on.
 
     Args:
         start: makes the machine, in the thread.
@@ -233,7 +233,7 @@ class Worker(threading.Thread):
         failed: whether the thread met an error that no request explains; nothing works any more.
     """
 
-    def __init__(self, start: Callable[[], Machine]) -> None:
+    def __init__(self, start: Callable[[], EngineCore]) -> None:
         super().__init__(name="mmkv-engine", daemon=True)
         self._start = start
         self._commands: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]
@@ -244,7 +244,7 @@ class Worker(threading.Thread):
         # by it, and how many more it could take when it looked last.
         self._sent = self._taken = 0
         self._places = 1
-        self.machine: Machine | None = None
+        self.core: EngineCore | None = None
         self.events: WeakSet[Events] = WeakSet()  # of all requests; the event loop's
 
     async def call(self, command: Callable[[], T]) -> T:
@@ -261,8 +261,8 @@ class Worker(threading.Thread):
         """Return what is known of the engine once it is loaded. Raises what loading it raises."""
 
         def read() -> Facts:
-            assert self.machine is not None
-            return self.machine.facts
+            assert self.core is not None
+            return self.core.facts
 
         return self.post(read).result()
 
@@ -270,8 +270,8 @@ class Worker(threading.Thread):
         """Have the metrics that show a state set. Raises what the thread failed with."""
 
         def run() -> None:
-            assert self.machine is not None
-            self.machine.report()
+            assert self.core is not None
+            self.core.report()
 
         await self.call(run)
 
@@ -301,13 +301,13 @@ class Worker(threading.Thread):
 
         def run() -> None:
             arrive()
-            machine = self.machine
-            assert machine is not None
+            core = self.core
+            assert core is not None
             if self._ending:
                 raise ApiError(503, "the server is shutting down; try another one", "shutdown")
-            job = machine.job(work, lambda: self._tell([(request, [Admitted()])]))
-            machine.scheduler.admit()  # those that came since the latest turn
-            request.ticket = machine.scheduler.submit(job, user)
+            job = core.job(work, lambda: self._tell([(request, [Admitted()])]))
+            core.scheduler.admit()  # those that came since the latest turn
+            request.ticket = core.scheduler.submit(job, user)
             self._requests.append(request)
             self._look()
 
@@ -328,7 +328,7 @@ class Worker(threading.Thread):
     def run(self) -> None:
         """Work until :meth:`stop` is called."""
         try:
-            self.machine = self._start()
+            self.core = self._start()
         except BaseException as error:
             self._refuse(error)
             return
@@ -337,7 +337,7 @@ class Worker(threading.Thread):
             while not self._ending:
                 self._take_commands(self._idle())
                 self._turn()
-            self.machine.close()
+            self.core.close()
             self._publish()
         except BaseException as error:
             log.critical("the engine's thread has failed", exc_info=error)
@@ -352,8 +352,8 @@ class Worker(threading.Thread):
             self._refuse(stopped)
 
     def _idle(self) -> bool:
-        assert self.machine is not None
-        return not self._requests or self.machine.scheduler.blocked
+        assert self.core is not None
+        return not self._requests or self.core.scheduler.blocked
 
     def _take_commands(self, wait: bool) -> None:
         while True:
@@ -374,16 +374,16 @@ class Worker(threading.Thread):
                 future.set_exception(error if isinstance(error, STOPS) else as_exception(error))
 
     def _turn(self) -> None:
-        machine = self.machine
-        assert machine is not None
-        machine.scheduler.turn()
+        core = self.core
+        assert core is not None
+        core.scheduler.turn()
         self._look()
         self._publish()
 
     def _look(self) -> None:
         """Note how many more requests there is a place for."""
-        assert self.machine is not None
-        scheduler = self.machine.scheduler
+        assert self.core is not None
+        scheduler = self.core.scheduler
         limits, waiting = scheduler.limits, scheduler.waiting
         free = max(scheduler.places, 0)  # one for each, if there is memory
         self._places = 0 if waiting >= limits.waiting else limits.waiting - waiting + free
@@ -391,7 +391,7 @@ class Worker(threading.Thread):
     def _publish(self) -> None:
         """Tell each request what has happened to it; let those that are over leave."""
         news: list[tuple[Request, list[Event]]] = []
-        assert self.machine is not None
+        assert self.core is not None
         for request in list(self._requests):
             try:
                 events = self._published(request)
@@ -411,10 +411,10 @@ class Worker(threading.Thread):
     def _published(self, request: Request) -> list[Event]:
         """Return what has happened to a request; one that is over leaves."""
         ticket = request.ticket
-        assert ticket is not None and self.machine is not None
+        assert ticket is not None and self.core is not None
         try:
             events = [] if ticket.state == "cancelled" or request.broken else request.news()
-            self.machine.observe(request, events)
+            self.core.observe(request, events)
         finally:
             if ticket.over:
                 self._requests.remove(request)
@@ -452,7 +452,7 @@ def _expected(error: Exception) -> bool:
     return isinstance(error, (MmkvError, ApiError))
 
 
-class Machine:
+class EngineCore:
     """What the engine's thread works with.
 
     Args:
@@ -470,13 +470,13 @@ class Machine:
         limits = Limits(settings.max_queue, running, 2 * running, engine.prefill_chunk)
         self.scheduler = Scheduler(EngineExecutor(engine), limits, to_files=True)
         most, pool = settings.snapshot_bytes, engine.cache.pool
-        self.snapshots = Snapshots(
+        self.prefix_cache = PrefixCache(
             self.scheduler, None if most is None else most // pool.page_bytes
         )
         tokenizer = engine.processor.tokenizer
         self.grammars = Grammars(tokenizer, engine.spec.vocab_size, engine.eos_token_ids)
         self.folder = _hibernation_folder(settings)
-        self.shelf = Shelf(engine, self.scheduler, self.folder)
+        self.conversations = ConversationStore(engine, self.scheduler, self.folder)
         self.facts = _facts(engine, lookahead)
         self._require_room()
         _set_aside(engine)
@@ -488,7 +488,7 @@ class Machine:
     def job(self, work: ChatWork, admitted: Callable[[], None]) -> ChatJob:
         """Return the job of a request. Raises MmkvError."""
         chunk = self.engine.prefill_chunk
-        memories = Memories(self.engine, work, self.snapshots, self.shelf)
+        memories = Memories(self.engine, work, self.prefix_cache, self.conversations)
         return ChatJob(self.engine, work, memories, self.grammars, chunk, admitted)
 
     def close(self) -> None:
@@ -500,10 +500,11 @@ class Machine:
         """Refuse to start where not even one request has room. Raises BudgetError."""
         limit = self.scheduler.executor.limit()
         job = self.job(ChatWork([], "", Sampling.greedy()), lambda: None)
-        if limit is not None and job.price().total > limit:
+        if limit is not None and job.reservation().total > limit:
             size = self.engine.cache.pool.page_bytes
+            needed = job.reservation().total * size
             raise BudgetError(
-                f"a request may take {job.price().total * size:,} bytes, the memory limit holds "
+                f"a request may take {needed:,} bytes, the memory limit holds "
                 f"{limit * size:,} in whole pages; raise --memory, or lower the budget"
             )
 
@@ -520,9 +521,9 @@ class Machine:
         if pool.limit is not None:
             metrics.kv_pages.labels("free").set(pool.limit - max(committed, held))
         metrics.kv_bytes_committed.set(committed * pool.page_bytes)
-        metrics.snapshot_bytes.set(self.snapshots.pages * pool.page_bytes)
+        metrics.snapshot_bytes.set(self.prefix_cache.pages * pool.page_bytes)
         metrics.sessions.labels("running").set(scheduler.running)
-        metrics.sessions.labels("snapshot").set(len(scheduler.residents.spares))
+        metrics.sessions.labels("snapshot").set(len(scheduler.residents.copies))
         kept = scheduler.sessions
         idle = sum(one.resident for one in kept)
         metrics.sessions.labels("idle").set(idle)

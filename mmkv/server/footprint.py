@@ -20,9 +20,9 @@ from mmkv.server.media.resolver import TEXTS
 
 if TYPE_CHECKING:
     from mmkv.api import Engine
-    from mmkv.server.engine_thread import Machine
+    from mmkv.server.engine_thread import EngineCore
     from mmkv.server.settings import Settings
-    from mmkv.server.state import Room
+    from mmkv.server.state import ServerState
 
 # Measured on CPython 3.11 with pydantic 2 (python -m mmkv.eval.serving.floods), rounded up.
 _BODY = 1.5  # bytes held for a byte of a body that arrives
@@ -60,9 +60,9 @@ class Footprint:
         )
 
 
-def footprint(machine: Machine, settings: Settings) -> Footprint:
+def footprint(core: EngineCore, settings: Settings) -> Footprint:
     """Add up what the process may take; called when the engine is ready, in its thread."""
-    engine, limits, body = machine.engine, MediaLimits(), settings.body
+    engine, limits, body = core.engine, MediaLimits(), settings.body
     most = settings.connections or connections.most_connections()
     running, pool = settings.max_running, engine.cache.pool
     taken = settings.max_queue + 3 * running  # those that fetch pictures among them
@@ -74,7 +74,7 @@ def footprint(machine: Machine, settings: Settings) -> Footprint:
         "connections": most * (_CONNECTION + int(_BODY * smallest(body))),
         "bodies": int(_BODY * TOGETHER * body) + (1 + TEXTS) * _HANDLED * body,
         "values": taken * VALUES * _VALUE,
-        "media": limits.together + limits.pixels * DECODED if machine.facts.sees else 0,
+        "media": limits.together + limits.pixels * DECODED if core.facts.sees else 0,
         "reading": _reading(engine, limits, running, on_host),
         "scored": MOST_SCORED * (running * _SCORED_TEXT + _SCORED),
         "unsent": engine_thread.UNSENT_TOGETHER * engine_thread.MOST_UNSENT
@@ -116,7 +116,7 @@ def _patch(vision: Any) -> int:
     return int(size) if isinstance(size, int) else int(min(size))
 
 
-async def return_memory(room: Room) -> None:
+async def return_memory(state: ServerState) -> None:
     """Give back to the system what clients that left had taken, while no request is under way.
 
     The heap keeps it otherwise: what was freed in its middle, whatever its own limit says.
@@ -125,7 +125,7 @@ async def return_memory(room: Room) -> None:
     while after is not None:
         await asyncio.sleep(_EVERY)
         now = resident_bytes() or 0
-        if now > after + _SLACK and not room.worker.busy:
+        if now > after + _SLACK and not state.engine_thread.busy:
             await asyncio.to_thread(give_back)
             now = after = resident_bytes() or 0
         after = min(after, now)

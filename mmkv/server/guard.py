@@ -23,7 +23,7 @@ from mmkv.server.reply import error_response
 from mmkv.server.state import Caller, digest_of_key
 
 if TYPE_CHECKING:
-    from mmkv.server.state import Room
+    from mmkv.server.state import ServerState
 
 
 # What tells nothing about anybody's requests. All else wants a key.
@@ -282,15 +282,15 @@ class RefuseWhenFull:
     has not said yet how many wait passes here, and the scheduler refuses it in the same words.
     """
 
-    def __init__(self, app: ASGIApp, room: Room) -> None:
-        self._app, self._room = app, room
+    def __init__(self, app: ASGIApp, state: ServerState) -> None:
+        self._app, self._state = app, state
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on for which there may be a place."""
         if scope["type"] == "http" and scope["method"] == "POST":
-            room, limit = self._room, self._room.settings.max_queue
-            if scope["path"].endswith(_REPLIES) and not room.worker.has_place():
-                room.metrics.rejected.labels("queue").inc()
+            state, limit = self._state, self._state.settings.max_queue
+            if scope["path"].endswith(_REPLIES) and not state.engine_thread.has_place():
+                state.metrics.rejected.labels("queue").inc()
                 await error_response(queue_is_full(limit, limit))(scope, receive, send)
                 return
         await self._app(scope, receive, send)

@@ -22,10 +22,10 @@ from mmkv.prompt.held import Read, read_of
 from mmkv.prompt.media import notes
 from mmkv.prompt.template import REWRITES
 from mmkv.sampling import Settled
-from mmkv.scheduler.contract import Price
-from mmkv.scheduler.replies import Growing
+from mmkv.scheduler.contract import Reservation
+from mmkv.scheduler.replies import DecodingReply
 from mmkv.server.errors import ApiError
-from mmkv.server.kept import Facets, Kept, Shelf
+from mmkv.server.kept import ConversationInfo, ConversationStore, Kept
 from mmkv.server.prompts import Outline, Segment, chain, link, outline, pictures_in, reply_message
 from mmkv.server.writer import Extras, ScoredWriter
 from mmkv.turn import agreed, kept_tokens, text_before_media, without_first
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from mmkv.engine.prefill import Prefill
     from mmkv.prompt.held import Rewrites
     from mmkv.server.grammar import Grammars
-    from mmkv.server.kept import Snapshot, Snapshots
+    from mmkv.server.kept import PrefixCache, Snapshot
     from mmkv.server.prompts import Message
     from mmkv.session import Session
 
@@ -207,9 +207,15 @@ class Memories:
     responses name.
     """
 
-    def __init__(self, engine: Engine, work: ChatWork, snapshots: Snapshots, shelf: Shelf) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        work: ChatWork,
+        snapshots: PrefixCache,
+        conversations: ConversationStore,
+    ) -> None:
         self.engine, self.work = engine, work
-        self._snapshots, self._shelf = snapshots, shelf
+        self._prefix_cache, self._conversations = snapshots, conversations
 
     def find(self) -> Iterator[tuple[int, Snapshot | Kept]]:
         """Yield how many messages are held by a memory, and it, those with most of them first.
@@ -218,26 +224,26 @@ class Memories:
         """
         start = self.work.start
         if start is not None:
-            yield len(start.facets.messages), start
+            yield len(start.info.messages), start
         elif self._shares:
-            yield from self._snapshots.find(self._keys)
+            yield from self._prefix_cache.find(self._keys)
 
     def used(self, memory: Snapshot | Kept) -> None:
         """Note that a memory was used last."""
         if isinstance(memory, Kept):
-            self._shelf.used(memory)
+            self._conversations.used(memory)
         else:
-            self._snapshots.used(memory)
+            self._prefix_cache.used(memory)
 
-    def set_apart(self) -> None:
+    def leave_shared_budget(self) -> None:
         """Let what the request goes on from compete with no one: its own session stands for it."""
         if self.work.start is not None:
-            self._shelf.set_apart(self.work.start, self.work)
+            self._conversations.leave_shared_budget(self.work.start, self.work)
 
-    def let_compete(self) -> None:
+    def join_shared_budget(self) -> None:
         """Let what the request went on from compete again: its own session is gone."""
         if self.work.start is not None:
-            self._shelf.let_compete(self.work.start, self.work)
+            self._conversations.join_shared_budget(self.work.start, self.work)
 
     def keep_at(
         self, session: Session, count: int, seen: tuple[int, ...], outline: Outline
@@ -255,7 +261,7 @@ class Memories:
             and count in {leading, len(messages) - 1, len(messages)} - {0}
         ):
             key, pages = self._keys[count - 1], self.engine.cache.held_pages(session.seq)
-            self._snapshots.keep((key,), pages, session.fork, False, seen, outline.rendered())
+            self._prefix_cache.keep((key,), pages, session.fork, False, seen, outline.rendered())
 
     def keep_after(
         self, session: Session, choice: Choice, seen: tuple[int, ...], outline: Outline
@@ -279,8 +285,8 @@ class Memories:
         assert choice.memory is not None
         read = [message.without_urls() for message in self.work.messages]
         messages = (*read, reply_message(choice.text))
-        facets = Facets(messages, self.work.root, seen, choice.memory, outline.rendered())
-        self.work.kept = self._shelf.keep(session, facets)
+        info = ConversationInfo(messages, self.work.root, seen, choice.memory, outline.rendered())
+        self.work.kept = self._conversations.keep(session, info)
 
     def _keep_reply(
         self, session: Session, text: str, seen: tuple[int, ...], outline: Outline
@@ -291,7 +297,7 @@ class Memories:
         texts = dict.fromkeys((text, text.strip()))
         keys = tuple(link(self._keys[-1], reply_message(one)) for one in texts)
         pages = self.engine.cache.held_pages(session.seq)
-        return self._snapshots.keep(keys, pages, lambda: session, True, seen, outline.rendered())
+        return self._prefix_cache.keep(keys, pages, lambda: session, True, seen, outline.rendered())
 
     @cached_property
     def _keys(self) -> list[str]:
@@ -350,7 +356,7 @@ class ChatJob:
         self._outline: Outline | None = None
         self._prefill: Prefill | None = None
         self._read: Read | None = None
-        self.growing: list[Growing] = []
+        self.decoding: list[DecodingReply] = []
         self.writers: list[ScoredWriter] = []
         self.choices: list[Choice] = []
         self._dropped = False
@@ -376,7 +382,7 @@ class ChatJob:
         """See :class:`mmkv.scheduler.contract.Job`."""
         return next((one.failure for one in self.writers if one.failure is not None), None)
 
-    def price(self) -> Price:
+    def reservation(self) -> Reservation:
         """Bound the pages of all replies by the budget, or else by the model's context."""
         engine, count = self.engine, self.work.choices
         lasting = engine.budgets.lasting_pages(self.budget)
@@ -385,11 +391,11 @@ class ChatJob:
             # What it goes on from stays as it is, beside the shared budget, until the turn is over.
             start = self.work.start if engine.shared is not None else None
             apart = 0 if start is None else start.pages
-            return Price(lasting * count + apart, math.ceil(self.chunk * rows / size))
+            return Reservation(lasting * count + apart, math.ceil(self.chunk * rows / size))
         new = min(self.work.sampling.max_new_tokens, engine.spec.max_position - 1)
         most = engine.spec.max_position - new
         bound = page_bound(engine, self.budget, most, new, None, self.chunk)
-        return Price(bound.steady * count, bound.chunk)
+        return Reservation(bound.steady * count, bound.chunk)
 
     def prepare(self) -> None:
         """Find out where to go on; media are fetched elsewhere."""
@@ -420,7 +426,7 @@ class ChatJob:
                 continue
             held, (self.live, self._outline) = count, found
             self.memories.used(memory)
-            self.memories.set_apart()
+            self.memories.leave_shared_budget()
             text, *others = memory.seen
             again = sum(memory.seen) - self.live.seen  # text that is read in another way
             self.counts.resume(self.live, (text - again, *others))
@@ -558,11 +564,11 @@ class ChatJob:
 
     @property
     def prefill(self) -> Prefill:
-        """See :class:`mmkv.scheduler.replies.Replying`."""
+        """See :class:`mmkv.scheduler.replies.EngineJob`."""
         assert self._prefill is not None
         return self._prefill
 
-    def took(self, tokens: int) -> bool:
+    def finish_chunk(self, tokens: int) -> bool:
         """Note a chunk; True when all messages are read and each reply has its first token."""
         session = self.live
         assert session is not None and self._prefill is not None and self._outline is not None
@@ -618,15 +624,15 @@ class ChatJob:
             )
             token = writer.begin(logits, session.read_ids)
             fork = session if at == 0 else session.fork()
-            self.growing.append(Growing(fork, writer, -1 if token is None else token))
+            self.decoding.append(DecodingReply(fork, writer, -1 if token is None else token))
             self.writers.append(writer)
 
     def roll_back(self) -> None:
         """Return all pages."""
-        for session in [self.live, *(one.session for one in self.growing)]:
+        for session in [self.live, *(one.session for one in self.decoding)]:
             if session is not None:
                 session.close()
-        self.memories.let_compete()
+        self.memories.join_shared_budget()
 
     def interrupt(self) -> None:
         """End the replies where they stand; they leave nothing behind."""
@@ -639,7 +645,7 @@ class ChatJob:
 
         Replies that were interrupted close theirs at once.
         """
-        for one in self.growing:
+        for one in self.decoding:
             writer, session = one.writer, one.session
             reply = writer.reply(self.counts.prompt_tokens, session.memory())
             session.note_reply(writer, reply.text)
@@ -648,11 +654,11 @@ class ChatJob:
             )
             if self._dropped:
                 session.close()
-                self.memories.let_compete()
+                self.memories.join_shared_budget()
 
     def leave(self) -> None:
         """Keep each session after its reply, or close it; after :meth:`end`."""
-        if len(self.choices) < len(self.growing):  # what failed before has returned its pages
+        if len(self.choices) < len(self.decoding):  # what failed before has returned its pages
             return
         for session, choice in self._replies():
             if session.closed:
@@ -671,10 +677,10 @@ class ChatJob:
 
     def usage(self) -> Usage:
         """Return the request's numbers; after :meth:`end`."""
-        bound = self.price().steady + self.engine.budgets.fixed_pages
+        bound = self.reservation().steady + self.engine.budgets.fixed_pages
         return self.counts.usage(self._replies(), bound)
 
     def _replies(self) -> list[tuple[Session, Choice]]:
         """Return all, with the sessions that they stand in."""
-        sessions = [one.session for one in self.growing]
+        sessions = [one.session for one in self.decoding]
         return list(zip(sessions, self.choices, strict=True))

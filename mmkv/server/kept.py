@@ -34,7 +34,7 @@ _OWN = "mmkv.server"  # what a file holds beside what every session file does
 
 
 @dataclass
-class Facets:
+class ConversationInfo:
     """What is known of a memory wherever it lies.
 
     Attributes:
@@ -71,11 +71,11 @@ class Kept:
     replied = True
 
     def __init__(
-        self, session: Session, facets: Facets, path: Path, folder: HibernationFolder
+        self, session: Session, info: ConversationInfo, path: Path, folder: HibernationFolder
     ) -> None:
         self._folder, self.expendable = folder, False
-        self.facets, self.budget, self.path = facets, session.budget, path
-        self.seen, self.rendered = facets.seen, facets.rendered
+        self.info, self.budget, self.path = info, session.budget, path
+        self.seen, self.rendered = info.seen, info.rendered
         self.references = 1  # who asked for it
         pool = session.engine.cache.pool
         self._pages = session.engine.cache.held_pages(session.seq)
@@ -89,7 +89,7 @@ class Kept:
 
     @property
     def resident(self) -> bool:
-        """See :class:`mmkv.scheduler.contract.KeptSession`."""
+        """See :class:`mmkv.scheduler.contract.PersistentSession`."""
         return self._live is not None
 
     def resting(self) -> int:
@@ -109,17 +109,17 @@ class Kept:
     def look(self) -> None:
         """Take down what it holds now: where it shares a budget, others change that."""
         if self._live is not None:
-            self.facets.memory, self._pages = self._live.memory(), self.pages
+            self.info.memory, self._pages = self._live.memory(), self.pages
             self.bytes = self._pages * self._engine.cache.pool.page_bytes
 
-    def set_apart(self, turn: object) -> None:
+    def leave_shared_budget(self, turn: object) -> None:
         """Let it compete with no one while a turn's session stands for it."""
         if self._engine.shared is not None and self._live is not None:
             self._engine.shared.leave(self._live)
             self._apart.add(id(turn))
 
-    def let_compete(self, turn: object) -> None:
-        """End what :meth:`set_apart` began; all are cut to the shared budget then."""
+    def join_shared_budget(self, turn: object) -> None:
+        """End what :meth:`leave_shared_budget` began; all are cut to the shared budget then."""
         shared = self._engine.shared
         self._apart.discard(id(turn))
         if shared is None or self._live is None or self._apart:
@@ -198,17 +198,17 @@ class Kept:
             self.path.unlink(missing_ok=True)
 
     def _save(self, live: Session, path: Path) -> None:
-        live.history = [_plain(message) for message in self.facets.messages]
+        live.history = [_plain(message) for message in self.info.messages]
         try:
             live.save(path, self._extra())
         finally:
             live.history = []
 
     def _extra(self) -> dict[str, str]:
-        return {_OWN: json.dumps({"seen": self.seen, "root": self.facets.root})}
+        return {_OWN: json.dumps({"seen": self.seen, "root": self.info.root})}
 
 
-class Shelf:
+class ConversationStore:
     """What is kept, on the engine's thread; idle ones hibernate when room is short.
 
     Args:
@@ -218,10 +218,10 @@ class Shelf:
     def __init__(self, engine: Engine, scheduler: Scheduler, folder: HibernationFolder) -> None:
         self._engine, self._scheduler, self._folder = engine, scheduler, folder
 
-    def keep(self, session: Session, facets: Facets) -> Kept:
+    def keep(self, session: Session, info: ConversationInfo) -> Kept:
         """Take over a session that no request uses any more."""
         path = self._folder.path / f"{uuid.uuid4().hex}{SUFFIX}"
-        kept = Kept(session, facets, path, self._folder)
+        kept = Kept(session, info, path, self._folder)
         self._scheduler.adopt(kept)
         return kept
 
@@ -229,16 +229,16 @@ class Shelf:
         """Note that it was used last."""
         self._scheduler.adopt(kept)
 
-    def set_apart(self, kept: Kept, turn: object) -> None:
+    def leave_shared_budget(self, kept: Kept, turn: object) -> None:
         """Let a memory compete with no one while a turn goes on from it."""
         if self._engine.shared is not None:
-            kept.set_apart(turn)
+            kept.leave_shared_budget(turn)
             self._scheduler.adopt(kept)
 
-    def let_compete(self, kept: Kept, turn: object) -> None:
-        """End what :meth:`set_apart` began, unless nobody needs the memory any more."""
+    def join_shared_budget(self, kept: Kept, turn: object) -> None:
+        """End what :meth:`leave_shared_budget` began, unless nobody needs the memory any more."""
         if self._engine.shared is not None and kept.references:
-            kept.let_compete(turn)
+            kept.join_shared_budget(turn)
             self._scheduler.adopt(kept)
 
     def hold(self, kept: Kept) -> None:
@@ -285,7 +285,7 @@ class Shelf:
         return size // engine.cache.pool.kv_page_bytes + engine.spec.rows + 1
 
 
-def _facets(session: Session, extra: dict[str, str], root: str) -> Facets:
+def _facets(session: Session, extra: dict[str, str], root: str) -> ConversationInfo:
     """Return what a session file says of its session.
 
     Files that ``mmkv chat`` wrote lack the number of tokens by modality: the entries that are left
@@ -303,7 +303,7 @@ def _facets(session: Session, extra: dict[str, str], root: str) -> Facets:
         rows = session.engine.spec.rows
         seen = [-(-memory.by_modality[name] // rows) for name in MODALITIES]
         seen[0] = session.seen - sum(seen[1:])
-    return Facets(messages, root, tuple(seen), memory)
+    return ConversationInfo(messages, root, tuple(seen), memory)
 
 
 def _message(stored: Mapping[str, Any]) -> Message:
@@ -359,7 +359,7 @@ class Snapshot:
         self.session.close()
 
 
-class Snapshots:
+class PrefixCache:
     """Snapshots within a limit; those used longest ago, and those in a request's way, go first.
 
     Args:
@@ -373,7 +373,7 @@ class Snapshots:
     @property
     def pages(self) -> int:
         """Count the pages that they hold."""
-        return self._scheduler.residents.spare_pages
+        return self._scheduler.residents.copy_pages
 
     def find(self, keys: Sequence[str]) -> Iterator[tuple[int, Snapshot]]:
         """Yield snapshots of a conversation's first messages, the longest first.
@@ -392,7 +392,7 @@ class Snapshots:
 
     def used(self, snapshot: Snapshot) -> None:
         """Note that a snapshot was used last."""
-        self._scheduler.residents.used_spare(snapshot)
+        self._scheduler.residents.touch_copy(snapshot)
 
     def keep(
         self,
@@ -414,7 +414,7 @@ class Snapshots:
         def make() -> Snapshot:
             return Snapshot(fresh, session(), replied, seen, pages, rendered)
 
-        made = self._scheduler.keep_spare(pages, make, self._dropped, self._most)
+        made = self._scheduler.keep_copy(pages, make, self._dropped, self._most)
         if made is not None:
             self._found |= dict.fromkeys(fresh, made)
         return made is not None

@@ -122,7 +122,7 @@ class _Replica:
 
     def check_health(self) -> None:
         """Raise where the engine has stopped, so that Ray replaces the replica."""
-        worker = self.app.state.room.worker
+        worker = self.app.state.server.engine_thread
         if worker.failed or not worker.is_alive():
             raise RuntimeError("the engine has stopped")
 

@@ -46,7 +46,7 @@ class Head:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
 
-class Rows:
+class LogprobRows:
     """The log probabilities of a reply as it grows, as JSON text: objects take ten times that.
 
     It stands for a list in what :func:`rendered` writes.
@@ -66,12 +66,12 @@ class Rows:
 
 
 def rendered(data: Any, ascii: bool = False) -> bytes:
-    """Return JSON in UTF-8 of what may hold :class:`Rows`."""
-    found: list[Rows] = []
+    """Return JSON in UTF-8 of what may hold :class:`LogprobRows`."""
+    found: list[LogprobRows] = []
     mark = secrets.token_hex(16)  # that no text of a request holds
 
     def placed(one: Any) -> str:
-        if not isinstance(one, Rows):
+        if not isinstance(one, LogprobRows):
             raise TypeError(f"{type(one).__name__} is no JSON")
         found.append(one)
         return mark
@@ -90,7 +90,7 @@ def completion(
     head: Head,
     texts: Sequence[str],
     reasons: Sequence[str],
-    rows: Sequence[Rows] | None,
+    rows: Sequence[LogprobRows] | None,
     usage: Usage,
 ) -> dict[str, Any]:
     """Return a whole answer."""
@@ -163,7 +163,7 @@ log = logging.getLogger("mmkv.server")
 _STREAM = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
-class Answer(Response):
+class ReplyResponse(Response):
     """Runs a request's work beside a task that waits for the client's end.
 
     Args:

@@ -24,11 +24,11 @@ from mmkv.server.schema import (
     OtherPart,
     RefusalPart,
     Short,
-    Strict,
+    StrictModel,
     TextPart,
     TopK,
     VideoPart,
-    improper,
+    field_error,
     refuse_stream_options,
     unsupported,
 )
@@ -67,7 +67,7 @@ class InputVideo(Hinted):
 InputPart = InputText | RefusalPart | InputImage | InputVideo | OtherPart
 
 
-class InputMessage(Strict):
+class InputMessage(StrictModel):
     """One message of the input."""
 
     type: Literal["message"] = "message"
@@ -89,7 +89,7 @@ class OtherItem(BaseModel):
 Summary = Literal["auto", "concise", "detailed"]
 
 
-class Reasoning(Strict):
+class Reasoning(StrictModel):
     """How a model reasons; of no consequence here, where none does apart from its reply."""
 
     effort: Effort | None = None
@@ -97,7 +97,7 @@ class Reasoning(Strict):
     generate_summary: Summary | None = None
 
 
-class TextOptions(Strict):
+class TextOptions(StrictModel):
     """How the text looks."""
 
     format: dict[str, Any] | None = None
@@ -236,7 +236,7 @@ def _format(text: TextOptions | None) -> dict[str, Any] | None:
 def _message(item: InputMessage | OtherItem, where: str) -> ChatMessage:
     if isinstance(item, OtherItem):
         if item.type == "message":
-            raise improper(InputMessage, item, where)
+            raise field_error(InputMessage, item, where)
         raise unsupported(where, f"items of type {item.type[:40]!r} are not supported")
     if isinstance(item.content, str):
         return ChatMessage(role=item.role, content=item.content)
@@ -266,7 +266,7 @@ def _part(part: InputPart, where: str) -> TextPart | RefusalPart | ImagePart | V
     if isinstance(part, RefusalPart):
         return part
     if part.type in _PARTS:
-        raise improper(_PARTS[part.type], part, where)
+        raise field_error(_PARTS[part.type], part, where)
     raise unsupported(
         where, f"a part of type {part.type[:40]!r} is not supported; use input_text or input_image"
     )

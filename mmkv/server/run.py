@@ -15,7 +15,7 @@ from mmkv.server.settings import Settings
 
 if TYPE_CHECKING:
     from mmkv.api import Engine
-    from mmkv.server.state import Room
+    from mmkv.server.state import ServerState
 
 PACKAGES = (
     "fastapi",
@@ -50,7 +50,7 @@ def require_packages() -> None:
 @contextlib.contextmanager
 def opened(
     load: Callable[[], Engine], settings: Settings, lookahead: float = EngineConfig.lookahead
-) -> Iterator[Room]:
+) -> Iterator[ServerState]:
     """Yield what the application works with; the engine's thread ends with it.
 
     Args:
@@ -61,31 +61,31 @@ def opened(
         MmkvError: it cannot be loaded, or has no room for a request.
     """
     import mmkv.server.app  # noqa: F401 (what it imports counts to what is resident)
-    from mmkv.server.engine_thread import Machine, Worker
+    from mmkv.server.engine_thread import EngineCore, EngineThread
     from mmkv.server.footprint import footprint
     from mmkv.server.media.resolver import MediaResolver
     from mmkv.server.metrics import Metrics
-    from mmkv.server.state import Room
+    from mmkv.server.state import ServerState
 
     metrics = Metrics()
-    worker = Worker(lambda: Machine(load(), settings, metrics, lookahead))
-    worker.start()
+    thread = EngineThread(lambda: EngineCore(load(), settings, metrics, lookahead))
+    thread.start()
     try:
-        facts = worker.facts()
+        facts = thread.facts()
         media = MediaResolver(
             folder=settings.media_folder,
             rules=facts.rules,
             picture_rules=facts.picture_rules,
             frame_rule=facts.frame_rule,
         )
-        machine = worker.machine
-        assert machine is not None
-        bound = worker.post(lambda: footprint(machine, settings)).result()
+        core = thread.core
+        assert core is not None
+        bound = thread.post(lambda: footprint(core, settings)).result()
         for part, count in bound.parts.items():
             metrics.process_limit.labels(part.replace(" ", "_")).set(count)
-        yield Room(settings, facts, worker, metrics, media, bound)
+        yield ServerState(settings, facts, thread, metrics, media, bound)
     finally:
-        worker.stop()
+        thread.stop()
 
 
 def serve(
@@ -105,23 +105,23 @@ def serve(
     log = logging.StreamHandler()
     log.setFormatter(PlainFormatter())
     logging.getLogger("mmkv").addHandler(log)
-    with opened(load, settings, lookahead) as room:
+    with opened(load, settings, lookahead) as state:
         gc.freeze()  # what is imported stays: looking through it again would stop all replies
         web = WebServer(
-            room,
-            make_app(room, allowed_hosts(host, bool(settings.api_keys), settings.hosts)),
+            state,
+            make_app(state, allowed_hosts(host, bool(settings.api_keys), settings.hosts)),
             host,
             port,
             log_level="warning",
             timeout_graceful_shutdown=round(settings.drain),
         )
-        facts = room.facts
+        facts = state.facts
         say(
             f"serving {settings.name} (policy {facts.policy}, budget {facts.bound}) "
             f"at http://{host}:{port}/v1"
         )
-        if room.footprint is not None:
-            say(room.footprint.describe())
+        if state.footprint is not None:
+            say(state.footprint.describe())
         # uvicorn passes the signal on when it is done; the program then ends by itself.
         signal.signal(signal.SIGTERM, lambda *_: None)
         web.run()

@@ -13,10 +13,10 @@ from pydantic import Field
 from mmkv.server.chat import ChatCall, take_resume
 from mmkv.server.errors import ApiError
 from mmkv.server.guard import BodyRoute
-from mmkv.server.reply import Answer
+from mmkv.server.reply import ReplyResponse
 from mmkv.server.schema import Body, ChatRequest, Metadata, Number
-from mmkv.server.sessions import Record, SessionFiles, Sessions
-from mmkv.server.state import Asking, Caller, Room, Turn, release
+from mmkv.server.sessions import SavedSessions, ServerSession, SessionTable
+from mmkv.server.state import Caller, CurrentCaller, ServerState, TurnMemory, release
 
 
 class SessionTurn:
@@ -24,9 +24,9 @@ class SessionTurn:
 
     def __init__(
         self,
-        room: Room,
-        sessions: Sessions,
-        record: Record,
+        state: ServerState,
+        sessions: SessionTable,
+        session: ServerSession,
         request: ChatRequest,
         caller: Caller,
     ) -> None:
@@ -41,43 +41,43 @@ class SessionTurn:
             )
         if (request.n or 1) != 1:
             raise ApiError(400, "a turn of a session has one reply", "invalid_value", "n")
-        self._room, self._sessions, self._record = room, sessions, record
-        self._call = ChatCall(room, request, caller, record.kept, True, record.budget)
+        self._state, self._sessions, self._session = state, sessions, session
+        self._call = ChatCall(state, request, caller, session.kept, True, session.budget)
 
     async def whole(self) -> dict[str, Any]:
         """Return the answer."""
         async with self._begun() as turn:
             answer = await self._call.whole()
-            await self._stand(turn)
+            await self._commit_turn(turn)
             # Who reads this may send the next turn.
-            return answer | {"session": self._record.shown() | {"busy": False}}
+            return answer | {"session": self._session.shown() | {"busy": False}}
 
     async def stream(self) -> AsyncGenerator[dict[str, Any] | str]:
         """Yield the events of a stream."""
         async with self._begun() as turn, contextlib.aclosing(self._call.stream()) as events:
-            stands = False
+            committed = False
             async for event in events:
-                if self._call.done and not stands:
-                    await self._stand(turn)
-                    stands = True
+                if self._call.done and not committed:
+                    await self._commit_turn(turn)
+                    committed = True
                 yield event
 
     @contextlib.asynccontextmanager
-    async def _begun(self) -> AsyncIterator[Turn]:
-        record = self._record
-        self._sessions.require_idle(record)  # others may have come first
-        if record.kept is not self._call.work.start:
+    async def _begun(self) -> AsyncIterator[TurnMemory]:
+        session = self._session
+        self._sessions.require_idle(session)  # others may have come first
+        if session.kept is not self._call.work.start:
             raise ApiError(409, "the session went on meanwhile; send the turn again", "conflict")
-        record.busy = True
+        session.busy = True
         try:
-            async with Turn(self._room, self._call) as turn:
+            async with TurnMemory(self._state, self._call) as turn:
                 yield turn
         finally:
-            record.busy = False
+            session.busy = False
 
-    async def _stand(self, turn: Turn) -> None:
+    async def _commit_turn(self, turn: TurnMemory) -> None:
         """Let the session go on from the memory after this turn, even if the client goes now."""
-        standing = asyncio.ensure_future(self._go_on(turn))
+        standing = asyncio.ensure_future(self._replace_memory(turn))
         try:
             await asyncio.shield(standing)
         except asyncio.CancelledError:
@@ -88,14 +88,14 @@ class SessionTurn:
                 standing.exception()  # nobody is left to be told
             raise
 
-    async def _go_on(self, turn: Turn) -> None:
-        record, before, kept = self._record, self._record.kept, self._call.work.kept
+    async def _replace_memory(self, turn: TurnMemory) -> None:
+        session, before, kept = self._session, self._session.kept, self._call.work.kept
         assert kept is not None
-        await self._sessions.stands(record, kept, record.turns + 1)
-        record.kept = turn.claim()
-        record.turns += 1
+        await self._sessions.commit_turn(session, kept, session.turns + 1)
+        session.kept = turn.claim()
+        session.turns += 1
         if before is not None:
-            release(self._room, before)
+            release(self._state, before)
 
 
 class NewSession(Body):
@@ -118,73 +118,73 @@ class SavedName(Body):
     overwrite: bool = False
 
 
-def sessions_router(room: Room) -> APIRouter:
+def sessions_router(state: ServerState) -> APIRouter:
     """Return the routes; who asks has to be known by then."""
-    sessions = Sessions(room)
+    sessions = SessionTable(state)
     router = APIRouter(prefix="/sessions", tags=["sessions"], route_class=BodyRoute)
 
     @router.post("", summary="Open a session, empty or from a saved one")
-    async def create(asked: NewSession, who: Asking, request: Request) -> dict[str, Any]:
+    async def create(asked: NewSession, who: CurrentCaller, request: Request) -> dict[str, Any]:
         """Open a session; ``X-Session-Id`` names it."""
         name = request.headers.get("x-session-id")
         return (await sessions.create(asked, who, name)).shown()
 
     @router.get("", summary="The caller's sessions")
-    async def listed(who: Asking) -> dict[str, Any]:
+    async def listed(who: CurrentCaller) -> dict[str, Any]:
         return {"object": "list", "data": [one.shown() for one in await sessions.of(who)]}
 
     @router.get("/{name}", summary="One session")
-    async def one(name: str, who: Asking) -> dict[str, Any]:
+    async def one(name: str, who: CurrentCaller) -> dict[str, Any]:
         return (await sessions.find(name, who)).shown()
 
     @router.get("/{name}/memory", summary="What a session remembers, and what that takes")
-    async def memory(name: str, who: Asking) -> dict[str, Any]:
+    async def memory(name: str, who: CurrentCaller) -> dict[str, Any]:
         return await sessions.memory(await sessions.find(name, who))
 
     @router.get("/{name}/messages", summary="What was said; pictures and videos as marks")
-    async def messages(name: str, who: Asking) -> dict[str, Any]:
-        kept = await sessions.memory_of(await sessions.find(name, who))
-        said = () if kept is None else kept.facets.messages
+    async def messages(name: str, who: CurrentCaller) -> dict[str, Any]:
+        kept = await sessions.load_memory(await sessions.find(name, who))
+        said = () if kept is None else kept.info.messages
         return {"object": "list", "data": [one.for_template() for one in said]}
 
     @router.post("/{name}/chat/completions", summary="A turn: messages that are new, and a reply")
-    async def turn(name: str, body: ChatRequest, who: Asking, request: Request) -> Response:
+    async def turn(name: str, body: ChatRequest, who: CurrentCaller, request: Request) -> Response:
         take_resume(request, body)
-        record = await sessions.find(name, who, idle=True)
-        await sessions.memory_of(record)
-        made = SessionTurn(room, sessions, record, body, who)
+        session = await sessions.find(name, who, idle=True)
+        await sessions.load_memory(session)
+        made = SessionTurn(state, sessions, session, body, who)
         work: Any = made.stream if body.stream else made.whole
-        return Answer(work, bool(body.stream), room.settings.keep_alive)
+        return ReplyResponse(work, bool(body.stream), state.settings.keep_alive)
 
     @router.post("/{name}/fork", summary="Another session that goes on from the same memory")
-    async def fork(name: str, who: Asking) -> dict[str, Any]:
+    async def fork(name: str, who: CurrentCaller) -> dict[str, Any]:
         return (await sessions.fork(await sessions.find(name, who, idle=True))).shown()
 
     @router.post("/{name}/save", summary="Write a session to a file of the server")
-    async def save(name: str, asked: SavedName, who: Asking) -> dict[str, Any]:
-        record = await sessions.find(name, who, idle=True)
-        await sessions.save(record, asked, who)
-        return record.shown() | {"file": asked.name}
+    async def save(name: str, asked: SavedName, who: CurrentCaller) -> dict[str, Any]:
+        session = await sessions.find(name, who, idle=True)
+        await sessions.save(session, asked, who)
+        return session.shown() | {"file": asked.name}
 
     @router.delete("/{name}", summary="Close a session; its saved files stay")
-    async def delete(name: str, who: Asking) -> dict[str, Any]:
+    async def delete(name: str, who: CurrentCaller) -> dict[str, Any]:
         await sessions.delete(await sessions.find(name, who, idle=True))
         return {"id": name, "object": "session", "deleted": True}
 
     return router
 
 
-def saved_router(room: Room) -> APIRouter:
+def saved_router(state: ServerState) -> APIRouter:
     """Return the routes; who asks has to be known by then."""
-    files = SessionFiles(room)
+    files = SavedSessions(state)
     router = APIRouter(prefix="/saved_sessions", tags=["sessions"])
 
     @router.get("", summary="The caller's saved sessions")
-    async def listed(who: Asking) -> dict[str, Any]:
+    async def listed(who: CurrentCaller) -> dict[str, Any]:
         return {"object": "list", "data": [one.shown() for one in await files.of(who)]}
 
     @router.delete("/{name}", summary="Remove a saved session; sessions opened from it stay")
-    async def delete(name: str, who: Asking) -> dict[str, Any]:
+    async def delete(name: str, who: CurrentCaller) -> dict[str, Any]:
         await files.delete(name, who)
         return {"id": name, "object": "saved_session", "deleted": True}
 

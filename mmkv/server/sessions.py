@@ -25,8 +25,8 @@ from mmkv.server.chat import refuse_budget
 from mmkv.server.errors import ApiError
 from mmkv.server.prompts import digest_of
 from mmkv.server.schema import parse_budget
-from mmkv.server.state import Caller, Room, hold, release
-from mmkv.server.store import Lasting, Note, NotWrittenError, told
+from mmkv.server.state import Caller, ServerState, hold, release
+from mmkv.server.store import NotWrittenError, SessionRecord, SessionStore, disk_errors
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -42,7 +42,7 @@ _SAVING = ".saving"  # of a folder in which a new name is taken
 
 
 @dataclass(frozen=True)
-class Saved:
+class SavedSession:
     """A session file: its name, size, and when it was written, in seconds since 1970."""
 
     name: str
@@ -59,11 +59,11 @@ class Saved:
         }
 
 
-class SessionFiles:
+class SavedSessions:
     """Writes and reads memories, on the engine's thread; whoever asks waits in the event loop."""
 
-    def __init__(self, room: Room) -> None:
-        self._room = room
+    def __init__(self, state: ServerState) -> None:
+        self._state = state
 
     def path(self, name: str, caller: Caller) -> Path:
         """Return where a saved session lies; callers with different keys have different folders.
@@ -71,7 +71,7 @@ class SessionFiles:
         Raises:
             ApiError: 400, the name cannot be one, or this server has no folder.
         """
-        folder = self._room.settings.session_folder
+        folder = self._state.settings.session_folder
         if folder is None:
             raise ApiError(
                 400,
@@ -87,18 +87,18 @@ class SessionFiles:
             )
         return folder / (caller.tenant[:32] or "public") / f"{name}{_SUFFIX}"
 
-    async def of(self, caller: Caller) -> list[Saved]:
+    async def of(self, caller: Caller) -> list[SavedSession]:
         """Return a caller's files, by name. Raises ApiError (400): this server has no folder."""
         folder = self.path("any", caller).parent
 
-        def read() -> list[Saved]:
+        def read() -> list[SavedSession]:
             found = []
             for path in sorted(folder.glob(f"*{_SUFFIX}")):
                 with contextlib.suppress(OSError):  # deleted meanwhile, a broken link
                     about = path.stat()
                     name = path.name.removesuffix(_SUFFIX)
                     if stat.S_ISREG(about.st_mode) and re.fullmatch(NAME, name):
-                        found.append(Saved(name, about.st_size, int(about.st_mtime)))
+                        found.append(SavedSession(name, about.st_size, int(about.st_mtime)))
             return found
 
         return await asyncio.to_thread(read)
@@ -133,14 +133,14 @@ class SessionFiles:
         """
 
         def write() -> None:
-            with told():
+            with disk_errors():
                 if over:
                     kept.save(path)
                 else:
                     _save_new(kept, path)
 
         try:
-            await self._room.worker.call(write)
+            await self._state.engine_thread.call(write)
         except SessionError as error:
             # Where the files lie is no affair of who asks.
             shown = str(error).replace(f"{path.parent}{os.sep}", "")
@@ -155,13 +155,15 @@ class SessionFiles:
         Raises:
             SessionError: it cannot be read; CapacityError: there is no room now.
         """
-        machine = self._room.worker.machine
-        assert machine is not None
-        shelf = machine.shelf
+        core = self._state.engine_thread.core
+        assert core is not None
+        conversations = core.conversations
         # What other settings or cuts it was made with is not known: it resumes nothing else.
-        root = digest_of([self._room.facts.root, secrets.token_hex(16)])
-        weight = self._room.weights.get(tenant, 1.0)
-        return await self._room.worker.call(lambda: shelf.load(path, name, root, weight))
+        root = digest_of([self._state.facts.root, secrets.token_hex(16)])
+        weight = self._state.weights.get(tenant, 1.0)
+        return await self._state.engine_thread.call(
+            lambda: conversations.load(path, name, root, weight)
+        )
 
 
 def _save_new(kept: Kept, path: Path) -> None:
@@ -184,7 +186,7 @@ def saved_already(name: str) -> ApiError:
 
 
 @dataclass
-class Record:
+class ServerSession:
     """One session.
 
     Attributes:
@@ -203,29 +205,29 @@ class Record:
     busy: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
     turns: int = 0
-    note: Note | None = None
-    made_way: bool = False
+    record: SessionRecord | None = None
+    closed_for_room: bool = False
     used: int = 0
     unbound: bool = False
 
     @property
-    def lies_in_the_folder(self) -> bool:
+    def on_disk(self) -> bool:
         """Whether another server could go on from where it stands."""
-        note = self.note
-        return note is not None and bool(note.version and (self.kept is None or note.memory))
+        record = self.record
+        return record is not None and bool(record.version and (self.kept is None or record.memory))
 
     @property
     def messages(self) -> int:
         """Count the messages that it holds."""
         if self.kept is not None:
-            return len(self.kept.facets.messages)
-        return 0 if self.note is None else self.note.messages
+            return len(self.kept.info.messages)
+        return 0 if self.record is None else self.record.messages
 
     @property
     def state(self) -> Literal["empty", "memory", "file"]:
         """Where its memory lies."""
         if self.kept is None:
-            return "empty" if self.note is None or self.note.memory is None else "file"
+            return "empty" if self.record is None or self.record.memory is None else "file"
         return "memory" if self.kept.resident else "file"
 
     def shown(self) -> dict[str, Any]:
@@ -243,102 +245,104 @@ class Record:
         }
 
 
-class Sessions:
+class SessionTable:
     """The sessions of a server; all methods run in the event loop.
 
     Where they last, a session's note decides: one that another server has changed is read anew.
     """
 
-    def __init__(self, room: Room) -> None:
-        self._room, self._files = room, SessionFiles(room)
-        self._records: dict[tuple[str, str], Record] = {}
+    def __init__(self, state: ServerState) -> None:
+        self._state, self._files = state, SavedSessions(state)
+        self._sessions: dict[tuple[str, str], ServerSession] = {}
         self._uses = itertools.count(1)
-        self._coming: list[Record | _Coming] = []  # what is read from files, by identity
-        folder = room.settings.session_folder
-        lasts = room.settings.lasting and folder is not None
-        self._lasting = Lasting(folder) if lasts and folder is not None else None
-        if self._lasting is not None:
-            self._lasting.sweep()
+        self._opening: list[ServerSession | _Opening] = []  # what is read from files, by identity
+        folder = state.settings.session_folder
+        lasts = state.settings.lasting and folder is not None
+        self._store = SessionStore(folder) if lasts and folder is not None else None
+        if self._store is not None:
+            self._store.sweep()
 
-    async def of(self, caller: Caller) -> list[Record]:
+    async def of(self, caller: Caller) -> list[ServerSession]:
         """Return the sessions of a caller, oldest first."""
         tenant = caller.tenant
-        if self._lasting is not None:
-            lasting = self._lasting
-            notes = await asyncio.to_thread(lambda: list(lasting.notes(tenant)))
-            return [self._shown(tenant, note) for note in notes]
-        return [one for one in self._records.values() if one.tenant == tenant]
+        if self._store is not None:
+            store = self._store
+            records = await asyncio.to_thread(lambda: list(store.records(tenant)))
+            return [self._shown(tenant, record) for record in records]
+        return [one for one in self._sessions.values() if one.tenant == tenant]
 
-    async def find(self, name: str, caller: Caller, idle: bool = False) -> Record:
+    async def find(self, name: str, caller: Caller, idle: bool = False) -> ServerSession:
         """Return a session. Raises ApiError: 404, also for another's; 409 if it has to be idle."""
-        if self._lasting is not None and re.fullmatch(NAME, name):
-            note = await asyncio.to_thread(self._lasting.note, caller.tenant, name)
-            self._take_note(caller.tenant, name, note)
-        record = self._records.get((caller.tenant, name))
-        if record is None:
+        if self._store is not None and re.fullmatch(NAME, name):
+            record = await asyncio.to_thread(self._store.record, caller.tenant, name)
+            self._apply_record(caller.tenant, name, record)
+        session = self._sessions.get((caller.tenant, name))
+        if session is None:
             raise _gone(name)
-        record.used = next(self._uses)
+        session.used = next(self._uses)
         if idle:
-            self.require_idle(record)
-        return record
+            self.require_idle(session)
+        return session
 
-    def require_idle(self, record: Record) -> None:
+    def require_idle(self, session: ServerSession) -> None:
         """Raise ApiError: a turn is under way, or the session is gone."""
-        if self._records.get((record.tenant, record.id)) is not record:
-            if record.made_way:
+        if self._sessions.get((session.tenant, session.id)) is not session:
+            if session.closed_for_room:
                 raise ApiError(409, "the session made way for others; send it again", "conflict")
-            raise _gone(record.id)
-        if record.busy:
+            raise _gone(session.id)
+        if session.busy:
             raise ApiError(
                 409, "a turn of the session is under way; wait for it or end it", "session_busy"
             )
 
-    async def memory_of(self, record: Record) -> Kept | None:
+    async def load_memory(self, session: ServerSession) -> Kept | None:
         """Return a session's memory, from the shared folder if it lies there alone."""
-        note, lasting = record.note, self._lasting
-        gone = record.kept is not None and record.kept.lost and record.lies_in_the_folder
-        if gone and not record.busy:  # the idle memory was removed, its session file was not
-            assert record.kept is not None
-            release(self._room, record.kept)
-            record.kept = None
-        if record.kept is not None or lasting is None or note is None or not note.version:
-            return record.kept
-        self._require_room(record.tenant, record)
-        if note.memory:
-            path = lasting.memory(record.tenant, note)
-            with self._coming_in(record):
-                kept = await self._files.load(path, record.id, record.tenant)
-            if self._records.get((record.tenant, record.id)) is not record:
-                release(self._room, kept)
-                raise _gone(record.id)
-            if record.kept is None and record.note is note:
-                record.kept = kept
+        record, store = session.record, self._store
+        gone = session.kept is not None and session.kept.lost and session.on_disk
+        if gone and not session.busy:  # the idle memory was removed, its session file was not
+            assert session.kept is not None
+            release(self._state, session.kept)
+            session.kept = None
+        if session.kept is not None or store is None or record is None or not record.version:
+            return session.kept
+        self._require_place(session.tenant, session)
+        if record.memory:
+            path = store.memory(session.tenant, record)
+            with self._being_opened(session):
+                kept = await self._files.load(path, session.id, session.tenant)
+            if self._sessions.get((session.tenant, session.id)) is not session:
+                release(self._state, kept)
+                raise _gone(session.id)
+            if session.kept is None and session.record is record:
+                session.kept = kept
             else:  # another request was faster
-                release(self._room, kept)
-        return record.kept
+                release(self._state, kept)
+        return session.kept
 
-    async def stands(self, record: Record, kept: Kept, turns: int) -> None:
+    async def commit_turn(self, session: ServerSession, kept: Kept, turns: int) -> None:
         """Write down that a session stands at another memory, where sessions last.
 
         Raises:
             SessionError: another server was faster; NotWrittenError: it cannot be written. The
                 session stands where it stood.
         """
-        lasting = self._lasting
-        if lasting is None or record.note is None:
+        store = self._store
+        if store is None or session.record is None:
             return
-        path = lasting.new_memory(record.tenant, record.id)
-        note = dataclasses.replace(
-            record.note, memory=path.name, messages=len(kept.facets.messages), turns=turns
+        path = store.new_memory(session.tenant, session.id)
+        record = dataclasses.replace(
+            session.record, memory=path.name, messages=len(kept.info.messages), turns=turns
         )
         await self._files.write(kept, path)
         try:
-            record.note = await asyncio.to_thread(lasting.commit, record.tenant, note)
+            session.record = await asyncio.to_thread(store.commit, session.tenant, record)
         except Exception:  # no cancellation: the thread may still put the note in its place
             path.unlink(missing_ok=True)
             raise
 
-    async def create(self, asked: NewSession, caller: Caller, name: str | None = None) -> Record:
+    async def create(
+        self, asked: NewSession, caller: Caller, name: str | None = None
+    ) -> ServerSession:
         """Open a session, empty or from a saved one.
 
         Args:
@@ -346,67 +350,67 @@ class Sessions:
         """
         if name is not None:
             await self._require_new(name, caller)
-        budget = parse_budget(asked.budget, "budget") or self._room.facts.budget
-        refuse_budget(self._room.facts, asked.budget is not None, "budget")
+        budget = parse_budget(asked.budget, "budget") or self._state.facts.budget
+        refuse_budget(self._state.facts, asked.budget is not None, "budget")
         if asked.file is None:
-            self._require_room(caller.tenant)
+            self._require_place(caller.tenant)
             return await self._add(caller.tenant, budget, asked.metadata, name)
         if asked.budget is not None:
             raise ApiError(400, "a saved session has its own budget", "invalid_value", "budget")
         path = self._files.path(asked.file, caller)
         if not await asyncio.to_thread(path.is_file):  # nobody makes way for it
             raise no_such_file(asked.file, "file")
-        self._require_room(caller.tenant)
-        with self._coming_in(_Coming(caller.tenant)):
+        self._require_place(caller.tenant)
+        with self._being_opened(_Opening(caller.tenant)):
             kept = await self._files.load(path, asked.file, caller.tenant)
         return await self._add(caller.tenant, kept.budget, asked.metadata, name, kept)
 
-    async def fork(self, record: Record) -> Record:
+    async def fork(self, session: ServerSession) -> ServerSession:
         """Open another session that goes on from where this one stands."""
-        kept = await self.memory_of(record)
+        kept = await self.load_memory(session)
         if kept is not None:
-            hold(self._room, kept)  # whatever makes way for the fork
+            hold(self._state, kept)  # whatever makes way for the fork
         try:
-            self._require_room(record.tenant)
+            self._require_place(session.tenant)
         except ApiError:
             if kept is not None:
-                release(self._room, kept)
+                release(self._state, kept)
             raise
         return await self._add(
-            record.tenant, record.budget, dict(record.metadata), None, kept, record.turns
+            session.tenant, session.budget, dict(session.metadata), None, kept, session.turns
         )
 
-    async def save(self, record: Record, asked: SavedName, caller: Caller) -> None:
+    async def save(self, session: ServerSession, asked: SavedName, caller: Caller) -> None:
         """Write a session to a file of the server's folder."""
-        kept, path = await self.memory_of(record), self._files.path(asked.name, caller)
+        kept, path = await self.load_memory(session), self._files.path(asked.name, caller)
         if kept is None:
             raise ApiError(400, "the session is empty; save it after a turn", "invalid_value")
         if path.exists() and not asked.overwrite:
             raise saved_already(asked.name)
-        with told():
+        with disk_errors():
             path.parent.mkdir(parents=True, exist_ok=True)
         await self._files.write(kept, path, asked.overwrite)
 
-    async def delete(self, record: Record) -> None:
+    async def delete(self, session: ServerSession) -> None:
         """Close a session; its saved files stay."""
-        self._forget(record)
-        if self._lasting is not None:
-            await asyncio.to_thread(self._lasting.delete, record.tenant, record.id)
+        self._close(session)
+        if self._store is not None:
+            await asyncio.to_thread(self._store.delete, session.tenant, session.id)
 
-    async def memory(self, record: Record) -> dict[str, Any]:
+    async def memory(self, session: ServerSession) -> dict[str, Any]:
         """Return what a session remembers, and what that takes."""
-        kept = await self.memory_of(record)
-        shown = {"id": record.id, "object": "session.memory", "state": record.state}
+        kept = await self.load_memory(session)
+        shown = {"id": session.id, "object": "session.memory", "state": session.state}
         if kept is None:
             return shown
-        if self._room.facts.shared:
-            await self._room.worker.call(kept.look)
-        facets = kept.facets
+        if self._state.facts.shared:
+            await self._state.engine_thread.call(kept.look)
+        info = kept.info
         return (
             shown
-            | dataclasses.asdict(facets.memory)
+            | dataclasses.asdict(info.memory)
             | {
-                "seen_by_modality": dict(zip(MODALITIES, facets.seen, strict=True)),
+                "seen_by_modality": dict(zip(MODALITIES, info.seen, strict=True)),
                 "bytes": kept.bytes,
             }
         )
@@ -419,61 +423,61 @@ class Sessions:
         name: str | None = None,
         kept: Kept | None = None,
         turns: int = 0,
-    ) -> Record:
+    ) -> ServerSession:
         """Register a session, which takes over ``kept``."""
         name = name or f"sess_{secrets.token_hex(12)}"
-        if (tenant, name) in self._records:  # since it was looked for
+        if (tenant, name) in self._sessions:  # since it was looked for
             if kept is not None:
-                release(self._room, kept)
+                release(self._state, kept)
             raise _exists(name)
-        made = Record(name, tenant, budget, metadata, kept, turns=turns)
-        made.unbound = self._room.facts.unbound
-        self._records[tenant, name] = made
-        if self._lasting is None:
+        made = ServerSession(name, tenant, budget, metadata, kept, turns=turns)
+        made.unbound = self._state.facts.unbound
+        self._sessions[tenant, name] = made
+        if self._store is None:
             return made
-        made.note = Note(name, made.created, (budget.kind, budget.value), metadata)
+        made.record = SessionRecord(name, made.created, (budget.kind, budget.value), metadata)
         try:
             if kept is None:
-                made.note = await asyncio.to_thread(self._lasting.commit, tenant, made.note)
+                made.record = await asyncio.to_thread(self._store.commit, tenant, made.record)
             else:
-                await self.stands(made, kept, turns)
+                await self.commit_turn(made, kept, turns)
         except BaseException:
-            self._forget(made)
+            self._close(made)
             raise
         return made
 
-    def _forget(self, record: Record) -> None:
+    def _close(self, session: ServerSession) -> None:
         """Close a session here, unless that was done."""
-        if self._records.get((record.tenant, record.id)) is not record:
+        if self._sessions.get((session.tenant, session.id)) is not session:
             return
-        del self._records[record.tenant, record.id]
-        if record.kept is not None:
-            kept, record.kept = record.kept, None
-            release(self._room, kept)
+        del self._sessions[session.tenant, session.id]
+        if session.kept is not None:
+            kept, session.kept = session.kept, None
+            release(self._state, kept)
 
-    def _take_note(self, tenant: str, name: str, note: Note | None) -> None:
+    def _apply_record(self, tenant: str, name: str, record: SessionRecord | None) -> None:
         """Follow what the shared folder says of a session; one that is busy decides at its end."""
-        record = self._records.get((tenant, name))
-        if record is not None and (record.busy or record.note == note):
+        session = self._sessions.get((tenant, name))
+        if session is not None and (session.busy or session.record == record):
             return
-        if record is not None and (record.note is None or record.note.version):
-            self._forget(record)
-        elif record is not None:
+        if session is not None and (session.record is None or session.record.version):
+            self._close(session)
+        elif session is not None:
             return  # it is being written for the first time
-        if note is not None:
-            self._records[tenant, name] = self._of_note(tenant, note)
+        if record is not None:
+            self._sessions[tenant, name] = self._from_record(tenant, record)
 
-    def _shown(self, tenant: str, note: Note) -> Record:
+    def _shown(self, tenant: str, record: SessionRecord) -> ServerSession:
         """Return a session as it stands, here or in the folder; one that is not open stays so."""
-        record = self._records.get((tenant, note.id))
-        current = record is not None and (record.busy or record.note == note)
-        return record if record is not None and current else self._of_note(tenant, note)
+        session = self._sessions.get((tenant, record.id))
+        current = session is not None and (session.busy or session.record == record)
+        return session if session is not None and current else self._from_record(tenant, record)
 
-    def _of_note(self, tenant: str, note: Note) -> Record:
-        facts = self._room.facts
-        budget = facts.budget if facts.shared else Budget(*note.budget)  # type: ignore[arg-type]
-        made = Record(note.id, tenant, budget, note.metadata, created=note.created)
-        made.note, made.turns, made.unbound = note, note.turns, facts.unbound
+    def _from_record(self, tenant: str, record: SessionRecord) -> ServerSession:
+        facts = self._state.facts
+        budget = facts.budget if facts.shared else Budget(*record.budget)  # type: ignore[arg-type]
+        made = ServerSession(record.id, tenant, budget, record.metadata, created=record.created)
+        made.record, made.turns, made.unbound = record, record.turns, facts.unbound
         return made
 
     async def _require_new(self, name: str, caller: Caller) -> None:
@@ -486,7 +490,7 @@ class Sessions:
             return
         raise _exists(name)
 
-    def _require_room(self, tenant: str, besides: Record | None = None) -> None:
+    def _require_place(self, tenant: str, besides: ServerSession | None = None) -> None:
         """Make sure that a key may have one more session open, beside all but one.
 
         Each key has an equal share.
@@ -494,14 +498,14 @@ class Sessions:
         Raises:
             ApiError: 503, it has its share, or as many are open as may.
         """
-        most, keys = self._room.settings.max_sessions, len(set(self._room.settings.api_keys))
+        most, keys = self._state.settings.max_sessions, len(set(self._state.settings.api_keys))
         if keys > 1:
             share = max(most // keys, min(most, 1))
-            self._make_way(share, f"{share} sessions of your key are", besides, tenant)
-        self._make_way(most, f"{most} sessions are", besides)
+            self._close_idle(share, f"{share} sessions of your key are", besides, tenant)
+        self._close_idle(most, f"{most} sessions are", besides)
 
-    def _make_way(
-        self, most: int, open_are: str, besides: Record | None, tenant: str | None = None
+    def _close_idle(
+        self, most: int, open_are: str, besides: ServerSession | None, tenant: str | None = None
     ) -> None:
         """Let one more session be open, of one key's or of all. Raises ApiError.
 
@@ -510,15 +514,15 @@ class Sessions:
         """
         opened = [
             one
-            for one in self._records.values()
+            for one in self._sessions.values()
             if one is not besides
             and tenant in (None, one.tenant)
             and (one.kept is not None or one.turns == 0)
         ]
-        movable = [one for one in opened if one.lies_in_the_folder and not one.busy]
+        movable = [one for one in opened if one.on_disk and not one.busy]
         movable.sort(key=lambda one: one.used)
         coming = {
-            id(one) for one in self._coming if one is not besides and tenant in (None, one.tenant)
+            id(one) for one in self._opening if one is not besides and tenant in (None, one.tenant)
         }
         short = len(coming.union(map(id, opened))) + 1 - most
         if short > len(movable):
@@ -526,21 +530,21 @@ class Sessions:
                 503, f"{open_are} open, as many as this server keeps", "too_many_sessions"
             )
         for one in movable[: max(short, 0)]:
-            one.made_way = True
-            self._forget(one)
+            one.closed_for_room = True
+            self._close(one)
 
     @contextmanager
-    def _coming_in(self, one: Record | _Coming) -> Iterator[None]:
+    def _being_opened(self, one: ServerSession | _Opening) -> Iterator[None]:
         """Count a session that is read from its file among those that are open."""
-        self._coming.append(one)
+        self._opening.append(one)
         try:
             yield
         finally:
-            self._coming = [other for other in self._coming if other is not one]
+            self._opening = [other for other in self._opening if other is not one]
 
 
 @dataclasses.dataclass(eq=False)
-class _Coming:
+class _Opening:
     """A saved session that is read for a key."""
 
     tenant: str

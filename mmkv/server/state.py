@@ -1,4 +1,4 @@
-"""What the routes share, who asks, and a turn that goes on from one kept memory to the next."""
+"""The server's state that its routes share, who asks, and the memories that a turn uses."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mmkv.server.errors import ApiError
 
 if TYPE_CHECKING:
     from mmkv.server.chat import ChatCall
-    from mmkv.server.engine_thread import Worker
+    from mmkv.server.engine_thread import EngineThread
     from mmkv.server.footprint import Footprint
     from mmkv.server.kept import Kept
     from mmkv.server.media.resolver import MediaResolver
@@ -35,7 +35,7 @@ class Caller:
 
 
 @dataclass
-class Room:
+class ServerState:
     """What the routes share.
 
     Attributes:
@@ -45,7 +45,7 @@ class Room:
 
     settings: Settings
     facts: Facts
-    worker: Worker
+    engine_thread: EngineThread
     metrics: Metrics
     media: MediaResolver
     footprint: Footprint | None = None
@@ -59,7 +59,7 @@ class Room:
         return dict(zip(tenants, self.settings.key_weights, strict=False))
 
     @contextmanager
-    def entered(self, caller: Caller) -> Iterator[None]:
+    def count_request(self, caller: Caller) -> Iterator[None]:
         """Count a request of ``caller`` while it is under way. Raises ApiError (429)."""
         most = self.settings.max_per_key
         if most is not None and self.busy[caller.name] >= most:
@@ -93,17 +93,17 @@ async def _caller(request: Request) -> Caller:
     return request.state.caller
 
 
-Asking = Annotated[Caller, Depends(_caller)]
+CurrentCaller = Annotated[Caller, Depends(_caller)]
 
 
-class Turn:
+class TurnMemory:
     """Holds what a turn goes on from while it runs, and drops what nobody claims.
 
     A turn that is cut off leaves nothing: its memory is never made, or goes with its end.
     """
 
-    def __init__(self, room: Room, call: ChatCall) -> None:
-        self._room, self._work = room, call.work
+    def __init__(self, state: ServerState, call: ChatCall) -> None:
+        self._state, self._work = state, call.work
         self._claimed = False
 
     def claim(self) -> Kept:
@@ -116,34 +116,34 @@ class Turn:
     async def __aenter__(self) -> Self:
         start = self._work.start
         if start is not None:
-            hold(self._room, start)
+            hold(self._state, start)
         return self
 
     async def __aexit__(self, *_: object) -> None:
         # The request was cancelled before this is called, and the commands of a thread keep their
         # order: its reply is complete by then, or never will be.
-        machine, work, claimed = self._room.worker.machine, self._work, self._claimed
-        assert machine is not None
+        core, work, claimed = self._state.engine_thread.core, self._work, self._claimed
+        assert core is not None
 
         def end() -> None:
             for kept in (work.start, None if claimed else work.kept):
                 if kept is not None:
-                    machine.shelf.release(kept)
+                    core.conversations.release(kept)
             if work.start is not None and work.kept is not None:
-                machine.shelf.let_compete(work.start, work)  # the turn's end: it is over by itself
+                core.conversations.join_shared_budget(work.start, work)
 
-        self._room.worker.post(end)
+        self._state.engine_thread.post(end)
 
 
-def hold(room: Room, kept: Kept) -> None:
+def hold(state: ServerState, kept: Kept) -> None:
     """Count one more that goes on from a memory."""
-    machine = room.worker.machine
-    assert machine is not None
-    room.worker.post(lambda: machine.shelf.hold(kept))
+    core = state.engine_thread.core
+    assert core is not None
+    state.engine_thread.post(lambda: core.conversations.hold(kept))
 
 
-def release(room: Room, kept: Kept) -> None:
+def release(state: ServerState, kept: Kept) -> None:
     """Count one less; the last one frees it."""
-    machine = room.worker.machine
-    assert machine is not None
-    room.worker.post(lambda: machine.shelf.release(kept))
+    core = state.engine_thread.core
+    assert core is not None
+    state.engine_thread.post(lambda: core.conversations.release(kept))

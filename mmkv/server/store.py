@@ -20,7 +20,7 @@ from filelock import FileLock, Timeout
 from mmkv.engine.errors import SessionError
 
 _FOLDER = ".sessions"  # beside the files that users name, which begin with no dot
-_NOTE, _MEMORY, _DRAFT = ".json", ".mmkv", ".part"
+_RECORD, _MEMORY, _DRAFT = ".json", ".mmkv", ".part"
 _POLL = 0.005  # seconds between two looks at a lock that another one holds
 _ABANDONED = 3600  # seconds after which a file that no note names is nobody's
 
@@ -32,7 +32,7 @@ class NotWrittenError(SessionError):
 
 
 @dataclass(frozen=True)
-class Note:
+class SessionRecord:
     """What the folder says of a session.
 
     Attributes:
@@ -64,7 +64,7 @@ class Note:
             ) from error
 
 
-class Lasting:
+class SessionStore:
     """The notes and memories of the sessions of one tenant at a time, in a shared folder.
 
     A session changes when its note is replaced; the memory that a note names is written before,
@@ -79,67 +79,67 @@ class Lasting:
     def __init__(self, folder: Path) -> None:
         self._folder = folder / _FOLDER
 
-    def note(self, tenant: str, name: str) -> Note | None:
+    def record(self, tenant: str, name: str) -> SessionRecord | None:
         """Return what is known of a session; None where there is none. Raises SessionError."""
-        return Note.read(self._path(tenant, name + _NOTE))
+        return SessionRecord.read(self._path(tenant, name + _RECORD))
 
-    def notes(self, tenant: str) -> Iterator[Note]:
+    def records(self, tenant: str) -> Iterator[SessionRecord]:
         """Yield those of a tenant's sessions that can be read, oldest first."""
         found = []
-        for path in self._path(tenant, "").glob("*" + _NOTE):
+        for path in self._path(tenant, "").glob("*" + _RECORD):
             with contextlib.suppress(SessionError):
-                note = Note.read(path)
-                if note is not None:
-                    found.append(note)
+                record = SessionRecord.read(path)
+                if record is not None:
+                    found.append(record)
         yield from sorted(found, key=lambda one: (one.created, one.id))
 
-    def memory(self, tenant: str, note: Note) -> Path:
+    def memory(self, tenant: str, record: SessionRecord) -> Path:
         """Return where the memory of a session lies."""
-        assert note.memory is not None
-        return self._path(tenant, note.memory)
+        assert record.memory is not None
+        return self._path(tenant, record.memory)
 
     def new_memory(self, tenant: str, name: str) -> Path:
         """Return where the next memory of a session may be written."""
         path = self._path(tenant, f"{name}.{uuid.uuid4().hex}{_MEMORY}")
-        with told():
+        with disk_errors():
             path.parent.mkdir(parents=True, exist_ok=True)
         return path
 
-    def commit(self, tenant: str, note: Note) -> Note:
+    def commit(self, tenant: str, record: SessionRecord) -> SessionRecord:
         """Put a note in place of the one before it; return it with its version.
 
         Raises:
             SessionError: another server changed the session meanwhile; NotWrittenError: it cannot
                 be written. The one before stands.
         """
-        path = self._path(tenant, note.id + _NOTE)
-        made = Note(**{**vars(note), "version": uuid.uuid4().hex})
+        path = self._path(tenant, record.id + _RECORD)
+        made = SessionRecord(**{**vars(record), "version": uuid.uuid4().hex})
         with self._locked(tenant):
-            before = Note.read(path)
-            if (before.version if before else "") != note.version:
+            before = SessionRecord.read(path)
+            if (before.version if before else "") != record.version:
                 raise SessionError(
                     "the session went on at another server meanwhile; send its requests to one "
                     "place (X-Session-Id), and this one again"
                 )
-            with told():
-                if note.memory is not None:  # it has to last before a note names it
-                    _sync(self.memory(tenant, note))
+            with disk_errors():
+                if record.memory is not None:  # it has to last before a note names it
+                    _sync(self.memory(tenant, record))
                     _sync(path.parent)
                 _replace(path, json.dumps(vars(made)))
-            if before is not None and before.memory not in (None, note.memory):
+            if before is not None and before.memory not in (None, record.memory):
                 with contextlib.suppress(OSError):  # the session stands; sweep() comes again
                     self.memory(tenant, before).unlink()
         return made
 
     def delete(self, tenant: str, name: str) -> None:
         """Remove a session's files. Raises NotWrittenError."""
-        with self._locked(tenant), told():
-            note = None
+        with self._locked(tenant), disk_errors():
+            record = None
             with contextlib.suppress(SessionError):
-                note = self.note(tenant, name)
-            self._path(tenant, name + _NOTE).unlink(missing_ok=True)
-            if note is not None and note.memory is not None:
-                self.memory(tenant, note).unlink(missing_ok=True)
+                record = self.record(tenant, name)
+            self._path(tenant, name + _RECORD).unlink(missing_ok=True)
+            if record is not None and record.memory is not None:
+                self.memory(tenant, record).unlink(missing_ok=True)
 
     def sweep(self) -> None:
         """Remove what servers that were killed have left: files that no note names."""
@@ -151,10 +151,10 @@ class Lasting:
     def _sweep(self, tenant: str) -> None:
         with self._locked(tenant):
             named, unread = set(), set()
-            for path in self._path(tenant, "").glob("*" + _NOTE):
+            for path in self._path(tenant, "").glob("*" + _RECORD):
                 try:
-                    note = Note.read(path)
-                    named.add(None if note is None else note.memory)
+                    record = SessionRecord.read(path)
+                    named.add(None if record is None else record.memory)
                 except SessionError:
                     unread.add(path.stem)  # somebody may mend it
             for path in self._path(tenant, "").iterdir():
@@ -170,7 +170,7 @@ class Lasting:
         """Have a tenant's folder alone, among all threads and servers."""
         path = self._path(tenant, ".lock")
         with contextlib.ExitStack() as stack:
-            with told():
+            with disk_errors():
                 path.parent.mkdir(parents=True, exist_ok=True)
                 stack.enter_context(FileLock(path).acquire(poll_interval=_POLL))
             yield
@@ -180,7 +180,7 @@ class Lasting:
 
 
 @contextlib.contextmanager
-def told() -> Iterator[None]:
+def disk_errors() -> Iterator[None]:
     """Say in one line what the disk refuses."""
     try:
         yield

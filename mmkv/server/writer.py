@@ -37,7 +37,7 @@ class Extras:
 
 
 @dataclass(frozen=True)
-class Scored:
+class TokenLogprob:
     """A token with its natural log probability; ``top``: the likeliest ones at its place."""
 
     token: int
@@ -66,11 +66,11 @@ class ScoredWriter(ReplyWriter):
         super().__init__(tokenizer, sampling, eos, never)
         self._extras, self._grammar = extras, grammar
         self._looks |= extras.changes or extras.top_logprobs is not None
-        self.scored: list[Scored] = []
+        self.scored: list[TokenLogprob] = []
         self._scored_taken = 0
         self._added: torch.Tensor | None = None  # to the logits [vocab]
 
-    def take_scored(self) -> list[Scored]:
+    def take_scored(self) -> list[TokenLogprob]:
         """Return the rows that are new since the last call."""
         count = len(self.token_ids) - self._scored_taken
         taken, self.scored = self.scored[:count], self.scored[count:]
@@ -94,7 +94,7 @@ class ScoredWriter(ReplyWriter):
                 [logprobs[token, None].double(), best.values.double(), best.indices.double()]
             ).tolist()
             values, tokens = rest[: len(rest) // 2], map(int, rest[len(rest) // 2 :])
-            self.scored.append(Scored(token, own, tuple(zip(tokens, values, strict=True))))
+            self.scored.append(TokenLogprob(token, own, tuple(zip(tokens, values, strict=True))))
         if self._grammar is not None:
             self._grammar.take(token)
         return token
@@ -130,7 +130,7 @@ class Spelled:
     top: tuple[Spelled, ...] = ()
 
 
-def spell(tokenizer: Any, scored: Sequence[Scored]) -> list[Spelled]:
+def spell(tokenizer: Any, scored: Sequence[TokenLogprob]) -> list[Spelled]:
     """Return tokens as text."""
     return [
         _spelled(

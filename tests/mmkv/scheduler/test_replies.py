@@ -10,7 +10,7 @@ import pytest
 from mmkv import Budget, Engine
 from mmkv.engine.errors import BudgetError, CapacityError, InputError, SessionError
 from mmkv.scheduler import Limits, Scheduler
-from mmkv.scheduler.contract import Price
+from mmkv.scheduler.contract import Reservation
 from mmkv.scheduler.replies import EngineExecutor, Prompt, ReplyJob, message
 from mmkv.scheduler.stored import StoredSession
 from mmkv.session import Session
@@ -33,7 +33,7 @@ def test_sessions_that_share_an_engine_and_a_disk_reply_as_alone(
             list(session.send(**ask(session, turn), sampling=REPLY))
             assert session.last is not None
             wanted[-1].append((session.last.token_ids, session.last.text))
-    bounds = ReplyJob(engine, message("?"), session=StoredSession(engine)).price()
+    bounds = ReplyJob(engine, message("?"), session=StoredSession(engine)).reservation()
     keeping = engine.policy.keeps_prompt
     scheduler = Scheduler(EngineExecutor(engine), Limits(quantum=CHUNK), to_files=True)
     stored = [StoredSession(engine, folder=tmp_path) for _ in alone]
@@ -76,8 +76,8 @@ def test_no_more_pages_are_held_than_are_committed(
     engine: Engine, scheduler: Scheduler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stored = [StoredSession(engine, budget, tmp_path) for budget in (24, 9, Budget.bytes(30_000))]
-    prices = [ReplyJob(engine, message("?"), session=each).price() for each in stored]
-    steady = sorted(price.steady for price in prices)
+    prices = [ReplyJob(engine, message("?"), session=each).reservation() for each in stored]
+    steady = sorted(reservation.steady for reservation in prices)
     limit = steady[0] + 2 * steady[-1] + prices[0].chunk  # and a copy to return to
     engine.cache.pool.limit = limit
     held = watch(monkeypatch, engine, scheduler)
@@ -106,15 +106,15 @@ def test_a_turn_that_may_be_undone_pays_for_the_copy_it_goes_back_to(
     list(session.send(LONG, sampling=REPLY))
     tokens = engine.inputs([{"role": "user", "content": "why?"}])["input_ids"].shape[-1] + 8
 
-    def price(undo: bool) -> Price:
+    def reservation(undo: bool) -> Reservation:
         job = ReplyJob(
             engine, message("why?"), REPLY, session=stored, prompt_tokens=tokens, undo=undo
         )
-        return job.price()
+        return job.reservation()
 
     held = stored.pages
     assert held == engine.cache.pool.num_pages - engine.cache.pool.free_pages > 0
-    plain, undone = price(False), price(True)
+    plain, undone = reservation(False), reservation(True)
     assert undone.steady == plain.steady + held and undone.chunk == plain.chunk
     scheduler = Scheduler(EngineExecutor(engine), Limits(quantum=CHUNK))
     job = ReplyJob(engine, message("why?"), REPLY, session=stored, prompt_tokens=tokens, undo=True)
@@ -128,7 +128,7 @@ def test_a_turn_that_may_be_undone_pays_for_the_copy_it_goes_back_to(
 def test_a_batch_waits_for_room_and_says_the_same(engine: Engine) -> None:
     talks = [[{"role": "user", "content": f"{number} {LONG}"}] for number in range(5)]
     wanted = [reply.token_ids for reply in engine.generate(talks, REPLY)]
-    bound = ReplyJob(engine, Prompt(engine.inputs(talks[0])), REPLY).price()
+    bound = ReplyJob(engine, Prompt(engine.inputs(talks[0])), REPLY).reservation()
     engine.trim()
     engine.cache.pool.limit = 2 * bound.total
     assert [reply.token_ids for reply in engine.generate(talks, REPLY)] == wanted
@@ -141,8 +141,8 @@ def test_a_batch_waits_for_room_and_says_the_same(engine: Engine) -> None:
 
 
 def test_pictures_are_not_read_before_there_is_room(engine: Engine, scheduler: Scheduler) -> None:
-    price = ReplyJob(engine, message("?"), session=StoredSession(engine)).price()
-    engine.cache.pool.limit = price.total
+    reservation = ReplyJob(engine, message("?"), session=StoredSession(engine)).reservation()
+    engine.cache.pool.limit = reservation.total
     prepared: list[int] = []
 
     def job(number: int) -> ReplyJob:
@@ -218,10 +218,10 @@ def test_sessions_that_share_a_budget_stay_within_its_bound(
         engine.session(8)
     scheduler = Scheduler(EngineExecutor(engine), Limits(quantum=CHUNK), to_files=True)
     stored = [StoredSession(engine, folder=tmp_path) for _ in range(7)]
-    price = ReplyJob(engine, message("?"), session=stored[0]).price()
-    assert price.steady == rows
+    reservation = ReplyJob(engine, message("?"), session=stored[0]).reservation()
+    assert reservation.steady == rows
     # Room for three, a chunk, and the copy that one of them may go back to.
-    pool.limit = shared.fixed_pages + 3 * rows + price.chunk + shared.fixed_pages + rows
+    pool.limit = shared.fixed_pages + 3 * rows + reservation.chunk + shared.fixed_pages + rows
     held = watch(monkeypatch, engine, scheduler, shared.fixed_pages)
     moved = 0
     for turn in range(2):

@@ -75,8 +75,8 @@ def test_a_pass_holds_no_more_than_is_committed(
     """
     engine, chunk = load(qwen, weights="bf16", budget=6), CHUNK // 2
     kept = [StoredSession(engine) for _ in range(8)]
-    price = ReplyJob(engine, message("?"), session=kept[0], chunk=chunk).price()
-    engine.cache.pool.limit = 8 * price.steady + price.chunk
+    reservation = ReplyJob(engine, message("?"), session=kept[0], chunk=chunk).reservation()
+    engine.cache.pool.limit = 8 * reservation.steady + reservation.chunk
     executor, passes = EngineExecutor(engine), []
     read, scheduler = executor.read, Scheduler(executor, Limits(quantum=CHUNK))
 

@@ -112,9 +112,9 @@ def rest_of(made: socket.socket, size: int) -> bytes:
 @contextlib.contextmanager
 def running(**settings: Any) -> Iterator[Running]:
     given = {"connections": MOST, "head_seconds": 60, "stall_seconds": 60} | settings
-    room: Any = SimpleNamespace(settings=Settings("m", **given))
+    state: Any = SimpleNamespace(settings=Settings("m", **given))
     app = App()
-    web = WebServer(room, app, "127.0.0.1", 0, lifespan="off", log_level="error")
+    web = WebServer(state, app, "127.0.0.1", 0, lifespan="off", log_level="error")
     thread = threading.Thread(target=web.run)
     thread.start()
     try:

@@ -43,7 +43,7 @@ def test_the_engine_never_sees_them(
     def job(*_: Any) -> None:
         raise AssertionError("the engine's thread was asked")
 
-    monkeypatch.setattr(server.room.worker.machine, "job", job)
+    monkeypatch.setattr(server.state.engine_thread.core, "job", job)
     asked = {"model": "small", "input": "a" * length}
     for answer in (
         server.chat("a" * length),

@@ -12,7 +12,7 @@ import pytest
 from mmkv import Engine
 from mmkv.cli.app import run
 from mmkv.engine.errors import BudgetError, ModelError
-from mmkv.server.engine_thread import Machine
+from mmkv.server.engine_thread import EngineCore
 from mmkv.server.run import opened
 from mmkv.server.settings import Settings
 from tests.support.chat_models import save_qwen3_vl
@@ -89,7 +89,7 @@ def test_a_home_that_cannot_be_written_keeps_no_server_from_starting(
 
     with serving(load, idle_folder=tmp_path / "home" / "hibernated") as server:
         assert server.chat("hello").status_code == 200
-        lies = server.inside(lambda machine: machine.folder.path)
+        lies = server.inside(lambda core: core.folder.path)
         assert lies.is_dir() and lies.is_relative_to(tempfile.gettempdir())
         assert server.client.get("/health").json() == {"status": "ok"}
     assert "among the temporary files" in caplog.text and not lies.exists()
@@ -149,14 +149,14 @@ def test_a_server_reads_a_picture_before_it_serves(warm: bool, folder: Path) -> 
     def load() -> Engine:
         return Engine.from_pretrained(folder, policy="streamingllm", budget=24, dtype="float32")
 
-    def pages(machine: Machine) -> tuple[int, int]:
-        pool = machine.engine.cache.pool
+    def pages(core: EngineCore) -> tuple[int, int]:
+        pool = core.engine.cache.pool
         return pool.num_pages, pool.num_pages - pool.free_pages
 
     with serving(load, warm=warm) as server:
         made, held = server.inside(pages)
         assert ((made > 0), held) == (warm, 0)
-        assert len(server.room.media.pool.processes) == warm
+        assert len(server.state.media.pool.processes) == warm
 
 
 @pytest.mark.parametrize("options", [{"policy": "full"}, {"budget": "25%"}], ids=str)
@@ -180,11 +180,11 @@ def test_the_memory_is_set_aside_at_the_start(folder: Path) -> None:
             folder, policy="streamingllm", budget=24, dtype="float32", kv_limit=limit
         )
 
-    def columns(machine: Machine) -> list[int]:
-        return [column.data_ptr() for column in machine.engine.cache.pool.columns()]
+    def columns(core: EngineCore) -> list[int]:
+        return [column.data_ptr() for column in core.engine.cache.pool.columns()]
 
     with serving(lambda: load(2**22)) as server:
-        pool = server.inside(lambda machine: machine.engine.cache.pool)
+        pool = server.inside(lambda core: core.engine.cache.pool)
         assert pool.num_pages == pool.limit
         before = server.inside(columns)
         for at in range(3):
