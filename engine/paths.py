@@ -1,9 +1,10 @@
-"""Turn a name that a user typed into a path."""
+"""Paths: what a name that a user typed stands for, and files that are written whole."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 # Names of gates that are at hand and their folders; mmkv puts its own here.
@@ -52,3 +53,36 @@ def is_folder(path: Path) -> bool:
         return path.is_dir()
     except OSError:
         return False
+
+
+@contextmanager
+def whole_file(path: Path, private: bool = False, sync: bool = False) -> Iterator[Path]:
+    """Yield a draft beside ``path``, which takes its place when it has been written.
+
+    A kill or an error leaves the old file as it was; after an error the draft is gone, too.
+
+    Args:
+        path: its folder must be there.
+        private: only this user may read the file, and several threads may write it at once.
+        sync: the content is on the disk when this returns.
+
+    Raises:
+        OSError: the draft cannot be made, or ``path`` cannot be replaced.
+    """
+    if private:
+        import tempfile  # which every command would import otherwise
+
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
+        os.close(handle)
+        draft = Path(name)
+    else:
+        draft = path.with_name(f"{path.name}.part")
+    try:
+        yield draft
+        if sync:
+            with draft.open("rb+") as file:
+                os.fsync(file.fileno())
+        os.replace(draft, path)
+    finally:
+        with suppress(OSError):  # its folder has gone, or may no longer be written
+            draft.unlink(missing_ok=True)

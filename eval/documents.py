@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerFast
 
+from mmkv.training.data.dialogues import scene_example
 from mmkv.training.data.labels import IGNORED
-from mmkv.training.data.scene_data import scene_example
-from mmkv.training.data.scenes import Turn
+from mmkv.training.data.scenes import SceneTurn
 from mmkv.training.measure.teacher_forced import spans
 
 
@@ -76,7 +76,7 @@ class TextBuilder:
         }
 
 
-def scene_document(turns: list[Turn], tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
+def scene_document(turns: list[SceneTurn], tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
     """Make a scene dialogue for :class:`Document`."""
     made: dict[str, Any] = dict(scene_example(turns, tokenizer))
     made["cuts"] = _scene_cuts(made, turns, tokenizer)
@@ -84,7 +84,7 @@ def scene_document(turns: list[Turn], tokenizer: PreTrainedTokenizerFast) -> dic
 
 
 def _scene_cuts(
-    example: dict[str, Any], turns: Sequence[Turn], tokenizer: PreTrainedTokenizerFast
+    example: dict[str, Any], turns: Sequence[SceneTurn], tokenizer: PreTrainedTokenizerFast
 ) -> list[int]:
     """Return where the question begins in turns with pictures: memory is brought down before it."""
 

@@ -9,17 +9,16 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mmkv.engine.errors import InputError
+from mmkv.eval import needle_tasks
+from mmkv.eval import session_tasks as dialogue_tasks
 from mmkv.eval.documents import Document
-from mmkv.eval.needle import tasks as needle_tasks
-from mmkv.eval.sessions import tasks as dialogue_tasks
 from mmkv.prompt.loading import load_processor
 from mmkv.prompt.processing import Processor
-from mmkv.training.data.examples import Examples
-from mmkv.training.data.sources import examples
+from mmkv.training.data.examples import Examples, examples
 
 ENDLESS = 2**31  # the length of a source
 
-# Domains made for one program; all others are those of mmkv.training.data.sources.
+# Domains made for one program; all others are those of mmkv.training.data.examples.
 _DOMAINS: dict[str, Callable[[str, str, Processor], Callable[[int], Document]]] = {
     "needle": needle_tasks.maker,
     "sessions": dialogue_tasks.maker,
@@ -72,7 +71,7 @@ class DistinctDocuments(Sequence[dict[str, Any]]):
 
 
 def maker(model: str, name: str) -> Callable[[int], Document] | None:
-    """Return what makes dialogue n of ``name``; None for :mod:`mmkv.training.data.sources`.
+    """Return what makes dialogue n of ``name``; None for :mod:`mmkv.training.data.examples`.
 
     Raises:
         InputError: a name that cannot be understood, or that the model cannot read.

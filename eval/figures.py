@@ -24,7 +24,7 @@ from mmkv.engine.policies import Budget
 from mmkv.engine.runtime import Runtime
 from mmkv.eval.serving.tables import draw_speed, speed_values
 from mmkv.resources import bundled_model
-from mmkv.training.data.sources import examples
+from mmkv.training.data.examples import examples
 from mmkv.training.measure.record import RESULTS, ROOT
 from mmkv.training.measure.teacher_forced import spans
 

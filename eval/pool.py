@@ -31,8 +31,8 @@ from mmkv.engine.sequence import CachedSequence
 from mmkv.eval.measure.stats import mean, paired
 from mmkv.eval.quality.report import interval
 from mmkv.resources import asset, bundled_model_name
-from mmkv.training.data.scene_data import scene_example, scene_turns
-from mmkv.training.data.tokenizer import build_tokenizer
+from mmkv.training.data.dialogues import scene_example, scene_turns
+from mmkv.training.data.scene_encoding import build_tokenizer
 from mmkv.training.measure.record import RESULTS, write_results
 from mmkv.training.measure.tables import pipe_table
 from mmkv.training.measure.teacher_forced import spans

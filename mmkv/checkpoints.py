@@ -96,7 +96,7 @@ _MOST_FOLDERS = 2000
 
 
 @dataclass(frozen=True)
-class Gates:
+class ListedGates:
     """A set of gates.
 
     Attributes:
@@ -139,7 +139,7 @@ class Listing:
     """All that is at hand."""
 
     models: list[Checkpoint]
-    gates: list[Gates]
+    gates: list[ListedGates]
 
     def as_json(self) -> dict[str, Any]:
         """Return it as JSON can hold it, with the families and the published gates."""
@@ -244,7 +244,9 @@ def _cached() -> Iterator[tuple[str, Path, str, int]]:
             yield repo.repo_id, latest.snapshot_path, "hub cache", repo.size_on_disk
 
 
-def _checkpoint(name: str, folder: Path, where: str, size: int, sets: list[Gates]) -> Checkpoint:
+def _checkpoint(
+    name: str, folder: Path, where: str, size: int, sets: list[ListedGates]
+) -> Checkpoint:
     config = _json(folder / "config.json")
     family, own = str(config["model_type"]), folder / "gates"
     gates = ["gates/"] if (own / _GATE_FILES[0]).is_file() else []
@@ -271,12 +273,12 @@ def _problem(folder: Path, config: dict[str, Any]) -> str:
     return "it has no safetensors weights" if found is None else ""
 
 
-def _gates(name: str, folder: Path, where: str) -> Gates:
+def _gates(name: str, folder: Path, where: str) -> ListedGates:
     info = _json(folder / "gates.json")
     kind = "write" if info.get("kind") == "write" else "retention"
     base, weights = (str(info.get(key) or "") for key in ("base_model", "base_fingerprint"))
     known = {one.name: one.base for one in PUBLISHED}
-    return Gates(name, str(folder), where, kind, base or known.get(name, ""), weights)
+    return ListedGates(name, str(folder), where, kind, base or known.get(name, ""), weights)
 
 
 def _json(file: Path) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from mmkv.prompt.held import Held, Place, Rewrites
 from mmkv.prompt.special import tokenize
 from mmkv.reply import Reply, ReplyWriter, step
 from mmkv.sampling import Sampling, Settled, checked
-from mmkv.turn import Reading, UserTurn, compose
+from mmkv.turn import TurnReading, UserTurn, compose
 
 if TYPE_CHECKING:
     from mmkv.api import Engine
@@ -390,7 +390,7 @@ class Session(CachedSequence):
                 read = with_ids(read, [*ids, *self.engine.media_token_ids])
         self.read_ids = read
 
-    def begin_reply(self, messages: Sequence[Message], reading: Reading | None) -> None:
+    def begin_reply(self, messages: Sequence[Message], reading: TurnReading | None) -> None:
         """Note that a turn of ``messages`` is in the cache, and that an empty reply follows.
 
         Args:
@@ -477,7 +477,7 @@ class Session(CachedSequence):
         self._show(frames)
         return logits
 
-    def _frames(self, reading: Reading) -> list[tuple[int, Frame, int]]:
+    def _frames(self, reading: TurnReading) -> list[tuple[int, Frame, int]]:
         """Encode the pictures of a turn that comes next for the recorder, if there is one."""
         read = reading.read
         if self.recorder is None or not (read.pictures or read.clips):

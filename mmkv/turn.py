@@ -35,7 +35,7 @@ _STATELESS = "by the numbers that policy {} has summed up for each entry it cann
 
 
 @dataclass
-class Reading:
+class TurnReading:
     """What a turn appends, and how far the session goes back for it.
 
     Attributes:
@@ -66,7 +66,7 @@ class UserTurn:
     """
 
     messages: list[Message]
-    reading: Reading
+    reading: TurnReading
     started: float
     basis: tuple[object, int]
 
@@ -143,7 +143,7 @@ def compose_messages(
     session: Session,
     messages: Sequence[Message],
     load: Callable[[], tuple[Sequence[Any], Sequence[Any]]],
-) -> Reading:
+) -> TurnReading:
     """Return what makes a session hold its conversation and ``messages``, as rendered afresh.
 
     Mostly that is what follows its latest reply. Where the template shows earlier messages in
@@ -180,9 +180,9 @@ def compose_messages(
     if pictures or clips or held.has_media:
         read = replace(read, stays=_stays(processor, talk, whole, total))
     if plan.appends:
-        return Reading(session.with_unfed(inputs), read)
+        return TurnReading(session.with_unfed(inputs), read)
     again = kept_tokens(session, plan, ids)
-    return Reading(without_first(inputs, again), read, plan, again)
+    return TurnReading(without_first(inputs, again), read, plan, again)
 
 
 def agreed(session: Session, plan: Plan, whole: str, rule: Any) -> tuple[Plan, str | None]:
@@ -248,7 +248,7 @@ def _appended(
     load: Callable[[], tuple[Sequence[Any], Sequence[Any]]],
     total: int,
     rule: Any,
-) -> Reading:
+) -> TurnReading:
     """Return what follows the latest reply, whatever stands before it."""
     processor, held = session.engine.processor, session.held
     addition = processor.template.addition(session.history, list(messages))
@@ -263,7 +263,7 @@ def _appended(
     ids, unfed = inputs["input_ids"][0].tolist(), session.unfed
     read = read_of(processor, addition.text, ids, pictures, clips, rule=rule, unfed=unfed)
     inputs = session.with_unfed(inputs)
-    return Reading(inputs, read, differs=addition.differs, note=addition.note)
+    return TurnReading(inputs, read, differs=addition.differs, note=addition.note)
 
 
 def _stays(processor: Processor, talk: Sequence[Message], whole: str, total: int) -> int:

@@ -57,7 +57,7 @@ ROOMS = {
     ),
     "statistics": (["eval/measure/stats.py"], "tests/eval/measure tests/eval/test_quality.py"),
     "mmdu": (
-        [f"eval/mmdu/{name}.py" for name in "scores summary exact compare verdicts rubric".split()],
+        [f"eval/mmdu/{name}.py" for name in "scores judge rubric".split()],
         "tests/eval/mmdu",
     ),
     "hf": (["mmkv/hf/*.py"], "tests/mmkv/hf"),
@@ -67,7 +67,7 @@ ROOMS = {
         "tests/mmkv/test_chat_cost.py tests/mmkv/test_editor.py tests/mmkv/test_markdown.py",
     ),
     "losses": (
-        ["training/losses.py", "training/capacity.py"],
+        ["training/model.py", "training/capacity.py"],
         "tests/training/test_capacity.py tests/training/test_student.py",
     ),
 }

@@ -144,7 +144,7 @@ def distill(
     import torch
     from rich.console import Console
 
-    from mmkv.training.data.sources import examples
+    from mmkv.training.data.examples import examples
     from mmkv.training.folder import first_process, processes
     from mmkv.training.run import distill as run
     from mmkv.training.run import load_backbone

@@ -1,14 +1,24 @@
-"""The output folder of a run: its settings and its progress, for ``--resume``."""
+"""The output folder of a run, which ``--resume`` continues, also after a Ctrl-C.
+
+It holds the settings and the progress; at a Ctrl-C the step is finished and kept as a checkpoint.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import signal
+import sys
+import threading
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from mmkv.engine.errors import InputError
+from mmkv.training.measure.record import whole_rows
 
 ASKED, HISTORY = "run.json", "history.jsonl"
 _STATE = "trainer_state.json"  # what the Trainer writes last of a checkpoint
@@ -71,13 +81,8 @@ def resume(folder: Path, asked: Mapping[str, Any]) -> Path:
 
 def history(folder: Path) -> list[dict[str, Any]]:
     """Return the log lines of a run, in order; one that was cut off by a kill is left out."""
-    path, found = folder / HISTORY, []
-    for line in path.read_text().splitlines() if path.is_file() else ():
-        try:
-            found.append(json.loads(line))
-        except ValueError:
-            continue
-    return found
+    path = folder / HISTORY
+    return list(whole_rows(path.read_text())) if path.is_file() else []
 
 
 def first_process() -> bool:
@@ -98,3 +103,58 @@ def _whole(folder: Path) -> list[Path]:
 
 def _step(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix("checkpoint-"))
+
+
+class Stopping(TrainerCallback):
+    """Ends training after the step in which Ctrl-C was pressed, with a checkpoint.
+
+    A context manager: outside of it, and for a second press, Ctrl-C interrupts at once. Leaving it
+    raises KeyboardInterrupt if it was pressed. Several processes would stop at different steps and
+    wait for each other, so there the first press interrupts, too.
+
+    Attributes:
+        pressed: whether Ctrl-C was.
+    """
+
+    def __init__(self) -> None:
+        self.pressed = False
+        self._previous: Any = None
+
+    def __enter__(self) -> Self:
+        alone = processes() == 1 and threading.current_thread() is threading.main_thread()
+        # None, SIG_IGN: nobody waits for Ctrl-C here.
+        if alone and callable(previous := signal.getsignal(signal.SIGINT)):
+            self._previous = previous
+            signal.signal(signal.SIGINT, self._press)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._restore()
+        if kind is None and self.pressed:
+            raise KeyboardInterrupt
+
+    def _press(self, number: int, frame: FrameType | None) -> None:
+        self.pressed = True
+        self._restore()
+        print(
+            "stopping after this step, with a checkpoint; Ctrl-C again stops at once",
+            file=sys.stderr,
+            flush=True,
+        )
+
+    def _restore(self) -> None:
+        if self._previous is not None:
+            signal.signal(signal.SIGINT, self._previous)
+            self._previous = None
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Ask for a checkpoint and the end."""
+        if self.pressed:
+            control.should_save = control.should_training_stop = True

@@ -1,4 +1,10 @@
-"""One training step of the gates, as a torch module that holds the gates only."""
+"""One training step of retention gates or write gates, as a torch module that holds the gates only.
+
+The quality losses are computed in blocks, so that all logits never exist at once: KL(teacher ||
+student) and next-token prediction over one mask of shifted labels (DBTrimKV, arXiv 2605.09649, eq.
+3; TRIM-KV, arXiv 2512.03324, eq. 4). Write gates have the loss of WG-KV (arXiv 2512.17452, section
+3.3).
+"""
 
 from __future__ import annotations
 
@@ -8,10 +14,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from mmkv.engine.model.decoder import Decoder
 from mmkv.engine.model.product import plain
+from mmkv.engine.policies.base import admitted
 from mmkv.engine.runtime import Runtime
 from mmkv.training.capacity import (
     capacity_loss,
@@ -19,10 +28,72 @@ from mmkv.training.capacity import (
     retained_total,
     retained_total_grouped,
 )
-from mmkv.training.losses import quality_losses
-from mmkv.training.measure.full_attention import full_attention_states, lay_out
-from mmkv.training.student import student_states
-from mmkv.training.trainable import TrainableGates
+from mmkv.training.data.labels import predicted
+from mmkv.training.measure.teacher_forced import full_attention_states, lay_out
+from mmkv.training.student import (
+    TrainableGates,
+    TrainableWriteGates,
+    student_states,
+    write_gated_states,
+)
+
+KINDS = ("kl", "reverse-kl", "ntp")
+
+
+@dataclass(frozen=True)
+class Quality:
+    """Means over the N predicted tokens, scalars float32.
+
+    Attributes:
+        kl: KL(teacher || student), or KL(student || teacher) where that was asked for.
+        ntp: negative log-likelihood of the label.
+        agreement: share of tokens whose most likely continuation is the teacher's; no gradient.
+        tokens: N.
+    """
+
+    kl: Tensor
+    ntp: Tensor
+    agreement: Tensor
+    tokens: int
+
+
+def quality_losses(
+    decoder: Decoder,
+    student: Tensor,
+    teacher: Tensor,
+    labels: Tensor,
+    reverse: bool = False,
+    block: int = 512,
+) -> Quality:
+    """Compare student and teacher where labels stand.
+
+    Args:
+        student, teacher: states ``[T, d]`` before the final norm.
+        labels: int64 ``[T]``, -100 where nothing is predicted.
+        block: tokens whose logits stand at once; they are recomputed in the backward pass.
+
+    Raises:
+        ValueError: without any label.
+    """
+    where, targets = predicted(labels)
+    if not where.numel():
+        raise ValueError("no token has a label")
+
+    def sums(states: Tensor, reference: Tensor, target: Tensor) -> Tensor:
+        ours = F.log_softmax(decoder.logits(states), -1)
+        theirs = F.log_softmax(decoder.logits(reference), -1)
+        high, low = (ours, theirs) if reverse else (theirs, ours)
+        kl = (high.exp() * (high - low)).sum()
+        ntp = F.nll_loss(ours, target, reduction="sum")
+        agree = (ours.argmax(-1) == theirs.argmax(-1)).sum().float()
+        return torch.stack([kl, ntp, agree])
+
+    total = torch.zeros(3, device=student.device)
+    for part, target in zip(where.split(block), targets.split(block), strict=True):
+        total = total + checkpoint(sums, student[part], teacher[part], target, use_reentrant=False)
+    kl, ntp, agreement = total / where.numel()
+    return Quality(kl, ntp, agreement.detach(), where.numel())
+
 
 PARTS = (
     "kl",
@@ -173,3 +244,104 @@ def _labels(example: Mapping[str, Any]) -> Tensor:
     labels = example["labels"].flatten().clone()
     labels[0] = -100  # nothing stands before a document's first token
     return labels
+
+
+@dataclass(frozen=True)
+class WriteObjective:
+    """The loss: its terms, and what the log lines count as admitted.
+
+    Attributes:
+        sparsity: lambda, weight of the sparsity term.
+        window: W_local, tokens that every entry is seen in full for.
+        threshold: tau, the gate from which an entry is admitted.
+    """
+
+    sparsity: float = 0.04
+    window: int = 256
+    threshold: float = 0.1
+
+
+class WriteGateModel(nn.Module):
+    """A module whose parameters are the write gates; the frozen backbone stands outside.
+
+    Args:
+        checkpointing: recompute layers in the backward pass.
+    """
+
+    parts = ("distill", "sparsity", "gate", "admitted", "admitted_least", "admitted_most")
+
+    def __init__(
+        self,
+        engine: Runtime,
+        gates: TrainableWriteGates,
+        objective: WriteObjective,
+        checkpointing: bool = False,
+    ) -> None:
+        super().__init__()
+        self.gates = gates
+        self.engine, self.objective, self.checkpointing = engine, objective, checkpointing
+
+    def forward(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+        """Return loss and its parts over a batch of documents.
+
+        Args:
+            examples: per document what the processor returns; labels are not looked at.
+
+        Returns:
+            float32 scalars: ``loss`` and, without gradient, those named in :attr:`parts`:
+            ``distill`` and ``sparsity`` are the two terms, ``gate`` the mean of g, ``admitted``
+            the share of entries with g at the threshold or above, and ``admitted_least`` and
+            ``admitted_most`` that share in the (layer, KV head) with the fewest and the most.
+        """
+        engine, goal = self.engine, self.objective
+        documents = lay_out(engine, [inputs_of(example) for example in examples])
+        gates = self.gates.gates().to(engine.device, engine.dtype)
+        teacher = full_attention_states(engine, documents)
+        student, log_g = write_gated_states(
+            engine, documents, gates, goal.window, checkpointing=self.checkpointing
+        )
+        distill = distillation_loss(engine, student, teacher)
+        sparsity = sparsity_loss(log_g, documents.lengths, goal.window)
+        chosen = admitted(log_g.detach(), goal.threshold).float().mean(0)
+        parts = {
+            "distill": distill,
+            "sparsity": sparsity,
+            "gate": log_g.exp().mean(),
+            "admitted": chosen.mean(),
+            "admitted_least": chosen.min(),
+            "admitted_most": chosen.max(),
+        }
+        loss = distill + goal.sparsity * sparsity
+        return {"loss": loss, **{name: part.detach() for name, part in parts.items()}}
+
+
+def distillation_loss(engine: Runtime, student: Tensor, teacher: Tensor) -> Tensor:
+    """Return the mean squared difference of the last hidden states, after the final norm.
+
+    The paper says "hidden states of the final layer"; after the norm is where the authors' released
+    code takes them.
+
+    Args:
+        student, teacher: states ``[T, d]`` before the final norm.
+    """
+    gain = engine.decoder.weights.norm.float()
+    ours, theirs = (
+        F.rms_norm(x.float(), gain.shape, gain, engine.spec.rms_eps) for x in (student, teacher)
+    )
+    return F.mse_loss(ours, theirs)
+
+
+def sparsity_loss(log_g: Tensor, lengths: Sequence[int], window: int) -> Tensor:
+    """Return the mean over tokens, layers and heads of ``w_s (g + g (1 - g))``.
+
+    ``w_s = 1 - min(1, window / (T - s))`` for token s, counted from 0, of a document of T tokens:
+    an entry costs by the share of its time in which it is past the window. The paper has no such
+    weight; the authors' released code has it.
+
+    Args:
+        log_g: ``[T, L, H]`` of documents laid end to end; lengths: of each document.
+    """
+    left = torch.cat([torch.arange(n, 0, -1, device=log_g.device) for n in lengths])
+    weight = 1 - (window / left).clamp(max=1)
+    g = log_g.exp()
+    return (weight[:, None, None] * (g + g * (1 - g))).mean()

@@ -1,35 +1,458 @@
-"""Run one distillation, from settings and data to a folder of gates."""
+"""Run one distillation, from settings and data to a folder of gates, a model card and a curve.
+
+Gates are judged on held-out data with real eviction in the engine, or with real admission. Hugging
+Face's Trainer runs the steps of :mod:`mmkv.training.model`.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence, Sized
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import Dataset
-from transformers import TrainingArguments
+from huggingface_hub import ModelCard, ModelCardData
+from torch import Tensor, nn
+from torch.utils.data import Dataset, SequentialSampler
+from tqdm import tqdm
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from mmkv.engine import hub
 from mmkv.engine.errors import ModelError
 from mmkv.engine.model.fingerprint import fingerprint
-from mmkv.engine.model.gates import as_stored, save_gates
+from mmkv.engine.model.gates import Gates, WriteGates, as_stored, save_gates
+from mmkv.engine.policies import make_policy
+from mmkv.engine.policies.base import admitted
 from mmkv.engine.runtime import Runtime
-from mmkv.training.card import write_card
-from mmkv.training.curve import draw_curve
-from mmkv.training.folder import begin, first_process, history, processes, resume
-from mmkv.training.held_out import HeldOutData, summary
-from mmkv.training.measure.outputs import require_output
-from mmkv.training.measure.record import provenance
-from mmkv.training.model import DistillModel, backbone_digest
+from mmkv.training.folder import HISTORY, Stopping, begin, first_process, history, processes, resume
+from mmkv.training.measure.record import provenance, require_output
+from mmkv.training.measure.tables import pipe_table
+from mmkv.training.measure.teacher_forced import (
+    Answer,
+    DialogueRun,
+    compare_states,
+    full_attention_states,
+    lay_out,
+    read,
+)
+from mmkv.training.model import DistillModel, WriteGateModel, backbone_digest
 from mmkv.training.settings import Settings
-from mmkv.training.stopping import Stopping
-from mmkv.training.trainable import TrainableGates, TrainableWriteGates
-from mmkv.training.trainer import DistillTrainer, HeldOut, History, Idle
-from mmkv.training.write_model import WriteGateModel
+from mmkv.training.student import TrainableGates, TrainableWriteGates, binary, write_gated_states
+
+
+def only_list(examples: list[Any]) -> dict[str, list[Any]]:
+    """Return the collator: documents stay apart, the model lays them end to end."""
+    return {"examples": examples}
+
+
+class DistillTrainer(Trainer):
+    """Logs the parts of the loss, reads the data in its own order, saves only gates.
+
+    Args:
+        model: names the parts of its loss in ``parts``.
+    """
+
+    def __init__(self, model: Any, **kwargs: Any) -> None:
+        super().__init__(model=model, data_collator=only_list, **kwargs)
+        self._parts: tuple[str, ...] = model.parts
+        self._sums: dict[str, Any] = {}
+        self._batches, self._tokens = 0, 0
+        self._since = time.perf_counter()
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Any:
+        """Return the loss of one batch; its parts are summed up for the next log line."""
+        parts = model(**inputs)
+        for name in self._parts:
+            # A tensor until the log line: reading it here would make the host wait every batch.
+            self._sums[name] = self._sums.get(name, 0.0) + parts[name].detach()
+        self._batches += 1
+        self._tokens += sum(example["labels"].numel() for example in inputs["examples"])
+        return (parts["loss"], parts) if return_outputs else parts["loss"]
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Add the means of the parts since the last line."""
+        if "loss" in logs and self._batches:
+            now = time.perf_counter()
+            speed = self._tokens / (now - self._since)
+            means = [self._sums[name].double() / self._batches for name in self._parts]
+            found = torch.stack([*means, means[0].new_tensor(speed)])
+            *sums, speed = self.accelerator.reduce(found, "sum").tolist()
+            several = self.accelerator.num_processes
+            logs |= {name: round(x / several, 5) for name, x in zip(self._parts, sums, strict=True)}
+            logs["tokens_per_second"] = round(speed, 1)
+            self._sums, self._batches, self._tokens, self._since = {}, 0, 0, now
+        super().log(logs, start_time)
+
+    def _get_train_sampler(self, train_dataset: Dataset[Any] | None = None) -> Any:
+        # The mixture's order is a function of its seed; shuffling again would lose that.
+        data = self.train_dataset if train_dataset is None else train_dataset
+        assert isinstance(data, Sized)
+        return SequentialSampler(data)
+
+
+class History(TrainerCallback):
+    """Appends every log line to ``history.jsonl`` in the output folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / HISTORY
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Write one line on the first process."""
+        if state.is_world_process_zero and logs:
+            with self.path.open("a") as file:
+                file.write(json.dumps({"step": state.global_step, **logs}) + "\n")
+
+
+class Idle(TrainerCallback):
+    """Says, once, that a run teaches its gates nothing: their gradients are next to 0."""
+
+    LEAST, LINES = 1e-4, 3  # gates that learn have norms of 1 to 50, a bias of 18 up to 1e-5
+
+    def __init__(self, remedy: str) -> None:
+        self.remedy, self.lines, self.moved, self.said = remedy, 0, False, False
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Have the last step logged of a run that is too short for a line."""
+        if not self.lines and state.global_step >= state.max_steps:
+            control.should_log = True
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Look at the gradient's norm of a log line."""
+        norm = (logs or {}).get("grad_norm")
+        if norm is not None:
+            self.lines += 1
+            self.moved |= float(norm) >= self.LEAST
+        if self.lines >= self.LINES:
+            self._say(state)
+
+    def on_train_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: Any,
+    ) -> None:
+        """Look once more: a short run has few lines."""
+        if self.lines:
+            self._say(state)
+
+    def _say(self, state: TrainerState) -> None:
+        if self.moved or self.said or not state.is_world_process_zero:
+            return
+        self.said = True
+        tqdm.write(  # on a line of its own, above the Trainer's bar
+            f"mmkv: these gates learn next to nothing: up to step {state.global_step} no gradient "
+            f"had a norm of {self.LEAST:g} or more; {self.remedy}",
+            file=sys.stderr,
+        )
+
+
+class HeldOut(TrainerCallback):
+    """Evaluates the gates under real eviction every N steps and at the end.
+
+    Args:
+        evaluate: returns the figures of a run over the held-out data.
+        every: steps between runs; 0 for only the last.
+        stopping: a run that it ends is not evaluated.
+    """
+
+    def __init__(
+        self,
+        evaluate: Callable[[], dict[str, float]],
+        every: int,
+        folder: Path,
+        stopping: Stopping,
+    ) -> None:
+        self.evaluate, self.every, self.folder = evaluate, every, folder
+        self.stopping = stopping
+
+    def latest(self) -> dict[str, float]:
+        """Return the figures of the last run; empty when there was none."""
+        lines = [line for line in history(self.folder) if "held_out_kl" in line]
+        return {k: v for k, v in lines[-1].items() if k != "step"} if lines else {}
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Evaluate on the first process, the others wait at the next gradient exchange."""
+        last = state.global_step >= state.max_steps
+        due = last or (self.every and state.global_step % self.every == 0)
+        if not due or not state.is_world_process_zero or (self.stopping.pressed and not last):
+            return
+        with torch.no_grad():
+            found = {f"held_out_{k}": v for k, v in self.evaluate().items()}
+        line = {"step": state.global_step, **found}
+        state.log_history.append(line)
+        with (self.folder / HISTORY).open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        print(json.dumps(line))
+
+
+_BODY = """---
+{front}
+---
+
+# {title} for {model}
+
+Trained with `{command}` (mmkv {version}, commit {commit}) on the frozen model: its `config.json`
+has SHA-256 `{config}`, its decoder weights in memory, as {dtype}, `{digest}` before and after.
+
+{usage}
+
+## Data
+
+{data}
+
+{options}
+
+## Held out, {held_how}
+
+{held_out}{results}
+
+## Settings
+
+{settings}
+"""
+
+
+def write_card(folder: Path, described: Mapping[str, Any]) -> None:
+    """Write ``README.md`` from what ``gates.json`` says."""
+    settings = described["settings"]
+    kind, usage, held_how = _method(settings, described["base_model"])
+    options = dict(described["data_options"])
+    held_out = _list(options.pop("eval_data", ()))
+    front = ModelCardData(
+        library_name="mmkv",
+        base_model=_hub_id(described["base_model"]),
+        tags=["mmkv", f"{kind}-gates", "kv-cache"],
+    )
+    text = _BODY.format(
+        front=front.to_yaml(),
+        title=f"{kind.capitalize()} gates",
+        model=described["base_model"],
+        command=described["command"],
+        version=described["versions"].get("mmkv"),
+        commit=described["commit"] or "unknown",
+        config=described["base_config_sha256"],
+        dtype=described["base_dtype"],
+        digest=described["base_sha256"],
+        usage=usage,
+        held_how=held_how,
+        data=_list(described["data"]) or "- not stated",
+        options=_table(options),
+        held_out=f"{held_out}\n\n" if held_out else "",
+        results=_table(described["results"]) or "No held-out data was given.",
+        settings=_table(settings),
+    )
+    ModelCard(text).save(folder / "README.md")
+
+
+def _method(settings: Mapping[str, Any], model: str) -> tuple[str, str, str]:
+    """Return the kind of the gates, how to use them, and how they were measured."""
+    if settings["method"] == "wgkv":
+        window, threshold = settings["window"], settings["threshold"]
+        usage = f"```sh\nmmkv chat {model} --gates THIS_FOLDER --policy wgkv\n```"
+        return "write", usage, f"with W_local = {window} and tau = {threshold:g}"
+    policy = "dbtrimkv" if settings["scope"] == "global" else "trimkv"
+    budget = settings["budget"]
+    held = settings["held_out_budget"] or budget
+    command = f"mmkv chat {model} --gates THIS_FOLDER --policy {policy} --budget {budget:g}"
+    usage = f"```sh\n{command}\n```"
+    return "retention", usage, f"with real eviction at M = {held:g}"
+
+
+def _hub_id(model: str) -> str | None:
+    """Return the model's id on the hub; None for a folder."""
+    return model if model.count("/") == 1 and not Path(model).exists() else None
+
+
+def _list(sources: Sequence[str]) -> str:
+    return "\n".join(f"- `{source}`" for source in sources)
+
+
+def _table(values: Mapping[str, Any]) -> str:
+    rows = [
+        (name, f"{value:.4g}" if isinstance(value, float) else value)
+        for name, value in values.items()
+    ]
+    return pipe_table(("name", "value"), rows) if rows else ""
+
+
+_HELD_OUT = ("held_out_kl", "held_out_agreement", "held_out_exact")
+_RETENTION = (
+    ("losses", ("kl", "ntp", "capacity")),
+    ("soft entries per head", ("kept", "kept_least", "kept_most")),
+    ("shares", ("agreement", "visual_share")),
+    ("held out, with eviction", _HELD_OUT),
+)
+_WRITE = (
+    ("losses", ("distill", "sparsity")),
+    ("share of entries admitted", ("admitted", "admitted_least", "admitted_most")),
+    ("mean gate", ("gate",)),
+    ("held out, with admission", (*_HELD_OUT, "held_out_admitted")),
+)
+
+
+def draw_curve(history: Sequence[Mapping[str, Any]], path: Path, budget: float | None) -> None:
+    """Draw losses, retained or admitted entries and held-out figures over the steps.
+
+    Args:
+        history: log lines with ``step``; path: the PNG to write; budget: M, drawn as a line;
+            None for write gates, which have none.
+
+    Raises:
+        ImportError: naming the extra, without matplotlib.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("the curve needs matplotlib: pip install 'mmkv[train]'") from error
+    figure = Figure(figsize=(14, 3.4), layout="constrained")
+    groups = _RETENTION if budget is not None else _WRITE
+    panels = figure.subplots(1, len(groups))
+    for panel, (title, names) in zip(panels, groups, strict=True):
+        for name in names:
+            points = [(line["step"], line[name]) for line in history if name in line]
+            if points:
+                panel.plot(*zip(*points, strict=True), label=name, marker="." * (len(points) < 9))
+        panel.set(title=title, xlabel="step")
+        if title == "losses":
+            panel.set_yscale("symlog", linthresh=1e-3)
+        if "kept" in names and budget is not None:
+            panel.set_yscale("log")
+            panel.axhline(budget, color="0.6", linestyle="--", label=f"M = {budget:g}")
+        if panel.has_data():
+            panel.legend(fontsize=8)
+        panel.grid(alpha=0.3)
+    figure.savefig(path, dpi=110)
+
+
+def engine_with(engine: Runtime, gates: Gates | None, policy: str, budget: float) -> Runtime:
+    """Return a second engine over the same weights, with other gates and another policy."""
+    return Runtime(
+        engine.family,
+        engine.spec,
+        engine.decoder.weights,
+        gates,
+        make_policy(policy),
+        budget,
+        prefill_chunk=engine.prefill_chunk,
+    )
+
+
+def summary(runs: Sequence[DialogueRun]) -> dict[str, float]:
+    """Return means over answers and answer tokens.
+
+    Returns:
+        ``kl``, ``nll`` and ``agreement`` per token, ``exact`` share of answers, ``evicted``
+        entries, ``visual_share`` of the entries held at the end.
+    """
+    held = sum(run.entries for run in runs)
+    visual = sum(n for r in runs for name, n in r.by_modality.items() if name != "text")
+    return {
+        **_means([answer for run in runs for answer in run.answers]),
+        "evicted": sum(r.evicted for r in runs),
+        "visual_share": visual / max(held, 1),
+    }
+
+
+def _means(answers: Sequence[Answer]) -> dict[str, float]:
+    tokens = sum(answer.tokens for answer in answers)
+    return {
+        "kl": sum(a.kl for a in answers) / tokens,
+        "nll": sum(a.nll for a in answers) / tokens,
+        "agreement": sum(a.agree for a in answers) / tokens,
+        "exact": sum(a.right for a in answers) / len(answers),
+        "answers": len(answers),
+    }
+
+
+class HeldOutData:
+    """Held-out dialogues, run for every set of gates.
+
+    What the full cache predicts is computed anew each time: kept, it would be a vocabulary's worth
+    of logits for every answer token.
+
+    Args:
+        examples: per dialogue what the processor returns, and ``labels``.
+    """
+
+    def __init__(self, engine: Runtime, examples: Sequence[Mapping[str, Any]]) -> None:
+        self.engine = engine
+        self.rows: list[tuple[dict[str, Any], Tensor]] = []
+        for example in examples:
+            labels = example["labels"].flatten().clone()
+            labels[0] = -100  # nothing stands before a document's first token
+            self.rows.append(({k: v for k, v in example.items() if k != "labels"}, labels))
+
+    def read(self, gates: Gates | None, policy: str, budget: float) -> list[DialogueRun]:
+        """Feed every dialogue under ``policy`` and M = ``budget``."""
+        engine = engine_with(self.engine, gates, policy, budget)
+        return [read(engine, inputs, labels) for inputs, labels in self.rows]
+
+    @torch.inference_mode()
+    def admit(self, gates: WriteGates, window: int, threshold: float) -> dict[str, float]:
+        """Read every dialogue as it is decoded when write gates decide what stays.
+
+        An entry that leaves the window of the newest tokens is gone unless ``g >= threshold``. A
+        masked pass over the whole dialogue computes the same as decoding it with a cache: an entry
+        is out of the window of every token that comes after its removal.
+
+        Returns:
+            What :func:`summary` returns, ``evicted`` left out, with ``admitted``, the share of all
+            entries with ``g >= threshold``, and ``kept``, the share of all entries held at the
+            dialogues' ends (admitted or in the window).
+        """
+        engine, answers = self.engine, list[Answer]()
+        total, chosen, held, visual = 0, 0, 0, 0
+        gates = gates.to(engine.device, engine.dtype)
+        for inputs, labels in self.rows:
+            documents = lay_out(engine, [inputs])
+            full = full_attention_states(engine, documents)
+            states, log_g = write_gated_states(
+                engine, documents, gates, window, lambda log_g: binary(log_g, threshold)
+            )
+            answers += compare_states(engine.decoder, states, full, labels.to(engine.device))
+            stays = admitted(log_g, threshold)
+            chosen += int(stays.sum())
+            stays[-window:] = True
+            total, held = total + stays.numel(), held + int(stays.sum())
+            visual += int(stays[documents.modality > 0].sum())
+        return {
+            **_means(answers),
+            "admitted": chosen / total,
+            "kept": held / total,
+            "visual_share": visual / max(held, 1),
+        }
+
 
 _DAY = 24 * 3600  # seconds
 

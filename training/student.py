@@ -1,24 +1,30 @@
 """The student: a frozen decoder with gated attention, beside full attention.
 
 It runs the engine's decoder over documents laid end to end. So every family of the engine can be
-trained, and the gates see the same states in training as in decoding.
+trained, and the gates see the same states in training as in decoding. The gates,
+retention gates and write gates, are torch modules; their files are read and written here.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from mmkv.engine.model.decoder import Decoder
-from mmkv.engine.model.gates import Gates, WriteGates
+from mmkv.engine.model.gates import Gates, WriteGates, write_gates
+from mmkv.engine.model.gates.module import tied_gates
+from mmkv.engine.model.gates.published import layer_name, published_gates
+from mmkv.engine.model.product import plain
+from mmkv.engine.model.spec import DecoderSpec
+from mmkv.engine.model.weights import LayerWeights
 from mmkv.engine.policies.base import admitted
 from mmkv.engine.runtime import Runtime
 from mmkv.training.gated_attention import gated_attention
-from mmkv.training.measure.full_attention import Documents, FullAttention
+from mmkv.training.measure.teacher_forced import Documents, FullAttention
 
 
 class GatedAttention(FullAttention):
@@ -154,3 +160,156 @@ def write_gated_states(
             hidden, gate = run(index, hidden)
         log_g.append(gate)
     return hidden, torch.stack(log_g, 1)
+
+
+GATES = ("tied", "rg")
+
+
+class TrainableGates(nn.Module):
+    """The parameters of gates in one of two layouts.
+
+    ``tied``: a trunk of two layers per decoder layer, of which each KV head reads a block of its
+    own (:func:`mmkv.engine.model.gates.module.tied_gates`; DBTrimKV, arXiv 2605.09649, sections 4
+    and 5.1). ``rg``: ``d -> d_gate -> H`` per decoder layer, every head reading the whole
+    hidden layer (:func:`mmkv.engine.model.gates.published.published_gates`; TRIM-KV, arXiv
+    2512.03324, section 5.1).
+
+    Args:
+        d_gate: width of the hidden layers; with ``tied`` rounded up to a multiple of the KV heads.
+        tying: ``paper`` (one readout for all layers and heads: arXiv 2605.09649, section 4),
+            ``layer`` or ``none`` (one per layer and head); ``rg`` ties nothing.
+        bias: where the readout's bias starts; at 18, 1 - beta is 1.5e-8 and nothing is forgotten.
+        layers: the backbone's, for gates that read ``[k; v]`` instead of x (the ablation of
+            DBTrimKV, section 5.4): keys and values of all KV heads as they are projected, before
+            norm and RoPE. These are linear in x, so :meth:`file_tensors` folds the projection into
+            the gates' first layer, and the engine runs them like any others.
+        gate: one of :data:`GATES`.
+    """
+
+    def __init__(
+        self,
+        spec: DecoderSpec,
+        d_gate: int = 512,
+        tying: str = "paper",
+        bias: float = 18.0,
+        seed: int = 0,
+        layers: Sequence[LayerWeights] | None = None,
+        gate: str = "tied",
+    ) -> None:
+        super().__init__()
+        self.spec, self.gate = spec, gate
+        self._projections = None if layers is None else [_key_value(x, spec) for x in layers]
+        heads = spec.num_kv_heads
+        read = spec.hidden_size if layers is None else 2 * heads * spec.head_dim
+        generator = torch.Generator().manual_seed(seed)
+
+        def uniform(*shape: int) -> nn.Parameter:
+            # As nn.Linear starts: uniform within 1 / sqrt(inputs).
+            limit = shape[-1] ** -0.5
+            return nn.Parameter((2 * torch.rand(*shape, generator=generator) - 1) * limit)
+
+        def linear(inputs: int, outputs: int) -> nn.Module:
+            made = nn.Module()
+            made.weight = uniform(outputs, inputs)
+            made.bias = nn.Parameter(torch.zeros(outputs))
+            return made
+
+        self.layers = nn.ModuleList()
+        if gate == "rg":
+            for _ in range(spec.num_layers):
+                stage = nn.Module()
+                stage.linear1 = linear(read, d_gate)
+                stage.linear2 = nn.Module()
+                stage.linear2.weight = uniform(heads, d_gate)
+                stage.bias = nn.Parameter(torch.full((heads,), float(bias)))
+                self.layers.append(stage)
+            return
+        block = math.ceil(d_gate / heads)
+        width = block * heads
+        lead = {"paper": (), "layer": (spec.num_layers,), "none": (spec.num_layers, heads)}[tying]
+        for _ in range(spec.num_layers):
+            stage = nn.Module()
+            stage.linear1 = linear(read, width)
+            stage.linear2 = linear(width, width)
+            self.layers.append(stage)
+        self.readout = nn.Module()
+        self.readout.weight = uniform(*lead, block)
+        self.readout.bias = nn.Parameter(torch.full(lead, float(bias)))
+
+    def gates(self) -> Gates:
+        """Return the engine's gates over the live parameters: gradients reach them."""
+        return self.built(self._folded())
+
+    def built(self, tensors: dict[str, Tensor]) -> Gates:
+        """Return the engine's gates of this layout over the tensors of a gate file."""
+        make = published_gates if self.gate == "rg" else tied_gates
+        return make(tensors, self.spec)
+
+    def file_tensors(self) -> dict[str, Tensor]:
+        """Return what a gate file holds."""
+        return {name: tensor.detach().clone() for name, tensor in self._folded().items()}
+
+    def _folded(self) -> dict[str, Tensor]:
+        tensors: dict[str, Tensor] = dict(self.named_parameters())
+        for index, (weight, bias) in enumerate(self._projections or ()):
+            name = f"layers.{index}.linear1"
+            first = tensors[f"{name}.weight"]
+            tensors[f"{name}.weight"] = first @ weight.to(first)
+            if bias is not None:
+                tensors[f"{name}.bias"] = tensors[f"{name}.bias"] + first @ bias.to(first)
+        if self.gate == "rg":
+            return {layer_name(name): tensor for name, tensor in tensors.items()}
+        return tensors
+
+
+class TrainableWriteGates(nn.Module):
+    """The parameters of write gates (``engine.model.gates.write``; WG-KV, arXiv 2512.17452).
+
+    Gains of the norms start at 1, all else as ``torch.nn.Linear`` starts, as in the authors'
+    released code: g begins near 0.5.
+
+    Args:
+        d_gate: width of the hidden layer of each head.
+    """
+
+    def __init__(self, spec: DecoderSpec, d_gate: int = 512, seed: int = 0) -> None:
+        super().__init__()
+        self.spec = spec
+        count, heads, size = spec.num_layers, spec.num_kv_heads, spec.head_dim
+        generator = torch.Generator().manual_seed(seed)
+
+        def linear(inputs: int, weight: tuple[int, ...], bias: tuple[int, ...]) -> nn.Module:
+            made, limit = nn.Module(), inputs**-0.5
+            for name, shape in (("weight", weight), ("bias", bias)):
+                noise = torch.rand(*shape, generator=generator)
+                setattr(made, name, nn.Parameter((2 * noise - 1) * limit))
+            return made
+
+        self.norm = nn.Module()
+        self.norm.before = nn.Parameter(torch.ones(count, size))
+        self.norm.after = nn.Parameter(torch.ones(count, size))
+        self.layers = nn.ModuleList()
+        for _ in range(count):
+            stage = nn.Module()
+            stage.linear1 = linear(2 * size, (heads, d_gate, 2 * size), (heads, d_gate))
+            self.layers.append(stage)
+        self.readout = linear(d_gate, (count, heads, d_gate), (count, heads))
+
+    def gates(self) -> WriteGates:
+        """Return the engine's gates over the live parameters: gradients reach them."""
+        return self.built(dict(self.named_parameters()))
+
+    def built(self, tensors: dict[str, Tensor]) -> WriteGates:
+        """Return the engine's gates over the tensors of a gate file."""
+        return write_gates(tensors, self.spec)
+
+    def file_tensors(self) -> dict[str, Tensor]:
+        """Return what a gate file holds."""
+        return {name: tensor.detach().clone() for name, tensor in self.named_parameters()}
+
+
+def _key_value(layer: LayerWeights, spec: DecoderSpec) -> tuple[Tensor, Tensor | None]:
+    """Return the fused projection's rows for keys and values, ``[2 H d_h, d]``, and their bias."""
+    first = spec.num_heads * spec.head_dim
+    rows = plain(layer.qkv)[first:].to(layer.input_norm.dtype)
+    return rows, None if layer.qkv_bias is None else layer.qkv_bias[first:]

@@ -29,7 +29,7 @@ _STACK = "experts.gate_up_proj"
 
 
 @dataclass(frozen=True)
-class Layout:
+class StoredShapes:
     """Which parts a layer of one type of text model has, besides its matrices.
 
     Attributes:
@@ -43,7 +43,7 @@ class Layout:
     fused: bool = False
 
     @classmethod
-    def of(cls, config: Any) -> Layout | None:
+    def of(cls, config: Any) -> StoredShapes | None:
         """Return the layout of transformers' module for this config; None for other types."""
         bias = bool(getattr(config, "attention_bias", False))
         match config.model_type:
@@ -174,7 +174,7 @@ def read_text_weights(
     Returns:
         None when a tensor is missing, has another shape or is none of this model's.
     """
-    layout = Layout.of(config)
+    layout = StoredShapes.of(config)
     for prefix, head in places:
         if layout is None or f"{prefix}embed_tokens.weight" not in stored.names:
             continue
@@ -184,7 +184,7 @@ def read_text_weights(
 
 def _read(
     stored: StoredTensors,
-    layout: Layout,
+    layout: StoredShapes,
     config: Any,
     spec: DecoderSpec,
     prefix: str,
@@ -262,7 +262,7 @@ def _layer(
     read: Callable[..., Tensor],
     matrix: Callable[..., Matrix],
     at: str,
-    layout: Layout,
+    layout: StoredShapes,
     spec: DecoderSpec,
     experts: tuple[Tensor, Tensor, Tensor] | None,
 ) -> LayerWeights:
@@ -301,7 +301,7 @@ def _layer(
 
 
 def _shapes(
-    layout: Layout, config: Any, spec: DecoderSpec, stacked: bool
+    layout: StoredShapes, config: Any, spec: DecoderSpec, stacked: bool
 ) -> dict[str, tuple[int, ...]]:
     """Return the shape of every tensor of the text model, the head left out."""
     hidden, inner, dim = spec.hidden_size, config.intermediate_size, spec.head_dim

@@ -24,15 +24,14 @@ from rich.table import Table
 from mmkv.engine.runtime import Runtime
 from mmkv.eval.accuracy.scenes import wilson
 from mmkv.resources import bundled_model_name
-from mmkv.training.data.dialogues import clip, dense, sparse, stream
-from mmkv.training.data.scene_data import scene_example
-from mmkv.training.data.scenes import Turn
-from mmkv.training.data.tokenizer import build_tokenizer
+from mmkv.training.data.dialogues import clip, dense, scene_example, sparse, stream
+from mmkv.training.data.scene_encoding import build_tokenizer
+from mmkv.training.data.scenes import SceneTurn
 from mmkv.training.measure.record import write_results
 from mmkv.training.measure.teacher_forced import FullCache, spans
 
 # Dialogues by name, each a function of a seed.
-DIALOGUES: dict[str, Callable[[int], list[Turn]]] = {
+DIALOGUES: dict[str, Callable[[int], list[SceneTurn]]] = {
     "dense, 8 pictures, 12 turns": lambda seed: dense(seed, "heldout", 8, 12, search=False),
     "dense, 4 pictures, 8 turns": lambda seed: dense(seed, "heldout", 4, 8, search=False),
     "dense, 4 pictures, 8 turns, search": lambda seed: dense(seed, "heldout", 4, 8),

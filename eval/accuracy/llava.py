@@ -30,10 +30,9 @@ from mmkv.eval.measure.stats import mean, paired
 from mmkv.eval.quality.methods import Cell, Method
 from mmkv.prompt.loading import load_processor
 from mmkv.training.data.labels import IGNORED
-from mmkv.training.llava.pictures import PIXELS, EasyVQA, Turn, easy_vqa_folder, talk
+from mmkv.training.llava.pictures import PIXELS, EasyVQA, PictureTurn, easy_vqa_folder, talk
 from mmkv.training.llava.teach import encode, opening
-from mmkv.training.measure.outputs import require_output
-from mmkv.training.measure.record import write_results
+from mmkv.training.measure.record import require_output, write_results
 from mmkv.training.measure.teacher_forced import FullCache, read_at, spans
 
 _SIGHTS = ("pictures", "blank pictures", "other pictures")
@@ -42,7 +41,7 @@ Scores = dict[str, list[dict[str, list[int]]]]  # run -> per talk: kind -> [righ
 
 
 def inputs_of(
-    processor: Any, turns: Sequence[Turn], pictures: Sequence[Image.Image]
+    processor: Any, turns: Sequence[PictureTurn], pictures: Sequence[Image.Image]
 ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     """Return what the checkpoint's processor makes of a talk with these pictures, and labels."""
     first = processor.tokenizer.encode(opening(processor.tokenizer), add_special_tokens=False)
@@ -52,11 +51,11 @@ def inputs_of(
     return made, torch.tensor([IGNORED] * len(first) + labels)
 
 
-def pictures_of(turns: Sequence[Turn]) -> list[Image.Image]:
+def pictures_of(turns: Sequence[PictureTurn]) -> list[Image.Image]:
     return [turn.shown.picture() for turn in turns if turn.shown]
 
 
-def partners(talks: Sequence[Sequence[Turn]]) -> list[int]:
+def partners(talks: Sequence[Sequence[PictureTurn]]) -> list[int]:
     """Return for each talk the next one, in a circle, with as many pictures; at worst itself."""
     counts = [sum(turn.shown is not None for turn in turns) for turns in talks]
     found = []
@@ -114,7 +113,7 @@ def rights_of(full: FullCache, labels: torch.Tensor) -> list[bool]:
     ]
 
 
-def by_kind(turns: Sequence[Turn], rights: Sequence[bool]) -> dict[str, list[int]]:
+def by_kind(turns: Sequence[PictureTurn], rights: Sequence[bool]) -> dict[str, list[int]]:
     """Count answers of a talk: kind -> [right, of]."""
     made: dict[str, list[int]] = defaultdict(lambda: [0, 0])
     for turn, right in zip(turns, rights, strict=True):
@@ -124,7 +123,7 @@ def by_kind(turns: Sequence[Turn], rights: Sequence[bool]) -> dict[str, list[int
     return dict(made)
 
 
-def constant(talks: Sequence[Sequence[Turn]]) -> list[dict[str, list[int]]]:
+def constant(talks: Sequence[Sequence[PictureTurn]]) -> list[dict[str, list[int]]]:
     """Count what the answer that is most often right would get, given to all of a kind."""
     answers: dict[str, Counter[str]] = defaultdict(Counter)
     for turn in itertools.chain.from_iterable(talks):

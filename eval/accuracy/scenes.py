@@ -20,11 +20,11 @@ from rich.progress import track
 from rich.table import Table
 
 from mmkv.resources import bundled_model_name
-from mmkv.training.data.scenes import Question, Turn, make_scene, questions, render
+from mmkv.training.data.scenes import Question, SceneTurn, make_scene, questions, render
 from mmkv.training.measure.record import write_results
 
 # Answers the turns of a dialogue in order, with its own earlier answers as history.
-Answerer = Callable[[list[Turn]], list[str]]
+Answerer = Callable[[list[SceneTurn]], list[str]]
 
 
 def transformers_answerer(folder: str) -> Answerer:
@@ -36,7 +36,7 @@ def transformers_answerer(folder: str) -> Answerer:
     images = Qwen2VLImageProcessor.from_pretrained(folder)
     pad = tokenizer.convert_tokens_to_ids("<|image_pad|>")
 
-    def answer(turns: list[Turn]) -> list[str]:
+    def answer(turns: list[SceneTurn]) -> list[str]:
         messages: list[dict[str, Any]] = []
         pictures, given = [], []
         for turn in turns:
@@ -82,7 +82,7 @@ def mmkv_answerer(folder: str, policy: str | None, budget: float, gates: str | N
     engine = mmkv.Engine.from_pretrained(folder, policy=policy, budget=budget, gates=gates)
     sampling = mmkv.Sampling.greedy(max_new_tokens=96)
 
-    def answer(turns: list[Turn]) -> list[str]:
+    def answer(turns: list[SceneTurn]) -> list[str]:
         with engine.session() as session:
             return [
                 "".join(
@@ -109,20 +109,20 @@ def wilson(right: int, total: int) -> tuple[float, float]:
     return (middle - half, middle + half)
 
 
-def single_picture(seed: int, count: int) -> list[Turn]:
+def single_picture(seed: int, count: int) -> list[SceneTurn]:
     """Make ``count`` held-out questions, each about a picture of its own, kinds in turn."""
     import random
 
     rng = random.Random(f"accuracy-{seed}")
     kinds = ("cell", "locate", "colour", "count", "exists", "read", "list")
-    asked: list[Turn] = []
+    asked: list[SceneTurn] = []
     while len(asked) < count:
         wanted = kinds[len(asked) % len(kinds)]
         found: Question | None = None
         while found is None:
             scene = make_scene(rng, "heldout")
             found = next((q for q in questions(scene, rng) if q.kind == wanted), None)
-        asked.append(Turn((scene,), found))
+        asked.append(SceneTurn((scene,), found))
     return asked
 
 

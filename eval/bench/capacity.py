@@ -21,11 +21,16 @@ import torch
 from mmkv.engine.config import EngineConfig
 from mmkv.engine.errors import BudgetError, MmkvError
 from mmkv.engine.runtime import Runtime
-from mmkv.eval.bench.memory_estimate import WORKSPACE, Plan, dense_count, plan
-from mmkv.eval.bench.methods import concerns_one_method
+from mmkv.eval.bench.methods import (
+    WORKSPACE,
+    Plan,
+    concerns_one_method,
+    dense_count,
+    plan,
+    synthetic_sessions,
+)
 from mmkv.eval.bench.output import device_note, failure, parser, save, table, where
 from mmkv.eval.bench.shapes import SHAPES, Shape, build_engine
-from mmkv.eval.bench.synthetic_cache import synthetic_sessions
 
 
 @torch.inference_mode()

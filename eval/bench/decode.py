@@ -9,17 +9,18 @@ includes the fixed cost of a call.
 
 Cases are ``B:CONTEXT:M``, or a set: ``targets``, ``grid``, ``largest`` (each method at the largest
 batch that fits ``--largest-memory``), ``tiny``. Figures go to ``gpu-decode-<shape>.json`` after
-each case.
+each case. Measured speeds are compared with the project's targets (one H200).
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import json
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,18 +29,184 @@ import torch
 from mmkv.engine.backends.cuda import GraphRunner
 from mmkv.engine.errors import MmkvError
 from mmkv.engine.runtime import Runtime
-from mmkv.eval.bench.decode_cases import SETS, Case
-from mmkv.eval.bench.decode_report import figure, show, show_targets
-from mmkv.eval.bench.memory_estimate import own_bytes, peer_bytes
-from mmkv.eval.bench.methods import EAGER_STEPS, Own, concerns_one_method
-from mmkv.eval.bench.names import BOUNDED, DYNAMIC, EAGER, FULL, OWN
-from mmkv.eval.bench.output import BenchError, device_note, failure, on_gpu, parser, save
-from mmkv.eval.bench.parts import split
-from mmkv.eval.bench.peer import PEERS, Job
-from mmkv.eval.bench.process import PeerProcess
+from mmkv.eval.bench.harness import BenchError, Child
+from mmkv.eval.bench.methods import (
+    EAGER_STEPS,
+    Own,
+    concerns_one_method,
+    own_bytes,
+    peer_bytes,
+    split,
+)
+from mmkv.eval.bench.output import (
+    curves,
+    device_note,
+    failure,
+    on_gpu,
+    parser,
+    save,
+    table,
+)
+from mmkv.eval.bench.peer import BOUNDED, DYNAMIC, EAGER, FULL, OWN, PEERS, Job
 from mmkv.eval.bench.shapes import SHAPES, build_engine
-from mmkv.eval.bench.targets import checks
-from mmkv.eval.measure.timing import copy_bandwidth, spread, take_turns
+from mmkv.eval.measure.timing import copy_bandwidth, ratios, spread, take_turns
+
+
+@dataclass(frozen=True)
+class Case:
+    """``batch`` sequences that have seen ``context`` tokens and may keep ``budget`` per row."""
+
+    batch: int
+    context: int
+    budget: int
+    kind: str = "given"
+
+    @classmethod
+    def parse(cls, text: str) -> Case:
+        """Parse ``B:CONTEXT:M``. Raises BenchError."""
+        try:
+            batch, context, budget = (int(part) for part in text.split(":"))
+        except ValueError:
+            raise BenchError(
+                f"case {text!r} is not B:CONTEXT:M, such as 16:16384:256, nor a set: "
+                f"{', '.join(SETS)}"
+            ) from None
+        if min(batch, context, budget) < 1:
+            raise BenchError(f"case {text!r} has a number below 1; give B:CONTEXT:M from 1 on")
+        return cls(batch, context, budget)
+
+
+SETS: dict[str, list[Case]] = {
+    "targets": [
+        Case(batch, context, budget, "targets")
+        for batch, context, budget in (
+            (1, 16384, 256),
+            (4, 32768, 1024),
+            (8, 16384, 1024),
+            (16, 16384, 256),
+            (64, 4096, 256),
+        )
+    ],
+    "grid": [
+        Case(batch, context, budget, "grid")
+        for batch in (1, 4, 8, 16, 64)
+        for context, budget in ((4096, 64), (16384, 128), (32768, 512), (131072, 1024))
+    ],
+    "largest": [Case(0, 16384, 256, "largest")],
+    "tiny": [Case(1, 40, 12, "tiny"), Case(3, 60, 12, "tiny")],
+}
+
+
+# tokens/s on one H200 that a paper states for (shape, batch, context, M).
+PUBLISHED = {
+    ("qwen3-4b", 4, 32768, 1024): {"full": 68, "SnapKV": 125, "TRIM-KV": 130},
+    ("qwen3-4b", 8, 16384, 1024): {"full": 139, "SnapKV": 245, "TRIM-KV": 280},
+}
+
+
+def checks(shape: str, case: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the targets that apply to a measured case: name, value, bound, whether it is met."""
+
+    def target(what: str, value: float, wanted: float, at_least: bool) -> dict[str, Any]:
+        met = value >= wanted if at_least else value <= wanted
+        sign = ">=" if at_least else "<="
+        return {"target": what, "value": value, "wanted": f"{sign} {wanted:g}", "met": met}
+
+    methods, where = case["methods"], (case["batch"], case["context"], case["budget"])
+    own = methods.get(OWN, {})
+    if "ms_per_step" not in own:
+        return
+    at = f"{shape}, B={where[0]}, {where[1]} tokens, M={where[2]}"
+    if case.get("kind") != "largest" and where[0] in (1, 16, 64):
+        yield target(f"step / floor, {at}", own["step_over_floor"], 1.20, False)
+    if "eviction_of_step" in case.get("parts", {}):
+        yield target(f"eviction / step, {at}", case["parts"]["eviction_of_step"], 0.03, False)
+    if where[2] >= 64:
+        ratio = own["memory"]["physical_over_logical"]
+        yield target(f"physical / logical KV, {at}", ratio, 1.10, False)
+    if shape == "qwen3-4b" and where == (4, 32768, 1024):
+        yield target(f"tokens/s, {at}", own["tokens_per_second"], 1500, True)
+    full = methods.get(FULL, {})
+    if "ms_per_step" in full and case.get("kind") == "largest":
+        ratio = own["tokens_per_second"] / full["tokens_per_second"]
+        yield target(f"tokens/s over own full, largest batches, {shape}", ratio, 8, True)
+    elif "ms_per_step" in full and where[:1] + where[2:] == (16, 256):
+        allowed = full["floor_ms"] / own["floor_ms"]
+        got = full["ms_per_step"]["median"] / own["ms_per_step"]["median"]
+        yield target(
+            f"speed-up over own full / what the bytes allow, {at}", got / allowed, 0.85, True
+        )
+    if where[0] == 16 and DYNAMIC in case.get("beside", {}):
+        ratio = case["beside"][DYNAMIC]["ours_over_peers_tokens_per_second"]["median"]
+        yield target(f"tokens/s over transformers, {at}", ratio, 8, True)
+
+
+def show(shape: str, case: dict[str, Any]) -> None:
+    """Print one case."""
+    rows = []
+    for name, method in case["methods"].items():
+        if "failed" in method:
+            rows.append([name, "-", "-", "-", "-", method["failed"]])
+            continue
+        low, high = method["ms_per_step"]["quartiles"]
+        over = f"{method['step_over_floor']:.2f}" if "step_over_floor" in method else ""
+        memory = method.get("memory")
+        kv = f"{memory['kv_bytes'] / 1e9:.3f} GB KV" if memory else ""
+        rows.append(
+            [
+                name,
+                method["batch"],
+                f"{method['ms_per_step']['median']:.3f} ({low:.3f} .. {high:.3f})",
+                f"{method['tokens_per_second']:,.0f}",
+                over,
+                kv,
+            ]
+        )
+    for name, speed in PUBLISHED.get(
+        (shape, case["batch"], case["context"], case["budget"]), {}
+    ).items():
+        rows.append(
+            [f"{name} (paper)", case["batch"], "", f"{speed:,}", "", "published, on one H200"]
+        )
+    names = ("method", "batch", "ms per step", "tokens/s", "step / floor", "")
+    kind = f"{case['kind']}: {case['context']} tokens seen, M = {case['budget']}"
+    table(f"{shape}, {kind}", names, rows)
+    parts = case.get("parts", {})
+    if "failed" in parts:
+        print(f"the parts of a step could not be measured: {parts['failed']}")
+    elif parts:
+        parts = parts["ms"]
+        table("ms of our evicting step", list(parts), [[f"{v:.3f}" for v in parts.values()]])
+
+
+def figure(args: argparse.Namespace, cases: Sequence[dict[str, Any]]) -> Path | None:
+    """Plot the tokens per second against the batch, for the cases of the grid."""
+    lines: dict[str, tuple[list[Any], list[Any]]] = {}
+    for case in cases:
+        for method, name in ((OWN, f"M = {case['budget']}"), (FULL, f"full, {case['context']}")):
+            speed = case["methods"].get(method, {}).get("tokens_per_second")
+            if case["kind"] == "grid" and speed:
+                x, y = lines.setdefault(name, ([], []))
+                x.append(case["batch"])
+                y.append(speed)
+    if not lines:
+        return None
+    path: Path = args.output / f"{args.name or f'gpu-decode-{args.shape}'}.png"
+    return curves(path, args.shape, ("sequences in a batch", "tokens/s"), lines)
+
+
+def show_targets(targets: Sequence[dict[str, Any]]) -> None:
+    """Print which targets are met."""
+    rows = [
+        [
+            target["target"],
+            f"{target['value']:.3f}",
+            target["wanted"],
+            "yes" if target["met"] else "NO",
+        ]
+        for target in targets
+    ]
+    table("Targets", ("target", "value", "wanted", "met"), rows)
 
 
 class Bench:
@@ -188,10 +355,10 @@ class Bench:
                 mine()
                 called.clear()
                 times = take_turns(
-                    {"mine": mine, "peer": lambda: process.seconds(tokens) / tokens},
+                    {"mine": mine, "peer": lambda: _seconds(process, tokens) / tokens},
                     self.args.rounds,
                 )
-                found["methods"][peer] = _peer_method(process, times["peer"])
+                found["methods"][peer] = _peer_method(job.batch, process, times["peer"])
         except Exception as error:
             self._or_raise(error)
             found["methods"][peer] = {"failed": failure(error).removeprefix("BenchError: ")}
@@ -199,9 +366,7 @@ class Bench:
         ours = self._method(own, times["mine"], called)
         found.setdefault("beside", {})[peer] = {
             "ours_ms_per_step": ours["ms_per_step"],
-            "ours_over_peers_tokens_per_second": spread(
-                [theirs / own for theirs, own in zip(times["peer"], called, strict=True)]
-            ),
+            "ours_over_peers_tokens_per_second": ratios(times["peer"], called),
         }
 
     def _job(self, peer: str, case: Case) -> Job:
@@ -216,10 +381,10 @@ class Bench:
             self.args.dtype,
         )
 
-    def _start(self, job: Job) -> PeerProcess:
+    def _start(self, job: Job) -> Child:
         python = self.args.python.get(job.peer, sys.executable)
         log = self.logs / f"{job.peer.replace(' ', '-')}-{job.batch}x{job.context}.log"
-        return PeerProcess(job, python, self.args.patience, log)
+        return start_peer(job, python, self.args.patience, log)
 
     def largest(self, case: Case) -> dict[str, Any]:
         """Time each method alone at the largest batch that fits the stated memory."""
@@ -259,8 +424,8 @@ class Bench:
         try:
             with self._start(self._job(DYNAMIC, _sized(case, batch))) as process:
                 tokens = self.args.peer_tokens
-                times = [process.seconds(tokens) / tokens for _ in range(self.args.rounds)]
-                return _peer_method(process, times)
+                times = [_seconds(process, tokens) / tokens for _ in range(self.args.rounds)]
+                return _peer_method(batch, process, times)
         except Exception as error:
             self._or_raise(error)
             return {"failed": failure(error).removeprefix("BenchError: ")}
@@ -288,13 +453,25 @@ def _sized(case: Case, batch: int) -> Case:
     return Case(batch, case.context, case.budget, case.kind)
 
 
-def _peer_method(process: PeerProcess, times: list[float]) -> dict[str, Any]:
+def start_peer(job: Job, python: str, patience: float, log: Path) -> Child:
+    """Start a peer with the interpreter of its environment; see :class:`Child`."""
+    command = [python, "-m", "mmkv.eval.bench.peer", json.dumps(asdict(job))]
+    return Child(command, patience, log)
+
+
+def _seconds(process: Child, tokens: int) -> float:
+    """Have a peer decode; return the seconds of all steps. Raises BenchError with the reason."""
+    seconds: float = process.ask({"decode": tokens})["wall"]
+    return seconds
+
+
+def _peer_method(batch: int, process: Child, times: list[float]) -> dict[str, Any]:
     step = spread([1e3 * t for t in times])
     return {
-        "batch": process.job.batch,
+        "batch": batch,
         "ms_per_step": step,
-        "tokens_per_second": 1e3 * process.job.batch / step["median"],
-        "peak_bytes": process.peak_bytes,
+        "tokens_per_second": 1e3 * batch / step["median"],
+        "peak_bytes": process.last["peak_bytes"],
         "versions": process.versions,
     }
 

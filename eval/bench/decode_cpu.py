@@ -29,7 +29,8 @@ from torch import Tensor
 from transformers.utils import logging as transformers_logging
 
 from mmkv.engine.runtime import Runtime
-from mmkv.eval.measure.timing import spread, take_turns
+from mmkv.eval.bench.harness import token_times
+from mmkv.eval.measure.timing import ratios, spread, take_turns
 from mmkv.training.measure.record import RESULTS, write_results
 
 OURS, THEIRS = "mmkv", "transformers"  # names of the methods in result files
@@ -56,22 +57,15 @@ class Transformers:
 
     @torch.inference_mode()
     def run(self, tokens: int) -> Run:
-        """Decode and time it with a stopping criterion that never stops."""
-        clock: list[float] = []
-
-        def note(ids: Tensor, scores: Any, **_: Any) -> Tensor:
-            clock.append(time.perf_counter())
-            return torch.zeros(ids.shape[0], dtype=torch.bool)
-
-        made = self.model.generate(
+        """Decode, and time it from the first new token to the last."""
+        times, made = token_times(
+            self.model,
             input_ids=self.prompts,
             attention_mask=torch.ones_like(self.prompts),
             past_key_values=copy.deepcopy(self.cache),
             max_new_tokens=tokens + 1,
-            do_sample=False,
-            stopping_criteria=transformers.StoppingCriteriaList([note]),
         )
-        return clock[-1] - clock[0], made[:, self.prompts.shape[1] :].tolist()
+        return times[-1] - times[0], made[:, self.prompts.shape[1] :].tolist()
 
 
 class Mmkv:
@@ -157,12 +151,11 @@ def bench(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
         return args.batch * args.tokens / methods[name].run(args.tokens)[0]
 
     speeds = take_turns({name: partial(speed, name) for name in methods}, args.rounds)
-    ratios = [a / b for a, b in zip(speeds[OURS], speeds[THEIRS], strict=True)]
     found = {
         "model": folder.name,
         "unit": "tokens/s of all sequences together",
         **{name: spread(values) for name, values in speeds.items()},
-        "ratio": spread(ratios),
+        "ratio": ratios(speeds[OURS], speeds[THEIRS]),
         "decode_path": engine.decode_path,
         "same_tokens": chosen[OURS] == chosen[THEIRS],
     }

@@ -25,7 +25,8 @@ from transformers.utils import logging as transformers_logging
 
 from mmkv.engine.model.families import find_for
 from mmkv.eval.bench.decode_cpu import OURS, THEIRS, random_prompts
-from mmkv.eval.measure.timing import spread, take_turns
+from mmkv.eval.bench.harness import token_times
+from mmkv.eval.measure.timing import ratios, spread, take_turns
 from mmkv.hf import retain
 from mmkv.training.measure.record import RESULTS, write_results
 
@@ -39,19 +40,13 @@ def timed(model: Any, prompts: Tensor, tokens: int) -> dict[str, float]:
         by :data:`PARTS`: tokens/s of the prompts; new tokens/s of the decode steps and of the whole
         call. All sequences together.
     """
-    clock: list[float] = []
-
-    def note(ids: Tensor, scores: Any, **_: Any) -> Tensor:
-        clock.append(time.process_time())
-        return torch.zeros(ids.shape[0], dtype=torch.bool)
-
     started = time.process_time()
-    model.generate(
+    clock, _ = token_times(
+        model,
+        time.process_time,
         input_ids=prompts,
         attention_mask=torch.ones_like(prompts),
         max_new_tokens=tokens,
-        do_sample=False,
-        stopping_criteria=transformers.StoppingCriteriaList([note]),
     )
     count, width = prompts.shape
     took = (clock[0] - started, clock[-1] - clock[0], time.process_time() - started)
@@ -96,9 +91,8 @@ def _compared(rounds: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
     made = {}
     for part in PARTS:
         speeds = {name: [speed[part] for speed in rounds[name]] for name in (OURS, THEIRS)}
-        ratios = [a / b for a, b in zip(speeds[OURS], speeds[THEIRS], strict=True)]
         made[part] = {name: spread(values) for name, values in speeds.items()}
-        made[part]["ratio"] = spread(ratios)
+        made[part]["ratio"] = ratios(speeds[OURS], speeds[THEIRS])
     return made
 
 

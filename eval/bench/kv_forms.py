@@ -28,8 +28,8 @@ from mmkv.engine.errors import InputError, MmkvError
 from mmkv.engine.model.families.loading import resolve_device
 from mmkv.engine.runtime import Runtime
 from mmkv.engine.sequence import CachedSequence
+from mmkv.eval.bench.methods import synthetic_sessions
 from mmkv.eval.bench.shapes import SHAPES, build_engine
-from mmkv.eval.bench.synthetic_cache import synthetic_sessions
 from mmkv.eval.measure.timing import spread, synchronize, take_turns
 from mmkv.resources import bundled_model_name
 from mmkv.training.measure.record import RESULTS, write_results

@@ -11,12 +11,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from mmkv.engine.errors import MmkvError
+from mmkv.eval.bench.harness import BenchError
 from mmkv.training.measure.record import RESULTS, write_results
-
-
-class BenchError(MmkvError):
-    """Wrong arguments of a speed program."""
 
 
 def plain_parser(name: str, about: str | None) -> argparse.ArgumentParser:

@@ -2,16 +2,15 @@
 
 Peers run in their own process because they need other versions of transformers than mmkv
 (``--python`` of the benchmark names their environment), and because a failing peer must not end the
-benchmark. The process builds the model of ``shapes``, fills a cache and prints ``{"ready": ...}``.
-Then it reads numbers of tokens from stdin, one a line, decodes as many, and prints the seconds.
-Only decode steps are timed, from the first new token to the last.
+benchmark. The process builds the model of ``shapes``, fills a cache and decodes as often as it is
+asked (:mod:`mmkv.eval.bench.harness`). Only decode steps are timed, from the first new token to the
+last.
 
 It needs torch, transformers (4.57 to 5) and the peer's own package.
 """
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import json
 import os
@@ -27,9 +26,18 @@ import torch
 import transformers
 from torch import Tensor
 
-from mmkv.eval.bench.child import answering
-from mmkv.eval.bench.names import BATCHING, DYNAMIC, KVPRESS, STATIC, TRIMKV
+from mmkv.eval.bench.harness import Method, decoding_press, serve, token_times
 from mmkv.eval.bench.shapes import SHAPES, Shape, build_model, config_arguments, randomise
+
+# Names of the methods of the decode benchmark, in its results and on its command line.
+OWN, FULL, EAGER = "mmkv graph, evicting", "mmkv graph, full cache", "mmkv eager, evicting"
+
+# The peers: transformers with a dynamic cache, a static cache, and continuous batching.
+DYNAMIC = "transformers"
+STATIC = "transformers static+compile"
+BATCHING = "transformers continuous batching"
+KVPRESS, TRIMKV = "kvpress", "trimkv"
+BOUNDED = (KVPRESS, TRIMKV)  # evict as we do: their memory does not grow with the context
 
 
 @dataclass(frozen=True)
@@ -60,23 +68,10 @@ class Job:
         return torch.device(self.device), getattr(torch, self.dtype)
 
 
-class Clock:
-    """A stopping criterion that never stops and records the times of tokens."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.times: list[float] = []
-
-    def __call__(self, ids: Tensor, scores: Any, **_: Any) -> Tensor:
-        """Record the time; generate itself waits for the device at every token."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        self.times.append(time.perf_counter())
-        return torch.zeros(ids.shape[0], dtype=torch.bool, device=ids.device)
-
-
-class Generate:
+class Generate(Method):
     """``model.generate`` on a cache that already holds the context, as random numbers."""
+
+    packages = ("torch", "transformers", "kvpress", "trimkv", "flash-attn")
 
     def __init__(self, job: Job) -> None:
         self.job = job
@@ -116,24 +111,40 @@ class Generate:
         ids = torch.ones(self.job.batch, self.held + 1, dtype=torch.int64)
         return ids.to(self.device)
 
+    def obey(self, order: dict[str, Any]) -> dict[str, Any]:
+        """Decode as many tokens as ``{"decode": tokens}`` says."""
+        seconds = self.run(order["decode"])
+        peak = torch.cuda.max_memory_allocated() if self.device.type == "cuda" else None
+        return {"wall": seconds, "peak_bytes": peak}
+
+    def about(self) -> dict[str, Any]:
+        """Return the versions installed here, which may differ from those that mmkv runs on."""
+        return {**super().about(), "torch": torch.__version__}
+
+    def now(self) -> float:
+        """Return the time once the device has done its work; generate waits for it anyway."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
     @torch.inference_mode()
     def run(self, tokens: int) -> float:
         """Time ``tokens`` decode steps."""
-        clock, prompt = Clock(self.device), self.prompt()
-        self.model.generate(
+        prompt = self.prompt()
+        times, _ = token_times(
+            self.model,
+            self.now,
             input_ids=prompt,
             attention_mask=torch.ones_like(prompt),
             past_key_values=self.cache,
             max_new_tokens=tokens + 1,
             min_new_tokens=tokens + 1,
-            do_sample=False,
             use_cache=True,
-            stopping_criteria=transformers.StoppingCriteriaList([clock]),
         )
         self.restore()
-        if len(clock.times) != tokens + 1:
-            raise RuntimeError(f"{len(clock.times) - 1} steps were timed, {tokens} asked for")
-        return clock.times[-1] - clock.times[0]
+        if len(times) != tokens + 1:
+            raise RuntimeError(f"{len(times) - 1} steps were timed, {tokens} asked for")
+        return times[-1] - times[0]
 
 
 class Static(Generate):
@@ -175,12 +186,7 @@ class Kvpress(Generate):
 
     def run(self, tokens: int) -> float:
         """Generate inside the press."""
-        press = self.presses.DecodingPress(
-            base_press=self.presses.KnormPress(),
-            compression_interval=16,
-            target_size=self.job.budget,
-        )
-        with press(self.model):
+        with decoding_press(self.job.budget)(self.model):
             return super().run(tokens)
 
 
@@ -271,31 +277,16 @@ PEERS: dict[str, Callable[[Job], Generate]] = {
 }
 
 
-def versions() -> dict[str, str]:
-    """Return the versions installed here, which may differ from those that mmkv runs on."""
-    from importlib import metadata
-
-    found = {"torch": torch.__version__, "transformers": transformers.__version__}
-    for name in ("kvpress", "trimkv", "flash-attn"):
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(name)
-    return found
-
-
-def serve(job: Job, say: Callable[[dict[str, Any]], None]) -> None:
-    """Prepare the peer, then decode as often as stdin asks."""
+def made(job: Job) -> Generate:
+    """Prepare a peer, and show that it runs."""
     peer = PEERS[job.peer](job)
-    peer.run(min(4, job.tokens))  # compiles, and shows that it runs
-    say({"ready": True, "versions": versions()})
-    for line in sys.stdin:
-        seconds = peer.run(int(line))
-        peak = torch.cuda.max_memory_allocated() if job.where[0].type == "cuda" else None
-        say({"seconds": seconds, "peak_bytes": peak})
+    peer.run(min(4, job.tokens))  # compiles
+    return peer
 
 
 def main(arguments: list[str]) -> int:
     """Run one job; an error is reported on stdout as well, in one line."""
-    return answering(lambda say: serve(Job(**json.loads(arguments[0])), say))
+    return serve(lambda: made(Job(**json.loads(arguments[0]))))
 
 
 if __name__ == "__main__":

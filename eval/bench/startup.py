@@ -26,7 +26,8 @@ from typing import Any
 from safetensors.torch import load_file, save_file
 
 from mmkv.engine.errors import MmkvError
-from mmkv.eval.bench.output import BenchError, save, table
+from mmkv.eval.bench.harness import BenchError
+from mmkv.eval.bench.output import save, table
 from mmkv.eval.measure.timing import take_turns
 from mmkv.resources import asset, bundled_model
 from mmkv.training.measure.record import RESULTS, ROOT

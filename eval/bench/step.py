@@ -115,8 +115,7 @@ def measure(
     import torch
 
     from mmkv.engine.errors import ContextError
-    from mmkv.eval.measure.speed_model import entry_bytes, step_bytes
-    from mmkv.eval.measure.timing import copy_bandwidth, spread, wall
+    from mmkv.eval.measure.timing import copy_bandwidth, entry_bytes, spread, step_bytes, wall
 
     longest = engine.spec.max_position - steps
     context = context or max(1, min(2048, longest))

@@ -1,32 +1,234 @@
-"""Code that the chat form and the simple form of ``--model mmkv`` share."""
+"""``--model mmkv`` in both forms of lmms-eval.
+
+The chat form gets whole conversations; the simple form (``--force_simple``) gets a text and its
+visuals, and is also asked for the likelihood of given replies, under the bounded cache. Several
+documents run in one batch; when one is done, the next one starts in its slot. A document has a
+session, which is reused when a new round continues the last one. Answers are of types that
+lmms-eval 0.7.3 writes to its files, cache statistics included.
+
+A document is a *script*: a generator that yields requests and is sent the replies, one for a single
+question, several for a dialogue.
+"""
 
 from __future__ import annotations
 
 import atexit
 import time
 from abc import abstractmethod
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections import Counter, deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
-import mmkv.prompt.torchvision_guard  # noqa: F401 (before anything that imports transformers)
-
-# isort: split
-from lmms_eval.api.instance import GenerationResult, Instance
+import torch
+from lmms_eval.api.instance import GenerationResult, Instance, TokenCounts
 from lmms_eval.api.model import lmms
 from lmms_eval.models.model_utils.gen_metrics import log_metrics
 from loguru import logger
 from tqdm import tqdm
 
-from mmkv.engine.errors import InputError
-from mmkv.eval.lmms.cause import reported_to_parent
-from mmkv.eval.lmms.counts import Rounds, answer
-from mmkv.eval.lmms.gen_kwargs import sampling_of
-from mmkv.eval.lmms.journal import Journal
-from mmkv.eval.lmms.scheduler import Ask, Script, run
-from mmkv.eval.lmms.settings import Settings
+import mmkv.prompt.torchvision_guard  # noqa: F401 (before anything that imports transformers)
+from mmkv.engine.errors import InputError, MmkvError
+from mmkv.eval.lmms.messages import Frames, Key, conversation, keys, visual_part
+from mmkv.eval.lmms.reports import FinishedReplies, reported_to_parent
+from mmkv.eval.lmms.settings import CHAT_IMAGES, SIMPLE_IMAGES, Settings, sampling_of
+from mmkv.prompt.template import Message, take_media
 from mmkv.reply import Reply
+from mmkv.scheduler.replies import Prompt, ReplyJob, batch_scheduler
+from mmkv.scheduler.stored import StoredSession
+from mmkv.turn import compose_messages
+
+if TYPE_CHECKING:
+    from mmkv import Engine, Sampling, Session
+    from mmkv.prompt.template import Message
+    from mmkv.reply import Reply
+    from mmkv.scheduler import Scheduler, Ticket
+    from mmkv.scheduler.replies import ReplyJob
+
+
+@dataclass
+class CacheCounts(TokenCounts):
+    """Token counts of one request, and what the KV cache held when it ended.
+
+    The samples file stores whatever ``to_dict`` gives, so ``cache`` gets there without a field of
+    lmms-eval's own.
+    """
+
+    cache: dict[str, Any] | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the counters for the samples file."""
+        return {**super().to_dict(), **({"cache": self.cache} if self.cache else {})}
+
+
+class Rounds(list[str]):
+    """The replies of a multi-round document.
+
+    lmms-eval's response cache (--use_cache) calls ``strip`` on every text to see that it is not
+    empty, and would fail on a plain list.
+    """
+
+    def strip(self) -> str:
+        """Return the replies as one text."""
+        return "".join(self).strip()
+
+
+class Scored(tuple[float, bool]):
+    """Loss of a continuation, and whether greedy decoding would have written it."""
+
+    def strip(self) -> str:
+        """Raise: only lmms-eval's response cache calls this, and it cannot hold these answers."""
+        raise InputError(
+            "lmms-eval 0.7.3 reads likelihoods back from --use_cache as text and miscounts them; "
+            "run tasks of type multiple_choice without --use_cache"
+        )
+
+
+def answer(text: Any, replies: Sequence[Reply], settings: dict[str, Any]) -> GenerationResult:
+    """Return ``text`` (a string, or Rounds) with the counts of the replies it came from."""
+    memory = replies[-1].memory if replies else None
+    counts = CacheCounts(
+        input_tokens=sum(reply.prompt_tokens for reply in replies),
+        output_tokens=sum(len(reply.token_ids) for reply in replies),
+        cache=None if memory is None else asdict(memory) | settings | _ends(replies),
+    )
+    return GenerationResult(text=text, token_counts=counts)
+
+
+def _ends(replies: Sequence[Reply]) -> dict[str, Any]:
+    reasons = [reply.finish_reason for reply in replies]
+    return {"finish_reason": reasons[0] if len(reasons) == 1 else reasons}
+
+
+class Dialogue:
+    """A session and the messages it holds.
+
+    lmms-eval's rounds carry no state: a task with a history sends all of it in every round. When
+    the new messages begin with those the session holds, only the rest is prefilled; otherwise the
+    session is replaced.
+    """
+
+    def __init__(self, engine: Engine, frames: Frames) -> None:
+        self.engine, self.frames = engine, frames
+        self._session = StoredSession(engine)
+        self._held: list[Key] = []
+
+    def turn(
+        self, messages: Sequence[Message], sampling: Sampling, scheduler: Scheduler
+    ) -> ReplyJob:
+        """Return the request for the reply to ``messages``."""
+        wanted = keys(messages)
+        known = len(self._held)
+        if wanted[:known] != self._held or known == len(wanted):
+            self.close(scheduler)
+            self._session, known = StoredSession(self.engine), 0
+        self._held = wanted
+        return ReplyJob(
+            self.engine,
+            lambda session: self._prompt(session, messages[known:]),
+            sampling,
+            session=self._session,
+        )
+
+    def replied(self, reply: Reply) -> None:
+        """Note the reply, which the next round's messages may hold as they got it."""
+        content = [{"type": "text", "text": reply.text}]
+        self._held += keys([{"role": "assistant", "content": content}])
+
+    def close(self, scheduler: Scheduler) -> None:
+        """Return the session's pages."""
+        scheduler.close_session(self._session)
+        self._held = []
+
+    def _prompt(self, session: Session, messages: Sequence[Message]) -> Prompt:
+        """Read the pictures of the new messages. Raises InputError."""
+        plain, images, videos = take_media(messages)
+
+        def load() -> tuple[list[Any], list[Any]]:
+            processor = self.engine.processor
+            pictures = [processor.load_picture(image) for image in images]
+            return pictures, [self.frames.load(video, processor) for video in videos]
+
+        reading = compose_messages(session, plain, load)
+        return Prompt(reading.inputs, plain, reading)
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A request: the whole conversation so far, which the model continues."""
+
+    messages: Sequence[Message]
+    sampling: Sampling
+
+
+Script = Generator[Ask, "Reply", None]
+
+
+class _Member:
+    """A script that runs."""
+
+    def __init__(self, name: str, script: Script, dialogue: Dialogue) -> None:
+        self.name, self.script, self.dialogue = name, script, dialogue
+        self.ticket: Ticket[ReplyJob] | None = None
+
+    def proceed(self, scheduler: Scheduler) -> bool:
+        """Hand over a finished reply and ask the next question; False when all is done."""
+        try:
+            if self.ticket is None:
+                ask = next(self.script)
+            elif self.ticket.over:
+                ask = self.script.send(self._reply(self.ticket))
+            else:
+                return True
+            job = self.dialogue.turn(ask.messages, ask.sampling, scheduler)
+            self.ticket = scheduler.submit(job)
+        except StopIteration:
+            self.dialogue.close(scheduler)
+            return False
+        except MmkvError as error:
+            raise type(error)(f"{self.name}: {error}") from error
+        return True
+
+    def _reply(self, ticket: Ticket[ReplyJob]) -> Reply:
+        if ticket.error is not None:
+            raise ticket.error
+        reply = ticket.job.reply
+        assert reply is not None
+        self.dialogue.replied(reply)
+        return reply
+
+
+def run(
+    engine: Engine,
+    scripts: Iterable[tuple[str, Script]],
+    batch_size: int,
+    frames: Frames,
+    done: Callable[[], object],
+) -> None:
+    """Run named scripts to their ends, up to ``batch_size`` in every decode step.
+
+    ``done`` is called for each that ends. Raises the MmkvError of the first document that cannot
+    be answered, with its name in front; no session stays open.
+    """
+    waiting = deque(scripts)
+    running: list[_Member] = []
+    scheduler = batch_scheduler(engine, batch_size)
+    try:
+        while waiting or running:
+            while waiting and len(running) < batch_size:
+                name, script = waiting.popleft()
+                running.append(_Member(name, script, Dialogue(engine, frames)))
+            for member in list(running):
+                if not member.proceed(scheduler):
+                    running.remove(member)
+                    done()
+            scheduler.turn()
+    finally:
+        scheduler.close()
+
+
+# isort: split
 
 
 @dataclass
@@ -63,7 +265,7 @@ class Adapter(lmms):
         self._device = self.engine.device
         self.opening = self.settings.opening()
         self._reported: set[str] = set()
-        self._journal = Journal.of_parent()
+        self._journal = FinishedReplies.of_parent()
         asked = self.engine.generation
         for note in (self.engine.policy_note, self.engine.form_note, asked.unfollowed):
             if note:
@@ -228,3 +430,151 @@ def _log_throughput(made: list[GenerationResult], seconds: float, rank: int) -> 
     held = [count.cache["kv_bytes"] for count in counts if count.cache]
     extra = {"rank": rank, "kv_bytes": sum(held) / len(held) if held else 0.0}
     log_metrics(seconds, tokens, tokens / seconds if seconds else 0.0, extra)
+
+
+class Scorer:
+    """Scores continuations; those of one question share its prefill, each on a copy of the cache.
+
+    The prompt is read under the budget first, as for a reply; then the continuation is fed token
+    by token, with eviction as in decoding.
+    """
+
+    def __init__(self, engine: Engine, frames: Frames) -> None:
+        self.engine, self.frames = engine, frames
+        self._session: Session | None = None
+        self._logits: torch.Tensor | None = None
+        self._key: list[Key] | None = None
+
+    def score(self, messages: list[Message], continuation: str) -> GenerationResult:
+        """Compute (mean loss, greedy) of ``continuation`` as the reply to ``messages``. Raises
+        InputError.
+
+        Wrapped in a GenerationResult, because lmms-eval 0.7.3 turns a bare pair into text before
+        its tasks see it.
+        """
+        tokens = self._tokens(continuation)
+        self._prefill(messages)
+        assert self._session is not None and self._logits is not None
+        losses, greedy, logits = [], True, self._logits
+        with self._session.fork() as session:
+            for place, token in enumerate(tokens):
+                if place:
+                    logits = session.decode(tokens[place - 1])
+                losses.append(-float(logits.float().log_softmax(-1)[token]))
+                greedy &= int(logits.argmax()) == token
+        return answer(Scored((sum(losses) / len(losses), greedy)), [], {})
+
+    def close(self) -> None:
+        """Return the pages of the question held."""
+        if self._session is not None:
+            self._session.close()
+        self._session = self._key = None
+
+    def _tokens(self, continuation: str) -> list[int]:
+        # The reply starts a line in every template: a blank in front of it, which
+        # lmms-eval puts between question and choice, would make other tokens of its first word.
+        text = continuation.strip()
+        tokenizer: Any = self.engine.processor.tokenizer
+        tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
+        if not tokens:
+            raise InputError("the task wants the likelihood of an empty text; correct its choices")
+        return tokens
+
+    def _prefill(self, messages: list[Message]) -> None:
+        key = keys(messages)
+        if key == self._key:
+            return
+        self.close()
+        plain, images, videos = take_media(messages)
+        processor = self.engine.processor
+        inputs = processor.encode(
+            processor.template.render(plain, opening=True),
+            [processor.load_picture(image) for image in images],
+            [self.frames.load(video, processor) for video in videos],
+        )
+        self._session = self.engine.session()
+        self._logits = self._session.prefill(inputs)
+        self._key = key
+
+
+class MmkvSimple(Adapter):
+    """Answers tasks given as one text with the pictures and videos in front of it."""
+
+    is_simple = True
+    images = SIMPLE_IMAGES
+    until = True
+
+    @reported_to_parent()
+    def loglikelihood(self, requests: list[Instance]) -> list[Any]:
+        """Compute the mean loss of each continuation, and whether it is the greedy one.
+
+        lmms-eval's own models return losses, and its tasks take the smallest, whatever the
+        method's name says.
+        """
+        scorer = Scorer(self.engine, self.settings.frames())
+        try:
+            return [self._scored(request, scorer) for request in requests]
+        finally:
+            scorer.close()
+
+    def _scored(self, request: Instance, scorer: Scorer) -> Any:
+        context, continuation, *rest = request.args
+        visuals: Any = None
+        if rest:  # absent where a task wants the choice without its question
+            doc_to_visual, doc_id, task, split = rest
+            doc = self._document(task, split, doc_id)
+            visuals = doc_to_visual(doc)
+            continuation = continuation(doc) if callable(continuation) else continuation
+        return scorer.score(self._messages(context, visuals), str(continuation))
+
+    def _single(self, request: Instance, sampling: Any, record: Record) -> Script:
+        context, _, doc_to_visual, doc_id, task, split = request.args
+        visuals = doc_to_visual(self._document(task, split, doc_id))
+        yield from ask_once(Ask(self._messages(context, visuals), sampling), record)
+
+    def _rounds(self, request: Instance, sampling: Any, record: Record) -> Script:
+        context, _, doc_to_visual, doc_to_text, doc_id, task, split = request.args
+        doc = self._document(task, split, doc_id)
+        yield from ask_in_rounds(
+            [doc_to_visual(doc), context],
+            partial(doc_to_text, doc),
+            lambda given: Ask(self._messages(given[1], given[0]), sampling),
+            record,
+        )
+
+    def _messages(self, context: str, visuals: Any) -> list[Message]:
+        parts = [visual_part(visual) for visual in (visuals or [])]
+        # Tasks for older models mark the place of the pictures, which come first here.
+        text = context.replace("<image>", "")
+        content = [*parts, {"type": "text", "text": text}]
+        return conversation([{"role": "user", "content": content}], self.opening)
+
+
+class MmkvChat(Adapter):
+    """Answers tasks given as messages, with pictures where the task puts them."""
+
+    is_simple = False
+    images = CHAT_IMAGES
+    until = False
+
+    @reported_to_parent()
+    def loglikelihood(self, requests: list[Instance]) -> Any:
+        """Refuse: lmms-eval has no such requests in messages."""
+        raise InputError(
+            "lmms-eval scores choices by likelihood in its simple form alone; add --force_simple"
+        )
+
+    def _single(self, request: Instance, sampling: Any, record: Record) -> Script:
+        _, doc_to_messages, _, doc_id, task, split = request.args
+        given = doc_to_messages(self._document(task, split, doc_id))
+        yield from ask_once(Ask(conversation(given, self.opening), sampling), record)
+
+    def _rounds(self, request: Instance, sampling: Any, record: Record) -> Script:
+        _, doc_to_messages, _, doc_id, task, split = request.args
+        doc = self._document(task, split, doc_id)
+        yield from ask_in_rounds(
+            [doc_to_messages(doc)],
+            partial(doc_to_messages, doc),
+            lambda given: Ask(conversation(given[0], self.opening), sampling),
+            record,
+        )

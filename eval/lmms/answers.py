@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from mmkv.engine.errors import InputError, MmkvError
-from mmkv.eval.mmdu.data import Dialogue, read_benchmark
-from mmkv.eval.mmdu.files import AnswerFolder
+from mmkv.eval.mmdu.data import AnswerFolder, Dialogue, read_benchmark
 from mmkv.eval.mmdu.run import DataOptions
 
 

@@ -135,8 +135,8 @@ class Job:
 
     def run(self) -> int:
         """Run it and check what it wrote. Raises InputError before, EvaluationError after."""
-        from mmkv.eval.lmms import journal
-        from mmkv.training.measure.outputs import require_output
+        from mmkv.eval.lmms import reports
+        from mmkv.training.measure.record import require_output
 
         if not self.tasks:
             raise InputError("no task is named; give --tasks NAME,NAME")
@@ -144,17 +144,17 @@ class Job:
         name = f"replies-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.jsonl"
         kept = (self.output / name).resolve()
         try:
-            code = self._run({journal.VARIABLE: str(kept)})
+            code = self._run({reports.REPLIES_VARIABLE: str(kept)})
         except BaseException:
-            for place in journal.found(kept)[:1]:
+            for place in reports.found(kept)[:1]:
                 print(f"mmkv: the replies that were finished are in {place}", file=sys.stderr)
             raise
-        for place in journal.found(kept):  # what it holds is in the samples, too
+        for place in reports.found(kept):  # what it holds is in the samples, too
             place.unlink()
         return code
 
     def _run(self, variables: dict[str, str]) -> int:
-        from mmkv.eval.lmms.cause import VARIABLE, cause
+        from mmkv.eval.lmms.reports import CAUSE_VARIABLE, cause
         from mmkv.eval.lmms.tasks import find, require_known, shipped_folder, write
 
         before = self._results()
@@ -172,7 +172,7 @@ class Job:
                     f"lmms-eval would take the folder ./{joined} for the tasks; run elsewhere"
                 )
             cause_file = Path(folder) / "cause.txt"
-            env = {**_environment(), **variables, VARIABLE: str(cause_file)}
+            env = {**_environment(), **variables, CAUSE_VARIABLE: str(cause_file)}
             code = subprocess.run(
                 self._command(joined, folder), env=env, preexec_fn=_CHILD_IGNORES_CTRL_C
             ).returncode

@@ -11,6 +11,6 @@ def manifest() -> Any:
 
     return ModelManifest(
         model_id="mmkv",
-        chat_class_path="mmkv.eval.lmms.chat.MmkvChat",
-        simple_class_path="mmkv.eval.lmms.simple.MmkvSimple",
+        chat_class_path="mmkv.eval.lmms.adapter.MmkvChat",
+        simple_class_path="mmkv.eval.lmms.adapter.MmkvSimple",
     )

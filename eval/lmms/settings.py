@@ -1,4 +1,15 @@
-"""The ``--model_args`` of ``--model mmkv``, and the engine that they describe."""
+"""The ``--model_args`` of ``--model mmkv``, and the engine that they describe.
+
+Sizes of pictures and frames are those of lmms-eval's Qwen3-VL adapter, measured on 0.7.3, and a
+task's ``generation_kwargs`` become mmkv's sampling as there. That adapter has ``min_pixels`` and
+``max_pixels``, but its chat form hands them on for videos only: pictures there get the bounds that
+qwen-vl-utils has of its own. Its simple form applies them to pictures too. Frames are bounded one
+by one, not by the volume of the clip as in the checkpoint.
+
+``until``: lmms-eval gives a blank line to every task that names none, which would cut answers at
+their first paragraph. The built-in adapter ignores ``until`` in its chat form and drops blank lines
+from it in its simple form. This adapter does the same.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +20,14 @@ from typing import TYPE_CHECKING, Any, Self
 from mmkv.engine.config import EngineConfig, options
 from mmkv.engine.errors import InputError
 from mmkv.eval.lmms.messages import Frames
+from mmkv.prompt.qwen_vision import VideoRules
 from mmkv.resources import bundled_model_name
 
 if TYPE_CHECKING:
     from mmkv import Engine
+    from mmkv.generation_config import Generation
+    from mmkv.sampling import Settled
+
 
 # The defaults of lmms-eval's own Qwen3-VL adapter, so that scores are comparable.
 SYSTEM_PROMPT = "You are a helpful assistant."
@@ -36,7 +51,7 @@ class Settings:
     Attributes:
         engine: those of :class:`mmkv.engine.config.EngineConfig`; ``pretrained`` is its model.
         min_pixels, max_pixels: bounds on a picture, and on a video frame; None: those that
-            lmms-eval's Qwen3-VL adapter applies (:mod:`mmkv.eval.lmms.pixels`).
+            lmms-eval's Qwen3-VL adapter applies (:mod:`mmkv.eval.lmms.settings`).
         max_num_frames, fps: frames of a video; total_pixels: bound on all of them together.
         system_prompt: empty for none; None: that adapter's for Qwen3-VL, none for other models.
         seed: of sampling, where a task asks for a temperature.
@@ -85,7 +100,6 @@ class Settings:
             ModelError, GateError, PolicyError, BudgetError, InputError.
         """
         import mmkv
-        from mmkv.eval.lmms.pixels import apply_frame_rule
 
         qwen = model_type(self.pretrained) in _QWEN
         least, most = self.min_pixels, self.max_pixels
@@ -164,3 +178,111 @@ def _typed(name: str, value: Any, kind: tuple[type, bool]) -> Any:
     except (ValueError, OverflowError) as error:
         noun = "a whole number of at least 1" if wanted is int else "a number"
         raise InputError(f"the model argument {name}={value} is not {noun}; correct it") from error
+
+
+_TOKEN = 32 * 32  # pixels of one visual token
+# Bounds on a picture: of the chat form, and of the simple form.
+CHAT_IMAGES = (4 * _TOKEN, 16384 * _TOKEN)
+SIMPLE_IMAGES = (256 * 28 * 28, 1605632)
+# Bounds on a frame, and on all frames of a clip together.
+_FRAME = (256 * 28 * 28, 768 * _TOKEN)
+_CLIP = int(0.9 * 128000 * _TOKEN)
+
+
+@dataclass(frozen=True)
+class FrameRules(VideoRules):
+    """Frames scaled each within bounds of its own, as lmms-eval does it.
+
+    Attributes:
+        smallest, largest: pixels of one frame; together: of every pair of frames, summed over
+            the clip.
+    """
+
+    smallest: int = _FRAME[0]
+    largest: int = _FRAME[1]
+    together: int = _CLIP
+
+    def size(self, frames: int, height: int, width: int) -> tuple[int, int]:
+        """Compute height and width to scale to: multiples of a merged patch, within the bounds."""
+        most = min(self.largest, 2 * self.together / frames)
+        # The lower bound has precedence.
+        most = max(most, int(1.05 * self.smallest))
+        # The rule of one temporal patch bounds the volume of its two frames.
+        pair = replace(self, shortest_edge=2 * self.smallest, longest_edge=int(2 * most))
+        return VideoRules.size(pair, 2, height, width)
+
+
+def apply_frame_rule(processor: Any, settings: Settings) -> None:
+    """Give the Qwen3-VL ``processor`` the frame bounds that ``settings`` ask for."""
+    own = {field.name: getattr(processor.rules, field.name) for field in fields(VideoRules)}
+    processor.rules = FrameRules(
+        **own,
+        smallest=settings.min_pixels or _FRAME[0],
+        largest=min(settings.max_pixels or _FRAME[1], _FRAME[1]),
+        together=settings.total_pixels or _CLIP,
+    )
+
+
+MAX_NEW_TOKENS = 128  # if the task names no length
+_TOP_K = 50  # generate's default if neither task nor checkpoint names one
+_PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+_DRAWS = {"top_p": float, "top_k": int, "min_p": float}
+_KNOWN = {"do_sample", "use_cache", "until", "max_new_tokens", "temperature", *_PENALTIES, *_DRAWS}
+# Values that ask for one sequence, which is the only choice here.
+_ONE = ("num_beams", "num_return_sequences", "best_of", "n", "num_beam_groups")
+
+
+def sampling_of(
+    given: dict[str, Any], seed: int, defaults: Generation, until: bool
+) -> tuple[Settled, list[str]]:
+    """Return the sampling, and the names in ``given`` that change nothing here.
+
+    Greedy where the task names no temperature and no ``do_sample``, as in lmms-eval's own adapters.
+    What else it does not say is the checkpoint's: penalties always, as in transformers' greedy
+    decoding, and ``top_p``, ``top_k``, ``min_p`` where the task samples.
+
+    ``defaults``: of the checkpoint; ``until``: whether stop strings count. Raises InputError for
+    beams and for values out of range.
+    """
+
+    for name in _ONE:
+        if (given.get(name) or 1) != 1:
+            raise InputError(
+                f"the task asks for {name}={given[name]}; mmkv decodes one sequence per request: "
+                f"run with --gen_kwargs {name}=1 to accept greedy or sampled decoding instead"
+            )
+    ignored = sorted(set(given) - _KNOWN - set(_ONE))
+    temperature = given.get("temperature")
+    if temperature is None:
+        # A checkpoint may be greedy by itself, though a task samples.
+        temperature = (defaults.served.temperature or 1.0) if given.get("do_sample") else 0.0
+    limit = given.get("max_new_tokens")
+    said = {name: value for name, value in given.items() if value is not None}
+    own: dict[str, Any] = {name: float(said[name]) for name in _PENALTIES if name in said}
+    # Greedy decoding ignores the others; some tasks give it top_p=0, which sampling would refuse.
+    if temperature:
+        own |= {} if "top_k" in defaults.named else {"top_k": _TOP_K}
+        own |= {name: kind(said[name]) for name, kind in _DRAWS.items() if name in said}
+        own["top_p"] = own.get("top_p") or defaults.served.top_p
+    made = replace(
+        defaults.served,
+        max_new_tokens=MAX_NEW_TOKENS if limit is None else int(limit),
+        temperature=float(temperature),
+        seed=seed,
+        stop=(*defaults.served.stop, *(stop_strings(given.get("until")) if until else ())),
+        **own,
+    )
+    return made, ignored
+
+
+def stop_strings(until: Any) -> tuple[str, ...]:
+    """Pick the stop strings that count: all but blank lines.
+
+    Raises InputError for other types.
+    """
+    if until is None:
+        return ()
+    strings = [until] if isinstance(until, str) else until
+    if not isinstance(strings, (list, tuple)) or not all(isinstance(s, str) for s in strings):
+        raise InputError(f"the task's until is {until!r}; it must be a string or a list of them")
+    return tuple(s for s in strings if s and s != "\n\n")

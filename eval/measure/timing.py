@@ -1,13 +1,19 @@
-"""Measure times: medians with spread, copy bandwidth, calls as CUDA graphs."""
+"""Measure times in turns: medians with spread, copy bandwidth, calls as CUDA graphs, and the floor
+of a decode step, which is the bytes that it must read over the measured bandwidth.
+"""
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
+
+from mmkv.engine.runtime import Runtime
+from mmkv.engine.sequence import CachedSequence
 
 T = TypeVar("T")
 
@@ -18,6 +24,11 @@ def spread(values: list[float]) -> dict[str, Any]:
         return {"median": values[0], "quartiles": [values[0], values[0]], "rounds": values}
     low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
     return {"median": middle, "quartiles": [low, high], "rounds": values}
+
+
+def ratios(over: Sequence[float], under: Sequence[float]) -> dict[str, Any]:
+    """Compute the spread of what one method has over another, round by round."""
+    return spread([a / b for a, b in zip(over, under, strict=True)])
 
 
 def synchronize(device: torch.device) -> None:
@@ -121,3 +132,77 @@ def _time_graph(
     repeats = max(2, min(2000, round(least / max(replay(3), 1e-9))))
     replay(repeats)  # brings the clocks up
     return [replay(repeats) for _ in range(rounds)]
+
+
+@dataclass(frozen=True)
+class StepBytes:
+    """Bytes that one decode step reads.
+
+    Attributes:
+        weights: of the decoder and the output head, once for the whole batch.
+        kv: keys and values of all entries, the new ones included.
+        gates: weights of the retention gates, which are not part of the floor.
+    """
+
+    weights: int
+    kv: int
+    gates: int
+
+    def floor(self, bandwidth: float) -> float:
+        """Compute the seconds for weights and entries at ``bandwidth`` bytes per second."""
+        return (self.weights + self.kv) / bandwidth
+
+
+def weight_bytes(engine: Runtime, sequences: int = 1) -> int:
+    """Count the bytes of the weights that a step of so many sequences reads, at most.
+
+    A step reads single rows of an embedding that is not also the head, and of a mixture's experts
+    those that its tokens choose: no two the same, where there are enough.
+    """
+    weights = engine.decoder.weights
+    untied = weights.head.data_ptr() != weights.embed.data_ptr()
+    native = engine.backends.cpu.decoder
+    spared = 0 if native is None else native.bytes_spared
+    return (
+        weights.nbytes()
+        - (weights.embed.nbytes if untied else 0)
+        - spared
+        - _idle(engine, sequences)
+    )
+
+
+def _idle(engine: Runtime, sequences: int) -> int:
+    """Count the bytes of the experts that a step cannot read."""
+    routing = engine.spec.routing
+    if routing is None:
+        return 0
+    idle = max(0, routing.experts - sequences * routing.chosen)
+    layers = [each for each in engine.decoder.weights.layers if each.router is not None]
+    experts = sum(each.gate_up.nbytes + each.down.nbytes for each in layers)
+    return experts // routing.experts * idle
+
+
+def gate_bytes(engine: Runtime) -> int:
+    """Count the bytes of the gates a step reads, 0 without gates."""
+    if engine.decoder.gates is None:
+        return 0
+    tensors = [
+        tensor
+        for gate in engine.decoder.gates.layers
+        for tensor in (*(t for pair in gate.trunk for t in pair), gate.readout, gate.bias)
+    ]
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def entry_bytes(engine: Runtime) -> int:
+    """Count the bytes of the key and value of one entry."""
+    pool = engine.cache.pool
+    return pool.kv_page_bytes // pool.page_size
+
+
+def step_bytes(engine: Runtime, sessions: Sequence[CachedSequence]) -> StepBytes:
+    """Count the bytes that the next step of these sessions reads."""
+    entries = sum(session.entries + engine.spec.rows for session in sessions)
+    return StepBytes(
+        weight_bytes(engine, len(sessions)), entries * entry_bytes(engine), gate_bytes(engine)
+    )

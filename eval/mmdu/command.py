@@ -161,7 +161,7 @@ def judge(
     if (input_price is None) != (output_price is None):
         raise UsageError("--input-price and --output-price belong together; give both")
     from mmkv.eval.mmdu.client import Endpoint
-    from mmkv.eval.mmdu.judge_run import JudgeOptions, run_judge
+    from mmkv.eval.mmdu.judge import JudgeOptions, run_judge
     from mmkv.eval.mmdu.run import DataOptions
 
     key = os.environ.get(api_key_env, "").strip() or None
@@ -198,8 +198,7 @@ def _json_object(text: str | None) -> dict[str, Any]:
 @app.command()
 def score(answers: Answers = DEFAULT_OUTPUT, data: Data = None, limit: Limit = None) -> None:
     """Count exact answers, for sets that have them (ours); no judge is needed."""
-    from mmkv.eval.mmdu.run import DataOptions
-    from mmkv.eval.mmdu.score import run_score
+    from mmkv.eval.mmdu.run import DataOptions, run_score
 
     raise typer.Exit(run_score(DataOptions(data, None, limit, True), answers))
 
@@ -214,6 +213,6 @@ def table(
     ] = False,
 ) -> None:
     """Compare judged runs, each with the first."""
-    from mmkv.eval.mmdu.compare import compare
+    from mmkv.eval.mmdu.judge import compare
 
     compare(folders, without_failures).show()

@@ -23,7 +23,7 @@ from typing import Any
 from PIL import Image
 
 from mmkv.training.data.dialogues import about, caption, dense, grid, sparse
-from mmkv.training.data.scenes import Scene, Turn, make_scene, questions, render
+from mmkv.training.data.scenes import Scene, SceneTurn, make_scene, questions, render
 
 PLACEHOLDER = "<ImageHere>"
 FOLDER = Path("assets/mmdu")
@@ -31,7 +31,7 @@ FOLDER = Path("assets/mmdu")
 COLOURS = 128
 
 
-def page(seed: int, pictures: int, turns: int) -> list[Turn]:
+def page(seed: int, pictures: int, turns: int) -> list[SceneTurn]:
     """Make a dialogue whose second picture is a written page, asked for again at the very end.
 
     One page a dialogue: the bundled model reads a page well and mixes up several.
@@ -39,7 +39,7 @@ def page(seed: int, pictures: int, turns: int) -> list[Turn]:
     rng = random.Random(f"page-{seed}")
     starts = {index * turns * 3 // 4 // pictures for index in range(pictures)}
     shown: list[Scene] = []
-    made: list[Turn] = []
+    made: list[SceneTurn] = []
     for index in range(turns):
         new: tuple[Scene, ...] = ()
         if index in starts:
@@ -52,7 +52,7 @@ def page(seed: int, pictures: int, turns: int) -> list[Turn]:
             others = [number for number in range(1, len(shown) + 1) if number != 2]
             number = 2 if index == turns - 1 else rng.choice(others)
             asked = about(shown, rng, number, search=False)
-        made.append(Turn(new, asked, (caption(len(shown)),) if new else ()))
+        made.append(SceneTurn(new, asked, (caption(len(shown)),) if new else ()))
     return made
 
 
@@ -64,7 +64,7 @@ def _page(rng: random.Random) -> Scene:
 
 
 # Name, number of dialogues, and the function from a seed to a dialogue.
-_SORTS: tuple[tuple[str, int, Callable[[int], list[Turn]]], ...] = (
+_SORTS: tuple[tuple[str, int, Callable[[int], list[SceneTurn]]], ...] = (
     ("dense-4", 4, lambda seed: dense(seed, "heldout", 4, 8, search=False)),
     ("dense-8", 2, lambda seed: dense(seed, "heldout", 8, 12, search=False)),
     ("sparse-12", 2, lambda seed: sparse(seed, "heldout", 12, 2, 8, search=False)),
@@ -73,7 +73,7 @@ _SORTS: tuple[tuple[str, int, Callable[[int], list[Turn]]], ...] = (
 )
 
 
-def dialogues() -> Iterator[tuple[str, list[Turn]]]:
+def dialogues() -> Iterator[tuple[str, list[SceneTurn]]]:
     """Yield ids and turns of the set: 12 dialogues of 8 to 12 turns over 4 to 20 pictures."""
     for name, count, make in _SORTS:
         seeds = (seed for seed in range(1000) if not _repeats(make(seed)))
@@ -81,12 +81,12 @@ def dialogues() -> Iterator[tuple[str, list[Turn]]]:
             yield f"{name}-{seed}", make(seed)
 
 
-def _repeats(turns: list[Turn]) -> bool:
+def _repeats(turns: list[SceneTurn]) -> bool:
     """Return whether a question comes twice; the second can be answered from the first answer."""
     return len({turn.question.text for turn in turns}) < len(turns)
 
 
-def row(name: str, turns: list[Turn]) -> tuple[dict[str, Any], dict[str, Image.Image]]:
+def row(name: str, turns: list[SceneTurn]) -> tuple[dict[str, Any], dict[str, Image.Image]]:
     """Make one row of ``benchmark.json`` and its pictures by path."""
     pictures: dict[str, Image.Image] = {}
     conversations: list[dict[str, str]] = []

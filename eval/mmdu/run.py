@@ -1,10 +1,14 @@
-"""``mmkv mmdu``: answer every dialogue of a set, one file each, and report its memory."""
+"""``mmkv mmdu``: answer every dialogue of a set, one file each, and report its memory.
+
+A dialogue is answered in one session; each turn adds its own text and pictures only. ``mmkv mmdu
+score`` counts exact answers in a folder of answers.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,15 +16,27 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from mmkv.chat.display import Display
 from mmkv.chat.options import ChatOptions
-from mmkv.engine.errors import InputError, MmkvError
+from mmkv.engine.errors import ContextError, InputError, MmkvError
 from mmkv.environment import versions
-from mmkv.eval.mmdu.data import Dialogue, Problem, find_pictures, read_benchmark, require_folder
-from mmkv.eval.mmdu.files import SUMMARY, AnswerFolder, OutputError, write_json
-from mmkv.eval.mmdu.summary import exact_table, memory_table, summarize
-from mmkv.training.measure.outputs import require_output
+from mmkv.eval.mmdu.data import (
+    SUMMARY,
+    AnswerFolder,
+    Dialogue,
+    OutputError,
+    Problem,
+    find_pictures,
+    interleave,
+    read_benchmark,
+    require_folder,
+    write_json,
+)
+from mmkv.eval.mmdu.scores import as_rows, exact_table, memory_table, shares, summarize
+from mmkv.training.measure.record import require_output
 
 if TYPE_CHECKING:
     from mmkv.api import Engine
+    from mmkv.sampling import Sampling
+
 
 Job = tuple[Dialogue, list[Path]]
 
@@ -140,7 +156,6 @@ def _answer_all(
     problems: list[Problem],
 ) -> dict[str, dict[str, Any]]:
     """Answer what is left and return finished rows by dialogue id; failures join ``problems``."""
-    from mmkv.eval.mmdu.loop import answer
     from mmkv.sampling import Sampling
 
     finished: dict[str, dict[str, Any]] = {}
@@ -216,3 +231,103 @@ def _progress(display: Display, questions: int) -> Iterator[_Bar]:
     )
     with Progress(*columns, console=display.console, transient=True) as progress:
         yield _Bar(progress, questions)
+
+
+@dataclass(frozen=True)
+class TurnRecord:
+    """Numbers of one turn, written beside its answer.
+
+    Attributes:
+        prompt_tokens: tokens that the turn added before its answer (the last token of the answer
+            before is among them). generated: tokens of the answer.
+        tokens_seen: tokens of the session so far. The last token of an answer enters with the
+            next turn.
+        entries_kept, entries_evicted: (layer, head, token) entries, now and in all.
+        pages, kv_bytes: physical pages held, whole, and the bytes of their keys and values. (Not
+            the metadata: block tables are as wide as the longest dialogue so far needed, and the
+            numbers of a dialogue must not depend on those before it.)
+    """
+
+    prompt_tokens: int
+    generated: int
+    finish_reason: str
+    tokens_seen: int
+    entries_kept: int
+    entries_evicted: int
+    pages: int
+    kv_bytes: int
+
+
+def answer(
+    engine: Engine,
+    dialogue: Dialogue,
+    pictures: Sequence[Path],
+    sampling: Sampling,
+    system: str | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> tuple[list[str], list[dict[str, Any]]]:
+    """Ask the questions in order; the history holds the model's own answers.
+
+    Args:
+        pictures: files of ``dialogue.images``. progress: called with the turns answered so far.
+
+    Returns:
+        The answers, and a :class:`TurnRecord` as a dict for each.
+
+    Raises:
+        MmkvError: a picture or question cannot be used, or the dialogue is too long for the
+            model. Nothing of the dialogue is dropped to make it fit.
+    """
+    waiting = iter(pictures)
+    answers: list[str] = []
+    records: list[dict[str, Any]] = []
+    with engine.session() as session:
+        for number, question in enumerate(dialogue.questions, 1):
+            parts = interleave(question, waiting)
+            first = system if number == 1 else None
+            answers.append("".join(session.send(parts, system=first, sampling=sampling)))
+            reply = session.last
+            assert reply is not None and reply.memory is not None
+            if reply.finish_reason == "context":
+                raise ContextError(
+                    f"answer {number} of {len(dialogue.questions)} used up the model's "
+                    f"{engine.spec.max_position:,} positions; lower --max-new-tokens or "
+                    "--max-pixels, or take a model with a longer context"
+                )
+            records.append(
+                asdict(
+                    TurnRecord(
+                        prompt_tokens=reply.prompt_tokens,
+                        generated=len(reply.token_ids),
+                        finish_reason=reply.finish_reason,
+                        tokens_seen=reply.memory.tokens_seen,
+                        entries_kept=reply.memory.entries,
+                        entries_evicted=reply.memory.evicted,
+                        pages=reply.memory.pages,
+                        kv_bytes=reply.memory.kv_bytes,
+                    )
+                )
+            )
+            if progress is not None:
+                progress(number)
+    return answers, records
+
+
+def run_score(options: DataOptions, folder: Path) -> int:
+    """Print right answers per kind; 0. Raises MmkvError when there is nothing to count, or when
+    dialogues have no answers (the others are counted first).
+    """
+    data, _ = options.source()
+    dialogues, problems = read_benchmark(data, options.limit, options.allow_unused_images)
+    if not any(dialogue.exact for dialogue in dialogues):
+        raise InputError(f"{data} has no exact answers; use mmkv mmdu judge")
+    answers = AnswerFolder(folder)
+    given = {dialogue.id: answers.answers(dialogue) for dialogue in dialogues}
+    found = {name: texts for name, texts in given.items() if texts is not None}
+    if not found:
+        raise InputError(f"{folder} holds no answers to {data}; run mmkv mmdu first")
+    exact_table(as_rows(shares(dialogues, found)), f"Exact answers, {folder}").show()
+    missing = len(dialogues) - len(found) + len(problems)
+    if missing:
+        raise InputError(f"{missing} dialogues have no answers and were not counted; run mmkv mmdu")
+    return 0

@@ -1,15 +1,92 @@
-"""Compute scores from verdicts: both aggregations, and the questions without a verdict."""
+"""Compute scores: of a judge's verdicts, and exact ones; and the summary of a run.
+
+Verdicts are written to a journal, so that a killed run continues; they have two aggregations, and
+questions without a verdict. Exact answers are counted for sets whose references are the only right
+answers (``exact`` rows). A summary comes from the finished files alone, so that a resumed run
+reports the same.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
+from mmkv.engine.budget import format_bytes
+from mmkv.engine.errors import InputError
 from mmkv.eval.mmdu.data import Dialogue
 from mmkv.eval.mmdu.rubric import DIMENSIONS, OVERALL, SCORES
-from mmkv.eval.mmdu.verdicts import Key, Verdict
+from mmkv.training.measure.record import Journal, Row
 from mmkv.training.measure.tables import Table
+
+Key = tuple[str, int]  # dialogue id, index of the question
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The verdict of the judge on one answer.
+
+    Attributes:
+        turn: index of the question. prompt: hash of what was asked, so that a verdict on another
+            answer is never taken for one on this.
+        scores: by heading; None with a ``failure``: ``refused``, ``no scores``, ``bad scores``.
+        detail: the failure in words. reply: the judge's whole text. asked: how often.
+    """
+
+    dialogue: str
+    turn: int
+    prompt: str
+    scores: dict[str, int] | None
+    failure: str = ""
+    detail: str = ""
+    reply: str = ""
+    asked: int = 1
+    usage: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def key(self) -> Key:
+        """Return the question that the reply answers."""
+        return self.dialogue, self.turn
+
+
+class Verdicts:
+    """The verdicts of one judge: a journal whose first row says who judges.
+
+    Raises:
+        InputError: the journal belongs to another judge.
+    """
+
+    def __init__(self, path: Path, judge: dict[str, Any]) -> None:
+        self._journal = Journal(path)
+        self.by_key: dict[Key, Verdict] = {}
+        if not len(self._journal):
+            self._journal.add([{"judge": judge}])
+            return
+        first, *rest = self._journal
+        if first.get("judge") != judge:
+            raise InputError(
+                f"{path} was made by another judge or with other settings ({first.get('judge')}); "
+                "name another --output"
+            )
+        for row in rest:
+            verdict = _verdict(row)
+            if verdict is not None:
+                self.by_key[verdict.key] = verdict
+
+    def add(self, verdict: Verdict) -> None:
+        """Write a verdict; it is on the disk when this returns. Raises InputError."""
+        self._journal.add([asdict(verdict)])
+        self.by_key[verdict.key] = verdict
+
+
+def _verdict(row: Row) -> Verdict | None:
+    try:
+        return Verdict(**row)
+    except TypeError:  # a damaged line: its question is asked again
+        return None
+
 
 NO_ANSWER, NOT_JUDGED = "no answer", "not judged"
 AVERAGE = "Average"
@@ -100,3 +177,119 @@ def score_table(result: Mapping[str, Any], title: str) -> Table:
 def cells(means: Mapping[str, float] | None) -> list[str]:
     """Return the means in the order of COLUMNS."""
     return ["-" if means is None else f"{means[name]:.1f}" for name in _NAMES]
+
+
+ALL = "all"
+
+
+@dataclass(frozen=True)
+class Share:
+    """Right answers of one kind of question; ``low``, ``high``: 95 % interval over dialogues."""
+
+    kind: str
+    right: int
+    of: int
+    low: float
+    high: float
+
+    @property
+    def share(self) -> float:
+        """Return right answers per question."""
+        return self.right / self.of
+
+
+def is_right(answer: str, reference: str) -> bool:
+    """Return whether an answer says the same as its reference, white space aside."""
+    return " ".join(answer.split()) == " ".join(reference.split())
+
+
+def shares(dialogues: Sequence[Dialogue], answers: Mapping[str, Sequence[str]]) -> list[Share]:
+    """Count the right answers per kind, ``all`` last; ``answers`` by dialogue id, missing ones left
+    out.
+
+    Questions of one dialogue share a memory, so intervals resample dialogues
+    (mmkv.eval.measure.stats.mean). Empty when no answered dialogue has exact references.
+    """
+    from mmkv.eval.measure.stats import mean
+
+    hits: dict[str, dict[str, list[bool]]] = {}
+    for dialogue in dialogues:
+        for kind, reference, answer in zip(
+            dialogue.exact, dialogue.references, answers.get(dialogue.id, ()), strict=False
+        ):
+            for name in (kind, ALL):
+                hit = is_right(answer, reference)
+                hits.setdefault(name, {}).setdefault(dialogue.id, []).append(hit)
+    found: list[Share] = []
+    for kind in sorted(hits, key=lambda name: (name == ALL, name)):
+        groups = list(hits[kind].values())
+        right, of = [sum(group) for group in groups], [len(group) for group in groups]
+        interval = mean(right, of)
+        found.append(Share(kind, sum(right), sum(of), interval.low, interval.high))
+    return found
+
+
+def as_rows(found: Sequence[Share]) -> list[dict[str, Any]]:
+    """Return the shares as JSON holds them."""
+    return [
+        {"kind": s.kind, "right": s.right, "of": s.of, "share": s.share, "ci": [s.low, s.high]}
+        for s in found
+    ]
+
+
+def summarize(
+    dialogues: Sequence[Dialogue], rows: Mapping[str, dict[str, Any]], failed: int
+) -> dict[str, Any]:
+    """Compute the numbers of a run; ``rows``: the finished files by dialogue id.
+
+    Per-dialogue means are taken at the dialogue's end, where a cache that is never cut would be
+    largest.
+    """
+    done = [dialogue for dialogue in dialogues if dialogue.id in rows]
+    # A file of another program has answers and no numbers.
+    turns = [rows[d.id].get("mmkv", {}).get("turns", []) for d in done]
+    last = [records[-1] for records in turns if records]
+    every = [record for records in turns for record in records]
+    answers = {d.id: [turn["value"] for turn in rows[d.id]["conversations"][1::2]] for d in done}
+    return {
+        "dialogues": len(done),
+        "failed": failed,
+        "questions": sum(len(dialogue.questions) for dialogue in done),
+        "cut_at_max_new_tokens": sum(record["finish_reason"] == "length" for record in every),
+        "answer_tokens_mean": _mean([record["generated"] for record in every]),
+        "tokens_seen_mean": _mean([record["tokens_seen"] for record in last]),
+        "tokens_seen_max": max((record["tokens_seen"] for record in last), default=0),
+        "entries_kept_mean": _mean([record["entries_kept"] for record in last]),
+        "entries_evicted_mean": _mean([record["entries_evicted"] for record in last]),
+        "kv_bytes_mean": _mean([record["kv_bytes"] for record in last]),
+        "kv_bytes_max": max((record["kv_bytes"] for record in every), default=0),
+        "exact": as_rows(shares(done, answers)),
+    }
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else 0.0
+
+
+def memory_table(summary: dict[str, Any], title: str) -> Table:
+    """Tabulate tokens, entries and bytes of a run."""
+    table = Table(title, ("per dialogue, at its end", "mean", "largest"))
+    kept, evicted = summary["entries_kept_mean"], summary["entries_evicted_mean"]
+    largest = f"{summary['tokens_seen_max']:,}"
+    table.add("tokens seen", f"{summary['tokens_seen_mean']:,.1f}", largest)
+    table.add("entries kept", f"{kept:,.1f}", "-")
+    table.add("entries evicted", f"{evicted:,.1f}", "-")
+    physical = format_bytes(summary["kv_bytes_mean"]), format_bytes(summary["kv_bytes_max"])
+    table.add("keys and values, whole pages", *physical)
+    return table
+
+
+def exact_table(rows: Sequence[dict[str, Any]], title: str) -> Table:
+    """Tabulate right answers per kind of question."""
+    table = Table(title, ("kind", "right", "of", "share", "95 % interval"))
+    for row in rows:
+        low, high = row["ci"]
+        table.add(
+            row["kind"], row["right"], row["of"], f"{row['share']:.3f}", f"{low:.3f} .. {high:.3f}"
+        )
+    return table

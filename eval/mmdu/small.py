@@ -18,7 +18,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 from mmkv.cli.app import run
 from mmkv.engine.errors import MmkvError
-from mmkv.eval.mmdu.files import SUMMARY
+from mmkv.eval.mmdu.data import SUMMARY
 from mmkv.resources import asset
 from mmkv.training.measure.record import RESULTS, write_results
 

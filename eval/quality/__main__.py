@@ -13,9 +13,8 @@ import argparse
 from collections.abc import Sequence
 
 from mmkv.eval.quality import report
-from mmkv.eval.quality.command import add_options, finish, running
 from mmkv.eval.quality.methods import Comparison, Method
-from mmkv.eval.quality.run import ComparisonRuns
+from mmkv.eval.quality.run import ComparisonRuns, add_options, finish, running
 
 FRACTIONS = ("1/2", "1/3", "1/4", "1/5", "1/8", "1/16", "1/32")
 
@@ -83,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 pages[source] = report.summarise(
                     raw, [method.name for method in methods], args.fractions
                 )
-        finish(args, path, pages, report)
+        finish(args, path, pages, report.markdown, report.draw)
 
 
 if __name__ == "__main__":

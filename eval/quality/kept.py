@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from mmkv.eval.budgets import in_words
+from mmkv.eval.quality.methods import in_words
 from mmkv.training.measure.tables import pipe_table
 
 _COLUMNS = 6  # panels beside each other

@@ -1,6 +1,9 @@
 """What ``eval.quality`` compares: methods, their budgets and the cells that these make.
 
 A cell is a policy with one set of gates under one budget. Its key names all that decides a run.
+
+A budget is a share of the dialogue (``1/8``) or entries (``64``). A number of 1 or less is a share
+of the dialogue's tokens; a larger one is the mean number of entries per layer and KV head.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ import hashlib
 import itertools
 import re
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -29,7 +33,27 @@ from mmkv.engine.model.gates import (
 from mmkv.engine.policies import Budget, Policy, make_policy
 from mmkv.engine.policies.scoring import Retention
 from mmkv.engine.runtime import Runtime
-from mmkv.eval.budgets import is_share
+
+_ENTRIES = "entries per layer and KV head"
+
+
+def is_share(budget: str) -> bool:
+    """Return whether a budget is a share, which grows with the dialogue."""
+    return Fraction(budget) <= 1
+
+
+def in_words(budget: str) -> str:
+    """Return the words for a budget in titles."""
+    return f"{budget} of the context" if is_share(budget) else f"{budget} {_ENTRIES}"
+
+
+def axis_label(budgets: Sequence[str]) -> str:
+    """Return the label of a plot's axis over these budgets."""
+    kinds = {is_share(budget) for budget in budgets}
+    if len(kinds) > 1:
+        return "budget"
+    return "budget, share of the context" if kinds == {True} else f"budget, {_ENTRIES}"
+
 
 _BRACKETS = re.compile(r"\[[^\[\]]*\]")
 
@@ -90,7 +114,7 @@ class Cell:
 
     Attributes:
         gates: a folder, or None.
-        budget: as :mod:`mmkv.eval.budgets` writes it; None: none.
+        budget: as :mod:`mmkv.eval.quality.methods` writes it; None: none.
         kv: the form of the cache; in_bytes: as of :class:`Comparison`.
     """
 
@@ -177,7 +201,7 @@ class Comparison:
     """The compared methods and budgets, and how they are run.
 
     Attributes:
-        budgets: as :mod:`mmkv.eval.budgets` writes them.
+        budgets: as :mod:`mmkv.eval.quality.methods` writes them.
         max_length: longest dialogue in tokens.
         device: ``cpu`` or ``cuda``.
         in_bytes: a budget stands for the bytes that its entries take in bfloat16, so a cache that

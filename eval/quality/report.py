@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from mmkv.eval.budgets import axis_label
 from mmkv.eval.measure.stats import mean, paired
+from mmkv.eval.quality.methods import axis_label
 from mmkv.training.measure.tables import pipe_table
 
 T = TypeVar("T")

@@ -33,8 +33,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from mmkv.eval.bench.output import plain_parser, save, table
-from mmkv.eval.serving.client import question
-from mmkv.eval.serving.servers import ServerProcess, mmkv_serve, run_in_folder
+from mmkv.eval.serving.servers import ServerProcess, mmkv_serve, question, run_in_folder
 
 MODEL = "tiny-vlm"
 _RETURN_S = 15  # in which memory goes back

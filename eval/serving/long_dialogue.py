@@ -20,9 +20,16 @@ from typing import Any
 
 import httpx
 
-from mmkv.eval.bench.output import BenchError, plain_parser, save, table
-from mmkv.eval.serving.client import picture_url, question, words
-from mmkv.eval.serving.servers import ServerProcess, mmkv_serve, run_in_folder
+from mmkv.eval.bench.harness import BenchError
+from mmkv.eval.bench.output import plain_parser, save, table
+from mmkv.eval.serving.servers import (
+    ServerProcess,
+    mmkv_serve,
+    picture_url,
+    question,
+    run_in_folder,
+    words,
+)
 
 CHAT, RESPONSES = "chat completions", "responses"
 EARLY = 5  # the turn that the last one is compared with

@@ -28,9 +28,18 @@ from typing import Any
 
 import httpx
 
-from mmkv.eval.bench.output import BenchError, plain_parser, save, table
-from mmkv.eval.serving.client import Streamed, picture_url, quantiles, question, stream_chat, words
-from mmkv.eval.serving.servers import mmkv_serve, run_in_folder
+from mmkv.eval.bench.harness import BenchError
+from mmkv.eval.bench.output import plain_parser, save, table
+from mmkv.eval.serving.servers import (
+    Streamed,
+    mmkv_serve,
+    picture_url,
+    quantiles,
+    question,
+    run_in_folder,
+    stream_chat,
+    words,
+)
 
 BELOW = 0.8  # the share of capacity that the others are compared with
 _OPTIONS: dict[str, Any] = {

@@ -27,9 +27,16 @@ from urllib.parse import urlsplit
 import httpx
 import numpy as np
 
-from mmkv.eval.bench.output import BenchError, plain_parser, save, table
-from mmkv.eval.serving.client import picture_url, question, words
-from mmkv.eval.serving.servers import ServerProcess, mmkv_serve, run_in_folder
+from mmkv.eval.bench.harness import BenchError
+from mmkv.eval.bench.output import plain_parser, save, table
+from mmkv.eval.serving.servers import (
+    ServerProcess,
+    mmkv_serve,
+    picture_url,
+    question,
+    run_in_folder,
+    words,
+)
 
 MODEL = "tiny-vlm"
 _WARM = 1000  # requests after which the memory has to be flat

@@ -25,7 +25,7 @@ class Words:
     values: Mapping[str, Callable[[], Iterable[str]]] = field(default_factory=dict)
 
 
-class Reader(Protocol):
+class MessageReader(Protocol):
     """Where messages come from."""
 
     def read(self) -> str:
@@ -37,7 +37,7 @@ class Reader(Protocol):
         ...
 
 
-def open_reader(words: Words) -> Reader:
+def open_reader(words: Words) -> MessageReader:
     """Return an editor where somebody sits at a terminal, else a reader of lines."""
     # The prompt belongs on stderr: stdout is for answers, and may be a file.
     screen = next((stream for stream in (sys.stderr, sys.stdout) if stream.isatty()), None)

@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 from rich.table import Table
 
 from mmkv.chat.display import OutputClosed, answer, memory_line, panel, statistics
-from mmkv.chat.lines import Reader, Words, open_reader
+from mmkv.chat.lines import MessageReader, Words, open_reader
 from mmkv.chat.saved import (
     Autosave,
     chat_extra,
@@ -46,7 +46,7 @@ class Leave(Exception):
 
 
 @dataclass(frozen=True)
-class Command:
+class SlashCommand:
     """A command: its arguments, its help text, and the function that runs it."""
 
     takes: str
@@ -281,32 +281,32 @@ def _named(path: str, command: str, example: str) -> str:
 
 
 COMMANDS = {
-    "image": Command("PATH|URL", "queue a picture for the next message (- drops all)", _image),
-    "video": Command("PATH|URL", "queue a video for the next message", _video),
-    "system": Command("[TEXT]", "system message of the next conversation", _system),
-    "set": Command("[NAME VALUE]", "show or change sampling settings", _set),
-    "stats": Command("", "tokens, entries by modality, memory, entries per layer", _stats),
-    "memory": Command("", "what is kept, and how it differs from a fresh reading", _memory),
-    "budget": Command("[256|25%|64MiB]", "show or change the budget", _budget),
-    "undo": Command("", "take back the latest turn; its pictures are queued again", _undo),
-    "retry": Command("", "take back the latest reply and ask for another", _retry),
-    "history": Command("", "show the conversation", _history),
-    "clear": Command("", "start a new conversation", _clear),
-    "save": Command("PATH", "save the conversation with its cache (/save! overwrites)", _save),
-    "load": Command("PATH", "continue a saved conversation", _load),
-    "export": Command("PATH.md", "write the conversation as Markdown", _export),
-    "explain": Command("PATH.html", "write a page of what was kept, when and why", _explain),
-    "watch": Command("", "show the memory while replies are made; again: hide it", _watch),
-    "fork": Command("[NAME]", "copy the conversation under a name, or go to that one", _fork),
-    "help": Command("", "this list", _help),
-    "exit": Command("", "leave (also /quit, Ctrl-D)", _exit),
+    "image": SlashCommand("PATH|URL", "queue a picture for the next message (- drops all)", _image),
+    "video": SlashCommand("PATH|URL", "queue a video for the next message", _video),
+    "system": SlashCommand("[TEXT]", "system message of the next conversation", _system),
+    "set": SlashCommand("[NAME VALUE]", "show or change sampling settings", _set),
+    "stats": SlashCommand("", "tokens, entries by modality, memory, entries per layer", _stats),
+    "memory": SlashCommand("", "what is kept, and how it differs from a fresh reading", _memory),
+    "budget": SlashCommand("[256|25%|64MiB]", "show or change the budget", _budget),
+    "undo": SlashCommand("", "take back the latest turn; its pictures are queued again", _undo),
+    "retry": SlashCommand("", "take back the latest reply and ask for another", _retry),
+    "history": SlashCommand("", "show the conversation", _history),
+    "clear": SlashCommand("", "start a new conversation", _clear),
+    "save": SlashCommand("PATH", "save the conversation with its cache (/save! overwrites)", _save),
+    "load": SlashCommand("PATH", "continue a saved conversation", _load),
+    "export": SlashCommand("PATH.md", "write the conversation as Markdown", _export),
+    "explain": SlashCommand("PATH.html", "write a page of what was kept, when and why", _explain),
+    "watch": SlashCommand("", "show the memory while replies are made; again: hide it", _watch),
+    "fork": SlashCommand("[NAME]", "copy the conversation under a name, or go to that one", _fork),
+    "help": SlashCommand("", "this list", _help),
+    "exit": SlashCommand("", "leave (also /quit, Ctrl-D)", _exit),
 }
 # Known, and not in the list of /help.
 HIDDEN = {
-    "quit": Command("", "leave", _exit),
-    "save!": Command("PATH", "save over any file", partial(_save, force=True)),
-    "explain!": Command("PATH.html", "write over any file", partial(_explain, force=True)),
-    "export!": Command("PATH.md", "export over any file", partial(_export, force=True)),
+    "quit": SlashCommand("", "leave", _exit),
+    "save!": SlashCommand("PATH", "save over any file", partial(_save, force=True)),
+    "explain!": SlashCommand("PATH.html", "write over any file", partial(_explain, force=True)),
+    "export!": SlashCommand("PATH.md", "export over any file", partial(_export, force=True)),
 }
 
 
@@ -347,7 +347,7 @@ class Repl:
         self.session = self.new_session()
         self.branches: dict[str, Session] = {"main": self.session}
         self.branch = "main"
-        self.reader: Reader | None = None
+        self.reader: MessageReader | None = None
 
     def run(self, first: str | None = None) -> int:
         """Converse until /exit or the end of input; returns the exit code."""

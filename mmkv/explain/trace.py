@@ -245,15 +245,13 @@ class Trace:
 
 def write(path: str | Path, content: bytes) -> Path:
     """Write a file whole or not at all. Raises InputError."""
-    from mmkv.engine.paths import user_path
+    from mmkv.engine.paths import user_path, whole_file
 
     target = user_path(path)
-    part = target.with_name(f"{target.name}.part")
     try:
-        part.write_bytes(content)
-        part.replace(target)
+        with whole_file(target) as draft:
+            draft.write_bytes(content)
     except OSError as error:
-        part.unlink(missing_ok=True)
         raise InputError(
             f"cannot write {target} ({error.strerror}); name a file in a folder that you may write"
         ) from error

@@ -28,7 +28,15 @@ from mmkv.engine.errors import InputError
 from mmkv.engine.prefill import extend_together
 from mmkv.engine.runtime import Runtime
 from mmkv.hf.cache import RetainedCache, close_rows
-from mmkv.hf.loop import Generated, Loop, Row, Settings, masked_before, new_tokens, without_padding
+from mmkv.hf.loop import (
+    Generated,
+    Loop,
+    LoopSettings,
+    Row,
+    masked_before,
+    new_tokens,
+    without_padding,
+)
 
 # Arguments of generate that mean another way of decoding, or inputs that the engine makes itself.
 _ARGUMENTS = (
@@ -234,7 +242,7 @@ class Call:
             mask = mask[::copies]
         rows, logits = self._prefill(input_ids[::copies], mask, copies)
         keep, pad = config.return_dict_in_generate, config._pad_token_tensor
-        how = Settings(
+        how = LoopSettings(
             logits_processor,
             stopping_criteria,
             bool(config.do_sample),

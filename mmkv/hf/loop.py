@@ -185,7 +185,7 @@ def _common(held: Sequence[int], ids: Tensor) -> int:
 
 
 @dataclass(frozen=True)
-class Settings:
+class LoopSettings:
     """What decides the tokens of one call.
 
     Attributes:
@@ -223,7 +223,12 @@ class Loop:
     """
 
     def __init__(
-        self, engine: Runtime, rows: Sequence[Row], logits: Tensor, input_ids: Tensor, how: Settings
+        self,
+        engine: Runtime,
+        rows: Sequence[Row],
+        logits: Tensor,
+        input_ids: Tensor,
+        how: LoopSettings,
     ) -> None:
         self.engine, self.rows, self.how, self.logits = engine, rows, how, logits
         self.made = Generated(
@@ -328,7 +333,7 @@ class Loop:
 class _Burst:
     """Several steps by one call, where a CUDA graph runs them and nothing has to look between."""
 
-    def __init__(self, how: Settings, draws: list[Draw] | None) -> None:
+    def __init__(self, how: LoopSettings, draws: list[Draw] | None) -> None:
         self._draws = draws
         lengths = [c.max_length for c in how.criteria if isinstance(c, MaxLengthCriteria)]
         self._most = min(lengths, default=None)
@@ -336,7 +341,7 @@ class _Burst:
         self._stop = [int(token) for ids in ends for token in ids.tolist()]
 
     @classmethod
-    def of(cls, engine: Runtime, how: Settings, rows: int) -> _Burst | None:
+    def of(cls, engine: Runtime, how: LoopSettings, rows: int) -> _Burst | None:
         """Return None where each token has to be looked at, or nothing is gained."""
         kinds = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
         # The sampler of bursts has one order: a user's own warpers may come in another.

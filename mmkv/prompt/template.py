@@ -42,7 +42,7 @@ class Addition:
 
 
 @dataclass(frozen=True)
-class Layout:
+class RenderedConversation:
     """A rendered conversation.
 
     Attributes:
@@ -118,12 +118,12 @@ class ChatTemplate:
         """Render the template; ``opening`` adds the beginning of the assistant's reply."""
         return self.layout(messages, opening).text
 
-    def layout(self, messages: list[Message], opening: bool) -> Layout:
+    def layout(self, messages: list[Message], opening: bool) -> RenderedConversation:
         """Do as :meth:`render`; say where the messages stand in the text, too."""
         messages = self._cut(messages)
         if self.source is None:
             text = "".join(self._plain(message) for message in messages)
-            return Layout(text, [-1] * len(messages), len(text))
+            return RenderedConversation(text, [-1] * len(messages), len(text))
         from jinja2 import TemplateError
 
         from mmkv.prompt import sandbox
@@ -157,7 +157,7 @@ class ChatTemplate:
                 f"{first_line(error)}); use another model, or --raw"
             ) from error
         end = marks.end if opening else len(text)
-        return Layout(text, [marks.begins[id(message)] for message in shaped], end)
+        return RenderedConversation(text, [marks.begins[id(message)] for message in shaped], end)
 
     def _cut(self, messages: list[Message]) -> list[Message]:
         """Return the messages, their contents as parts, with special tokens in texts cut."""

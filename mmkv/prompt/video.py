@@ -168,7 +168,7 @@ class FrameRule:
         return [int(index) for index in steps if index < total] or [total - 1]
 
 
-class Reader(Protocol):
+class FrameReader(Protocol):
     """An opened video.
 
     ``times``: seconds of its frames, where it knows them; ``note``: see :class:`Clip`.
@@ -331,7 +331,7 @@ def _sample(
 
 
 def read_clip(
-    reader: Reader,
+    reader: FrameReader,
     choose: Callable[[int, float], list[int]],
     size_rule: SizeRule | None,
     name: str = "the video",
@@ -357,7 +357,7 @@ def read_clip(
     return Clip(np.stack(frames), tuple(indices), rate, total, found, note, sized)
 
 
-def _timing(reader: Reader) -> tuple[float, np.ndarray | None]:
+def _timing(reader: FrameReader) -> tuple[float, np.ndarray | None]:
     """Return the frame rate, and the frames' times from the first one's where it is not steady.
 
     Steady is a rate from which no frame is half a frame away.
@@ -457,7 +457,7 @@ class PyAVReader:
             raise ValueError("the video has no frames")
 
     def read(self, indices: Sequence[int], keep: FrameMap) -> list[np.ndarray]:
-        """See :class:`Reader`."""
+        """See :class:`FrameReader`."""
         wanted, kept, decoded = set(indices), {}, 0
         with self._open() as opened:
             for number, frame in enumerate(self._frames(opened)):
@@ -535,7 +535,7 @@ class _TorchCodec:
         return [keep(self._video.get_frame_at(index).data.numpy()) for index in indices]
 
 
-_READERS: dict[str, Callable[[Any, str], Reader]] = {
+_READERS: dict[str, Callable[[Any, str], FrameReader]] = {
     "decord": _Decord,
     "av": PyAVReader,
     "torchcodec": _TorchCodec,

@@ -23,7 +23,7 @@ from mmkv.reply import Reply, ReplyWriter, step
 from mmkv.sampling import Sampling, checked
 from mmkv.scheduler.contract import Job, Reservation
 from mmkv.scheduler.loop import Limits, Scheduler
-from mmkv.turn import Reading, compose
+from mmkv.turn import TurnReading, compose
 
 if TYPE_CHECKING:
     import torch
@@ -52,7 +52,7 @@ class Prompt:
 
     inputs: dict[str, torch.Tensor]
     messages: Sequence[Message] = field(default_factory=list)
-    reading: Reading | None = None
+    reading: TurnReading | None = None
 
     @property
     def tokens(self) -> int:

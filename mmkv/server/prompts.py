@@ -19,7 +19,7 @@ from mmkv.prompt.special import new_marker, reading, require_no_long_run
 from mmkv.prompt.template import as_parts
 
 if TYPE_CHECKING:
-    from mmkv.prompt.template import ChatTemplate, Layout
+    from mmkv.prompt.template import ChatTemplate, RenderedConversation
 
 
 _FEW = 3  # messages, up to which each is rendered to find its end
@@ -158,7 +158,7 @@ def _is_short(messages: Sequence[dict[str, Any]]) -> bool:
 
 
 def _ends(
-    template: ChatTemplate, shown: list[dict[str, Any]], held: int, layout: Layout
+    template: ChatTemplate, shown: list[dict[str, Any]], held: int, layout: RenderedConversation
 ) -> list[tuple[int, int]]:
     """Return how many messages end where in the text, of those after the ``held`` ones."""
     if len(shown) - held > _FEW:
@@ -172,7 +172,7 @@ def _ends(
 
 
 def _ends_by_loop(
-    template: ChatTemplate, shown: list[dict[str, Any]], layout: Layout
+    template: ChatTemplate, shown: list[dict[str, Any]], layout: RenderedConversation
 ) -> list[int] | None:
     """Return where each message ends, by where the template's loop began the next one.
 
@@ -198,7 +198,9 @@ def _ends_by_loop(
     return ends
 
 
-def _whole_length(template: ChatTemplate, shown: list[dict[str, Any]], layout: Layout) -> int:
+def _whole_length(
+    template: ChatTemplate, shown: list[dict[str, Any]], layout: RenderedConversation
+) -> int:
     """Return the length of the text without its opening if it begins with that, else 0."""
     return _length(template, shown, layout.text) if layout.end is None else layout.end
 

@@ -12,7 +12,7 @@ from mmkv.engine.model.fingerprint import fingerprint
 from mmkv.engine.model.gates import load_gates
 from mmkv.engine.runtime import Runtime
 from mmkv.resources import bundled_model
-from mmkv.training.recipes import recipe_options
+from mmkv.training.settings import recipe_options
 from tests.conftest import make_spec
 
 

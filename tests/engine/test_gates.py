@@ -18,7 +18,7 @@ from mmkv.engine.model.gates import load_gates, make_random_gates, save_gates
 from mmkv.engine.model.spec import DecoderSpec
 from mmkv.engine.runtime import Runtime
 from mmkv.resources import bundled_model
-from mmkv.training.trainable import TrainableGates
+from mmkv.training.student import TrainableGates
 from tests.conftest import make_spec
 
 INNER = 512

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mmkv.engine.backends.cuda.static_step import StaticStep
 from mmkv.engine.model.gates import Gates, LayerGate
-from mmkv.eval.measure.speed_model import gate_bytes
+from mmkv.eval.measure.timing import gate_bytes
 from tests.support.sessions import PICTURES, load, run, text_ids
 
 

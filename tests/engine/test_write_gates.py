@@ -31,7 +31,7 @@ from mmkv.engine.policies.base import admitted
 from mmkv.engine.policies.write_gate import visible
 from mmkv.engine.runtime import Runtime
 from mmkv.resources import bundled_model
-from mmkv.training.measure.full_attention import FullAttention, lay_out
+from mmkv.training.measure.teacher_forced import FullAttention, lay_out
 from tests.conftest import make_spec
 from tests.support.factories import checkpoint, make_turn
 from tests.support.tiers import slow_but

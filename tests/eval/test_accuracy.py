@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mmkv.eval.accuracy import scenes
-from mmkv.training.data.scenes import Turn
+from mmkv.training.data.scenes import SceneTurn
 
 
 @pytest.mark.parametrize(
@@ -30,9 +30,9 @@ def test_part_of_an_answer_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     Six ways to answer by turns, the first two of them right.
     """
-    asked: list[Turn] = []
+    asked: list[SceneTurn] = []
 
-    def answer(turns: list[Turn]) -> list[str]:
+    def answer(turns: list[SceneTurn]) -> list[str]:
         replies = []
         for turn in turns:
             said = turn.question.answer

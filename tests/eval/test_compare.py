@@ -10,9 +10,7 @@ import pytest
 
 from mmkv.engine.errors import InputError
 from mmkv.engine.policies import PRESETS, make_policy
-from mmkv.eval.compare import report
-from mmkv.eval.compare.__main__ import chosen, gates_of, main
-from mmkv.eval.compare.speed import Speeds
+from mmkv.eval.compare import Speeds, chosen, compare, gates_of, main
 from mmkv.eval.quality.methods import Cell
 from mmkv.resources import bundled_model
 
@@ -97,18 +95,18 @@ def test_rows_of_the_leaderboard(tmp_path: Path) -> None:
     }
     cells = {name: [Cell(name, None, None, None)] for name in raw}
     speed = {"tokens_per_second": 123.4, "eviction_share": 0.25}
-    page = report.summarise(raw, cells, lambda cell: {**speed, "path": cell.policy})
+    page = compare.summarise(raw, cells, lambda cell: {**speed, "path": cell.policy})
     full, a, b = page["rows"]
     assert (full["bytes"], a["bytes"], b["bytes"]) == (8000, 2000, 2000)
     assert [row["accuracy"]["value"] for row in page["rows"]] == [1, 0.25, 0.875]
     assert a["from_first"]["value"] == 0 and b["from_first"]["of"] == "a"
     assert b["from_first"]["value"] == 0.625 and b["from_full"]["value"] == -0.125
     assert a["speed"]["path"] == "a at 1/4" and page["questions"] == 4
-    lines = report.markdown({"s": page}).splitlines()
+    lines = compare.markdown({"s": page}).splitlines()
     order = [line.split("|")[1].strip() for line in lines if line.startswith("|")]
     assert order == ["policy at 1/4", "---", "full", "b", "a"]
     assert "| 123 | 25.0% |" in lines[-2]
-    report.draw({"s": page}, tmp_path / "plot.png")
+    compare.draw({"s": page}, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").stat().st_size > 1000
 
 

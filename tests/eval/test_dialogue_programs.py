@@ -10,18 +10,18 @@ from typing import Any
 
 import pytest
 
+from mmkv.eval import session_stream as dialogue_stream
+from mmkv.eval import session_tasks as dialogue_tasks
 from mmkv.eval.domains import maker
-from mmkv.eval.measure.journal import Journal
 from mmkv.eval.quality.methods import Comparison, Method
 from mmkv.eval.quality.run import ComparisonRuns
-from mmkv.eval.sessions import stream as dialogue_stream
-from mmkv.eval.sessions import tasks as dialogue_tasks
-from mmkv.eval.sessions.__main__ import main
-from mmkv.eval.sessions.tasks import Asked
+from mmkv.eval.session_tasks import Asked
+from mmkv.eval.sessions import main
 from mmkv.prompt.loading import load_processor
 from mmkv.resources import bundled_model
-from mmkv.training.data.scene_data import scene_example
-from mmkv.training.data.scenes import Clip, render
+from mmkv.training.data.dialogues import scene_example
+from mmkv.training.data.scenes import SceneClip, render
+from mmkv.training.measure.record import Journal
 from mmkv.training.measure.teacher_forced import spans
 from tests.training.data.test_scenes import read_cells
 
@@ -154,7 +154,7 @@ def test_the_stream_asks_what_its_frames_show() -> None:
     beginning = read_cells(render(dialogue_stream.first_picture()))
     for index in range(12):
         turn = dialogue_stream.clip_turn(index)
-        (clip,) = (p for p in turn.pictures if isinstance(p, Clip))
+        (clip,) = (p for p in turn.pictures if isinstance(p, SceneClip))
         row, column = map(int, re.findall(r"(?:row|column) (\d+)", turn.question.text))
         frame = clip.frames[0 if turn.question.text.endswith("start?") else -1]
         assert turn.question.answer == read_cells(render(frame))[row - 1][column - 1]

@@ -13,14 +13,12 @@ from torch import Tensor
 
 from mmkv.engine.backends.torch.step import DecodeStep
 from mmkv.engine.runtime import Runtime
-from mmkv.eval.dilution.__main__ import Prober, dilution_bound, main, measure
-from mmkv.eval.dilution.probe import probed_decode
-from mmkv.eval.dilution.report import _correlation
-from mmkv.eval.measure.journal import Journal
-from mmkv.eval.needle.tasks import Needle
+from mmkv.eval.dilution import Prober, _correlation, dilution_bound, main, measure, probed_decode
+from mmkv.eval.needle_tasks import Needle
 from mmkv.eval.quality.methods import Comparison, Method
 from mmkv.eval.quality.run import ComparisonRuns
 from mmkv.resources import bundled_model
+from mmkv.training.measure.record import Journal
 
 MODEL = str(bundled_model())
 

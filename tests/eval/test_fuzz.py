@@ -17,10 +17,8 @@ import pytest
 
 from mmkv.engine.errors import InputError
 from mmkv.eval.fuzz import mutate, worker
-from mmkv.eval.fuzz.__main__ import main
-from mmkv.eval.fuzz.judge import failure_of
-from mmkv.eval.fuzz.report import Report
-from mmkv.eval.fuzz.target import Case, Target
+from mmkv.eval.fuzz.__main__ import Report, main
+from mmkv.eval.fuzz.target import Case, Target, failure_of
 from mmkv.training.measure.record import write_results
 
 

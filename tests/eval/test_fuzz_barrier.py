@@ -12,7 +12,7 @@ CHANGES = """
 import os, pathlib, sys, tempfile
 outside, inside = map(pathlib.Path, sys.argv[1:])
 tempfile.tempdir = str(inside)
-from mmkv.eval.fuzz.barrier import write_only_below
+from mmkv.eval.fuzz.worker import write_only_below
 write_only_below([inside])
 kept = outside / "kept"
 changes = [

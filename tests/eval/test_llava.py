@@ -14,7 +14,7 @@ from mmkv.engine.runtime import Runtime
 from mmkv.eval.accuracy import llava as accuracy
 from mmkv.prompt.loading import load_processor
 from mmkv.training.data.scenes import Question
-from mmkv.training.llava.pictures import EasyVQA, Shown, Turn, talk
+from mmkv.training.llava.pictures import EasyVQA, PictureTurn, Shown, talk
 from mmkv.training.measure.teacher_forced import FullCache
 
 pytest_plugins = ("tests.support.llava_fixtures",)
@@ -72,12 +72,12 @@ def test_answers_are_right_as_transformers_generates_them(joined: Path, easy: Pa
 
 
 def test_other_pictures_come_from_a_talk_with_as_many() -> None:
-    one, two = ([Turn(Question("cell", "?", "a"), Shown(("frog",)))] * n for n in (1, 2))
+    one, two = ([PictureTurn(Question("cell", "?", "a"), Shown(("frog",)))] * n for n in (1, 2))
     assert accuracy.partners([one, two, two, one, two]) == [3, 2, 4, 0, 1]
     assert accuracy.partners([one, two]) == [0, 1]
     counted = accuracy.by_kind(two, [True, False])
     assert counted == {"cell": [1, 2], "all": [1, 2]}
-    three = [Turn(Question("cell", "?", answer)) for answer in ("a", "b", "a")]
+    three = [PictureTurn(Question("cell", "?", answer)) for answer in ("a", "b", "a")]
     assert accuracy.constant([three, three[:1]]) == [
         {"cell": [2, 3], "all": [2, 3]},
         {"cell": [1, 1], "all": [1, 1]},

@@ -6,22 +6,21 @@ import pytest
 
 from mmkv.engine.runtime import Runtime
 from mmkv.resources import bundled_model
-from mmkv.training.data.dialogues import sparse, stream
-from mmkv.training.data.scene_data import scene_example
-from mmkv.training.data.scenes import Turn
-from mmkv.training.data.tokenizer import build_tokenizer
+from mmkv.training.data.dialogues import scene_example, sparse, stream
+from mmkv.training.data.scene_encoding import build_tokenizer
+from mmkv.training.data.scenes import SceneTurn
 from mmkv.training.measure.teacher_forced import DialogueRun, read
 from tests.support.tiers import slow_but
 
 
-def run(turns: list[Turn], policy: str, budget: float | None) -> DialogueRun:
+def run(turns: list[SceneTurn], policy: str, budget: float | None) -> DialogueRun:
     engine = Runtime.from_pretrained(bundled_model(), policy=policy, dtype="float32", device="cpu")
     example = scene_example(turns, build_tokenizer())
     labels = example.pop("labels")[0]
     return read(engine, example, labels, budget)
 
 
-def latest(turns: list[Turn], found: DialogueRun) -> float:
+def latest(turns: list[SceneTurn], found: DialogueRun) -> float:
     """Return the share of the questions about the newest pictures that were answered right."""
     right = [
         answer.right for turn, answer in zip(turns, found.answers, strict=True) if turn.pictures

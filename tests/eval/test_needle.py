@@ -15,17 +15,16 @@ import pytest
 from mmkv.engine.errors import InputError
 from mmkv.engine.policies import Budget
 from mmkv.engine.runtime import Runtime
+from mmkv.eval import needle_tasks
 from mmkv.eval.domains import maker
-from mmkv.eval.measure.journal import Journal
-from mmkv.eval.needle import tasks as needle_tasks
-from mmkv.eval.needle.__main__ import main
-from mmkv.eval.needle.report import found
-from mmkv.eval.needle.tasks import Haystack, Needle, place_needles
+from mmkv.eval.needle import found, main
+from mmkv.eval.needle_tasks import Haystack, Needle, place_needles
 from mmkv.eval.quality.methods import Comparison, Method
 from mmkv.eval.quality.run import ComparisonRuns
 from mmkv.prompt.loading import load_processor
 from mmkv.resources import bundled_model
-from mmkv.training.data.scenes import Clip, Turn, render
+from mmkv.training.data.scenes import SceneClip, SceneTurn, render
+from mmkv.training.measure.record import Journal
 from mmkv.training.measure.teacher_forced import FullCache, read_at, spans
 from tests.training.data.test_dialogues import check
 from tests.training.data.test_scenes import read_cells
@@ -41,12 +40,12 @@ def made(name: str, index: int) -> Any:
 
 
 @pytest.fixture
-def turns(monkeypatch: pytest.MonkeyPatch) -> list[list[Turn]]:
+def turns(monkeypatch: pytest.MonkeyPatch) -> list[list[SceneTurn]]:
     """Return the turns behind the documents that a test makes."""
-    seen: list[list[Turn]] = []
+    seen: list[list[SceneTurn]] = []
     plain = needle_tasks.scene_document
 
-    def noted(made: list[Turn], tokenizer: Any) -> Any:
+    def noted(made: list[SceneTurn], tokenizer: Any) -> Any:
         seen.append(made)
         return plain(made, tokenizer)
 
@@ -83,7 +82,7 @@ def test_text_needles_stand_where_their_notes_say() -> None:
     assert set(asked) == set(range(8)) and set(asked.values()) == {2}
 
 
-def test_picture_needles_match_the_pixels(turns: list[list[Turn]]) -> None:
+def test_picture_needles_match_the_pixels(turns: list[list[SceneTurn]]) -> None:
     for index in range(6):
         document = made("needle:pictures:400:4:3:2", index)
         check(turns[index])
@@ -109,12 +108,12 @@ def test_picture_needles_match_the_pixels(turns: list[list[Turn]]) -> None:
         assert 400 <= cut <= 440
 
 
-def test_video_needles_match_the_frames(turns: list[list[Turn]]) -> None:
+def test_video_needles_match_the_frames(turns: list[list[SceneTurn]]) -> None:
     parts, when = [], set()
     for index in range(8):
         document = made("needle:video:300:1:4:1", index)
         pictures = turns[index][0].pictures
-        (clip,) = (picture for picture in pictures if isinstance(picture, Clip))
+        (clip,) = (picture for picture in pictures if isinstance(picture, SceneClip))
         cells = {w: read_cells(render(clip.frames[i])) for w, i in (("start", 0), ("end", -1))}
         assert cells["start"] != cells["end"]
         for turn in turns[index]:

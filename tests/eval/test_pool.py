@@ -11,8 +11,8 @@ from mmkv import bundled_model
 from mmkv.engine.model.families.base import Turn
 from mmkv.engine.runtime import Runtime
 from mmkv.eval import pool
-from mmkv.training.data.scene_data import scene_example, scene_turns
-from mmkv.training.data.tokenizer import build_tokenizer
+from mmkv.training.data.dialogues import scene_example, scene_turns
+from mmkv.training.data.scene_encoding import build_tokenizer
 from mmkv.training.measure.teacher_forced import read
 
 

@@ -20,7 +20,6 @@ from mmkv.engine.errors import InputError
 from mmkv.engine.model.decoder import Decoder
 from mmkv.engine.policies import Budget
 from mmkv.engine.runtime import Runtime
-from mmkv.eval.measure.journal import Journal
 from mmkv.eval.measure.stats import mean, paired
 from mmkv.eval.quality import report as quality_report
 from mmkv.eval.quality.__main__ import main
@@ -29,10 +28,10 @@ from mmkv.eval.quality.kept import main as kept
 from mmkv.eval.quality.methods import Comparison, Method
 from mmkv.eval.quality.run import ComparisonRuns, Reader
 from mmkv.resources import bundled_model
+from mmkv.training.data.examples import examples
 from mmkv.training.data.labels import predicted
-from mmkv.training.data.sources import examples
 from mmkv.training.measure import teacher_forced
-from mmkv.training.measure.record import RESULTS
+from mmkv.training.measure.record import RESULTS, Journal
 from mmkv.training.measure.teacher_forced import (
     FullCache,
     Reading,

@@ -11,18 +11,16 @@ import torch
 
 from mmkv.engine.errors import InputError
 from mmkv.engine.runtime import Runtime
-from mmkv.eval.dilution import __main__ as dilution
+from mmkv.eval import dilution, needle, session_stream
+from mmkv.eval import sessions as dialogue
 from mmkv.eval.domains import held_out
-from mmkv.eval.measure.journal import Journal
-from mmkv.eval.needle import __main__ as needle
 from mmkv.eval.quality import __main__ as quality
-from mmkv.eval.quality import command as quality_command
+from mmkv.eval.quality import run as quality_command
 from mmkv.eval.quality.methods import Comparison, Method, digest
 from mmkv.eval.quality.run import ComparisonRuns, Reader
-from mmkv.eval.sessions import __main__ as dialogue
-from mmkv.eval.sessions import stream as dialogue_stream
 from mmkv.prompt.loading import load_processor
 from mmkv.resources import bundled_model
+from mmkv.training.measure.record import Journal
 
 MODEL = str(bundled_model())
 SCENES = [MODEL, "--data", "scenes:dense", "--dialogues", "1", "--name", "q", "--fractions", "1/4"]
@@ -121,7 +119,7 @@ def test_the_model_is_loaded_on_the_device_asked_for(tmp_path: Path, monkeypatch
     with pytest.raises(InputError, match="enough"):
         Reader(compared("snapkv"))
     with pytest.raises(InputError, match="enough"):
-        dialogue_stream.run(compared("snapkv", budgets=("16",)), 1, 1, Journal(tmp_path / "j"))
+        session_stream.run(compared("snapkv", budgets=("16",)), 1, 1, Journal(tmp_path / "j"))
     assert asked == ["cuda"] * 4 + ["cpu"] * 2
     with pytest.raises(SystemExit, match=r"--workers 2 .* leave out --workers") as caught:
         quality.main(

@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 
 from mmkv import Engine
-from mmkv.eval.serving.client import stream_chat
 from mmkv.eval.serving.long_dialogue import CHAT, RESPONSES, dialogue
 from mmkv.eval.serving.overload import Arrived, arrive, summary
-from mmkv.eval.serving.servers import mmkv_serve
+from mmkv.eval.serving.servers import mmkv_serve, stream_chat
 from mmkv.eval.serving.soak import MODEL, kill_while_saving, slope, soak
 from mmkv.server.engine_thread import EngineCore
 from tests.support.chat_models import save_qwen3_vl

@@ -18,7 +18,7 @@ import mmkv
 from mmkv.engine.cache import PagePool
 from mmkv.engine.errors import BudgetError, InputError, MmkvError, PolicyError
 from mmkv.engine.memory import free_bytes
-from mmkv.eval.fuzz.judge import failure_of
+from mmkv.eval.fuzz.target import failure_of
 from mmkv.eval.fuzz.targets.api import PythonApi
 from mmkv.prompt.template import take_media
 from mmkv.sampling import distribution

@@ -37,7 +37,7 @@ def test_the_output_is_checked_before_the_run(
     output = {"file": file, "below a file": file / "x", "full": tmp_path / "out"}[bad]
     if bad == "full":
         usage = type("usage", (), {"free": 2**20})
-        monkeypatch.setattr("mmkv.training.measure.outputs.shutil.disk_usage", lambda _: usage)
+        monkeypatch.setattr("mmkv.training.measure.record.shutil.disk_usage", lambda _: usage)
     assert run(["eval", "--tasks", "mme", "--output", str(output)]) == 1
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and "--output" in said

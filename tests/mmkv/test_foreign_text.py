@@ -15,7 +15,7 @@ from rich.console import Console
 from mmkv import Engine
 from mmkv.chat.display import _Plain
 from mmkv.chat.markdown import MarkdownStream
-from mmkv.checkpoints import Checkpoint, Gates, Listing, table
+from mmkv.checkpoints import Checkpoint, ListedGates, Listing, table
 from mmkv.cli.app import run
 from mmkv.engine.errors import InputError, first_line, one_line, plain, without_codes
 from mmkv.prompt.template import ChatTemplate
@@ -89,7 +89,7 @@ def test_a_reply_as_markdown() -> None:
 def test_names_of_files_in_a_listing() -> None:
     model = Checkpoint(CODES, CODES, "folder", CODES, 3, [CODES], CODES)
     screen = io.StringIO()
-    listing = Listing([model], [Gates(CODES, CODES, "folder", CODES, CODES, "")])
+    listing = Listing([model], [ListedGates(CODES, CODES, "folder", CODES, CODES, "")])
     Console(file=screen, width=200).print(table(listing))
     assert not has_codes(screen.getvalue())
     assert not has_codes(json.dumps(listing.as_json()))

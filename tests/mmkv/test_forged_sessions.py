@@ -22,8 +22,8 @@ from mmkv.engine.config import EngineConfig
 from mmkv.engine.errors import MmkvError, SessionError
 from mmkv.engine.strict import Damage
 from mmkv.eval.fuzz import mutate
-from mmkv.eval.fuzz.judge import failure_of
-from mmkv.eval.fuzz.targets.session_files import POLICIES, SessionFiles
+from mmkv.eval.fuzz.target import failure_of
+from mmkv.eval.fuzz.targets.model_files import POLICIES, SessionFiles
 
 if TYPE_CHECKING:
     from tests.support.cli_fixtures import Ran

@@ -13,7 +13,7 @@ import pytest
 from mmkv.engine import interrupts
 from mmkv.engine.interrupts import CtrlC, OpenToCtrlC, whole
 from mmkv.eval.fuzz.target import Wrong
-from mmkv.eval.fuzz.targets.interrupts import CALLS, Interrupts
+from mmkv.eval.fuzz.targets.command_line import CALLS, Interrupts
 
 
 def press() -> None:

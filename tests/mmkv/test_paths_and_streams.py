@@ -14,7 +14,7 @@ import pytest
 from mmkv.cli.app import run
 from mmkv.engine.errors import MmkvError
 from mmkv.engine.model.source import locate
-from mmkv.training.data.readers import DataSource
+from mmkv.training.data.conversations import DataSource
 from tests.support.chat_models import save_llama
 
 if TYPE_CHECKING:

@@ -24,13 +24,19 @@ from mmkv.engine.model.gates import load_gates, make_random_gates
 from mmkv.engine.runtime import Runtime
 from mmkv.resources import bundled_model
 from mmkv.training import distill as command_line
-from mmkv.training.card import write_card
-from mmkv.training.data.sources import examples
+from mmkv.training.data.examples import examples
 from mmkv.training.distill import main
 from mmkv.training.folder import ASKED, HISTORY, history
-from mmkv.training.held_out import HeldOutData, summary
 from mmkv.training.model import PARTS
-from mmkv.training.run import _arguments, distill, load_backbone, own_device
+from mmkv.training.run import (
+    HeldOutData,
+    _arguments,
+    distill,
+    load_backbone,
+    own_device,
+    summary,
+    write_card,
+)
 from mmkv.training.settings import Settings
 
 MODEL = str(bundled_model())

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, models
 from mmkv.engine.errors import ModelError
 from mmkv.resources import BUNDLED_ADAPTER, asset
 from mmkv.training.llava.__main__ import arguments, main
-from mmkv.training.llava.adapter import CHAT_TEMPLATE, Adapter, vision_config, with_image_token
+from mmkv.training.llava.adapter import CHAT_TEMPLATE, LlavaAdapter, vision_config, with_image_token
 from mmkv.training.llava.pictures import EasyVQA, talk
 from mmkv.training.llava.teach import Language, encode, opening
 from mmkv.training.measure.record import ROOT
@@ -60,7 +60,7 @@ def test_a_language_model_is_read_as_its_own_template_says(language: Path, easy:
     model = transformers.AutoModelForCausalLM.from_pretrained(language)
     tokenizer = with_image_token(transformers.AutoTokenizer.from_pretrained(language))
     reads = Language(model, tokenizer)
-    Adapter(vision_config(16, 1), model.config)  # must not touch the language model
+    LlavaAdapter(vision_config(16, 1), model.config)  # must not touch the language model
     turns = talk(2, "train", EasyVQA.of(easy, "train"), turns=6)
     ids, labels, shown = encode(turns, tokenizer)
     assert len(shown) > 1

@@ -18,7 +18,7 @@ from mmkv.engine.model.gates import foreign_note, load_gates, make_random_gates,
 from mmkv.engine.runtime import Runtime
 from mmkv.training.data.scenes import EMPTY
 from mmkv.training.llava.__main__ import main
-from mmkv.training.llava.adapter import Adapter, load, save, vision_config
+from mmkv.training.llava.adapter import LlavaAdapter, load, save, vision_config
 from mmkv.training.llava.pictures import Shown
 from tests.support.llava import HIDDEN, SYSTEM
 
@@ -113,10 +113,10 @@ def test_gates_of_the_language_model_are_no_strangers(
         assert (foreign_note(load_gates(tmp_path, spec), str(joined)) is None) == known
 
 
-def random_adapter(folder: Path, hidden: int = HIDDEN) -> Adapter:
+def random_adapter(folder: Path, hidden: int = HIDDEN) -> LlavaAdapter:
     torch.manual_seed(1)
     text = transformers.LlamaConfig(hidden_size=hidden, head_dim=8)
-    made = Adapter(vision_config(16, 1), text)
+    made = LlavaAdapter(vision_config(16, 1), text)
     save(made, folder, {})
     return made
 

@@ -11,8 +11,8 @@ from PIL import Image
 
 from mmkv.resources import BUNDLED_ADAPTER, asset
 from mmkv.training.data.scenes import EMPTY, Question
-from mmkv.training.llava.adapter import Adapter, load, vision_config, with_image_token
-from mmkv.training.llava.pictures import PLACES, EasyVQA, Shown, Turn, all_names, talk
+from mmkv.training.llava.adapter import LlavaAdapter, load, vision_config, with_image_token
+from mmkv.training.llava.pictures import PLACES, EasyVQA, PictureTurn, Shown, all_names, talk
 from mmkv.training.llava.teach import Eyes, Language, WordTable, caption, entries, install
 
 pytest_plugins = ("tests.support.llava_fixtures",)
@@ -47,7 +47,7 @@ def test_held_out_talks_ask_what_training_never_shows(easy: Path) -> None:
     assert known <= set(all_names())
 
 
-def parts(turn: Turn) -> set[tuple[str, str]]:
+def parts(turn: PictureTurn) -> set[tuple[str, str]]:
     """Return name and background, and in a grid name and place, of what a drawn picture shows."""
     if turn.shown is None or turn.shown.file is not None:
         return set()
@@ -76,7 +76,7 @@ def test_a_projector_gives_the_vector_of_the_entry_that_is_seen(language: Path, 
     model = transformers.AutoModelForCausalLM.from_pretrained(language, dtype=torch.float32)
     tokenizer = with_image_token(transformers.AutoTokenizer.from_pretrained(language))
     table = WordTable(Language(model, tokenizer))
-    adapter = Adapter(vision_config(16, 1), model.config)
+    adapter = LlavaAdapter(vision_config(16, 1), model.config)
     eyes = Eyes(adapter, table)
     shown = [Shown(("frog",)), Shown(("apple", "bus", EMPTY, "key"))]
     lines = table.lines(shown)

@@ -16,10 +16,9 @@ from mmkv.cli.app import run
 from mmkv.engine.errors import InputError
 from mmkv.resources import bundled_model
 from mmkv.training.distill import main
-from mmkv.training.folder import begin, history, resume
+from mmkv.training.folder import Stopping, begin, history, resume
+from mmkv.training.run import History
 from mmkv.training.settings import Settings
-from mmkv.training.stopping import Stopping
-from mmkv.training.trainer import History
 
 MODEL = str(bundled_model())
 NUMBERS = sorted(f.name for f in fields(Settings) if isinstance(f.default, float))

@@ -15,12 +15,16 @@ from mmkv.engine.model.decoder import Decoder
 from mmkv.engine.model.gates import Gates
 from mmkv.engine.runtime import Runtime
 from mmkv.training.data.labels import predicted
-from mmkv.training.losses import quality_losses
-from mmkv.training.measure.full_attention import full_attention_states, lay_out
-from mmkv.training.model import DistillModel, Objective, backbone_digest, weights_at_end
+from mmkv.training.measure.teacher_forced import full_attention_states, lay_out
+from mmkv.training.model import (
+    DistillModel,
+    Objective,
+    backbone_digest,
+    quality_losses,
+    weights_at_end,
+)
 from mmkv.training.settings import Settings
-from mmkv.training.student import student_states
-from mmkv.training.trainable import TrainableGates
+from mmkv.training.student import TrainableGates, student_states
 from tests.support.factories import CHECKPOINTS, checkpoint, make_turn
 
 PICTURE = {"qwen3_vl": [6, ("image", 32, 16), 9], "llava_next": [5, ("image", 32, 16), 8]}

@@ -21,16 +21,14 @@ from mmkv.engine.errors import InputError
 from mmkv.engine.model.gates import load_write_gates
 from mmkv.engine.runtime import Runtime
 from mmkv.resources import bundled_model
-from mmkv.training.data.sources import examples
+from mmkv.training.data.examples import examples
 from mmkv.training.distill import main
 from mmkv.training.folder import history
-from mmkv.training.held_out import HeldOutData
-from mmkv.training.measure.full_attention import full_attention_states, lay_out
-from mmkv.training.model import backbone_digest
+from mmkv.training.measure.teacher_forced import full_attention_states, lay_out
+from mmkv.training.model import WriteGateModel, WriteObjective, backbone_digest, sparsity_loss
+from mmkv.training.run import HeldOutData
 from mmkv.training.settings import Settings
-from mmkv.training.student import binary, write_gated_states
-from mmkv.training.trainable import TrainableWriteGates
-from mmkv.training.write_model import WriteGateModel, WriteObjective, sparsity_loss
+from mmkv.training.student import TrainableWriteGates, binary, write_gated_states
 from tests.support.factories import CHECKPOINTS, checkpoint, make_turn
 from tests.support.tiers import slow_but
 

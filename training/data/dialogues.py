@@ -3,22 +3,31 @@
 *Dense*: every picture has a number, and any cell of any picture may be asked later. *Sparse*: most
 pictures come under ``ignore:`` and are never asked about; the others have numbers. A dialogue is a
 function of its seed, and held-out dialogues show held-out scenes only.
+
+:func:`scene_turns` makes them as examples for the bundled model's gates. There questions name their
+cells (``search=False``), because the bundled model never learned to search all cells. A question
+that the full cache cannot answer measures nothing about eviction.
 """
 
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import replace
 
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast
+
+from mmkv.training.data.scene_encoding import collate, encode
 from mmkv.training.data.scenes import (
     CELL,
     SHAPES,
-    Clip,
     Item,
     Question,
     Scene,
+    SceneClip,
+    SceneTurn,
     Split,
-    Turn,
     is_heldout,
     make_scene,
     object_names,
@@ -54,16 +63,16 @@ def cell_question(number: int, cell: tuple[int, int], answer: str, kind: str = "
     return _earlier(kind, f"what was at {place(*cell)} of {picture_name(number)}?", answer)
 
 
-def clip_question(video: Clip, cell: tuple[int, int], when: str) -> Question:
+def clip_question(video: SceneClip, cell: tuple[int, int], when: str) -> Question:
     """Ask what was in a cell at the ``start`` or the ``end`` of a clip."""
     scene = video.frames[0 if when == "start" else -1]
     return Question(when, f"what was at {place(*cell)} at the {when}?", scene.at(*cell))
 
 
-def changing_clip(first: Scene, last: Scene, rng: random.Random, frames: int = 3) -> Clip:
+def changing_clip(first: Scene, last: Scene, rng: random.Random, frames: int = 3) -> SceneClip:
     """Make a clip of one scene, from some frame on of the other."""
     change = rng.randint(1, frames - 1)
-    return Clip(tuple(first if index < change else last for index in range(frames)))
+    return SceneClip(tuple(first if index < change else last for index in range(frames)))
 
 
 def exchanged(scene: Scene, rng: random.Random, split: Split) -> tuple[Scene, Item]:
@@ -86,7 +95,7 @@ def dense(
     largest: int = 4,
     earlier: float = 0.6,
     search: bool = True,
-) -> list[Turn]:
+) -> list[SceneTurn]:
     """Make a dialogue in which any cell of any of its pictures may be asked later.
 
     Args:
@@ -105,7 +114,7 @@ def dense(
     starts = {index * span // pictures for index in range(pictures)}
     shown: list[Scene] = []
     waiting: list[Question] = []
-    made: list[Turn] = []
+    made: list[SceneTurn] = []
     for index in range(turns):
         new: tuple[Scene, ...] = ()
         if index in starts:
@@ -123,7 +132,7 @@ def dense(
                 ]
             asked = waiting.pop()
         captions = (caption(len(shown)),) if new else ()
-        made.append(Turn(new, asked, captions))
+        made.append(SceneTurn(new, asked, captions))
     return made
 
 
@@ -135,7 +144,7 @@ def sparse(
     turns: int,
     loads: int = 3,
     search: bool = True,
-) -> list[Turn]:
+) -> list[SceneTurn]:
     """Make a dialogue whose pictures are mostly under ``ignore:``; only the kept ones are asked
     about.
 
@@ -146,7 +155,7 @@ def sparse(
     first = rng.randrange(per_load)
     chosen = {first, *rng.sample([i for i in range(pictures) if i != first], kept - 1)}
     shown: list[Scene] = []
-    made: list[Turn] = []
+    made: list[SceneTurn] = []
     for load in range(turns):
         last = pictures if load == loads - 1 else (load + 1) * per_load
         new: list[Scene] = []
@@ -160,7 +169,7 @@ def sparse(
                 captions.append(IGNORE)
             new.append(scene)
         asked = about(shown, rng, rng.randint(1, len(shown)), search)
-        made.append(Turn(tuple(new), asked, tuple(captions)))
+        made.append(SceneTurn(tuple(new), asked, tuple(captions)))
     return made
 
 
@@ -228,7 +237,7 @@ def _same(scene: Scene, where: str, shown: list[Scene], other: int, rng: random.
     return _earlier("same", text, f"{names[0]} and {names[1]}: {verdict}")
 
 
-def clip(seed: int, split: Split, turns: int = 4) -> list[Turn]:
+def clip(seed: int, split: Split, turns: int = 4) -> list[SceneTurn]:
     """Make a dialogue about a video in which one cell changes."""
     rng = random.Random(f"clip-{split}-{seed}")
     first = grid(rng, split)
@@ -241,7 +250,7 @@ def clip(seed: int, split: Split, turns: int = 4) -> list[Turn]:
     kept = tuple(item for item in first.items if (item.x, item.y) != corner)
     last = replace(first, items=(*kept, Item(new, *corner)))
     video = changing_clip(first, last, rng, rng.randint(2, 4))
-    made: list[Turn] = []
+    made: list[SceneTurn] = []
     for index in range(turns):
         kind = rng.choice(["start", "end", "change"])
         if kind == "change":
@@ -250,11 +259,11 @@ def clip(seed: int, split: Split, turns: int = 4) -> list[Turn]:
         else:
             cell = (row, column) if rng.random() < 0.4 else _cell(first, rng)
             asked = clip_question(video, cell, kind)
-        made.append(Turn((video,) if index == 0 else (), asked))
+        made.append(SceneTurn((video,) if index == 0 else (), asked))
     return made
 
 
-def clip_of_stream(rng: random.Random, split: Split) -> tuple[Clip, Question]:
+def clip_of_stream(rng: random.Random, split: Split) -> tuple[SceneClip, Question]:
     """Make a clip in which one thing is exchanged, and a question about its start or its end."""
     first = grid(rng, split)
     last, changed = exchanged(first, rng, split)
@@ -264,7 +273,7 @@ def clip_of_stream(rng: random.Random, split: Split) -> tuple[Clip, Question]:
     return video, clip_question(video, item.cell, when)
 
 
-def stream(seed: int, split: Split, clips: int, remember: int = 8) -> list[Turn]:
+def stream(seed: int, split: Split, clips: int, remember: int = 8) -> list[SceneTurn]:
     """Make a numbered picture, then clip after clip, each asked about once; now and then the
     picture.
 
@@ -273,14 +282,14 @@ def stream(seed: int, split: Split, clips: int, remember: int = 8) -> list[Turn]
     """
     rng = random.Random(f"stream-{split}-{seed}")
     picture = grid(rng, split, least=4)
-    made: list[Turn] = []
+    made: list[SceneTurn] = []
     for index in range(clips):
         video, asked = clip_of_stream(rng, split)
         shown = (picture, video) if index == 0 else (video,)
-        made.append(Turn(shown, asked, (caption(1), "") if index == 0 else ()))
+        made.append(SceneTurn(shown, asked, (caption(1), "") if index == 0 else ()))
         if index % remember == remember - 1:
             item = rng.choice(picture.items)
-            made.append(Turn((), cell_question(1, item.cell, item.name)))
+            made.append(SceneTurn((), cell_question(1, item.cell, item.name)))
     return made
 
 
@@ -299,3 +308,71 @@ def _scene(rng: random.Random, split: Split, largest: int, before: int, search: 
         if search or scene.kind != "free":  # a free layout has no cells to name
             return scene
     return grid(rng, split, largest)
+
+
+_SPARSE_PICTURES = (16, 24, 32)
+_MOST_PICTURES = (160, 192, 256)
+_STREAM_CLIPS = (8, 16, 32)
+
+
+def _dense(seed: int, split: Split) -> list[SceneTurn]:
+    rng = random.Random(f"size-{seed}")
+    pictures = rng.randint(4, 8)
+    return dense(seed, split, pictures, rng.randint(pictures, 12), search=False)
+
+
+def _sparse(seed: int, split: Split) -> list[SceneTurn]:
+    rng = random.Random(f"size-{seed}")
+    return sparse(seed, split, rng.choice(_SPARSE_PICTURES), rng.randint(1, 2), 8, search=False)
+
+
+def _distractors_96(seed: int, split: Split) -> list[SceneTurn]:
+    # Three times as many pictures as any training dialogue: attention has much to be diluted by.
+    return sparse(seed, split, 96, 2, 8, search=False)
+
+
+def _distractors_256(seed: int, split: Split) -> list[SceneTurn]:
+    return sparse(
+        seed, split, random.Random(f"size-{seed}").choice(_MOST_PICTURES), 2, 16, search=False
+    )
+
+
+def _pictures_40(seed: int, split: Split) -> list[SceneTurn]:
+    pictures = random.Random(f"size-{seed}").randint(30, 40)
+    return dense(seed, split, pictures, 2 * pictures, search=False)
+
+
+def _clip(seed: int, split: Split) -> list[SceneTurn]:
+    return clip(seed, split, 6)
+
+
+def _stream(seed: int, split: Split) -> list[SceneTurn]:
+    return stream(seed, split, random.Random(f"size-{seed}").choice(_STREAM_CLIPS))
+
+
+KINDS: dict[str, Callable[[int, Split], list[SceneTurn]]] = {
+    "dense": _dense,
+    "sparse": _sparse,
+    "clip": _clip,
+    "stream": _stream,
+    "40-pictures": _pictures_40,
+    "96-distractors": _distractors_96,
+    "256-distractors": _distractors_256,
+}
+
+
+def scene_turns(kind: str, seed: int, split: Split) -> list[SceneTurn]:
+    """Make the dialogue ``seed`` of a kind.
+
+    Raises:
+        ValueError: for an unknown kind, naming those there are.
+    """
+    if kind not in KINDS:
+        raise ValueError(f"no scenes of kind {kind!r}; choose one of {', '.join(KINDS)}")
+    return KINDS[kind](seed, split)
+
+
+def scene_example(turns: list[SceneTurn], tokenizer: PreTrainedTokenizerFast) -> dict[str, Tensor]:
+    """Return what the processor returns for the dialogue (one row), and ``labels [1, t]``."""
+    made = collate([encode(turns, tokenizer)], tokenizer)
+    return {name: tensor for name, tensor in made.items() if name != "attention_mask"}

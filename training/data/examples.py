@@ -1,24 +1,142 @@
-"""Convert conversations and documents to training tensors."""
+"""Make training tensors of ``--data``: files, scenes and text tasks, in a weighted mixture.
+
+The order of a mixture depends on its seed only.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
 from mmkv.engine.errors import InputError, plain
+from mmkv.prompt.loading import load_processor
 from mmkv.prompt.processing import Processor
 from mmkv.prompt.template import Message, take_media
-from mmkv.training.data.conversations import Conversation, DataError, Document, Row
+from mmkv.training.data.conversations import (
+    Conversation,
+    ConversationDocument,
+    DataError,
+    DataSource,
+    Report,
+    Row,
+    RowFile,
+)
+from mmkv.training.data.dialogues import KINDS, scene_example, scene_turns
 from mmkv.training.data.labels import IGNORED, AssistantTurn, TurnFinder
-from mmkv.training.data.mixture import Mixture
-from mmkv.training.data.readers import Report
+from mmkv.training.data.scene_encoding import build_tokenizer
+from mmkv.training.data.scenes import Split
+from mmkv.training.data.text_tasks import KINDS as TASKS
+from mmkv.training.data.text_tasks import text_task
+
+Item = TypeVar("Item")
+
+_BLOCK = 4096  # draws made at once
+_DRAWS, _ORDER, _SPARE = range(3)  # keeps the random streams of different purposes apart
+
+
+class Mixture(Generic[Item]):
+    """An endless sequence of rows; element n is a function of (seed, n) alone.
+
+    Each element's source is drawn by weight. A source is walked in a shuffled order that is new in
+    every epoch, so none of its rows comes a second time before all came once.
+
+    Args:
+        sources: rows of each source; their order is part of what the mixture is.
+        weights: one for each source, above 0, need not sum to 1.
+        seed: at least 0.
+
+    Raises:
+        DataError: no sources, an empty one, or weights that do not fit.
+    """
+
+    def __init__(
+        self, sources: Sequence[Sequence[Item]], weights: Sequence[float], seed: int = 0
+    ) -> None:
+        if not sources or not all(len(source) for source in sources):
+            raise DataError("a mixture needs at least one source and a row in each")
+        if len(weights) != len(sources) or not all(0 < w < float("inf") for w in weights):
+            raise DataError(f"{len(sources)} sources need as many weights above 0, not {weights}")
+        if seed < 0:
+            raise DataError(f"the seed is {seed}; give 0 or more")
+        self.sources, self.seed = sources, seed
+        self._edges = np.cumsum(np.asarray(weights, np.float64) / np.sum(weights))[:-1]
+        # Per block, how often each source was drawn before it. Only reading is slow: counting
+        # draws to reach element 10**6 takes a few milliseconds.
+        self._before = [np.zeros(len(sources), np.int64)]
+        self._drawn: tuple[int, np.ndarray] = (-1, np.empty(0, np.int64))
+        self._orders: dict[int, tuple[int, np.ndarray]] = {}
+
+    def locate(self, n: int) -> tuple[int, int, int]:
+        """Find source, epoch of that source, and row in it, of element ``n``.
+
+        Raises:
+            IndexError: below 0.
+        """
+        if n < 0:
+            raise IndexError(f"element {n} of a mixture that starts at 0")
+        block, within = divmod(n, _BLOCK)
+        while len(self._before) <= block:
+            last = len(self._before) - 1
+            counts = np.bincount(self._block(last), minlength=len(self.sources))
+            self._before.append(self._before[last] + counts)
+        drawn = self._block(block)
+        source = int(drawn[within])
+        earlier = int(self._before[block][source]) + int((drawn[:within] == source).sum())
+        epoch, place = divmod(earlier, len(self.sources[source]))
+        return source, epoch, int(self._order(source, epoch)[place])
+
+    def __getitem__(self, n: int) -> Item:
+        source, _, row = self.locate(n)
+        return self.sources[source][row]
+
+    def replacement(self, n: int, attempt: int) -> Item:
+        """Return the replacement number ``attempt`` for an element ``n`` that cannot be used."""
+        pick = _uniform(self.seed, 2, _SPARE, n, attempt)
+        rows = self.sources[int(np.searchsorted(self._edges, pick[0], side="right"))]
+        return rows[int(pick[1] * len(rows))]
+
+    def walk(self, start: int = 0, rank: int = 0, world: int = 1) -> Iterator[tuple[int, Item]]:
+        """Yield elements from ``start`` on with their numbers; nothing before is read.
+
+        The processes 0 .. ``world`` - 1 take turns: together they see the order of a single one.
+        """
+        if not 0 <= rank < world:
+            raise ValueError(f"rank {rank} of {world} processes")
+        n = start + (rank - start) % world
+        while True:
+            yield n, self[n]
+            n += world
+
+    def _block(self, block: int) -> np.ndarray:
+        if self._drawn[0] != block:
+            draws = _uniform(self.seed, _BLOCK, _DRAWS, block)
+            self._drawn = (block, np.searchsorted(self._edges, draws, side="right"))
+        return self._drawn[1]
+
+    def _order(self, source: int, epoch: int) -> np.ndarray:
+        known = self._orders.get(source)
+        if known is None or known[0] != epoch:
+            keys = _uniform(self.seed, len(self.sources[source]), _ORDER, source, epoch)
+            known = self._orders[source] = (epoch, np.argsort(keys, kind="stable"))
+        return known[1]
+
+
+def _uniform(seed: int, count: int, *stream: int) -> np.ndarray:
+    """Draw float64 ``[count]`` in [0, 1), a function of the arguments alone.
+
+    Uses raw Philox words, which numpy keeps stable over versions, unlike its distributions.
+    """
+    key = np.random.SeedSequence([seed, *stream]).generate_state(2, np.uint64)
+    return (np.random.Philox(key=key).random_raw(count) >> np.uint64(11)) * 2.0**-53
+
 
 LONG_CHATS = ("drop", "cut")
 SHORTEST = 16  # least max_length: shorter pieces of a text teach nothing
@@ -96,7 +214,7 @@ class Encoder:
         """
         self.tally["rows"] += 1
         try:
-            return self._document(row) if isinstance(row, Document) else self._chat(row)
+            return self._document(row) if isinstance(row, ConversationDocument) else self._chat(row)
         except InputError as error:
             self._note(row, "broken", f"skipped: {error}")
             return []
@@ -107,7 +225,7 @@ class Encoder:
         counts = [f"{self.tally[kind]} {kind}" for kind in kinds if self.tally[kind]]
         return f"of {self.tally['rows']} rows {', '.join(counts)}" if counts else ""
 
-    def _document(self, row: Document) -> list[Example]:
+    def _document(self, row: ConversationDocument) -> list[Example]:
         ids = self.processor.encode(row.text)["input_ids"][0]
         if ids.numel() < 2:
             raise InputError("the text is a single token, which leaves nothing to predict")
@@ -246,3 +364,140 @@ def _fill(text: str, token: str, fills: Sequence[str]) -> str:
     pieces = text.split(token)
     filled = [piece + fill for piece, fill in zip(pieces[:-1], fills, strict=False)]
     return "".join(filled) + pieces[-1]
+
+
+_SYNTHETIC: dict[str, tuple[str, ...]] = {"scenes": tuple(KINDS), "tasks": tuple(TASKS)}
+_ROWS = 2**17  # of each kind, before they come again
+
+
+@dataclass(frozen=True)
+class SyntheticRow:
+    """The index of one synthetic dialogue.
+
+    Attributes:
+        domain: ``scenes`` (:mod:`mmkv.training.data.dialogues`) or ``tasks``
+            (:mod:`mmkv.training.data.text_tasks`).
+    """
+
+    domain: str
+    kind: str
+    seed: int
+    split: Split
+
+    @property
+    def file(self) -> str:
+        """Return the row's place in its file, for messages."""
+        return f"{self.domain}:{self.kind}"
+
+    @property
+    def row(self) -> int:
+        """Return the row's number in its file."""
+        return self.seed
+
+
+class SyntheticRows(Sequence[SyntheticRow]):
+    """The synthetic dialogues of one kind as rows of a mixture."""
+
+    def __init__(self, domain: str, kind: str, split: Split) -> None:
+        if kind not in _SYNTHETIC[domain]:
+            raise DataError(
+                f"no {domain} of kind {kind!r}; choose one of {', '.join(_SYNTHETIC[domain])}"
+            )
+        self.domain, self.kind, self.split = domain, kind, split
+
+    def __len__(self) -> int:
+        return _ROWS
+
+    def __getitem__(self, index: int) -> SyntheticRow:  # type: ignore[override]
+        return SyntheticRow(self.domain, self.kind, index, self.split)
+
+
+class SyntheticEncoder(Encoder):
+    """An :class:`Encoder` that also encodes synthetic dialogues."""
+
+    def __call__(self, row: Row | SyntheticRow) -> list[Example]:
+        """Return the examples of a row.
+
+        Synthetic documents are never cut: long ones are left out.
+        """
+        if not isinstance(row, SyntheticRow):
+            return super().__call__(row)
+        self.tally["rows"] += 1
+        made = self._scene(row) if row.domain == "scenes" else self._task(row)
+        return [made] if len(made) <= self.max_length else self._too_long(row, len(made))
+
+    def _scene(self, row: SyntheticRow) -> Example:
+        made = scene_example(scene_turns(row.kind, row.seed, row.split), self.processor.tokenizer)
+        ids, labels, types = (
+            made.pop(name)[0] for name in ("input_ids", "labels", "mm_token_type_ids")
+        )
+        return Example(ids, labels, made, types)
+
+    def _task(self, row: SyntheticRow) -> Example:
+        ids: list[int] = []
+        labels: list[int] = []
+        for piece in text_task(row.kind, row.seed, row.split):
+            tokens = self.processor.tokenizer(piece.text, add_special_tokens=False)["input_ids"]
+            ids += tokens
+            labels += tokens if piece.answer else [IGNORED] * len(tokens)
+        return Example(torch.tensor(ids), torch.tensor(labels))
+
+
+def examples(
+    model: str,
+    data: Sequence[str],
+    length: int,
+    seed: int,
+    *,
+    max_length: int = 4096,
+    long_chats: str = "cut",
+    media_root: str | None = None,
+    split: Split = "train",
+    report: Report | None = None,
+) -> Examples:
+    """Return the first ``length`` examples of a mixture of files and scenes.
+
+    Args:
+        model: whose processor and chat template make the tokens.
+        data: ``[WEIGHT*][KIND:]PATH``, ``[WEIGHT*]scenes:KIND`` or ``[WEIGHT*]tasks:KIND``, each.
+        split: of scenes and tasks.
+        report: gets one line per broken, cut or dropped row, up to a few per reason.
+
+    Raises:
+        DataError: a source that cannot be read.
+    """
+    encoder = SyntheticEncoder(load_processor(model), max_length, long_chats, report)
+    sources: list[Sequence[Any]] = []
+    weights = []
+    for text in data:
+        weight, _, rest = text.rpartition("*")
+        domain, _, kind = rest.partition(":")
+        if domain in _SYNTHETIC:
+            if domain == "scenes":
+                require_scene_tokens(encoder.processor, model)
+            sources.append(SyntheticRows(domain, kind, split))
+            weights.append(_weight(weight, text))
+        else:
+            source = DataSource.parse(text)
+            sources.append(RowFile(source.path, source.kind, media_root, report=report))
+            weights.append(source.weight)
+    return Examples(Mixture(sources, weights, seed), encoder, length)
+
+
+def _weight(text: str, source: str) -> float:
+    try:
+        weight = float(text or 1)
+    except ValueError:
+        weight = 0.0
+    if weight <= 0:
+        raise DataError(f"--data {source!r}: {text!r} is no weight above 0")
+    return weight
+
+
+def require_scene_tokens(processor: Processor, model: str) -> None:
+    """Raise DataError unless the processor has the tokens that scenes are written in."""
+    if build_tokenizer().get_vocab() != processor.tokenizer.get_vocab():
+        raise DataError(
+            f"scenes are written in the bundled model's tokens, which {model} does not use; give "
+            "it files or text"
+        )

@@ -89,21 +89,21 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Clip:
+class SceneClip:
     """A short video before it is drawn: equal-sized frames, one temporal patch each."""
 
     frames: tuple[Scene, ...]
 
 
 @dataclass(frozen=True)
-class Turn:
+class SceneTurn:
     """One user turn: the pictures new in it, the question, the answer.
 
     Attributes:
         captions: the words right before each picture; empty for none at all.
     """
 
-    pictures: tuple[Scene | Clip, ...]
+    pictures: tuple[Scene | SceneClip, ...]
     question: Question
     captions: tuple[str, ...] = ()
 
@@ -111,9 +111,9 @@ class Turn:
         """Return the still pictures that are new in this turn."""
         return [picture for picture in self.pictures if isinstance(picture, Scene)]
 
-    def parts(self) -> list[str | Scene | Clip]:
+    def parts(self) -> list[str | Scene | SceneClip]:
         """Return captions and pictures in reading order, then the question."""
-        found: list[str | Scene | Clip] = []
+        found: list[str | Scene | SceneClip] = []
         for index, picture in enumerate(self.pictures):
             found += [*self.captions[index : index + 1], picture]
         return [*found, self.question.text]
@@ -297,7 +297,7 @@ def compare(shown: list[Scene], rng: random.Random) -> Question:
 
 def dialogue(
     seed: int, split: Split = "train", pictures: int = 1, turns: int = 4, largest: int = 4
-) -> list[Turn]:
+) -> list[SceneTurn]:
     """Make a dialogue of ``turns`` questions over ``pictures`` pictures, exactly answerable.
 
     The pictures come spread over the turns, the first with the first turn. Once two grids have
@@ -312,7 +312,7 @@ def dialogue(
     starts = {index * turns // pictures for index in range(pictures)}
     shown: list[Scene] = []
     waiting: list[Question] = []
-    made: list[Turn] = []
+    made: list[SceneTurn] = []
     for index in range(turns):
         new: tuple[Scene, ...] = ()
         if index in starts:
@@ -323,7 +323,7 @@ def dialogue(
             waiting = questions(shown[-1], rng)
         comparable = len(shown) > 1 and shown[0].kind == shown[1].kind == "grid"
         if comparable and rng.random() < 0.4:
-            made.append(Turn(new, compare(shown, rng)))
+            made.append(SceneTurn(new, compare(shown, rng)))
         else:
-            made.append(Turn(new, waiting.pop()))
+            made.append(SceneTurn(new, waiting.pop()))
     return made

@@ -57,20 +57,20 @@ _TIMES = (
 
 
 @dataclass(frozen=True)
-class Piece:
+class TextPiece:
     """A piece of text; ``answer``: whether it answers a question."""
 
     text: str
     answer: bool = False
 
 
-def recall(rng: random.Random, facts: int, questions: int) -> list[Piece]:
+def recall(rng: random.Random, facts: int, questions: int) -> list[TextPiece]:
     """State ``facts`` numbers, one per name, then ``questions`` of them."""
     known = _numbers(rng, facts)
     return _facts_and_questions(rng, questions, known, lambda name: f"{opening(name)} ", ".\n")
 
 
-def records(rng: random.Random, facts: int, questions: int) -> list[Piece]:
+def records(rng: random.Random, facts: int, questions: int) -> list[TextPiece]:
     """State ``facts`` lines of JSON, hexadecimal keys and values, then ``questions`` of them."""
     known: dict[str, str] = {}
     while len(known) < facts:
@@ -78,7 +78,7 @@ def records(rng: random.Random, facts: int, questions: int) -> list[Piece]:
     return _facts_and_questions(rng, questions, known, lambda key: f'"{key}": "', '",\n')
 
 
-def assigned(rng: random.Random, facts: int, questions: int) -> list[Piece]:
+def assigned(rng: random.Random, facts: int, questions: int) -> list[TextPiece]:
     """State ``facts`` names of a program and their numbers, then ``questions`` of them."""
     names = [f"{place}_{thing}" for place in _PLACES for thing in _OBJECTS]
     known = {name: _number(rng) for name in rng.sample(names, facts)}
@@ -87,7 +87,7 @@ def assigned(rng: random.Random, facts: int, questions: int) -> list[Piece]:
 
 def needles(
     rng: random.Random, filler: int, keys: int, queries: int, values: int = 1
-) -> list[Piece]:
+) -> list[TextPiece]:
     """Hide ``keys`` facts at random depths among ``filler`` sentences, then ``queries`` of them.
 
     Args:
@@ -97,13 +97,13 @@ def needles(
     lines = [small_talk(rng) for _ in range(filler)]
     for name, value in known.items():
         lines.insert(rng.randint(0, len(lines)), _stated(name, value))
-    pieces = [Piece("".join(lines))]
+    pieces = [TextPiece("".join(lines))]
     for name in rng.sample(sorted(known), queries):
         pieces += _asked(name, known[name])
     return pieces
 
 
-def memory(rng: random.Random, sessions: int, people: int, talk: int) -> list[Piece]:
+def memory(rng: random.Random, sessions: int, people: int, talk: int) -> list[TextPiece]:
     """Make ``sessions`` with ``talk`` sentences and two facts each, and a question after each.
 
     The names come from ``people``, so facts are replaced; what is asked is the latest.
@@ -116,7 +116,7 @@ def memory(rng: random.Random, sessions: int, people: int, talk: int) -> list[Pi
         for name in rng.sample(names, 2):
             known[name] = _number(rng)
             lines.insert(rng.randint(0, len(lines)), _stated(name, known[name]))
-        pieces.append(Piece(f"\nSession {session}.\n" + "".join(lines)))
+        pieces.append(TextPiece(f"\nSession {session}.\n" + "".join(lines)))
         name = rng.choice(sorted(known))
         pieces += _asked(name, known[name])
     for name in sorted(known):
@@ -124,7 +124,7 @@ def memory(rng: random.Random, sessions: int, people: int, talk: int) -> list[Pi
     return pieces
 
 
-KINDS: dict[str, Callable[[random.Random], list[Piece]]] = {
+KINDS: dict[str, Callable[[random.Random], list[TextPiece]]] = {
     "recall": lambda rng: recall(rng, rng.randint(16, 28), 16),
     "needles": lambda rng: needles(rng, rng.randint(24, 64), 10, 10),
     "memory": lambda rng: memory(rng, rng.randint(4, 8), 6, rng.randint(3, 6)),
@@ -138,7 +138,7 @@ KINDS: dict[str, Callable[[random.Random], list[Piece]]] = {
 }
 
 
-def text_task(kind: str, seed: int, split: Split) -> list[Piece]:
+def text_task(kind: str, seed: int, split: Split) -> list[TextPiece]:
     """Make the task ``seed`` of a kind, a function of the arguments alone.
 
     Raises:
@@ -162,17 +162,17 @@ def _facts_and_questions(
     known: dict[str, str],
     begin: Callable[[str], str],
     end: str,
-) -> list[Piece]:
+) -> list[TextPiece]:
     """Return all facts, each ``begin(name) + value + end``, then ``questions`` of them once more.
 
     A space before the value is part of the answer: tokenizers join the two.
     """
-    pieces = [Piece("".join(f"{begin(name)}{value}{end}" for name, value in known.items()))]
+    pieces = [TextPiece("".join(f"{begin(name)}{value}{end}" for name, value in known.items()))]
     for name in rng.sample(sorted(known), questions):
         asked = begin(name)
         stem = asked.rstrip(" ")
         answer = asked[len(stem) :] + known[name]
-        pieces += [Piece(f"\n{stem}"), Piece(answer, True), Piece(end)]
+        pieces += [TextPiece(f"\n{stem}"), TextPiece(answer, True), TextPiece(end)]
     return pieces
 
 
@@ -180,8 +180,12 @@ def _stated(name: str, value: str) -> str:
     return f"{_opening_of(name, value)} {value}.\n"
 
 
-def _asked(name: str, value: str) -> list[Piece]:
-    return [Piece(f"\n{_opening_of(name, value)}"), Piece(f" {value}", True), Piece(".\n")]
+def _asked(name: str, value: str) -> list[TextPiece]:
+    return [
+        TextPiece(f"\n{_opening_of(name, value)}"),
+        TextPiece(f" {value}", True),
+        TextPiece(".\n"),
+    ]
 
 
 def _opening_of(name: str, value: str) -> str:

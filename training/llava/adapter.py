@@ -29,7 +29,7 @@ from mmkv.engine.errors import InputError, ModelError
 from mmkv.engine.model.fingerprint import fingerprint
 from mmkv.engine.model.source import files_of
 from mmkv.training.llava.pictures import PIXELS, SIDE, Shown
-from mmkv.training.measure.outputs import require_output
+from mmkv.training.measure.record import require_output
 
 FORMAT = "mmkv-llava-adapter-1"
 IMAGE_TOKEN, SPARE_TOKEN = "<image>", "<empty_output>"
@@ -81,7 +81,7 @@ def llava_config(vision: Any, text: Any, image_token: int = 0) -> Any:
     )
 
 
-class Adapter(nn.Module):
+class LlavaAdapter(nn.Module):
     """Tower and projector, by the names that they have in a LLaVA checkpoint.
 
     Args:
@@ -120,7 +120,7 @@ class Adapter(nn.Module):
         return made
 
 
-def save(adapter: Adapter, folder: Path, facts: dict[str, Any]) -> None:
+def save(adapter: LlavaAdapter, folder: Path, facts: dict[str, Any]) -> None:
     """Write an adapter folder; its tensors are rounded to bfloat16."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {
@@ -134,9 +134,9 @@ def save(adapter: Adapter, folder: Path, facts: dict[str, Any]) -> None:
     (folder / TEMPLATE).write_text(CHAT_TEMPLATE)
 
 
-def load(folder: Path, text: Any) -> Adapter:
+def load(folder: Path, text: Any) -> LlavaAdapter:
     """Read an adapter for a language model of this config. Raises ModelError."""
-    made = Adapter(transformers.SiglipVisionConfig(**facts_of(folder)["vision_config"]), text)
+    made = LlavaAdapter(transformers.SiglipVisionConfig(**facts_of(folder)["vision_config"]), text)
     own = made.state_dict()
     stored = _read(folder / WEIGHTS).items()
     named = {n if n in own else n.replace(".vision_model", ""): t.float() for n, t in stored}

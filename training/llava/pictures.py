@@ -84,7 +84,7 @@ class Shown:
 
 
 @dataclass(frozen=True)
-class Turn:
+class PictureTurn:
     """A question, and the picture that is new with it."""
 
     question: Question
@@ -157,17 +157,17 @@ def _seen(questions: Iterable[Question]) -> str:
     return f"{found['colour']} {found['shape']}" if len(found) == 2 else ""
 
 
-def talk(seed: int, split: Split, easy: EasyVQA, turns: int = 4) -> list[Turn]:
+def talk(seed: int, split: Split, easy: EasyVQA, turns: int = 4) -> list[PictureTurn]:
     """Make a talk of so many questions: pictures come as they are asked about.
 
     Args:
         easy: easy-VQA's pictures, of the same split.
     """
     rng = random.Random(f"llava-{split}-{seed}")
-    made: list[Turn] = []
+    made: list[PictureTurn] = []
     while len(made) < turns:
         shown, questions = picture(rng, split, easy)
-        made += [Turn(q, None if index else shown) for index, q in enumerate(questions)]
+        made += [PictureTurn(q, None if index else shown) for index, q in enumerate(questions)]
     return made[:turns]
 
 

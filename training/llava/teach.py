@@ -24,8 +24,8 @@ from torch import Tensor, nn
 
 from mmkv.engine.errors import ModelError
 from mmkv.training.data.labels import IGNORED
-from mmkv.training.llava.adapter import CHAT_TEMPLATE, IMAGE_TOKEN, Adapter
-from mmkv.training.llava.pictures import PLACES, SIDE, Shown, Turn, all_names
+from mmkv.training.llava.adapter import CHAT_TEMPLATE, IMAGE_TOKEN, LlavaAdapter
+from mmkv.training.llava.pictures import PLACES, SIDE, PictureTurn, Shown, all_names
 from mmkv.training.measure.teacher_forced import spans
 
 
@@ -37,7 +37,9 @@ def opening(tokenizer: Any) -> str:
     return str(rendered[: rendered.rindex("<|im_start|>")])
 
 
-def encode(turns: Sequence[Turn], tokenizer: Any) -> tuple[list[int], list[int], list[Shown]]:
+def encode(
+    turns: Sequence[PictureTurn], tokenizer: Any
+) -> tuple[list[int], list[int], list[Shown]]:
     """Return ids and labels of a talk behind its opening, and its pictures.
 
     They are those of the chat template and LLaVA's processor.
@@ -159,13 +161,13 @@ class WordTable(nn.Module):
 class Answers(nn.Module):
     """Cross-entropy of the answers, given what ``sight`` makes of the pictures (phase 1)."""
 
-    def __init__(self, sight: WordTable | Adapter, language: Language) -> None:
+    def __init__(self, sight: WordTable | LlavaAdapter, language: Language) -> None:
         super().__init__()
         self.sight, self._language = sight, (language,)  # a tuple: it is not a part to be trained
         self.asked: Counter[str] = Counter()
         self.right: Counter[str] = Counter()
 
-    def forward(self, examples: Sequence[Sequence[Turn]]) -> dict[str, Tensor]:
+    def forward(self, examples: Sequence[Sequence[PictureTurn]]) -> dict[str, Tensor]:
         """Return the ``loss`` over the answers' tokens; counts which answers are right."""
         language = self._language[0]
         encoded = [encode(turns, language.tokenizer) for turns in examples]
@@ -183,7 +185,9 @@ class Answers(nn.Module):
         self._count(examples, labels, (logits.argmax(-1) == targets).tolist())
         return {"loss": F.cross_entropy(logits, targets)}
 
-    def _count(self, examples: Sequence[Sequence[Turn]], labels: Tensor, hits: list[bool]) -> None:
+    def _count(
+        self, examples: Sequence[Sequence[PictureTurn]], labels: Tensor, hits: list[bool]
+    ) -> None:
         at = 0
         for turns, row in zip(examples, labels.tolist(), strict=True):
             for turn, (start, stop) in zip(turns, spans(row), strict=True):
@@ -210,7 +214,7 @@ class Eyes(nn.Module):
         ModelError: the language model, and so the projector, is too narrow for the entries.
     """
 
-    def __init__(self, adapter: Adapter, table: WordTable) -> None:
+    def __init__(self, adapter: LlavaAdapter, table: WordTable) -> None:
         super().__init__()
         count, units = table.vectors.shape
         if 2 * count > units:
@@ -225,7 +229,7 @@ class Eyes(nn.Module):
         nn.init.constant_(self.classify.bias, -4.0)  # an entry is rare
         self._hits: list[float] = []
 
-    def forward(self, examples: Sequence[Sequence[Turn]]) -> dict[str, Tensor]:
+    def forward(self, examples: Sequence[Sequence[PictureTurn]]) -> dict[str, Tensor]:
         """Return the ``loss``; notes the share of pictures whose tokens are all right."""
         shown = [turn.shown for turns in examples for turn in turns if turn.shown]
         right = self._table[0].lines(shown)

@@ -1,4 +1,8 @@
-"""Write result files with their machine, versions, commit and command."""
+"""What a run leaves: result files that say where they come from, and a journal of finished rows.
+
+A result file names its machine, versions, commit and command. A journal has one JSON object a line,
+and a killed run continues from it. :func:`require_output` checks a folder before a long run starts.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +10,18 @@ import importlib.metadata
 import json
 import os
 import platform
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
+
+from mmkv.engine.errors import InputError
+from mmkv.engine.paths import whole_file
 
 # The folder of the packages: a checkout, whose results are kept, or an installation.
 ROOT = Path(str(resources.files("mmkv"))).resolve().parent
@@ -34,9 +43,8 @@ def write_results(path: str | Path, settings: Mapping[str, Any], results: Any) -
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     page = {**provenance(), "settings": dict(settings), "results": results}
-    draft = target.with_name(target.name + ".part")
-    draft.write_text(page_text(page))
-    os.replace(draft, target)
+    with whole_file(target) as draft:
+        draft.write_text(page_text(page))
     return target
 
 
@@ -151,3 +159,104 @@ def _git(*arguments: str) -> str:
     except (OSError, subprocess.SubprocessError):
         return ""
     return done.stdout.strip()
+
+
+LEAST_FREE = 16 * 2**20
+_PROBE = 64 * 2**10
+
+
+def require_output(folder: Path, option: str = "--output") -> None:
+    """Make a folder, and write and remove a file of 64 KiB in it.
+
+    Args:
+        option: what the message tells the user to change.
+
+    Raises:
+        InputError: it is a file, cannot be made or written, or its disk has under 16 MiB left.
+    """
+    try:
+        if folder.exists() and not folder.is_dir():
+            raise InputError(f"{folder} is a file; name a folder with {option}")
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder, prefix=".mmkv-") as probe:
+            probe.write(bytes(_PROBE))
+            probe.flush()
+            os.fsync(probe.fileno())
+        free = shutil.disk_usage(folder).free
+    except (OSError, ValueError) as error:  # ValueError: a NUL byte in the name
+        reason = getattr(error, "strerror", None) or error
+        raise InputError(
+            f"cannot write to {str(folder)[:200]!r} ({reason}); free space or name another {option}"
+        ) from error
+    if free < LEAST_FREE:
+        raise InputError(
+            f"the disk of {folder} has {free / 2**20:.1f} MiB left; free at least "
+            f"{LEAST_FREE >> 20} MiB or name another {option}"
+        )
+
+
+Row = dict[str, Any]
+
+
+class Journal:
+    """The rows of a JSONL file, read once, and the rows that are added.
+
+    A line that is not a whole JSON object (a kill can cut the last one short) is ignored, and its
+    work is done again.
+
+    Raises:
+        InputError: the file cannot be read, or its folder cannot be made.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            content = path.read_bytes() if path.exists() else b""
+        except OSError as error:
+            raise InputError(f"cannot use {path}: {error.strerror}; name an --output") from error
+        self._cut_off = bool(content) and not content.endswith(b"\n")
+        self._rows = list(whole_rows(content.decode("utf-8", errors="replace")))
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __iter__(self) -> Iterator[Row]:
+        return iter(self._rows)
+
+    def rows(self, key: str, value: str) -> list[Row]:
+        """Return the rows that have ``value`` under ``key``."""
+        return [row for row in self._rows if row.get(key) == value]
+
+    def add(self, rows: Sequence[Row]) -> list[Row]:
+        """Write rows at once, so that they are kept together; they are on the disk on return.
+
+        Returns:
+            the rows as the file gives them back.
+
+        Raises:
+            InputError: they cannot be written.
+        """
+        lines = [json.dumps(row) for row in rows]
+        try:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write("\n" * self._cut_off + "\n".join(lines) + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise InputError(f"cannot write {self.path}: {error.strerror}; free space") from error
+        self._cut_off = False
+        added = [json.loads(line) for line in lines]
+        self._rows += added
+        return added
+
+
+def whole_rows(text: str) -> Iterator[Row]:
+    """Yield the rows of JSONL; a line that a kill has cut off is left out."""
+    for line in text.split("\n"):
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(row, dict):
+            yield row

@@ -19,15 +19,12 @@ from mmkv.eval.bench import generate_cpu as bench_generate
 from mmkv.eval.bench import kernels as bench_kernels
 from mmkv.eval.bench import kv_forms as bench_forms
 from mmkv.eval.bench import prefill as bench_prefill
-from mmkv.eval.bench.kernel_cases import TINY as TINY_CASES
-from mmkv.eval.bench.memory_estimate import dense_count, plan
-from mmkv.eval.bench.names import DYNAMIC, EAGER, FULL, OWN, STATIC, TRIMKV
-from mmkv.eval.bench.output import BenchError
-from mmkv.eval.bench.peer import PEERS, Job
-from mmkv.eval.bench.process import PeerProcess
+from mmkv.eval.bench.decode import checks
+from mmkv.eval.bench.harness import BenchError
+from mmkv.eval.bench.kernels import TINY as TINY_CASES
+from mmkv.eval.bench.methods import dense_count, plan, synthetic_sessions
+from mmkv.eval.bench.peer import DYNAMIC, EAGER, FULL, OWN, PEERS, STATIC, TRIMKV, Job
 from mmkv.eval.bench.shapes import SHAPES, build_engine
-from mmkv.eval.bench.synthetic_cache import synthetic_sessions
-from mmkv.eval.bench.targets import checks
 from tests.support.chat_models import save_llama
 from tests.support.kernels import DEVICE
 
@@ -142,7 +139,7 @@ def test_a_peer_without_its_package_says_so(tmp_path: Path) -> None:
     job = Job("kvpress", "tiny", 1, 20, 8, 4, "cpu", "float32")
     log = tmp_path / "log"
     with pytest.raises(BenchError, match="No module named 'kvpress'"):
-        PeerProcess(job, sys.executable, 120, log)
+        bench_decode.start_peer(job, sys.executable, 120, log)
     assert "Traceback" in log.read_text(), "the log keeps what the line leaves out"
 
 
@@ -152,7 +149,7 @@ def test_a_peer_that_hangs_is_given_up(tmp_path: Path) -> None:
     script.chmod(0o755)
     job = Job("transformers", "tiny", 1, 20, 8, 4, "cpu", "float32")
     with pytest.raises(BenchError, match=r"no answer within 0\.2 s"):
-        PeerProcess(job, str(script), 0.2, tmp_path / "log")
+        bench_decode.start_peer(job, str(script), 0.2, tmp_path / "log")
 
 
 def test_targets() -> None:

@@ -12,12 +12,19 @@ from mmkv.engine.backends.cuda import GraphRunner
 from mmkv.engine.backends.cuda import static_step as static_step
 from mmkv.engine.model.families.config import read_config
 from mmkv.engine.runtime import Runtime
-from mmkv.eval.bench.memory_estimate import own_bytes
-from mmkv.eval.bench.methods import Own
-from mmkv.eval.bench.parts import Undo, split, without
+from mmkv.eval.bench.methods import (
+    Own,
+    Undo,
+    own_bytes,
+    pages_for,
+    rewind,
+    row_lengths,
+    split,
+    synthetic_sessions,
+    without,
+)
 from mmkv.eval.bench.shapes import SHAPES, build_engine, build_model
-from mmkv.eval.bench.synthetic_cache import pages_for, rewind, row_lengths, synthetic_sessions
-from mmkv.eval.measure import speed_model, timing
+from mmkv.eval.measure import timing
 from tests.support.factories import checkpoint
 from tests.support.kernels import DEVICE
 
@@ -108,7 +115,7 @@ def test_synthetic_sessions_decode_as_real_ones(policy: str) -> None:
 def test_the_floor_counts_what_a_step_reads() -> None:
     engine = tiny(budget=10)
     sessions = synthetic_sessions(engine, 2, 30)
-    size = speed_model.step_bytes(engine, sessions)
+    size = timing.step_bytes(engine, sessions)
     assert size.weights == WEIGHTS  # tied: the head is the embedding, once
     assert size.kv == 2 * 11 * TINY.rows * 2 * TINY.head_dim * 4
     width = TINY.gate
@@ -118,7 +125,7 @@ def test_the_floor_counts_what_a_step_reads() -> None:
     untied = dataclasses.replace(TINY, kind="llama", tied=False)
     llava = build_engine(untied, "full", device=DEVICE, dtype=torch.float32)
     embedding = TINY.vocab * TINY.hidden * 4
-    assert speed_model.weight_bytes(llava) == llava.decoder.weights.nbytes() - embedding
+    assert timing.weight_bytes(llava) == llava.decoder.weights.nbytes() - embedding
 
 
 def test_the_floor_counts_the_experts_that_a_step_can_choose() -> None:
@@ -127,7 +134,7 @@ def test_the_floor_counts_the_experts_that_a_step_can_choose() -> None:
     expert = 3 * text.moe_intermediate_size * text.hidden_size * 4 * text.num_hidden_layers
     experts, chosen = text.num_experts, text.num_experts_per_tok
     assert 2 * chosen < experts < 3 * chosen
-    sizes = [speed_model.weight_bytes(engine, sequences) for sequences in (1, 2, 3)]
+    sizes = [timing.weight_bytes(engine, sequences) for sequences in (1, 2, 3)]
     assert sizes[1] - sizes[0] == chosen * expert
     assert sizes[2] - sizes[0] == (experts - chosen) * expert
 

@@ -14,12 +14,10 @@ import torch
 from safetensors.torch import load_file
 
 from mmkv.eval import bench_peers_cpu
-from mmkv.eval.bench.child import memory
-from mmkv.eval.bench.cpu_methods import METHODS
-from mmkv.eval.bench.cpu_methods.base import Job, Method
+from mmkv.eval.bench.harness import memory
 from mmkv.eval.bench.llama_gguf import interleaved, renamed, tensors
-from mmkv.eval.bench.peers_cpu import obey
-from mmkv.eval.bench.peers_report import allowed_bytes, case_rows, checks, target_rows
+from mmkv.eval.bench.peers_cpu import METHODS, CachedModel, Job
+from mmkv.eval.bench_peers_cpu import allowed_bytes, case_rows, checks, target_rows
 from mmkv.eval.measure.timing import spread
 from mmkv.training.measure.record import ROOT
 from tests.support.chat_models import save_llama
@@ -86,7 +84,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_llama(tmp_path_factory.mktemp("peers") / "model")
 
 
-def method(name: str, model: Path) -> Method:
+def method(name: str, model: Path) -> CachedModel:
     job = Job(name, "bf16", str(model), "", 1, 1, 64, 32, 4, "dbtrimkv", "random", "auto")
     return METHODS[name](job)
 
@@ -96,21 +94,21 @@ def test_methods_run_the_same_model_and_take_back_what_they_decode(model: Path) 
     found = {}
     for name in ("mmkv full", "transformers"):
         made = method(name, model)
-        assert obey(made, {"hold": [prompt[:5]]})["logits"]
-        found[name] = obey(made, {"hold": [prompt]})["logits"]
-        first, second = (obey(made, {"decode": 3}) for _ in range(2))
+        assert made.obey({"hold": [prompt[:5]]})["logits"]
+        found[name] = made.obey({"hold": [prompt]})["logits"]
+        first, second = (made.obey({"decode": 3}) for _ in range(2))
         assert first["tokens"] == second["tokens"] and len(first["tokens"]) == 4
         assert first["cpu"] > 0 and first["wall"] > 0
-        assert obey(made, {"read": prompt})["logits"] == pytest.approx(found[name], abs=0.02)
-        two = obey(made, {"hold": [prompt[::-1], prompt]})
+        assert made.obey({"read": prompt})["logits"] == pytest.approx(found[name], abs=0.02)
+        two = made.obey({"hold": [prompt[::-1], prompt]})
         assert two["logits"] != pytest.approx(found[name], abs=0.02), "the first of them"
-        assert len(obey(made, {"decode": 2})["tokens"]) == 3
+        assert len(made.obey({"decode": 2})["tokens"]) == 3
     assert found["mmkv full"] == pytest.approx(found["transformers"], rel=0.05, abs=0.02)
 
 
 def test_the_budget_holds_in_every_run(model: Path) -> None:
     made: Any = method("mmkv budget", model)
-    obey(made, {"hold": [[7, 30, 11, 99, 5, 62, 40, 8]]})
+    made.obey({"hold": [[7, 30, 11, 99, 5, 62, 40, 8]]})
     made.before()
     made.decode(3)
     rows = made.engine.spec.rows
@@ -122,7 +120,7 @@ def test_the_program_of_a_method_imports_no_package_at_its_top() -> None:
     """Some environments lack torch."""
     code = "import sys, mmkv.eval.bench.peers_cpu; print(*sys.modules)"
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert "mmkv.eval.bench.cpu_methods.llama_cpp" in run.stdout
+    assert "mmkv.eval.bench.peers_cpu" in run.stdout
     heavy = {"torch", "transformers", "mmkv.api", "mmkv.engine.runtime"}
     assert not heavy & set(run.stdout.split()), run.stderr
 

@@ -9,10 +9,8 @@ import numpy as np
 import pytest
 
 from mmkv.engine.errors import InputError
-from mmkv.eval.lmms.gen_kwargs import sampling_of, stop_strings
 from mmkv.eval.lmms.messages import Frames, conversation, keys, visual_part
-from mmkv.eval.lmms.pixels import FrameRules
-from mmkv.eval.lmms.settings import Settings
+from mmkv.eval.lmms.settings import FrameRules, Settings, sampling_of, stop_strings
 from mmkv.generation_config import Generation, generation_of
 from mmkv.prompt.media import load_image
 from mmkv.prompt.processing import Processor

@@ -25,7 +25,7 @@ TASK, SPLIT = "made_up", "test"
 def chat() -> Any:
     """Return the chat form of the bundled model under a small budget."""
     pytest.importorskip("lmms_eval")
-    from mmkv.eval.lmms.chat import MmkvChat
+    from mmkv.eval.lmms.adapter import MmkvChat
 
     return MmkvChat(pretrained=str(MODEL), budget=24, dtype="float32", batch_size="3")
 
@@ -33,7 +33,7 @@ def chat() -> Any:
 @pytest.fixture(scope="module")
 def simple() -> Any:
     pytest.importorskip("lmms_eval")
-    from mmkv.eval.lmms.simple import MmkvSimple
+    from mmkv.eval.lmms.adapter import MmkvSimple
 
     return MmkvSimple(
         pretrained=str(MODEL), policy="full", dtype="float32", system_prompt="", min_pixels=1024
@@ -121,10 +121,9 @@ def test_rounds_add_their_own_tokens_only(chat: Any) -> None:
 @needs_lmms_eval
 def test_mmdu_is_answered_as_by_its_own_loop(chat: Any) -> None:
     """Under a budget: texts, tokens and what was evicted."""
-    from mmkv.eval.lmms.media import FOLDER
-    from mmkv.eval.lmms.mmdu import messages
+    from mmkv.eval.lmms.tasks import FOLDER, messages
     from mmkv.eval.mmdu.data import find_pictures, read_benchmark
-    from mmkv.eval.mmdu.loop import answer
+    from mmkv.eval.mmdu.run import answer
     from mmkv.resources import bundled_dialogues
 
     data = bundled_dialogues()
@@ -268,7 +267,7 @@ def test_choices_are_scored_by_a_task(simple: Any, tmp_path: Path) -> None:
 
 @needs_lmms_eval
 def test_texts_that_lmms_evals_response_cache_looks_into() -> None:
-    from mmkv.eval.lmms.counts import Rounds, Scored
+    from mmkv.eval.lmms.adapter import Rounds, Scored
 
     assert Rounds(["", " a "]).strip() == "a" and not Rounds([""]).strip()
     with pytest.raises(InputError, match="without --use_cache"):

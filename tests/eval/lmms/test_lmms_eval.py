@@ -12,11 +12,9 @@ import torch
 import mmkv
 from mmkv.cli.app import run as command
 from mmkv.eval.lmms.answers import main as to_answers
-from mmkv.eval.lmms.pixels import CHAT_IMAGES, FrameRules
-from mmkv.eval.lmms.settings import SYSTEM_PROMPT
+from mmkv.eval.lmms.settings import CHAT_IMAGES, SYSTEM_PROMPT, FrameRules
 from mmkv.eval.lmms.tasks import merged, shipped_folder, write
-from mmkv.eval.mmdu.data import read_benchmark
-from mmkv.eval.mmdu.files import AnswerFolder
+from mmkv.eval.mmdu.data import AnswerFolder, read_benchmark
 from mmkv.prompt.video import load_video
 from tests.support.lmms_runs import MODEL, Written, needs_lmms_eval, run, run_python, written
 
@@ -275,7 +273,7 @@ def test_a_process_leaves_the_group_before_it_exits(home: Path) -> None:
         "atexit.register(lambda: print('inside', distributed.is_initialized()))\n"
         "store = distributed.HashStore()\n"
         "distributed.init_process_group('gloo', store=store, rank=0, world_size=1)\n"
-        "from mmkv.eval.lmms.chat import MmkvChat\n"
+        "from mmkv.eval.lmms.adapter import MmkvChat\n"
         f"MmkvChat(pretrained={str(MODEL)!r}, device='cpu')\n"
     )
     done = run_python(["-c", program], home)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from mmkv.cli.app import run
-from mmkv.eval.lmms.journal import VARIABLE, Journal, fallback, found
+from mmkv.eval.lmms.reports import REPLIES_VARIABLE, FinishedReplies, fallback, found
 
 FULL = Path("/dev/full")  # takes nothing, as a full disk
 needs_full = pytest.mark.skipif(not FULL.exists(), reason="no /dev/full here")
@@ -31,11 +31,11 @@ def rows(file: Path) -> list[Any]:
 
 
 def test_replies_are_written_as_they_come(tmp_path: Path) -> None:
-    made = Journal(tmp_path / "replies.jsonl")
+    made = FinishedReplies(tmp_path / "replies.jsonl")
     for number in range(3):
         assert made.add({"doc_id": number, "replies": ["é\ud800"[:1]]}) is None
         assert len(rows(tmp_path / "replies.jsonl")) == number + 1
-    assert Journal(None).add({"a": 1}) is None
+    assert FinishedReplies(None).add({"a": 1}) is None
 
 
 @needs_full
@@ -43,7 +43,7 @@ def test_a_full_disk_moves_all_replies_to_the_temporary_folder(
     tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "replies.jsonl"
-    made = Journal(file)
+    made = FinishedReplies(file)
     assert made.add({"doc_id": 0}) is None
     file.unlink()
     file.symlink_to(FULL)  # now the disk is full
@@ -59,7 +59,7 @@ def test_no_place_at_all_is_said_once(tmp_path: Path, temporary: Path) -> None:
     file = tmp_path / "replies.jsonl"
     for place in (file, fallback(file)):
         place.symlink_to(FULL)
-    made = Journal(file)
+    made = FinishedReplies(file)
     assert "in memory alone" in str(made.add({"doc_id": 0}))
     assert made.add({"doc_id": 1}) is None
 
@@ -74,7 +74,7 @@ def test_the_adapter_keeps_a_reply_when_its_document_is_done(tmp_path: Path) -> 
         reply = yield "ask"
         record.texts.append(reply)
 
-    journal = Journal(tmp_path / "replies.jsonl")
+    journal = FinishedReplies(tmp_path / "replies.jsonl")
     request: Any = SimpleNamespace(task_name="mme", doc_id=7)
     kept = Adapter._kept(SimpleNamespace(_journal=journal), request, record, script())  # type: ignore[arg-type]
     assert next(kept) == "ask" and not (tmp_path / "replies.jsonl").exists()
@@ -92,7 +92,7 @@ def test_what_was_finished_is_named_when_an_evaluation_fails(
     end: str,
 ) -> None:
     def child(command: list[str], *, env: dict[str, str], **_: Any) -> Any:
-        file = Path(env[VARIABLE])
+        file = Path(env[REPLIES_VARIABLE])
         (fallback(file) if end == "fallback" else file).write_text('{"doc_id": 0}\n')
         if end == "ctrl-c":
             raise KeyboardInterrupt
@@ -115,7 +115,7 @@ def test_the_journal_goes_when_the_samples_hold_it_all(
     output = tmp_path / "out"
 
     def child(command: list[str], *, env: dict[str, str], **_: Any) -> Any:
-        Path(env[VARIABLE]).write_text('{"doc_id": 0}\n{"doc_id": 1}\n')
+        Path(env[REPLIES_VARIABLE]).write_text('{"doc_id": 0}\n{"doc_id": 1}\n')
         counts = {"n-samples": {"mme": {"effective": 2}}, "results": {"mme": {"score": 1.0}}}
         (output / "1_results.json").write_text(json.dumps(counts))
         (output / "1_samples_mme.jsonl").write_text("{}\n" * written)

@@ -14,12 +14,12 @@ from PIL import Image
 from mmkv.cli.app import run as mmkv_command
 from mmkv.engine.errors import InputError
 from mmkv.engine.policies import make_policy
-from mmkv.eval.lmms import answers, media, mmdu, tasks
+from mmkv.eval.lmms import answers, tasks
 from mmkv.eval.lmms import command as eval_command
-from mmkv.eval.lmms.cause import VARIABLE, reported_to_parent
 from mmkv.eval.lmms.command import EvaluationError, Job, problems
-from mmkv.eval.lmms.media import FOLDER
+from mmkv.eval.lmms.reports import CAUSE_VARIABLE, reported_to_parent
 from mmkv.eval.lmms.settings import Settings
+from mmkv.eval.lmms.tasks import FOLDER
 from mmkv.resources import bundled_dialogues
 from tests.support.lmms_runs import needs_lmms_eval
 
@@ -116,10 +116,10 @@ def test_videos_are_found_in_any_layout(tmp_path: Path) -> None:
     (tmp_path / "Science" / "dev_Math_1.mp4").touch()
     (tmp_path / "abc.MKV").touch()
     kwargs = {FOLDER: str(tmp_path)}
-    assert media.video_by_id({"id": "dev_Math_1"}, kwargs)[0].endswith("Science/dev_Math_1.mp4")
-    assert media.video_by_video_id({"videoID": "abc"}, kwargs)[0].endswith("abc.MKV")
+    assert tasks.video_by_id({"id": "dev_Math_1"}, kwargs)[0].endswith("Science/dev_Math_1.mp4")
+    assert tasks.video_by_video_id({"videoID": "abc"}, kwargs)[0].endswith("abc.MKV")
     with pytest.raises(InputError, match=r"no video x.mp4 below .* \(2 videos there\)"):
-        media.video_by_id({"id": "x"}, kwargs)
+        tasks.video_by_id({"id": "x"}, kwargs)
 
 
 # --- MMDU ----------------------------------------------------------------------------------------
@@ -143,26 +143,26 @@ def saved(folder: Path, *rows: dict[str, Any], pictures: str = ".") -> Path:
 def test_rounds_carry_their_history(tmp_path: Path) -> None:
     folder = saved(tmp_path, dialogue()) / "mmdu"
     kwargs = {FOLDER: str(folder)}
-    (first,) = mmdu.messages(dialogue(), kwargs)
+    (first,) = tasks.messages(dialogue(), kwargs)
     assert first["content"] == [
         {"type": "text", "text": "a "},
         {"type": "image", "url": str(folder / "1.png")},
         {"type": "text", "text": " b"},
     ]
-    again, over, outputs, _ = mmdu.messages(dialogue(), kwargs, 1, ["x"])
+    again, over, outputs, _ = tasks.messages(dialogue(), kwargs, 1, ["x"])
     assert [m["role"] for m in again] == ["user", "assistant", "user"] and not over
     assert again[0] == first and again[1]["content"][0]["text"] == "x" and outputs == ["x"]
-    assert mmdu.messages(dialogue(), kwargs, 2, ["x", "y"])[1]
+    assert tasks.messages(dialogue(), kwargs, 2, ["x", "y"])[1]
     # The datasets library gives every row the keys of all others.
     filled = dialogue(image={"1.png": "1.png", "2.png": None}, exact=None, note=None)
-    assert mmdu.messages(filled, kwargs)[0] == first
+    assert tasks.messages(filled, kwargs)[0] == first
 
 
 def test_rounds_are_scored_question_by_question() -> None:
-    one = mmdu.score(dialogue(), [["Cake", "3"]])["exact_match"]
-    two = mmdu.score(dialogue(), [[" Cake", "2"]])["exact_match"]
-    assert (one["right"], two["right"], mmdu.share([one, two])) == (1, 2, 0.75)
-    other = mmdu.score(dialogue(exact=None), [["", "2"]])
+    one = tasks.score(dialogue(), [["Cake", "3"]])["exact_match"]
+    two = tasks.score(dialogue(), [[" Cake", "2"]])["exact_match"]
+    assert (one["right"], two["right"], tasks.share([one, two])) == (1, 2, 0.75)
+    other = tasks.score(dialogue(exact=None), [["", "2"]])
     assert other == {"answered": {"right": 1, "of": 2, "score": 0.5}}
 
 
@@ -310,7 +310,7 @@ def test_an_error_in_the_model_fails_the_command(
     """Also in a process that is not the first, and although lmms-eval goes on to exit 0."""
 
     def run(command: list[str], env: dict[str, str], **_: Any) -> Any:
-        monkeypatch.setenv(VARIABLE, env[VARIABLE])
+        monkeypatch.setenv(CAUSE_VARIABLE, env[CAUSE_VARIABLE])
         with pytest.raises(InputError), reported_to_parent():
             raise InputError("document 3: file not found")
         return subprocess.CompletedProcess(command, 0)
@@ -393,10 +393,10 @@ def test_gqa_pictures_are_looked_up(tmp_path: Path) -> None:
     Image.new("RGB", (4, 2), "red").save(content, "PNG")
     table = pyarrow.table({"id": ["n1"], "image": [{"bytes": content.getvalue(), "path": None}]})
     parquet.write_table(table, tmp_path / "images.parquet")
-    (found,) = media.gqa_picture({"imageId": "n1"}, {FOLDER: str(tmp_path)})
+    (found,) = tasks.gqa_picture({"imageId": "n1"}, {FOLDER: str(tmp_path)})
     assert found.size == (4, 2)
     with pytest.raises(InputError, match="no picture n2 below"):
-        media.gqa_picture({"imageId": "n2"}, {FOLDER: str(tmp_path)})
+        tasks.gqa_picture({"imageId": "n2"}, {FOLDER: str(tmp_path)})
 
 
 def test_a_name_that_nothing_has_is_refused_with_what_comes_near(shipped: Path) -> None:

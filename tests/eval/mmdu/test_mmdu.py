@@ -19,11 +19,10 @@ from PIL import Image
 from mmkv import Engine, Sampling
 from mmkv.cli.app import run
 from mmkv.engine.errors import InputError
-from mmkv.eval.mmdu.data import find_pictures, interleave, read_benchmark, read_row
-from mmkv.eval.mmdu.exact import is_right
-from mmkv.eval.mmdu.files import AnswerFolder
-from mmkv.eval.mmdu.loop import answer
+from mmkv.eval.mmdu.data import AnswerFolder, find_pictures, interleave, read_benchmark, read_row
 from mmkv.eval.mmdu.make import pack, write
+from mmkv.eval.mmdu.run import answer
+from mmkv.eval.mmdu.scores import is_right
 from mmkv.resources import bundled_dialogues, bundled_model
 
 if TYPE_CHECKING:
@@ -228,7 +227,7 @@ def test_a_run_writes_official_files_with_numbers_beside(
 # The command, which kills itself in the middle of writing the third dialogue's answers.
 KILLED = """
 import os, signal, sys
-from mmkv.eval.mmdu import files
+from mmkv.engine import paths
 from mmkv.cli.app import run
 
 replace, written = os.replace, []
@@ -239,7 +238,7 @@ def counted(source, target):
         os.kill(os.getpid(), signal.SIGKILL)
     replace(source, target)
 
-files.os.replace = counted
+paths.os.replace = counted
 run(sys.argv[1:])
 """
 
@@ -338,6 +337,6 @@ def test_options_before_a_subcommand_are_refused(mmkv: Callable[..., Ran]) -> No
 
 
 def test_torch_is_not_needed_to_judge() -> None:
-    code = "import sys, mmkv.cli.app, eval.mmdu.judge_run, eval.mmdu.compare as _"
+    code = "import sys, mmkv.cli.app, mmkv.eval.mmdu.judge as _"
     code += "; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

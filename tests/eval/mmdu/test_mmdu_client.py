@@ -11,9 +11,8 @@ import pytest
 from PIL import Image
 
 from mmkv.engine.errors import InputError
-from mmkv.eval.mmdu.client import Endpoint, JudgeClient, NoVerdictError
-from mmkv.eval.mmdu.cost import data_uri, estimate, picture_tokens
-from mmkv.eval.mmdu.http import Answer, post, retry_after
+from mmkv.eval.mmdu.client import Answer, Endpoint, JudgeClient, NoVerdictError, post, retry_after
+from mmkv.eval.mmdu.judge import data_uri, estimate, picture_tokens
 from mmkv.eval.mmdu.rubric import SCORES, UnreadableScoresError, read_scores
 from tests.support.clock import Clock
 from tests.support.fake_judge import FakeJudge, grades

@@ -109,7 +109,7 @@ def test_the_output_is_checked_before_any_work(
     for output, says in ((file, "is a file"), (file / "below", "cannot write")):
         assert start([a_row()], output) == 1
         assert says in capsys.readouterr().err
-    monkeypatch.setattr("mmkv.training.measure.outputs.shutil.disk_usage", lambda _: usage)
+    monkeypatch.setattr("mmkv.training.measure.record.shutil.disk_usage", lambda _: usage)
     assert start([a_row()], tmp_path / "answers") == 1
     assert "0.0 MiB left" in capsys.readouterr().err
     assert not worked and file.read_text() == "keep me"

@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from mmkv.eval.mmdu import client
-from mmkv.eval.mmdu.data import Dialogue, read_benchmark
-from mmkv.eval.mmdu.files import AnswerFolder
+from mmkv.eval.mmdu.data import AnswerFolder, Dialogue, read_benchmark
 from mmkv.eval.mmdu.rubric import SCORES, judge_prompt
 from mmkv.resources import bundled_dialogues
 from tests.support.fake_judge import FakeJudge, grades
@@ -285,7 +284,7 @@ def test_nothing_is_sent_before_confirmation(
         assert ran.code == 1 and "add --yes" in ran.err.splitlines()[-1]
         assert f"judging takes {QUESTIONS} calls, about " in ran.err and "about $" in ran.err
         somebody = SimpleNamespace(stdin=SimpleNamespace(isatty=lambda: True))
-        monkeypatch.setattr("mmkv.eval.mmdu.judge_run.sys", somebody)
+        monkeypatch.setattr("mmkv.eval.mmdu.judge.sys", somebody)
         monkeypatch.setattr("typer.confirm", lambda *_, **__: False)
         assert mmkv(*judge_arguments(answers, fake.url)).code == 1 and not fake.bodies
         monkeypatch.setattr("typer.confirm", lambda *_, **__: True)

@@ -9,13 +9,22 @@ from typing import Any
 import pytest
 
 from mmkv.engine.errors import InputError
-from mmkv.eval.mmdu.compare import compare
 from mmkv.eval.mmdu.data import Dialogue
-from mmkv.eval.mmdu.exact import as_rows, is_right, shares
+from mmkv.eval.mmdu.judge import compare
 from mmkv.eval.mmdu.rubric import UnreadableScoresError, read_scores
-from mmkv.eval.mmdu.scores import aggregate, overall_sums, score_table
-from mmkv.eval.mmdu.summary import exact_table, memory_table, summarize
-from mmkv.eval.mmdu.verdicts import Verdict, Verdicts
+from mmkv.eval.mmdu.scores import (
+    Verdict,
+    Verdicts,
+    aggregate,
+    as_rows,
+    exact_table,
+    is_right,
+    memory_table,
+    overall_sums,
+    score_table,
+    shares,
+    summarize,
+)
 
 # In the order of MMDU's tables: C, R, VP, LC, AA, IRU, and the overall score.
 NAMES = (

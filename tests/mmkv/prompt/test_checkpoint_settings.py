@@ -12,9 +12,9 @@ import pytest
 
 from mmkv.api import Engine
 from mmkv.engine.errors import ModelError
-from mmkv.eval.fuzz.judge import failure_of
 from mmkv.eval.fuzz.models import save_text_model, save_vision_model
-from mmkv.eval.fuzz.targets.checkpoints import Checkpoints
+from mmkv.eval.fuzz.target import failure_of
+from mmkv.eval.fuzz.targets.model_files import Checkpoints
 from mmkv.prompt import sandbox
 from mmkv.prompt.loading import load_processor
 from tests.support.chat_models import picture

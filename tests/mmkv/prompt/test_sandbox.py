@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mmkv.engine.errors import InputError
-from mmkv.eval.fuzz.targets.templates import ENDLESS, ODD, template
+from mmkv.eval.fuzz.targets.contents import ENDLESS, ODD, template
 from mmkv.prompt import sandbox
 from mmkv.prompt.template import ChatTemplate
-from mmkv.training.data.tokenizer import CHAT_TEMPLATE, build_tokenizer
+from mmkv.training.data.scene_encoding import CHAT_TEMPLATE, build_tokenizer
 from tests.support.chat_models import CHATML, LLAVA_TEMPLATE
 
 TALK = [

@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mmkv.resources import bundled_model
-from mmkv.training.data.readers import RowFile
-from mmkv.training.data.sources import examples
+from mmkv.training.data.conversations import RowFile
+from mmkv.training.data.examples import examples
 
 GOOD: dict[str, dict[str, Any]] = {
     "chat": {

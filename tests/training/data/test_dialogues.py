@@ -8,27 +8,35 @@ from collections import Counter
 
 import pytest
 
-from mmkv.training.curriculum import ROUNDS, long_lesson
-from mmkv.training.data.dialogues import IGNORE, beside, caption, clip, dense, grid, sparse, stream
-from mmkv.training.data.scene_data import scene_turns
-from mmkv.training.data.scene_encoding import encode
+from mmkv.training.data.dialogues import (
+    IGNORE,
+    beside,
+    caption,
+    clip,
+    dense,
+    grid,
+    scene_turns,
+    sparse,
+    stream,
+)
+from mmkv.training.data.scene_encoding import build_tokenizer, encode
 from mmkv.training.data.scenes import (
     EMPTY,
-    Clip,
     Question,
     Scene,
-    Turn,
+    SceneClip,
+    SceneTurn,
     is_heldout,
     object_names,
     render,
 )
-from mmkv.training.data.tokenizer import build_tokenizer
+from mmkv.training.pretrain_tiny import ROUNDS, long_lesson
 from tests.training.data.test_scenes import answer_from_pixels, read_cells
 
 Cells = list[list[str]]
 
 
-def shown(turns: list[Turn]) -> dict[int, Scene]:
+def shown(turns: list[SceneTurn]) -> dict[int, Scene]:
     """Return pictures by the number in their caption."""
     found = {}
     for turn in turns:
@@ -52,7 +60,7 @@ def answer_about(question: Question, cells: dict[int, Cells], text: dict[int, st
     return answer_from_pixels(cells[numbers[0]], question.kind, without)
 
 
-def check(turns: list[Turn]) -> set[tuple[str, str]]:
+def check(turns: list[SceneTurn]) -> set[tuple[str, str]]:
     """Check every answer of a dialogue against the pixels; return the kinds that were asked."""
     pictures = shown(turns)
     drawn = {n: read_cells(render(s)) for n, s in pictures.items() if s.kind == "grid"}
@@ -133,7 +141,7 @@ def test_a_clip_changes_one_cell() -> None:
     for seed in range(40):
         turns = clip(seed, "train", 5)
         video = turns[0].pictures[0]
-        assert isinstance(video, Clip)
+        assert isinstance(video, SceneClip)
         first, last = (read_cells(render(frame)) for frame in (video.frames[0], video.frames[-1]))
         changed = [
             (r, c)
@@ -167,7 +175,7 @@ def test_a_stream_asks_about_its_newest_clip_and_its_first_picture() -> None:
             cells = picture
             if turn.pictures:
                 video = turn.pictures[-1]
-                assert isinstance(video, Clip) and not number
+                assert isinstance(video, SceneClip) and not number
                 cells = read_cells(render(video.frames[0 if "start" in turn.question.text else -1]))
                 for frame in video.frames:
                     for item in frame.items:

@@ -15,9 +15,8 @@ from PIL import Image
 from mmkv.prompt.loading import load_processor
 from mmkv.prompt.video import Clip
 from mmkv.resources import bundled_model
-from mmkv.training.curriculum import ROUNDS, DialogueBatches
 from mmkv.training.data.dialogues import clip, sparse
-from mmkv.training.data.scene_encoding import encode, patches
+from mmkv.training.data.scene_encoding import build_tokenizer, encode, patches
 from mmkv.training.data.scenes import (
     CELL,
     COLOURS,
@@ -31,8 +30,7 @@ from mmkv.training.data.scenes import (
     render,
     tile,
 )
-from mmkv.training.data.tokenizer import build_tokenizer
-from mmkv.training.tiny_model import IMAGE_PROCESSOR, build_model, save
+from mmkv.training.pretrain_tiny import IMAGE_PROCESSOR, ROUNDS, DialogueBatches, build_model, save
 
 
 def read_cells(picture: Image.Image) -> list[list[str]]:

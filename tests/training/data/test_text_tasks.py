@@ -10,9 +10,9 @@ import pytest
 from mmkv.prompt.loading import load_processor
 from mmkv.resources import bundled_model
 from mmkv.training.data.conversations import DataError
+from mmkv.training.data.examples import examples
 from mmkv.training.data.labels import IGNORED
-from mmkv.training.data.sources import examples
-from mmkv.training.data.text_tasks import KINDS, Piece, text_task
+from mmkv.training.data.text_tasks import KINDS, TextPiece, text_task
 from mmkv.training.data.texts import write
 
 FACT = re.compile(r"The special magic number for (\w+) is: (\d{4})\.")
@@ -25,7 +25,7 @@ FACTS = dict.fromkeys(["recall", "needles", "memory", "haystack", "far-memory"],
 }
 
 
-def answers_by_reading(kind: str, pieces: list[Piece]) -> list[str]:
+def answers_by_reading(kind: str, pieces: list[TextPiece]) -> list[str]:
     """Return what the text last stated of the name before each question's own answer."""
     text, found = "", []
     for piece in pieces:

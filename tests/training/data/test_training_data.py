@@ -14,9 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mmkv.engine.errors import MmkvError
-from mmkv.training.data.conversations import DataError, Document
-from mmkv.training.data.mixture import Mixture
-from mmkv.training.data.readers import DataSource, RowFile
+from mmkv.training.data.conversations import ConversationDocument, DataError, DataSource, RowFile
+from mmkv.training.data.examples import Mixture
 from tests.support.chat_models import picture
 
 
@@ -174,7 +173,7 @@ def test_plain_text(tmp_path: Path) -> None:
     path = tmp_path / "book.txt"
     path.write_text("one\n---\ntwo --- \n\n---  \n---\nthree\n---")
     assert [d.text for d in RowFile(path, separator="---")] == ["one\n", "two --- \n\n", "three\n"]
-    assert RowFile(path)[0] == Document(path.read_text(), str(path), 1)
+    assert RowFile(path)[0] == ConversationDocument(path.read_text(), str(path), 1)
     code = tmp_path / "code.py"
     code.write_text("{}")
     assert RowFile(code, "text")[0].text == "{}"

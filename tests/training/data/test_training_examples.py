@@ -18,9 +18,8 @@ from mmkv.prompt.processing import Processor
 from mmkv.prompt.template import ChatTemplate
 from mmkv.prompt.video import Clip
 from mmkv.resources import bundled_model
-from mmkv.training.data.conversations import Conversation, DataError, Document
-from mmkv.training.data.examples import Encoder, Example, Examples
-from mmkv.training.data.mixture import Mixture
+from mmkv.training.data.conversations import Conversation, ConversationDocument, DataError
+from mmkv.training.data.examples import Encoder, Example, Examples, Mixture
 from tests.support.chat_models import (
     CHATML,
     save_internvl,
@@ -241,7 +240,7 @@ def test_plain_text_is_all_targets_and_cut_into_pieces(bundled: Processor) -> No
     text = "What is at row 1? " * 40
     reported: list[str] = []
     encoder = Encoder(bundled, 64, report=reported.append)
-    pieces = encoder(Document(text, "f", 3))
+    pieces = encoder(ConversationDocument(text, "f", 3))
     ids = bundled.tokenizer.encode(text, add_special_tokens=False)
     assert torch.cat([p.input_ids for p in pieces]).tolist() == ids
     assert all(torch.equal(p.input_ids, p.labels) for p in pieces)
@@ -284,7 +283,7 @@ def test_rows_that_cannot_be_encoded_are_counted(bundled: Processor, tmp_path: P
     bad[0]["content"] = [{"type": "image", "image": str(tmp_path / "bad.png")}]
     reported: list[str] = []
     encoder = Encoder(bundled, 512, report=reported.append)
-    rows = [chat(bad)] * 7 + [Document("a", "f", 1)]
+    rows = [chat(bad)] * 7 + [ConversationDocument("a", "f", 1)]
     assert [encoder(row) for row in rows] == [[]] * 8
     assert encoder.tally["broken"] == 8 and len(reported) == 5
     assert encoder.summary() == "of 8 rows 8 broken"
@@ -296,7 +295,7 @@ def test_rows_that_cannot_be_encoded_are_counted(bundled: Processor, tmp_path: P
 def test_a_dataset_replaces_unusable_examples(bundled: Processor) -> None:
     good = [chat(turns(f"What is at row {n}?", "a red circle")) for n in range(6)]
     long = [chat(turns("What is at row? " * 200, "no"))] * 6
-    text = [Document("What is at row 1? " * 60, "f", 1)]
+    text = [ConversationDocument("What is at row 1? " * 60, "f", 1)]
 
     def dataset() -> Examples:
         encoder = Encoder(bundled, 96, report=lambda line: None)
