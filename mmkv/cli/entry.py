@@ -22,7 +22,7 @@ def entry() -> None:
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "2000")
     if sys.argv[1:2] == ["chat"]:
-        # Importing makes objects by the hundred thousand, and no garbage; mmkv.chat.run switches
+        # Importing makes objects by the hundred thousand, and no garbage; mmkv.loading switches
         # the collector on again when the model is loaded.
         gc.disable()
     with quiet_imports():

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from mmkv.server.job import ChatJob
     from mmkv.server.kept import Kept
     from mmkv.server.responses_schema import ResponseRequest
-    from mmkv.server.settings import Facts, Settings
+    from mmkv.server.settings import Facts, ServerSettings
     from mmkv.server.state import Caller, ServerState
 
 
@@ -334,7 +334,7 @@ def _require_same(request: ChatRequest, facts: Facts) -> None:
             )
 
 
-def _sampling(request: ChatRequest, settings: Settings, facts: Facts) -> Settled:
+def _sampling(request: ChatRequest, settings: ServerSettings, facts: Facts) -> Settled:
     most = request.max_completion_tokens or request.max_tokens or settings.max_tokens
     if most is None:
         most = min(facts.sampling.max_new_tokens, facts.context)

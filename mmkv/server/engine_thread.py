@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from mmkv.scheduler import Ticket
     from mmkv.server.job import Usage
     from mmkv.server.metrics import Metrics
-    from mmkv.server.settings import Settings
+    from mmkv.server.settings import ServerSettings
 
 
 log = logging.getLogger("mmkv.server")
@@ -463,7 +463,7 @@ class EngineCore:
     """
 
     def __init__(
-        self, engine: Engine, settings: Settings, metrics: Metrics, lookahead: float
+        self, engine: Engine, settings: ServerSettings, metrics: Metrics, lookahead: float
     ) -> None:
         self.engine, self.metrics = engine, metrics
         running = settings.max_running
@@ -570,7 +570,7 @@ class EngineCore:
                 metrics.evicted.labels(name).inc(count)
 
 
-def _hibernation_folder(settings: Settings) -> HibernationFolder:
+def _hibernation_folder(settings: ServerSettings) -> HibernationFolder:
     """Make the folder where idle memories lie. Raises SessionError: the one that was named cannot.
 
     Nobody has named the usual one: a user without a home, or with one that is read-only, as in many

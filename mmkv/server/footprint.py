@@ -21,7 +21,7 @@ from mmkv.server.media.resolver import TEXTS
 if TYPE_CHECKING:
     from mmkv.api import Engine
     from mmkv.server.engine_thread import EngineCore
-    from mmkv.server.settings import Settings
+    from mmkv.server.settings import ServerSettings
     from mmkv.server.state import ServerState
 
 # Measured on CPython 3.11 with pydantic 2 (python -m mmkv.eval.serving.floods), rounded up.
@@ -60,7 +60,7 @@ class Footprint:
         )
 
 
-def footprint(core: EngineCore, settings: Settings) -> Footprint:
+def footprint(core: EngineCore, settings: ServerSettings) -> Footprint:
     """Add up what the process may take; called when the engine is ready, in its thread."""
     engine, limits, body = core.engine, MediaLimits(), settings.body
     most = settings.connections or connections.most_connections()

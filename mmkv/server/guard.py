@@ -6,8 +6,7 @@ import asyncio
 import codecs
 import hmac
 import ipaddress
-import re
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +14,6 @@ from fastapi import Request, Response
 from fastapi.routing import APIRoute
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mmkv.engine.errors import InputError
 from mmkv.scheduler.loop import queue_is_full
 from mmkv.server.errors import ApiError
 from mmkv.server.page import FILES
@@ -308,7 +306,7 @@ def allowed_hosts(
 
     Args:
         keyed: whether requests have to show a key.
-        named: further names, as :func:`host_names` returns them; no others are answered then.
+        named: further names; no others are answered then.
     """
     try:
         local = ipaddress.ip_address(host).is_loopback
@@ -318,24 +316,6 @@ def allowed_hosts(
     if named:
         return frozenset({*_LOCAL, own, *named})
     return frozenset({*_LOCAL, own}) if local and not keyed else None
-
-
-def host_names(given: Iterable[str]) -> tuple[str, ...]:
-    """Return names as Host headers have them. Raises InputError: one is no name."""
-    return tuple(map(_checked, given))
-
-
-def _checked(name: str) -> str:
-    bare = name.strip().lower().removesuffix(".")
-    try:
-        address = ipaddress.ip_address(bare.removeprefix("[").removesuffix("]"))
-    except ValueError:
-        if not re.fullmatch(r"[a-z0-9_]([a-z0-9_.-]*[a-z0-9_])?", bare):
-            raise InputError(
-                f"{name!r} is no name of a host; give one without scheme, port or *"
-            ) from None
-        return bare
-    return f"[{address}]" if address.version == 6 else str(address)
 
 
 class CheckHost:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from mmkv.engine.config import EngineConfig
 from mmkv.engine.errors import ModelError, plain
-from mmkv.server.settings import Settings
+from mmkv.server.settings import ServerSettings
 
 if TYPE_CHECKING:
     from mmkv.api import Engine
@@ -49,7 +49,7 @@ def require_packages() -> None:
 
 @contextlib.contextmanager
 def opened(
-    load: Callable[[], Engine], settings: Settings, lookahead: float = EngineConfig.lookahead
+    load: Callable[[], Engine], settings: ServerSettings, lookahead: float = EngineConfig.lookahead
 ) -> Iterator[ServerState]:
     """Yield what the application works with; the engine's thread ends with it.
 
@@ -90,10 +90,8 @@ def opened(
 
 def serve(
     load: Callable[[], Engine],
-    settings: Settings,
+    settings: ServerSettings,
     lookahead: float,
-    host: str,
-    port: int,
     say: Callable[[str], None],
 ) -> None:
     """Serve until SIGINT or SIGTERM; replies under way are then brought to their end."""
@@ -105,6 +103,7 @@ def serve(
     log = logging.StreamHandler()
     log.setFormatter(PlainFormatter())
     logging.getLogger("mmkv").addHandler(log)
+    host, port = settings.host, settings.port
     with opened(load, settings, lookahead) as state:
         gc.freeze()  # what is imported stays: looking through it again would stop all replies
         web = WebServer(

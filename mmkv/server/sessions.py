@@ -257,7 +257,7 @@ class SessionTable:
         self._uses = itertools.count(1)
         self._opening: list[ServerSession | _Opening] = []  # what is read from files, by identity
         folder = state.settings.session_folder
-        lasts = state.settings.lasting and folder is not None
+        lasts = state.settings.keep_sessions and folder is not None
         self._store = SessionStore(folder) if lasts and folder is not None else None
         if self._store is not None:
             self._store.sweep()

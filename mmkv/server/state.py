@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from mmkv.server.kept import Kept
     from mmkv.server.media.resolver import MediaResolver
     from mmkv.server.metrics import Metrics
-    from mmkv.server.settings import Facts, Settings
+    from mmkv.server.settings import Facts, ServerSettings
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class ServerState:
         busy: requests under way, by caller.
     """
 
-    settings: Settings
+    settings: ServerSettings
     facts: Facts
     engine_thread: EngineThread
     metrics: Metrics

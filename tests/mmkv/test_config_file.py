@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from mmkv.chat.saved import config_file, state_folder
 from mmkv.cli.config import described
+from mmkv.resources import config_file, state_folder
 
 if TYPE_CHECKING:
     from tests.support.cli_fixtures import Ran

@@ -20,7 +20,7 @@ from mmkv.server.app import make_app
 from mmkv.server.connections import WebServer
 from mmkv.server.engine_thread import EngineCore
 from mmkv.server.run import opened
-from mmkv.server.settings import Settings
+from mmkv.server.settings import ServerSettings
 from mmkv.server.state import ServerState
 
 T = TypeVar("T")
@@ -88,7 +88,7 @@ def picture_part(picture: Image) -> dict[str, Any]:
 @contextmanager
 def serving(load: Callable[[], Engine], **settings: Any) -> Iterator[Server]:
     """Serve on a free port of the loopback; in the end nothing may be held."""
-    with opened(load, Settings(**{"name": MODEL} | settings)) as state:
+    with opened(load, ServerSettings(**{"name": MODEL} | settings)) as state:
         server = WebServer(state, make_app(state), "127.0.0.1", 0, log_level="error")
         thread = threading.Thread(target=server.run)
         thread.start()

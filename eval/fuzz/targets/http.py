@@ -47,11 +47,13 @@ class HttpBodies(Target):
         from mmkv.server.engine_thread import EngineCore, EngineThread
         from mmkv.server.media.resolver import MediaResolver
         from mmkv.server.metrics import Metrics
-        from mmkv.server.settings import Settings
+        from mmkv.server.settings import ServerSettings
         from mmkv.server.state import ServerState
 
         model = save_vision_model(folder / "model")
-        settings = Settings(_MODEL, max_tokens=2, session_folder=folder / "saved", body=2**17)
+        settings = ServerSettings(
+            name=_MODEL, max_tokens=2, session_folder=folder / "saved", body=2**17
+        )
         metrics = Metrics()
 
         def start() -> EngineCore:

@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 
 from mmkv.server import connections
 from mmkv.server.connections import Seldom, WebServer, most_connections
-from mmkv.server.settings import Settings
+from mmkv.server.settings import ServerSettings
 
 MOST = 4
 GET = b"GET /%s HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -112,7 +112,7 @@ def rest_of(made: socket.socket, size: int) -> bytes:
 @contextlib.contextmanager
 def running(**settings: Any) -> Iterator[Running]:
     given = {"connections": MOST, "head_seconds": 60, "stall_seconds": 60} | settings
-    state: Any = SimpleNamespace(settings=Settings("m", **given))
+    state: Any = SimpleNamespace(settings=ServerSettings(name="m", **given))
     app = App()
     web = WebServer(state, app, "127.0.0.1", 0, lifespan="off", log_level="error")
     thread = threading.Thread(target=web.run)

@@ -19,7 +19,7 @@ from mmkv.server.footprint import Footprint
 from mmkv.server.media.limits import MediaLimits
 from mmkv.server.metrics import Metrics
 from mmkv.server.reply import LogprobRows, rendered
-from mmkv.server.settings import Settings
+from mmkv.server.settings import ServerSettings
 from tests.support.chat_models import (
     picture,
     save_internvl,
@@ -174,7 +174,7 @@ def test_pictures_that_fill_the_context_are_counted(
     engine = Engine.from_pretrained(
         save(tmp_path), policy="streamingllm", budget=24, dtype="float32", kv_limit=2**26
     )
-    core = EngineCore(engine, Settings("m"), Metrics(), 2.0)
+    core = EngineCore(engine, ServerSettings(name="m"), Metrics(), 2.0)
     asked = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "?"}]}]
     processor = engine.processor
     text = processor.template.render(asked, opening=True)
@@ -191,7 +191,7 @@ def test_a_model_of_texts_reads_no_pictures(tmp_path: Path) -> None:
     engine = Engine.from_pretrained(
         save_llama(tmp_path), policy="streamingllm", budget=24, dtype="float32", kv_limit=2**26
     )
-    core = EngineCore(engine, Settings("m"), Metrics(), 2.0)
-    found = footprint.footprint(core, Settings("m"))
+    core = EngineCore(engine, ServerSettings(name="m"), Metrics(), 2.0)
+    found = footprint.footprint(core, ServerSettings(name="m"))
     assert found.parts["media"] == 0 < found.parts["reading"] < 2**26
     core.close()

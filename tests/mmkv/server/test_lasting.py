@@ -54,7 +54,7 @@ def servers(folder: Path, shared: Path) -> Iterator[tuple[Server, Server]]:
 
     with ExitStack() as stack:
         one, two = (
-            stack.enter_context(serving(load, session_folder=shared, lasting=True))
+            stack.enter_context(serving(load, session_folder=shared, keep_sessions=True))
             for _ in range(2)
         )
         yield one, two
@@ -347,7 +347,9 @@ def test_sessions_outlast_the_server(folder: Path, servers: tuple[Server, Server
         options = {"gates": "random", "policy": "dbtrimkv", "budget": 24, "dtype": "float32"}
         return Engine.from_pretrained(folder, kv_limit=8 * 2**20, prefill_chunk=64, **options)
 
-    with serving(load, session_folder=one.state.settings.session_folder, lasting=True) as later:
+    with serving(
+        load, session_folder=one.state.settings.session_folder, keep_sessions=True
+    ) as later:
         found = cache(later, name)
         assert all(torch.equal(wanted[key], found[key]) for key in wanted)
         assert later.client.get(f"/v1/sessions/{name}").json()["budget"] == "16 entries per row"

@@ -413,7 +413,7 @@ def test_a_key_has_its_share_of_the_sessions(folder: Path) -> None:
 
 def test_a_key_s_own_idle_session_makes_way(folder: Path, tmp_path: Path) -> None:
     keys = {"api_keys": ("one", "two"), "max_sessions": 4}
-    with serving(lambda: load(folder), session_folder=tmp_path, lasting=True, **keys) as made:
+    with serving(lambda: load(folder), session_folder=tmp_path, keep_sessions=True, **keys) as made:
         opened = {"one": [], "two": []}  # type: dict[str, list[str]]
         for key, count in (("one", 1), ("two", 4)):
             made.client.headers["Authorization"] = f"Bearer {key}"

@@ -14,7 +14,7 @@ from mmkv.cli.app import run
 from mmkv.engine.errors import BudgetError, ModelError
 from mmkv.server.engine_thread import EngineCore
 from mmkv.server.run import opened
-from mmkv.server.settings import Settings
+from mmkv.server.settings import ServerSettings
 from tests.support.chat_models import save_qwen3_vl
 from tests.support.servers import MODEL, asked, serving
 
@@ -70,7 +70,7 @@ def test_idle_memories_lie_where_no_cleaner_looks(
 ) -> None:
     """The base directory specification has a folder for what outlasts a restart."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    given: list[Settings] = []
+    given: list[ServerSettings] = []
     monkeypatch.setattr("mmkv.server.run.serve", lambda load, settings, *_: given.append(settings))
     options = ["--cors-origin", "https://chat.example:8443", "--max-connections", "9"]
     assert run(["serve", str(folder), "--quiet", *options]) == 0
@@ -138,7 +138,7 @@ def test_an_engine_that_cannot_be_loaded_ends_the_start() -> None:
     def load() -> Engine:
         raise ModelError("no such model; name another")
 
-    with pytest.raises(ModelError, match="no such model"), opened(load, Settings(MODEL)):
+    with pytest.raises(ModelError, match="no such model"), opened(load, ServerSettings(name=MODEL)):
         pass
 
 
