@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from mmkv.engine.budget import Budget
     from mmkv.engine.prefill import Prefill
     from mmkv.prompt.template import Message
-    from mmkv.scheduler.stored import StoredSession
+    from mmkv.scheduler.conversation import CachedConversation
     from mmkv.session import Session, TurnStart
 
 
@@ -122,7 +122,7 @@ class ReplyJob:
         prompt: Prompt | Callable[[Session], Prompt],
         sampling: Sampling | None = None,
         budget: Budget | float | None = None,
-        session: StoredSession | None = None,
+        session: CachedConversation | None = None,
         prompt_tokens: int | None = None,
         chunk: int | None = None,
         undo: bool = False,
@@ -145,7 +145,7 @@ class ReplyJob:
         self._prefill: Prefill | None = None
 
     @property
-    def session(self) -> StoredSession | None:
+    def session(self) -> CachedConversation | None:
         """See :class:`mmkv.scheduler.contract.Job`."""
         return self._kept
 

@@ -42,8 +42,8 @@ if TYPE_CHECKING:
     from starlette.requests import HTTPConnection
 
     from mmkv.engine.budget import Budget
+    from mmkv.server.conversations import ConversationState
     from mmkv.server.job import ChatJob
-    from mmkv.server.kept import Kept
     from mmkv.server.responses_schema import ResponseRequest
     from mmkv.server.settings import Facts, ServerSettings
     from mmkv.server.state import Caller, ServerState
@@ -149,7 +149,7 @@ class ChatCall:
         state: ServerState,
         request: ChatRequest,
         caller: Caller,
-        start: Kept | None = None,
+        start: ConversationState | None = None,
         keep: bool = False,
         budget: Budget | None = None,
     ) -> None:

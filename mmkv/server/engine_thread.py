@@ -21,10 +21,10 @@ from mmkv.engine.memory import keep_freed, resident_bytes
 from mmkv.sampling import Sampling
 from mmkv.scheduler import Limits, Scheduler
 from mmkv.scheduler.replies import EngineExecutor
+from mmkv.server.conversations import ConversationStore, PrefixCache
 from mmkv.server.errors import ApiError
 from mmkv.server.grammar import Grammars
-from mmkv.server.job import ChatJob, ChatWork, Memories
-from mmkv.server.kept import ConversationStore, PrefixCache
+from mmkv.server.job import ChatJob, ChatWork, ConversationLookup
 from mmkv.server.prompts import Lengths, digest_of
 from mmkv.server.reply import FINISH
 from mmkv.server.settings import Facts
@@ -488,7 +488,7 @@ class EngineCore:
     def job(self, work: ChatWork, admitted: Callable[[], None]) -> ChatJob:
         """Return the job of a request. Raises MmkvError."""
         chunk = self.engine.prefill_chunk
-        memories = Memories(self.engine, work, self.prefix_cache, self.conversations)
+        memories = ConversationLookup(self.engine, work, self.prefix_cache, self.conversations)
         return ChatJob(self.engine, work, memories, self.grammars, chunk, admitted)
 
     def close(self) -> None:

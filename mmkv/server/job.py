@@ -24,8 +24,8 @@ from mmkv.prompt.template import REWRITES
 from mmkv.sampling import Settled
 from mmkv.scheduler.contract import Reservation
 from mmkv.scheduler.replies import DecodingReply
+from mmkv.server.conversations import ConversationInfo
 from mmkv.server.errors import ApiError
-from mmkv.server.kept import ConversationInfo, ConversationStore, Kept
 from mmkv.server.prompts import Outline, Segment, chain, link, outline, pictures_in, reply_message
 from mmkv.server.writer import Extras, ScoredWriter
 from mmkv.turn import agreed, kept_tokens, text_before_media, without_first
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from mmkv.engine.contents import Memory
     from mmkv.engine.prefill import Prefill
     from mmkv.prompt.held import Rewrites
+    from mmkv.server.conversations import ConversationState, ConversationStore, PrefixCache
     from mmkv.server.grammar import Grammars
-    from mmkv.server.kept import PrefixCache, Snapshot
     from mmkv.server.prompts import Message
     from mmkv.session import Session
 
@@ -59,7 +59,7 @@ class ChatWork:
         weight: of its sessions in a shared budget.
         start: the memory that the request goes on from; ``messages`` begin with its own.
         rewrites: see :class:`mmkv.Session`.
-        keep: whether the memory after the reply stays, in ``kept`` when the request is done.
+        keep: whether the memory after the reply stays, in ``result`` when the request is done.
     """
 
     messages: list[Message]
@@ -71,10 +71,10 @@ class ChatWork:
     resume: Resume = "auto"
     asked: bool = False
     weight: float = 1.0
-    start: Kept | None = None
+    start: ConversationState | None = None
     keep: bool = False
     rewrites: Rewrites = "reread"
-    kept: Kept | None = None
+    result: ConversationState | None = None
 
 
 @dataclass
@@ -200,7 +200,7 @@ class Counts:
         }
 
 
-class Memories:
+class ConversationLookup:
     """Finds the memory that a request goes on from, and keeps those after its messages.
 
     Snapshots are for whoever sends the same messages again; the shelf has what sessions and
@@ -217,7 +217,7 @@ class Memories:
         self.engine, self.work = engine, work
         self._prefix_cache, self._conversations = snapshots, conversations
 
-    def find(self) -> Iterator[tuple[int, Snapshot | Kept]]:
+    def find(self) -> Iterator[tuple[int, ConversationState]]:
         """Yield how many messages are held by a memory, and it, those with most of them first.
 
         Called once the digests of all media are known.
@@ -228,12 +228,10 @@ class Memories:
         elif self._shares:
             yield from self._prefix_cache.find(self._keys)
 
-    def used(self, memory: Snapshot | Kept) -> None:
-        """Note that a memory was used last."""
-        if isinstance(memory, Kept):
-            self._conversations.used(memory)
-        else:
-            self._prefix_cache.used(memory)
+    def touch(self, memory: ConversationState) -> None:
+        """Note that a conversation is the most recently used."""
+        table = self._prefix_cache if memory.keys else self._conversations
+        table.touch(memory)
 
     def leave_shared_budget(self) -> None:
         """Let what the request goes on from compete with no one: its own session stands for it."""
@@ -261,7 +259,8 @@ class Memories:
             and count in {leading, len(messages) - 1, len(messages)} - {0}
         ):
             key, pages = self._keys[count - 1], self.engine.cache.held_pages(session.seq)
-            self._prefix_cache.keep((key,), pages, session.fork, False, seen, outline.rendered())
+            info = ConversationInfo(seen, outline.rendered())
+            self._prefix_cache.keep((key,), pages, session.fork, info, replied=False)
 
     def keep_after(
         self, session: Session, choice: Choice, seen: tuple[int, ...], outline: Outline
@@ -285,8 +284,8 @@ class Memories:
         assert choice.memory is not None
         read = [message.without_urls() for message in self.work.messages]
         messages = (*read, reply_message(choice.text))
-        info = ConversationInfo(messages, self.work.root, seen, choice.memory, outline.rendered())
-        self.work.kept = self._conversations.keep(session, info)
+        info = ConversationInfo(seen, outline.rendered(), messages, self.work.root, choice.memory)
+        self.work.result = self._conversations.keep(session, info)
 
     def _keep_reply(
         self, session: Session, text: str, seen: tuple[int, ...], outline: Outline
@@ -297,7 +296,8 @@ class Memories:
         texts = dict.fromkeys((text, text.strip()))
         keys = tuple(link(self._keys[-1], reply_message(one)) for one in texts)
         pages = self.engine.cache.held_pages(session.seq)
-        return self._prefix_cache.keep(keys, pages, lambda: session, True, seen, outline.rendered())
+        info = ConversationInfo(seen, outline.rendered())
+        return self._prefix_cache.keep(keys, pages, lambda: session, info, replied=True)
 
     @cached_property
     def _keys(self) -> list[str]:
@@ -340,13 +340,13 @@ class ChatJob:
         self,
         engine: Engine,
         work: ChatWork,
-        memories: Memories,
+        conversations: ConversationLookup,
         grammars: Grammars,
         chunk: int,
         admitted: Callable[[], None],
     ) -> None:
         self.engine, self.work, self.chunk = engine, work, chunk
-        self.memories, self.grammars, self.counts = memories, grammars, Counts(engine)
+        self.conversations, self.grammars, self.counts = conversations, grammars, Counts(engine)
         self.budget = engine.budgets.checked(work.budget)
         self._admitted = admitted
         parts = (part for message in work.messages for part in message.media)
@@ -420,15 +420,15 @@ class ChatJob:
         work, engine, held = self.work, self.engine, 0
         work.messages = messages
         shown = [message.for_template() for message in messages]
-        for count, memory in self.memories.find():
+        for count, memory in self.conversations.find():
             found = self._gone_on(shown, count, memory)
             if found is None:
                 continue
             held, (self.live, self._outline) = count, found
-            self.memories.used(memory)
-            self.memories.leave_shared_budget()
-            text, *others = memory.seen
-            again = sum(memory.seen) - self.live.seen  # text that is read in another way
+            self.conversations.touch(memory)
+            self.conversations.leave_shared_budget()
+            text, *others = memory.info.seen
+            again = sum(memory.info.seen) - self.live.seen  # text that is read in another way
             self.counts.resume(self.live, (text - again, *others))
             break
         if self.live is None:
@@ -451,7 +451,7 @@ class ChatJob:
         return held
 
     def _gone_on(
-        self, shown: list[dict[str, Any]], count: int, memory: Snapshot | Kept
+        self, shown: list[dict[str, Any]], count: int, memory: ConversationState
     ) -> tuple[Session, Outline] | None:
         """Open a session on a memory of ``count`` messages; what it has to read.
 
@@ -471,13 +471,13 @@ class ChatJob:
 
             made = outline(template, shown, count, unread=unread)
             if made is not None:  # mostly; all is rendered once then
-                return (memory.open(), made) if made.segments else None
-        fits = outline(template, shown, count, memory.replied, memory.rendered)
+                return (memory.fork(), made) if made.segments else None
+        fits = outline(template, shown, count, memory.replied, memory.info.rendered)
         if fits is not None and not fits.segments:
             return None
         if fits is None and not named and not memory.replied:
             return None
-        session = memory.open()
+        session = memory.fork()
         session.rewrites = work.rewrites
         try:
             made = self._agreed(session, shown, count, fits, named)
@@ -583,7 +583,7 @@ class ChatJob:
             self._read = None  # and its pictures
         self._outline.segments.pop(0)
         if self._outline.segments:
-            self.memories.keep_at(session, segment.last, self.counts.seen, self._outline)
+            self.conversations.keep_at(session, segment.last, self.counts.seen, self._outline)
             return False
         assert logits is not None
         self.counts.prompt_tokens = session.seen
@@ -632,7 +632,7 @@ class ChatJob:
         for session in [self.live, *(one.session for one in self.decoding)]:
             if session is not None:
                 session.close()
-        self.memories.join_shared_budget()
+        self.conversations.join_shared_budget()
 
     def interrupt(self) -> None:
         """End the replies where they stand; they leave nothing behind."""
@@ -654,7 +654,7 @@ class ChatJob:
             )
             if self._dropped:
                 session.close()
-                self.memories.join_shared_budget()
+                self.conversations.join_shared_budget()
 
     def leave(self) -> None:
         """Keep each session after its reply, or close it; after :meth:`end`."""
@@ -666,7 +666,7 @@ class ChatJob:
             assert self._outline is not None
             try:
                 seen = self.counts.seen_by(session)
-                self.memories.keep_after(session, choice, seen, self._outline)
+                self.conversations.keep_after(session, choice, seen, self._outline)
             except BaseException:
                 session.close()
                 raise

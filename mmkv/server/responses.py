@@ -31,8 +31,8 @@ from mmkv.server.state import Caller, CurrentCaller, ServerState, TurnMemory, re
 
 if TYPE_CHECKING:
     from mmkv.sampling import Settled
+    from mmkv.server.conversations import ConversationState
     from mmkv.server.job import Usage
-    from mmkv.server.kept import Kept
     from mmkv.server.writer import Spelled
 
 
@@ -232,7 +232,7 @@ class StoredResponse:
     """
 
     tenant: str
-    kept: Kept
+    conversation: ConversationState
     shown: bytes
     items: bytes
     instructions: str | None
@@ -253,7 +253,7 @@ class Responses:
     def find(self, name: str, caller: Caller) -> StoredResponse:
         """Return a response, which counts as used. Raises ApiError (404), also for another's."""
         stored = self._stored.get(name)
-        if stored is not None and stored.kept.lost:
+        if stored is not None and stored.conversation.lost:
             self.delete(name)
             stored = None
         if stored is None or stored.tenant != caller.tenant:
@@ -268,8 +268,8 @@ class Responses:
 
     def keep(self, name: str, stored: StoredResponse) -> None:
         """Store a response; others make way for it."""
-        stored.kept.expendable = True
-        stored.size = stored.kept.bytes + len(stored.shown) + len(stored.items)
+        stored.conversation.expendable = True
+        stored.size = stored.conversation.bytes + len(stored.shown) + len(stored.items)
         self._stored[name] = stored
         self._bytes += stored.size
         while self._bytes > self._state.settings.store_bytes and self._stored:
@@ -279,7 +279,7 @@ class Responses:
         """Let a response go."""
         stored = self._stored.pop(name)
         self._bytes -= stored.size
-        release(self._state, stored.kept)
+        release(self._state, stored.conversation)
 
 
 class ResponseCall:
@@ -302,10 +302,10 @@ class ResponseCall:
         if before is not None:
             asked = asked.model_copy(update={"instructions": None})
         request = chat_request(asked)
-        kept = None if before is None else before.kept
+        conversation = None if before is None else before.conversation
         self._instructed = bool(asked.instructions)
         with self._own_names():
-            self._call = ChatCall(state, request, caller, kept, self._store)
+            self._call = ChatCall(state, request, caller, conversation, self._store)
             self._call.require_few_scored()
         self._call.keeps_body = True  # what was sent is stored, too
         self._name = name

@@ -15,8 +15,9 @@ from mmkv.server.errors import ApiError
 from mmkv.server.guard import BodyRoute
 from mmkv.server.reply import ReplyResponse
 from mmkv.server.schema import Body, ChatRequest, Metadata, Number
-from mmkv.server.sessions import SavedSessions, ServerSession, SessionTable
+from mmkv.server.sessions import ServerSession, SessionTable
 from mmkv.server.state import Caller, CurrentCaller, ServerState, TurnMemory, release
+from mmkv.server.store import SavedSessions
 
 
 class SessionTurn:
@@ -42,7 +43,7 @@ class SessionTurn:
         if (request.n or 1) != 1:
             raise ApiError(400, "a turn of a session has one reply", "invalid_value", "n")
         self._state, self._sessions, self._session = state, sessions, session
-        self._call = ChatCall(state, request, caller, session.kept, True, session.budget)
+        self._call = ChatCall(state, request, caller, session.conversation, True, session.budget)
 
     async def whole(self) -> dict[str, Any]:
         """Return the answer."""
@@ -66,7 +67,7 @@ class SessionTurn:
     async def _begun(self) -> AsyncIterator[TurnMemory]:
         session = self._session
         self._sessions.require_idle(session)  # others may have come first
-        if session.kept is not self._call.work.start:
+        if session.conversation is not self._call.work.start:
             raise ApiError(409, "the session went on meanwhile; send the turn again", "conflict")
         session.busy = True
         try:
@@ -89,10 +90,14 @@ class SessionTurn:
             raise
 
     async def _replace_memory(self, turn: TurnMemory) -> None:
-        session, before, kept = self._session, self._session.kept, self._call.work.kept
-        assert kept is not None
-        await self._sessions.commit_turn(session, kept, session.turns + 1)
-        session.kept = turn.claim()
+        session, before, conversation = (
+            self._session,
+            self._session.conversation,
+            self._call.work.result,
+        )
+        assert conversation is not None
+        await self._sessions.commit_turn(session, conversation, session.turns + 1)
+        session.conversation = turn.claim()
         session.turns += 1
         if before is not None:
             release(self._state, before)
@@ -143,8 +148,8 @@ def sessions_router(state: ServerState) -> APIRouter:
 
     @router.get("/{name}/messages", summary="What was said; pictures and videos as marks")
     async def messages(name: str, who: CurrentCaller) -> dict[str, Any]:
-        kept = await sessions.load_memory(await sessions.find(name, who))
-        said = () if kept is None else kept.info.messages
+        conversation = await sessions.load_memory(await sessions.find(name, who))
+        said = () if conversation is None else conversation.info.messages
         return {"object": "list", "data": [one.for_template() for one in said]}
 
     @router.post("/{name}/chat/completions", summary="A turn: messages that are new, and a reply")
@@ -176,16 +181,17 @@ def sessions_router(state: ServerState) -> APIRouter:
 
 def saved_router(state: ServerState) -> APIRouter:
     """Return the routes; who asks has to be known by then."""
-    files = SavedSessions(state)
+    saved = SavedSessions(state.settings.session_folder)
     router = APIRouter(prefix="/saved_sessions", tags=["sessions"])
 
     @router.get("", summary="The caller's saved sessions")
     async def listed(who: CurrentCaller) -> dict[str, Any]:
-        return {"object": "list", "data": [one.shown() for one in await files.of(who)]}
+        files = await asyncio.to_thread(saved.of, who.tenant)
+        return {"object": "list", "data": [one.shown() for one in files]}
 
     @router.delete("/{name}", summary="Remove a saved session; sessions opened from it stay")
     async def delete(name: str, who: CurrentCaller) -> dict[str, Any]:
-        await files.delete(name, who)
+        await asyncio.to_thread(saved.delete, name, who.tenant)
         return {"id": name, "object": "saved_session", "deleted": True}
 
     return router

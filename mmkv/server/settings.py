@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import ipaddress
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -62,7 +62,7 @@ def _all(given: list[Any] | None) -> tuple[Any, ...]:
     return tuple(given or ())
 
 
-def _hosts(given: list[str] | None) -> tuple[str, ...]:
+def host_names(given: Iterable[str] | None) -> tuple[str, ...]:
     """Return names as Host headers have them. Raises InputError: one is no name."""
     return tuple(map(_host, given or ()))
 
@@ -177,7 +177,7 @@ class ServerSettings:
         "on a loopback address without keys localhost alone.",
         list[str] | None,
         name="allowed_host",
-        read=_hosts,
+        read=host_names,
     )
     cors: tuple[str, ...] = _setting(
         "Origin of web pages that may ask this server, such as https://chat.example; * is all. "

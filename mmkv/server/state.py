@@ -18,9 +18,9 @@ from mmkv.server.errors import ApiError
 
 if TYPE_CHECKING:
     from mmkv.server.chat import ChatCall
+    from mmkv.server.conversations import ConversationState
     from mmkv.server.engine_thread import EngineThread
     from mmkv.server.footprint import Footprint
-    from mmkv.server.kept import Kept
     from mmkv.server.media.resolver import MediaResolver
     from mmkv.server.metrics import Metrics
     from mmkv.server.settings import Facts, ServerSettings
@@ -106,12 +106,12 @@ class TurnMemory:
         self._state, self._work = state, call.work
         self._claimed = False
 
-    def claim(self) -> Kept:
+    def claim(self) -> ConversationState:
         """Return the memory after the reply, once that is complete; it is the caller's then."""
-        kept = self._work.kept
-        assert kept is not None
+        conversation = self._work.result
+        assert conversation is not None
         self._claimed = True
-        return kept
+        return conversation
 
     async def __aenter__(self) -> Self:
         start = self._work.start
@@ -126,24 +126,24 @@ class TurnMemory:
         assert core is not None
 
         def end() -> None:
-            for kept in (work.start, None if claimed else work.kept):
-                if kept is not None:
-                    core.conversations.release(kept)
-            if work.start is not None and work.kept is not None:
+            for conversation in (work.start, None if claimed else work.result):
+                if conversation is not None:
+                    core.conversations.release(conversation)
+            if work.start is not None and work.result is not None:
                 core.conversations.join_shared_budget(work.start, work)
 
         self._state.engine_thread.post(end)
 
 
-def hold(state: ServerState, kept: Kept) -> None:
+def hold(state: ServerState, conversation: ConversationState) -> None:
     """Count one more that goes on from a memory."""
     core = state.engine_thread.core
     assert core is not None
-    state.engine_thread.post(lambda: core.conversations.hold(kept))
+    state.engine_thread.post(lambda: core.conversations.hold(conversation))
 
 
-def release(state: ServerState, kept: Kept) -> None:
+def release(state: ServerState, conversation: ConversationState) -> None:
     """Count one less; the last one frees it."""
     core = state.engine_thread.core
     assert core is not None
-    state.engine_thread.post(lambda: core.conversations.release(kept))
+    state.engine_thread.post(lambda: core.conversations.release(conversation))

@@ -1,4 +1,7 @@
-"""Memories that outlast a process: the folder of idle ones, and one that servers may share."""
+"""What the server writes to disk: saved sessions, a folder that servers share, idle sessions.
+
+Every file appears whole or not at all.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +9,24 @@ import contextlib
 import json
 import logging
 import os
+import re
 import shutil
+import stat
 import tempfile
 import time
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from filelock import FileLock, Timeout
 
 from mmkv.engine.errors import SessionError
+from mmkv.server.errors import ApiError
+
+if TYPE_CHECKING:
+    from mmkv.server.conversations import ConversationState
 
 _FOLDER = ".sessions"  # beside the files that users name, which begin with no dot
 _RECORD, _MEMORY, _DRAFT = ".json", ".mmkv", ".part"
@@ -29,6 +38,150 @@ class NotWrittenError(SessionError):
     """The disk has refused a session, which stands where it stood."""
 
     status, code = 507, "not_written"
+
+
+@contextlib.contextmanager
+def disk_errors() -> Iterator[None]:
+    """Say in one line what the disk refuses."""
+    try:
+        yield
+    except OSError as error:
+        raise NotWrittenError(
+            f"the session cannot be written: {error.strerror}; see to the disk of "
+            "--session-folder, then send the request again"
+        ) from error
+
+
+NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}"
+NAMED = "named by letters, digits, dots, dashes and underscores"
+_SUFFIX = ".mmkv"
+_SAVING = ".saving"  # of a folder in which a new name is taken
+
+
+@dataclass(frozen=True)
+class SavedSession:
+    """A session file: its name, size, and when it was written, in seconds since 1970."""
+
+    name: str
+    bytes: int
+    saved_at: int
+
+    def shown(self) -> dict[str, Any]:
+        """Return it as requests see it."""
+        return {
+            "id": self.name,
+            "object": "saved_session",
+            "bytes": self.bytes,
+            "saved_at": self.saved_at,
+        }
+
+
+class SavedSessions:
+    """The files of the sessions that callers have saved, by name.
+
+    Args:
+        folder: the server's ``--session-folder``; None: it has none, and saves nothing.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
+        self._folder = folder
+
+    def path(self, name: str, tenant: str) -> Path:
+        """Return where a saved session lies; callers with different keys have different folders.
+
+        Raises:
+            ApiError: 400, the name cannot be one, or this server has no folder.
+        """
+        if self._folder is None:
+            raise ApiError(
+                400,
+                "this server saves no sessions; start it with --session-folder",
+                "no_session_folder",
+            )
+        if not re.fullmatch(NAME, name):
+            raise ApiError(400, f"a file is {NAMED}", "invalid_value", "name")
+        return self._folder / (tenant[:32] or "public") / f"{name}{_SUFFIX}"
+
+    def of(self, tenant: str) -> list[SavedSession]:
+        """Return a tenant's files, by name. Raises ApiError (400): this server has no folder."""
+        found = []
+        for path in sorted(self.path("any", tenant).parent.glob(f"*{_SUFFIX}")):
+            with contextlib.suppress(OSError):  # deleted meanwhile, a broken link
+                about = path.stat()
+                name = path.name.removesuffix(_SUFFIX)
+                if stat.S_ISREG(about.st_mode) and re.fullmatch(NAME, name):
+                    found.append(SavedSession(name, about.st_size, int(about.st_mtime)))
+        return found
+
+    def delete(self, name: str, tenant: str) -> None:
+        """Remove a file. Raises ApiError: there is none (404), the disk refuses it (507)."""
+        try:
+            self.path(name, tenant).unlink()
+        except FileNotFoundError:
+            raise no_such_file(name, "name") from None
+        except OSError as error:
+            raise ApiError(
+                507,
+                f"the file cannot be removed: {error.strerror}; see to the disk of "
+                "--session-folder",
+                "cannot_remove",
+            ) from error
+
+
+def write_session(conversation: ConversationState, path: Path, over: bool = True) -> None:
+    """Write a session file, on the engine's thread.
+
+    Args:
+        over: whether one that is there may be replaced.
+
+    Raises:
+        NotWrittenError: the disk refuses it; ApiError: 409, there is one.
+    """
+    try:
+        with disk_errors():
+            if over:
+                conversation.save(path)
+            else:
+                _write_new(conversation, path)
+    except SessionError as error:
+        # Where the files lie is no affair of who asks.
+        shown = str(error).replace(f"{path.parent}{os.sep}", "")
+        raise NotWrittenError(shown) from error
+
+
+def _write_new(conversation: ConversationState, path: Path) -> None:
+    """Write a session file where there is none; of two at once the second is refused."""
+    with FileLock(path.with_name(_SAVING)):  # among all servers with this folder
+        if path.exists():
+            raise saved_already(path.stem)
+        conversation.save(path)
+
+
+def copy_whole(path: Path, to: Path) -> None:
+    """Copy a file, whole or not at all. Raises SessionError."""
+    try:
+        with tempfile.NamedTemporaryFile(dir=to.parent, suffix=_DRAFT, delete=False) as made:
+            draft = Path(made.name)
+        try:
+            shutil.copyfile(path, draft)
+            draft.replace(to)
+        finally:
+            draft.unlink(missing_ok=True)
+    except OSError as error:
+        raise SessionError(
+            f"cannot write {to.name}: {error.strerror}; the old file is untouched"
+        ) from error
+
+
+def no_such_file(name: str, param: str) -> ApiError:
+    """Return the error of a request that names a file which is not there."""
+    message = f"there is no saved session {name}; save one first"
+    return ApiError(404, message, "file_not_found", param)
+
+
+def saved_already(name: str) -> ApiError:
+    """Return the error of a name that is taken, where the caller does not want it replaced."""
+    return ApiError(409, f"there is a file {name} already; set overwrite", "file_exists", "name")
 
 
 @dataclass(frozen=True)
@@ -177,18 +330,6 @@ class SessionStore:
 
     def _path(self, tenant: str, name: str) -> Path:
         return self._folder / (tenant[:32] or "public") / name
-
-
-@contextlib.contextmanager
-def disk_errors() -> Iterator[None]:
-    """Say in one line what the disk refuses."""
-    try:
-        yield
-    except OSError as error:
-        raise NotWrittenError(
-            f"the session cannot be written: {error.strerror}; see to the disk of "
-            "--session-folder, then send the request again"
-        ) from error
 
 
 def _replace(path: Path, text: str) -> None:

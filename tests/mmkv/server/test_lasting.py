@@ -23,9 +23,9 @@ from torch import Tensor
 from mmkv import Engine
 from mmkv.engine.errors import SessionError
 from mmkv.server import reply as answers
+from mmkv.server.conversations import ConversationState
 from mmkv.server.engine_thread import EngineCore
-from mmkv.server.kept import Kept
-from mmkv.server.sessions import SavedSessions
+from mmkv.server.sessions import SessionTable
 from mmkv.server.store import SessionRecord, SessionStore
 from tests.support.chat_models import picture, save_qwen3_vl
 from tests.support.servers import Server, asked, picture_part, serving
@@ -80,8 +80,8 @@ def cache(server: Server, name: str) -> dict[str, Tensor]:
 
     def read(core: EngineCore) -> dict[str, Tensor]:
         kept = list(core.scheduler.residents._idle)[-1]
-        assert isinstance(kept, Kept)
-        with kept.open() as session:
+        assert isinstance(kept, ConversationState)
+        with kept.fork() as session:
             return core.engine.cache.export(session.seq)
 
     return server.inside(read)
@@ -192,15 +192,15 @@ def test_one_deleted_while_its_memory_is_read_holds_nothing(
     name = created(one)
     said(one, name, "one")
     before = two.inside(lambda core: len(core.scheduler.sessions))
-    load = SavedSessions.load
+    load = SessionTable._load
 
-    async def slow(self: SavedSessions, path: Path, of: str, tenant: str) -> Kept:
+    async def slow(self: SessionTable, path: Path, of: str, tenant: str) -> ConversationState:
         kept = await load(self, path, of, tenant)
         gone = await asyncio.to_thread(two.client.delete, f"/v1/sessions/{of}")
         assert gone.status_code == 200
         return kept
 
-    monkeypatch.setattr(SavedSessions, "load", slow)
+    monkeypatch.setattr(SessionTable, "_load", slow)
     assert two.client.get(f"/v1/sessions/{name}/memory").status_code == 404
     assert two.inside(lambda core: len(core.scheduler.sessions)) == before
 

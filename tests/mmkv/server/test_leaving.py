@@ -25,7 +25,7 @@ from mmkv.server.engine_thread import (
     Events,
     Failed,
 )
-from mmkv.server.job import ChatJob, Memories
+from mmkv.server.job import ChatJob, ConversationLookup
 from mmkv.server.writer import ScoredWriter, Spelled
 from tests.support.chat_models import picture, save_qwen3_vl
 from tests.support.servers import Server, asked, held_pages, picture_part, serving
@@ -248,7 +248,11 @@ def test_an_error_of_the_thread_ends_all_requests(
 
 @pytest.mark.parametrize(
     ("where", "what", "keep"),
-    [(ChatJob, "usage", False), (Memories, "_keep_reply", False), (Memories, "_keep_whole", True)],
+    [
+        (ChatJob, "usage", False),
+        (ConversationLookup, "_keep_reply", False),
+        (ConversationLookup, "_keep_whole", True),
+    ],
 )
 def test_an_error_at_the_end_of_one_request_is_its_own(
     server: Server, where: type, what: str, keep: bool, monkeypatch: pytest.MonkeyPatch

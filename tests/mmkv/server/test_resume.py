@@ -495,7 +495,7 @@ def test_numbers_of_a_resumed_request_with_two_replies(folder: Path) -> None:
         prompt = usage(made.chat(SYSTEM, QUESTION, max_tokens=1))["prompt_tokens"]
         held = made.inside(
             lambda core: {
-                one.session.seen: one.session.memory().entries
+                one.live.seen: one.live.memory().entries
                 for one in core.prefix_cache._found.values()
             }
         )

@@ -97,7 +97,7 @@ def caches(core: EngineCore) -> list[dict[str, torch.Tensor]]:
     """Return what each kept memory holds, those in files too, the one used last at the end."""
     found = []
     for kept in [one for one in core.scheduler.sessions]:  # type: ignore[attr-defined]
-        session = kept.open()  # type: ignore[attr-defined]
+        session = kept.fork()  # type: ignore[attr-defined]
         found.append(core.engine.cache.export(session.seq))
         session.close()
     return found

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from mmkv import Engine
 from mmkv.cli.app import run
+from mmkv.server.conversations import ConversationState
 from mmkv.server.engine_thread import EngineCore
-from mmkv.server.kept import Kept
 from tests.support.chat_models import picture, save_qwen3_vl
 from tests.support.servers import Server, asked, paused_in_a_reply, picture_part, serving
 
@@ -80,9 +80,9 @@ def cache(server: Server, begins: str) -> dict[str, Tensor]:
 
     def read(core: EngineCore) -> dict[str, Tensor]:
         (found,) = (
-            one._live
+            one.live
             for one in core.scheduler.sessions
-            if isinstance(one, Kept) and one.info.messages[0].parts[0].text == begins
+            if isinstance(one, ConversationState) and one.info.messages[0].parts[0].text == begins
         )
         assert found is not None
         return core.engine.cache.export(found.seq)
@@ -140,8 +140,8 @@ def test_keys_have_weights(folder: Path, tmp_path: Path) -> None:
     def weights(core: EngineCore) -> list[float]:
         shared = core.engine.shared
         assert shared is not None
-        kept = [one for one in core.scheduler.sessions if isinstance(one, Kept)]
-        return [shared.weight(one._live) for one in kept if one._live is not None]
+        kept = [one for one in core.scheduler.sessions if isinstance(one, ConversationState)]
+        return [shared.weight(one.live) for one in kept if one.live is not None]
 
     held: dict[tuple[float, ...], list[int]] = {}
     for given in ((), (1.0, 1e6)):

@@ -11,7 +11,7 @@ import pytest
 from openai import OpenAI
 
 from mmkv import Engine
-from mmkv.server.kept import Kept
+from mmkv.server.conversations import ConversationState
 from mmkv.server.responses import Responses, StoredResponse
 from mmkv.server.state import Caller, ServerState
 from tests.support.chat_models import save_qwen3_vl
@@ -72,7 +72,7 @@ def test_what_a_response_took_is_what_its_end_gives_back() -> None:
     responses = Responses(cast(ServerState, state))
     for at in range(30):
         kept = SimpleNamespace(bytes=600, lost=False)
-        stored = StoredResponse("me", cast(Kept, kept), b"{}", b"[]", None)
+        stored = StoredResponse("me", cast(ConversationState, kept), b"{}", b"[]", None)
         responses.keep(f"{at}", stored)
         kept.bytes = 100  # others have taken the rest
         assert responses.find(f"{at}", Caller("me", "me")) is stored
