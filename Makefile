@@ -13,7 +13,7 @@ endif
 # Without its cache of compiled modules, every process that the tests start compiles torch anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo serve-demo test test-fast test-triton test-drawn test-pages test-browser mutants test-newest test-oldest wheel-test lint format clean
+.PHONY: demo serve-demo test test-fast test-triton test-drawn test-pages test-browser mutants test-newest test-oldest wheel-test lint docs format clean
 
 demo: $(READY)
 	$(BIN)/mmkv chat --image assets/scene.png --budget 8 --prefill-chunk 12 --cost -p "what is at row 2, column 3?"
@@ -82,6 +82,19 @@ lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# The site of README.md, docs/ and eval/notes/ in site/; fails at a link that leads nowhere. It needs neither torch nor .venv.
+DOCS_VENV ?= .venv-docs
+DOCS_READY := $(DOCS_VENV)/.mmkv-installed
+
+docs: $(DOCS_READY)
+	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/python -m mkdocs build --quiet
+
+$(DOCS_READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(DOCS_VENV)
+	$(PYTHON) -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"], sep="\n")' > $(DOCS_VENV)/requirements.txt
+	$(DOCS_VENV)/bin/python -m pip install --quiet --constraint constraints.txt --requirement $(DOCS_VENV)/requirements.txt
+	touch $@
+
 format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
@@ -97,7 +110,7 @@ $(READY): pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(DOCS_VENV) site build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 # On a machine with a GPU. Nothing is installed: the project's own environment if it is there, else
 # $(PYTHON) with the torch, triton and transformers that it has. Each part can be made by itself.

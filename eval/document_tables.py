@@ -1,4 +1,4 @@
-"""Fill the tables of README.md and docs/ from the result files.
+"""Fill the tables of README.md, docs/ and eval/notes/ from the result files.
 
 A document marks the place of a table: ``<!-- table: NAME -->`` and ``<!-- end -->``.
 ``python -m eval.document_tables`` writes what belongs between them; ``--check`` writes nothing and
@@ -310,7 +310,8 @@ _SPEEDS = {
 
 def documents(root: Path = ROOT) -> list[Path]:
     """Return every document that may mark a table."""
-    return [root / "README.md", *sorted((root / "docs").glob("*.md"))]
+    folders = (root / "docs", root / "eval" / "notes")
+    return [root / "README.md", *sorted(page for one in folders for page in one.rglob("*.md"))]
 
 
 def fill(text: str, results: Path) -> str:

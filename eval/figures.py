@@ -1,4 +1,4 @@
-"""Draw the figures of README.md: ``python -m eval.figures`` writes docs/figures/.
+"""Draw the figures of the documents: ``python -m eval.figures``.
 
 ``accuracy.svg`` shows accuracy against the bytes of the cache, for every form of keys and values
 and for other methods in bfloat16, from the result files. ``kept.svg`` shows which entries of one
@@ -28,7 +28,8 @@ from mmkv.training.data.examples import examples
 from mmkv.training.measure.record import RESULTS, ROOT
 from mmkv.training.measure.teacher_forced import spans
 
-FIGURES = ROOT / "docs" / "figures"
+README_FIGURES = ROOT / "docs" / "figures"
+FIGURES = ROOT / "eval" / "notes" / "figures"
 # Forms of the cache under dbtrimkv; then other methods, whose entries are counted in bfloat16.
 _FORMS = {"int4": "#e07a1f", "k8v4": "#0b6e4f", "int8": "#3d7ea6", "bf16": "#22304a"}
 _OTHERS = {"trimkv": "#d1495b", "snapkv": "#7a6fb0", "streamingllm": "#8d99ae"}
@@ -201,13 +202,15 @@ def _save(figure: Any, path: Path, drawn_from: str) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Draw all figures."""
     parser = argparse.ArgumentParser(prog="python -m eval.figures", description=__doc__)
-    parser.add_argument("--output", type=Path, default=FIGURES, help="folder of the figures")
+    parser.add_argument("--output", type=Path, help="one folder for all, not where they belong")
     args = parser.parse_args(arguments)
-    args.output.mkdir(parents=True, exist_ok=True)
-    draw_accuracy(accuracy_values(RESULTS), args.output / "accuracy.svg")
-    draw_kept(args.output / "kept.svg")
+    figures, kept = args.output or FIGURES, args.output or README_FIGURES
+    for folder in (figures, kept):
+        folder.mkdir(parents=True, exist_ok=True)
+    draw_accuracy(accuracy_values(RESULTS), figures / "accuracy.svg")
+    draw_kept(kept / "kept.svg")
     speeds = speed_values(RESULTS)
-    _save(draw_speed(speeds), args.output / "serving.svg", digest(speeds))
+    _save(draw_speed(speeds), figures / "serving.svg", digest(speeds))
 
 
 if __name__ == "__main__":

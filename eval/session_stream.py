@@ -162,7 +162,8 @@ class _StreamRun:
         return self._new()
 
     def _new(self) -> CachedSequence:
-        return self.engine.session(self.cell.budget_for(1))  # entries, whatever the length
+        # In entries, whatever the length; the full cache takes none.
+        return self.engine.session(None if self.cell.budget is None else self.cell.budget_for(1))
 
     def _read_clip(self, session: CachedSequence, index: int) -> Row:
         row: Row = {"right": predicts_answer(session, clip_turn(index), self.tokenizer)}

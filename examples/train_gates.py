@@ -1,7 +1,7 @@
 """Train retention gates for a frozen model, and use them: a run of seconds on bundled data.
 
 Needs the train extra. Run: python examples/train_gates.py [STEPS]    (default 6)
-`mmkv distill --help` lists every setting; docs/training.md tells what real runs took.
+`mmkv distill --help` lists every setting; docs/how-to/train-gates.md tells what real runs took.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""The pictures of docs/architecture.md show the imports of the code; tensors name their device."""
+"""The pictures of docs/how-it-works/overview.md show the imports; tensors name their device."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ UNDRAWN = {"packages": {"engine"}, "engine": set()}
 
 def pictures() -> dict[str, tuple[set[str], set[tuple[str, str]]]]:
     """Return per picture its nodes (paths) and its arrows."""
-    text = (ROOT / "docs" / "architecture.md").read_text()
+    text = (ROOT / "docs" / "how-it-works" / "overview.md").read_text()
     found = {}
     for name, body in re.findall(r"```mermaid\n%% (\w+)\n(.*?)```", text, re.DOTALL):
         nodes = {key: path for key, path in re.findall(r'^ *(\w+)\["([\w/]+)', body, re.MULTILINE)}

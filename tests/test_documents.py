@@ -19,16 +19,18 @@ from mmkv.engine.cache.choice import best_at
 from mmkv.eval.document_tables import documents, fill, main
 from mmkv.eval.figures import FIGURES, accuracy_values, digest
 from mmkv.eval.serving.tables import speed_values
-from mmkv.resources import asset
+from mmkv.server.responses_schema import ResponseRequest
+from mmkv.server.schema import ChatRequest
 from mmkv.training.measure.record import RESULTS, ROOT
 
 DOCUMENTS = [*documents(), ROOT / "CONTRIBUTING.md"]
 PACKAGES = ("engine", "mmkv", "eval", "training", "tests", "docs", "assets", "tools", "examples")
+SOURCES = {".py", ".c", ".h", ".js", ".html", ".yaml", ".toml", ".ipynb"}
 # What a command of the documents writes, or a user has.
 WRITTEN = re.compile(r"eval/results/(gpu-.*|NAME|histories/)")
 
 
-@pytest.fixture(params=DOCUMENTS, ids=lambda path: path.name)
+@pytest.fixture(params=DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
 def document(request: pytest.FixtureRequest) -> tuple[Path, str]:
     """Return one document at a time, with its text."""
     return request.param, request.param.read_text()
@@ -96,6 +98,51 @@ def test_named_paths_exist(document: tuple[Path, str]) -> None:
             assert any(ROOT.glob(name.rstrip("/"))), f"{path.name} names {name}"
 
 
+def _homes(name: str, sources: dict[str, str]) -> Iterator[str]:
+    """Yield the files that define a class, and those of its bases."""
+    for text in sources.values():
+        if found := re.search(rf"^class {name}\b(?:\((.*?)\))?", text, re.MULTILINE):
+            yield text
+            for base in re.findall(r"\w+", found[1] or ""):
+                yield from _homes(base, sources)
+
+
+def test_classes_that_are_explained_have_the_names_and_places_given() -> None:
+    """Of rows ``| `Class` | `file` |``, and of ``Class.member``, in docs/."""
+    sources = {
+        path.relative_to(ROOT).as_posix(): path.read_text()
+        for folder in ("engine", "mmkv", "training")
+        for path in (ROOT / folder).rglob("*.py")
+    }
+    checked = 0
+    for page in (ROOT / "docs").rglob("*.md"):
+        text = page.read_text()
+        for names, files in re.findall(r"^\| (`[A-Z][^|]*) \| ([^|]*) \|", text, re.MULTILINE):
+            places = re.findall(r"`([\w/]+\.py)`", files)
+            for name in re.findall(r"`(\w+)`", names) if places else ():
+                assert any(f"class {name}" in sources[one] for one in places), (page.name, name)
+                checked += 1
+        for name, member in re.findall(r"`([A-Z][a-z]\w+)\.([a-z_]\w*)[`(]", text):
+            homes = list(_homes(name, sources))
+            assert any(re.search(rf"\b{member}\b", home) for home in homes), (name, member)
+            checked += 1
+    assert checked > 20
+
+
+def test_pages_that_the_code_names_exist() -> None:
+    """Error messages, docstrings and settings send their reader to pages that are there."""
+    files = [ROOT / "Makefile", ROOT / "pyproject.toml", ROOT / "mkdocs.yml"]
+    for folder in PACKAGES[:5] + PACKAGES[6:] + ("docker",):
+        files += [path for path in (ROOT / folder).rglob("*") if path.suffix in SOURCES]
+    named = {}
+    for path in filter(Path.is_file, files):
+        for page in re.findall(r"(?<![\w/])(?:docs|eval/notes)/[\w/-]+\.\w+", path.read_text()):
+            named[page] = path.relative_to(ROOT)
+    assert len(named) > 10
+    gone = {page: path for page, path in named.items() if not (ROOT / page).exists()}
+    assert not gone, f"pages that are named and not there: {gone}"
+
+
 def _lines(text: str) -> Iterator[list[str]]:
     """Yield the words of every command in ``text`` that runs a module or mmkv."""
     text = text.replace("\\\n", " ")
@@ -138,13 +185,15 @@ def test_commands_of_mmkv_have_the_options_named() -> None:
     from mmkv.cli.app import app
 
     top: Any = get_command(app)
+    names = {*top.list_commands(None)}  # those of training and eval, too
+    assert {"chat", "distill", "eval", "mmdu", "serve"} <= names
     for path in DOCUMENTS:
         for words in _lines(path.read_text()):
-            if words[0] != "mmkv" or len(words) < 2 or words[1] not in top.commands:
+            if words[0] != "mmkv" or len(words) < 2 or words[1] not in names:
                 continue
             if words[1] == "distill":  # see above
                 continue
-            command, rest = top, words[1:]
+            command, rest = top.get_command(None, words[1]), words[2:]
             while rest and rest[0] in getattr(command, "commands", ()):
                 command, rest = command.commands[rest[0]], rest[1:]
             known = {name for option in command.params for name in option.opts}
@@ -159,14 +208,45 @@ def test_the_python_of_the_readme_runs_anywhere(
 ) -> None:
     monkeypatch.chdir(tmp_path)  # no checkout
     text = (ROOT / "README.md").read_text()
-    chat, policy = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    (chat,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     exec(chat, {})
     assert capsys.readouterr().out.startswith("frog")
-    names: dict[str, Any] = {"__name__": __name__}
-    exec(policy, names)
-    session = names["engine"].session()
-    assert "".join(session.send("what is at row 2, column 3?", images=[asset("scene.png")]))
-    assert session.memory().evicted > 0
+
+
+@pytest.mark.parametrize("command", ["chat", "explain", "serve"])
+def test_every_option_is_documented(command: str) -> None:
+    from mmkv.cli.app import app
+
+    top: Any = get_command(app)
+    text = "".join(page.read_text() for page in (ROOT / "docs").rglob("*.md"))
+    for option in top.get_command(None, command).params:
+        names = [name for name in option.opts if name.startswith("-")]
+        assert not names or any(name in text for name in names), f"{command} {names}"
+
+
+@pytest.mark.parametrize("model", [ChatRequest, ResponseRequest])
+def test_every_field_of_a_request_is_documented(model: Any) -> None:
+    text = (ROOT / "docs" / "reference" / "http-api.md").read_text()
+    missing = [name for name in model.model_fields if not re.search(rf"`{name}[`:.]", text)]
+    assert not missing
+
+
+def test_the_documents_are_short() -> None:
+    """What a reader has to get through, in words."""
+    assert len((ROOT / "README.md").read_text().split()) <= 900
+    assert sum(len(page.read_text().split()) for page in (ROOT / "docs").rglob("*.md")) <= 22_000
+    assert len((ROOT / "CHANGELOG.md").read_text().splitlines()) <= 60
+
+
+@pytest.mark.parametrize(
+    "page", ["start/first-steps.md", "how-to/explain.md", "how-it-works/scheduler.md"]
+)
+def test_the_python_of_a_page_runs(
+    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / page).read_text(), re.DOTALL)
+    exec(code, {})
 
 
 def test_targets_of_make_exist(document: tuple[Path, str]) -> None:

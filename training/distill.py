@@ -240,8 +240,9 @@ def _fail(message: str, code: int) -> int:
 
 
 if __name__ == "__main__":
-    from mmkv.cli.entry import leave
+    from mmkv.cli.entry import leave, let_idle_threads_sleep
 
+    let_idle_threads_sleep()
     code = main()
     if code == 130:  # a Ctrl-C within an import would make Python end by the signal
         leave(code)

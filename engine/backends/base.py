@@ -32,8 +32,9 @@ class Decoded(NamedTuple):
 class Backend(Protocol):
     """Runs steps and evictions of the sequences of one engine.
 
-    Which one runs is :class:`mmkv.engine.runtime.Runtime`'s choice. All of them read and change the
-    same cache and keep the same entries, so they may take turns on one sequence.
+    :mod:`mmkv.engine.steps` chooses which one runs a step, :mod:`mmkv.engine.budgets` which one
+    evicts outside of a step. All of them read and change the same cache and keep the same entries,
+    so they may take turns on one sequence.
     """
 
     def unsupported_reason(self, sessions: Sequence[CachedSequence] = ()) -> str:

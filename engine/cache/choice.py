@@ -2,7 +2,7 @@
 
 The same bytes hold a few exact entries or more rounded ones. Which of them answers best was
 measured at equal bytes (``python -m mmkv.eval.quality --bytes``: eval/results/quality-bytes-*.json,
-docs/kv-forms.md), and :data:`BEST` is what these figures say; a test compares it with them.
+eval/notes/kv-forms.md), and :data:`BEST` is what these figures say; a test compares it with them.
 """
 
 from __future__ import annotations
@@ -68,5 +68,5 @@ def choose_form(
     return form(best), (
         f"kv {best}: {given} holds {entries(best):,.0f} entries per row in it, "
         f"{entries('bf16'):,.0f} in bfloat16, and there it answered best of two small models "
-        "(docs/kv-forms.md; no other one was measured); kv auto keeps exact ones"
+        "(docs/reference/kv-forms.md; no other one was measured); kv auto keeps exact ones"
     )

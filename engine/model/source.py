@@ -35,7 +35,8 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 # A folder that training.llava wrote, or its name where no such folder is.
 _EYES_ALONE = (
     "{name} holds eyes alone, without their language model; put both together with `python -m "
-    "mmkv.training.llava join --language-model FOLDER --output FOLDER` (docs/smollm2-llava.md), "
+    "mmkv.training.llava join --language-model FOLDER --output FOLDER` "
+    "(eval/notes/smollm2-llava.md), "
     "and name that folder"
 )
 

@@ -143,7 +143,7 @@ def check_policy(policy: Policy) -> None:
     ):
         raise PolicyError(
             f"the scorer {kind} of policy {policy.name!r} lacks needs = Needs(...) or score(view); "
-            "see docs/add-a-policy.md"
+            "see docs/how-to/add-a-policy.md"
         )
     needs = scorer.needs
     if policy.pruner is not None and (

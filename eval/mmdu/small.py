@@ -1,7 +1,7 @@
 """Compare policies on mmkv's own MMDU set, whose answers are checked exactly.
 
 ``python -m eval.mmdu.small`` runs ``mmkv mmdu`` with the bundled model once for every row of the
-table in docs/mmdu.md, and writes the numbers of right answers to ``mmdu-small.json``.
+table in eval/notes/mmdu.md, and writes the numbers of right answers to ``mmdu-small.json``.
 """
 
 from __future__ import annotations

@@ -37,17 +37,6 @@ class MessageReader(Protocol):
         ...
 
 
-def open_reader(words: Words) -> MessageReader:
-    """Return an editor where somebody sits at a terminal, else a reader of lines."""
-    # The prompt belongs on stderr: stdout is for answers, and may be a file.
-    screen = next((stream for stream in (sys.stderr, sys.stdout) if stream.isatty()), None)
-    if screen is None or not sys.stdin.isatty():
-        return LineReader()
-    from mmkv.chat.editor import Editor
-
-    return Editor(words, screen)
-
-
 class LineReader:
     """Reads messages from stdin.
 

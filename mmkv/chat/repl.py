@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -12,7 +13,7 @@ from weakref import WeakKeyDictionary
 from rich.table import Table
 
 from mmkv.chat.display import OutputClosed, answer, memory_line, panel, statistics
-from mmkv.chat.lines import MessageReader, Words, open_reader
+from mmkv.chat.lines import LineReader, MessageReader, Words
 from mmkv.chat.saved import (
     Autosave,
     chat_extra,
@@ -312,6 +313,17 @@ HIDDEN = {
 
 # Turns that /undo can take back; each holds a copy of the (bounded) cache.
 UNDO_DEPTH = 4
+
+
+def open_reader(words: Words) -> MessageReader:
+    """Return an editor where somebody sits at a terminal, else a reader of lines."""
+    # The prompt belongs on stderr: stdout is for answers, and may be a file.
+    screen = next((stream for stream in (sys.stderr, sys.stdout) if stream.isatty()), None)
+    if screen is None or not sys.stdin.isatty():
+        return LineReader()
+    from mmkv.chat.editor import Editor
+
+    return Editor(words, screen)
 
 
 @dataclass

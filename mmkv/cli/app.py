@@ -73,7 +73,7 @@ def explain(
     generation_config: arguments.FollowsCheckpoint = True,
     quiet: arguments.Quiet = False,
 ) -> None:
-    """Answer once and write a page of what was kept, when, and why (docs/explain.md)."""
+    """Answer once and write a page of what was kept, when, and why (docs/how-to/explain.md)."""
     given: dict[str, Any] = {**locals(), "image": image or [], "video": video or []}
     options = ChatOptions(report=given.pop("output"), **given)
     options.check()
@@ -273,7 +273,7 @@ def env() -> None:
     from mmkv.environment import describe
 
     print(describe())
-    print(described())
+    print(described(chat))
 
 
 @app.command()

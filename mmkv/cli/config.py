@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, get_args, get_origin
@@ -28,7 +29,7 @@ class ChatCommand(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the command line over the file's values. Raises InputError for a broken file."""
         if "--help" not in args:
-            ctx.default_map = {**(ctx.default_map or {}), **defaults()}
+            ctx.default_map = {**(ctx.default_map or {}), **defaults(self.callback)}
         rest = super().parse_args(ctx, args)
         for names in _EITHER:
             if any(on_command_line(ctx, name) for name in names):
@@ -38,13 +39,13 @@ class ChatCommand(TyperCommand):
         return rest
 
 
-def defaults() -> dict[str, Any]:
-    """Read the user's file: option -> value, checked against the options of ``mmkv chat``.
+def defaults(chat: Callable[..., Any] | None) -> dict[str, Any]:
+    """Read the user's file: option -> value, checked against the parameters of ``mmkv chat``.
 
     Raises:
         InputError: it cannot be read, or names or values are none of these options.
     """
-    file, known = config_file(), _options()
+    file, known = config_file(), _options(chat)
     found = {}
     for key, value in _read(file).items():
         name = key.replace("-", "_")
@@ -56,11 +57,11 @@ def defaults() -> dict[str, Any]:
     return found
 
 
-def described() -> str:
+def described(chat: Callable[..., Any]) -> str:
     """Say what the file holds, or what is wrong with it, for ``mmkv env``."""
     file = config_file()
     try:
-        held = defaults()
+        held = defaults(chat)
     except InputError as error:
         return f"config file: {one_line(str(error))}"
     if not file.exists():
@@ -78,10 +79,9 @@ _WORDS = {
 }
 
 
-def _options() -> dict[str, type]:
+def _options(chat: Callable[..., Any] | None) -> dict[str, type]:
     """Return what the file may name, with the type of each value."""
-    from mmkv.cli.app import chat
-
+    assert chat is not None
     found = {}
     for name, parameter in inspect.signature(chat).parameters.items():
         kinds = parameter.annotation

@@ -17,10 +17,7 @@ from mmkv.engine.interrupts import quiet_imports
 
 def entry() -> None:
     """Run the command line and end the process with its exit code."""
-    # A team of threads that spins when it has nothing to do (GOMP: for milliseconds) takes the
-    # cores from others, and then waits for them. This one sleeps after some 50 us.
-    if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", "2000")
+    let_idle_threads_sleep()
     if sys.argv[1:2] == ["chat"]:
         # Importing makes objects by the hundred thousand, and no garbage; mmkv.loading switches
         # the collector on again when the model is loaded.
@@ -29,6 +26,16 @@ def entry() -> None:
         from mmkv.cli.app import run
 
     leave(run())
+
+
+def let_idle_threads_sleep() -> None:
+    """Have torch's threads sleep when they wait; to be called before torch is imported.
+
+    A team of threads that spins when it has nothing to do (GOMP: for milliseconds) takes the cores
+    from others, and then waits for them. This one sleeps after some 50 us.
+    """
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 
 
 def leave(code: int) -> None:

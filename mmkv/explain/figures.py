@@ -12,7 +12,7 @@ import numpy as np
 
 from mmkv.engine.contents import MODALITIES
 from mmkv.engine.errors import InputError
-from mmkv.explain.trace import Snapshot, write
+from mmkv.explain.snapshot import Snapshot, write
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

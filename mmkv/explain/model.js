@@ -88,7 +88,7 @@ function share(p, at) {
   return count / rows.length;
 }
 
-// The scores, as docs/policies.md has them; NaN where they do not follow from the record.
+// The scores, as docs/reference/policies.md has them; NaN where they do not follow from the record.
 function scoreOf(r, p, at) {
   const rule = data.rule, position = p + first;
   if (position < rule.first || (rule.recent && position >= seen[at] - rule.recent)) return Infinity;

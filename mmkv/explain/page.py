@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from mmkv.engine.trace import KINDS
-from mmkv.explain.trace import Snapshot
+from mmkv.explain.snapshot import Snapshot
 
 MOST_BYTES = 2_900_000  # of a page
 _MOST_CELLS = 1_500_000  # (row, token) pairs

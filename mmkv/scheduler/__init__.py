@@ -1,4 +1,4 @@
-"""One scheduler for every request on one engine (docs/scheduler.md); these names need no torch."""
+"""One scheduler for all requests of an engine (docs/how-it-works/scheduler.md); needs no torch."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ def test_a_config_names_a_model() -> None:
 
 
 def test_the_defaults_are_those_of_the_documents() -> None:
-    """docs/lmms-eval.md, and docs/glossary.md."""
+    """eval/notes/lmms-eval.md, and docs/reference/glossary.md."""
     made = EngineConfig()
     assert (made.lookahead, made.evict_every, made.page_size) == (2, 1, 16)
     assert (made.device, made.dtype, made.weights) == ("auto", "auto", "auto")
@@ -135,7 +135,8 @@ def test_an_engine_runs_on_as_many_threads_as_it_is_told(folders: dict[str, Path
 @pytest.mark.parametrize("command", ["chat", "mmdu", "bench", "serve"])
 def test_commands_offer_every_option_with_its_default(command: str) -> None:
     made: Any = get_command(app)
-    parameters = {parameter.name: parameter for parameter in made.commands[command].params}
+    found = made.get_command(None, command)
+    parameters = {parameter.name: parameter for parameter in found.params}
     assert {"budget", "budget_bytes", "budget_fraction"} <= set(parameters)
     for name in ON_THE_COMMAND_LINE:
         assert parameters[name].default == options()[name].default, name

@@ -40,7 +40,7 @@ def registered() -> Iterator[None]:
     registry._REGISTRY.registered.update(before)
 
 
-# The papers' numbers (docs/policies.md says where each stands), as text that changes nothing.
+# The papers' numbers (places: docs/reference/policies.md), as text that changes nothing.
 PUBLISHED = {
     "full": "",
     "dbtrimkv": "lookahead=2,recent=0,age=paper",

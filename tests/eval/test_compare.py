@@ -10,7 +10,8 @@ import pytest
 
 from mmkv.engine.errors import InputError
 from mmkv.engine.policies import PRESETS, make_policy
-from mmkv.eval.compare import Speeds, chosen, compare, gates_of, main
+from mmkv.eval import compare
+from mmkv.eval.compare import Speeds, chosen, gates_of, main
 from mmkv.eval.quality.methods import Cell
 from mmkv.resources import bundled_model
 

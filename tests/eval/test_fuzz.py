@@ -149,7 +149,7 @@ libraries = mmap.mmap(-1, 8 << 30, mmap.MAP_PRIVATE, mmap.PROT_READ)
 limit_memory(1 << 30)
 bytes(512 << 20)
 try:
-    bytes(1 << 30)
+    bytes(3 << 29)
 except MemoryError:
     print("refused")
 """

@@ -1,7 +1,8 @@
-"""docs/add-a-policy.md and docs/add-a-family.md, done as they say."""
+"""The guides to add a policy, a family and a server option, done as they say."""
 
 from __future__ import annotations
 
+import ast
 import importlib
 import re
 import runpy
@@ -29,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def blocks(guide: str) -> dict[str, str]:
     """Return code by the file that the sentence before it names; other code by its language."""
-    text = (ROOT / "docs" / guide).read_text()
+    text = (ROOT / "docs" / "how-to" / guide).read_text()
     found = {}
     for before, language, code in re.findall(r"([^\n]*)\n\n```(\w+)\n(.*?)```", text, re.DOTALL):
         named = re.findall(r"`([\w.]+\.(?:py|toml))`", before)
@@ -92,6 +93,23 @@ def test_the_policy_of_the_guide_chats(guide: Path, mmkv: Callable[..., Ran]) ->
     assert ran.code == 0 and ran.out.strip(), ran.err
     assert "kept 216 of " in ran.err and "policy keynorm" in ran.err
     assert "\npolicy keynorm: of the package mmkv-keynorm\n" in mmkv("env").out
+
+
+def test_the_oracle_of_the_guide_is_the_tests_own() -> None:
+    (shown,) = ast.parse(blocks("add-a-policy.md")["keys.py"]).body
+    source = ast.parse((ROOT / "tests" / "support" / "oracle" / "methods" / "keys.py").read_text())
+    assert ast.unparse(shown) in [ast.unparse(node) for node in source.body]
+
+
+def test_what_the_guide_to_server_options_shows_is_there() -> None:
+    """The setting, where it acts, and its test; the option itself is the guide's to add."""
+    text = (ROOT / "docs" / "how-to" / "add-a-server-option.md").read_text()
+    code = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    files = ("mmkv/server/settings.py", "mmkv/server/chat.py", "tests/mmkv/server/test_http.py")
+    for shown, name in zip((code[0], code[3], code[4]), files, strict=True):
+        source = (ROOT / name).read_text()
+        lines = [line.strip() for line in shown.strip().splitlines()]
+        assert "\n".join(lines) in re.sub(r"^ +", "", source, flags=re.MULTILINE), name
 
 
 @pytest.mark.slow(reason="a process that loads torch and a model")

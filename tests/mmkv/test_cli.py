@@ -6,6 +6,7 @@ import functools
 import json
 import os
 import re
+import runpy
 import shutil
 import sys
 from collections.abc import Callable
@@ -283,14 +284,22 @@ def test_bare_mmkv_shows_help(mmkv: Callable[..., Ran]) -> None:
     assert wrong.code == 2 and "Usage" not in wrong.out
 
 
+@pytest.mark.parametrize("program", ["mmkv", "training.distill"])
 def test_idle_threads_sleep_unless_the_environment_says_otherwise(
-    monkeypatch: pytest.MonkeyPatch,
+    program: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from mmkv.cli import entry
 
+    def run() -> None:
+        if program == "mmkv":
+            entry.entry()
+            return
+        with pytest.raises(SystemExit, match="0"):
+            runpy.run_module(program, run_name="__main__")
+
     monkeypatch.setattr(entry, "leave", lambda code: None)
     monkeypatch.setattr("mmkv.cli.app.run", lambda: 0)
-    monkeypatch.setattr(sys, "argv", ["mmkv", "env"])
+    monkeypatch.setattr(sys, "argv", ["mmkv", "--help"])
     for given, wanted in (
         ({}, "2000"),
         ({"GOMP_SPINCOUNT": "7"}, "7"),
@@ -302,5 +311,5 @@ def test_idle_threads_sleep_unless_the_environment_says_otherwise(
                 own.delenv(name)
             for name, value in given.items():
                 own.setenv(name, value)
-            entry.entry()
+            run()
             assert os.environ.get("GOMP_SPINCOUNT") == wanted

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from mmkv.cli.app import chat
 from mmkv.cli.config import described
 from mmkv.resources import config_file, state_folder
 
@@ -65,7 +66,7 @@ def test_a_wrong_file_is_one_line_that_names_it(
     config.write_bytes(line.encode(errors="surrogateescape"))
     ran = mmkv("chat", "-p", "hello")
     assert ran.code == 1 and says in ran.error_line() and str(config) in ran.error_line()
-    assert says in described()
+    assert says in described(chat)
 
 
 def test_a_folder_in_its_place_is_one_line(mmkv: Callable[..., Ran], config: Path) -> None:
@@ -75,7 +76,7 @@ def test_a_folder_in_its_place_is_one_line(mmkv: Callable[..., Ran], config: Pat
 
 
 def test_env_shows_the_file(mmkv: Callable[..., Ran], config: Path) -> None:
-    assert described() == f"config file: {config} (absent)"
+    assert described(chat) == f"config file: {config} (absent)"
     config.write_text("budget = 12\ntop_p = 1\n")
     assert f"config file: {config} (budget 12, top_p 1)" in mmkv("env").out
 

@@ -147,7 +147,8 @@ def test_tab_completes(
 
 PROGRAM = """
 import sys
-from mmkv.chat.lines import Words, open_reader
+from mmkv.chat.lines import Words
+from mmkv.chat.repl import open_reader
 reader = open_reader(Words())
 sys.stderr.write(type(reader).__name__ + "\\n")
 sys.stderr.write(repr(reader.read()) + "\\n")

@@ -288,7 +288,7 @@ def test_recipes_are_the_papers_numbers() -> None:
     ours = recipe_numbers("mmkv")
     for found in (trimkv, dbtrimkv):
         assert {name for name in ours if found[name] != ours[name]} <= both.keys() | apart.keys()
-    # What this project has for numbers that no paper gives, as docs/training.md says.
+    # What this project has for numbers that no paper gives, as docs/how-to/train-gates.md says.
     own = {"recipe": "mmkv", "budget": 256.0, "accumulate": 1, "warmup": 0.03, "steps": 1000}
     own |= {"clip": 1.0, "seed": 0, "capacity_rates": 0, "held_out_budget": 0.0, "bias": 18.0}
     assert {name: ours[name] for name in own} == own

@@ -129,6 +129,6 @@ def test_the_bundled_adapter_is_what_the_command_makes() -> None:
     assert sum(file.stat().st_size for file in folder.iterdir()) < 6_000_000
     join = "python -m training.llava join --language-model smollm2 --output smollm2-llava"
     train = "python -m training.llava train --language-model smollm2 --output runs/llava"
-    page = (ROOT / "docs" / "smollm2-llava.md").read_text()
+    page = (ROOT / "eval" / "notes" / "smollm2-llava.md").read_text()
     assert join in page and train in page
-    assert "docs/smollm2-llava.md" in (ROOT / "README.md").read_text()
+    assert "eval/notes/smollm2-llava.md" in (ROOT / "README.md").read_text()

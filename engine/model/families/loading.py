@@ -330,13 +330,13 @@ def _explained(name: str, source: str, error: BaseException) -> Exception:
         return ModelError(
             f"{name} runs by Python code of its own (auto_map in config.json: {own_code}), which "
             "mmkv never runs; take the same model in transformers' form (often NAME-hf), or "
-            "install a package that adds it (docs/add-a-family.md)"
+            "install a package that adds it (docs/how-to/add-a-family.md)"
         )
     if unknown:
         return ModelError(
             f"{name} has model type {unknown[1]!r}, which transformers {transformers.__version__} "
             "does not know; update transformers, use another model, or install the package that "
-            "adds this one (docs/add-a-family.md)"
+            "adds this one (docs/how-to/add-a-family.md)"
         )
     if Path(source).is_dir():
         return ModelError(f"{name} is not a readable checkpoint: {first}")

@@ -1,4 +1,4 @@
-"""The program behind the table of docs/mmdu.md, on the first dialogue of the set."""
+"""The program behind the table of eval/notes/mmdu.md, on the first dialogue of the set."""
 
 from __future__ import annotations
 

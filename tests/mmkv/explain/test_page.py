@@ -17,7 +17,7 @@ from mmkv import Engine
 from mmkv.engine.trace import DEATH, Record
 from mmkv.explain import Snapshot, Trace, figures, page
 from mmkv.explain.page import MOST_BYTES, render
-from mmkv.explain.trace import Rule
+from mmkv.explain.snapshot import Rule
 from tests.support.browser import browsing
 from tests.support.recorded import DIALOGUES, bundled, recorded, talk
 

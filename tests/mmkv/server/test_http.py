@@ -79,6 +79,12 @@ def test_metrics_tell_nothing_to_strangers(folder: Path, open_server: Server) ->
         assert made.client.get("/v1/models").status_code == 401
 
 
+def test_a_request_has_as_many_replies_as_the_server_allows(folder: Path) -> None:
+    with serving(lambda: load(folder), max_choices=2) as server:
+        assert server.chat("what?", n=2).status_code == 200
+        assert server.chat("what?", n=3).json()["error"]["param"] == "n"
+
+
 @pytest.mark.parametrize("asks", [True, False])
 def test_pieces_of_a_stream_have_the_usage_that_was_asked_for(server: Server, asks: bool) -> None:
     """OpenAI: all other chunks will also include a usage field, but with a null value."""

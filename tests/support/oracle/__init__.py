@@ -1,6 +1,6 @@
 """The engine's semantics and every policy, written the slow, obvious way.
 
-``docs/policies.md`` has the definitions. Nothing is shared with ``engine/``: see
+``docs/reference/policies.md`` has the definitions. Nothing is shared with ``engine/``: see
 :mod:`tests.support.oracle.simulation`. Scores are float64, and eviction is one full sort.
 """
 

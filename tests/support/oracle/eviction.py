@@ -59,7 +59,7 @@ class Oracle(Simulation):
             gate: (layer, ``[T, d]``) -> log_beta ``[T, H]``.
             budget: M, mean entries per (layer, KV head).
             fraction: instead of M, a share of the tokens seen.
-            parameters: those of the method, by the names of docs/policies.md.
+            parameters: those of the method, by the names of docs/reference/policies.md.
         """
         super().__init__(hf, gate)
         self.budget, self.fraction = budget, fraction

@@ -1,6 +1,7 @@
 """Entries in fewer bits: the rounding of keys and values, written anew, and its check.
 
-``docs/kv-forms.md`` has the definition. A number halfway between two steps may go to either side,
+``docs/reference/kv-forms.md`` has the definition. A number halfway between two steps may go to
+either side,
 and a scale between two numbers of float16, too: keys of two programs differ in their last bits. So
 :class:`Quantiser` takes over what the engine stored once it has found it to be right, feature by
 feature, for some input within 1e-5 of its own.

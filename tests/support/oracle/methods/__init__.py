@@ -1,4 +1,4 @@
-"""Every policy in the oracle's own words, by the names and parameters of docs/policies.md."""
+"""Every policy in the oracle's own words, named as in docs/reference/policies.md."""
 
 from __future__ import annotations
 

@@ -1,0 +1,161 @@
+"""What a recorded session kept and lost, as a program reads it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from mmkv.engine.contents import MODALITIES
+from mmkv.engine.errors import InputError
+from mmkv.engine.policies.scoring import lookahead_log_score
+from mmkv.engine.trace import EVICTED, Record
+
+if TYPE_CHECKING:
+    from mmkv.explain.frames import Frame
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How scores are made, as far as they follow from what is recorded.
+
+    Attributes:
+        kernel: ``retention``, ``recency``, or anything else: scores are known of
+            those that went, and of samples.
+        lookahead, age_shift: of retention; first, recent: tokens protected at either end.
+        group: int64 ``[rows]``, rows of the same number compete.
+        shared: whether other sessions' entries do, too; bonus: what is added to scores there.
+    """
+
+    kernel: str
+    lookahead: float
+    age_shift: int
+    first: int
+    recent: int
+    group: np.ndarray
+    shared: bool = False
+    bonus: float = 0.0
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A trace up to now, on the host; see :class:`mmkv.engine.trace.Record` for S, T and D.
+
+    Attributes:
+        texts: what each token says, ``[T]``; frames: pictures and video frames in order.
+        policy, budget, model: in words.
+    """
+
+    record: Record
+    rule: Rule
+    texts: list[str]
+    frames: list[Frame]
+    policy: str
+    budget: str
+    model: str
+
+    @property
+    def rows(self) -> int:
+        """Number of rows."""
+        return self.record.layers * self.record.kv_heads
+
+    @property
+    def tokens(self) -> int:
+        """T."""
+        return len(self.record.token_ids)
+
+    @cached_property
+    def entries(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Row, position, log beta, first step, and step of death of each entry that ever stood.
+
+        Those that live have S for a step of death.
+        """
+        record, dead = self.record, self.record.deaths
+        row = np.concatenate([dead["row"], record.row]).astype(np.int64)
+        position = np.concatenate([dead["position"], record.position]).astype(np.int64)
+        log_beta = np.concatenate([dead["log_beta"], record.log_beta])
+        alive = np.full(len(record.row), len(record.seen))
+        return row, position, log_beta, record.born_at(position), np.append(record.died_at, alive)
+
+    def counts(self) -> np.ndarray:
+        """Entries held after each step, int64 ``[modalities, S]``."""
+        _, position, _, born, died = self.entries
+        steps, kind = len(self.record.seen), self.record.modality[position].astype(np.int64)
+        change = np.zeros((len(MODALITIES), steps + 1), np.int64)
+        np.add.at(change, (kind, born), 1)
+        np.add.at(change, (kind, died), -1)
+        return change[:, :steps].cumsum(1)
+
+    def per_row(self, frames: np.ndarray) -> np.ndarray:
+        """Entries held in each row after the steps ``frames`` (ascending), int64 ``[rows, F]``."""
+        row, _, _, born, died = self.entries
+        change = np.zeros((self.rows, len(frames) + 1), np.int64)
+        np.add.at(change, (row, np.searchsorted(frames, born)), 1)
+        np.add.at(change, (row, np.searchsorted(frames, died)), -1)
+        return change[:, :-1].cumsum(1)
+
+    def cuts(self) -> np.ndarray:
+        """Highest score that went at each step, float32 ``[groups, S]``; NaN where nothing did."""
+        dead, group = self.record.deaths, self.rule.group
+        cut = np.full((int(group.max()) + 1, len(self.record.seen)), -np.inf, np.float32)
+        real = (dead["cause"] == EVICTED) & np.isfinite(dead["score"])
+        which = (group[dead["row"][real]], self.record.died_at[real])
+        np.maximum.at(cut, which, dead["score"][real])
+        cut[np.isneginf(cut)] = np.nan
+        return cut
+
+    def scores(self, step: int, position: np.ndarray, log_beta: np.ndarray) -> np.ndarray | None:
+        """Scores of entries at ``step``, float32; None where they do not follow from the record."""
+        rule, seen = self.rule, int(self.record.seen[step])
+        if rule.kernel == "recency":
+            value = position.astype(np.float32)
+        elif rule.kernel == "retention":
+            age = torch.from_numpy(seen - position + rule.age_shift)
+            beta = torch.from_numpy(np.ascontiguousarray(log_beta))
+            made = lookahead_log_score(beta, age, rule.lookahead, 1 + min(rule.age_shift, 0))
+            value = made.numpy() + np.float32(rule.bonus)
+        else:
+            return None
+        protected = (position < rule.first) | (position >= seen - rule.recent) * bool(rule.recent)
+        return np.where(protected, np.float32(np.inf), value)
+
+    def just_above(self, step: int, row: int, count: int = 5) -> list[tuple[int, int, float]]:
+        """Lowest entries that stayed at ``step`` where ``row`` competes: row, position, score.
+
+        Where scores do not follow from the record, the nearest sample at or before ``step`` has to
+        know them; without one nothing is returned.
+        """
+        rows, position, log_beta, born, died = self.entries
+        stayed = (born <= step) & (died > step) & (self.rule.group[rows] == self.rule.group[row])
+        rows, position = rows[stayed], position[stayed]
+        value = self.scores(step, position, log_beta[stayed])
+        if value is None:
+            known = [sample for sample in self.record.samples if sample[0] <= step]
+            if not known:
+                return []
+            _, at_row, at_position, score = known[-1]
+            there = np.isin(
+                at_row * np.int64(self.tokens) + at_position, rows * self.tokens + position
+            )
+            rows, position, value = at_row[there], at_position[there], score[there]
+        order = np.lexsort((rows, position, value))[:count]
+        return [(int(rows[i]), int(position[i]), float(value[i])) for i in order]
+
+
+def write(path: str | Path, content: bytes) -> Path:
+    """Write a file whole or not at all. Raises InputError."""
+    from mmkv.engine.paths import user_path, whole_file
+
+    target = user_path(path)
+    try:
+        with whole_file(target) as draft:
+            draft.write_bytes(content)
+    except OSError as error:
+        raise InputError(
+            f"cannot write {target} ({error.strerror}); name a file in a folder that you may write"
+        ) from error
+    return target
