@@ -49,8 +49,7 @@ ROOMS = {
     "resume": (
         [
             f"mmkv/server/{name}.py"
-            for name in "keys kept conversation snapshots memories lasting hibernation turns "
-            "sessions session_files session_record session_turns".split()
+            for name in "conversations store state sessions session_routes".split()
         ],
         "tests/mmkv/server/test_resume.py tests/mmkv/server/test_lasting.py "
         "tests/mmkv/server/test_sessions.py tests/mmkv/server/test_stored.py",

@@ -1,7 +1,7 @@
-"""What fits into the executor's pages, and what makes way for it.
+"""Admission: which requests fit into the executor's pages, and what is freed for them.
 
-:class:`Ledger` adds up the pages that jobs and idle sessions may take. Idle sessions make way for
-who waits, and copies for anything.
+:class:`Ledger` adds up the pages that jobs and idle sessions may take. Idle sessions move to files
+for a request that waits; cached copies are dropped for anything that needs their pages.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from mmkv.scheduler.contract import CachedCopy, Executor, PersistentSession, Res
 
 
 class Ledger:
-    """Commitments by owner: a job, or a session that is kept."""
+    """The reservations of all owners: jobs, idle sessions, cached copies."""
 
     def __init__(self) -> None:
         self._reservations: dict[Hashable, Reservation] = {}
@@ -29,11 +29,11 @@ class Ledger:
 
     @property
     def chunk(self) -> int:
-        """Return the pages for chunks: what is read in one turn takes no more than the largest."""
+        """Return the pages for chunks: those of one pass, which the largest chunk bounds."""
         return max(self._chunks.values(), default=0)
 
     def commit(self, owner: Hashable, reservation: Reservation) -> None:
-        """Set what ``owner`` may take; a price that was set before is replaced."""
+        """Set what ``owner`` may take; an earlier reservation is replaced."""
         self.release(owner)
         self._reservations[owner] = reservation
         self._sum += reservation.steady + reservation.snapshot
@@ -41,7 +41,7 @@ class Ledger:
             self._chunks[owner] = reservation.chunk
 
     def release(self, owner: Hashable) -> None:
-        """Forget what ``owner`` may take."""
+        """Drop the reservation of ``owner``."""
         reservation = self._reservations.pop(owner, None)
         if reservation is not None:
             self._sum -= reservation.steady + reservation.snapshot
@@ -52,7 +52,7 @@ class Ledger:
         return self._reservations.get(owner, Reservation(0))
 
     def committed_with(self, owner: Hashable, reservation: Reservation) -> int:
-        """Return :attr:`committed` as it would be with another price of ``owner``."""
+        """Return :attr:`committed` as it would be with another reservation of ``owner``."""
         before = self._reservations.get(owner)
         self.commit(owner, reservation)
         total = self.committed
@@ -63,13 +63,13 @@ class Ledger:
 
 
 class Residents:
-    """Idle sessions that hold pages, the one used longest ago first; and copies.
+    """Idle sessions that hold pages, least recently used first; and cached copies.
 
     Args:
         to_files: whether sessions can hibernate.
 
     Attributes:
-        copies: the one used longest ago first; copy_pages: what they hold.
+        copies: least recently used first; copy_pages: how many they hold.
     """
 
     def __init__(self, ledger: Ledger, to_files: bool) -> None:
@@ -80,11 +80,11 @@ class Residents:
         self.copy_pages = 0
 
     def take(self, session: PersistentSession) -> None:
-        """Note that a job has begun to use a session; what it commits is the job's to say."""
+        """Take a session off the idle ones: a job uses it, and makes a reservation of its own."""
         self._idle_pages -= self._idle.pop(session, 0)
 
     def rest(self, session: PersistentSession) -> None:
-        """Note that a session is idle, and used last."""
+        """Put a session among the idle ones, as the most recently used."""
         self.take(session)
         if session.resident:
             pages = session.resting()
@@ -95,7 +95,7 @@ class Residents:
             self.ledger.release(session)
 
     def drop(self, session: PersistentSession) -> None:
-        """Forget a session that is being closed."""
+        """Take out a session that is being closed."""
         self.take(session)
         self.ledger.release(session)
 
@@ -105,15 +105,15 @@ class Residents:
         self.drop(session)
 
     def movable(self, besides: PersistentSession | None) -> int:
-        """Return the pages that would come free without copies and idle sessions but one."""
+        """Count the pages that can be freed: copies, and idle sessions other than ``besides``."""
         return self.copy_pages + (self._resting(besides) if self.to_files else 0)
 
     def pinned(self, besides: PersistentSession | None) -> int:
-        """Return the pages of idle sessions but one that cannot hibernate."""
+        """Count the pages of idle sessions other than ``besides`` that cannot hibernate."""
         return 0 if self.to_files else self._resting(besides)
 
     def make_room(self, pages: int, besides: PersistentSession | None) -> bool:
-        """Drop copies, then let idle sessions hibernate; whether ``pages`` came free."""
+        """Drop copies, then move idle sessions to files; whether ``pages`` were freed."""
         while pages > 0 and self.copies:
             pages -= self.drop_oldest_copy()
         if not self.to_files:
@@ -130,13 +130,13 @@ class Residents:
         return pages <= 0
 
     def keep_copy(self, cached: CachedCopy, dropped: Callable[[], None]) -> None:
-        """Count a copy; ``dropped`` is called when it has been closed to make room."""
+        """Add a copy; ``dropped`` is called when it has been closed to make room."""
         self.copies[cached] = dropped
         self.copy_pages += cached.pages
         self.ledger.commit(cached, Reservation(cached.pages))
 
     def touch_copy(self, cached: CachedCopy) -> None:
-        """Note that a copy was used last."""
+        """Make a copy the most recently used one."""
         self.copies.move_to_end(cached)
 
     def drop_copy(self, cached: CachedCopy) -> None:
@@ -148,7 +148,7 @@ class Residents:
         dropped()
 
     def drop_oldest_copy(self) -> int:
-        """Close the copy used longest ago; its pages."""
+        """Close the least recently used copy and return how many pages it had."""
         cached = next(iter(self.copies))
         pages = self.ledger.of(cached).steady
         self.drop_copy(cached)
@@ -162,9 +162,9 @@ S = TypeVar("S", bound=CachedCopy)
 
 
 class Capacity:
-    """Keeps all that is committed within the executor's limit.
+    """Keeps the sum of all reservations within the executor's limit.
 
-    Copies make way for whatever needs their pages, and then idle sessions that can hibernate.
+    Where pages are short, copies are dropped first; then idle sessions that can hibernate do.
 
     Args:
         to_files: whether sessions can hibernate.
@@ -175,7 +175,7 @@ class Capacity:
         self.residents = Residents(self.ledger, to_files)
 
     def require_possible(self, reservation: Reservation, session: PersistentSession | None) -> None:
-        """Refuse what would not fit if everything that ends had ended. Raises CapacityError."""
+        """Refuse a request that would not fit even alone. Raises CapacityError."""
         limit = self.executor.limit()
         if limit is not None and reservation.total + self.residents.pinned(session) > limit:
             raise self._refusal(reservation, limit)
@@ -187,14 +187,14 @@ class Capacity:
         session: PersistentSession | None,
         wait: bool,
     ) -> bool:
-        """Commit what a request may take, if it fits now.
+        """Reserve the pages of a request, if they fit now.
 
         Args:
-            session: its own, if that is kept: it does not make way.
-            wait: whether there are others whose end it may wait for.
+            session: its own, if that is kept: it does not hibernate for it.
+            wait: whether other requests are under way whose end it can wait for.
 
         Raises:
-            CapacityError: it does not fit, and never will or has nothing to wait for.
+            CapacityError: it does not fit, and there is nothing to wait for.
         """
         limit = self.executor.limit()
         if limit is not None:
@@ -212,7 +212,7 @@ class Capacity:
         return True
 
     def free_up(self, pages: int) -> None:
-        """Let copies and idle sessions go until there is room. Raises CapacityError."""
+        """Drop copies and move idle sessions to files until there is room. Raises CapacityError."""
         limit = self.executor.limit()
         if limit is None:
             return
@@ -221,7 +221,7 @@ class Capacity:
             raise self._refusal(Reservation(pages), limit)
 
     def copy_fits(self, pages: int, most: int | None) -> bool:
-        """Whether there is room for a copy where others make way; see :meth:`keep_copy`."""
+        """Whether a copy would fit in place of others; see :meth:`keep_copy`."""
         limit, held = self.executor.limit(), self.residents.copy_pages
         free = None if limit is None else limit - self.ledger.committed + held
         return pages <= min((one for one in (free, most) if one is not None), default=pages)
@@ -229,7 +229,7 @@ class Capacity:
     def keep_copy(
         self, pages: int, make: Callable[[], S], dropped: Callable[[S], None], most: int | None
     ) -> S:
-        """Make a copy that fits, in place of those used longest ago.
+        """Make a copy, in place of the least recently used ones where that is needed.
 
         Args:
             pages: what it will hold; dropped: called with it once it has been closed to make room.

@@ -40,7 +40,7 @@ class Ticket(Generic[J]):
 
     @property
     def owner(self) -> Hashable:
-        """Return who commits what the request takes: its session, if that is kept."""
+        """Return who owns the reservation: the session if it is kept, else the ticket."""
         return self if self.job.session is None else self.job.session
 
     @property
@@ -60,7 +60,7 @@ class UserQueues:
     """Requests that wait or are being read: first in, first out for each user.
 
     The first of each user, its head, is served; later ones only beside it, in the same pass. Users
-    stand in a row: a new one at the end, and one whose head was admitted goes to the end.
+    take turns: a new user comes last, and so does one whose head was just admitted.
     """
 
     def __init__(self) -> None:
@@ -104,8 +104,8 @@ class DeficitRoundRobin:
     """Chooses whose chunk is next, so that users get equal numbers of tokens.
 
     At each visit a user is granted ``quantum`` tokens, and is served while what it was granted
-    lasts; the rest, or what it owes, is kept for the next visit as long as it has something to be
-    served. (Shreedhar and Varghese, "Efficient fair queueing using deficit round robin", 1995.)
+    lasts; what is left, or owed, carries over to the next visit while it has requests.
+    (Shreedhar and Varghese, "Efficient fair queueing using deficit round robin", 1995.)
     """
 
     def __init__(self, quantum: int) -> None:
@@ -114,10 +114,10 @@ class DeficitRoundRobin:
         self._visited: str | None = None
 
     def next(self, costs: Mapping[str, int]) -> str:
-        """Return the user to serve; :meth:`charge` it for what it has got then.
+        """Return the user to serve; the caller then calls :meth:`charge`.
 
         Args:
-            costs: by user the tokens of what it wants next; at least one user.
+            costs: by user, the tokens of its next chunk; at least one user.
         """
         for user in [user for user in self._deficit if user not in costs]:
             del self._deficit[user]
@@ -134,7 +134,7 @@ class DeficitRoundRobin:
             self._visited = None
 
     def charge(self, user: str, tokens: int) -> None:
-        """Count tokens of a user that :meth:`next` knows, chosen by it or read beside."""
+        """Charge a user for tokens that were read, in its turn or in another's pass."""
         if user in self._deficit:
             self._deficit[user] -= tokens
 
@@ -142,8 +142,8 @@ class DeficitRoundRobin:
 class SharedPass:
     """Prompts whose next chunks are read together.
 
-    All of them take no more tokens than a pass has, and no more pages than are committed: what
-    other requests may take and do not hold yet is free for the length of a pass.
+    Together they take at most the tokens of a pass, and at most the pages that are reserved: what
+    other requests have reserved and do not hold yet is free for the length of a pass.
 
     Args:
         first: the prompt whose turn it is; its chunk has begun.
@@ -151,7 +151,7 @@ class SharedPass:
 
     Attributes:
         tickets: ``first``, and those beside it.
-        tokens: how many more the pass has.
+        tokens: how many more fit into the pass.
     """
 
     def __init__(self, executor: Executor, ledger: Ledger, first: Ticket[Any], slow: bool) -> None:
@@ -178,7 +178,7 @@ class SharedPass:
         return ticket
 
     def may_begin(self, ticket: Ticket[Any]) -> bool:
-        """Whether a candidate's chunk may begin in this turn; it counts as begun then."""
+        """Whether a candidate's chunk may begin in this turn; if so, the caller begins it."""
         slow = ticket.job.slow_to_begin
         if slow and self._slow:
             return False
@@ -186,7 +186,7 @@ class SharedPass:
         return True
 
     def add(self, ticket: Ticket[Any]) -> None:
-        """Take in a prompt whose chunk has begun, if it fits."""
+        """Add a prompt whose chunk has begun, if it fits."""
         chunk, pages = ticket.job.next_chunk, self.executor.pages_for(ticket.job)
         if chunk <= self.tokens and self._fit([*self._pages, pages]):
             self.tokens -= chunk
@@ -196,14 +196,14 @@ class SharedPass:
     def shrink(self) -> None:
         """Leave out the last ones until the others fit.
 
-        One that failed to begin has taken its pages out of what is committed.
+        They may not: a job that failed to begin has given its reservation back.
         """
         while len(self.tickets) > 1 and not self._fit(self._pages):
             self.tickets.pop()
             self._pages.pop()
 
     def _fit(self, pages: Sequence[int]) -> bool:
-        """Whether new pages of the chunks keep to what is committed, where there is a limit."""
+        """Whether the new pages of these chunks are reserved; always, where there is no limit."""
         if self.executor.limit() is None:
             return True
         return self.executor.held() + sum(pages) <= self.ledger.committed
@@ -215,13 +215,13 @@ class Limits:
 
     Attributes:
         waiting: most requests that wait; one more is refused.
-        running: most requests that are read or decoded at a time, or prepare for it here.
-        fetching: most requests beside those that wait for other servers, or for a place after that.
+        running: most requests that are prepared, read or decoded at a time.
+        fetching: most requests, beside those, that wait for media from other servers.
         quantum: tokens of prompts that each user is granted in turn; a chunk's length at least.
         patience: later requests that may be admitted before one for which there is no room; then
             nothing is admitted until there is.
-        interleave: whether every turn decodes. If not, replies wait while a prompt can be read:
-            for a batch that nobody watches.
+        interleave: whether every turn decodes. If not, replies wait while a prompt can be read,
+            which suits a batch that nobody watches.
     """
 
     waiting: int = 64
@@ -235,8 +235,8 @@ class Limits:
 class Scheduler:
     """Runs requests together so that their sessions never hold more pages than there are.
 
-    A request is admitted when the pages that it and all other open sessions may come to hold are
-    within the executor's limit: it then runs to its end, whatever the others do. One thread calls
+    A request is admitted when its reservation and those of all other sessions are within the
+    executor's limit: it then runs to its end, whatever the others do. One thread calls
     all methods; :meth:`Ticket.cancel` may be called from any. Ctrl-C waits for their end.
 
     Attributes:
@@ -323,7 +323,7 @@ class Scheduler:
     ) -> S | None:
         """Keep a copy of a session for as long as nobody needs its pages.
 
-        Copies that were used longest ago are dropped for it.
+        The least recently used copies are dropped for it.
 
         Args:
             pages: what it will hold; make: makes it, when there is room.
@@ -345,14 +345,14 @@ class Scheduler:
 
     @whole
     def adopt(self, session: PersistentSession) -> None:
-        """Count an idle session that was made elsewhere, or another time, as used last."""
+        """Take in an idle session that was made elsewhere, or make it the most recently used."""
         self._moved = True
         self._sessions.add(session)
         self.residents.rest(session)
 
     @whole
     def free_up(self, pages: int) -> None:
-        """Let copies and idle sessions go until there is room. Raises CapacityError."""
+        """Drop copies and move idle sessions to files until there is room. Raises CapacityError."""
         self._moved = True
         self.capacity.free_up(pages)
 

@@ -65,7 +65,7 @@ def _page(schema: dict[str, Any]) -> str:
 
 
 def make_app(state: ServerState, hosts: frozenset[str] | None = None) -> FastAPI:
-    """Return the application; the worker has to run.
+    """Return the application; the engine thread has to run.
 
     Args:
         hosts: the names that it answers to, by the Host header; None: all.
@@ -184,7 +184,7 @@ def _model(state: ServerState) -> dict[str, Any]:
 
 
 class AnswerHead:
-    """Lets HEAD be GET: the server that sends the answer leaves its body out."""
+    """Handles HEAD as GET; uvicorn leaves the body out."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -237,7 +237,7 @@ async def _on_http(request: Request, error: Exception) -> Response:
 
 
 def _methods(request: Request) -> list[str]:
-    """Return the methods that a path has; each stands in a route of its own."""
+    """Return the methods of a path, each of which is a route of its own."""
     return [
         method
         for method in ("DELETE", "GET", "PATCH", "POST", "PUT")

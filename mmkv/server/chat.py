@@ -50,11 +50,10 @@ if TYPE_CHECKING:
 
 
 class RequestMedia:
-    """Finds the media of one request.
+    """Finds the pictures and videos of one request.
 
-    The digest of a data: URL is that of its content, so that a picture that need not be read again
-    is not decoded. Others are fetched and decoded to know them, once. What all of them take counts
-    against one allowance.
+    The digest of a data: URL is taken from its content, so a picture that need not be read again is
+    not decoded. Others have to be fetched and decoded, once. All share one allowance of memory.
     """
 
     def __init__(self, resolver: MediaResolver) -> None:
@@ -65,8 +64,8 @@ class RequestMedia:
     async def named(self, messages: Sequence[Message]) -> list[Message]:
         """Return the messages with the digests of their media. Raises MediaError.
 
-        Media of messages that a kept memory holds have theirs already. Waits until other requests'
-        media leave room.
+        Media of messages that a conversation already holds have theirs. Waits while the media of
+        other requests take all the room.
         """
         await self._resolver.room.enter()
         parts = [part for one in messages for part in one.media if part.digest is None]
@@ -99,7 +98,7 @@ class RequestMedia:
         return [self._contents[part] for part in parts]
 
     def let_go(self) -> None:
-        """Leave the room to others: the engine has read them, or nobody will."""
+        """Give the memory back: the engine has read them, or the request is over."""
         self._contents.clear()
         self._allowance.let_go()
 
@@ -130,18 +129,18 @@ class ChatCall:
     """One request to the chat endpoint.
 
     Args:
-        caller: whose memory it may resume, and whose turn it takes; a request that names a
-            ``user`` takes that user's turn.
-        start: the memory that it goes on from; the request's messages come after those.
-        keep: whether the memory after the reply stays.
+        caller: whose memory it may resume, and in whose queue it waits; a request that names a
+            ``user`` waits in that user's.
+        start: the conversation that it continues; the request's messages come after its own.
+        keep: whether the conversation after the reply is kept.
         budget: of the reply's session; None: the request's, or else the server's.
 
     Attributes:
         work: what the engine is asked for; done: whether it has been answered.
-        keeps_body: whether others have what the request named until its end.
+        keeps_body: whether the body is needed to the end, and not freed early.
 
     Raises:
-        ApiError: what can be said before the engine is asked.
+        ApiError: what can be checked without the engine.
     """
 
     def __init__(
@@ -262,7 +261,7 @@ class ChatCall:
                     yield reply.chunk(self.head, event.index, {}, event.finish_reason)
 
     async def events(self) -> AsyncGenerator[Delta | Done]:
-        """Run the request; whoever stops listening cancels it."""
+        """Run the request; closing the iterator cancels it."""
         asked = self.request
         if not self.keeps_body:  # the work has what it named; its objects may be very many
             asked.messages = []
@@ -308,7 +307,7 @@ class ChatCall:
 
 
 def refuse_own(facts: Facts, given: bool, field: str) -> None:
-    """Refuse what a session cannot have where all share one budget. Raises ApiError."""
+    """Refuse a setting per request where all sessions share one budget. Raises ApiError."""
     if facts.shared and given:
         raise ApiError(
             400, "all sessions of this server share one budget; leave this out", "shared", field
@@ -316,7 +315,7 @@ def refuse_own(facts: Facts, given: bool, field: str) -> None:
 
 
 def refuse_budget(facts: Facts, given: bool, field: str) -> None:
-    """Refuse a budget that all sessions share, or that would bind nothing. Raises ApiError."""
+    """Refuse a budget where all sessions share one, or where none is used. Raises ApiError."""
     refuse_own(facts, given, field)
     if facts.unbound and given:
         what = f"policy {facts.policy!r} evicts nothing, so that {field} would bind nothing"
@@ -389,7 +388,7 @@ def _extras(request: ChatRequest, facts: Facts) -> Extras:
 
 
 def take_resume(request: HTTPConnection, body: ChatRequest | ResponseRequest) -> None:
-    """Let X-Mmkv-Resume say what ``mmkv.resume`` does not. Raises ApiError."""
+    """Take ``mmkv.resume`` from the header X-Mmkv-Resume if it is not set. Raises ApiError."""
     given = request.headers.get("x-mmkv-resume")
     if given is None:
         return

@@ -79,7 +79,7 @@ class Guard:
         self._sweeping = False
 
     def opened(self, one: Connection) -> bool:
-        """Note a connection; whether it may stay. The one idle for longest makes way for it."""
+        """Register a connection; whether it may stay. The longest idle one is closed for it."""
         self.open.add(one)
         if not self._sweeping:
             self._sweeping = True
@@ -162,7 +162,7 @@ class Connection(HttpToolsProtocol):
         return (self.cycle is None or self.cycle.response_complete) and not self.pipeline
 
     def data_received(self, data: bytes) -> None:
-        """Read on, but no head, and nothing else beside a body, of more than its bytes."""
+        """Read on, within the bound on heads and on all that is no body."""
         most = self.guard.limits.head_bytes
         if self.idle and not self._head and not self._in_body:
             self.since = self.loop.time()
@@ -247,7 +247,7 @@ class Connection(HttpToolsProtocol):
         self.loop.call_later(_PROBE, self._probe, count + 1)
 
     def look(self, now: float) -> None:
-        """Drop a client that is late with a head, or that does not read."""
+        """Drop a client that is late with a head, or does not read its answer."""
         limits, waiting = (
             self.guard.limits,
             self.idle and (not self.served or self._head or self._in_body),
@@ -289,7 +289,7 @@ _PHRASES[503] = "Service Unavailable"
 
 
 class Seldom(logging.Filter):
-    """Lets a warning without a traceback pass once a minute; clients can cause any number."""
+    """Lets a warning without a traceback pass once a minute: clients can cause any number."""
 
     def __init__(self, seconds: float = 60.0) -> None:
         super().__init__()

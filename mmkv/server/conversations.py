@@ -1,4 +1,4 @@
-"""Conversations that the server can go on from: what is known of each, and the tables of them."""
+"""The conversations that the server keeps, and how a request finds the one it continues."""
 
 from __future__ import annotations
 
@@ -54,17 +54,17 @@ class ConversationState(CachedConversation):
 
     (Where sessions share a budget, others may evict from it, but for the time of its own turns.)
     A turn goes on from a copy, so a turn that is cut off changes nothing. All methods belong to the
-    engine's thread; the attributes may be read by any.
+    engine thread; the attributes may be read by any.
 
     Args:
         session: taken over; folder: where it hibernates; None: it is dropped instead.
 
     Attributes:
         info: what is known of it; bytes: of its pages.
-        keys: those by which the prefix cache finds it; none where a session or a response has it.
+        keys: the hashes by which the prefix cache finds it; none for one of a session or response.
         replied: whether it ends with a reply that was sampled.
         references: how many sessions and responses go on from it.
-        expendable: whether it may be dropped where it cannot hibernate: nobody was promised more.
+        expendable: whether it may be dropped if it cannot hibernate, as a stored response may.
     """
 
     def __init__(
@@ -94,26 +94,26 @@ class ConversationState(CachedConversation):
         return None if self.live is None else self.live.held
 
     def resting(self) -> int:
-        """Return the pages that it holds, or may hold beside those of a shared budget."""
+        """Return the pages that it holds; under a shared budget, those that are its own."""
         shared = self.engine.shared
         if shared is None or self.live is None:
             return self._pages
         return self.pages if self._turns else shared.pages_each
 
     def refresh(self) -> None:
-        """Read its numbers again: where it shares a budget, others change them."""
+        """Update its numbers: under a shared budget other sessions change them."""
         if self.live is not None:
             self.info.memory, self._pages = self.live.memory(), self.pages
             self.bytes = self._pages * self.engine.cache.pool.page_bytes
 
     def leave_shared_budget(self, turn: object) -> None:
-        """Let it compete with no one while a turn's session stands for it."""
+        """Keep others from evicting from it while a turn goes on from its copy."""
         if self.engine.shared is not None and self.live is not None:
             self.engine.shared.leave(self.live)
             self._turns.add(id(turn))
 
     def join_shared_budget(self, turn: object) -> None:
-        """End what :meth:`leave_shared_budget` began; all are cut to the shared budget then."""
+        """Let it compete again once no turn needs it; all are then cut to the shared budget."""
         shared = self.engine.shared
         self._turns.discard(id(turn))
         if shared is None or self.live is None or self._turns:
@@ -131,7 +131,7 @@ class ConversationState(CachedConversation):
             copy_whole(self.path, path)
 
     def _write(self, session: Session) -> bool:
-        """Write it to its file; one that nobody was promised is dropped if that fails."""
+        """Write it to its file; an expendable one is dropped if that fails."""
         assert self._folder is not None and self.path is not None
         self.refresh()
         try:
@@ -153,7 +153,7 @@ class ConversationState(CachedConversation):
 
 
 class ConversationStore:
-    """The conversations that sessions and responses go on from, on the engine's thread.
+    """The conversations that sessions and responses go on from, on the engine thread.
 
     Idle ones hibernate when room is short.
 
@@ -175,23 +175,23 @@ class ConversationStore:
         self._scheduler.adopt(conversation)
 
     def leave_shared_budget(self, conversation: ConversationState, turn: object) -> None:
-        """Let a conversation compete with no one while a turn goes on from it."""
+        """Keep others from evicting from a conversation while a turn goes on from its copy."""
         if self._engine.shared is not None:
             conversation.leave_shared_budget(turn)
             self._scheduler.adopt(conversation)
 
     def join_shared_budget(self, conversation: ConversationState, turn: object) -> None:
-        """End what :meth:`leave_shared_budget` began, unless nobody needs the memory any more."""
+        """Let a conversation compete again, unless nobody refers to it any more."""
         if self._engine.shared is not None and conversation.references:
             conversation.join_shared_budget(turn)
             self._scheduler.adopt(conversation)
 
     def hold(self, conversation: ConversationState) -> None:
-        """Count one that goes on from it."""
+        """Add a reference."""
         conversation.references += 1
 
     def release(self, conversation: ConversationState) -> None:
-        """Count one less; the last one closes it."""
+        """Take a reference away; the last one closes the conversation."""
         conversation.references -= 1
         if not conversation.references:
             self._scheduler.close_session(conversation)
@@ -233,8 +233,8 @@ class ConversationStore:
 def _read_info(session: Session, extra: dict[str, str], root: str) -> ConversationInfo:
     """Return what a session file says of its session.
 
-    Files that ``mmkv chat`` wrote lack the number of tokens by modality: the entries that are left
-    are the least that there can have been.
+    Files that ``mmkv chat`` wrote lack the number of tokens by modality: for them it is estimated
+    from the entries that are left.
     """
     memory = session.memory()
     messages = tuple(_message(one) for one in session.history)
@@ -252,7 +252,7 @@ def _read_info(session: Session, extra: dict[str, str], root: str) -> Conversati
 
 
 def _message(stored: Mapping[str, Any]) -> Message:
-    """Return a message of a session's history; its media are known by nothing but a mark."""
+    """Return a message of a session's history; its media get a digest that no other has."""
     content = stored["content"]
     texts = [{"type": "text", "text": content}] if isinstance(content, str) else content
     parts = [
@@ -276,7 +276,8 @@ def _plain(message: Message) -> dict[str, Any]:
 class PrefixCache:
     """Conversations that are found by their first messages, for requests that name no session.
 
-    They stay within a limit: those used longest ago go first, and any that are in a request's way.
+    They stay within a limit. The least recently used go first, and all go when a request needs
+    their pages.
 
     Args:
         most: pages that all may hold together; None: as the scheduler has room.
@@ -294,7 +295,7 @@ class PrefixCache:
     def find(self, keys: Sequence[str]) -> Iterator[tuple[int, ConversationState]]:
         """Yield states of a conversation after its first messages, the longest first.
 
-        Whoever goes on from one calls :meth:`touch`.
+        The caller calls :meth:`touch` for the one that it uses.
 
         Args:
             keys: of its messages, in order.
@@ -318,12 +319,15 @@ class PrefixCache:
         info: ConversationInfo,
         replied: bool,
     ) -> bool:
-        """Keep what ``session`` returns, if there is room for its ``pages``; whether there is.
+        """Keep the session that ``session`` returns, if there is room for its ``pages``.
 
-        The first that was kept under a key stays.
+        What is found under a key already stays.
 
         Args:
             replied: whether it ends with a reply that was sampled.
+
+        Returns:
+            whether it is kept; if not, ``session`` was not called.
         """
         fresh = tuple(dict.fromkeys(key for key in keys if key not in self._found))
         if not fresh:

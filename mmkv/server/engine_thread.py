@@ -1,4 +1,4 @@
-"""The engine's thread: the only one that touches torch, and what belongs to it."""
+"""The engine thread, the only one that uses torch, and what it owns."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ class Events:
                 behind.pop().drop()
 
     def drop(self) -> None:
-        """Let all go that was not sent; the client is told that it was too slow."""
+        """Drop what was not sent; the client is told that it was too slow."""
         self._waiting.clear()
         self._open.clear()
         self._waiting.append(Failed(_too_slow()))
@@ -157,7 +157,7 @@ def _too_slow() -> ApiError:
 
 
 class Request:
-    """A chat request that the engine's thread has taken on; made by :meth:`EngineThread.submit`.
+    """A chat request that the engine thread has taken on; made by :meth:`EngineThread.submit`.
 
     Attributes:
         events: what happens to it, in order; the last one is Done or Failed; none
@@ -165,9 +165,9 @@ class Request:
         counted: tokens that the metrics have; longest: of one reply.
     """
 
-    def __init__(self, worker: EngineThread) -> None:
-        self._thread = worker
-        self.events = Events(worker.events)
+    def __init__(self, thread: EngineThread) -> None:
+        self._thread = thread
+        self.events = Events(thread.events)
         self.loop = asyncio.get_running_loop()
         self.ticket: Ticket[ChatJob] | None = None
         self.times, self.counted, self.longest = RequestTimes(), 0, 0
@@ -175,7 +175,7 @@ class Request:
         self._ended: set[int] = set()  # replies whose end was sent
 
     async def on_engine(self, call: Callable[[ChatJob], T]) -> T:
-        """Call something with the request's job on the engine's thread."""
+        """Call something with the request's job on the engine thread."""
         ticket = self.ticket
         assert ticket is not None
 
@@ -193,7 +193,7 @@ class Request:
             self._thread.wake()
 
     def news(self) -> list[Event]:
-        """Return what has happened since the last call; on the engine's thread."""
+        """Return what has happened since the last call; on the engine thread."""
         ticket = self.ticket
         assert ticket is not None
         if ticket.state == "failed":
@@ -224,13 +224,13 @@ class RequestTimes:
 
 
 class EngineThread(threading.Thread):
-    """Runs a :class:`EngineCore`: commands from a queue, then a turn of its scheduler, and so on.
+    """Runs an :class:`EngineCore`: commands from a queue and turns of its scheduler, in turn.
 
     Args:
-        start: makes the machine, in the thread.
+        start: makes the core, in the thread.
 
     Attributes:
-        failed: whether the thread met an error that no request explains; nothing works any more.
+        failed: whether the thread has ended by an error; every request is refused then.
     """
 
     def __init__(self, start: Callable[[], EngineCore]) -> None:
@@ -267,7 +267,7 @@ class EngineThread(threading.Thread):
         return self.post(read).result()
 
     async def report(self) -> None:
-        """Have the metrics that show a state set. Raises what the thread failed with."""
+        """Update the gauges. Raises what the thread failed with."""
 
         def run() -> None:
             assert self.core is not None
@@ -276,7 +276,7 @@ class EngineThread(threading.Thread):
         await self.call(run)
 
     def wake(self) -> None:
-        """Have the thread look whether there is something to do."""
+        """Wake the thread if it waits for a command."""
         self._commands.put(None)
 
     @property
@@ -381,7 +381,7 @@ class EngineThread(threading.Thread):
         self._publish()
 
     def _look(self) -> None:
-        """Note how many more requests there is a place for."""
+        """Update how many more requests there is a place for."""
         assert self.core is not None
         scheduler = self.core.scheduler
         limits, waiting = scheduler.limits, scheduler.waiting
@@ -439,7 +439,7 @@ class EngineThread(threading.Thread):
             log.debug("nobody waits for an answer")
 
     def _refuse(self, error: BaseException) -> None:
-        """Fail what is asked for: the machine could not be made, or does not work."""
+        """Fail all commands: the core could not be made, or has failed."""
         while not self._ending:
             given = self._commands.get()
             if given is not None and given[1].set_running_or_notify_cancel():
@@ -453,13 +453,13 @@ def _expected(error: Exception) -> bool:
 
 
 class EngineCore:
-    """What the engine's thread works with.
+    """What the engine thread owns: engine, scheduler, and the conversations.
 
     Args:
         lookahead: what the engine's policy was made with.
 
     Attributes:
-        facts: what the HTTP routes know of the engine; folder: where idle memories hibernate.
+        facts: what the HTTP routes know of the engine; folder: where idle conversations lie.
     """
 
     def __init__(
@@ -509,7 +509,7 @@ class EngineCore:
             )
 
     def report(self) -> None:
-        """Set the metrics that show a state."""
+        """Update the gauges."""
         pool, scheduler, metrics = self.engine.cache.pool, self.scheduler, self.metrics
         together = self.engine.budgets.fixed_pages  # of all sessions, beside their own
         held = pool.num_pages - pool.free_pages
@@ -571,7 +571,7 @@ class EngineCore:
 
 
 def _hibernation_folder(settings: ServerSettings) -> HibernationFolder:
-    """Make the folder where idle memories lie. Raises SessionError: the one that was named cannot.
+    """Make the folder of idle conversations. Raises SessionError: the one that was named cannot be.
 
     Nobody has named the usual one: a user without a home, or with one that is read-only, as in many
     containers, can be served without it.

@@ -1,4 +1,4 @@
-"""What is refused before the body of a request is read: by key, host, length, and a full queue."""
+"""Checks before the body of a request is read: key, host, length, and room in the queue."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class CheckKey:
     """Notes a :class:`Caller` in the request's state, and answers 401 to a stranger.
 
     Args:
-        keys: those that are known; with none, everybody may ask and is told by the address.
+        keys: the valid ones; with none, everybody may ask, and the address tells callers apart.
         open_metrics: whether /metrics needs none: its counters tell how much others have asked.
     """
 
@@ -78,7 +78,7 @@ _SMALL = 512  # part of the most bytes: a body that is taken however many there 
 
 
 def smallest(most: int) -> int:
-    """Return the bytes of a body that is taken however many there are."""
+    """Return the bytes of a body that is accepted however many others arrive."""
     return most // _SMALL
 
 
@@ -86,16 +86,16 @@ _release: ContextVar[Callable[[], None]] = ContextVar("release")
 
 
 def release_body() -> None:
-    """Count the body of the request that runs here no more: what it named has been read."""
+    """Stop counting the body of the present request: the engine has read what it names."""
     release = _release.get(None)
     if release is not None:
         release()
 
 
 class BodyRoute(APIRoute):
-    """A route whose requests keep no copy of a body that has been read.
+    """A route that frees a body once it is parsed.
 
-    A request has its bytes and its JSON to the end otherwise, beside the values made of them.
+    FastAPI would keep its bytes and its JSON to the request's end, beside the model made of them.
     """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
@@ -114,8 +114,8 @@ class BodyRoute(APIRoute):
 class LimitBody:
     """Answers 413 to a body of more than ``most`` bytes, 408 to one that takes over ``seconds``.
 
-    Bodies have a bound together, too, from their first byte until :func:`release_body` or the end
-    of their request: one that passes it is answered with 503, unless it is small. What cannot be
+    All bodies together have a bound, too, from the first byte until :func:`release_body` or the end
+    of the request: one that passes it is answered with 503, unless it is small. What cannot be
     JSON in UTF-8 is answered with 415 or 400.
     """
 
@@ -262,7 +262,7 @@ def _not_utf8(why: str) -> ApiError:
 
 
 class _Refused(BaseException):
-    """Passes the framework's handlers of exceptions."""
+    """Is a BaseException so that the framework's exception handlers let it pass."""
 
     def __init__(self, error: ApiError) -> None:
         super().__init__(str(error))
@@ -273,18 +273,18 @@ _REPLIES = ("/chat/completions", "/responses")
 
 
 class RefuseWhenFull:
-    """Answers 503 to a request for a reply while as many wait as may.
+    """Answers 503 to a request for a reply while the queue is full.
 
-    A server with more requests than it can answer has to spend its time on those that it took on:
-    the body of another one is not read, and the engine's thread is not asked. What comes while that
-    has not said yet how many wait passes here, and the scheduler refuses it in the same words.
+    An overloaded server has to spend its time on the requests that it has taken on: the body of
+    another one is not read, and the engine thread is not asked. The count may be late by a few
+    requests; the scheduler then refuses those, in the same words.
     """
 
     def __init__(self, app: ASGIApp, state: ServerState) -> None:
         self._app, self._state = app, state
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on for which there may be a place."""
+        """Pass a request on if the queue may have a place."""
         if scope["type"] == "http" and scope["method"] == "POST":
             state, limit = self._state, self._state.settings.max_queue
             if scope["path"].endswith(_REPLIES) and not state.engine_thread.has_place():
@@ -302,7 +302,7 @@ def allowed_hosts(
 ) -> frozenset[str] | None:
     """Return the names that a server on ``host`` answers to; None: all.
 
-    Those of this machine, where it alone can reach the server and no key is asked for.
+    By default those of this machine, where nobody else can reach the server and no key is needed.
 
     Args:
         keyed: whether requests have to show a key.

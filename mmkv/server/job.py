@@ -1,7 +1,7 @@
 """A chat request as the scheduler's job: a conversation, and one or more replies to it.
 
-What goes to the engine's thread and comes back; the memories that a request goes on from and leaves
-behind; how many tokens it has read, and how many entries evicted, by modality.
+What goes to the engine thread and comes back; the conversations that a request continues and leaves
+behind; how many tokens it has read and entries evicted, by modality.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ class ChatWork:
         budget: of each reply's session; None: the engine's.
         asked: whether the request itself says how to resume.
         weight: of its sessions in a shared budget.
-        start: the memory that the request goes on from; ``messages`` begin with its own.
+        start: the conversation that the request continues; ``messages`` begin with its own.
         rewrites: see :class:`mmkv.Session`.
-        keep: whether the memory after the reply stays, in ``result`` when the request is done.
+        keep: whether the conversation after the reply is kept, in ``result`` when that is done.
     """
 
     messages: list[Message]
@@ -201,10 +201,10 @@ class Counts:
 
 
 class ConversationLookup:
-    """Finds the memory that a request goes on from, and keeps those after its messages.
+    """Finds the conversation that a request continues, and keeps those that it leaves behind.
 
-    Snapshots are for whoever sends the same messages again; the shelf has what sessions and
-    responses name.
+    The prefix cache has those for requests that send the same messages again; the conversation
+    store has those of sessions and responses.
     """
 
     def __init__(
@@ -218,7 +218,7 @@ class ConversationLookup:
         self._prefix_cache, self._conversations = snapshots, conversations
 
     def find(self) -> Iterator[tuple[int, ConversationState]]:
-        """Yield how many messages are held by a memory, and it, those with most of them first.
+        """Yield conversations to continue, and how many messages each holds; the longest first.
 
         Called once the digests of all media are known.
         """
@@ -234,19 +234,19 @@ class ConversationLookup:
         table.touch(memory)
 
     def leave_shared_budget(self) -> None:
-        """Let what the request goes on from compete with no one: its own session stands for it."""
+        """Keep others from evicting from what the request continues: its copy competes instead."""
         if self.work.start is not None:
             self._conversations.leave_shared_budget(self.work.start, self.work)
 
     def join_shared_budget(self) -> None:
-        """Let what the request went on from compete again: its own session is gone."""
+        """Let what the request continued compete again: its copy is closed."""
         if self.work.start is not None:
             self._conversations.join_shared_budget(self.work.start, self.work)
 
     def keep_at(
         self, session: Session, count: int, seen: tuple[int, ...], outline: Outline
     ) -> None:
-        """Keep a snapshot after ``count`` messages, where other requests are likely to go on.
+        """Put the state after ``count`` messages into the prefix cache, if that may be useful.
 
         Args:
             seen: tokens that the session has seen, by modality.
@@ -301,16 +301,16 @@ class ConversationLookup:
 
     @cached_property
     def _keys(self) -> list[str]:
-        """The key of each message; most who name what they go on from need none."""
+        """The key of each message, made on first use: turns of sessions need none."""
         rule = self.engine.processor.rule(pictures_in(self.work.messages))
         return chain(self.work.root, self.work.messages, rule)
 
     @property
     def _shares(self) -> bool:
-        """Whether snapshots are used and made.
+        """Whether the request uses the prefix cache.
 
         A policy that scores by the prompt's last queries compresses before the next question is
-        known, so it shares snapshots only when asked to.
+        known, so it does so only when the request asks for it.
         """
         if self.work.resume == "never" or self.engine.shared is not None:
             return False
@@ -318,10 +318,10 @@ class ConversationLookup:
 
 
 class ChatJob:
-    """Reads a conversation, from a snapshot on where there is one, and replies.
+    """Reads a conversation, from the longest cached one on, and decodes the replies.
 
-    The cache is cut back at the end of each message, so that a snapshot holds what a fresh run
-    would hold there.
+    The KV cache is cut to its budget at the end of each message, so that what the prefix cache
+    keeps is what a fresh run would hold there.
 
     Args:
         chunk: tokens in a chunk.
@@ -330,7 +330,7 @@ class ChatJob:
 
     Attributes:
         fetches: see :class:`mmkv.scheduler.contract.Job`.
-        counts: its tokens and entries; memories: what it goes on from and leaves behind.
+        counts: its tokens and entries; conversations: finds and keeps what it continues.
         choices: when the job has ended.
     """
 
@@ -398,7 +398,7 @@ class ChatJob:
         return Reservation(bound.steady * count, bound.chunk)
 
     def prepare(self) -> None:
-        """Find out where to go on; media are fetched elsewhere."""
+        """Find the conversation to continue; where there are media, once they are known."""
         if any(message.media for message in self.work.messages):
             self._admitted()
         else:
@@ -406,16 +406,16 @@ class ChatJob:
             self.supply([])
 
     def resume_from(self, messages: list[Message]) -> int:
-        """Open the session, as a copy of the deepest snapshot.
+        """Open the session, as a copy of the longest cached conversation that fits.
 
         Args:
             messages: the request's, with the digests of all media.
 
         Returns:
-            how many messages it holds; media of the others are to be supplied.
+            how many messages it holds; the media of the others have to be supplied.
 
         Raises:
-            ApiError: 409 if the request has to be resumed and cannot be.
+            ApiError: 409, the request requires a cached conversation and there is none.
         """
         work, engine, held = self.work, self.engine, 0
         work.messages = messages
@@ -453,11 +453,11 @@ class ChatJob:
     def _gone_on(
         self, shown: list[dict[str, Any]], count: int, memory: ConversationState
     ) -> tuple[Session, Outline] | None:
-        """Open a session on a memory of ``count`` messages; what it has to read.
+        """Open a copy of a conversation of ``count`` messages; return it and what it has to read.
 
-        Where the template shows those in another way now, it goes back to where that begins. A
-        memory that was not named is left alone then, if something has been evicted from it: what
-        is read afresh is better.
+        Where the template now renders those messages differently, the copy goes back to the first
+        difference. A conversation that the request did not name is not used then if something has
+        been evicted from it: reading everything again is better.
         """
         template, work = self.engine.processor.template, self.work
         named = work.start is not None or work.rewrites == "keep"
@@ -496,7 +496,7 @@ class ChatJob:
         fits: Outline | None,
         named: bool,
     ) -> Outline | None:
-        """Return what a session reads to hold the conversation; it goes back if it has to."""
+        """Return what a session still has to read; it goes back first if it has to."""
         processor, held = self.engine.processor, session.held
         template, last = processor.template, len(shown)
         whole = template.render(shown, opening=True)
@@ -528,7 +528,7 @@ class ChatJob:
     def _only_spaces(self, session: Session, shown: list[dict[str, Any]], count: int) -> bool:
         """Whether the client sent the latest reply back without the spaces around it.
 
-        That alone is no reason to let a memory go from which entries have been evicted.
+        That alone is no reason to give up a conversation from which entries have been evicted.
         """
         held, sent = session.held, shown[count - 1]
         if not held.pieces or not held.ends_with_reply:
@@ -635,15 +635,15 @@ class ChatJob:
         self.conversations.join_shared_budget()
 
     def interrupt(self) -> None:
-        """End the replies where they stand; they leave nothing behind."""
+        """End the replies where they stand; their sessions are closed."""
         self._dropped = True
         for writer in self.writers:
             writer.finish("interrupted")
 
     def end(self) -> None:
-        """Note what the replies have come to; :meth:`leave` gives the sessions away.
+        """Record the replies; :meth:`leave` then keeps or closes their sessions.
 
-        Replies that were interrupted close theirs at once.
+        Sessions of interrupted replies are closed at once.
         """
         for one in self.decoding:
             writer, session = one.writer, one.session

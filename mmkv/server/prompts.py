@@ -1,8 +1,7 @@
-"""Conversations as requests name them, cut at the ends of their messages, and the keys of their
-memories.
+"""Conversations as requests send them: cut at the ends of messages, and hashed message by message.
 
 Texts that cannot fit into the model's context are refused before they are rendered: rendering and
-tokenizing run on the engine's thread and hold Python's lock, so that everybody's next token waits.
+tokenizing run on the engine thread and hold Python's lock, so that everybody's next token waits.
 """
 
 from __future__ import annotations
@@ -324,7 +323,7 @@ class Lengths:
     """Bounds on the texts of a request by the model's context.
 
     Args:
-        tokenizer: the model's, which is used here beside the engine's thread, to read alone.
+        tokenizer: the model's, which is used here beside the engine thread, to read alone.
 
     Attributes:
         longest: characters of the longest token, added ones too; None where a token may stand for
@@ -353,7 +352,7 @@ class Lengths:
     async def count(self, texts: Sequence[str]) -> None:
         """Count the tokens of long texts, in a thread. Raises ContextError, InputError.
 
-        What a template adds is not counted, so that the engine's thread has the last word.
+        What a template adds is not counted, so that the engine thread has the last word.
         """
         for text in texts:
             require_no_long_run(text)

@@ -50,7 +50,7 @@ def deployment(
         opening = opened(load, settings, lookahead)
         hosts = allowed_hosts("localhost", keyed=True, named=settings.hosts)
         app = make_app(opening.__enter__(), hosts)
-        app.state.opening = opening  # the engine's thread ends with it
+        app.state.opening = opening  # the engine thread ends with it
         app.add_middleware(_Named)
         return app
 

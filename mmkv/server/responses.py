@@ -1,4 +1,4 @@
-"""/v1/responses: replies that a later request goes on from by their id, and their events."""
+"""/v1/responses: stored replies that a later request continues by their id."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ if TYPE_CHECKING:
 
 
 class ResponseBuilder:
-    """One response as it grows.
+    """Builds a response and its events while the reply grows.
 
     Args:
-        name: its id; stored: whether it can be gone on from.
+        name: its id; stored: whether later requests can continue it.
         instructions: those that stand in the conversation.
         logprobs: whether the tokens' log probabilities are shown.
         sampling: how its tokens are drawn.
@@ -97,7 +97,7 @@ class ResponseBuilder:
     def closing(self, reason: str, usage: Usage) -> Iterator[dict[str, Any]]:
         """Yield the events after the last piece.
 
-        Each is made when it is wanted: log probabilities take much memory, and a client time.
+        Each is made when the client is ready for it: log probabilities take much memory.
         """
         yield self._at("response.output_text.done", text=self.text, logprobs=self.rows or [])
         yield self._at("response.content_part.done", part=self._part())
@@ -223,7 +223,7 @@ def page_of(items: list[dict[str, Any]], limit: int, after: str | None) -> dict[
 
 @dataclass
 class StoredResponse:
-    """A response that can be gone on from.
+    """A response that later requests can continue.
 
     Attributes:
         shown: as the API shows it; items: its input; both as JSON, whose length is what they take.
@@ -242,7 +242,7 @@ class StoredResponse:
 class Responses:
     """The stored responses of a server, within a limit of bytes; in the event loop.
 
-    Those used longest ago go first.
+    The least recently used are deleted first.
     """
 
     def __init__(self, state: ServerState) -> None:
@@ -251,7 +251,7 @@ class Responses:
         self._bytes = 0
 
     def find(self, name: str, caller: Caller) -> StoredResponse:
-        """Return a response, which counts as used. Raises ApiError (404), also for another's."""
+        """Return a response and count it as used. Raises ApiError (404): none of the caller's."""
         stored = self._stored.get(name)
         if stored is not None and stored.conversation.lost:
             self.delete(name)
@@ -267,7 +267,7 @@ class Responses:
         return stored
 
     def keep(self, name: str, stored: StoredResponse) -> None:
-        """Store a response; others make way for it."""
+        """Store a response; the least recently used ones are deleted for it."""
         stored.conversation.expendable = True
         stored.size = stored.conversation.bytes + len(stored.shown) + len(stored.items)
         self._stored[name] = stored
@@ -276,7 +276,7 @@ class Responses:
             self.delete(next(iter(self._stored)))
 
     def delete(self, name: str) -> None:
-        """Let a response go."""
+        """Delete a response."""
         stored = self._stored.pop(name)
         self._bytes -= stored.size
         release(self._state, stored.conversation)
@@ -320,7 +320,7 @@ class ResponseCall:
 
     @contextlib.contextmanager
     def _own_names(self) -> Iterator[None]:
-        """Have errors name the fields of this API, and not those of the chat request."""
+        """Make errors name the fields of this API in place of the chat request's."""
         try:
             yield
         except (ApiError, MmkvError) as error:
@@ -390,7 +390,7 @@ class ResponseCall:
 def _instructions(asked: ResponseRequest, before: StoredResponse | None) -> str | None:
     """Return the instructions that the conversation has.
 
-    They stand at its beginning, and what a memory holds cannot be exchanged.
+    They are its first message, which a memory has read and cannot exchange.
     """
     if before is None:
         return asked.instructions
@@ -406,7 +406,7 @@ def _instructions(asked: ResponseRequest, before: StoredResponse | None) -> str 
 
 
 def responses_router(state: ServerState) -> APIRouter:
-    """Return the routes; who asks has to be known by then."""
+    """Return the routes; a :class:`~mmkv.server.guard.CheckKey` has to stand before them."""
     responses = Responses(state)
     router = APIRouter(prefix="/responses", tags=["responses"], route_class=BodyRoute)
 

@@ -51,10 +51,10 @@ def require_packages() -> None:
 def opened(
     load: Callable[[], Engine], settings: ServerSettings, lookahead: float = EngineConfig.lookahead
 ) -> Iterator[ServerState]:
-    """Yield what the application works with; the engine's thread ends with it.
+    """Yield the state of a server with a running engine thread, which ends with it.
 
     Args:
-        load: makes the engine, in the engine's thread.
+        load: makes the engine, in the engine thread.
         lookahead: what its policy is made with.
 
     Raises:

@@ -51,7 +51,7 @@ class StrictModel(BaseModel):
 
 
 class Hinted(StrictModel):
-    """A part that may say what is to be cached; of no consequence here."""
+    """A part that may carry a cache hint, which has no effect here."""
 
     cache_control: Any = None
 
@@ -183,7 +183,7 @@ class Body(StrictModel):
         return given
 
 
-# With some chat templates, finding where each ends renders all before it, on the engine's thread.
+# With some chat templates, finding where each ends renders all before it, on the engine thread.
 MOST_MESSAGES = 512
 
 

@@ -1,4 +1,4 @@
-"""/v1/sessions and /v1/saved_sessions: what can be asked of sessions over HTTP."""
+"""The routes /v1/sessions and /v1/saved_sessions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mmkv.server.store import SavedSessions
 
 
 class SessionTurn:
-    """One turn of a session; a chat completion whose messages are the new ones alone."""
+    """One turn of a session: a chat completion that sends only the new messages."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class SessionTurn:
             session.busy = False
 
     async def _commit_turn(self, turn: TurnMemory) -> None:
-        """Let the session go on from the memory after this turn, even if the client goes now."""
+        """Move the session to its state after this turn, even if the client leaves now."""
         standing = asyncio.ensure_future(self._replace_memory(turn))
         try:
             await asyncio.shield(standing)
@@ -124,7 +124,7 @@ class SavedName(Body):
 
 
 def sessions_router(state: ServerState) -> APIRouter:
-    """Return the routes; who asks has to be known by then."""
+    """Return the routes; a :class:`~mmkv.server.guard.CheckKey` has to stand before them."""
     sessions = SessionTable(state)
     router = APIRouter(prefix="/sessions", tags=["sessions"], route_class=BodyRoute)
 
@@ -180,7 +180,7 @@ def sessions_router(state: ServerState) -> APIRouter:
 
 
 def saved_router(state: ServerState) -> APIRouter:
-    """Return the routes; who asks has to be known by then."""
+    """Return the routes; a :class:`~mmkv.server.guard.CheckKey` has to stand before them."""
     saved = SavedSessions(state.settings.session_folder)
     router = APIRouter(prefix="/saved_sessions", tags=["sessions"])
 

@@ -44,11 +44,12 @@ class ServerSession:
     """One session.
 
     Attributes:
-        kept: its memory after the latest turn; None before the first, or while it lies in the
-            folder that servers share.
-        note: what that folder says of it; None without.
-        busy: whether a turn is under way; made_way: whether it was closed here for another one;
-            used: grows with each use; unbound: whether its budget binds nothing.
+        conversation: its state after the latest turn; None before the first, or while it lies in
+            the shared folder alone.
+        record: what the shared folder holds on it; None without such a folder.
+        busy: whether a turn is under way; closed_for_room: whether it was closed here so that
+            another could be opened; used: grows with each use; unbound: whether its budget binds
+            nothing.
     """
 
     id: str
@@ -66,7 +67,7 @@ class ServerSession:
 
     @property
     def on_disk(self) -> bool:
-        """Whether another server could go on from where it stands."""
+        """Whether its latest state is in the shared folder."""
         record = self.record
         return record is not None and bool(
             record.version and (self.conversation is None or record.memory)
@@ -104,7 +105,8 @@ class ServerSession:
 class SessionTable:
     """The sessions of a server; all methods run in the event loop.
 
-    Where they last, a session's note decides: one that another server has changed is read anew.
+    With ``--keep-sessions`` the record in the shared folder decides: a session that another server
+    has changed is read again.
     """
 
     def __init__(self, state: ServerState) -> None:
@@ -152,7 +154,7 @@ class SessionTable:
             )
 
     async def load_memory(self, session: ServerSession) -> ConversationState | None:
-        """Return a session's memory, from the shared folder if it lies there alone."""
+        """Return a session's conversation; it is read from the shared folder if need be."""
         record, store = session.record, self._store
         gone = session.conversation is not None and session.conversation.lost and session.on_disk
         if gone and not session.busy:  # the idle memory was removed, its session file was not
@@ -183,11 +185,11 @@ class SessionTable:
     async def commit_turn(
         self, session: ServerSession, conversation: ConversationState, turns: int
     ) -> None:
-        """Write down that a session stands at another memory, where sessions last.
+        """Write a session's new state to the shared folder, where there is one.
 
         Raises:
             SessionError: another server was faster; NotWrittenError: it cannot be written. The
-                session stands where it stood.
+                session stays as it was.
         """
         store = self._store
         if store is None or session.record is None:
@@ -199,7 +201,7 @@ class SessionTable:
         await self._write(conversation, path)
         try:
             session.record = await asyncio.to_thread(store.commit, session.tenant, record)
-        except Exception:  # no cancellation: the thread may still put the note in its place
+        except Exception:  # no cancellation: the thread may still write the record
             path.unlink(missing_ok=True)
             raise
 
@@ -231,7 +233,7 @@ class SessionTable:
         )
 
     async def fork(self, session: ServerSession) -> ServerSession:
-        """Open another session that goes on from where this one stands."""
+        """Open another session that goes on from the same state."""
         conversation = await self.load_memory(session)
         if conversation is not None:
             hold(self._state, conversation)  # whatever makes way for the fork
@@ -321,11 +323,11 @@ class SessionTable:
         return made
 
     async def _write(self, conversation: ConversationState, path: Path, over: bool = True) -> None:
-        """Have the engine's thread write a session file; see :func:`write_session`."""
+        """Have the engine thread write a session file; see :func:`write_session`."""
         await self._state.engine_thread.call(lambda: write_session(conversation, path, over))
 
     async def _load(self, path: Path, name: str, tenant: str) -> ConversationState:
-        """Have the engine's thread read a session file of a tenant.
+        """Have the engine thread read a session file of a tenant.
 
         Args:
             name: of the file, for messages.
@@ -342,7 +344,7 @@ class SessionTable:
         return await thread.call(lambda: core.conversations.load(path, name, root, weight))
 
     def _close(self, session: ServerSession) -> None:
-        """Close a session here, unless that was done."""
+        """Close a session on this server, if it is open."""
         if self._sessions.get((session.tenant, session.id)) is not session:
             return
         del self._sessions[session.tenant, session.id]
@@ -351,7 +353,7 @@ class SessionTable:
             release(self._state, conversation)
 
     def _apply_record(self, tenant: str, name: str, record: SessionRecord | None) -> None:
-        """Follow what the shared folder says of a session; one that is busy decides at its end."""
+        """Follow the record in the shared folder; a busy session compares it when its turn ends."""
         session = self._sessions.get((tenant, name))
         if session is not None and (session.busy or session.record == record):
             return
@@ -363,7 +365,7 @@ class SessionTable:
             self._sessions[tenant, name] = self._from_record(tenant, record)
 
     def _shown(self, tenant: str, record: SessionRecord) -> ServerSession:
-        """Return a session as it stands, here or in the folder; one that is not open stays so."""
+        """Return a session for a list, open or from its record; it is not opened."""
         session = self._sessions.get((tenant, record.id))
         current = session is not None and (session.busy or session.record == record)
         return session if session is not None and current else self._from_record(tenant, record)
@@ -386,12 +388,10 @@ class SessionTable:
         raise _exists(name)
 
     def _require_place(self, tenant: str, besides: ServerSession | None = None) -> None:
-        """Make sure that a key may have one more session open, beside all but one.
-
-        Each key has an equal share.
+        """Make room for one more open session of a key; each key has an equal share.
 
         Raises:
-            ApiError: 503, it has its share, or as many are open as may.
+            ApiError: 503, the key has its share open, or the server its limit.
         """
         most, keys = self._state.settings.max_sessions, len(set(self._state.settings.api_keys))
         if keys > 1:
@@ -402,10 +402,10 @@ class SessionTable:
     def _close_idle(
         self, most: int, open_are: str, besides: ServerSession | None, tenant: str | None = None
     ) -> None:
-        """Let one more session be open, of one key's or of all. Raises ApiError.
+        """Close idle sessions until one more may be open, of one tenant or of all. Raises ApiError.
 
-        Where they last, one that is idle need not be: it lies in the folder. That used longest ago
-        goes first. What lies there alone is not open here, however many know of it.
+        Only those that are in the shared folder can be closed, the least recently used first.
+        Those that lie in the folder alone do not count as open.
         """
         opened = [
             one
@@ -430,7 +430,7 @@ class SessionTable:
 
     @contextmanager
     def _being_opened(self, one: ServerSession | _Opening) -> Iterator[None]:
-        """Count a session that is read from its file among those that are open."""
+        """Count a session as open while it is being read from its file."""
         self._opening.append(one)
         try:
             yield
@@ -440,7 +440,7 @@ class SessionTable:
 
 @dataclasses.dataclass(eq=False)
 class _Opening:
-    """A saved session that is read for a key."""
+    """A saved session that is being read for a tenant."""
 
     tenant: str
 

@@ -1,4 +1,4 @@
-"""What a server is started with: each setting, and its option of ``mmkv serve``, once.
+"""The settings of a server; each is declared once, with its option of ``mmkv serve``.
 
 Nothing here imports torch: ``mmkv serve --help`` is made of it.
 """
@@ -49,7 +49,7 @@ class ServeOption:
 
 
 def _setting(help: str, kind: Any, default: Any = None, **more: Any) -> Any:
-    """Return a field with an option; its default is what the option's is read as."""
+    """Return a field with an option; its default is made of the option's by ``read``."""
     option = ServeOption(help, kind, default, **more)
     return dataclasses.field(default=option.read(default), metadata={"option": option})
 
@@ -95,8 +95,8 @@ def _origins(given: list[str] | None) -> tuple[str, ...]:
 class ServerSettings:
     """Addresses, bounds and names of one server.
 
-    A setting that users have is a field made by ``_setting``: that is its option, too. The order of
-    the fields is that of ``mmkv serve --help``.
+    A field made by ``_setting`` is an option, too; the order of the fields is that of
+    ``mmkv serve --help``.
 
     Attributes:
         memory: most bytes of the cache, all sessions together.

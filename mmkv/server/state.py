@@ -1,4 +1,4 @@
-"""The server's state that its routes share, who asks, and the memories that a turn uses."""
+"""What the routes share: settings and engine thread, who asks, and the memory of a turn."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Caller:
-    """Who asks: ``tenant`` has a memory of its own, ``name`` (a key or an address) has turns."""
+    """Who asks: ``tenant`` owns sessions and snapshots, ``name`` (key or address) takes turns."""
 
     tenant: str
     name: str
@@ -36,10 +36,10 @@ class Caller:
 
 @dataclass
 class ServerState:
-    """What the routes share.
+    """The state of one server, which all routes share.
 
     Attributes:
-        media: fetches and decodes what requests name; footprint: what the process may take.
+        media: fetches and decodes pictures and videos; footprint: memory the process may take.
         busy: requests under way, by caller.
     """
 
@@ -54,7 +54,7 @@ class ServerState:
 
     @cached_property
     def weights(self) -> dict[str, float]:
-        """By tenant, what its sessions weigh in a shared budget; 1 for those that are not there."""
+        """The weight of a tenant's sessions in a shared budget; 1 for tenants that are not here."""
         tenants = [digest_of_key(key).hex() for key in self.settings.api_keys]
         return dict(zip(tenants, self.settings.key_weights, strict=False))
 
@@ -97,9 +97,9 @@ CurrentCaller = Annotated[Caller, Depends(_caller)]
 
 
 class TurnMemory:
-    """Holds what a turn goes on from while it runs, and drops what nobody claims.
+    """Keeps the conversation that a turn goes on from, and drops a result that nobody claims.
 
-    A turn that is cut off leaves nothing: its memory is never made, or goes with its end.
+    A turn that is cut off leaves nothing behind.
     """
 
     def __init__(self, state: ServerState, call: ChatCall) -> None:
@@ -107,7 +107,7 @@ class TurnMemory:
         self._claimed = False
 
     def claim(self) -> ConversationState:
-        """Return the memory after the reply, once that is complete; it is the caller's then."""
+        """Return the conversation after the complete reply; the caller has to release it."""
         conversation = self._work.result
         assert conversation is not None
         self._claimed = True
@@ -136,14 +136,14 @@ class TurnMemory:
 
 
 def hold(state: ServerState, conversation: ConversationState) -> None:
-    """Count one more that goes on from a memory."""
+    """Add a reference to a conversation, on the engine thread."""
     core = state.engine_thread.core
     assert core is not None
     state.engine_thread.post(lambda: core.conversations.hold(conversation))
 
 
 def release(state: ServerState, conversation: ConversationState) -> None:
-    """Count one less; the last one frees it."""
+    """Take a reference away, on the engine thread; the last one frees the conversation."""
     core = state.engine_thread.core
     assert core is not None
     state.engine_thread.post(lambda: core.conversations.release(conversation))

@@ -31,18 +31,18 @@ if TYPE_CHECKING:
 _FOLDER = ".sessions"  # beside the files that users name, which begin with no dot
 _RECORD, _MEMORY, _DRAFT = ".json", ".mmkv", ".part"
 _POLL = 0.005  # seconds between two looks at a lock that another one holds
-_ABANDONED = 3600  # seconds after which a file that no note names is nobody's
+_ABANDONED = 3600  # seconds after which a file that no record names is removed
 
 
 class NotWrittenError(SessionError):
-    """The disk has refused a session, which stands where it stood."""
+    """A session could not be written; it is as it was before."""
 
     status, code = 507, "not_written"
 
 
 @contextlib.contextmanager
 def disk_errors() -> Iterator[None]:
-    """Say in one line what the disk refuses."""
+    """Turn an OSError into a NotWrittenError with cause and remedy."""
     try:
         yield
     except OSError as error:
@@ -129,7 +129,7 @@ class SavedSessions:
 
 
 def write_session(conversation: ConversationState, path: Path, over: bool = True) -> None:
-    """Write a session file, on the engine's thread.
+    """Write a session file, on the engine thread.
 
     Args:
         over: whether one that is there may be replaced.
@@ -186,7 +186,7 @@ def saved_already(name: str) -> ApiError:
 
 @dataclass(frozen=True)
 class SessionRecord:
-    """What the folder says of a session.
+    """What the shared folder holds on a session, as JSON.
 
     Attributes:
         version: a new one with each change; memory: name of its session file, None before the
@@ -218,12 +218,12 @@ class SessionRecord:
 
 
 class SessionStore:
-    """The notes and memories of the sessions of one tenant at a time, in a shared folder.
+    """Sessions that outlast the server (``--keep-sessions``): a record and a session file each.
 
-    A session changes when its note is replaced; the memory that a note names is written before,
-    under a name of its own. So a server that dies leaves the session as it was before or after a
-    turn, and another one that reads the note sees which. Whoever changes a note holds a lock on the
-    tenant's folder, in which the files lie; one that waits for it blocks its thread.
+    A session changes when its record is replaced; the file that a record names is written before,
+    under a new name. So a server that dies leaves the session as it was before or after a turn, and
+    another server reads in the record which. Changes are made under a lock on the tenant's folder;
+    waiting for it blocks the thread.
 
     Args:
         folder: the server's ``--session-folder``.
@@ -259,11 +259,11 @@ class SessionStore:
         return path
 
     def commit(self, tenant: str, record: SessionRecord) -> SessionRecord:
-        """Put a note in place of the one before it; return it with its version.
+        """Replace the record of a session; return it with its new version.
 
         Raises:
             SessionError: another server changed the session meanwhile; NotWrittenError: it cannot
-                be written. The one before stands.
+                be written. The earlier record stays.
         """
         path = self._path(tenant, record.id + _RECORD)
         made = SessionRecord(**{**vars(record), "version": uuid.uuid4().hex})
@@ -275,7 +275,7 @@ class SessionStore:
                     "place (X-Session-Id), and this one again"
                 )
             with disk_errors():
-                if record.memory is not None:  # it has to last before a note names it
+                if record.memory is not None:  # it has to be on the disk before a record names it
                     _sync(self.memory(tenant, record))
                     _sync(path.parent)
                 _replace(path, json.dumps(vars(made)))
@@ -295,7 +295,7 @@ class SessionStore:
                 self.memory(tenant, record).unlink(missing_ok=True)
 
     def sweep(self) -> None:
-        """Remove what servers that were killed have left: files that no note names."""
+        """Remove what servers that were killed have left: files that no record names."""
         with contextlib.suppress(OSError):
             for folder in self._folder.iterdir():
                 if folder.is_dir():
@@ -320,7 +320,7 @@ class SessionStore:
 
     @contextlib.contextmanager
     def _locked(self, tenant: str) -> Iterator[None]:
-        """Have a tenant's folder alone, among all threads and servers."""
+        """Lock a tenant's folder against all other threads and servers."""
         path = self._path(tenant, ".lock")
         with contextlib.ExitStack() as stack:
             with disk_errors():
@@ -333,7 +333,7 @@ class SessionStore:
 
 
 def _replace(path: Path, text: str) -> None:
-    """Write a file whole or not at all, so that it lasts."""
+    """Write a file, whole or not at all, and flush it to the disk."""
     handle, draft = tempfile.mkstemp(dir=path.parent, suffix=_DRAFT)
     try:
         with os.fdopen(handle, "w") as file:
@@ -346,7 +346,7 @@ def _replace(path: Path, text: str) -> None:
 
 
 def _sync(path: Path) -> None:
-    """Have a file, or a folder's names, on the disk; Windows opens no folders."""
+    """Flush a file, or the names in a folder, to the disk; Windows cannot open folders."""
     if os.name == "nt" and path.is_dir():
         return
     handle = os.open(path, os.O_RDONLY)
@@ -363,14 +363,14 @@ _PATIENCE = 60  # seconds for other servers that begin in the same folder
 
 
 class HibernationFolder:
-    """A folder of its own that goes with its server.
+    """The folder where a server's idle conversations lie; it is removed when the server ends.
 
-    A server holds a lock in its folder as long as it lives. One that is killed leaves the folder
-    and no lock: the next server in the same place removes it.
+    A server holds a lock in its folder as long as it runs. If it is killed, the folder stays
+    without a lock, and the next server in the same place removes it.
 
     Args:
-        within: the server's ``--session-folder``, or one that no cleaner empties; None: the
-            system's folder for temporary files, where nothing is looked for.
+        within: the server's ``--session-folder``, or the user's state folder; None: the system's
+            folder for temporary files, where no abandoned ones are looked for.
 
     Attributes:
         path: where it is.
@@ -404,7 +404,7 @@ class HibernationFolder:
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
-        """Have a memory written to it, anew where somebody has removed it.
+        """Write to the folder within this; it is made again if somebody has removed it.
 
         The log and :attr:`trouble` say when that fails, and when it works again.
 
@@ -448,7 +448,7 @@ class HibernationFolder:
 
 
 def _without_paths(error: BaseException) -> str:
-    """Return why something could not be written: for everybody, so it names no place."""
+    """Return why something could not be written, without paths: ``/health`` shows it to all."""
     cause = error.__cause__
     why = cause.strerror if isinstance(cause, OSError) else None
     return f"idle memories cannot be moved to files ({why or type(cause or error).__name__})"
