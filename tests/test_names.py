@@ -7,8 +7,8 @@ from collections import defaultdict
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-# Backends that do the same thing have names alike: the cells of a cache's rows for torch's attention
-# and CUDA's stores, and what C and CUDA are given to evict.
+# Backends that do the same thing have names alike: rows of a cache, for torch's attention and for
+# CUDA's stores; and what C and CUDA are given to evict.
 ALIKE = {"Eviction", "Rows"}
 
 

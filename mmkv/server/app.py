@@ -29,7 +29,7 @@ from mmkv.server.page import HEADERS, page_router
 from mmkv.server.reply import ReplyResponse, error_response
 from mmkv.server.responses import responses_router
 from mmkv.server.schema import ChatRequest, load_router
-from mmkv.server.session_routes import saved_router, sessions_router
+from mmkv.server.sessions import saved_router, sessions_router
 from mmkv.server.state import ServerState
 
 _PAGE = """<!doctype html>

@@ -8,7 +8,6 @@ with the sum.
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mmkv.engine.memory import give_back, resident_bytes
@@ -17,6 +16,7 @@ from mmkv.server.chat import MOST_SCORED
 from mmkv.server.guard import TOGETHER, VALUES, smallest
 from mmkv.server.media.limits import DECODED, MediaLimits
 from mmkv.server.media.resolver import TEXTS
+from mmkv.server.settings import Footprint
 
 if TYPE_CHECKING:
     from mmkv.api import Engine
@@ -36,28 +36,6 @@ _TENSORS = 3  # copies of a prompt's pixels: the processor's, the prompt's, the 
 _STATES, _INNER = 16, 6  # vectors of a token's width, and of its MLP's, that a layer makes
 _EVERY = 5.0  # seconds between two looks at what is resident
 _SLACK = 64 * 2**20  # bytes by which the process may grow before memory is given back
-
-
-@dataclass(frozen=True)
-class Footprint:
-    """The most bytes that the process may take, by part; of the host, not of a GPU."""
-
-    parts: dict[str, int]
-
-    @property
-    def total(self) -> int:
-        """Return the sum."""
-        return sum(self.parts.values())
-
-    def describe(self) -> str:
-        """Return a line for the log."""
-        parts = dict(self.parts)
-        cache, weights = parts.pop("cache"), parts.pop("weights and libraries")
-        return (
-            f"memory: the cache takes at most {_mib(cache)}; the process at most "
-            f"{_mib(self.total)} ({_mib(weights)} weights and libraries, {_mib(cache)} cache, "
-            f"{_mib(sum(parts.values()))} for requests and conversations)"
-        )
 
 
 def footprint(core: EngineCore, settings: ServerSettings) -> Footprint:
@@ -129,7 +107,3 @@ async def return_memory(state: ServerState) -> None:
             await asyncio.to_thread(give_back)
             now = after = resident_bytes() or 0
         after = min(after, now)
-
-
-def _mib(count: int) -> str:
-    return f"{count / 2**20:,.0f} MiB"

@@ -335,7 +335,7 @@ class ResponseCall:
     async def whole(self) -> dict[str, Any]:
         """Return the response."""
         builder, reason = self._builder, ""
-        async with TurnMemory(self._state, self._call) as turn:
+        async with TurnMemory(self._state, self._call.work) as turn:
             async for event in self._events():
                 if isinstance(event, Delta):
                     builder.add(event.text, event.spelled)
@@ -350,7 +350,7 @@ class ResponseCall:
         """Yield the events of a stream."""
         builder, reason, begun = self._builder, "", False
         async with (
-            TurnMemory(self._state, self._call) as turn,
+            TurnMemory(self._state, self._call.work) as turn,
             contextlib.aclosing(self._events()) as events,
         ):
             try:

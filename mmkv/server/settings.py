@@ -297,3 +297,29 @@ class Facts:
     def bound(self) -> str:
         """The budget as it is shown."""
         return "none" if self.unbound else self.budget.describe()
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """The most bytes that the process may take, by part; of the host, not of a GPU."""
+
+    parts: dict[str, int]
+
+    @property
+    def total(self) -> int:
+        """Return the sum."""
+        return sum(self.parts.values())
+
+    def describe(self) -> str:
+        """Return a line for the log."""
+        parts = dict(self.parts)
+        cache, weights = parts.pop("cache"), parts.pop("weights and libraries")
+        return (
+            f"memory: the cache takes at most {_mib(cache)}; the process at most "
+            f"{_mib(self.total)} ({_mib(weights)} weights and libraries, {_mib(cache)} cache, "
+            f"{_mib(sum(parts.values()))} for requests and conversations)"
+        )
+
+
+def _mib(count: int) -> str:
+    return f"{count / 2**20:,.0f} MiB"

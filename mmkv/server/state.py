@@ -17,13 +17,12 @@ from mmkv.engine.errors import CapacityError
 from mmkv.server.errors import ApiError
 
 if TYPE_CHECKING:
-    from mmkv.server.chat import ChatCall
     from mmkv.server.conversations import ConversationState
     from mmkv.server.engine_thread import EngineThread
-    from mmkv.server.footprint import Footprint
+    from mmkv.server.job import ChatWork
     from mmkv.server.media.resolver import MediaResolver
     from mmkv.server.metrics import Metrics
-    from mmkv.server.settings import Facts, ServerSettings
+    from mmkv.server.settings import Facts, Footprint, ServerSettings
 
 
 @dataclass(frozen=True)
@@ -102,8 +101,8 @@ class TurnMemory:
     A turn that is cut off leaves nothing behind.
     """
 
-    def __init__(self, state: ServerState, call: ChatCall) -> None:
-        self._state, self._work = state, call.work
+    def __init__(self, state: ServerState, work: ChatWork) -> None:
+        self._state, self._work = state, work
         self._claimed = False
 
     def claim(self) -> ConversationState:

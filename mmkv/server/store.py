@@ -15,18 +15,15 @@ import stat
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from filelock import FileLock, Timeout
 
 from mmkv.engine.errors import SessionError
 from mmkv.server.errors import ApiError
-
-if TYPE_CHECKING:
-    from mmkv.server.conversations import ConversationState
 
 _FOLDER = ".sessions"  # beside the files that users name, which begin with no dot
 _RECORD, _MEMORY, _DRAFT = ".json", ".mmkv", ".part"
@@ -128,11 +125,11 @@ class SavedSessions:
             ) from error
 
 
-def write_session(conversation: ConversationState, path: Path, over: bool = True) -> None:
-    """Write a session file, on the engine thread.
+def write_session(save: Callable[[Path], None], path: Path, over: bool = True) -> None:
+    """Write a session file.
 
     Args:
-        over: whether one that is there may be replaced.
+        save: writes it, whole or not at all; over: whether one that is there may be replaced.
 
     Raises:
         NotWrittenError: the disk refuses it; ApiError: 409, there is one.
@@ -140,21 +137,21 @@ def write_session(conversation: ConversationState, path: Path, over: bool = True
     try:
         with disk_errors():
             if over:
-                conversation.save(path)
+                save(path)
             else:
-                _write_new(conversation, path)
+                _write_new(save, path)
     except SessionError as error:
         # Where the files lie is no affair of who asks.
         shown = str(error).replace(f"{path.parent}{os.sep}", "")
         raise NotWrittenError(shown) from error
 
 
-def _write_new(conversation: ConversationState, path: Path) -> None:
+def _write_new(save: Callable[[Path], None], path: Path) -> None:
     """Write a session file where there is none; of two at once the second is refused."""
     with FileLock(path.with_name(_SAVING)):  # among all servers with this folder
         if path.exists():
             raise saved_already(path.stem)
-        conversation.save(path)
+        save(path)
 
 
 def copy_whole(path: Path, to: Path) -> None:

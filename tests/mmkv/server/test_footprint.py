@@ -15,11 +15,10 @@ from mmkv import Engine
 from mmkv.engine.memory import resident_bytes
 from mmkv.server import footprint
 from mmkv.server.engine_thread import EngineCore
-from mmkv.server.footprint import Footprint
 from mmkv.server.media.limits import MediaLimits
 from mmkv.server.metrics import Metrics
 from mmkv.server.reply import LogprobRows, rendered
-from mmkv.server.settings import ServerSettings
+from mmkv.server.settings import Footprint, ServerSettings
 from tests.support.chat_models import (
     picture,
     save_internvl,

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import mmkv
 from mmkv import Engine
 from mmkv.cli.app import run
 from mmkv.engine.errors import BudgetError, ModelError
 from mmkv.server.engine_thread import EngineCore
 from mmkv.server.run import opened
-from mmkv.server.settings import ServerSettings
+from mmkv.server.settings import ServerSettings, serve_options
 from tests.support.chat_models import save_qwen3_vl
 from tests.support.servers import MODEL, asked, serving
 
@@ -206,3 +208,40 @@ def test_replicas_need_ray_and_a_folder(
     assert run(["serve", "--replicas", "2", "--session-folder", str(tmp_path)]) == 1
     said = capsys.readouterr().err
     assert "pip install 'mmkv[ray]'" in said and said.count("\n") == 1
+
+
+def test_a_setting_is_what_its_option_says_where_none_is_given() -> None:
+    options = serve_options()
+    read = {setting: option.read(option.default) for setting, option in options.values()}
+    assert len(read) == len(options) > 20
+    assert ServerSettings(**read) == ServerSettings()
+
+
+def test_options_are_read_into_settings(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[ServerSettings] = []
+    monkeypatch.setattr("mmkv.server.run.serve", lambda load, settings, *_: given.append(settings))
+    line = (
+        f"--host 0.0.0.0 --port 9 --memory 2MiB --snapshots 1KiB --max-body 3MiB --store 4KiB "
+        f"--api-key a --api-key b --allowed-host Example.com. "
+        f"--allowed-local-media-path {tmp_path} --session-folder {tmp_path} --keep-sessions "
+        "--no-page --served-model-name m --drain 0.5"
+    )
+    assert run(["serve", str(folder), "--quiet", *line.split()]) == 0
+    found = given[0]
+    assert (found.host, found.port, found.memory) == ("0.0.0.0", 9, 2 * 2**20)
+    assert (found.snapshot_bytes, found.body, found.store_bytes) == (2**10, 3 * 2**20, 4 * 2**10)
+    assert found.api_keys == ("a", "b") and found.hosts == ("example.com",)
+    assert found.media_folder == found.session_folder == tmp_path
+    assert found.keep_sessions and not found.page and found.name == "m" and found.drain == 0.5
+
+
+def test_the_server_imports_nothing_of_the_chat() -> None:
+    root = Path(mmkv.__file__).parent
+    files = [*root.glob("server/**/*.py"), *root.glob("scheduler/*.py"), root / "cli" / "serve.py"]
+    assert len(files) > 30
+    for file in (*files, root / "loading.py"):
+        assert not re.search(r"^\s*(from|import) mmkv\.chat\b", file.read_text(), re.MULTILINE), (
+            file
+        )
