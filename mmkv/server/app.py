@@ -103,7 +103,7 @@ def make_app(state: ServerState, hosts: frozenset[str] | None = None) -> FastAPI
             expose_headers=["Retry-After", "X-Mmkv-Replica"],
         )
     app.add_middleware(CheckHost, hosts=hosts)
-    app.add_middleware(AnswerHead)
+    app.add_middleware(HeadAsGet)
     app.add_exception_handler(ApiError, _on_error)
     app.add_exception_handler(MmkvError, _on_error)
     app.add_exception_handler(RequestValidationError, _on_invalid)
@@ -183,7 +183,7 @@ def _model(state: ServerState) -> dict[str, Any]:
     }
 
 
-class AnswerHead:
+class HeadAsGet:
     """Handles HEAD as GET; uvicorn leaves the body out."""
 
     def __init__(self, app: ASGIApp) -> None:

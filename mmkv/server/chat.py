@@ -26,7 +26,7 @@ from mmkv.server.job import ChatWork
 from mmkv.server.media.limits import BAD_FORM, Allowance, MediaError
 from mmkv.server.media.resolver import MediaResolver, Medium, Source
 from mmkv.server.prompts import Message, Part, digest_of
-from mmkv.server.reply import Head, LogprobRows
+from mmkv.server.reply import LogprobRows, ReplyHead
 from mmkv.server.schema import (
     ChatRequest,
     MmkvOptions,
@@ -36,7 +36,7 @@ from mmkv.server.schema import (
     take_generation_config,
     unsupported,
 )
-from mmkv.server.writer import Extras
+from mmkv.server.writer import LogitSettings
 
 if TYPE_CHECKING:
     from starlette.requests import HTTPConnection
@@ -168,10 +168,10 @@ class ChatCall:
         state.media.check([source(part) for message in messages for part in message.media])
         own = budget_of(request.mmkv)
         refuse_budget(facts, own is not None, "mmkv.budget")
-        refuse_own(facts, (request.n or 1) > 1, "n")
+        refuse_if_shared(facts, (request.n or 1) > 1, "n")
         budget = own or budget
         resume = None if request.mmkv is None else request.mmkv.resume
-        root = None
+        base_key = None
         if start is not None:
             if budget not in (None, start.budget) or resume == "never":
                 raise ApiError(
@@ -181,9 +181,11 @@ class ChatCall:
                     "invalid_value",
                     "mmkv",
                 )
-            messages, root = [*start.info.messages, *messages], start.info.root
+            messages, base_key = [*start.info.messages, *messages], start.info.base_key
             budget = start.budget
-        facts.lengths.require_possible(sum(len(text) for one in messages for text in one.texts))
+        facts.context_bounds.require_possible(
+            sum(len(text) for one in messages for text in one.texts)
+        )
         chosen = (budget or facts.budget).describe()
         self.choices = request.n or 1
         if self.choices > settings.max_choices:
@@ -191,9 +193,9 @@ class ChatCall:
         self.done = self.keeps_body = False
         self.work = ChatWork(
             messages,
-            root or digest_of([facts.root, chosen, caller.tenant, request.cache_salt]),
+            base_key or digest_of([facts.base_key, chosen, caller.tenant, request.cache_salt]),
             _sampling(request, settings, facts),
-            _extras(request, facts),
+            _logit_settings(request, facts),
             self.choices,
             budget,
             resume or "auto",
@@ -205,11 +207,11 @@ class ChatCall:
         )
         if not request.stream:
             self.require_few_scored()
-        self.head = Head(f"chatcmpl-{secrets.token_hex(12)}", int(time.time()), settings.name)
+        self.head = ReplyHead(f"chatcmpl-{secrets.token_hex(12)}", int(time.time()), settings.name)
 
     def require_few_scored(self) -> None:
         """Refuse more log probabilities than an answer may hold. Raises ApiError."""
-        top = self.work.extras.top_logprobs
+        top = self.work.logit_settings.top_logprobs
         if top is None:
             return
         scored = self.choices * self.work.sampling.max_new_tokens * (1 + top)
@@ -268,7 +270,7 @@ class ChatCall:
         user = f"{self.caller.name} {asked.user or asked.safety_identifier or ''}"
         with self.state.count_request(self.caller):
             texts = [text for one in self.work.messages for text in one.texts]
-            await self.state.facts.lengths.count(texts)
+            await self.state.facts.context_bounds.count(texts)
             request = await self.state.engine_thread.submit(self.work, user)
             media: RequestMedia | None = None
             try:
@@ -278,7 +280,7 @@ class ChatCall:
                         raise event.error
                     if isinstance(event, Admitted):
                         media = RequestMedia(self.state.media)
-                        await self._supply(request, media)
+                        await self._supply_media(request, media)
                         continue
                     if media is not None:  # they were read before the first token
                         media.let_go()
@@ -291,14 +293,14 @@ class ChatCall:
                 if media is not None:
                     media.let_go()
 
-    async def _supply(self, request: Request, media: RequestMedia) -> None:
+    async def _supply_media(self, request: Request, media: RequestMedia) -> None:
         """Fetch and decode the media that the engine wants, now that their pages are committed."""
         named = await media.named(self.work.messages)
         held = await request.on_engine(lambda job: job.resume_from(named))
         contents = await media.contents(named[held:])
 
         def supply(job: ChatJob) -> None:
-            job.supply(contents)
+            job.supply_media(contents)
             job.work.messages = [one.without_urls() for one in job.work.messages]
 
         await request.on_engine(supply)
@@ -306,7 +308,7 @@ class ChatCall:
             release_body()
 
 
-def refuse_own(facts: Facts, given: bool, field: str) -> None:
+def refuse_if_shared(facts: Facts, given: bool, field: str) -> None:
     """Refuse a setting per request where all sessions share one budget. Raises ApiError."""
     if facts.shared and given:
         raise ApiError(
@@ -316,7 +318,7 @@ def refuse_own(facts: Facts, given: bool, field: str) -> None:
 
 def refuse_budget(facts: Facts, given: bool, field: str) -> None:
     """Refuse a budget where all sessions share one, or where none is used. Raises ApiError."""
-    refuse_own(facts, given, field)
+    refuse_if_shared(facts, given, field)
     if facts.unbound and given:
         what = f"policy {facts.policy!r} evicts nothing, so that {field} would bind nothing"
         raise unsupported(field, f"{what}; leave it out, or ask another server")
@@ -364,7 +366,7 @@ def _sampling(request: ChatRequest, settings: ServerSettings, facts: Facts) -> S
         raise ApiError(400, str(error), "invalid_value") from error
 
 
-def _extras(request: ChatRequest, facts: Facts) -> Extras:
+def _logit_settings(request: ChatRequest, facts: Facts) -> LogitSettings:
     bias = {}
     for text, value in (request.logit_bias or {}).items():
         # Python refuses to read numbers of very many digits.
@@ -384,7 +386,7 @@ def _extras(request: ChatRequest, facts: Facts) -> Extras:
         grammar = grammar_of(request.response_format)
     except MmkvError as error:
         raise ApiError(400, str(error), "invalid_value", "response_format") from error
-    return Extras(top, bias, grammar)
+    return LogitSettings(top, bias, grammar)
 
 
 def take_resume(request: HTTPConnection, body: ChatRequest | ResponseRequest) -> None:

@@ -288,7 +288,7 @@ _PHRASES = {408: "Request Timeout", 431: "Request Header Fields Too Large"}
 _PHRASES[503] = "Service Unavailable"
 
 
-class Seldom(logging.Filter):
+class OncePerMinute(logging.Filter):
     """Lets a warning without a traceback pass once a minute: clients can cause any number."""
 
     def __init__(self, seconds: float = 60.0) -> None:
@@ -338,8 +338,8 @@ class WebServer(uvicorn.Server):
         super().__init__(config)
         for name in ("uvicorn.error", "mmkv.server"):
             logger = logging.getLogger(name)
-            if not any(isinstance(one, Seldom) for one in logger.filters):
-                logger.addFilter(Seldom())
+            if not any(isinstance(one, OncePerMinute) for one in logger.filters):
+                logger.addFilter(OncePerMinute())
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen; more connections may wait than are accepted in one go."""

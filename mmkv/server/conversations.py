@@ -38,14 +38,14 @@ class ConversationInfo:
         seen: tokens that it has seen, by modality.
         rendered: the text that was read, but for a reply at its end; None where it is not known.
         messages: with the digests of their media; none for one that is found by their keys.
-        root: what else the memory depends on, see :func:`mmkv.server.prompts.chain`.
+        base_key: what else the memory depends on, see :func:`mmkv.server.prompts.chain`.
         memory: its numbers, where somebody may ask for them.
     """
 
     seen: tuple[int, ...]
     rendered: Rendered | None = None
     messages: tuple[Message, ...] = ()
-    root: str = ""
+    base_key: str = ""
     memory: Memory | None = None
 
 
@@ -145,7 +145,7 @@ class ConversationState(CachedConversation):
 
     def _save(self, session: Session, path: Path) -> None:
         session.history = [_plain(message) for message in self.info.messages]
-        own = {"seen": self.info.seen, "root": self.info.root}
+        own = {"seen": self.info.seen, "root": self.info.base_key}
         try:
             session.save(path, {_OWN: json.dumps(own)})
         finally:
@@ -196,7 +196,7 @@ class ConversationStore:
         if not conversation.references:
             self._scheduler.close_session(conversation)
 
-    def load(self, path: Path, name: str, root: str, weight: float = 1.0) -> ConversationState:
+    def load(self, path: Path, name: str, base_key: str, weight: float = 1.0) -> ConversationState:
         """Read a session file, whole or not at all.
 
         Args:
@@ -215,7 +215,7 @@ class ConversationStore:
             if self._engine.shared is not None:
                 with self._engine.lock:
                     self._engine.shared.join(session, weight)
-            return self.keep(session, _read_info(session, extra, root))
+            return self.keep(session, _read_info(session, extra, base_key))
         except BaseException:
             session.close()
             raise
@@ -230,7 +230,7 @@ class ConversationStore:
         return size // engine.cache.pool.kv_page_bytes + engine.spec.rows + 1
 
 
-def _read_info(session: Session, extra: dict[str, str], root: str) -> ConversationInfo:
+def _read_info(session: Session, extra: dict[str, str], base_key: str) -> ConversationInfo:
     """Return what a session file says of its session.
 
     Files that ``mmkv chat`` wrote lack the number of tokens by modality: for them it is estimated
@@ -248,7 +248,7 @@ def _read_info(session: Session, extra: dict[str, str], root: str) -> Conversati
         rows = session.engine.spec.rows
         seen = [-(-memory.by_modality[name] // rows) for name in MODALITIES]
         seen[0] = session.seen - sum(seen[1:])
-    return ConversationInfo(tuple(seen), None, messages, root, memory)
+    return ConversationInfo(tuple(seen), None, messages, base_key, memory)
 
 
 def _message(stored: Mapping[str, Any]) -> Message:

@@ -25,7 +25,7 @@ from mmkv.server.conversations import ConversationStore, PrefixCache
 from mmkv.server.errors import ApiError
 from mmkv.server.grammar import Grammars
 from mmkv.server.job import ChatJob, ChatWork, ConversationLookup
-from mmkv.server.prompts import Lengths, digest_of
+from mmkv.server.prompts import ContextBounds, digest_of
 from mmkv.server.reply import FINISH
 from mmkv.server.settings import Facts
 from mmkv.server.store import HibernationFolder
@@ -627,7 +627,7 @@ def _facts(engine: Engine, lookahead: float) -> Facts:
         "template": engine.processor.template.source,
     }
     return Facts(
-        root=digest_of(identity),
+        base_key=digest_of(identity),
         policy=engine.policy.name,
         budget=engine.budget,
         unbound=why_unbound(engine.policy) is not None,
@@ -641,7 +641,7 @@ def _facts(engine: Engine, lookahead: float) -> Facts:
         rules=getattr(engine.processor, "rules", None),
         frame_rule=engine.processor.frame_rule,
         picture_rules=_picture_rules(engine),
-        lengths=Lengths(engine.processor.tokenizer, engine.spec.max_position),
+        context_bounds=ContextBounds(engine.processor.tokenizer, engine.spec.max_position),
     )
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from mmkv.engine.memory import give_back, resident_bytes
 from mmkv.server import connections, engine_thread
 from mmkv.server.chat import MOST_SCORED
-from mmkv.server.guard import TOGETHER, VALUES, smallest
+from mmkv.server.guard import TOGETHER, VALUES, always_accepted
 from mmkv.server.media.limits import DECODED, MediaLimits
 from mmkv.server.media.resolver import TEXTS
 from mmkv.server.settings import Footprint
@@ -49,7 +49,7 @@ def footprint(core: EngineCore, settings: ServerSettings) -> Footprint:
     parts = {
         "weights and libraries": max(resident_bytes() or 0, weights) + _HEAP,
         "cache": (pool.limit or pool.num_pages) * pool.page_bytes if on_host else 0,
-        "connections": most * (_CONNECTION + int(_BODY * smallest(body))),
+        "connections": most * (_CONNECTION + int(_BODY * always_accepted(body))),
         "bodies": int(_BODY * TOGETHER * body) + (1 + TEXTS) * _HANDLED * body,
         "values": taken * VALUES * _VALUE,
         "media": limits.together + limits.pixels * DECODED if core.facts.sees else 0,

@@ -77,7 +77,7 @@ VALUES = 2**15
 _SMALL = 512  # part of the most bytes: a body that is taken however many there are
 
 
-def smallest(most: int) -> int:
+def always_accepted(most: int) -> int:
     """Return the bytes of a body that is accepted however many others arrive."""
     return most // _SMALL
 
@@ -159,7 +159,7 @@ class LimitBody:
             self._held += len(piece)
             if come > self._most:
                 raise _Refused(self._too_large())
-            if self._held > TOGETHER * self._most and come > smallest(self._most):
+            if self._held > TOGETHER * self._most and come > always_accepted(self._most):
                 raise _Refused(self._too_many())
             text.add(piece)
             whole = not message.get("more_body", False)

@@ -27,7 +27,7 @@ from mmkv.scheduler.replies import DecodingReply
 from mmkv.server.conversations import ConversationInfo
 from mmkv.server.errors import ApiError
 from mmkv.server.prompts import Outline, Segment, chain, link, outline, pictures_in, reply_message
-from mmkv.server.writer import Extras, ScoredWriter
+from mmkv.server.writer import LogitSettings, ScoredWriter
 from mmkv.turn import agreed, kept_tokens, text_before_media, without_first
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class ChatWork:
     """What a chat request asks for.
 
     Attributes:
-        root: what the memory depends on beside the messages; see
+        base_key: a hash of what the memory depends on beside the messages; see
             :func:`mmkv.server.prompts.chain`.
         budget: of each reply's session; None: the engine's.
         asked: whether the request itself says how to resume.
@@ -63,9 +63,9 @@ class ChatWork:
     """
 
     messages: list[Message]
-    root: str
+    base_key: str
     sampling: Settled
-    extras: Extras = field(default_factory=Extras)
+    logit_settings: LogitSettings = field(default_factory=LogitSettings)
     choices: int = 1
     budget: Budget | None = None
     resume: Resume = "auto"
@@ -284,7 +284,9 @@ class ConversationLookup:
         assert choice.memory is not None
         read = [message.without_urls() for message in self.work.messages]
         messages = (*read, reply_message(choice.text))
-        info = ConversationInfo(seen, outline.rendered(), messages, self.work.root, choice.memory)
+        info = ConversationInfo(
+            seen, outline.rendered(), messages, self.work.base_key, choice.memory
+        )
         self.work.result = self._conversations.keep(session, info)
 
     def _keep_reply(
@@ -303,7 +305,7 @@ class ConversationLookup:
     def _keys(self) -> list[str]:
         """The key of each message, made on first use: turns of sessions need none."""
         rule = self.engine.processor.rule(pictures_in(self.work.messages))
-        return chain(self.work.root, self.work.messages, rule)
+        return chain(self.work.base_key, self.work.messages, rule)
 
     @property
     def _shares(self) -> bool:
@@ -326,7 +328,7 @@ class ChatJob:
     Args:
         chunk: tokens in a chunk.
         admitted: called when the pages are committed and media are wanted: :meth:`resume_from`,
-            then :meth:`supply` have to be called.
+            then :meth:`supply_media` have to be called.
 
     Attributes:
         fetches: see :class:`mmkv.scheduler.contract.Job`.
@@ -403,7 +405,7 @@ class ChatJob:
             self._admitted()
         else:
             self.resume_from(self.work.messages)
-            self.supply([])
+            self.supply_media([])
 
     def resume_from(self, messages: list[Message]) -> int:
         """Open the session, as a copy of the longest cached conversation that fits.
@@ -421,7 +423,7 @@ class ChatJob:
         work.messages = messages
         shown = [message.for_template() for message in messages]
         for count, memory in self.conversations.find():
-            found = self._gone_on(shown, count, memory)
+            found = self._continued(shown, count, memory)
             if found is None:
                 continue
             held, (self.live, self._outline) = count, found
@@ -450,7 +452,7 @@ class ChatJob:
                 engine.shared.join(self.live, work.weight)
         return held
 
-    def _gone_on(
+    def _continued(
         self, shown: list[dict[str, Any]], count: int, memory: ConversationState
     ) -> tuple[Session, Outline] | None:
         """Open a copy of a conversation of ``count`` messages; return it and what it has to read.
@@ -480,7 +482,7 @@ class ChatJob:
         session = memory.fork()
         session.rewrites = work.rewrites
         try:
-            made = self._agreed(session, shown, count, fits, named)
+            made = self._left_to_read(session, shown, count, fits, named)
         except BaseException:
             session.close()
             raise
@@ -488,7 +490,7 @@ class ChatJob:
             session.close()
         return None if made is None else (session, made)
 
-    def _agreed(
+    def _left_to_read(
         self,
         session: Session,
         shown: list[dict[str, Any]],
@@ -540,7 +542,7 @@ class ChatJob:
         whole = self.engine.processor.template.render(as_said, opening=True)
         return held.plan(whole, self._rule).appends
 
-    def supply(self, media: list[Any]) -> None:
+    def supply_media(self, media: list[Any]) -> None:
         """Give the pictures and videos of the messages that were not resumed, in order."""
         self._media = media
 
@@ -614,13 +616,22 @@ class ChatJob:
     def _begin_replies(self, logits: torch.Tensor) -> None:
         engine, sampling, session = self.engine, self.work.sampling, self.live
         assert session is not None
-        extras, tokenizer = self.work.extras, engine.processor.tokenizer
+        changes, tokenizer = self.work.logit_settings, engine.processor.tokenizer
         for at in range(self.work.choices):
             seed = None if sampling.seed is None else (sampling.seed + at) % 2**63
             own = replace(sampling, seed=seed)
-            grammar = None if extras.grammar is None else self.grammars.begin(extras.grammar)
+            grammar = (
+                None
+                if logit_settings.grammar is None
+                else self.grammars.begin(logit_settings.grammar)
+            )
             writer = ScoredWriter(
-                tokenizer, own, engine.eos_token_ids, extras, grammar, engine.media_token_ids
+                tokenizer,
+                own,
+                engine.eos_token_ids,
+                logit_settings,
+                grammar,
+                engine.media_token_ids,
             )
             token = writer.begin(logits, session.read_ids)
             fork = session if at == 0 else session.fork()

@@ -270,18 +270,18 @@ def reply_message(text: str) -> Message:
     return Message("assistant", (Part("text", text),) if text else ())
 
 
-def chain(root: str, messages: Sequence[Message], rule: object = None) -> list[str]:
-    """Return a key per message: a hash of it, all before it, and ``root``.
+def chain(base_key: str, messages: Sequence[Message], rule: object = None) -> list[str]:
+    """Return a key per message: a hash of it, all before it, and ``base_key``.
 
     Args:
-        root: what else the memory of a conversation depends on.
+        base_key: a hash of what else the memory depends on.
         messages: with the digests of their media.
         rule: by which pictures are read in a conversation with so many; None: by the same always.
     """
-    keys = []
+    key, keys = base_key, []
     for message in messages:
-        root = link(root, message, rule)
-        keys.append(root)
+        key = link(key, message, rule)
+        keys.append(key)
     return keys
 
 
@@ -319,7 +319,7 @@ _PROBES = ("\ue000", " ", "\n")  # a character that no vocabulary has, and some 
 _PROBED = 2**12
 
 
-class Lengths:
+class ContextBounds:
     """Bounds on the texts of a request by the model's context.
 
     Args:

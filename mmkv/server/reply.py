@@ -29,7 +29,7 @@ FINISH = {"eos": "stop", "stop": "stop", "length": "length", "context": "length"
 
 
 @dataclasses.dataclass
-class Head:
+class ReplyHead:
     """What every object of one answer begins with.
 
     Attributes:
@@ -87,7 +87,7 @@ def rendered(data: Any, ascii: bool = False) -> bytes:
 
 
 def completion(
-    head: Head,
+    head: ReplyHead,
     texts: Sequence[str],
     reasons: Sequence[str],
     rows: Sequence[LogprobRows] | None,
@@ -112,7 +112,7 @@ def completion(
 
 
 def chunk(
-    head: Head,
+    head: ReplyHead,
     index: int,
     delta: dict[str, Any],
     reason: str | None = None,
@@ -129,7 +129,7 @@ def chunk(
     return head.fields("chat.completion.chunk") | {"choices": [choice]} | usage
 
 
-def usage_chunk(head: Head, usage: Usage) -> dict[str, Any]:
+def usage_chunk(head: ReplyHead, usage: Usage) -> dict[str, Any]:
     """Return the last piece of a streamed answer."""
     return head.fields("chat.completion.chunk") | {"choices": [], "usage": usage_json(usage)}
 
@@ -221,7 +221,7 @@ class ReplyResponse(Response):
         events: AsyncIterator[Any] = self._work()  # type: ignore[assignment]
         lines = _Lines(send)
         try:
-            async with lines.commented(self._keep_alive), contextlib.aclosing(events):  # type: ignore[type-var]
+            async with lines.with_comments(self._keep_alive), contextlib.aclosing(events):  # type: ignore[type-var]
                 async for event in events:
                     await lines.write(event_line(event))
         except (asyncio.CancelledError, _GoneError, *STOPS):
@@ -261,7 +261,7 @@ class _Lines:
             await self._send({"type": "http.response.body", "body": line, "more_body": True})
 
     @contextlib.asynccontextmanager
-    async def commented(self, every: float) -> AsyncIterator[None]:
+    async def with_comments(self, every: float) -> AsyncIterator[None]:
         """Send a comment whenever nothing was written for ``every`` seconds.
 
         One task for the whole stream: one for each event took a tenth of the server's time.

@@ -25,7 +25,7 @@ from mmkv.server.responses_schema import (
     ResponseRequest,
     chat_request,
     input_items,
-    named_as_asked,
+    with_own_field_names,
 )
 from mmkv.server.state import Caller, CurrentCaller, ServerState, TurnMemory, release
 
@@ -239,7 +239,7 @@ class StoredResponse:
     size: int = 0
 
 
-class Responses:
+class ResponseTable:
     """The stored responses of a server, within a limit of bytes; in the event loop.
 
     The least recently used are deleted first.
@@ -286,7 +286,7 @@ class ResponseCall:
     """One request for a response. Raises ApiError: what can be said before the engine is asked."""
 
     def __init__(
-        self, state: ServerState, responses: Responses, asked: ResponseRequest, caller: Caller
+        self, state: ServerState, responses: ResponseTable, asked: ResponseRequest, caller: Caller
     ) -> None:
         self._state, self._responses, self._asked, self._caller = state, responses, asked, caller
         self._store = asked.store is not False
@@ -324,7 +324,7 @@ class ResponseCall:
         try:
             yield
         except (ApiError, MmkvError) as error:
-            raise named_as_asked(api_error(error), self._instructed) from error
+            raise with_own_field_names(api_error(error), self._instructed) from error
 
     async def _events(self) -> AsyncGenerator[Delta | Done]:
         with self._own_names():
@@ -407,7 +407,7 @@ def _instructions(asked: ResponseRequest, before: StoredResponse | None) -> str 
 
 def responses_router(state: ServerState) -> APIRouter:
     """Return the routes; a :class:`~mmkv.server.guard.CheckKey` has to stand before them."""
-    responses = Responses(state)
+    responses = ResponseTable(state)
     router = APIRouter(prefix="/responses", tags=["responses"], route_class=BodyRoute)
 
     @router.post("", summary="Reply to a conversation, or go on with an earlier response")

@@ -11,11 +11,11 @@ from mmkv.server.errors import ApiError
 from mmkv.server.schema import (
     MOST_MESSAGES,
     Body,
+    CacheHint,
     ChatMessage,
     ChatRequest,
     Count,
     Effort,
-    Hinted,
     ImagePart,
     ImageUrl,
     Metadata,
@@ -39,7 +39,7 @@ LOGPROBS = "message.output_text.logprobs"
 ENCRYPTED = "reasoning.encrypted_content"  # of which there is none
 
 
-class InputText(Hinted):
+class InputText(CacheHint):
     """A text of the user, or of an earlier reply."""
 
     type: Literal["input_text", "output_text", "text"]
@@ -48,7 +48,7 @@ class InputText(Hinted):
     logprobs: Any = None
 
 
-class InputImage(Hinted):
+class InputImage(CacheHint):
     """A picture. ``detail`` makes no difference: pictures are read at the model's size."""
 
     type: Literal["input_image"]
@@ -57,7 +57,7 @@ class InputImage(Hinted):
     file_id: str | None = None
 
 
-class InputVideo(Hinted):
+class InputVideo(CacheHint):
     """A video, as Open Responses has it."""
 
     type: Literal["input_video"]
@@ -200,7 +200,7 @@ def chat_request(asked: ResponseRequest) -> ChatRequest:
     )
 
 
-def named_as_asked(error: ApiError, instructions: bool) -> ApiError:
+def with_own_field_names(error: ApiError, instructions: bool) -> ApiError:
     """Return the error with the names of this API's fields, in place of a chat request's.
 
     Args:

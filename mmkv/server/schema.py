@@ -50,20 +50,20 @@ class StrictModel(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
 
-class Hinted(StrictModel):
+class CacheHint(StrictModel):
     """A part that may carry a cache hint, which has no effect here."""
 
     cache_control: Any = None
 
 
-class TextPart(Hinted):
+class TextPart(CacheHint):
     """A text."""
 
     type: Literal["text"]
     text: str
 
 
-class RefusalPart(Hinted):
+class RefusalPart(CacheHint):
     """A refusal of an earlier reply; read as text."""
 
     type: Literal["refusal"]
@@ -84,7 +84,7 @@ class ImageUrl(StrictModel):
     detail: Literal["auto", "low", "high", "original"] | None = None
 
 
-class ImagePart(Hinted):
+class ImagePart(CacheHint):
     """A picture. ``detail`` makes no difference: pictures are read at the model's size."""
 
     type: Literal["image_url"]
@@ -109,7 +109,7 @@ class VideoUrl(StrictModel):
     resized_width: Count | None = None
 
 
-class VideoPart(Hinted):
+class VideoPart(CacheHint):
     """A video."""
 
     type: Literal["video_url"]

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from mmkv.prompt.qwen_vision import VideoRules
     from mmkv.prompt.video import FrameRule
     from mmkv.sampling import Settled
-    from mmkv.server.prompts import Lengths
+    from mmkv.server.prompts import ContextBounds
 
 KEY_VARIABLE = "MMKV_API_KEY"
 
@@ -268,22 +268,22 @@ class Facts:
     """What the HTTP routes know of the engine.
 
     Attributes:
-        root: a hash of what the memory of a conversation depends on: weights, gates, policy,
+        base_key: a hash of what the memory of a conversation depends on: weights, gates, policy,
             cuts, template.
-        context: most positions; vocabulary: number of tokens; lengths: bounds texts by them.
+        context: most positions; vocabulary: number of tokens; context_bounds: of texts.
         sampling: of replies whose request does not say.
         shared: whether all sessions compete for the budget; unbound: whether it binds nothing.
         sees, watches: whether the model takes pictures, videos; picture_rules, rules: how it scales
             them; frame_rule: which frames of a video it is shown.
     """
 
-    root: str
+    base_key: str
     policy: str
     budget: Budget
     lookahead: float
     context: int
     vocabulary: int
-    lengths: Lengths
+    context_bounds: ContextBounds
     sees: bool
     watches: bool
     sampling: Settled

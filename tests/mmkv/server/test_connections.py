@@ -18,7 +18,7 @@ import uvicorn
 from starlette.types import Receive, Scope, Send
 
 from mmkv.server import connections
-from mmkv.server.connections import Seldom, WebServer, most_connections
+from mmkv.server.connections import OncePerMinute, WebServer, most_connections
 from mmkv.server.settings import ServerSettings
 
 MOST = 4
@@ -341,7 +341,7 @@ def test_descriptors_bound_connections(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_warnings_that_clients_cause_are_written_seldom() -> None:
-    seldom, name = Seldom(), "x"
+    seldom, name = OncePerMinute(), "x"
 
     def passes(level: int, message: str, error: Any = None) -> bool:
         record = logging.LogRecord(name, level, "", 0, message, (), error)

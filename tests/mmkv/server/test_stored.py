@@ -12,7 +12,7 @@ from openai import OpenAI
 
 from mmkv import Engine
 from mmkv.server.conversations import ConversationState
-from mmkv.server.responses import Responses, StoredResponse
+from mmkv.server.responses import ResponseTable, StoredResponse
 from mmkv.server.state import Caller, ServerState
 from tests.support.chat_models import save_qwen3_vl
 from tests.support.servers import MODEL, Server, serving
@@ -69,7 +69,7 @@ def test_what_a_response_took_is_what_its_end_gives_back() -> None:
     """A memory that shares a budget shrinks while it is stored."""
     worker = SimpleNamespace(core=SimpleNamespace(), post=lambda command: None)
     state = SimpleNamespace(settings=SimpleNamespace(store_bytes=1000), engine_thread=worker)
-    responses = Responses(cast(ServerState, state))
+    responses = ResponseTable(cast(ServerState, state))
     for at in range(30):
         kept = SimpleNamespace(bytes=600, lost=False)
         stored = StoredResponse("me", cast(ConversationState, kept), b"{}", b"[]", None)
